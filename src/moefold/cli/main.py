@@ -1,0 +1,85 @@
+"""The command line: finds the sub-command, runs it, and turns user errors into one message.
+
+Each sub-command is a module `moefold.cli.<name>` with `run(argv) -> int`, imported only when it is called, so that no
+command pays for another one's imports.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from moefold import __version__
+from moefold.config.keys import nearest
+from moefold.errors import ConfigError
+
+COMMANDS = {
+    "train": "train a model from a recipe; starts the ranks itself on one machine",
+    "layout": "show how attention and experts fold over the same ranks",
+    "verify": "prove on CPU that a recipe's mapping computes what one process computes",
+    "bench": "measure the training step against a plain implementation",
+}
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status.
+
+    0: done. 1: the command ran and its answer is no. 2: the user's settings cannot work. 130: interrupted.
+
+    Args:
+        argv: the words after `moefold`; None takes them from the process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _dispatch(words)
+        sys.stdout.flush()
+    except ConfigError as error:
+        print(f"moefold: error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("moefold: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader is gone (`moefold layout ... | head`); the interpreter must not complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    return status
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        _parser().print_help(sys.stderr)
+        return EXIT_USER_ERROR
+    name = words[0]
+    if not name.startswith("-") and name not in COMMANDS:
+        guess = nearest(name, COMMANDS)
+        hint = f"did you mean {guess!r}?" if guess else f"the commands are {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command {name!r}; {hint}")
+    try:
+        if name.startswith("-"):
+            _parser().parse_args(words)
+            return EXIT_USER_ERROR
+        return int(importlib.import_module(f"moefold.cli.{name}").run(words[1:]))
+    except SystemExit as leave:
+        # argparse ends so, after its help (0) and after its own message on a wrong word (2).
+        return leave.code if isinstance(leave.code, int) else 0 if leave.code is None else EXIT_USER_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog="moefold",
+        usage="moefold [-h] [--version] COMMAND ...",
+        description="Train Mixture-of-Experts language models with MoE Parallel Folding, on a laptop or a cluster.",
+        epilog="commands:\n"
+        + "\n".join(f"  {name:{width}}  {words}" for name, words in COMMANDS.items())
+        + "\n\n`moefold COMMAND --help` explains one command; `moefold train --keys` lists every key of a recipe.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"moefold {__version__}")
+    return parser

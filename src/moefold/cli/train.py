@@ -1,0 +1,65 @@
+"""`moefold train`: check the recipe, start or join the ranks, train."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from moefold.checkpoint.folder import find_resume, read_meta
+from moefold.config.checks import check_config, check_machine
+from moefold.config.load import load_config
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.launch.place import Place, check_world_size, find_place
+
+SUMMARY = "train a model from a recipe; starts the ranks itself on one machine"
+
+
+def run(argv: list[str]) -> int:
+    """Train; returns the exit status."""
+    args = _parser().parse_args(argv)
+    if args.keys:
+        from moefold.config.reference import keys_text
+
+        print(keys_text(), end="")
+        return 0
+    if args.recipe is None:
+        raise ConfigError("a recipe is missing: moefold train RECIPE.toml [section.key=value ...]")
+    cfg = load_config(Path(args.recipe), args.overrides)
+    check_config(cfg)
+    check_machine(cfg)
+    place = find_place()
+    if place is not None:
+        check_world_size(place, cfg.parallel.world_size)
+    resume = find_resume(cfg)
+    if resume is not None and read_meta(resume).step >= cfg.run.steps:
+        if place is None or place.rank == 0:
+            print(f"{resume} has all {cfg.run.steps} steps of run.steps; nothing to do")
+        return 0
+    return _train(cfg, place)
+
+
+def _train(cfg: Config, place: Place | None) -> int:
+    # torch takes seconds to import: everything above answers without it.
+    from moefold.data import prepare
+    from moefold.launch.ranks import choose_device, start_ranks
+    from moefold.train.rank import train_rank
+
+    world_size = cfg.parallel.world_size
+    device_type = choose_device(cfg.run.device, world_size, local=place is None)
+    if place is None or place.local_rank == 0:
+        prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    if place is not None:
+        return train_rank(cfg, place, device_type)
+    return start_ranks(partial(train_rank, cfg), world_size, device_type)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold train",
+        description="Train a model from a recipe. Starts the ranks itself on one machine; joins them under torchrun or srun.",
+        epilog="Ctrl-C finishes the step, saves if checkpoint.every is set, and exits 130; the same command resumes.",
+    )
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE.toml", help="the recipe, for example recipes/quickstart.toml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the recipe")
+    parser.add_argument("--keys", action="store_true", help="list every key of a recipe, with its default")
+    return parser

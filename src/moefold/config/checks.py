@@ -1,0 +1,46 @@
+"""Everything that can be wrong with a well-typed config, found before any rank starts and without torch.
+
+`check_config` knows the settings alone; `check_machine` looks at the machine that will run them. Each rule is a small
+function that yields one message for each fault: key, value, rule and the nearest legal settings. The rules are in
+`checks_range` (one key by itself), `checks_model`, `checks_parallel` and `checks_train` (keys against each other),
+`checks_effect` (settings that nothing would read) and `checks_machine` (files and packages).
+"""
+
+from moefold.config.checks_machine import MACHINE_RULES
+from moefold.config.checks_model import MODEL_RULES
+from moefold.config.checks_parallel import PARALLEL_RULES
+from moefold.config.checks_range import range_faults
+from moefold.config.checks_train import TRAIN_RULES
+from moefold.config.faults import refuse
+from moefold.config.schema import Config
+from moefold.parallel.layout import Layout, fold
+
+RULES = (*MODEL_RULES, *PARALLEL_RULES, *TRAIN_RULES)
+
+
+def check_config(cfg: Config) -> Layout:
+    """Refuse every setting and combination that cannot run, and return the folding of the ranks.
+
+    Raises:
+        ConfigError: one line for each fault. Rules between keys are tried only when every key is sound by itself and
+            the degrees fold, because they compute with them.
+    """
+    refuse(range_faults(cfg))
+    p = cfg.parallel
+    layout = fold(
+        world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
+    )
+    refuse(fault for rule in RULES for fault in rule(cfg))
+    return layout
+
+
+def check_machine(cfg: Config) -> None:
+    """Refuse folders that cannot be written, data that cannot be read, absent checkpoints and missing packages.
+
+    For a config that passed `check_config`, on the machine that will run it; creates nothing.
+
+    Raises:
+        ConfigError: the first fault found.
+    """
+    for rule in MACHINE_RULES:
+        rule(cfg)

@@ -1,0 +1,124 @@
+"""Settings that were asked for and that nothing would read: refused, because a silent setting misleads.
+
+A key left out, or given as what it is anyway, asks for nothing. How an axis works (`parallel.schedule`, `context`,
+`zero`) is no fault at degree 1, so that one recipe serves several mappings.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moefold.config.checks_model import has_dense_layers, has_moe_layers
+from moefold.config.faults import refuse
+from moefold.config.keys import default_of
+from moefold.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Keys that have no effect while a condition holds, why, and what would give them one."""
+
+    keys: str
+    when: Callable[[Config], bool]
+    why: str
+    way_out: str
+
+
+IDLE = (
+    Idle(
+        "model.num_experts model.top_k model.moe_ffn_hidden_size model.router_softmax "
+        "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
+        "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher",
+        lambda cfg: not has_moe_layers(cfg.model),
+        "no layer of model.layer_pattern is M",
+        "choose a pattern with M",
+    ),
+    Idle(
+        "model.ffn_hidden_size",
+        lambda cfg: not has_dense_layers(cfg.model),
+        "no layer of model.layer_pattern is D",
+        "choose a pattern with D, or set model.moe_ffn_hidden_size, the width of an expert",
+    ),
+    Idle(
+        "model.shared_expert_gate",
+        lambda cfg: cfg.model.shared_expert_ffn_hidden_size == 0,
+        "model.shared_expert_ffn_hidden_size=0 makes no shared expert",
+        "set model.shared_expert_ffn_hidden_size",
+    ),
+    Idle(
+        "model.rope_scaling_factor",
+        lambda cfg: cfg.model.rope_scaling == "none",
+        "model.rope_scaling='none' stretches nothing",
+        "choose model.rope_scaling='linear' or 'llama3'",
+    ),
+    Idle(
+        "model.rope_original_seq_len model.rope_low_freq_factor model.rope_high_freq_factor",
+        lambda cfg: cfg.model.rope_scaling != "llama3",
+        "only model.rope_scaling='llama3' reads it",
+        "choose model.rope_scaling='llama3'",
+    ),
+    Idle(
+        "moe.drop_policy moe.drop_scope",
+        lambda cfg: cfg.moe.capacity_factor == 0,
+        "moe.capacity_factor=0.0 drops nothing",
+        "set moe.capacity_factor above 0",
+    ),
+    Idle(
+        "train.min_lr",
+        lambda cfg: cfg.train.lr_schedule == "constant",
+        "train.lr_schedule='constant' does not decay",
+        "choose train.lr_schedule='cosine', 'linear' or 'wsd'",
+    ),
+    Idle(
+        "train.decay_steps",
+        lambda cfg: cfg.train.lr_schedule != "wsd",
+        "only train.lr_schedule='wsd' reads it",
+        "choose train.lr_schedule='wsd'",
+    ),
+    Idle(
+        "train.eval_samples",
+        lambda cfg: cfg.train.eval_every == 0,
+        "train.eval_every=0 never evaluates",
+        "set train.eval_every",
+    ),
+    Idle(
+        "data.path",
+        lambda cfg: cfg.data.kind not in ("text", "tokens"),
+        "data.kind is neither 'text' nor 'tokens'",
+        "choose data.kind='text' or 'tokens'",
+    ),
+    Idle(
+        "data.token_dtype",
+        lambda cfg: cfg.data.kind != "tokens",
+        "only data.kind='tokens' reads it",
+        "choose data.kind='tokens'",
+    ),
+    Idle(
+        "checkpoint.keep",
+        lambda cfg: cfg.checkpoint.every == 0,
+        "checkpoint.every=0 saves nothing",
+        "set checkpoint.every",
+    ),
+)
+
+
+def check_explicit(given: frozenset[str], cfg: Config) -> None:
+    """Refuse settings that the recipe gave, that differ from the default, and that have no effect.
+
+    Args:
+        given: the keys that the recipe and its overrides set, as "section.key"; those of a preset are not among them.
+        cfg: the config that came of them.
+
+    Raises:
+        ConfigError: one line for each such setting.
+    """
+    lines: dict[str, str] = {}
+    for idle in IDLE:
+        if not idle.when(cfg):
+            continue
+        for name in idle.keys.split():
+            section, key = name.split(".")
+            value = getattr(getattr(cfg, section), key)
+            if name in given and value != default_of(section, key):
+                text = str(value).lower() if isinstance(value, bool) else repr(value)
+                lines.setdefault(name, f"{name}={text} has no effect: {idle.why}; {idle.way_out}, or leave {key} out")
+    refuse(lines.values())

@@ -1,0 +1,85 @@
+"""Rules on what a config needs of the machine: folders, data, checkpoints and optional packages."""
+
+import tempfile
+from pathlib import Path
+
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+
+
+def check_writable(cfg: Config) -> None:
+    """The folders that the run writes to exist or can be made, and files can be made in them.
+
+    Raises:
+        ConfigError: a folder is a file, or cannot be written to.
+    """
+    _probe("run.dir", Path(cfg.run.dir))
+    if cfg.checkpoint.dir and cfg.checkpoint.every:
+        _probe("checkpoint.dir", Path(cfg.checkpoint.dir))
+
+
+def check_packages(cfg: Config) -> None:
+    """The trackers that were asked for are installed.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    from moefold.metrics.tracker import check_trackers
+
+    check_trackers(cfg.metrics)
+
+
+def check_data_source(cfg: Config) -> None:
+    """The data can be read, holds enough tokens and fits the vocabulary.
+
+    Raises:
+        ConfigError: a file is missing or empty, or the vocabulary is smaller than the tokenizer's.
+    """
+    # numpy and the tokenizer are not needed to refuse a wrong key.
+    from moefold.data import check_data
+
+    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
+
+
+def check_resume(cfg: Config) -> None:
+    """A checkpoint that is named exists, and is one checkpoint.
+
+    Raises:
+        ConfigError: it does not exist, is a file, or is a folder of several checkpoints.
+    """
+    if cfg.checkpoint.resume in ("auto", "never"):
+        return
+    path = Path(cfg.checkpoint.resume)
+    name = f"checkpoint.resume={cfg.checkpoint.resume!r}"
+    if path.is_dir():
+        if inner := _checkpoints(path):
+            raise ConfigError(f"{name} is a folder of checkpoints; name one, such as {str(inner[-1])!r}")
+        return
+    if path.exists():
+        raise ConfigError(f"{name} is a file; a checkpoint is a folder, such as RUN_DIR/checkpoints/step-000100")
+    beside = [str(found) for found in _checkpoints(path.parent)[-5:]]
+    hint = f"the checkpoints there are {', '.join(beside)}" if beside else "set 'auto' for the newest one, if any"
+    raise ConfigError(f"{name} does not exist; {hint}")
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def _probe(key: str, folder: Path) -> None:
+    """Try to make a file where the folder is or would be made; only a trial tells for sure, and it leaves nothing."""
+    name = f"{key}={str(folder)!r}"
+    standing = folder.absolute()
+    try:
+        while not standing.exists():
+            standing = standing.parent
+        if not standing.is_dir():
+            where = "is" if standing == folder.absolute() else f"lies below {str(standing)!r}, which is"
+            raise ConfigError(f"{name} {where} a file; choose a folder")
+        with tempfile.TemporaryFile(dir=standing):
+            return
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be written: {error.strerror} in {str(standing)!r}; choose another") from None
+
+
+MACHINE_RULES = (check_writable, check_resume, check_packages, check_data_source)

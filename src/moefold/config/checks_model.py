@@ -1,0 +1,113 @@
+"""Rules between the sizes of the model."""
+
+import re
+from collections.abc import Iterator
+
+from moefold.config.choices import any_of, nearest_multiples, nearest_numbers
+from moefold.config.schema import Config, ModelConfig, expand_layer_pattern
+from moefold.parallel.layout import divisors
+
+
+def has_moe_layers(model: ModelConfig) -> bool:
+    """Whether any layer routes tokens to experts; for a legal layer pattern."""
+    return "M" in model.layer_pattern
+
+
+def has_dense_layers(model: ModelConfig) -> bool:
+    """Whether any layer has a plain SwiGLU; for a legal layer pattern."""
+    return "D" in model.layer_pattern
+
+
+def layer_pattern_faults(cfg: Config) -> Iterator[str]:
+    """The pattern is spelled right and no part of it falls behind the last layer."""
+    pattern, num_layers = cfg.model.layer_pattern, cfg.model.num_layers
+    name = f"model.layer_pattern={pattern!r}"
+    counts = [int(digits) for digits in re.findall(r"[0-9]+", pattern)]
+    if max(counts, default=0) > num_layers:
+        yield f"{name} repeats a layer {max(counts)} times, more than model.num_layers={num_layers}; shorten it"
+        return
+    try:
+        unit = expand_layer_pattern(pattern)
+    except ValueError as error:
+        yield f"model.layer_pattern: {error}"
+        return
+    if len(unit) > num_layers:
+        yield (
+            f"{name} spells {len(unit)} layers, more than model.num_layers={num_layers}; "
+            f"shorten it or set model.num_layers={len(unit)}"
+        )
+
+
+def head_faults(cfg: Config) -> Iterator[str]:
+    """Heads divide the hidden size where head_dim is left open, and query groups divide the heads."""
+    model = cfg.model
+    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
+    if model.head_dim == 0 and hidden % heads:
+        yield (
+            f"model.num_attention_heads={heads} must divide model.hidden_size={hidden} when model.head_dim is 0; "
+            f"choose {nearest_numbers(heads, divisors(hidden))} heads, model.hidden_size="
+            f"{nearest_multiples(hidden, heads)}, or set model.head_dim"
+        )
+    if heads % groups:
+        yield (
+            f"model.num_query_groups={groups} must divide model.num_attention_heads={heads}; "
+            f"choose {nearest_numbers(groups, divisors(heads))}"
+        )
+
+
+def rope_faults(cfg: Config) -> Iterator[str]:
+    """RoPE turns pairs: the head and its rotated part are even, and a stretch stretches."""
+    model = cfg.model
+    size = model.head_size
+    source = f"model.head_dim={size}"
+    if model.head_dim == 0:
+        if model.hidden_size % model.num_attention_heads:
+            return
+        source = f"the head size hidden_size/num_attention_heads={size}"
+    if size % 2:
+        yield f"{source} must be even, because RoPE turns pairs; choose {nearest_multiples(size, 2)}"
+        return
+    rotated = size * model.rope_fraction
+    if abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2 or round(rotated) < 2:
+        even = sorted(range(2, size + 1, 2), key=lambda dims: abs(dims - rotated))[:2]
+        yield (
+            f"model.rope_fraction={model.rope_fraction} of a head of {size} is {rotated:g} dimensions, which must be a "
+            f"positive even number; choose {any_of([f'{dims / size:g} ({dims} dimensions)' for dims in sorted(even)])}"
+        )
+
+
+def rope_scaling_faults(cfg: Config) -> Iterator[str]:
+    """A stretch has a factor above 1, and its band has a width."""
+    model = cfg.model
+    if model.rope_scaling == "none":
+        return
+    if model.rope_scaling_factor == 1:
+        yield (
+            f"model.rope_scaling={model.rope_scaling!r} changes nothing with model.rope_scaling_factor=1.0; "
+            "give a factor above 1, or choose 'none'"
+        )
+    if model.rope_scaling == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        yield (
+            f"model.rope_low_freq_factor={model.rope_low_freq_factor} must be below "
+            f"model.rope_high_freq_factor={model.rope_high_freq_factor}; the published pair is 1.0 and 4.0"
+        )
+
+
+def routing_faults(cfg: Config) -> Iterator[str]:
+    """A token cannot choose an expert twice, and only a capacity can be padded to."""
+    model, moe = cfg.model, cfg.moe
+    if not has_moe_layers(model):
+        return
+    if model.top_k > model.num_experts:
+        yield (
+            f"model.top_k={model.top_k} must be at most model.num_experts={model.num_experts}; "
+            f"choose 1 to {model.num_experts}"
+        )
+    if moe.pad_to_capacity and moe.capacity_factor == 0:
+        yield (
+            "moe.pad_to_capacity=true needs a capacity, and moe.capacity_factor=0.0 sets none; "
+            "set moe.capacity_factor=1.0 or more, or pad_to_capacity=false"
+        )
+
+
+MODEL_RULES = (layer_pattern_faults, head_faults, rope_faults, rope_scaling_faults, routing_faults)

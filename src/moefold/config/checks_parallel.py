@@ -1,0 +1,220 @@
+"""Rules between the degrees and what they cut: heads, widths, experts, layers and the sequence.
+
+Each axis has a function of (config, degree) that yields its faults, so that the legal values of that degree, all else
+as it is, are found by trying them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import gcd, lcm
+from typing import Any
+
+from moefold.config.checks_model import has_dense_layers, has_moe_layers
+from moefold.config.choices import nearest_multiples, nearest_numbers
+from moefold.config.schema import Config
+from moefold.parallel.layout import divisors
+
+
+def _cut(name: str, degree: int, key: str, size: int, *, up_only: bool = False) -> Iterator[str]:
+    """A fault when `degree` does not divide the size, with the sizes on both sides that it divides."""
+    if size % degree:
+        yield (
+            f"parallel.{name}={degree} must divide {key}={size}; "
+            f"choose {key}={nearest_multiples(size, degree, up_only=up_only)}"
+        )
+
+
+def _tp_cuts(cfg: Config, tp: int) -> Iterator[str]:
+    model = cfg.model
+    yield from _cut("tp", tp, "model.num_attention_heads", model.num_attention_heads)
+    groups = model.num_query_groups
+    if groups % tp and tp % groups:
+        yield (
+            f"parallel.tp={tp} must divide model.num_query_groups={groups}, or be a multiple of it "
+            f"(key and value heads are then replicated); choose model.num_query_groups={nearest_multiples(groups, tp)}"
+        )
+    if has_dense_layers(model):
+        yield from _cut("tp", tp, "model.ffn_hidden_size", model.ffn_hidden_size)
+    if has_moe_layers(model):
+        yield from _cut("tp", tp, "model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size)
+    # A smaller vocabulary would not hold the tokenizer's ids; a larger one has rows that are never read.
+    yield from _cut("tp", tp, "model.vocab_size", model.vocab_size, up_only=True)
+
+
+def _cp_cuts(cfg: Config, cp: int) -> Iterator[str]:
+    if cfg.parallel.context != "ulysses" or cp == 1:
+        return
+    tp, heads, groups = cfg.parallel.tp, cfg.model.num_attention_heads, cfg.model.num_query_groups
+    if heads % tp or (groups % tp and tp % groups):
+        return
+    if heads // tp % cp:
+        yield (
+            f"parallel.cp={cp} must divide num_attention_heads/tp={heads // tp} with parallel.context='ulysses', "
+            "which gives each rank whole heads; choose parallel.context='ring' or 'allgather'"
+        )
+    kv_heads = max(1, groups // tp)
+    if kv_heads % cp and cp % kv_heads:
+        yield (
+            f"parallel.cp={cp} must divide the {kv_heads} key/value heads of a tp rank, or be a multiple of them, with "
+            "parallel.context='ulysses'; choose parallel.context='ring' or 'allgather'"
+        )
+
+
+def _ep_cuts(cfg: Config, ep: int) -> Iterator[str]:
+    if has_moe_layers(cfg.model):
+        yield from _cut("ep", ep, "model.num_experts", cfg.model.num_experts)
+    elif ep > 1:
+        yield _without_experts("ep", ep, cfg)
+
+
+def _etp_cuts(cfg: Config, etp: int) -> Iterator[str]:
+    if has_moe_layers(cfg.model):
+        yield from _cut("etp", etp, "model.moe_ffn_hidden_size", cfg.model.moe_ffn_hidden_size)
+    elif etp > 1:
+        yield _without_experts("etp", etp, cfg)
+
+
+def _pp_cuts(cfg: Config, pp: int) -> Iterator[str]:
+    layers, chunks = cfg.model.num_layers, cfg.parallel.virtual_stages
+    if pp * chunks > layers:
+        times = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
+        yield (
+            f"parallel.pp={pp}{times} must be at most model.num_layers={layers}, one layer for each stage; "
+            f"choose model.num_layers={pp * chunks}"
+        )
+
+
+def _without_experts(name: str, degree: int, cfg: Config) -> str:
+    return (
+        f"parallel.{name}={degree} needs MoE layers, and model.layer_pattern={cfg.model.layer_pattern!r} has none; "
+        "choose a pattern with M"
+    )
+
+
+def _room(cfg: Config) -> dict[str, int]:
+    """What each degree must divide so that the ranks still fold, the other degrees as they are."""
+    p = cfg.parallel
+    stage = p.world_size // p.pp
+    return {
+        "tp": stage // p.cp,
+        "cp": stage // p.tp,
+        "ep": stage // p.etp,
+        "etp": stage // p.ep,
+        "pp": p.world_size // lcm(p.tp * p.cp, p.ep * p.etp),
+    }
+
+
+AXIS_CUTS: dict[str, Callable[[Config, int], Iterator[str]]] = {
+    "tp": _tp_cuts,
+    "cp": _cp_cuts,
+    "ep": _ep_cuts,
+    "etp": _etp_cuts,
+    "pp": _pp_cuts,
+}
+
+
+def cut_faults(cfg: Config) -> Iterator[str]:
+    """Every degree divides what it cuts; each fault ends with the values of that degree that would do."""
+    for name, cuts in AXIS_CUTS.items():
+        degree = getattr(cfg.parallel, name)
+        faults = list(cuts(cfg, degree))
+        if not faults:
+            continue
+        legal = [other for other in divisors(_room(cfg)[name]) if _repairs(cfg, name, other)]
+        way_out = f", or parallel.{name}={nearest_numbers(degree, legal)}" if legal else ""
+        for fault in faults:
+            yield fault + way_out
+
+
+def _repairs(cfg: Config, name: str, degree: int) -> bool:
+    """Whether another degree of one axis ends the faults of that axis and makes nothing else worse."""
+    before = _count_faults(cfg)
+    change: dict[str, Any] = {name: degree}
+    after = _count_faults(replace(cfg, parallel=replace(cfg.parallel, **change)))
+    return after[name] == 0 and all(after[rule] <= before[rule] for rule in before)
+
+
+def _count_faults(cfg: Config) -> dict[str, int]:
+    """Faults of each axis, of the sequence and of the batch: all that depends on degrees."""
+    found = {name: len(list(cuts(cfg, getattr(cfg.parallel, name)))) for name, cuts in AXIS_CUTS.items()}
+    return found | {rule.__name__: len(list(rule(cfg))) for rule in (sequence_faults, batch_faults)}
+
+
+def sequence_faults(cfg: Config) -> Iterator[str]:
+    """The sequence cuts into cp parts of tp sequence-parallel parts, and into 2*cp chunks where attention balances."""
+    tp, cp, seq_len = cfg.parallel.tp, cfg.parallel.cp, cfg.train.seq_len
+    zigzag = cp > 1 and cfg.parallel.context != "ulysses"
+    step = lcm(cp * tp, 2 * cp if zigzag else 1)
+    if seq_len % step == 0:
+        return
+    if seq_len % (cp * tp):
+        rule = f"divisible by cp*tp={cp}*{tp}={cp * tp}"
+    else:
+        rule = f"divisible by 2*cp={2 * cp}, the chunks that balance parallel.context={cfg.parallel.context!r}"
+    yield f"train.seq_len={seq_len} must be {rule}; choose {nearest_multiples(seq_len, step)}"
+
+
+def dispatcher_faults(cfg: Config) -> Iterator[str]:
+    """The local dispatcher has no communication."""
+    p = cfg.parallel
+    if p.dispatcher == "local" and p.ep * p.etp > 1:
+        yield (
+            f"parallel.dispatcher='local' needs ep=etp=1, and parallel.ep={p.ep}, parallel.etp={p.etp}; "
+            "choose 'alltoall' or 'allgather'"
+        )
+
+
+def schedule_faults(cfg: Config) -> Iterator[str]:
+    """virtual_stages and the interleaved schedule come together, and with a pipeline."""
+    p = cfg.parallel
+    if p.schedule == "interleaved" and p.virtual_stages == 1:
+        yield (
+            "parallel.schedule='interleaved' needs parallel.virtual_stages of 2 or more, and it is 1; "
+            "choose virtual_stages=2, or schedule='1f1b'"
+        )
+    elif p.schedule != "interleaved" and p.virtual_stages > 1:
+        yield (
+            f"parallel.virtual_stages={p.virtual_stages} needs parallel.schedule='interleaved', and it is "
+            f"{p.schedule!r}; choose schedule='interleaved', or virtual_stages=1"
+        )
+    elif p.schedule == "interleaved" and p.pp == 1:
+        yield (
+            "parallel.schedule='interleaved' needs parallel.pp of 2 or more, and it is 1; "
+            "choose schedule='1f1b' with virtual_stages=1, or pp=2"
+        )
+
+
+def batch_faults(cfg: Config) -> Iterator[str]:
+    """The global batch is whole micro-batches on each data-parallel rank, and enough of them for the schedule."""
+    p, batch = cfg.parallel, cfg.train.global_batch_size
+    step = cfg.train.micro_batch_size * p.dp
+    if batch % step:
+        yield (
+            f"train.global_batch_size={batch} must be divisible by train.micro_batch_size*dp="
+            f"{cfg.train.micro_batch_size}*{p.dp}={step} (dp = world_size/(tp*cp*pp)); "
+            f"choose {nearest_multiples(batch, step)}"
+        )
+        return
+    if p.pp == 1:
+        return
+    count = cfg.num_micro_batches
+    found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
+    if p.schedule == "1f1b" and count < p.pp:
+        micro = cfg.train.micro_batch_size
+        smaller = f", micro_batch_size={gcd(micro, batch // (p.dp * p.pp))}" if batch % (p.dp * p.pp) == 0 else ""
+        yield (
+            f"parallel.schedule='1f1b' needs at least pp={p.pp} micro-batches, {found}; "
+            f"choose train.global_batch_size={step * p.pp}{smaller}, or schedule='gpipe'"
+        )
+    # torch's interleaved schedule works in rounds of equal length, about pp micro-batches each.
+    rounds = max(1, count // p.pp)
+    if p.schedule == "interleaved" and count % rounds:
+        legal = [other for other in range(1, count + p.pp + 1) if other % max(1, other // p.pp) == 0]
+        batches = nearest_numbers(batch, [other * step for other in legal], count=2)
+        yield (
+            f"parallel.schedule='interleaved' with pp={p.pp} runs micro-batches in {rounds} equal rounds, {found}; "
+            f"choose train.global_batch_size={batches}"
+        )
+
+
+PARALLEL_RULES = (cut_faults, sequence_faults, dispatcher_faults, schedule_faults, batch_faults)

@@ -1,0 +1,61 @@
+"""The range of each number by itself."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moefold.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Range:
+    """A rule on the value of each of some keys, all of one section."""
+
+    rule: str
+    legal: Callable[[Any], bool]
+    section: str
+    keys: str
+
+
+def _at_least(low: int) -> tuple[str, Callable[[Any], bool]]:
+    return f"must be at least {low}", lambda value: value >= low
+
+
+POSITIVE: tuple[str, Callable[[Any], bool]] = ("must be greater than 0", lambda value: value > 0)
+PART: tuple[str, Callable[[Any], bool]] = ("must lie in [0, 1): at least 0 and below 1", lambda value: 0 <= value < 1)
+
+RANGES = (
+    Range("must name a folder", bool, "run", "dir"),
+    Range("must be at least 0 and below 2**63", lambda seed: 0 <= seed < 2**63, "run", "seed"),
+    Range(*_at_least(1), "run", "steps"),
+    Range(*_at_least(1), "model", "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size"),
+    Range(*_at_least(1), "model", "vocab_size num_experts top_k moe_ffn_hidden_size rope_original_seq_len"),
+    Range("must be at least 0 (0: hidden_size/num_attention_heads)", lambda size: size >= 0, "model", "head_dim"),
+    Range("must be at least 0 (0: none)", lambda size: size >= 0, "model", "shared_expert_ffn_hidden_size"),
+    Range(*POSITIVE, "model", "norm_eps init_std rope_low_freq_factor rope_high_freq_factor"),
+    Range("must be greater than 1", lambda base: base > 1, "model", "rope_theta"),
+    Range("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "model", "rope_fraction"),
+    Range(*_at_least(1), "model", "rope_scaling_factor"),
+    Range(*_at_least(1), "parallel", "world_size tp cp pp ep etp virtual_stages"),
+    Range("must be at least 0 (0: dropless)", lambda factor: factor >= 0, "moe", "capacity_factor"),
+    Range("must be at least 0 (0: off)", lambda weight: weight >= 0, "moe", "aux_loss z_loss"),
+    Range(*_at_least(1), "train", "seq_len micro_batch_size global_batch_size eval_samples"),
+    Range(*POSITIVE, "train", "lr eps"),
+    Range(*_at_least(0), "train", "min_lr warmup_steps decay_steps weight_decay"),
+    Range(*PART, "train", "beta1 beta2"),
+    Range("must be at least 0 (0: off)", lambda norm: norm >= 0, "train", "clip_grad"),
+    Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "train", "eval_every"),
+    Range(*PART, "data", "validation_fraction"),
+    Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
+    Range("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
+    Range("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
+)
+
+
+def range_faults(cfg: Config) -> Iterator[str]:
+    """One message for each key whose value is out of its range."""
+    for entry in RANGES:
+        for key in entry.keys.split():
+            value = getattr(getattr(cfg, entry.section), key)
+            if not entry.legal(value):
+                yield f"{entry.section}.{key}={value!r} {entry.rule}"

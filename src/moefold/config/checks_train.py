@@ -1,0 +1,37 @@
+"""Rules between the settings of the optimizer, its schedule, the evaluation and the checkpoints."""
+
+from collections.abc import Iterator
+
+from moefold.config.schema import Config
+
+
+def learning_rate_faults(cfg: Config) -> Iterator[str]:
+    """The rate falls, if it does, and the schedule fits into the run."""
+    train, steps = cfg.train, cfg.run.steps
+    if train.min_lr > train.lr:
+        yield f"train.min_lr={train.min_lr} must be at most train.lr={train.lr}; choose 0.0 to {train.lr}"
+    if train.warmup_steps > steps:
+        yield f"train.warmup_steps={train.warmup_steps} must be at most run.steps={steps}; choose 0 to {steps}"
+    elif train.lr_schedule == "wsd" and train.warmup_steps + train.decay_steps > steps:
+        yield (
+            f"train.decay_steps={train.decay_steps} and train.warmup_steps={train.warmup_steps} must fit into "
+            f"run.steps={steps}; choose decay_steps of at most {steps - train.warmup_steps}"
+        )
+
+
+def evaluation_faults(cfg: Config) -> Iterator[str]:
+    """There is held-out text to evaluate on."""
+    if cfg.train.eval_every > 0 and cfg.data.validation_fraction == 0:
+        yield (
+            f"train.eval_every={cfg.train.eval_every} needs held-out text, and data.validation_fraction=0.0 holds out "
+            "none; choose validation_fraction=0.05, or eval_every=0"
+        )
+
+
+def resume_faults(cfg: Config) -> Iterator[str]:
+    """An empty resume says neither."""
+    if not cfg.checkpoint.resume:
+        yield "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"
+
+
+TRAIN_RULES = (learning_rate_faults, evaluation_faults, resume_faults)

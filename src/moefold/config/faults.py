@@ -1,0 +1,18 @@
+"""One error for all faults that were found together."""
+
+from collections.abc import Iterable
+
+from moefold.errors import ConfigError
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """Raise the faults, if there are any: one as it is, several one a line.
+
+    Raises:
+        ConfigError: there is at least one.
+    """
+    lines = list(faults)
+    if len(lines) == 1:
+        raise ConfigError(lines[0])
+    if lines:
+        raise ConfigError(f"{len(lines)} settings cannot work:\n  " + "\n  ".join(lines))

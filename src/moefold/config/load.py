@@ -1,0 +1,217 @@
+"""From a TOML recipe and `section.key=value` overrides to a checked, frozen `Config`, and back to JSON.
+
+The overrides edit the recipe's tree before anything is validated, so that there is one path and one set of errors.
+"""
+
+import json
+import math
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
+
+from moefold.config.checks_effect import check_explicit
+from moefold.config.faults import refuse
+from moefold.config.keys import (
+    describe_type,
+    explain_unknown_key,
+    explain_unknown_section,
+    key_types,
+    nearest,
+    sections,
+    sections_with,
+)
+from moefold.config.presets import load_preset
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+
+Tree = dict[str, Any]
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe, apply the overrides in order, fill in the preset and validate.
+
+    What the keys mean to each other is the matter of `check_config`; only settings that were given and cannot have an
+    effect are refused here, because the finished config no longer tells what was given.
+
+    Args:
+        path: a TOML file; None starts from the defaults.
+        overrides: words of the form `section.key=value`. The value is TOML, and text needs no quotes.
+
+    Raises:
+        ConfigError: the file cannot be read, or a section, key, type, choice or preset is wrong. All such faults of
+            a readable file are listed, one a line.
+    """
+    tree = read_recipe(path) if path is not None else {}
+    for word in overrides:
+        _apply_override(tree, word)
+    given = frozenset(f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys)
+    cfg = config_from_dict(tree)
+    check_explicit(given, cfg)
+    return cfg
+
+
+def config_from_dict(tree: Mapping[str, Any]) -> Config:
+    """Validate a tree of sections, such as `config_to_dict` returns; a preset in it fills the keys that are missing.
+
+    Raises:
+        ConfigError: a section, key, type, choice or preset is wrong.
+    """
+    problems = _structure_problems(tree)
+    filled = _fill_preset(tree, problems)
+    try:
+        cfg = _validator().validate_json(json.dumps(filled, default=_not_a_setting), strict=True)
+    except ValidationError as error:
+        for where in dict.fromkeys(item["loc"][:2] for item in error.errors(include_url=False)):
+            if len(where) == 2:
+                section, key = str(where[0]), str(where[1])
+                problems.setdefault(f"{section}.{key}", _type_problem(section, key, filled[section][key]))
+        refuse(problems.values())
+        raise
+    refuse(problems.values())
+    return cfg
+
+
+def config_to_dict(cfg: Config) -> Tree:
+    """The resolved config as plain data: every key of every section, ready for JSON."""
+    tree: Tree = json.loads(json.dumps(asdict(cfg)))
+    return tree
+
+
+def write_config_json(cfg: Config, path: Path) -> None:
+    """Write the resolved config; the file is there in full or not at all."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(config_to_dict(cfg), indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def read_recipe(path: Path) -> Tree:
+    """Parse a TOML file.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not text or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {str(path)!r} does not exist{_nearest_recipe(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"recipe {str(path)!r} is a folder; name a TOML file in it") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"recipe {str(path)!r} is not text in UTF-8; a recipe is a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"recipe {str(path)!r} cannot be read: {error.strerror}") from None
+
+
+@cache
+def _validator() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)
+
+
+def _nearest_recipe(path: Path) -> str:
+    folders = [path.parent, path.parent / "recipes"] if path.parent.is_dir() else [Path("."), Path("recipes")]
+    found = [file for folder in folders for file in sorted(folder.glob("*.toml")) if file.name != "pyproject.toml"]
+    by_stem = {file.stem: file for file in reversed(found)}
+    guess = nearest(path.name.removesuffix(".toml"), by_stem)
+    if guess:
+        return f"; did you mean {str(by_stem[guess])!r}?"
+    if by_stem:
+        return "; recipes near it: " + ", ".join(sorted(str(file) for file in by_stem.values())[:8])
+    return ""
+
+
+def _apply_override(tree: Tree, word: str) -> None:
+    name, equals, text = word.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not equals:
+        raise ConfigError(f"{word!r} is no override; overrides are section.key=value, such as train.lr=1e-3")
+    if not dot or not key:
+        homes = sections_with(section)
+        hint = f"; did you mean {' or '.join(f'{home}.{word}' for home in homes)}?" if homes else ""
+        raise ConfigError(f"override {word!r} names no section{hint or '; overrides are section.key=value'}")
+    if section not in sections():
+        raise ConfigError(f"override {word!r}: {explain_unknown_section(section)}")
+    keys = tree.setdefault(section, {})
+    # A recipe with `run = 3` is refused by the validation that follows, whatever the override says.
+    if isinstance(keys, dict):
+        keys[key] = _override_value(section, key, text.strip())
+
+
+def _override_value(section: str, key: str, text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # Text of several lines could smuggle further keys in; it is then plain text.
+    value = parsed["value"] if len(parsed) == 1 else text
+    takes_text = str in (get_args(key_types(section).get(key)) or (key_types(section).get(key),))
+    return value if not takes_text or isinstance(value, str | list) else text
+
+
+def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
+    """What is wrong with sections and keys, and what pydantic lets pass, by name."""
+    problems: dict[str, str] = {}
+    for section, keys in tree.items():
+        if section not in sections():
+            problems[section] = explain_unknown_section(section)
+        elif not isinstance(keys, dict):
+            problems[section] = f"{section}={_show(keys)} must be a section: write [{section}] and its keys below"
+        else:
+            for key, value in keys.items():
+                if key not in key_types(section):
+                    problems[f"{section}.{key}"] = explain_unknown_key(section, key)
+                elif not _is_exact(value, key_types(section)[key]):
+                    problems[f"{section}.{key}"] = _type_problem(section, key, value)
+    return problems
+
+
+def _is_exact(value: Any, hint: Any) -> bool:
+    """Whether a value is finite and, for a choice, of the choice's own type (to pydantic true is the choice 1)."""
+    if get_origin(hint) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str]) -> Tree:
+    """The known sections and keys of the tree, with those of the preset below the given ones."""
+    known = {
+        section: {key: value for key, value in keys.items() if key in key_types(section)}
+        for section, keys in tree.items()
+        if section in sections() and isinstance(keys, dict)
+    }
+    preset = known.get("model", {}).get("preset", "")
+    if isinstance(preset, str) and preset:
+        try:
+            known["model"] = {**load_preset(preset), **known["model"]}
+        except ConfigError as error:
+            problems["model.preset"] = str(error)
+    return known
+
+
+def _type_problem(section: str, key: str, value: Any) -> str:
+    expected = describe_type(key_types(section)[key])
+    if isinstance(value, float) and not math.isfinite(value):
+        expected = "a finite number"
+    choices = [choice for choice in get_args(key_types(section)[key]) if isinstance(choice, str)]
+    guess = nearest(value, choices) if isinstance(value, str) else None
+    return f"{section}.{key}={_show(value)} must be {expected}" + (f"; did you mean {guess!r}?" if guess else "")
+
+
+def _show(value: Any) -> str:
+    """A value as the recipe spells it, cut to a readable length."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value) if isinstance(value, str | int | float | list | dict) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _not_a_setting(value: object) -> dict[str, str]:
+    """TOML dates and times, which no key takes: an object fails the type of every key."""
+    return {"not a setting": str(value)}

@@ -1,0 +1,40 @@
+"""Named model shapes. They are data: one TOML file of [model] keys each, in `presets/` beside this file."""
+
+import tomllib
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from moefold.config.keys import nearest
+from moefold.errors import ConfigError
+
+
+def preset_names() -> tuple[str, ...]:
+    """All presets, by name."""
+    return tuple(sorted(item.name.removesuffix(".toml") for item in _folder().iterdir() if item.name.endswith(".toml")))
+
+
+def load_preset(name: str) -> dict[str, Any]:
+    """The [model] keys of a preset.
+
+    Raises:
+        ConfigError: there is no preset of this name.
+    """
+    if name not in preset_names():
+        guess = nearest(name, preset_names(), cutoff=0.5)
+        hint = f"did you mean {guess!r}? The" if guess else "the"
+        raise ConfigError(f"model.preset={name!r} is unknown; {hint} presets are {', '.join(preset_names())}")
+    return tomllib.loads(_read(name))
+
+
+def preset_summary(name: str) -> str:
+    """What a preset is, in one line: the first comment of its file."""
+    return _read(name).splitlines()[0].removeprefix("#").strip()
+
+
+def _folder() -> Traversable:
+    return files("moefold.config") / "presets"
+
+
+def _read(name: str) -> str:
+    return (_folder() / f"{name}.toml").read_text(encoding="utf-8")

@@ -1,0 +1,91 @@
+"""All recipe keys, read off the schema: `python -m moefold.config.reference > docs/recipe.md` writes the page."""
+
+import ast
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from moefold.config import schema
+from moefold.config.keys import default_of, describe_type, key_types, sections
+from moefold.config.presets import preset_names, preset_summary
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the recipe: "section.key", its type in words, its default as TOML and its help."""
+
+    name: str
+    type: str
+    default: str
+    help: str
+
+
+def recipe_keys(section: str) -> tuple[Key, ...]:
+    """All keys of one section, in the order of the schema."""
+    words = _field_help()[sections()[section].__name__]
+    return tuple(
+        Key(f"{section}.{key}", describe_type(hint), json.dumps(default_of(section, key)), words[key])
+        for key, hint in key_types(section).items()
+    )
+
+
+def section_help(section: str) -> str:
+    """What a section is for, in a sentence or two."""
+    return (sections()[section].__doc__ or "").strip()
+
+
+def keys_text() -> str:
+    """All keys with type, default and help, for a terminal."""
+    lines: list[str] = []
+    for section in sections():
+        lines += [f"[{section}]  {section_help(section)}", ""]
+        for key in recipe_keys(section):
+            lines += [f"  {key.name} = {key.default}    ({key.type})", f"      {key.help}"]
+        lines.append("")
+    lines += ["Presets (model.preset):", ""]
+    lines += [f"  {name}\n      {preset_summary(name)}" for name in preset_names()]
+    return "\n".join(lines) + "\n"
+
+
+def recipe_page() -> str:
+    """The page `docs/recipe.md`."""
+    lines = [
+        "# The recipe: every key",
+        "",
+        "<!-- From src/moefold/config/schema.py by `python -m moefold.config.reference > docs/recipe.md`. -->",
+        "",
+        "A recipe is a TOML file. Every key has a default, so that a recipe holds only what differs. On the command",
+        "line, `section.key=value` words follow the recipe and win over it; text needs no quotes there. An unknown",
+        "key, a wrong type and a setting that nothing would read are refused before anything starts.",
+        "",
+    ]
+    for section in sections():
+        lines += [f"## [{section}]", "", section_help(section), ""]
+        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        for key in recipe_keys(section):
+            cells = (f"`{key.name.partition('.')[2]}`", key.type, f"`{key.default}`", key.help)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    lines += ["## Presets", "", "`model.preset` fills the [model] keys that the recipe leaves out.", ""]
+    lines += ["| preset | what it is |", "| --- | --- |"]
+    lines += [f"| `{name}` | {preset_summary(name)} |" for name in preset_names()]
+    return "\n".join(lines) + "\n"
+
+
+def _field_help() -> dict[str, dict[str, str]]:
+    """The text under each field of each dataclass of the schema; Python keeps it in the source alone."""
+    words: dict[str, dict[str, str]] = {}
+    for node in ast.parse(Path(schema.__file__).read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        words[node.name] = {}
+        for field, text in zip(node.body, node.body[1:], strict=False):
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                words[node.name][field.target.id] = " ".join(str(text.value.value).split())
+    return words
+
+
+if __name__ == "__main__":
+    print(recipe_page(), end="")

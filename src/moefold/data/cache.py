@@ -1,0 +1,191 @@
+"""Tokenised text on disk: written once, whole or not at all, then mapped by every rank.
+
+An entry is `<key>.npy`; the key hashes the sources (paths, sizes, times), the tokenizer and the format, so that a
+changed file or tokenizer is another entry. A writer holds a lock and writes under a name of its own, which becomes the
+entry's by one rename once the data is on the disk: a kill leaves a file that nobody reads and that a later writer
+clears away.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import struct
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.data.document import Corpus
+from moefold.data.progress import ReadProgress
+from moefold.data.token_file import look_at_npy
+from moefold.data.tokenizer import Tokenizer
+from moefold.errors import ConfigError
+
+FORMAT_VERSION = 1
+_BATCH_BYTES = 2**23
+_NPY_HEADER_BYTES = 128
+_ABANDONED_AFTER_S = 24 * 3600
+
+logger = logging.getLogger(__name__)
+
+
+def cached_tokens(corpus: Corpus, tokenizer: Tokenizer, *, cache_dir: Path | None, shows_progress: bool) -> Path:
+    """The .npy file with the corpus's tokens: found in the cache, or made now.
+
+    Processes that ask at once do the work once, the others wait for it.
+
+    Args:
+        corpus: the documents; each is followed by the tokenizer's separator, if it has one.
+        tokenizer: makes the ids.
+        cache_dir: folder of the entries; None means `default_cache_dir()`. Where it cannot be written, a folder of this
+            user below the system's temporary folder takes its place, with a warning.
+        shows_progress: print progress on stderr if the work takes more than a second.
+
+    Raises:
+        ConfigError: a source is not readable text, nothing comes of it, or no folder can be written.
+    """
+    name = f"{cache_key(corpus, tokenizer)}.npy"
+    folders = [cache_dir if cache_dir is not None else default_cache_dir(), _temporary_cache_dir()]
+    for folder in folders:
+        if is_complete(folder / name):
+            return folder / name
+    reasons = []
+    for folder in folders:
+        try:
+            return _make_entry(folder, name, corpus, tokenizer, shows_progress)
+        except OSError as error:
+            reasons.append(f"{folder}: {error.strerror or error}")
+            logger.warning("The token cache cannot be written in %s (%s)", folder, error.strerror or error)
+    raise ConfigError(
+        f"no folder for the tokenised text can be written ({'; '.join(reasons)}); "
+        "set the environment variable XDG_CACHE_HOME to a folder with free space"
+    )
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/moefold`, or `~/.cache/moefold`."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):
+        return Path(named, "moefold")
+    return Path(os.path.expanduser("~"), ".cache", "moefold")
+
+
+def cache_key(corpus: Corpus, tokenizer: Tokenizer) -> str:
+    """Name of an entry: 32 hexadecimal digits that change with anything that changes the tokens."""
+    identity = [FORMAT_VERSION, corpus.kind, corpus.identity, tokenizer.identity, tokenizer.separator_id]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a whole .npy array of ids stands there (its length fits its header)."""
+    if not path.is_file():
+        return False
+    try:
+        return look_at_npy(path).num_tokens > 0
+    except ConfigError:
+        return False
+
+
+def _temporary_cache_dir() -> Path:
+    return Path(tempfile.gettempdir(), f"moefold-{os.getuid()}")
+
+
+def _make_entry(folder: Path, name: str, corpus: Corpus, tokenizer: Tokenizer, shows_progress: bool) -> Path:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder == _temporary_cache_dir() and folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    entry = folder / name
+    with _lock(entry.with_suffix(".lock")):
+        if is_complete(entry):
+            return entry
+        _clear_abandoned(folder)
+        unfinished = folder / f"{entry.stem}.{uuid.uuid4().hex}.tmp"
+        try:
+            with unfinished.open("xb") as file:
+                _write_tokens(file, corpus, tokenizer, shows_progress)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(entry)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return entry
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold a lock that ends with its process; where the file system has none, the same work may be done twice."""
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): several ranks may tokenise the same text", path, error.strerror)
+        yield
+
+
+def _clear_abandoned(folder: Path) -> None:
+    # A writer touches its file all the time, so an old one has lost its writer.
+    for path in folder.glob("*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime < time.time() - _ABANDONED_AFTER_S:
+                path.unlink()
+
+
+def _write_tokens(file: BinaryIO, corpus: Corpus, tokenizer: Tokenizer, shows_progress: bool) -> None:
+    dtype = _smallest_dtype(tokenizer.vocab_size)
+    file.write(_npy_header(dtype, 0))
+    num_tokens = 0
+    with ReadProgress("Tokenising", corpus.size_bytes, is_shown=shows_progress) as progress:
+        for ids, size_bytes in _token_batches(corpus, tokenizer):
+            file.write(ids.astype(dtype).tobytes())
+            num_tokens += len(ids)
+            progress.advance(size_bytes)
+    if not num_tokens:
+        raise ConfigError("data.path holds no text: every file is empty or left out; name UTF-8 text files")
+    file.seek(0)
+    file.write(_npy_header(dtype, num_tokens))
+
+
+def _token_batches(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[tuple[NDArray[np.int64], int]]:
+    """Ids of several megabytes of text at a time, and the bytes that they were."""
+    separator = [] if tokenizer.separator_id is None else [np.array([tokenizer.separator_id], dtype=np.int64)]
+    texts: list[str] = []
+    ends: list[bool] = []
+    size_bytes = 0
+
+    def encode_all() -> NDArray[np.int64]:
+        parts: list[NDArray[np.int64]] = []
+        for ids, ends_document in zip(tokenizer.encode_batch(texts), ends, strict=True):
+            parts += [ids, *separator] if ends_document else [ids]
+        return np.concatenate(parts)
+
+    for piece in corpus.pieces():
+        texts.append(piece.text)
+        ends.append(piece.ends_document)
+        size_bytes += piece.size_bytes
+        if size_bytes >= _BATCH_BYTES:
+            yield encode_all(), size_bytes
+            texts, ends, size_bytes = [], [], 0
+    if texts:
+        yield encode_all(), size_bytes
+
+
+def _smallest_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    for dtype in (np.dtype("<u1"), np.dtype("<u2")):
+        if vocab_size <= np.iinfo(dtype).max + 1:
+            return dtype
+    return np.dtype("<u4")
+
+
+def _npy_header(dtype: np.dtype[np.unsignedinteger], num_tokens: int) -> bytes:
+    """A version 1.0 header of fixed length, so that the count can be filled in last."""
+    described = repr({"descr": dtype.str, "fortran_order": False, "shape": (num_tokens,)})
+    length = _NPY_HEADER_BYTES - 10
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", length) + described.ljust(length - 1).encode("ascii") + b"\n"

@@ -1,0 +1,57 @@
+"""What can be said about a recipe's data without reading it: the command line refuses within two seconds."""
+
+from moefold.config.schema import DataConfig
+from moefold.data.dataset import refuse_path, refuse_too_few
+from moefold.data.document import is_text, python_docs_corpus, refuse_empty
+from moefold.data.path import data_paths, files_below
+from moefold.data.split import split_samples
+from moefold.data.token_file import token_files
+from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
+from moefold.errors import ConfigError
+
+
+def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
+    """Refuse data that is missing, empty, too small or beyond the model's vocabulary.
+
+    Looks at names, sizes, headers and the tokenizer, not at the data itself: what only the text or the ids can show
+    (a file that is not UTF-8, an id above the vocabulary, too few tokens of a tokenizer.json) is found by `prepare`.
+
+    Raises:
+        ConfigError: with key, value, rule and way out.
+    """
+    tokenizer = load_tokenizer(data, vocab_size=vocab_size)
+    if data.kind == "tokens":
+        num_tokens = sum(file.num_tokens for file in token_files(data))
+        refuse_too_few(num_tokens, seq_len=seq_len)
+        split_samples((num_tokens - 1) // seq_len, data.validation_fraction)
+        return
+    if not 0 <= data.validation_fraction < 1:
+        split_samples(1, data.validation_fraction)
+    if data.kind == "text":
+        needed = seq_len + 1 if isinstance(tokenizer, ByteTokenizer) else 1
+        num_bytes = _text_bytes(data, needed)
+        if num_bytes < needed:
+            refuse_too_few(num_bytes, seq_len=seq_len)
+        return
+    refuse_path(data)
+    if data.kind == "python-docs":
+        python_docs_corpus()
+
+
+def _text_bytes(data: DataConfig, enough: int) -> int:
+    """Bytes and separators of the text that data.path names, counted until there are enough for one sample."""
+    roots = data_paths(data.path, "text")
+    num_files, size_bytes = 0, 0
+    for root in roots:
+        for file in files_below(root):
+            if not is_text(file):
+                if file in roots:
+                    raise ConfigError(f"data.path={file} is not text: it holds zero bytes; name UTF-8 text files")
+                continue
+            num_files += 1
+            if file_bytes := file.stat().st_size:
+                size_bytes += file_bytes + 1
+            if size_bytes >= enough:
+                return size_bytes
+    refuse_empty(roots, num_files=num_files, size_bytes=size_bytes)
+    return size_bytes

@@ -1,0 +1,46 @@
+"""A random order of any number of samples that needs no memory."""
+
+from math import isqrt
+
+from moefold.data.random_bits import combine, mix
+
+_ROUNDS = 8
+
+
+class Permutation:
+    """A seeded bijection of [0, length), evaluated one index at a time.
+
+    A generalised Feistel network over a grid just larger than the length; indices that leave the range walk on along
+    their cycle until they return (Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9).
+    """
+
+    def __init__(self, length: int, key: int) -> None:
+        """Name the permutation of [0, length) that belongs to the 64-bit key."""
+        if length < 1:
+            raise ValueError(f"length={length} must be at least 1")
+        self.length = length
+        self._rows = isqrt(length - 1) + 1
+        self._columns = -(-length // self._rows)
+        self._round_keys = tuple(combine(key, i) for i in range(_ROUNDS))
+
+    def __call__(self, index: int) -> int:
+        """The image of one index.
+
+        Raises:
+            IndexError: the index is outside [0, length).
+        """
+        if not 0 <= index < self.length:
+            raise IndexError(f"index {index} is outside [0, {self.length})")
+        image = self._scramble(index)
+        while image >= self.length:
+            image = self._scramble(image)
+        return image
+
+    def _scramble(self, index: int) -> int:
+        row, column = divmod(index, self._columns)
+        for i, key in enumerate(self._round_keys):
+            if i % 2 == 0:
+                row = (row + mix(key ^ column)) % self._rows
+            else:
+                column = (column + mix(key ^ row)) % self._columns
+        return row * self._columns + column

@@ -1,0 +1,52 @@
+"""Made-up text with something to learn, for any vocabulary and any length of run."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.data.random_bits import combine, draw_bits
+
+NUM_SAMPLES = 2**40
+JUMP_PROBABILITY = 0.1
+_NUM_STRIDES = 4
+
+
+class SyntheticSamples:
+    """Samples that count upwards by a stride, with random jumps; nothing is stored.
+
+    The seed chooses four strides of the language; each sample uses one of them: token t+1 is (token t + stride) mod V,
+    or, with probability 0.1, any token. A model first learns the four successors of each token, and then, with
+    attention, which of them the sample at hand uses.
+    """
+
+    def __init__(self, *, seed: int, vocab_size: int, seq_len: int) -> None:
+        """Choose the language of a seed.
+
+        Args:
+            seed: run.seed.
+            vocab_size: V; ids are in [0, V).
+            seq_len: S; a sample has S + 1 tokens.
+        """
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
+        self._seed = seed
+        strides = draw_bits(combine(seed, NUM_SAMPLES), _NUM_STRIDES) % np.uint64(max(1, vocab_size - 1))
+        self._strides = strides.astype(np.int64) + 1
+
+    def __len__(self) -> int:
+        """More samples than any run takes."""
+        return NUM_SAMPLES
+
+    def sample(self, number: int) -> NDArray[np.int64]:
+        """Tokens of one sample, int64 [seq_len + 1]."""
+        if not 0 <= number < NUM_SAMPLES:
+            raise IndexError(f"sample {number} is outside [0, {NUM_SAMPLES})")
+        length = self.seq_len + 1
+        key = combine(self._seed, number)
+        bits = draw_bits(key, 2 * length)
+        position = np.arange(length, dtype=np.int64)
+        jumps = bits[:length] < np.uint64(int(JUMP_PROBABILITY * 2**64))
+        last_jump = np.maximum.accumulate(np.where(jumps, position, 0))
+        landed = (bits[length:] % np.uint64(self.vocab_size)).astype(np.int64)[last_jump]
+        stride = self._strides[combine(key, length) % _NUM_STRIDES]
+        tokens: NDArray[np.int64] = (landed + stride * (position - last_jump)) % self.vocab_size
+        return tokens

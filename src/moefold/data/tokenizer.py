@@ -1,0 +1,207 @@
+"""Text to ids and back: bytes, any tokenizer.json, or bare numbers where there is no text."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moefold.config.schema import DataConfig
+from moefold.data.path import existing_path
+from moefold.errors import ConfigError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# Names that published tokenizers give to the end of a document, in the order in which they are looked for: the plain
+# end of text comes before ends of a chat turn, which a tokenizer may name as its eos token.
+_END_OF_TEXT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+)
+
+
+class Tokenizer(Protocol):
+    """Turns text into ids and ids into text."""
+
+    vocab_size: int
+    """One more than the largest id."""
+    separator_id: int | None
+    """The id put after every document; None joins documents without one."""
+    identity: str
+    """What must stay the same for a tokenised copy to stay valid."""
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The ids of a text, [tokens], without a separator."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
+        """The ids of several texts, each as `encode` gives them."""
+        ...
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of ids."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 .. 255; byte 0, which text does not hold, separates documents."""
+
+    vocab_size = 256
+    separator_id: int | None = 0
+    identity = "bytes"
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The UTF-8 bytes of a text, [bytes]."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
+        """The UTF-8 bytes of several texts."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of bytes; what is no UTF-8, and ids above 255, show as the replacement character."""
+        # 0xFF is never part of UTF-8, so it stands for any id that is no byte.
+        flat = np.asarray(ids, dtype=np.int64).reshape(-1)
+        octets = np.where((flat >= 0) & (flat < 256), flat, 0xFF).astype(np.uint8).tobytes()
+        return octets.decode("utf-8", errors="replace")
+
+
+class JsonTokenizer:
+    """A tokenizer.json of the `tokenizers` package.
+
+    Documents are separated by its end-of-text token: the first of the common names that its vocabulary holds, else the
+    eos_token of a tokenizer_config.json beside it. Where there is neither, documents are joined without a separator.
+    Special tokens that stand in the text itself become their ids.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Load a tokenizer.json, or the one in a folder.
+
+        Raises:
+            ConfigError: the file is missing or is no tokenizer.
+        """
+        import tokenizers
+
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            content = file.read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except OSError as error:
+            raise ConfigError(
+                f"data.tokenizer={str(file)!r} is not readable ({error.strerror}); name a tokenizer.json"
+            ) from error
+        except Exception as error:
+            # The package raises bare exceptions with the parser's message.
+            raise ConfigError(
+                f"data.tokenizer={str(file)!r} is not a tokenizer.json of the tokenizers package ({error}); "
+                'name one, or use data.tokenizer="bytes"'
+            ) from error
+        # A file may ask for both (sentence models do); they would cut and fill documents.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ConfigError(f"data.tokenizer={str(file)!r} has an empty vocabulary; name a trained tokenizer.json")
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.separator_id: int | None = _find_separator(vocabulary, file.with_name("tokenizer_config.json"))
+        self.identity = f"{hashlib.sha256(content).hexdigest()} separator={self.separator_id}"
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The ids of a text, [tokens]; no special token is put around it."""
+        return _ids(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
+        """The ids of several texts, on all cores."""
+        return [_ids(encoding) for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of ids, special tokens included."""
+        flat = np.asarray(ids, dtype=np.int64).reshape(-1)
+        return self._tokenizer.decode(flat.tolist(), skip_special_tokens=False)
+
+
+class NumberTokenizer:
+    """Ids written as decimal numbers with spaces between, for tokens that have no text."""
+
+    separator_id: int | None = None
+
+    def __init__(self, vocab_size: int) -> None:
+        """Write ids of [0, vocab_size)."""
+        self.vocab_size = vocab_size
+        self.identity = f"numbers below {vocab_size}"
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The numbers of a text, [numbers].
+
+        Raises:
+            ValueError: a word is not a number in [0, vocab_size).
+        """
+        ids = np.array([int(word) for word in text.split()], dtype=np.int64)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise ValueError(f"ids must be in [0, {self.vocab_size})")
+        return ids
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
+        """The numbers of several texts."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The ids as numbers."""
+        return " ".join(str(i) for i in np.asarray(ids, dtype=np.int64).reshape(-1))
+
+
+def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a recipe, checked against the rows of the model's embedding.
+
+    Ids are shown as numbers for `synthetic`, and for `tokens` with the default `bytes` and a vocabulary other than 256.
+
+    Raises:
+        ConfigError: the tokenizer is missing or broken, does not belong to the kind of data, or has more ids than the
+            model has rows.
+    """
+    if data.kind == "synthetic":
+        if data.tokenizer != "bytes":
+            raise ConfigError(f'data.tokenizer={data.tokenizer!r} is not used by data.kind="synthetic"; leave it out')
+        return NumberTokenizer(vocab_size)
+    if data.kind == "tokens" and data.tokenizer == "bytes" and vocab_size != ByteTokenizer.vocab_size:
+        return NumberTokenizer(vocab_size)
+    tokenizer: Tokenizer
+    if data.tokenizer == "bytes":
+        tokenizer = ByteTokenizer()
+    else:
+        tokenizer = JsonTokenizer(existing_path("data.tokenizer", data.tokenizer))
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size} must be at least the tokenizer's {tokenizer.vocab_size} "
+            f"(data.tokenizer={data.tokenizer!r}); set model.vocab_size={tokenizer.vocab_size} or more"
+        )
+    return tokenizer
+
+
+def _ids(encoding: "tokenizers.Encoding") -> NDArray[np.int64]:
+    return np.array(encoding.ids, dtype=np.int64)
+
+
+def _find_separator(vocabulary: dict[str, int], config_file: Path) -> int | None:
+    for name in _END_OF_TEXT:
+        if name in vocabulary:
+            return vocabulary[name]
+    try:
+        declared = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{config_file} is not a readable tokenizer_config.json ({error}); mend or remove it"
+        ) from error
+    if isinstance(declared, dict):
+        declared = declared.get("content")
+    return vocabulary.get(declared) if isinstance(declared, str) else None

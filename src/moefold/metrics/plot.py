@@ -1,0 +1,172 @@
+"""The loss curve of a run as a picture."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from math import isnan, nan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moefold.errors import ConfigError
+from moefold.metrics.step import METRICS_FILE, read_records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LOSS_PICTURE = "loss.png"
+"""Name of the picture inside the run folder."""
+
+_TRAIN = "#4c78a8"
+_EVAL = "#d1495b"
+_MEAN = "#8d99ae"
+_INK = "#333333"
+_SMOOTH_FROM_STEPS = 20
+"""A shorter run has no noise worth smoothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curves:
+    """The columns of metrics.jsonl that the picture shows, one entry a step; a value that is missing is NaN."""
+
+    steps: list[int]
+    loss: list[float]
+    eval_steps: list[int]
+    eval_loss: list[float]
+    lr: list[float]
+    worst_load: list[float]
+    """The largest max/mean over the MoE layers; empty for a model without them."""
+    mean_load: list[float]
+    """The mean of max/mean over the MoE layers; empty for a model without them."""
+    tokens: int
+    """Tokens trained on in all."""
+
+
+def plot_loss(run_dir: Path) -> Path:
+    """Draw RUN_DIR/metrics.jsonl as RUN_DIR/loss.png and return its path.
+
+    The upper panel shows the training loss, a smoothed line through it, and the evaluations. The lower one shows the
+    balance of the experts, or the learning rate for a model without experts.
+
+    Raises:
+        ConfigError: the folder holds no metrics.
+    """
+    curves = read_curves(run_dir)
+    # matplotlib takes half a second to import, and only this function needs it. No pyplot: it keeps global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 5.6), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    loss_axes, side_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3.2, 1])
+    _draw_loss(loss_axes, curves)
+    if curves.worst_load:
+        _draw_balance(side_axes, curves)
+    else:
+        _draw_learning_rate(side_axes, curves)
+    for axes in (loss_axes, side_axes):
+        _style(axes)
+    loss_axes.set_title(_title(run_dir, curves), loc="left", fontsize=11, color=_INK, pad=10)
+    side_axes.set_xlabel("step", color=_INK)
+    side_axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
+    path = run_dir / LOSS_PICTURE
+    draft = run_dir / f".{LOSS_PICTURE}.tmp"
+    figure.savefig(draft, format="png")
+    draft.replace(path)
+    return path
+
+
+def read_curves(run_dir: Path) -> Curves:
+    """Read the curves of a run; lines that a kill has torn are left out.
+
+    Raises:
+        ConfigError: the folder holds no metrics.
+    """
+    records = [record for _, record in read_records(run_dir / METRICS_FILE) if record is not None]
+    if not records:
+        raise ConfigError(
+            f"run.dir={str(run_dir)!r} holds no metrics to plot ({METRICS_FILE}); train there for a step first"
+        )
+    evaluations = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
+    loads = [[_number(load) for load in r.get("expert_load", ())] for r in records]
+    has_experts = all(loads)
+    return Curves(
+        steps=[r["step"] for r in records],
+        loss=[_number(r.get("loss")) for r in records],
+        eval_steps=[step for step, _ in evaluations],
+        eval_loss=[loss for _, loss in evaluations],
+        lr=[_number(r.get("lr")) for r in records],
+        worst_load=[max(layers) for layers in loads] if has_experts else [],
+        mean_load=[sum(layers) / len(layers) for layers in loads] if has_experts else [],
+        tokens=records[-1].get("tokens") or 0,
+    )
+
+
+def smooth(values: list[float], half: int) -> list[float]:
+    """Return the mean of up to `half` neighbours on each side of every value; NaN is left out of the means.
+
+    Centred, so that the line does not lag behind a falling loss; where the start allows fewer neighbours before a
+    value, as few are taken after it. Only at the end, where the newest values count, is the mean one-sided.
+    """
+    sums = list(accumulate((0.0 if isnan(value) else value for value in values), initial=0.0))
+    counts = list(accumulate((not isnan(value) for value in values), initial=0))
+    averages = []
+    for i in range(len(values)):
+        first, end = i - min(half, i), min(i + min(half, i) + 1, len(values))
+        count = counts[end] - counts[first]
+        averages.append((sums[end] - sums[first]) / count if count else nan)
+    return averages
+
+
+def _number(value: Any) -> float:
+    return nan if value is None else float(value)
+
+
+def _draw_loss(axes: "Axes", curves: Curves) -> None:
+    if len(curves.steps) < _SMOOTH_FROM_STEPS:
+        label = f"training loss ({curves.loss[-1]:.3f})"
+        axes.plot(curves.steps, curves.loss, color=_TRAIN, linewidth=1.8, marker="o", markersize=3.5, label=label)
+    else:
+        smoothed = smooth(curves.loss, max(3, len(curves.loss) // 60))
+        axes.plot(curves.steps, curves.loss, color=_TRAIN, linewidth=0.9, alpha=0.35, label="training loss")
+        axes.plot(curves.steps, smoothed, color=_TRAIN, linewidth=1.8, label=f"smoothed ({smoothed[-1]:.3f})")
+    if curves.eval_steps:
+        label = f"held-out loss ({curves.eval_loss[-1]:.3f})"
+        line = axes.plot(curves.eval_steps, curves.eval_loss, color=_EVAL, linewidth=1.2, label=label, zorder=3)[0]
+        line.set(marker="o", markersize=4.5, markeredgecolor="white", markeredgewidth=0.8)
+    axes.set_ylabel("loss, nats per token", color=_INK)
+    axes.legend(frameon=False, loc="upper right", fontsize=9, labelcolor=_INK)
+
+
+def _draw_balance(axes: "Axes", curves: Curves) -> None:
+    axes.axhline(1.0, color=_MEAN, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.plot(curves.steps, curves.mean_load, color=_MEAN, linewidth=1.3, marker=_dot(curves), label="mean of layers")
+    axes.plot(curves.steps, curves.worst_load, color=_TRAIN, linewidth=1.3, marker=_dot(curves), label="worst layer")
+    axes.set_ylim(bottom=0.9)
+    axes.set_ylabel("expert load,\nmax / mean", color=_INK)
+    axes.legend(frameon=False, loc="upper right", fontsize=8, ncols=2, labelcolor=_INK)
+
+
+def _draw_learning_rate(axes: "Axes", curves: Curves) -> None:
+    axes.plot(curves.steps, curves.lr, color=_TRAIN, linewidth=1.5, marker=_dot(curves))
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("learning rate", color=_INK)
+
+
+def _dot(curves: Curves) -> str:
+    """A marker where a line would show nothing."""
+    return "o" if len(curves.steps) == 1 else ""
+
+
+def _style(axes: "Axes") -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#b0b0b0")
+    axes.tick_params(colors=_INK, labelsize=9)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.02)
+
+
+def _title(run_dir: Path, curves: Curves) -> str:
+    steps = f"{curves.steps[-1]:,} step" + ("s" if curves.steps[-1] > 1 else "")
+    return f"{run_dir.resolve().name}: {steps}, {curves.tokens:,} tokens"

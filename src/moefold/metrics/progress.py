@@ -1,0 +1,204 @@
+"""How a run shows itself while it works: one live line on a terminal, plain lines in a file or a pipe."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, TextIO
+
+from moefold.metrics.step import StepMetrics
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Clock = Callable[[], float]
+"""Returns seconds from any fixed moment."""
+
+SHORT_RUN_STEPS = 100
+"""A run of at most so many steps prints a plain line for each of them."""
+PLAIN_INTERVAL_S = 5.0
+"""A longer one prints plain lines at most so often, besides those that always appear."""
+LIVE_INTERVAL_S = 0.1
+"""The live line is drawn at most so often."""
+PACE_STEPS = 50
+"""The time left is judged by so many of the last steps."""
+
+
+class Display(Protocol):
+    """Where the lines go."""
+
+    def show(self, metrics: StepMetrics, time_left_s: float, *, is_milestone: bool) -> None:
+        """Show a step; one that is no milestone may be left out."""
+
+    def message(self, text: str) -> None:
+        """Show a line of text that stays."""
+
+    def close(self) -> None:
+        """Leave the stream ready for others."""
+
+
+class Progress:
+    """Context manager around the training loop: `update` after each step, `message` for anything else worth a line.
+
+    Args:
+        steps: the last step of the run.
+        first_step: the first step of this process, 1-based; more than 1 after a resume.
+        stream: where to write. A terminal gets a live line, everything else plain lines: each step of a short run,
+            one every few seconds of a long one, and always the first, the last and those with an evaluation.
+        clock: times the steps and the lines.
+    """
+
+    _display: Display
+
+    def __init__(self, steps: int, first_step: int, stream: TextIO, *, clock: Clock = time.monotonic) -> None:
+        self._steps = steps
+        self._first_step = first_step
+        self._stream = stream
+        self._clock = clock
+        self._ends_s: deque[float] = deque(maxlen=PACE_STEPS + 1)
+
+    def __enter__(self) -> Self:
+        self._display = self._open_display()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.close()
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Show that a step is done."""
+        self._ends_s.append(self._clock())
+        is_milestone = metrics.step in (self._first_step, self._steps) or metrics.eval_loss is not None
+        self._display.show(metrics, self._time_left_s(metrics), is_milestone=is_milestone)
+
+    def message(self, text: str) -> None:
+        """Show a line of text that stays."""
+        self._display.message(text)
+
+    def _open_display(self) -> Display:
+        if self._stream.isatty():
+            # rich takes a tenth of a second to import, which a run into a file need not spend.
+            from rich.console import Console
+
+            console = Console(file=self._stream, highlight=False, markup=False, emoji=False)
+            if not console.is_dumb_terminal:
+                return LiveDisplay(console, self._steps, self._first_step, clock=self._clock)
+        is_short = self._steps - self._first_step < SHORT_RUN_STEPS
+        return PlainDisplay(self._stream, self._steps, shows_every_step=is_short, clock=self._clock)
+
+    def _time_left_s(self, metrics: StepMetrics) -> float:
+        """Seconds to the end at the pace of the last steps, with what lay between them: evaluation and saving."""
+        timed = len(self._ends_s) - 1
+        pace_s = (self._ends_s[-1] - self._ends_s[0]) / timed if timed else metrics.step_time_s
+        return pace_s * (self._steps - metrics.step)
+
+
+class PlainDisplay:
+    """Writes whole lines and nothing else, so that a log file reads well."""
+
+    def __init__(self, stream: TextIO, steps: int, *, shows_every_step: bool, clock: Clock) -> None:
+        self._stream = stream
+        self._steps = steps
+        self._shows_every_step = shows_every_step
+        self._clock = clock
+        self._shown_s = float("-inf")
+
+    def show(self, metrics: StepMetrics, time_left_s: float, *, is_milestone: bool) -> None:
+        """Write the step's line, unless it is one of many within a few seconds."""
+        now_s = self._clock()
+        if is_milestone or self._shows_every_step or now_s - self._shown_s >= PLAIN_INTERVAL_S:
+            self._shown_s = now_s
+            self.message(format_step(metrics, self._steps, metrics.eval_loss, time_left_s))
+
+    def message(self, text: str) -> None:
+        """Write a line."""
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Every line is complete already."""
+
+
+class LiveDisplay:
+    """Redraws one line at the foot of a terminal, a bar and the numbers; messages scroll above it."""
+
+    def __init__(self, console: "Console", steps: int, first_step: int, *, clock: Clock) -> None:
+        from rich.live import Live
+
+        self._console = console
+        self._steps = steps
+        self._clock = clock
+        self._drawn_s = float("-inf")
+        self._eval_loss: float | None = None
+        self._line = self._draw(first_step - 1, f"step {first_step - 1}/{steps}")
+        self._live = Live(self._line, console=console, auto_refresh=False)
+        self._live.start(refresh=True)
+
+    def show(self, metrics: StepMetrics, time_left_s: float, *, is_milestone: bool) -> None:
+        """Redraw the line, unless it was drawn a moment ago; the newest state is drawn on closing."""
+        if metrics.eval_loss is not None:
+            self._eval_loss = metrics.eval_loss
+        self._line = self._draw(metrics.step, format_step(metrics, self._steps, self._eval_loss, time_left_s))
+        now_s = self._clock()
+        if is_milestone or now_s - self._drawn_s >= LIVE_INTERVAL_S:
+            self._drawn_s = now_s
+            self._live.update(self._line, refresh=True)
+
+    def message(self, text: str) -> None:
+        """Print above the live line."""
+        self._console.print(text, soft_wrap=True)
+
+    def close(self) -> None:
+        """Draw the newest state and give the cursor back."""
+        self._live.update(self._line, refresh=True)
+        self._live.stop()
+
+    def _draw(self, step: int, numbers: str) -> "Table":
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.add_column(width=12)
+        line.add_column(no_wrap=True, overflow="crop", ratio=1)
+        line.add_row(ProgressBar(total=self._steps, completed=step), Text(numbers))
+        return line
+
+
+def format_step(metrics: StepMetrics, steps: int, eval_loss: float | None, time_left_s: float) -> str:
+    """Return a step as one line, the most important first: a narrow terminal cuts the end.
+
+    Args:
+        steps: the last step of the run.
+        eval_loss: the evaluation to show, which may be an earlier one than the step's; None shows none.
+        time_left_s: seconds to the end of the run; not shown for the last step.
+    """
+    parts = [f"step {metrics.step:>{len(str(steps))}}/{steps}", f"loss {metrics.loss:.4f}"]
+    if eval_loss is not None:
+        parts.append(f"eval {eval_loss:.4f}")
+    if metrics.step < steps:
+        parts.append(f"{format_duration(time_left_s)} left")
+    parts.append(f"{format_count(metrics.tokens_per_s)} tokens/s")
+    parts.append(f"{metrics.tflops_per_rank:.3g} TFLOP/s/rank")
+    if metrics.worst_expert_load is not None:
+        parts.append(f"expert load {metrics.worst_expert_load:.2f}x")
+    if metrics.dropped_fraction > 0:
+        parts.append(f"dropped {metrics.dropped_fraction:.1%}")
+    return "  ".join(parts)
+
+
+def format_count(count: float) -> str:
+    """Return a number of things in at most three digits and a suffix: 950, 12.3k, 4.56M."""
+    for suffix, size in (("", 1.0), ("k", 1e3), ("M", 1e6)):
+        if count < 999.5 * size:
+            return f"{count / size:.3g}{suffix}"
+    return f"{count / 1e9:.3g}G"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a time as m:ss or h:mm:ss, rounded to seconds."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,0 +1,99 @@
+"""What is known about one optimizer step, and the line of metrics.jsonl that it becomes."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+"""Name of the metrics inside the run folder: one JSON object a line, one line a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """The measurements of one optimizer step. Equal on all ranks where they are of the global batch; one rank logs."""
+
+    step: int
+    """Optimizer step, 1-based."""
+    loss: float
+    """Mean language-model cross-entropy per token of the global batch, in nats."""
+    aux_loss: float
+    """Load-balancing loss as it was optimised, its coefficient included."""
+    z_loss: float
+    """Router z-loss as it was optimised, its coefficient included."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    lr: float
+    """Learning rate of this step."""
+    tokens: int
+    """Tokens trained on so far, those before a resume included."""
+    step_time_s: float
+    """Time of this step, without evaluation and saving."""
+    tokens_per_s: float
+    """Tokens of the global batch over step_time_s."""
+    tflops_per_rank: float
+    """Model TFLOP/s of one rank, full attention: `metrics.flops.train_flops_per_token`."""
+    mfu: float | None
+    """tflops_per_rank over the device's peak, 0 to 1; None where the peak is unknown."""
+    memory_gib: float
+    """Peak memory per rank, the largest over all ranks."""
+    expert_load: tuple[float, ...]
+    """For each MoE layer: tokens of its fullest expert over the mean of its experts; 1 is perfect balance."""
+    dropped_fraction: float
+    """Dropped token copies over all of them; 0 without a capacity factor."""
+    eval_loss: float | None = None
+    """Mean cross-entropy per held-out token, in nats; None except on evaluation steps."""
+
+    @property
+    def worst_expert_load(self) -> float | None:
+        """The largest of expert_load (NaN if one is NaN); None for a model without MoE layers."""
+        return max(self.expert_load, key=lambda load: (math.isnan(load), load), default=None)
+
+    def to_json(self) -> str:
+        """Return one line of JSON, without the newline, floats at full precision.
+
+        JSON has no NaN and no infinity: such a value is written as null, and the key `nonfinite`, present only then,
+        tells what each was: `{"loss": null, ..., "nonfinite": {"loss": "nan", "expert_load[2]": "inf"}}`.
+        """
+        record: dict[str, Any] = {}
+        nonfinite: dict[str, str] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, tuple):
+                record[field.name] = [_finite(v, f"{field.name}[{i}]", nonfinite) for i, v in enumerate(value)]
+            else:
+                record[field.name] = _finite(value, field.name, nonfinite)
+        if nonfinite:
+            record["nonfinite"] = nonfinite
+        return json.dumps(record, allow_nan=False)
+
+
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yield each line of a metrics file with the record it holds, None where it holds none: a torn write, for example.
+
+    Lines come without their newline. A file that does not exist has no lines.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            text = line.rstrip("\n")
+            yield text, _parse(text)
+
+
+def _finite(value: float | None, name: str, nonfinite: dict[str, str]) -> float | None:
+    if value is None or math.isfinite(value):
+        return value
+    nonfinite[name] = str(float(value))
+    return None
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    is_step = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if is_step else None

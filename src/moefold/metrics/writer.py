@@ -1,0 +1,95 @@
+"""RUN_DIR/metrics.jsonl: one JSON object a step, written by one rank and flushed every step."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from moefold.config.schema import MetricsConfig
+from moefold.metrics.step import METRICS_FILE, StepMetrics, read_records
+from moefold.metrics.tracker import open_trackers
+
+
+class MetricsWriter:
+    """Appends each step to RUN_DIR/metrics.jsonl and hands it to the trackers of the recipe. Made on one rank only.
+
+    Opening it drops what the file holds past `resume_step`: a run that was killed beyond its last checkpoint repeats
+    those steps, and none may stand there twice. A line that was torn by the kill goes too. `removed_lines` tells how
+    many, for the trainer to report.
+
+    Args:
+        run_dir: folder of the run; it is made if it does not exist.
+        metrics: which trackers to write to besides.
+        resume_step: step of the checkpoint that the run continues from; 0 for a new run, which starts an empty file.
+        config: the resolved recipe, for trackers that show it.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        metrics: MetricsConfig,
+        *,
+        resume_step: int = 0,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / METRICS_FILE
+        self.removed_lines = truncate_metrics(path, resume_step)
+        self._trackers = open_trackers(run_dir, metrics, resume_step=resume_step, config=config or {})
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one step; it is on its way to the disk when this returns."""
+        self._file.write(metrics.to_json() + "\n")
+        self._file.flush()
+        for tracker in self._trackers:
+            tracker.log(metrics)
+
+    def close(self) -> None:
+        """Close the file and finish the trackers."""
+        self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def truncate_metrics(path: Path, last_step: int) -> int:
+    """Keep the steps up to `last_step` of a metrics file and drop the rest, unreadable lines included.
+
+    The file is replaced in one move, so that a kill leaves the old one or the new one. A file that holds nothing else
+    stays as it is.
+
+    Returns:
+        How many lines went.
+    """
+    kept: list[str] = []
+    removed = 0
+    for line, record in read_records(path):
+        if record is not None and record["step"] <= last_step:
+            kept.append(line + "\n")
+        else:
+            removed += 1
+    if removed or _ends_mid_line(path):
+        draft = path.with_name(path.name + ".tmp")
+        with draft.open("w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    return removed
+
+
+def _ends_mid_line(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"

@@ -1,0 +1,62 @@
+"""Causal self-attention with grouped queries (arXiv:2305.13245)."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moefold.config.schema import ModelConfig
+from moefold.model.core_attention import CausalAttention
+from moefold.model.norm import RMSNorm
+from moefold.model.parameter import local
+from moefold.model.rope import Rotation
+from moefold.model.seams import Tokens, WholeTokens
+
+
+class Attention(nn.Module):
+    """Projections, rotation and the attention core. Head counts come from the sizes of the local weights.
+
+    `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism) and `key_value_rows` (the rows of
+    wk and wv that belong to this rank's query heads, where tp exceeds the number of query groups).
+    """
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        head, hidden = cfg.head_size, cfg.hidden_size
+        query, key_value = cfg.num_attention_heads * head, cfg.num_query_groups * head
+        self.head_size = head
+        self.wq = nn.Parameter(torch.empty(query, hidden))
+        self.wk = nn.Parameter(torch.empty(key_value, hidden))
+        self.wv = nn.Parameter(torch.empty(key_value, hidden))
+        self.wo = nn.Parameter(torch.empty(hidden, query))
+        self.bq = nn.Parameter(torch.empty(query)) if cfg.qkv_bias else None
+        self.bk = nn.Parameter(torch.empty(key_value)) if cfg.qkv_bias else None
+        self.bv = nn.Parameter(torch.empty(key_value)) if cfg.qkv_bias else None
+        self.query_norm = RMSNorm(head, cfg.norm_eps) if cfg.qk_norm else None
+        self.key_norm = RMSNorm(head, cfg.norm_eps) if cfg.qk_norm else None
+        self.tokens: Tokens = WholeTokens()
+        self.core = CausalAttention()
+        self.key_value_rows = slice(None)
+
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Attend over the whole sequence.
+
+        Args:
+            x: [S/(cp*tp), B, H].
+            rotation: of the positions of this rank's context shard, S/cp tokens.
+
+        Returns:
+            [S/(cp*tp), B, H].
+        """
+        x = self.tokens.gather(x)
+        query = self._project(x, self.wq, self.bq, slice(None))
+        key = self._project(x, self.wk, self.bk, self.key_value_rows)
+        value = self._project(x, self.wv, self.bv, self.key_value_rows)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        attended = self.core(rotation(query), rotation(key), value)
+        return self.tokens.scatter(F.linear(attended.flatten(2), local(self.wo, x.dtype)))
+
+    def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+        """[S, B, H] -> [S, B, heads of this rank, D]."""
+        offset = None if bias is None else local(bias, x.dtype)[rows]
+        return F.linear(x, local(weight, x.dtype)[rows], offset).unflatten(-1, (-1, self.head_size))

@@ -1,0 +1,61 @@
+"""Initial weights that depend on (seed, name) alone: every mapping starts from the same model."""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moefold.config.schema import ModelConfig
+
+EXPERT_WEIGHTS = ("experts.w_gate", "experts.w_up", "experts.w_down")
+OUTPUT_WEIGHTS = ("wo", "w_down")
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
+    """Fill the local parts of all parameters; no communication.
+
+    Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one, biases
+    zero. Each logical tensor, each expert by itself, comes from a generator of its own, seeded by (seed, name) and drawn in
+    float32 on the CPU. At most one whole logical tensor is in memory at a time.
+    """
+    for name, parameter in module.named_parameters():
+        for whole_name, shape, index, part in _logical_parts(name, parameter):
+            part.copy_(_draw(whole_name, shape, cfg, seed)[index])
+
+
+def _logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
+    """(name, whole shape, my slices of it, my memory of it) of each logical tensor that I hold a part of."""
+    values, starts = _local_region(parameter)
+    index = tuple(slice(start, start + size) for start, size in zip(starts, values.shape, strict=True))
+    if not name.endswith(EXPERT_WEIGHTS):
+        return [(name, tuple(parameter.shape), index, values)]
+    first = starts[0]
+    whole = tuple(parameter.shape[1:])
+    return [(f"{name}.{first + i}", whole, index[1:], values[i]) for i in range(values.shape[0])]
+
+
+def _local_region(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The local values and where they start in the logical tensor."""
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.dim()
+    values = parameter.to_local()
+    if values.numel() == 0:
+        return values, (0,) * parameter.dim()
+    (chunk,) = parameter.__create_chunk_list__()
+    assert tuple(chunk.sizes) == tuple(values.shape), (chunk.sizes, values.shape)
+    return values, tuple(chunk.offsets)
+
+
+def _draw(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: int) -> Tensor:
+    leaf = [part for part in name.split(".") if not part.isdigit()][-1]
+    if "norm" in name:
+        return torch.ones(shape)
+    if leaf in ("bq", "bk", "bv"):
+        return torch.zeros(shape)
+    std = cfg.init_std / math.sqrt(2 * cfg.num_layers) if leaf in OUTPUT_WEIGHTS else cfg.init_std
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -1,0 +1,26 @@
+"""The gated feed-forward layer: SwiGLU (arXiv:2002.05202)."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moefold.model.parameter import local
+from moefold.model.seams import Tokens, WholeTokens
+
+
+class SwiGLU(nn.Module):
+    """w_down(silu(w_gate x) * (w_up x)); the dense layer, and the shared expert of an MoE layer."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.w_gate = nn.Parameter(torch.empty(ffn_hidden_size, hidden_size))
+        self.w_up = nn.Parameter(torch.empty(ffn_hidden_size, hidden_size))
+        self.w_down = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size))
+        self.tokens: Tokens = WholeTokens()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]."""
+        x = self.tokens.gather(x)
+        gate = F.linear(x, local(self.w_gate, x.dtype))
+        up = F.linear(x, local(self.w_up, x.dtype))
+        return self.tokens.scatter(F.linear(F.silu(gate) * up, local(self.w_down, x.dtype)))

@@ -1,0 +1,138 @@
+"""A decoder-only transformer, or one pipeline stage of it."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moefold.config.schema import Config, ModelConfig
+from moefold.model.attention import Attention
+from moefold.model.mlp import SwiGLU
+from moefold.model.norm import RMSNorm
+from moefold.model.parameter import local
+from moefold.model.rope import Rotation, rotation
+from moefold.model.seams import Tokens, Vocabulary, WholeTokens, WholeVocabulary
+from moefold.moe.layer import MoELayer
+
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+class Block(nn.Module):
+    """Attention, then a dense or an MoE feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, cfg: Config, is_moe: bool) -> None:
+        super().__init__()
+        model = cfg.model
+        self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.attention = Attention(model)
+        self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.ffn = _moe_layer(cfg) if is_moe else SwiGLU(model.hidden_size, model.ffn_hidden_size)
+
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]."""
+        x = x + self.attention(self.attention_norm(x), rotation)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Embedding(nn.Module):
+    """Token vectors, weight [V, H]; also the output head where embeddings are tied."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.dtype = dtype
+        self.tokens: Tokens = WholeTokens()
+        self.vocabulary: Vocabulary = WholeVocabulary()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [B, S/cp] -> [S/(cp*tp), B, H] in the compute type."""
+        vectors = self.vocabulary.embed(tokens.t(), local(self.weight))
+        return self.tokens.scatter(vectors.to(self.dtype))
+
+
+class Head(nn.Module):
+    """The last norm and the output projection; its weight [V, H] is absent where embeddings are tied."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
+        self.weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.hidden_size))
+        self.tokens: Tokens = WholeTokens()
+        self.vocabulary: Vocabulary = WholeVocabulary()
+
+    def forward(self, x: Tensor, tied: Tensor | None) -> Tensor:
+        """[S/(cp*tp), B, H] -> logits [S/cp, B, V/tp]."""
+        weight = tied if self.weight is None else self.weight
+        assert weight is not None
+        x = self.tokens.gather(self.norm(x))
+        return F.linear(x, local(weight, x.dtype))
+
+
+class Transformer(nn.Module):
+    """Some consecutive layers of the model, with the embedding if they are the first and the head if the last.
+
+    Layers are named by their number in the whole model, so parameter names do not depend on the pipeline.
+    """
+
+    def __init__(self, cfg: Config, layers: Iterable[int], *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        model = cfg.model
+        self.cfg = cfg
+        self.dtype = TORCH_DTYPES[cfg.run.dtype]
+        self.is_first, self.is_last = is_first, is_last
+        if is_first or (is_last and model.tie_embeddings):
+            self.embedding = Embedding(model.vocab_size, model.hidden_size, self.dtype)
+        self.layers = nn.ModuleDict({str(i): Block(cfg, model.layer_kinds[i] == "M") for i in layers})
+        if is_last:
+            self.head = Head(model)
+        self.rotation: Rotation | None = None
+
+    def place(self, positions: Tensor) -> None:
+        """Say which positions of a sample this rank's tokens have, int64 [S/cp]; needed once before `forward`."""
+        self.rotation = rotation(self.cfg.model, positions, self.dtype)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """Run the layers of this stage.
+
+        Args:
+            x: tokens, int64 [B, S/cp], on the first stage; else the hidden states of the stage before, [S/(cp*tp), B, H].
+            labels: next tokens, int64 [B, S/cp]; used by the last stage.
+            weights: share of each token in the loss, [B, S/cp]: 1/(target tokens of the global batch), 0 where masked.
+
+        Returns:
+            Hidden states [S/(cp*tp), B, H]; from the last stage the weighted sum of the token losses, [1], or, without
+            labels, the logits [S/cp, B, V/tp].
+        """
+        assert self.rotation is not None, "place() comes before forward()"
+        if self.is_first:
+            x = self.embedding(x)
+        for block in self.layers.values():
+            x = block(x, self.rotation)
+        if not self.is_last:
+            return x
+        tied = self.embedding.weight if self.cfg.model.tie_embeddings else None
+        logits = self.head(x, tied)
+        if labels is None:
+            return logits
+        losses = self.head.vocabulary.cross_entropy(logits, labels.t())
+        if weights is not None:
+            losses = losses * weights.t()
+        return losses.sum().view(1)
+
+    def moe_layers(self) -> dict[int, MoELayer]:
+        """The MoE layers of this stage by their number in the whole model."""
+        return {int(i): block.ffn for i, block in self.layers.items() if isinstance(block.ffn, MoELayer)}
+
+
+def build_model(cfg: Config) -> Transformer:
+    """The whole model on one rank, on the current default device; weights are not initialised."""
+    return Transformer(cfg, range(cfg.model.num_layers), is_first=True, is_last=True)
+
+
+def _moe_layer(cfg: Config) -> MoELayer:
+    model = cfg.model
+    width = model.shared_expert_ffn_hidden_size
+    shared = SwiGLU(model.hidden_size, width) if width else None
+    num_micro_batches = cfg.train.global_batch_size // cfg.train.micro_batch_size
+    return MoELayer(model, cfg.moe, loss_scale=1.0 / num_micro_batches, shared=shared)

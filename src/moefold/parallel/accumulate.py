@@ -1,0 +1,58 @@
+"""A step without a pipeline: micro-batches one after another, gradients reduced as the zero level says."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from moefold.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's part of a global batch; the micro-batches follow each other along dim 0.
+
+    tokens and labels are int64 [num_micro_batches * B, S/cp], weights [same] the share of each token in the loss.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+class Accumulation:
+    """Runs the whole model on one micro-batch after another."""
+
+    def __init__(self, model: Transformer, num_micro_batches: int, zero: int) -> None:
+        self._model = model
+        self._num_micro_batches = num_micro_batches
+        self._zero = zero
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """Add the gradients of the batch to the parameters; returns the weighted loss of my tokens, [1]."""
+        total = batch.weights.new_zeros(1)
+        for i, micro in enumerate(self._micro_batches(batch)):
+            self._prepare_backward(is_last=i == self._num_micro_batches - 1)
+            loss = self._model(micro.tokens, micro.labels, micro.weights)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The weighted loss of my tokens, [1], without gradients."""
+        total = batch.weights.new_zeros(1)
+        for micro in self._micro_batches(batch):
+            total += self._model(micro.tokens, micro.labels, micro.weights)
+        return total
+
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        parts = (x.chunk(self._num_micro_batches) for x in (batch.tokens, batch.labels, batch.weights))
+        return [Batch(*part) for part in zip(*parts, strict=True)]
+
+    def _prepare_backward(self, *, is_last: bool) -> None:
+        if isinstance(self._model, FSDPModule):
+            self._model.set_is_last_backward(is_last)
+            self._model.set_requires_gradient_sync(is_last or self._zero >= 2)
+            self._model.set_reshard_after_backward(is_last or self._zero == 3)

@@ -1,0 +1,194 @@
+"""Collectives on local tensors, with gradients. A group of one rank costs nothing.
+
+Every gradient here is the exact adjoint under the convention that the loss of the world is the *sum* of the losses of its
+ranks: the adjoint of all-gather is reduce-scatter (sum), and the other way round. No scale factors appear anywhere.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moefold.parallel.groups import Group
+
+# torch 2.13 renamed the *_tensor collectives and warns about the old names, which 2.11 alone has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Concatenate the equal-shaped tensors of the members along `dim`, in group order. Adjoint: reduce_scatter."""
+    return x if group.size == 1 else _AllGather.apply(x, group, dim)
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Sum the tensors of the members and keep my part along `dim`, which group.size divides. Adjoint: all_gather."""
+    return x if group.size == 1 else _ReduceScatter.apply(x, group, dim)
+
+
+def all_to_all(x: Tensor, group: Group, send_rows: Sequence[int], receive_rows: Sequence[int]) -> Tensor:
+    """Send the first send_rows[0] rows to member 0 and so on; receive receive_rows[i] rows from member i.
+
+    Adjoint: the same with the counts exchanged. Counts may be zero; both ends must agree on them.
+
+    Args:
+        x: rows to send, in the order of their destinations, [sum(send_rows), ...].
+        group: the members.
+        send_rows: one count for each member.
+        receive_rows: one count for each member.
+
+    Returns:
+        The received rows in the order of their sources, [sum(receive_rows), ...].
+    """
+    if group.size == 1:
+        return x
+    return _AllToAll.apply(x, group, list(send_rows), list(receive_rows))
+
+
+def all_gather_rows(x: Tensor, group: Group, rows: Sequence[int]) -> Tensor:
+    """Concatenate tensors of different lengths: member i brings rows[i] rows. Adjoint: reduce_scatter_rows."""
+    return x if group.size == 1 else _AllGatherRows.apply(x, group, list(rows))
+
+
+def reduce_scatter_rows(x: Tensor, group: Group, rows: Sequence[int]) -> Tensor:
+    """Sum [sum(rows), ...] over the members; member i keeps its rows[i] rows. Adjoint: all_gather_rows."""
+    return x if group.size == 1 else _ReduceScatterRows.apply(x, group, list(rows))
+
+
+def swap_dims(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
+    """All-to-all that cuts `split_dim` over the members and concatenates `concat_dim` (Ulysses, arXiv:2309.14509).
+
+    Args:
+        x: local tensor; group.size divides its size along split_dim.
+        group: the members.
+        split_dim: the dim that becomes local.
+        concat_dim: the dim that becomes whole, in group order.
+    """
+    if group.size == 1:
+        return x
+    return _SwapDims.apply(x, group, split_dim % x.dim(), concat_dim % x.dim())
+
+
+def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
+    """The sum over the members, without a gradient; `x` is left as it is."""
+    total = x.detach().clone()
+    if group.size > 1:
+        dist.all_reduce(total, group=group.handle)
+    return total
+
+
+def all_reduce_max(x: Tensor, group: Group) -> Tensor:
+    """The maximum over the members, without a gradient; `x` is left as it is."""
+    top = x.detach().clone()
+    if group.size > 1:
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
+    return top
+
+
+def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    x = x.contiguous()
+    out = x.new_empty((group.size, *x.shape))
+    _all_gather(out.view(group.size * x.shape[0], *x.shape[1:]) if x.dim() else out, x, group=group.handle)
+    return out.flatten(0, 1) if dim == 0 else torch.cat(out.unbind(0), dim)
+
+
+def _reduce(x: Tensor, group: Group, dim: int) -> Tensor:
+    assert x.shape[dim] % group.size == 0, (x.shape, dim, group.size)
+    parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(group.size, dim), 0)
+    out = parts.new_empty((parts.shape[0] // group.size, *parts.shape[1:]))
+    _reduce_scatter(out, parts, group=group.handle)
+    return out
+
+
+def _exchange(x: Tensor, group: Group, send_rows: list[int], receive_rows: list[int]) -> Tensor:
+    out = x.new_empty((sum(receive_rows), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), receive_rows, send_rows, group=group.handle)
+    return out
+
+
+def _gather_rows(x: Tensor, group: Group, rows: list[int]) -> Tensor:
+    # An all-to-all in which everybody sends all it has: exact lengths, no padding to the longest.
+    sent = x.repeat(group.size, *[1] * (x.dim() - 1))
+    return _exchange(sent, group, [x.shape[0]] * group.size, rows)
+
+
+def _reduce_rows(x: Tensor, group: Group, rows: list[int]) -> Tensor:
+    mine = rows[group.rank]
+    parts = _exchange(x, group, rows, [mine] * group.size)
+    return parts.view(group.size, mine, *x.shape[1:]).sum(0)
+
+
+def _swap(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
+    sent = torch.stack(x.chunk(group.size, split_dim))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.handle)
+    return torch.cat(received.unbind(0), concat_dim)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce(grad, ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _reduce(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grad, ctx.group, ctx.dim), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, send_rows: list[int], receive_rows: list[int]) -> Tensor:
+        ctx.args = group, send_rows, receive_rows
+        return _exchange(x, group, send_rows, receive_rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        group, send_rows, receive_rows = ctx.args
+        return _exchange(grad, group, receive_rows, send_rows), None, None, None
+
+
+class _AllGatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, rows: list[int]) -> Tensor:
+        ctx.args = group, rows
+        return _gather_rows(x, group, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_rows(grad.contiguous(), *ctx.args), None, None
+
+
+class _ReduceScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, rows: list[int]) -> Tensor:
+        ctx.args = group, rows
+        return _reduce_rows(x, group, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_rows(grad.contiguous(), *ctx.args), None, None
+
+
+class _SwapDims(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
+        ctx.args = group, concat_dim, split_dim
+        return _swap(x, group, split_dim, concat_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _swap(grad, *ctx.args), None, None, None

@@ -1,0 +1,286 @@
+"""Context parallelism: each rank holds S/cp tokens of a sample, and attention still sees all of them.
+
+Three ways with one signature, `(q [S/cp, B, A/tp, D], k [S/cp, B, G/tp, D], v likewise) -> [S/cp, B, A/tp, D]`; cut by
+`sequence_positions`, they compute what `CausalAttention` computes on the whole sequence. Keys and values travel with
+their own heads, never expanded to the query heads.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import gcd
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefold.model.attention_block import accumulation_dtype, attention_block, attention_block_backward, merge_block_
+from moefold.model.core_attention import CausalAttention, CoreAttention
+from moefold.parallel.collectives import all_gather, reduce_scatter, swap_dims
+from moefold.parallel.groups import Group
+
+ContextKind = Literal["ring", "allgather", "ulysses"]
+
+KEY_VALUE_TAG = 0
+"""Tag of the keys and values on their way round."""
+GRADIENT_TAG = 1
+"""Tag of their gradients, which are under way at the same time."""
+
+
+def context_attention(kind: ContextKind, cp: Group) -> CoreAttention:
+    """The attention core of a context-parallel rank; the plain one where cp is 1."""
+    if cp.size == 1:
+        return CausalAttention()
+    if kind == "ring":
+        return RingAttention(cp)
+    if kind == "allgather":
+        return AllGatherAttention(cp)
+    if kind == "ulysses":
+        return UlyssesAttention(cp)
+    raise ValueError(f"context kind {kind!r} must be one of 'ring', 'allgather', 'ulysses'")
+
+
+def sequence_positions(kind: ContextKind, seq_len: int, cp: int, rank: int) -> Tensor:
+    """The positions of the tokens that a context-parallel rank holds, in its order.
+
+    ulysses cuts the sequence into cp runs. ring and allgather cut it into 2*cp chunks and give rank r the chunks r and
+    2*cp-1-r: an early one and a late one, so that every rank has the same number of (query, earlier key) pairs
+    (arXiv:2407.21783 sec. 3.3.2).
+
+    Args:
+        kind: how attention sees the whole sequence.
+        seq_len: tokens of a sample, S; divisible by cp, and by 2*cp where it is cut into chunks.
+        cp: context-parallel degree.
+        rank: context-parallel rank.
+
+    Returns:
+        Ascending positions, int64 [S/cp].
+    """
+    if cp == 1 or kind == "ulysses":
+        assert seq_len % cp == 0, (seq_len, cp)
+        return torch.arange(rank * (seq_len // cp), (rank + 1) * (seq_len // cp))
+    assert seq_len % (2 * cp) == 0, (seq_len, cp)
+    size = seq_len // (2 * cp)
+    return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in _zigzag(cp, rank)])
+
+
+class RingAttention:
+    """Keys and values travel round the ring of ranks while each rank attends to those it holds (arXiv:2310.01889).
+
+    The next block arrives while the present one is computed. Blocks that lie in the future of the rank's queries, whole
+    or by halves, are not computed: each rank does the same work in every step. In the backward pass, the gradients of
+    the keys and values travel with them, one step behind, and come home with the last step.
+    """
+
+    def __init__(self, cp: Group) -> None:
+        self._cp = cp
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend; see the module for the shapes. Communicates with the neighbours in cp."""
+        return _RingFunction.apply(q, torch.stack((k, v), 1), self._cp)
+
+
+class AllGatherAttention:
+    """Gather all keys and values, then attend from the local queries (arXiv:2407.21783 sec. 3.3.2).
+
+    One collective instead of cp-1 messages: less latency, more memory while a layer is computed. What is kept for the
+    backward pass is local; the keys and values are gathered again.
+    """
+
+    def __init__(self, cp: Group) -> None:
+        self._cp = cp
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend; see the module for the shapes. Communicates over cp."""
+        return _AllGatherFunction.apply(q, torch.stack((k, v), 1), self._cp)
+
+
+class UlyssesAttention:
+    """Exchange tokens for heads: each rank attends over the whole sequence with A/(tp*cp) heads (arXiv:2309.14509).
+
+    Key/value heads that cp does not divide are repeated as often as it takes; cp divides A/tp.
+    """
+
+    def __init__(self, cp: Group) -> None:
+        self._cp = cp
+        self._attend = CausalAttention()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend; see the module for the shapes. Two all-to-alls over cp."""
+        cp, kv_heads = self._cp, k.shape[2]
+        repeats = cp.size // gcd(kv_heads, cp.size)
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+        # One message: the query, key and value heads of one destination side by side.
+        heads = torch.cat([x.unflatten(2, (cp.size, -1)) for x in (q, k, v)], 3).flatten(2, 3)
+        sizes = [x.shape[2] // cp.size for x in (q, k, v)]
+        out = self._attend(*swap_dims(heads, cp, 2, 0).split(sizes, 2))
+        return swap_dims(out, cp, 0, 2)
+
+
+class _Attended:
+    """Local queries and what they have gathered so far, beginning with the local keys and values."""
+
+    def __init__(self, q: Tensor, kv: Tensor) -> None:
+        out, self.lse = attention_block(q, kv[:, 0], kv[:, 1], causal=True)
+        self.q, self.out = q, out.to(accumulation_dtype(q.dtype))
+
+    def see(self, kv: Tensor, first_query: int) -> None:
+        """Attend to keys that lie before every local query from `first_query` on."""
+        rows = slice(first_query, None)
+        out, lse = attention_block(self.q[rows], kv[:, 0], kv[:, 1], causal=False)
+        merge_block_(self.out[rows], self.lse[rows], out, lse)
+
+
+class _Gradients:
+    """The gradient of the local queries summed over blocks, beginning with the local keys and values."""
+
+    def __init__(self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> None:
+        self._given = grad_out, q, out, lse
+        dq, dk, dv = attention_block_backward(grad_out, q, kv[:, 0], kv[:, 1], out, lse, causal=True)
+        self.dq = dq.to(accumulation_dtype(q.dtype))
+        self.own_dkv = torch.stack((dk, dv), 1)
+
+    def through(self, kv: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
+        """Add the block's share to dq; return (dk, dv) of its keys and values from the local queries."""
+        rows = slice(first_query, None)
+        grad_out, q, out, lse = (x[rows] for x in self._given)
+        dq, dk, dv = attention_block_backward(grad_out, q, kv[:, 0], kv[:, 1], out, lse, causal=False)
+        self.dq[rows] += dq
+        return dk, dv
+
+
+class _RingFunction(torch.autograd.Function):
+    """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D]) -> [S/cp, B, A, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, cp: Group) -> Tensor:
+        kv = kv.contiguous()
+        arriving = _travel(kv, cp)
+        next(arriving)
+        attended = _Attended(q, kv)
+        for source, held in arriving:
+            attended.see(*_seen_part(held, source, cp))
+        out = attended.out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, attended.lse)
+        ctx.cp = cp
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        q, kv, out, lse = ctx.saved_tensors
+        cp = ctx.cp
+        arriving = _travel(kv, cp)
+        next(arriving)
+        gradients = _Gradients(grad_out, q, kv, out, lse)
+        dkv = gradients.own_dkv.to(gradients.dq.dtype)
+        incoming = torch.empty_like(dkv)
+        under_way = _pass_on(dkv, incoming, cp, GRADIENT_TAG)
+        for source, held in arriving:
+            dk, dv = gradients.through(*_seen_part(held, source, cp))
+            _wait(under_way)
+            dkv, incoming = incoming, dkv
+            dkv[: dk.shape[0], 0] += dk
+            dkv[: dv.shape[0], 1] += dv
+            under_way = _pass_on(dkv, incoming, cp, GRADIENT_TAG)
+        _wait(under_way)
+        return gradients.dq.to(q.dtype), incoming.to(kv.dtype), None
+
+
+class _AllGatherFunction(torch.autograd.Function):
+    """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D]) -> [S/cp, B, A, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, cp: Group) -> Tensor:
+        chunks = _gather_chunks(kv, cp)
+        attended = _Attended(q, kv)
+        for seen, first_query in _seen_chunks(cp, kv.shape[0] // 2):
+            attended.see(torch.cat([chunks[i] for i in seen]), first_query)
+        out = attended.out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, attended.lse)
+        ctx.cp = cp
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        q, kv, out, lse = ctx.saved_tensors
+        cp = ctx.cp
+        size = kv.shape[0] // 2
+        chunks = _gather_chunks(kv, cp)
+        gradients = _Gradients(grad_out, q, kv, out, lse)
+        grads = dict(zip(_zigzag(cp.size, cp.rank), gradients.own_dkv.split(size), strict=True))
+        for seen, first_query in _seen_chunks(cp, size):
+            dkv = torch.stack(gradients.through(torch.cat([chunks[i] for i in seen]), first_query), 1)
+            grads |= zip(seen, dkv.split(size), strict=True)
+        unseen = torch.zeros_like(kv[:size])
+        by_rank = [grads.get(i, unseen) for rank in range(cp.size) for i in _zigzag(cp.size, rank)]
+        dkv = reduce_scatter(torch.cat(by_rank).to(gradients.dq.dtype), cp)
+        return gradients.dq.to(q.dtype), dkv.to(kv.dtype), None
+
+
+def _zigzag(cp: int, rank: int) -> tuple[int, int]:
+    """The two of 2*cp chunks that a rank holds."""
+    return rank, 2 * cp - 1 - rank
+
+
+def _gather_chunks(kv: Tensor, cp: Group) -> dict[int, Tensor]:
+    """The keys and values of every chunk of the sequence, by its number."""
+    parts = all_gather(kv, cp).chunk(2 * cp.size)
+    numbers = [i for rank in range(cp.size) for i in _zigzag(cp.size, rank)]
+    return dict(zip(numbers, parts, strict=True))
+
+
+def _seen_chunks(cp: Group, size: int) -> list[tuple[Sequence[int], int]]:
+    """The chunks of other ranks that lie before my queries, and the first query that sees them.
+
+    Both my chunks see the chunks before my first one; my second chunk, from row `size` on, sees those between the two.
+    """
+    first, second = _zigzag(cp.size, cp.rank)
+    return [(seen, row) for seen, row in ((range(first), 0), (range(first + 1, second), size)) if seen]
+
+
+def _seen_part(kv: Tensor, source: int, cp: Group) -> tuple[Tensor, int]:
+    """The part of another member's keys and values that my queries see, and the first query that sees it.
+
+    A member before me has its first chunk before all my queries and its second behind them; a member behind me has both
+    chunks between my two.
+    """
+    half = kv.shape[0] // 2
+    return (kv[:half], 0) if source < cp.rank else (kv, half)
+
+
+def _travel(kv: Tensor, cp: Group) -> Iterator[tuple[int, Tensor]]:
+    """Yield (source, keys and values) of each member, mine first, then backwards round the ring.
+
+    While the caller computes with one block, the next is on its way. A block is valid until the iterator moves on; `kv`
+    itself is only read.
+    """
+    held, spare = kv, None
+    for step in range(cp.size - 1):
+        incoming = torch.empty_like(kv) if spare is None else spare
+        under_way = _pass_on(held, incoming, cp, KEY_VALUE_TAG)
+        yield (cp.rank - step) % cp.size, held
+        _wait(under_way)
+        held, spare = incoming, None if held is kv else held
+    yield (cp.rank + 1) % cp.size, held
+
+
+def _pass_on(send: Tensor, receive: Tensor, cp: Group, tag: int) -> list[dist.Work]:
+    """Start sending to the next member and receiving from the one before; leave both tensors alone until then."""
+    if cp.size == 1:
+        receive.copy_(send)
+        return []
+    after, before = cp.ranks[(cp.rank + 1) % cp.size], cp.ranks[(cp.rank - 1) % cp.size]
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, send, after, cp.handle, tag),
+            dist.P2POp(dist.irecv, receive, before, cp.handle, tag),
+        ]
+    )
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()

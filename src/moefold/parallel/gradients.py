@@ -1,0 +1,63 @@
+"""The global gradient norm and clipping, over both views: each logical element counts once."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moefold.parallel.groups import Group
+
+
+def gradient_norm(parameters: Mapping[str, nn.Parameter], world: Group, *, skip: frozenset[str] = frozenset()) -> Tensor:
+    """Euclidean norm of the gradient of the whole model; one all-reduce over the world.
+
+    A gradient that n ranks hold alike contributes 1/n of its square on each of them.
+
+    Args:
+        parameters: of this rank, by name, with reduced gradients.
+        world: all ranks.
+        skip: names whose gradient another pipeline rank counts (the second copy of a tied embedding).
+
+    Returns:
+        0-dim tensor in float64, the same on every rank.
+    """
+    shares: dict[int, list[Tensor]] = {}
+    for name, parameter in parameters.items():
+        if name not in skip and parameter.grad is not None:
+            shares.setdefault(_copies(parameter.grad), []).append(_local(parameter.grad))
+    total = torch.zeros((), dtype=torch.float64, device=next(iter(parameters.values())).device)
+    for copies, grads in shares.items():
+        norms = torch.stack(torch._foreach_norm(grads)).double()
+        total += norms.square().sum() / copies
+    if world.size > 1:
+        dist.all_reduce(total, group=world.handle)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Mapping[str, nn.Parameter], norm: Tensor, limit: float) -> None:
+    """Scale all gradients by limit/norm where norm exceeds the limit; a limit of 0 leaves them."""
+    if limit <= 0:
+        return
+    grads = [_local(p.grad) for p in parameters.values() if p.grad is not None]
+    # As torch.nn.utils.clip_grad_norm_: the small constant keeps 0/0 out, and no host sync is needed.
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _copies(grad: Tensor) -> int:
+    """Ranks of the gradient's mesh that hold the same values."""
+    if not isinstance(grad, DTensor):
+        return 1
+    copies = 1
+    for axis, placement in enumerate(grad.placements):
+        assert not placement.is_partial(), "the gradient is not reduced yet"
+        if placement.is_replicate():
+            copies *= grad.device_mesh.size(axis)
+    return copies

@@ -1,0 +1,145 @@
+"""The communicators of a layout: the only place that creates process groups and device meshes."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moefold.parallel.layout import Layout, View
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate with each other, and my place among them. A group of one rank is a real group.
+
+    `ranks` ascend, so member i of the process group is `ranks[i]`.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    handle: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class AttentionGroups:
+    """Groups of the attention view. `sequence` is cp x tp: the ranks that hold one micro-batch between them."""
+
+    tp: Group
+    cp: Group
+    dp: Group
+    dp_cp: Group
+    sequence: Group
+
+
+@dataclass(frozen=True)
+class MoEGroups:
+    """Groups of the MoE view. `experts` is ep x etp: the ranks that hold one copy of all experts between them."""
+
+    etp: Group
+    ep: Group
+    edp: Group
+    experts: Group
+    expert_coordinates: tuple[tuple[int, int], ...]
+    """(ep, etp) coordinate of each member of `experts`, in the order of its ranks."""
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """Every communicator of one rank, and the two device meshes of its pipeline stage.
+
+    `dense_mesh` has the axes (dp_cp, one, tp), `expert_mesh` (edp, one, ep, etp); both hold the ranks of this pipeline stage.
+    `one` has one rank: it is the shard axis where data parallelism replicates.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    attn: AttentionGroups
+    moe: MoEGroups
+    pp: Group
+    world: Group
+    dense_mesh: DeviceMesh
+    expert_mesh: DeviceMesh
+
+    @classmethod
+    def create(cls, layout: Layout, device: torch.device) -> "ParallelGroups":
+        """Create the communicators of this rank. Collective: every rank of the world calls it.
+
+        Groups with the same ranks are created once and shared.
+
+        Raises:
+            ValueError: the default process group is missing or has another size than the layout.
+        """
+        if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
+            raise ValueError(f"ParallelGroups.create needs a process group of {layout.world_size} ranks")
+        rank = dist.get_rank()
+        made: dict[tuple[int, ...], Group] = {}
+
+        def group(view: View, *axes: str) -> Group:
+            ranks = tuple(sorted(view.group(rank, *axes)))
+            if ranks not in made:
+                made[ranks] = Group(ranks, ranks.index(rank), _process_group(ranks))
+            return made[ranks]
+
+        attention, moe = layout.attention, layout.moe
+        attn_groups = AttentionGroups(
+            tp=group(attention, "tp"),
+            cp=group(attention, "cp"),
+            dp=group(attention, "dp"),
+            dp_cp=group(attention, "dp", "cp"),
+            sequence=group(attention, "cp", "tp"),
+        )
+        experts = group(moe, "ep", "etp")
+        moe_groups = MoEGroups(
+            etp=group(moe, "etp"),
+            ep=group(moe, "ep"),
+            edp=group(moe, "edp"),
+            experts=experts,
+            expert_coordinates=tuple((moe.coordinate(r, "ep"), moe.coordinate(r, "etp")) for r in experts.ranks),
+        )
+        world = Group(tuple(range(layout.world_size)), rank, _process_group(tuple(range(layout.world_size))))
+        return cls(
+            layout=layout,
+            rank=rank,
+            device=device,
+            attn=attn_groups,
+            moe=moe_groups,
+            pp=group(attention, "pp"),
+            world=world,
+            dense_mesh=_dense_mesh(layout, attn_groups, group(attention), device),
+            expert_mesh=_expert_mesh(layout, rank, moe_groups, group(attention), device),
+        )
+
+
+def _process_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    if len(ranks) == dist.get_world_size():
+        handle = dist.group.WORLD
+    else:
+        # Only the members meet: other ranks need not enumerate groups that are not theirs.
+        handle = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(handle, dist.ProcessGroup)
+    return handle
+
+
+def _dense_mesh(layout: Layout, groups: AttentionGroups, one: Group, device: torch.device) -> DeviceMesh:
+    ranks = [[layout.attention.group(r, "tp")] for r in groups.dp_cp.ranks]
+    return DeviceMesh.from_group(
+        [groups.dp_cp.handle, one.handle, groups.tp.handle], device.type, ranks, mesh_dim_names=("dp_cp", "one", "tp")
+    )
+
+
+def _expert_mesh(layout: Layout, rank: int, groups: MoEGroups, one: Group, device: torch.device) -> DeviceMesh:
+    view = layout.moe
+    ranks = [[[view.group(r, "etp") for r in view.group(s, "ep")]] for s in view.group(rank, "edp")]
+    return DeviceMesh.from_group(
+        [groups.edp.handle, one.handle, groups.ep.handle, groups.etp.handle],
+        device.type,
+        ranks,
+        mesh_dim_names=("edp", "one", "ep", "etp"),
+    )

@@ -1,0 +1,124 @@
+"""Apply the axes to the model, in the order a reader would: the only place that does."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moefold.config.schema import Config
+from moefold.model.attention import Attention
+from moefold.model.init import initialise
+from moefold.model.mlp import SwiGLU
+from moefold.model.transformer import Embedding, Head, Transformer
+from moefold.moe.dispatch import GroupScope, make_dispatcher
+from moefold.moe.layer import MoELayer
+from moefold.parallel.accumulate import Accumulation, Batch
+from moefold.parallel.context import context_attention, sequence_positions
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.pipeline import Pipeline, share_tied_gradient, stage_layers, stage_numbers
+from moefold.parallel.sharding import master_dtype, shard_data_parallel, shard_model_parallel
+from moefold.parallel.tensor import ShardedTokens, ShardedVocabulary, key_value_rows, local_positions
+
+
+class Runner(Protocol):
+    """How a batch goes through the stages of this rank."""
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """Accumulate gradients; returns my part of the loss, [1]."""
+        ...
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """My part of the loss, [1], without gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """The stages of this rank, ready to train."""
+
+    stages: list[Transformer]
+    runner: Runner
+    groups: ParallelGroups
+    positions: Tensor
+    """Positions of a sample that this rank reads, int64 [S/cp]."""
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """Add the gradients of the batch, reduced over every axis; returns my part of the loss, [1]."""
+        loss = self.runner.forward_backward(batch)
+        if self.stages[0].cfg.model.tie_embeddings:
+            share_tied_gradient(self.stages, self.groups.pp)
+        return loss
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters of this rank by their names in the whole model."""
+        return {name: p for stage in self.stages for name, p in stage.named_parameters()}
+
+    def moe_layers(self) -> dict[int, MoELayer]:
+        """The MoE layers of this rank by their number in the whole model."""
+        return {number: layer for stage in self.stages for number, layer in stage.moe_layers().items()}
+
+    def train(self, mode: bool = True) -> None:
+        """Switch between training and evaluation."""
+        for stage in self.stages:
+            stage.train(mode)
+
+
+def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
+    """Build this rank's stages, cut them along every axis, and fill them with the initial weights.
+
+    Collective: FSDP may communicate. Parameters are whole on no rank at any time.
+    """
+    layout = groups.layout
+    ranges = stage_layers(cfg.model.num_layers, layout.pp * cfg.parallel.virtual_stages)
+    numbers = stage_numbers(layout.pp, groups.pp.rank, cfg.parallel.virtual_stages)
+    positions = sequence_positions(cfg.parallel.context, cfg.train.seq_len, layout.cp, groups.attn.cp.rank)
+    positions = torch.as_tensor(positions, device=groups.device)
+    with torch.device("meta"):
+        stages = [
+            Transformer(cfg, ranges[i], is_first=i == 0, is_last=i == len(ranges) - 1) for i in numbers
+        ]
+    for stage in stages:
+        stage.to(master_dtype(cfg))
+        _apply_tensor_parallel(stage, groups)
+        _apply_expert_parallel(stage, groups, cfg, positions)
+        _apply_context_parallel(stage, groups, cfg)
+        if layout.world_size > 1:
+            shard_model_parallel(stage, groups)
+            shard_data_parallel(stage, groups, cfg)
+        stage.to_empty(device=groups.device)
+        initialise(stage, cfg.model, cfg.run.seed)
+        stage.place(positions)
+    runner: Runner
+    if layout.pp == 1:
+        runner = Accumulation(stages[0], cfg.num_micro_batches, cfg.parallel.zero)
+    else:
+        runner = Pipeline(stages, groups, cfg)
+    return ParallelModel(stages, runner, groups, positions)
+
+
+def _apply_tensor_parallel(stage: Transformer, groups: ParallelGroups) -> None:
+    tp = groups.attn.tp
+    if tp.size == 1:
+        return
+    vocabulary = ShardedVocabulary(tp, stage.cfg.model.vocab_size)
+    for module in stage.modules():
+        if isinstance(module, Attention | SwiGLU | Embedding | Head):
+            module.tokens = ShardedTokens(tp)
+        if isinstance(module, Embedding | Head):
+            module.vocabulary = vocabulary
+        if isinstance(module, Attention):
+            module.key_value_rows = key_value_rows(stage.cfg.model, tp)
+
+
+def _apply_expert_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config, positions: Tensor) -> None:
+    scope = GroupScope(groups.attn.sequence, local_positions(positions, groups.attn.tp))
+    for layer in stage.moe_layers().values():
+        layer.scope = scope
+        layer.dispatcher = make_dispatcher(cfg.parallel.dispatcher, groups.moe, cfg.model.num_experts)
+
+
+def _apply_context_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config) -> None:
+    for module in stage.modules():
+        if isinstance(module, Attention):
+            module.core = context_attention(cfg.parallel.context, groups.attn.cp)

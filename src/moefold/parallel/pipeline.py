@@ -1,0 +1,146 @@
+"""Pipeline parallelism through torch.distributed.pipelining: the cut into stages, the schedule, tied embeddings."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.tensor import DTensor
+
+from moefold.config.schema import Config
+from moefold.model.transformer import Transformer
+from moefold.parallel.accumulate import Batch
+from moefold.parallel.groups import Group, ParallelGroups
+
+
+def stage_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Consecutive layers of each stage, as even as possible; the first stages take what is left over."""
+    base, extra = divmod(num_layers, num_stages)
+    bounds = [0]
+    for stage in range(num_stages):
+        bounds.append(bounds[-1] + base + (stage < extra))
+    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def stage_numbers(pp: int, pp_rank: int, virtual_stages: int) -> list[int]:
+    """The stages of one pipeline rank: pp_rank, pp_rank + pp, ... (arXiv:2104.04473)."""
+    return [pp_rank + i * pp for i in range(virtual_stages)]
+
+
+class Pipeline:
+    """Runs the stages of this rank under a schedule."""
+
+    def __init__(self, stages: list[Transformer], groups: ParallelGroups, cfg: Config) -> None:
+        self._is_last = stages[-1].is_last
+        self._is_first = stages[0].is_first
+        self._modules = stages
+        self._zero = cfg.parallel.zero
+        layout = groups.layout
+        numbers = stage_numbers(layout.pp, groups.pp.rank, cfg.parallel.virtual_stages)
+        shape = (
+            cfg.train.seq_len // (layout.cp * layout.tp),
+            cfg.train.micro_batch_size,
+            cfg.model.hidden_size,
+        )
+        hidden = torch.empty(shape, dtype=stages[0].dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(
+            (cfg.train.micro_batch_size, cfg.train.seq_len // layout.cp), dtype=torch.int64, device="meta"
+        )
+        loss = torch.empty(1, dtype=_loss_dtype(stages[0].dtype), device="meta", requires_grad=True)
+        num_stages = layout.pp * cfg.parallel.virtual_stages
+        built = [
+            PipelineStage(
+                _reduce_each_micro_batch(module) if self._zero >= 2 else module,
+                number,
+                num_stages,
+                groups.device,
+                input_args=(tokens if module.is_first else hidden,),
+                output_args=(loss if module.is_last else hidden,),
+                group=groups.pp.handle,
+            )
+            for number, module in zip(numbers, stages, strict=True)
+        ]
+        self._schedule = _schedule(cfg.parallel.schedule, built, cfg.num_micro_batches)
+        self._evaluation = _schedule(cfg.parallel.schedule, built, cfg.num_micro_batches)
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """Add the gradients of the batch to the parameters; returns the weighted loss of my tokens, [1], 0 off the last stage."""
+        losses: list[Tensor] = []
+        self._schedule.step(*self._inputs(batch), target=batch.labels, losses=losses, return_outputs=False, **_targets(batch))
+        for module in self._modules:
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+        return self._sum(losses, batch)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The weighted loss of my tokens, [1], without gradients; 0 off the last stage."""
+        losses: list[Tensor] = []
+        self._evaluation.eval(*self._inputs(batch), target=batch.labels, losses=losses, **_targets(batch))
+        return self._sum(losses, batch)
+
+    def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        return (batch.tokens,) if self._is_first else ()
+
+    def _sum(self, losses: list[Tensor], batch: Batch) -> Tensor:
+        if not self._is_last:
+            return batch.weights.new_zeros(1)
+        return torch.stack([loss.detach() for loss in losses]).sum(0).view(1)
+
+
+def share_tied_gradient(stages: list[Transformer], pp: Group) -> None:
+    """Add the gradients of the two copies of a tied embedding, which the first and the last pipeline rank hold."""
+    if pp.size == 1 or pp.rank not in (0, pp.size - 1):
+        return
+    tied = [stage.embedding.weight.grad for stage in stages if hasattr(stage, "embedding")]
+    (grad,) = tied
+    assert isinstance(grad, DTensor)
+    mine = grad.to_local()
+    theirs = torch.empty_like(mine)
+    peer = pp.ranks[pp.size - 1 - pp.rank]
+    operations = [
+        dist.P2POp(dist.isend, mine, peer, pp.handle),
+        dist.P2POp(dist.irecv, theirs, peer, pp.handle),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    mine += theirs
+
+
+class _OwnReduction(nn.Module):
+    """Hides that a stage is an FSDP module, so that FSDP and not the schedule decides when gradients are reduced."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor, **targets: Tensor) -> Tensor:
+        return self.stage(x, **targets)
+
+
+def _reduce_each_micro_batch(stage: nn.Module) -> nn.Module:
+    return _OwnReduction(stage)
+
+
+def _schedule(
+    name: str, stages: list[PipelineStage], num_micro_batches: int
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    if name == "interleaved":
+        return ScheduleInterleaved1F1B(stages, num_micro_batches, loss_fn=_weighted_loss, scale_grads=False)
+    kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name]
+    return kind(stages[0], num_micro_batches, loss_fn=_weighted_loss, scale_grads=False)
+
+
+def _weighted_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The last stage has computed its loss already."""
+    return output.sum()
+
+
+def _targets(batch: Batch) -> dict[str, Tensor]:
+    return {"labels": batch.labels, "weights": batch.weights}
+
+
+def _loss_dtype(compute: torch.dtype) -> torch.dtype:
+    return torch.float64 if compute == torch.float64 else torch.float32

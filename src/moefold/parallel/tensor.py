@@ -1,0 +1,64 @@
+"""Tensor parallelism with sequence parallelism (arXiv:1909.08053, arXiv:2205.05198): the seams of the maths that communicate."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefold.config.schema import ModelConfig
+from moefold.model.cross_entropy import cross_entropy
+from moefold.parallel.collectives import all_gather, all_reduce_max, all_reduce_sum, reduce_scatter
+from moefold.parallel.groups import Group
+
+
+class ShardedTokens:
+    """Between the sub-layers each tp rank holds S/(cp*tp) tokens; inside them all S/cp."""
+
+    def __init__(self, tp: Group) -> None:
+        self._tp = tp
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All-gather along the sequence; the gradient is reduce-scattered."""
+        return all_gather(x, self._tp)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Reduce-scatter along the sequence; the gradient is all-gathered."""
+        return reduce_scatter(x, self._tp)
+
+
+class ShardedVocabulary:
+    """Each tp rank holds V/tp consecutive rows of the embedding and of the head."""
+
+    def __init__(self, tp: Group, vocab_size: int) -> None:
+        self._tp = tp
+        self._rows = vocab_size // tp.size
+        self._first_row = tp.rank * self._rows
+
+    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """My rows' share of the token vectors: zeros where another rank holds the row."""
+        row = tokens - self._first_row
+        is_mine = (row >= 0) & (row < self._rows)
+        return F.embedding(row.where(is_mine, 0), weight) * is_mine.unsqueeze(-1)
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy over all rows; two all-reduces over tp, of one and of two numbers a token."""
+        top_of, sum_of = partial(all_reduce_max, group=self._tp), partial(all_reduce_sum, group=self._tp)
+        return cross_entropy(logits, labels, self._first_row, top_of, sum_of)
+
+
+def key_value_rows(cfg: ModelConfig, tp: Group) -> slice:
+    """The rows of the local wk and wv that this rank's query heads attend to.
+
+    Where tp divides the query groups the local rows are exactly those. Where tp is larger, wk and wv are whole on each rank,
+    and tp / num_query_groups neighbours share one group.
+    """
+    if cfg.num_query_groups % tp.size == 0:
+        return slice(None)
+    group = tp.rank * cfg.num_query_groups // tp.size
+    return slice(group * cfg.head_size, (group + 1) * cfg.head_size)
+
+
+def local_positions(positions: Tensor, tp: Group) -> Tensor:
+    """Positions of this rank's tokens between the sub-layers, [S/(cp*tp)] of [S/cp]."""
+    return torch.chunk(positions, tp.size)[tp.rank]

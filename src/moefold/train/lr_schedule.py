@@ -1,0 +1,55 @@
+"""The learning rate of each step: warm-up, then cosine, linear, WSD or constant. Pure and torch-free."""
+
+import math
+
+from moefold.config.schema import TrainConfig
+
+
+def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
+    """Return the learning rate that optimizer step `step` of a run of `steps` uses.
+
+    The warm-up is linear from 0: step i of it uses lr * i / warmup_steps, so its last step uses lr itself (without a
+    warm-up, step 1 does). From there:
+
+    * cosine, linear: fall to min_lr, which the last step uses exactly.
+    * wsd: stays at lr, then falls linearly over the last decay_steps (0: a tenth of the run, at least one) to min_lr,
+      which the last step uses exactly. A decay that is longer than what the warm-up leaves starts when that ends.
+    * constant: stays at lr.
+
+    A warm-up as long as the run, or longer, leaves no room to fall: such a run only warms up. Steps past the last one
+    keep the rate of the last.
+
+    Args:
+        train: lr, min_lr, warmup_steps, lr_schedule and decay_steps are read.
+        steps: optimizer steps of the whole run, those before a resume included.
+        step: 1-based.
+
+    Raises:
+        ValueError: `step` is below 1.
+    """
+    if step < 1:
+        raise ValueError(f"step={step} must be at least 1: steps are counted from 1")
+    step = min(step, steps)
+    if step <= train.warmup_steps:
+        return train.lr * (step / train.warmup_steps)
+    peak_step = max(train.warmup_steps, 1)
+    match train.lr_schedule:
+        case "cosine":
+            return _between(train, (1 + math.cos(math.pi * _progress(step, peak_step, steps))) / 2)
+        case "linear":
+            return _between(train, 1 - _progress(step, peak_step, steps))
+        case "wsd":
+            decay_steps = train.decay_steps or max(1, steps // 10)
+            return _between(train, 1 - _progress(step, max(peak_step, steps - decay_steps), steps))
+        case "constant":
+            return train.lr
+
+
+def _progress(step: int, first: int, last: int) -> float:
+    """Part of the way from step `first` to step `last`, 0 up to `first`."""
+    return (step - first) / (last - first) if step > first else 0.0
+
+
+def _between(train: TrainConfig, height: float) -> float:
+    """min_lr at height 0 and lr at height 1, both exactly."""
+    return train.lr if height == 1 else train.min_lr + (train.lr - train.min_lr) * height

@@ -1,0 +1,55 @@
+"""AdamW over the shards of all parameters, and its state by parameter name."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moefold.config.schema import TrainConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build_optimizer(parameters: Mapping[str, nn.Parameter], cfg: TrainConfig) -> torch.optim.AdamW:
+    """AdamW whose groups keep the two views apart; weight decay skips norms and biases (everything with one dim).
+
+    The moments exist from the start, so that a checkpoint can be read into them.
+    """
+    groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
+    for parameter in parameters.values():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((mesh, parameter.dim() > 1), []).append(parameter)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0}
+            for (_, decays), params in groups.items()
+        ],
+        lr=cfg.lr,
+        betas=(cfg.beta1, cfg.beta2),
+        eps=cfg.eps,
+        fused=True,
+    )
+    for parameter in parameters.values():
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+        }
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Use `rate` in the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The moments by name, as `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`."""
+    return {f"{name}.{moment}": optimizer.state[p][moment] for name, p in parameters.items() for moment in MOMENTS}
+
+
+def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Say how many steps the moments have seen, for the bias correction after a resume."""
+    for state in optimizer.state.values():
+        state["step"].fill_(step)

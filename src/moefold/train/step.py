@@ -1,0 +1,119 @@
+"""One optimizer step: gradients, norm, clipping, update, and the numbers that all ranks agree on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moefold.config.schema import Config
+from moefold.parallel.accumulate import Batch
+from moefold.parallel.collectives import all_reduce_sum
+from moefold.parallel.gradients import clip_gradients, gradient_norm
+from moefold.parallel.parallelize import ParallelModel
+from moefold.train.lr_schedule import learning_rate
+from moefold.train.optimizer import build_optimizer, set_learning_rate
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step measured over the whole global batch; equal on all ranks."""
+
+    loss: float
+    aux_loss: float
+    z_loss: float
+    grad_norm: float
+    lr: float
+    expert_load: tuple[float, ...]
+    dropped_fraction: float
+    flags: tuple[int, ...]
+    """For each flag given to `run`: how many ranks raised it."""
+    peak_memory_gib: float
+    """Largest peak memory of a rank."""
+
+
+class TrainingStep:
+    """Runs optimizer steps on a parallel model."""
+
+    def __init__(self, model: ParallelModel, cfg: Config) -> None:
+        self.model = model
+        self.parameters = model.named_parameters()
+        self.optimizer = build_optimizer(self.parameters, cfg.train)
+        self._cfg = cfg
+        self._moe_numbers = [i for i, kind in enumerate(cfg.model.layer_kinds) if kind == "M"]
+        layout, groups = model.groups.layout, model.groups
+        # Off the first stage an embedding is the tied copy of one that the first stage counts.
+        holds_copy = layout.pp > 1 and cfg.model.tie_embeddings and groups.pp.rank == layout.pp - 1
+        self._not_counted = frozenset({"embedding.weight"} if holds_copy else ())
+        self._speaks_for_tp = groups.attn.tp.rank == 0
+
+    def run(self, batch: Batch, step: int, flags: Sequence[bool] = (), memory_gib: float = 0.0) -> StepResult:
+        """Train on this rank's part of a global batch.
+
+        Collective: every rank calls it with its part of the same batch.
+
+        Args:
+            batch: this rank's part.
+            step: number of this step, 1-based.
+            flags: wishes of this rank (to stop, say), which all ranks learn with the metrics.
+            memory_gib: peak memory of this rank so far, of which all ranks learn the largest.
+        """
+        for layer in self.model.moe_layers().values():
+            layer.stats.reset()
+        loss = self.model.forward_backward(batch)
+        norm = gradient_norm(self.parameters, self.model.groups.world, skip=self._not_counted)
+        clip_gradients(self.parameters, norm, self._cfg.train.clip_grad)
+        rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return self._agree(loss, norm, rate, flags, memory_gib)
+
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean cross-entropy per token over held-out batches, in nats; collective."""
+        self.model.train(False)
+        total = torch.stack([self.model.runner.evaluate(batch) for batch in batches]).sum().view(1)
+        self.model.train(True)
+        return float(all_reduce_sum(self._my_share(total.double()), self.model.groups.world)) / len(batches)
+
+    def _my_share(self, loss: Tensor) -> Tensor:
+        """tp ranks compute the same token losses: one of them speaks for all."""
+        return loss if self._speaks_for_tp else torch.zeros_like(loss)
+
+    def _agree(
+        self, loss: Tensor, norm: Tensor, rate: float, flags: Sequence[bool], memory_gib: float
+    ) -> StepResult:
+        """Sum everything that is counted over the ranks, in one all-reduce."""
+        world, device = self.model.groups.world, loss.device
+        scalars = torch.zeros(5, dtype=torch.float64, device=device)
+        scalars[0] = self._my_share(loss.detach().double()).squeeze()
+        counts = torch.zeros(len(self._moe_numbers), self._cfg.model.num_experts, dtype=torch.float64, device=device)
+        for number, layer in self.model.moe_layers().items():
+            stats = layer.stats
+            counts[self._moe_numbers.index(number)] = stats.tokens_per_expert_E
+            scalars[1:] += torch.stack([x.double() for x in (stats.aux, stats.z, stats.copies, stats.dropped)])
+        raised = torch.tensor(flags, dtype=torch.float64, device=device)
+        # A slot for each rank turns a maximum into a sum.
+        memory = torch.zeros(world.size, dtype=torch.float64, device=device)
+        memory[world.rank] = memory_gib
+        parts = (scalars, raised, memory, counts.flatten())
+        total = all_reduce_sum(torch.cat(parts), world).cpu().split([part.numel() for part in parts])
+        lm, aux, z, copies, dropped = total[0].tolist()
+        counts = total[3].view_as(counts)
+        return StepResult(
+            loss=lm,
+            aux_loss=aux,
+            z_loss=z,
+            grad_norm=float(norm),
+            lr=rate,
+            expert_load=tuple((counts.amax(1) / counts.mean(1)).tolist()) if len(counts) else (),
+            dropped_fraction=dropped / copies if copies else 0.0,
+            flags=tuple(int(count) for count in total[1].tolist()),
+            peak_memory_gib=float(total[2].max()),
+        )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The logical tensor of a shard, on every rank of its mesh; collective over that mesh."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

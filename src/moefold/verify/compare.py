@@ -1,0 +1,111 @@
+"""Oracle against mapping: the largest relative error of every number and tensor, by name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moefold.config.schema import Config
+from moefold.data import Split, open_dataset
+from moefold.model.init import initialise
+from moefold.model.transformer import build_model
+from moefold.parallel.context import sequence_positions
+from moefold.verify.mapping import MappingRecord
+from moefold.verify.oracle import Oracle, OracleStep, Weights
+
+
+@dataclass(frozen=True)
+class OracleRecord:
+    """What the one-process reference computes."""
+
+    initial: Weights
+    gradients: Weights
+    weights: Weights
+    steps: tuple[OracleStep, ...]
+    eval_loss: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative error of one number or tensor."""
+
+    name: str
+    error: float
+
+
+def run_oracle(cfg: Config, num_steps: int) -> OracleRecord:
+    """Train `num_steps` steps in float64 on this process."""
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    model = build_model(cfg)
+    initialise(model, cfg.model, cfg.run.seed)
+    initial = {name: p.detach().double() for name, p in model.named_parameters()}
+    oracle = Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg))
+    steps = tuple(oracle.step(_samples(data.train, cfg, i)) for i in range(num_steps))
+    eval_loss = oracle.evaluate(_samples(data.validation, cfg, 0))
+    weights = {name: w.detach() for name, w in oracle.weights.items()}
+    return OracleRecord(initial, steps[0].gradients, weights, steps, eval_loss)
+
+
+def differences(oracle: OracleRecord, ranks: Sequence[MappingRecord]) -> list[Difference]:
+    """Every number and tensor of the mapping against the oracle, worst first.
+
+    The error of a tensor is its largest absolute deviation over the largest magnitude of the oracle's tensor; of a number,
+    its relative deviation. A tensor that one side lacks has an infinite error.
+    """
+    found = []
+    for rank, record in enumerate(ranks):
+        for i, (mine, theirs) in enumerate(zip(record.steps, oracle.steps, strict=True)):
+            for term in ("loss", "aux_loss", "z_loss", "grad_norm"):
+                name = f"step {i + 1} {term} (rank {rank})"
+                found.append(Difference(name, _relative(getattr(mine, term), getattr(theirs, term))))
+        found.append(Difference(f"eval_loss (rank {rank})", _relative(record.eval_loss, oracle.eval_loss)))
+    for part in ("initial", "gradients", "weights"):
+        found += _tensor_differences(part, getattr(oracle, part), [getattr(record, part) for record in ranks])
+    return sorted(found, key=lambda difference: -difference.error)
+
+
+def token_chunks(cfg: Config) -> list[list[int]]:
+    """The positions of a sample that each rank of a micro-batch holds between the sub-layers."""
+    parallel = cfg.parallel
+    chunks: list[list[int]] = []
+    for cp_rank in range(parallel.cp):
+        positions = torch.as_tensor(sequence_positions(parallel.context, cfg.train.seq_len, parallel.cp, cp_rank))
+        chunks += [part.tolist() for part in positions.chunk(parallel.tp)]
+    return chunks
+
+
+def _samples(split: Split, cfg: Config, index: int) -> Tensor:
+    size = cfg.train.global_batch_size
+    inputs, labels = split.batch(index * size, size)
+    return torch.from_numpy(np.concatenate((inputs, labels[:, -1:]), axis=1))
+
+
+def _tensor_differences(part: str, expected: Weights, given: Sequence[Weights]) -> list[Difference]:
+    found = []
+    names = set(expected).union(*given)
+    for name in sorted(names):
+        copies = [tensors[name] for tensors in given if name in tensors]
+        if not copies or name not in expected:
+            found.append(Difference(f"{part} {name} (missing on one side)", float("inf")))
+        found += [Difference(f"{part} {name}", _largest(copy, expected[name])) for copy in copies if name in expected]
+    return found
+
+
+def _largest(mine: Tensor, theirs: Tensor) -> float:
+    if mine.shape != theirs.shape:
+        return float("inf")
+    scale = float(theirs.abs().max())
+    deviation = float((mine.double() - theirs).abs().max())
+    return _ratio(deviation, scale)
+
+
+def _relative(mine: float, theirs: float) -> float:
+    return _ratio(abs(mine - theirs), abs(theirs))
+
+
+def _ratio(deviation: float, scale: float) -> float:
+    if deviation != deviation:
+        return float("inf")
+    return deviation / scale if scale > 0 else (0.0 if deviation == 0 else float("inf"))

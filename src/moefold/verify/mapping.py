@@ -1,0 +1,70 @@
+"""What a mapping computes, gathered into whole tensors: the side of the comparison that runs on ranks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moefold.config.schema import Config
+from moefold.data import open_dataset
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.layout import fold
+from moefold.parallel.parallelize import ParallelModel, parallelize
+from moefold.train.batch import BatchLoader
+from moefold.train.step import StepResult, TrainingStep, whole
+
+
+@dataclass(frozen=True)
+class MappingRecord:
+    """What one rank knows after a run; the tensors of a pipeline stage come from its first rank alone."""
+
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    steps: tuple[StepResult, ...]
+    eval_loss: float
+
+
+def run_mapping(cfg: Config, num_steps: int) -> MappingRecord:
+    """Train `num_steps` steps under the recipe's mapping; every rank of the process group calls it.
+
+    Gradients are those of the first batch, before clipping; the evaluation is that of the weights after the last step on
+    the first validation batch.
+    """
+    parallel = cfg.parallel
+    layout = fold(
+        world_size=parallel.world_size,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        order=parallel.order,
+        moe_order=parallel.moe_order,
+    )
+    groups = ParallelGroups.create(layout, torch.device("cpu"))
+    model = parallelize(cfg, groups)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    loader = BatchLoader(data.train, cfg, groups, model.positions)
+    initial = _whole_tensors(model)
+    model.forward_backward(loader.batch(0))
+    gradients = _whole_tensors(model, gradients=True)
+    training = TrainingStep(model, cfg)
+    training.optimizer.zero_grad(set_to_none=True)
+    steps = tuple(training.run(loader.batch(i * cfg.train.global_batch_size), i + 1) for i in range(num_steps))
+    held_out = BatchLoader(data.validation, cfg, groups, model.positions)
+    return MappingRecord(initial, gradients, _whole_tensors(model), steps, training.evaluate([held_out.batch(0)]))
+
+
+def _whole_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Every parameter, or its gradient, as a whole tensor on the first rank of its stage; collective over the stage."""
+    speaks = model.groups.attn.dp_cp.rank == 0 and model.groups.attn.tp.rank == 0
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters().items():
+        tensor = parameter.grad if gradients else parameter.data
+        if tensor is None:
+            raise ValueError(f"{name} has no gradient")
+        logical = whole(tensor)
+        if speaks:
+            found[name] = logical.detach().clone()
+    return found

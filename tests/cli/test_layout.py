@@ -1,0 +1,177 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from moefold.cli.layout import read_layout, run
+from moefold.errors import ConfigError
+from moefold.parallel.layout import fold
+
+QUICKSTART = ["world_size=8", "tp=2", "cp=2", "pp=2", "ep=4", "etp=1"]
+RECIPE = '[parallel]\nworld_size = 16\ntp = 2\npp = 2\nep = 4\nmoe_order = "pp-ep-edp-etp"\n'
+
+
+@pytest.fixture(autouse=True)
+def _width_of_a_pipe(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def test_json_is_exactly_the_rank_groups(capsys):
+    assert run([*QUICKSTART, "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == {
+        "world_size": 8,
+        "attention": {
+            "tp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            "cp": [[0, 2], [1, 3], [4, 6], [5, 7]],
+            "dp": [[0], [1], [2], [3], [4], [5], [6], [7]],
+            "pp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        },
+        "moe": {
+            "etp": [[0], [1], [2], [3], [4], [5], [6], [7]],
+            "ep": [[0, 1, 2, 3], [4, 5, 6, 7]],
+            "edp": [[0], [1], [2], [3], [4], [5], [6], [7]],
+            "pp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "folding"),
+    [
+        (["world_size=8", "tp=2"], {"world_size": 8, "tp": 2}),
+        (["parallel.world_size=8", "parallel.tp=2", "cp=4"], {"world_size": 8, "tp": 2, "cp": 4}),
+        (
+            ["world_size=8", "pp=2", "order=dp-pp-cp-tp", "moe_order=edp-pp-ep-etp"],
+            {"world_size": 8, "pp": 2, "order": "dp-pp-cp-tp", "moe_order": "edp-pp-ep-etp"},
+        ),
+        (["world_size=6", "tp=2", "tp=3"], {"world_size": 6, "tp": 3}),
+    ],
+)
+def test_words_name_the_degrees(words, folding):
+    assert read_layout(words) == (fold(**folding), 8)
+
+
+def test_a_recipe_comes_first_and_words_replace_its_keys(recipe):
+    degrees = {"world_size": 16, "tp": 2, "pp": 2, "ep": 4, "moe_order": "pp-ep-edp-etp"}
+    assert read_layout([recipe]) == (fold(**degrees), 8)
+    assert read_layout([recipe, "ep=2", "gpus_per_node=4"]) == (fold(**degrees | {"ep": 2}), 4)
+
+
+def test_options_may_stand_between_words(capsys):
+    assert run(["world_size=4", "--json", "tp=4"]) == 0
+    assert json.loads(capsys.readouterr().out)["attention"]["tp"] == [[0, 1, 2, 3]]
+
+
+def test_table_says_where_each_rank_is(capsys):
+    assert run(QUICKSTART) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["8", "ranks", "on", "1", "node"] in rows
+    assert ["rank", "0", "1", "2", "3", "4", "5", "6", "7"] in rows
+    assert ["cp", "0:0", "1:0", "0:1", "1:1", "2:0", "3:0", "2:1", "3:1"] in rows
+    assert ["ep", "0:0", "0:1", "0:2", "0:3", "1:0", "1:1", "1:2", "1:3"] in rows
+    assert ["dp", *8 * "-"] in rows
+    assert ["cp", "4", "2", "1", "{0,2}", "{1,3}", "{4,6}", "{5,7}"] in rows
+    assert ["ep", "2", "4", "1", "{0,1,2,3}", "{4,5,6,7}"] in rows
+
+
+def test_table_goes_node_by_node(capsys):
+    assert run([*QUICKSTART, "gpus_per_node=3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line.strip() for line in lines if line.startswith("node ")]
+    assert titles == ["node 0, ranks 0-2", "node 1, ranks 3-5", "node 2, ranks 6-7"]
+    assert ["ep", "2", "4", "2", "{0,1,2,3}", "{4,5,6,7}"] in [line.split() for line in lines]
+
+
+@pytest.mark.parametrize(("world_size", "titles"), [(64, 8), (128, 16), (144, 5), (1024, 5)])
+def test_large_tables_keep_to_the_width_and_leave_the_middle_out(capsys, world_size, titles):
+    assert run([f"world_size={world_size}", "tp=2", "cp=2", "pp=2", "ep=4", "etp=2"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("node ") for line in lines) == titles
+    assert lines[0] == f"{world_size} ranks on {world_size // 8} nodes"
+    assert f"ranks {world_size - 8}-{world_size - 1}" in out
+    assert ("nodes left out" in out) == (world_size > 128)
+    assert "\x1b" not in out
+
+
+def test_wide_nodes_are_printed_in_parts(capsys):
+    assert run(["world_size=72", "tp=8", "gpus_per_node=72"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    ranks = [int(word) for line in lines if line.split()[:1] == ["rank"] for word in line.split()[1:]]
+    assert ranks == list(range(72))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["world_size=8", "wrld_size=8"],
+            "'wrld_size=8' is no key of a layout; did you mean world_size?; the keys are world_size, tp, cp, pp, ep, "
+            "etp, order, moe_order, gpus_per_node",
+        ),
+        (["world_size=8", "parallel.tpp=2"], "did you mean tp?"),
+        (["world_size=8", "model.num_layers=2"], "'model.num_layers=2' is no key of a layout; the keys are world_size"),
+        (["world_size=8", "parallel.zero=2"], "'parallel.zero=2' is no key of a layout"),
+        (["world_size=8", "tp"], "'tp' must be key=value, such as tp=2"),
+        (["world_size=8", "dp=2"], "'dp=2': parallel.dp follows from world_size/(tp*cp*pp)"),
+        (["world_size=8", "tp=two"], "parallel.tp='two' must be an integer"),
+        (["world_size=8", "tp=2.0"], "parallel.tp=2.0 must be an integer"),
+        (["world_size=8", "tp=3"], "parallel.tp=3 must divide world_size/pp=8; choose one of 1, 2, 4, 8"),
+        (["world_size=8", "gpus_per_node=0"], "gpus_per_node=0 must be an integer of at least 1"),
+        (["world_size=8", "gpus_per_node=x"], "gpus_per_node=x must be an integer of at least 1"),
+        (["no-such-recipe.toml", "tp=2"], "recipe 'no-such-recipe.toml' does not exist"),
+        (["world_size=8", "--png", "layout.gif"], "--png layout.gif must end in .png, .svg or .pdf"),
+        (["world_size=8", "--png", "no-such-folder/a.png"], "no-such-folder/a.png cannot be written: No such file"),
+        (["world_size=512", "--png", "layout.png"], "world_size=512 must be at most 256 for a picture"),
+    ],
+)
+def test_wrong_words_are_refused_in_one_message(capsys, words, message):
+    with pytest.raises(ConfigError) as refused:
+        run(words)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert capsys.readouterr().out == ""
+
+
+def test_no_words_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run([])
+    assert stopped.value.code == 2
+    assert "usage: moefold layout" in capsys.readouterr().err
+
+
+def test_help_names_every_key(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(["--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    for key in ("world_size", "tp", "cp", "pp", "ep", "etp", "order", "moe_order", "gpus_per_node", "--json", "--png"):
+        assert key in out
+
+
+def test_png_reports_the_file_beside_the_json(tmp_path, capsys):
+    path = tmp_path / "layout.png"
+    assert run([*QUICKSTART, "--json", "--png", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["world_size"] == 8
+    assert printed.err == f"wrote {path}\n"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_layout_needs_no_torch():
+    code = (
+        "import sys; from moefold.cli.layout import run; run(['world_size=8', 'tp=2']); "
+        "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True).returncode == 0

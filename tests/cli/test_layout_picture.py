@@ -1,0 +1,99 @@
+import re
+import xml.etree.ElementTree as ElementTree
+from itertools import combinations
+
+import matplotlib as mpl
+import pytest
+from matplotlib.image import imread
+
+from moefold.cli.layout_picture import save_picture
+from moefold.errors import ConfigError
+from moefold.parallel.layout import View, fold
+
+SVG = "{http://www.w3.org/2000/svg}"
+FOLDINGS = [
+    (8, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+    (2, {"world_size": 12, "tp": 3, "pp": 2, "ep": 2, "etp": 3, "order": "pp-tp-cp-dp"}),
+    (8, {"world_size": 64, "tp": 2, "cp": 2, "pp": 2, "ep": 8, "etp": 2}),
+]
+
+
+def draw(tmp_path, layout, gpus_per_node) -> ElementTree.ElementTree:
+    path = tmp_path / "layout.svg"
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        save_picture(layout, gpus_per_node, path)
+    return ElementTree.parse(path)
+
+
+def cards_of(tree, layout) -> list[tuple[int, dict[str, int], dict[str, str]]]:
+    """(rank, place by axis, colour by axis) of every card, the attention view first."""
+    texts = [element.text for element in tree.iter(f"{SVG}text")]
+    fills = [re.search(r"fill: (#\w+)", element.get("style", "")) for element in tree.iter(f"{SVG}path")]
+    card_starts = [i for i, text in enumerate(texts) if text == "rank"]
+    colours = iter([fill[1] for fill in fills if fill and fill[1] not in ("#ffffff", "#eef1f5")])
+    cards = []
+    for start in card_starts:
+        place, i = {}, start + 2
+        while i + 1 < len(texts) and texts[i] in layout.attention.axes + layout.moe.axes:
+            place[texts[i]] = int(texts[i + 1])
+            i += 2
+        cards.append((int(texts[start + 1]), place, {axis: next(colours) for axis in place}))
+    assert next(colours, None) is None
+    return cards
+
+
+def check_view(view: View, cards) -> None:
+    cut = [axis for axis in view.axes if view.degree(axis) > 1]
+    assert [rank for rank, _, _ in cards] == list(range(view.world_size))
+    for rank, place, _ in cards:
+        assert place == {axis: view.coordinate(rank, axis) for axis in cut}
+    for axis in cut:
+        for (a, _, colour_a), (b, _, colour_b) in combinations(cards, 2):
+            assert (colour_a[axis] == colour_b[axis]) == (b in view.group(a, axis))
+
+
+@pytest.mark.parametrize(("gpus_per_node", "degrees"), FOLDINGS)
+def test_every_card_tells_the_place_and_the_colour_tells_the_group(tmp_path, gpus_per_node, degrees):
+    layout = fold(**degrees)
+    tree = draw(tmp_path, layout, gpus_per_node)
+    cards = cards_of(tree, layout)
+    check_view(layout.attention, cards[: layout.world_size])
+    check_view(layout.moe, cards[layout.world_size :])
+    nodes = [element.text for element in tree.iter(f"{SVG}text") if (element.text or "").startswith("node ")]
+    assert nodes == 2 * [f"node {i}" for i in range(-(-layout.world_size // gpus_per_node))]
+
+
+def test_one_rank_has_nothing_to_colour(tmp_path):
+    layout = fold(world_size=1)
+    assert cards_of(draw(tmp_path, layout, 8), layout) == [(0, {}, {}), (0, {}, {})]
+
+
+@pytest.mark.parametrize(("world_size", "gpus_per_node"), [(1, 8), (12, 1), (64, 8), (72, 72), (256, 8)])
+def test_pictures_keep_a_readable_shape(tmp_path, world_size, gpus_per_node):
+    path = tmp_path / "layout.svg"
+    save_picture(fold(world_size=world_size), gpus_per_node, path)
+    _, _, width, height = map(float, ElementTree.parse(path).getroot().get("viewBox").split())
+    assert 0.3 < width / height < 4
+
+
+def test_png_has_ink_in_both_views(tmp_path):
+    path = tmp_path / "layout.png"
+    save_picture(fold(world_size=8, tp=2, ep=4), 8, path)
+    pixels = imread(path)[..., :3]
+    half = pixels.shape[0] // 2
+    assert pixels.shape[1] > 1000
+    for view in (pixels[:half], pixels[half:]):
+        assert 0.02 < (view.max(axis=-1) < 0.5).mean() + (view.min(axis=-1) < 0.8).mean() < 0.5
+
+
+@pytest.mark.parametrize("name", ["layout", "layout.gif", "layout.json"])
+def test_other_endings_are_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"must end in \.png, \.svg or \.pdf"):
+        save_picture(fold(world_size=2), 8, tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unwritable_file_is_refused(tmp_path):
+    (tmp_path / "layout.png").mkdir()
+    with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
+        save_picture(fold(world_size=2), 8, tmp_path / "layout.png")

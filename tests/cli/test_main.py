@@ -1,0 +1,161 @@
+import importlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import moefold
+from moefold.cli.main import COMMANDS, main
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def run_main(*words: str, code: str = "pass") -> subprocess.CompletedProcess[str]:
+    program = f"import sys; from moefold.cli.main import main; status = main(); {code}; sys.exit(status)"
+    return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Put a command in place of `layout` that ends in `error`."""
+
+    def run(argv: list[str]) -> int:
+        raise error
+
+    module = ModuleType("moefold.cli.layout")
+    module.run = run
+    monkeypatch.setitem(sys.modules, "moefold.cli.layout", module)
+
+
+def test_no_command_prints_the_help_on_stderr(capsys):
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: moefold")
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_names_every_command(capsys, word):
+    assert main([word]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert all(f"\n  {name} " in out and words in out for name, words in COMMANDS.items())
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"moefold {moefold.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("trian", "moefold: error: unknown command 'trian'; did you mean 'train'?\n"),
+        ("zzz", "moefold: error: unknown command 'zzz'; the commands are train, layout, verify, bench\n"),
+    ],
+)
+def test_an_unknown_command_suggests_the_nearest(capsys, word, message):
+    assert main([word]) == 2
+    assert capsys.readouterr() == ("", message)
+
+
+def test_an_unknown_option_is_one_message(capsys):
+    assert main(["--frobnicate"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "moefold: error: unrecognized arguments: --frobnicate"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(capsys, name):
+    assert main([name, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: moefold {name}")
+
+
+def test_a_command_gets_its_words_and_gives_its_status(capsys):
+    assert main(["layout", "world_size=2", "tp=2", "--json"]) == 0
+    assert '"tp": [[0, 1]]' in capsys.readouterr().out
+
+
+def test_a_user_error_is_one_message_and_status_2(capsys):
+    assert main(["layout", "world_size=8", "tp=3"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("moefold: error: parallel.tp=3 must divide world_size/pp=8; choose one of 1, 2, 4, 8")
+    assert len(err.splitlines()) == 1
+
+
+def test_an_interrupt_ends_with_130(monkeypatch, capsys):
+    stand_in(monkeypatch, KeyboardInterrupt())
+    assert main(["layout"]) == 130
+    assert capsys.readouterr().err == "moefold: interrupted\n"
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, 0), (3, 3), (None, 0)])
+def test_a_command_that_leaves_by_itself_keeps_its_status(monkeypatch, code, status):
+    stand_in(monkeypatch, SystemExit(code))
+    assert main(["layout"]) == status
+
+
+def test_a_bug_of_ours_is_not_hidden(monkeypatch):
+    stand_in(monkeypatch, RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["layout"])
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    program = "import sys; from moefold.cli.main import main; sys.exit(main())"
+    with os.fdopen(write_end, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-c", program, "layout", "world_size=64", "tp=8", "--json"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_import_torch_and_each_other_only_when_they_work(name):
+    others = [f"moefold.cli.{other}" for other in COMMANDS if other != name]
+    code = f"print([m for m in {['torch', *others]} if m in sys.modules], file=sys.stderr)"
+    done = run_main(name, "--help", code=code)
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+
+
+@pytest.mark.parametrize("name", ["train", "verify"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.lrr=1"], "unknown key train.lrr; did you mean train.lr?"),
+        (["run.steps=two"], "run.steps='two' must be an integer"),
+        (["parallel.tp=3"], "parallel.tp=3 must divide world_size/pp=4; choose one of 1, 2, 4"),
+        (["model.num_experts=6"], "parallel.ep=4 must divide model.num_experts=6"),
+        (["train.seq_len=250"], "train.seq_len=250 must be divisible by cp*tp=2*2=4; choose 248 or 252"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_wrong_recipe_is_answered_at_once_and_without_torch(name, words, message):
+    done = run_main(name, str(RECIPES / "quickstart.toml"), *words, code="assert 'torch' not in sys.modules")
+    assert done.stderr.startswith(f"moefold: error: {message}")
+    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_wrong_recipe_is_answered_within_two_seconds():
+    # The best of three, because another program may hold the processor.
+    took_s = []
+    for _ in range(3):
+        started = time.monotonic()
+        assert run_main("train", str(RECIPES / "quickstart.toml"), "train.lrr=1").returncode == 2
+        took_s.append(time.monotonic() - started)
+    assert min(took_s) < 2
+
+
+def test_every_command_is_a_module_with_run():
+    assert all(callable(importlib.import_module(f"moefold.cli.{name}").run) for name in COMMANDS)

@@ -1,0 +1,79 @@
+import pytest
+
+from moefold.config.checks_effect import IDLE, check_explicit
+from moefold.config.load import load_config
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+
+# One setting for each idle key, with what would give it an effect.
+CASES = [
+    ("model.num_experts=4", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.top_k=1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.moe_ffn_hidden_size=64", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.router_softmax=pre", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.shared_expert_ffn_hidden_size=64", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.capacity_factor=1.5", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.pad_to_capacity=true", ["model.layer_pattern=D"], ["moe.capacity_factor=1.0"]),
+    ("moe.aux_loss=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.z_loss=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("parallel.dispatcher=local", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.ffn_hidden_size=64", [], ["model.layer_pattern=DM"]),
+    ("model.shared_expert_gate=true", [], ["model.shared_expert_ffn_hidden_size=64"]),
+    ("model.rope_scaling_factor=2", [], ["model.rope_scaling=linear"]),
+    ("model.rope_original_seq_len=64", ["model.rope_scaling=linear"], ["model.rope_scaling=llama3"]),
+    ("model.rope_low_freq_factor=2", ["model.rope_scaling=linear"], ["model.rope_scaling=llama3"]),
+    ("model.rope_high_freq_factor=2", [], ["model.rope_scaling=llama3"]),
+    ("moe.drop_policy=position", [], ["moe.capacity_factor=1.0"]),
+    ("moe.drop_scope=sub_sequence", [], ["moe.capacity_factor=1.0"]),
+    ("train.min_lr=1e-5", ["train.lr_schedule=constant"], ["train.lr_schedule=linear"]),
+    ("train.decay_steps=10", [], ["train.lr_schedule=wsd"]),
+    ("train.eval_samples=8", [], ["train.eval_every=10"]),
+    ("data.path=somewhere", [], ["data.kind=text"]),
+    ("data.token_dtype=int64", ["data.kind=text"], ["data.kind=tokens"]),
+    ("checkpoint.keep=2", [], ["checkpoint.every=10"]),
+]
+
+
+@pytest.mark.parametrize(("word", "idle", "active"), CASES, ids=[word for word, _, _ in CASES])
+def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, idle, active):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [*idle, word])
+    key = word.split("=")[0]
+    assert str(error.value).startswith(f"{key}=")
+    assert " has no effect: " in str(error.value)
+    assert str(error.value).endswith(f"or leave {key.split('.')[1]} out")
+    load_config(None, [*active, word])
+
+
+def test_every_idle_key_has_a_case():
+    assert {name for idle in IDLE for name in idle.keys.split()} == {word.split("=")[0] for word, _, _ in CASES}
+
+
+def test_the_message_says_why_and_what_to_do():
+    with pytest.raises(ConfigError) as error:
+        load_config(None, ["moe.drop_policy=position"])
+    assert str(error.value) == (
+        "moe.drop_policy='position' has no effect: moe.capacity_factor=0.0 drops nothing; "
+        "set moe.capacity_factor above 0, or leave drop_policy out"
+    )
+
+
+def test_several_are_listed_and_each_once():
+    with pytest.raises(ConfigError) as error:
+        load_config(None, ["model.layer_pattern=D", "moe.drop_policy=position", "train.decay_steps=10"])
+    lines = str(error.value).splitlines()
+    assert lines[0] == "2 settings cannot work:"
+    assert [line.split("=")[0].strip() for line in lines[1:]] == ["moe.drop_policy", "train.decay_steps"]
+
+
+def test_a_default_that_is_spelled_out_asks_for_nothing():
+    load_config(None, ["moe.drop_policy=probs", "moe.drop_scope=full_sequence", "train.eval_samples=16"])
+
+
+def test_what_a_preset_brings_along_is_not_asked_for():
+    assert load_config(None, ["model.preset=quickstart"]).model.ffn_hidden_size == 512
+
+
+def test_only_given_keys_are_judged():
+    cfg = load_config(None, ["model.layer_pattern=DM", "model.ffn_hidden_size=64"])
+    check_explicit(frozenset(), Config(model=cfg.model))

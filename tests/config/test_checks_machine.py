@@ -1,0 +1,104 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from moefold.config.checks_machine import check_data_source, check_packages, check_resume, check_writable
+from moefold.config.load import load_config
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+
+
+def config(*overrides: str) -> Config:
+    return load_config(None, overrides)
+
+
+def make_checkpoints(folder: Path) -> Path:
+    for step in (100, 200):
+        (folder / f"step-{step:06d}").mkdir(parents=True)
+    return folder
+
+
+def test_a_folder_that_is_there_or_can_be_made_is_writable(tmp_path):
+    check_writable(config(f"run.dir={tmp_path}"))
+    check_writable(config(f"run.dir={tmp_path / 'a' / 'b'}"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir=.*file' is a file; choose a folder"):
+        check_writable(config(f"run.dir={tmp_path / 'file'}"))
+    with pytest.raises(ConfigError, match=r"run\.dir=.*inner' lies below .*file', which is a file; choose a folder"):
+        check_writable(config(f"run.dir={tmp_path / 'file' / 'inner'}"))
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that even root cannot write to")
+def test_a_folder_that_nobody_can_write_to_is_refused():
+    with pytest.raises(ConfigError, match=r"run\.dir='/proc/run' cannot be written: .* in '/proc'; choose another"):
+        check_writable(config("run.dir=/proc/run"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
+        check_writable(config(f"run.dir={tmp_path / 'run'}"))
+
+
+def test_the_checkpoint_folder_is_tried_when_something_is_saved_there(tmp_path):
+    (tmp_path / "file").write_text("")
+    words = [f"run.dir={tmp_path}", f"checkpoint.dir={tmp_path / 'file'}"]
+    check_writable(config(*words))
+    with pytest.raises(ConfigError, match=r"checkpoint\.dir=.*file' is a file"):
+        check_writable(config(*words, "checkpoint.every=5"))
+
+
+def test_auto_and_never_name_no_checkpoint():
+    check_resume(config("checkpoint.resume=auto"))
+    check_resume(config("checkpoint.resume=never"))
+
+
+def test_a_checkpoint_that_exists_is_accepted(tmp_path):
+    check_resume(config(f"checkpoint.resume={make_checkpoints(tmp_path) / 'step-000100'}"))
+
+
+def test_a_missing_checkpoint_names_those_beside_it(tmp_path):
+    folder = make_checkpoints(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        check_resume(config(f"checkpoint.resume={folder / 'step-000300'}"))
+    assert f"does not exist; the checkpoints there are {folder / 'step-000100'}, {folder / 'step-000200'}" in str(
+        error.value
+    )
+
+
+def test_a_missing_checkpoint_with_none_beside_it(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist; set 'auto' for the newest one, if any"):
+        check_resume(config(f"checkpoint.resume={tmp_path / 'none' / 'step-000300'}"))
+
+
+def test_a_folder_of_checkpoints_and_a_file_are_no_checkpoint(tmp_path):
+    folder = make_checkpoints(tmp_path)
+    with pytest.raises(ConfigError, match=r"is a folder of checkpoints; name one, such as '.*step-000200'"):
+        check_resume(config(f"checkpoint.resume={folder}"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file; a checkpoint is a folder"):
+        check_resume(config(f"checkpoint.resume={tmp_path / 'file'}"))
+
+
+def test_data_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.path"):
+        check_data_source(config("data.kind=tokens", f"data.path={tmp_path / 'none.bin'}"))
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
+    with pytest.raises(ConfigError, match="vocab_size"):
+        check_data_source(config("model.vocab_size=100"))
+
+
+def test_the_default_data_is_there():
+    check_data_source(config())
+
+
+def test_trackers_that_nobody_asks_for_need_no_package():
+    check_packages(config())

@@ -1,0 +1,42 @@
+import pytest
+
+from moefold.config.checks import check_config
+from moefold.config.load import load_config
+from moefold.errors import ConfigError
+
+CASES = [
+    (["train.min_lr=1e-3"], "train.min_lr=0.001 must be at most train.lr=0.0003; choose 0.0 to 0.0003"),
+    (["train.warmup_steps=101"], "train.warmup_steps=101 must be at most run.steps=100; choose 0 to 100"),
+    (
+        ["train.lr_schedule=wsd", "train.warmup_steps=50", "train.decay_steps=51"],
+        "train.decay_steps=51 and train.warmup_steps=50 must fit into run.steps=100; choose decay_steps of at most 50",
+    ),
+    (
+        ["train.eval_every=5", "data.validation_fraction=0"],
+        "train.eval_every=5 needs held-out text, and data.validation_fraction=0.0 holds out none; "
+        "choose validation_fraction=0.05, or eval_every=0",
+    ),
+    (["checkpoint.resume="], "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), CASES, ids=["+".join(words) for words, _ in CASES])
+def test_settings_that_contradict_each_other_are_refused(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        check_config(load_config(None, overrides))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.min_lr=3e-4"],
+        ["train.warmup_steps=100"],
+        ["train.lr_schedule=wsd", "train.warmup_steps=50", "train.decay_steps=50"],
+        ["data.validation_fraction=0"],
+        ["train.eval_every=1000"],
+    ],
+    ids="+".join,
+)
+def test_settings_that_agree_are_accepted(overrides):
+    check_config(load_config(None, overrides))

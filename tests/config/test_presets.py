@@ -1,0 +1,86 @@
+import re
+
+import pytest
+
+from moefold.config.checks import check_config
+from moefold.config.load import load_config
+from moefold.config.presets import load_preset, preset_names, preset_summary
+from moefold.errors import ConfigError
+from moefold.metrics.flops import count_parameters
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_a_model_that_can_run(name):
+    cfg = load_config(None, [f"model.preset={name}"])
+    check_config(cfg)
+    assert all(getattr(cfg.model, key) == value for key, value in load_preset(name).items())
+
+
+# Totals and active parameters as the model cards print them, with a decimal more where the weights' index gives it.
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("mixtral-8x7b", 46_702_792_704, 12.9e9),
+        ("mixtral-8x22b", 140_620_634_112, 39.1e9),
+        ("qwen2-57b-a14b", 57.41e9, 14.2e9),
+        ("qwen3-30b-a3b", 30_532_122_624, 3.3e9),
+        ("qwen3-235b-a22b", 235_093_634_560, 22.2e9),
+    ],
+)
+def test_published_models_have_their_published_number_of_parameters(name, total, active):
+    count = count_parameters(load_config(None, [f"model.preset={name}"]).model)
+    assert count.total == pytest.approx(total, rel=1e-12 if isinstance(total, int) else 1e-4)
+    assert count.active == pytest.approx(active, rel=2e-2)
+
+
+def test_mixtral_8x7b_by_hand():
+    attention = 2 * 4096 * 4096 + 2 * 4096 * 1024
+    layer = attention + 8 * 3 * 4096 * 14336 + 4096 * 8 + 2 * 4096
+    expected = 32 * layer + 2 * 32000 * 4096 + 4096
+    assert count_parameters(load_config(None, ["model.preset=mixtral-8x7b"]).model).total == expected
+
+
+def test_qwen2_57b_by_hand():
+    attention = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3584 + 2 * 512
+    shared = 3 * 3584 * 20480 + 3584
+    layer = attention + 64 * 3 * 3584 * 2560 + shared + 3584 * 64 + 2 * 3584
+    expected = 28 * layer + 2 * 151936 * 3584 + 3584
+    assert count_parameters(load_config(None, ["model.preset=qwen2-57b-a14b"]).model).total == expected
+
+
+def test_qwen3_30b_by_hand():
+    attention = 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 128
+    layer = attention + 128 * 3 * 2048 * 768 + 2048 * 128 + 2 * 2048
+    expected = 48 * layer + 2 * 151936 * 2048 + 2048
+    assert count_parameters(load_config(None, ["model.preset=qwen3-30b-a3b"]).model).total == expected
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "mixtral-8x22b", "qwen2-57b-a14b"])
+def test_heads_of_128_where_the_published_config_leaves_them_open(name):
+    assert load_config(None, [f"model.preset={name}"]).model.head_size == 128
+
+
+def test_the_bench_preset_is_the_shape_of_the_speed_bar():
+    model = load_config(None, ["model.preset=bench-small"]).model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.num_query_groups) == (4, 256, 8, 4)
+    assert (model.num_experts, model.top_k, model.moe_ffn_hidden_size, model.vocab_size) == (8, 2, 512, 4096)
+
+
+def test_the_quickstart_preset_is_small():
+    assert 1e6 < count_parameters(load_config(None, ["model.preset=quickstart"]).model).total < 3e6
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_says_what_it_is_and_counts_right(name):
+    summary = preset_summary(name)
+    count = count_parameters(load_config(None, [f"model.preset={name}"]).model)
+    stated = re.search(r"([0-9.]+)([BM]) parameters", summary)
+    assert stated
+    assert float(stated[1]) * {"B": 1e9, "M": 1e6}[stated[2]] == pytest.approx(count.total, rel=0.03)
+
+
+def test_an_unknown_preset_names_the_nearest_and_lists_all():
+    with pytest.raises(ConfigError) as error:
+        load_preset("qwen3-30b")
+    assert "did you mean 'qwen3-30b-a3b'?" in str(error.value)
+    assert all(name in str(error.value) for name in preset_names())

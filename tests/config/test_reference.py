@@ -1,0 +1,30 @@
+from pathlib import Path
+
+from moefold.config.keys import key_types, sections
+from moefold.config.presets import preset_names
+from moefold.config.reference import keys_text, recipe_keys, recipe_page, section_help
+
+PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
+
+
+def test_every_key_of_the_schema_has_help():
+    for section in sections():
+        assert section_help(section)
+        assert [key.name for key in recipe_keys(section)] == [f"{section}.{key}" for key in key_types(section)]
+        assert all(key.help.endswith((".", ")")) for key in recipe_keys(section))
+
+
+def test_a_key_is_described_with_type_and_default():
+    key = next(key for key in recipe_keys("parallel") if key.name == "parallel.context")
+    assert (key.type, key.default) == ("one of 'ring', 'allgather', 'ulysses'", '"ring"')
+    assert key.help == "How attention sees the whole sequence under cp."
+
+
+def test_the_terminal_text_holds_every_key_and_preset():
+    text = keys_text()
+    assert all(f"  {key.name} = " in text for section in sections() for key in recipe_keys(section))
+    assert all(f"  {name}\n" in text for name in preset_names())
+
+
+def test_the_page_in_docs_is_the_generated_one():
+    assert PAGE.read_text(encoding="utf-8") == recipe_page(), "run: python -m moefold.config.reference > docs/recipe.md"

@@ -1,0 +1,85 @@
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moefold.config.schema import DataConfig
+from moefold.data import check_data
+from moefold.errors import ConfigError
+
+
+def check(seq_len: int = 16, vocab_size: int = 256, **settings: object) -> None:
+    check_data(DataConfig(**settings), seq_len=seq_len, vocab_size=vocab_size)  # type: ignore[arg-type]
+
+
+def test_good_data_passes(text_folder: Path, tmp_path: Path, make_tokenizer_file: Callable[..., Path]):
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "x.bin")
+    check()
+    check(kind="synthetic", vocab_size=3)
+    check(kind="text", path=str(text_folder))
+    check(kind="text", path=str(text_folder), tokenizer=str(make_tokenizer_file()), vocab_size=350)
+    check(kind="tokens", path=str(tmp_path / "x.bin"), vocab_size=99)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "text"}, "data.path is empty"),
+        ({"kind": "text", "path": "{folder}/inner/d.txt"}, "does not exist; did you mean"),
+        ({"kind": "text", "path": "{folder}/bare"}, "holds no text file"),
+        ({"kind": "text", "path": "{folder}/pictures"}, "holds no text file"),
+        ({"kind": "text", "path": "{folder}/pictures/x.png"}, "is not text: it holds zero bytes"),
+        ({"kind": "text", "path": "{folder}/empty"}, "is empty; name files with text"),
+        (
+            {"kind": "text", "path": "{folder}/a.txt", "seq_len": 100_000},
+            "train.seq_len=100000 needs samples of 100001",
+        ),
+        ({"kind": "text", "path": "{folder}", "vocab_size": 128}, "must be at least the tokenizer's 256"),
+        ({"kind": "tokens", "path": "{folder}/inner"}, "holds no .bin or .npy file"),
+        ({"kind": "tokens", "path": "{folder}/a.txt"}, "must end in .bin or .npy"),
+        ({"kind": "tokens", "path": "{folder}/tokens/x.npy", "seq_len": 40}, "the data has 40"),
+        ({"kind": "tokens", "path": "{folder}/tokens/x.npy", "seq_len": 20}, "leaves no training sample"),
+        ({"kind": "text", "path": "{folder}", "validation_fraction": 1.0}, "must be at least 0 and below 1"),
+        ({"kind": "synthetic", "validation_fraction": -1.0}, "must be at least 0 and below 1"),
+        ({"kind": "synthetic", "path": "x"}, "is not used by"),
+        ({"path": "x"}, "is not used by"),
+        ({"tokenizer": "{folder}/none.json"}, "does not exist"),
+        ({"vocab_size": 200}, "set model.vocab_size=256 or more"),
+    ],
+)
+def test_bad_data_is_refused(text_folder: Path, settings: dict[str, object], message: str):
+    for name in ("bare", "pictures", "empty", "tokens"):
+        (text_folder / name).mkdir()
+    (text_folder / "pictures" / "x.png").write_bytes(b"\0\0")
+    (text_folder / "empty" / "x.txt").touch()
+    np.save(text_folder / "tokens" / "x.npy", np.zeros(40, dtype=np.int32))
+    filled = {
+        key: value.format(folder=text_folder) if isinstance(value, str) else value for key, value in settings.items()
+    }
+    with pytest.raises(ConfigError, match=message):
+        check(**filled)  # type: ignore[arg-type]
+
+
+def test_a_gigabyte_is_checked_at_once(tmp_path: Path):
+    for name in ("big.bin", "big.txt"):
+        with (tmp_path / name).open("wb") as file:
+            file.write(b"text" * 4096)
+            file.truncate(2**30)
+    start = time.monotonic()
+    check(kind="tokens", path=str(tmp_path / "big.bin"))
+    check(kind="text", path=str(tmp_path / "big.txt"))
+    assert time.monotonic() - start < 1.0
+
+
+def test_check_imports_nothing_heavy():
+    command = (
+        "import sys; from moefold.config.schema import DataConfig; from moefold.data import check_data; "
+        "check_data(DataConfig(), seq_len=256, vocab_size=256); "
+        "print({'torch', 'tokenizers', 'rich'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout == "set()\n"

@@ -1,0 +1,20 @@
+"""One step of a made-up run, for the tests of those who show or store it."""
+
+from moefold.metrics.step import StepMetrics
+
+STEP = StepMetrics(
+    step=1,
+    loss=2.5,
+    aux_loss=0.01,
+    z_loss=0.0,
+    grad_norm=1.25,
+    lr=3e-4,
+    tokens=2048,
+    step_time_s=0.5,
+    tokens_per_s=4096.0,
+    tflops_per_rank=0.0213,
+    mfu=None,
+    memory_gib=0.4,
+    expert_load=(1.5, 1.25),
+    dropped_fraction=0.0,
+)

@@ -1,0 +1,196 @@
+"""The progress line: what it says, when a plain one appears, and what a terminal sees."""
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+
+from moefold.metrics.progress import PLAIN_INTERVAL_S, Progress, format_count, format_duration, format_step
+from tests.metrics.example import STEP
+
+
+class Clock:
+    """Time that stands still until the test moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def run_plain(steps: int, *, first_step: int = 1, step_time_s: float = 1.0, eval_every: int = 0) -> list[str]:
+    clock, stream = Clock(), io.StringIO()
+    with Progress(steps, first_step, stream, clock=clock) as progress:
+        for step in range(first_step, steps + 1):
+            clock.now_s += step_time_s
+            eval_loss = 2.75 if eval_every and step % eval_every == 0 else None
+            progress.update(replace(STEP, step=step, step_time_s=step_time_s, eval_loss=eval_loss))
+    return stream.getvalue().splitlines()
+
+
+def shown_steps(lines: list[str]) -> list[int]:
+    return [int(re.match(r"step +(\d+)/", line)[1]) for line in lines]
+
+
+def test_a_line_says_it_all() -> None:
+    metrics = replace(STEP, step=20, dropped_fraction=0.0123)
+    assert format_step(metrics, 1000, 2.75, 3725.4) == (
+        "step   20/1000  loss 2.5000  eval 2.7500  1:02:05 left  4.1k tokens/s  0.0213 TFLOP/s/rank  "
+        "expert load 1.50x  dropped 1.2%"
+    )
+
+
+def test_a_line_leaves_out_what_does_not_apply() -> None:
+    metrics = replace(STEP, step=10, expert_load=(), tflops_per_rank=412.3)
+    assert format_step(metrics, 10, None, 0.0) == "step 10/10  loss 2.5000  4.1k tokens/s  412 TFLOP/s/rank"
+    assert "loss nan" in format_step(replace(STEP, loss=float("nan")), 10, None, 1.0)
+
+
+def test_a_short_run_prints_every_step() -> None:
+    assert shown_steps(run_plain(100, step_time_s=0.001)) == list(range(1, 101))
+    assert shown_steps(run_plain(5000, first_step=4901, step_time_s=0.001)) == list(range(4901, 5001))
+
+
+def test_a_long_run_prints_every_few_seconds() -> None:
+    lines = run_plain(1000, step_time_s=1.0)
+    every = int(PLAIN_INTERVAL_S)
+    assert shown_steps(lines) == [*range(1, 1000, every), 1000]
+
+
+def test_a_long_run_prints_first_last_and_evaluations_at_any_pace() -> None:
+    lines = run_plain(1000, step_time_s=0.001, eval_every=400)
+    assert shown_steps(lines) == [1, 400, 800, 1000]
+    assert ["eval" in line for line in lines] == [False, True, True, False]
+
+
+def test_a_resumed_run_prints_its_own_first_step() -> None:
+    assert shown_steps(run_plain(1000, first_step=501, step_time_s=0.001)) == [501, 1000]
+
+
+def test_time_left_follows_the_pace_of_the_last_steps() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress(100, 1, stream, clock=clock) as progress:
+        progress.update(replace(STEP, step=1, step_time_s=30.0))
+        for step in range(2, 91):
+            # The later steps take 4 s with their saving, though they measure 0.5 s themselves.
+            clock.now_s += 1.0 if step <= 40 else 4.0
+            progress.update(replace(STEP, step=step))
+    lines = stream.getvalue().splitlines()
+    assert "49:30 left" in lines[0]
+    assert "1:20 left" in lines[19]
+    assert "0:40 left" in lines[89]
+
+
+def test_messages_stand_between_the_lines() -> None:
+    stream = io.StringIO()
+    with Progress(2, 1, stream) as progress:
+        progress.message("resumed from step 0")
+        progress.update(STEP)
+        progress.message("saved [step-000001]")
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "resumed from step 0"
+    assert lines[1].startswith("step 1/2")
+    assert lines[2] == "saved [step-000001]"
+
+
+def test_plain_output_has_no_control_characters() -> None:
+    assert re.fullmatch(r"[ -~\n]*", "\n".join(run_plain(20, eval_every=5)))
+
+
+@pytest.fixture
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "160")
+    return Terminal()
+
+
+def test_a_terminal_keeps_one_line_and_the_messages(wide_terminal: Terminal) -> None:
+    clock = Clock()
+    with Progress(30, 1, wide_terminal, clock=clock) as progress:
+        for step in range(1, 31):
+            clock.now_s += 1.0
+            progress.update(replace(STEP, step=step, eval_loss=2.75 if step == 10 else None))
+            if step == 20:
+                progress.message("saved [bold]step-000020[/bold]")
+    text = wide_terminal.getvalue()
+    assert "saved [bold]step-000020[/bold]" in text
+    assert "step 30/30" in text
+    # Every redraw erases the line first, so that only messages and the last state remain.
+    assert text.count("\n") == 2
+    assert text.count("\x1b[2K") >= 30
+    # The last evaluation stays in sight.
+    assert all("eval 2.7500" in part for part in text.split("\x1b[2K") if re.search(r"step (1[0-9]|2[0-9])/30", part))
+    assert text.endswith("\x1b[?25h")
+
+
+def test_a_terminal_is_not_redrawn_for_every_fast_step(wide_terminal: Terminal) -> None:
+    clock = Clock()
+    with Progress(1000, 1, wide_terminal, clock=clock) as progress:
+        for step in range(1, 900):
+            clock.now_s += 0.001
+            progress.update(replace(STEP, step=step))
+    text = wide_terminal.getvalue()
+    assert text.count("loss") < 20
+    assert "step  899/1000" in text
+
+
+def test_a_narrow_terminal_cuts_the_end(wide_terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    with Progress(3, 1, wide_terminal) as progress:
+        progress.update(STEP)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", wide_terminal.getvalue())
+    assert "step 1/3  loss 2.5000" in text
+    assert all(len(line) <= 60 for line in re.split(r"[\r\n]", text))
+
+
+def test_the_cursor_comes_back_after_an_error(wide_terminal: Terminal) -> None:
+    def interrupted() -> None:
+        with Progress(3, 1, wide_terminal) as progress:
+            progress.update(STEP)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert "\x1b[?25l" in wide_terminal.getvalue()
+    assert wide_terminal.getvalue().endswith("\x1b[?25h")
+
+
+def test_a_dumb_terminal_gets_plain_lines(wide_terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    with Progress(2, 1, wide_terminal) as progress:
+        progress.update(STEP)
+    assert "\x1b" not in wide_terminal.getvalue()
+    assert wide_terminal.getvalue().startswith("step 1/2")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0.0, "0"),
+        (4.04, "4.04"),
+        (999.0, "999"),
+        (999.7, "1k"),
+        (12345, "12.3k"),
+        (999_600, "1M"),
+        (4.56e6, "4.56M"),
+        (2e9, "2G"),
+    ],
+)
+def test_format_count(count: float, text: str) -> None:
+    assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599.7, "1:00:00"), (360_000, "100:00:00")]
+)
+def test_format_duration(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

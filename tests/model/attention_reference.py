@@ -1,0 +1,37 @@
+"""Attention written out as its definition, in float64, with gradients by autograd: what every core must equal."""
+
+import torch
+from torch import Tensor
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    """[Sq, B, A, D] from q [Sq, B, A, D], k and v [Sk, B, G, D]: each query sees the keys at or before its position."""
+    share = q.shape[2] // k.shape[2]
+    heads = []
+    for a in range(q.shape[2]):
+        key, value = k[:, :, a // share], v[:, :, a // share]
+        scores = torch.einsum("sbd,tbd->bst", q[:, :, a], key) / q.shape[3] ** 0.5
+        scores = scores.masked_fill(key_positions > query_positions[:, None], float("-inf"))
+        heads.append(torch.einsum("bst,tbd->sbd", torch.softmax(scores, -1), value))
+    return torch.stack(heads, 2)
+
+
+def with_gradients(attend, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """[out, dq, dk, dv] of attend(q, k, v)."""
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def random_attention(seed: int, seq_len: int, batch: int, heads: tuple[int, int, int]) -> list[Tensor]:
+    """[grad_out, q, k, v] in float64; heads = (A, G, D)."""
+    generator = torch.Generator().manual_seed(seed)
+    query_heads, kv_heads, size = heads
+    counts = (query_heads, query_heads, kv_heads, kv_heads)
+    return [torch.randn(seq_len, batch, n, size, dtype=torch.float64, generator=generator) for n in counts]
+
+
+def relative_errors(given: list[Tensor], expected: list[Tensor]) -> list[float]:
+    """Largest difference over the largest value, for each pair."""
+    assert [x.shape for x in given] == [y.shape for y in expected]
+    return [((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(given, expected, strict=True)]

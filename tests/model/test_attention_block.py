@@ -1,0 +1,169 @@
+"""Blocks of attention: every kernel equals the definition, and merged blocks equal the whole."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moefold.model.attention_block import (
+    CpuFlash,
+    CudaFlash,
+    Plain,
+    attention_block,
+    attention_block_backward,
+    block_kernel,
+    merge_block_,
+)
+from tests.model.attention_reference import (
+    random_attention,
+    reference_attention,
+    relative_errors,
+    with_gradients,
+)
+
+HEADS = [(4, 4, 8), (4, 2, 8), (6, 1, 5)]
+# (queries, keys, causal): single rows, few rows, more than one tile of the kernel in either direction.
+SIZES = [(1, 1, True), (1, 1, False), (1, 7, False), (5, 1, False), (3, 5, False), (5, 3, False)]
+SIZES += [(6, 6, True), (70, 70, True), (33, 600, False), (300, 20, False)]
+
+
+def _rectangle(queries, keys, heads, batch=2):
+    grad_out, q, k, v = random_attention(queries * 1000 + keys, max(queries, keys), batch, heads)
+    return grad_out[:queries], q[:queries], k[:keys], v[:keys]
+
+
+def _whole(grad_out, q, k, v, causal):
+    """[out, dq, dk, dv] of the definition."""
+    ends = torch.arange(q.shape[0]) if causal else torch.full((q.shape[0],), k.shape[0])
+    return with_gradients(lambda *x: reference_attention(*x, ends, torch.arange(k.shape[0])), grad_out, q, k, v)
+
+
+def _through(kernel, grad_out, q, k, v, causal):
+    out, lse = kernel.forward(q, k, v, causal)
+    return [out, lse, *kernel.backward(grad_out, q, k, v, out, lse, causal)]
+
+
+@pytest.mark.parametrize(("queries", "keys", "causal"), SIZES)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("kernel", [CpuFlash(), Plain()], ids=lambda k: type(k).__name__)
+def test_kernel_equals_the_definition(kernel, queries, keys, causal, heads):
+    given = _rectangle(queries, keys, heads)
+    out, lse, *gradients = _through(kernel, *given, causal)
+    # The gradients of a lone key's score are exactly zero, up to the rounding of terms of size one.
+    for x, y in zip([out, *gradients], _whole(*given, causal), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    assert lse.shape == (queries, 2, heads[0])
+
+
+@pytest.mark.parametrize(("queries", "keys", "causal"), SIZES)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_cpu_kernel_equals_the_plain_twin(queries, keys, causal, heads):
+    given = _rectangle(queries, keys, heads)
+    for x, y in zip(_through(CpuFlash(), *given, causal), _through(Plain(), *given, causal), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", [CpuFlash(), Plain()], ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)], ids=str
+)
+def test_narrow_types_keep_the_log_sum_exp_wide(kernel, dtype, tolerance):
+    given = [x.to(dtype) for x in _rectangle(20, 40, (4, 2, 8))]
+    out, lse, *gradients = _through(kernel, *given, False)
+    exact = _through(Plain(), *(x.double() for x in given), False)
+    assert lse.dtype == torch.float32
+    assert {x.dtype for x in (out, *gradients)} == {dtype}
+    assert max(relative_errors([out, lse, *gradients], exact)) < tolerance
+    assert relative_errors([lse], [exact[1]])[0] < 1e-5
+
+
+def test_merged_blocks_equal_the_whole():
+    grad_out, q, k, v = _rectangle(11, 26, (4, 2, 8))
+    cuts = [slice(0, 3), slice(3, 4), slice(4, 26)]
+    out, lse = attention_block(q, k[cuts[0]], v[cuts[0]], causal=False)
+    for cut in cuts[1:]:
+        merge_block_(out, lse, *attention_block(q, k[cut], v[cut], causal=False))
+    expected = _whole(grad_out, q, k, v, False)
+    shares = [attention_block_backward(grad_out, q, k[cut], v[cut], out, lse, causal=False) for cut in cuts]
+    dq = torch.stack([share[0] for share in shares]).sum(0)
+    dk, dv = (torch.cat([share[i] for share in shares]) for i in (1, 2))
+    assert max(relative_errors([out, dq, dk, dv], expected)) < 1e-12
+
+
+def test_merging_survives_scores_far_apart():
+    _, q, k, v = _rectangle(4, 6, (2, 2, 8))
+    k[3:] *= 1e4
+    out, lse = attention_block(q, k[:3], v[:3], causal=False)
+    merge_block_(out, lse, *attention_block(q, k[3:], v[3:], causal=False))
+    whole, whole_lse = Plain().forward(q, k, v, False)
+    assert max(relative_errors([out, lse], [whole, whole_lse])) < 1e-12
+
+
+def test_the_log_sum_exp_of_a_part_alone_is_noticed():
+    grad_out, q, k, v = _rectangle(4, 6, (2, 2, 8))
+    out, _ = attention_block(q, k, v, causal=False)
+    _, part_lse = attention_block(q, k[:3], v[:3], causal=False)
+    given = attention_block_backward(grad_out, q, k, v, out, part_lse, causal=False)
+    assert min(relative_errors(list(given), _whole(grad_out, q, k, v, False)[1:])) > 1e-2
+
+
+def test_any_strides_are_read_right():
+    given = _rectangle(7, 9, (4, 2, 8))
+    turned = [x.transpose(0, 3).contiguous().transpose(0, 3) for x in given]
+    assert all(x.stride(-1) != 1 for x in turned)
+    grad_out, q, k, v = turned
+    out, lse = attention_block(q, k, v, causal=False)
+    turned_out = out.transpose(0, 3).contiguous().transpose(0, 3)
+    gradients = attention_block_backward(grad_out, q, k, v, turned_out, lse.contiguous(), causal=False)
+    assert max(relative_errors([out, *gradients], _whole(*given, False))) < 1e-12
+
+
+def test_a_gradient_without_memory_of_its_own():
+    _, q, k, v = _rectangle(7, 7, (4, 2, 8))
+    ones = torch.ones((), dtype=q.dtype).expand_as(q)
+    out, lse = attention_block(q, k, v, causal=True)
+    given = attention_block_backward(ones, q, k, v, out, lse, causal=True)
+    expected = _whole(ones.contiguous(), q, k, v, True)[1:]
+    for x, y in zip(given, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_size", "kernel"),
+    [
+        ("cpu", torch.float64, 5, CpuFlash),
+        ("cpu", torch.float32, 64, CpuFlash),
+        ("cpu", torch.bfloat16, 64, CpuFlash),
+        ("cuda", torch.bfloat16, 64, CudaFlash),
+        ("cuda", torch.float16, 256, CudaFlash),
+        ("cuda", torch.bfloat16, 20, Plain),
+        ("cuda", torch.bfloat16, 264, Plain),
+        ("cuda", torch.float32, 64, Plain),
+        ("meta", torch.float32, 64, Plain),
+    ],
+    ids=str,
+)
+def test_the_kernel_follows_device_and_type(device, dtype, head_size, kernel):
+    with FakeTensorMode():
+        q = torch.empty(4, 2, 4, head_size, dtype=dtype, device=device)
+    assert type(block_kernel(q)) is kernel
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_cuda_kernel_takes_and_gives_these_shapes(causal):
+    with FakeTensorMode():
+        q, grad_out = (torch.empty(6, 2, 4, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        k, v = (torch.empty(6 if causal else 9, 2, 2, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        out, lse = attention_block(q, k, v, causal=causal)
+        gradients = attention_block_backward(grad_out, q, k, v, out, lse, causal=causal)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (6, 2, 4), torch.float32)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("queries", "keys", "causal"), SIZES)
+def test_cuda_kernel_equals_the_plain_twin(queries, keys, causal):
+    given = [x.to("cuda", torch.bfloat16) for x in _rectangle(queries, keys, (4, 2, 16))]
+    exact = _through(Plain(), *(x.double() for x in given), causal)
+    for x, y in zip(_through(CudaFlash(), *given, causal), exact, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=3e-2, atol=3e-2)

@@ -1,0 +1,59 @@
+"""The plain core equals the definition of causal grouped-query attention."""
+
+import pytest
+import torch
+
+from moefold.model.core_attention import CausalAttention
+from tests.model.attention_reference import (
+    random_attention,
+    reference_attention,
+    relative_errors,
+    with_gradients,
+)
+
+HEADS = [(4, 4, 8), (4, 2, 8), (6, 1, 5), (8, 4, 16)]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
+def test_equals_the_definition(heads, batch, dtype, tolerance):
+    grad_out, q, k, v = (x.to(dtype) for x in random_attention(0, 37, batch, heads))
+    positions = torch.arange(37)
+    expected = with_gradients(
+        lambda *x: reference_attention(*x, positions, positions), grad_out.double(), q.double(), k.double(), v.double()
+    )
+    given = with_gradients(CausalAttention(), grad_out, q, k, v)
+    assert {x.dtype for x in given} == {dtype}
+    assert max(relative_errors(given, expected)) < tolerance
+
+
+def test_one_token_attends_to_itself():
+    grad_out, q, k, v = random_attention(1, 1, 2, (4, 2, 8))
+    out, dq, dk, dv = with_gradients(CausalAttention(), grad_out, q, k, v)
+    assert torch.equal(out, v.repeat_interleave(2, 2))
+    assert dq.abs().max() < 1e-14
+    assert dk.abs().max() < 1e-14
+    torch.testing.assert_close(dv, grad_out.unflatten(2, (2, 2)).sum(3))
+
+
+def test_the_future_changes_nothing():
+    _, q, k, v = random_attention(2, 12, 2, (4, 2, 8))
+    before = CausalAttention()(q, k, v)
+    for x in (q, k, v):
+        x[7:] += 1.0
+    after = CausalAttention()(q, k, v)
+    assert torch.equal(before[:7], after[:7])
+    assert not torch.isclose(before[7:], after[7:]).all(-1).any()
+
+
+def test_strides_do_not_matter():
+    grad_out, q, k, v = random_attention(3, 9, 3, (4, 2, 8))
+    packed = torch.cat((q, k, v), 2).transpose(2, 3).contiguous().transpose(2, 3)
+    expected = with_gradients(CausalAttention(), grad_out, q, k, v)
+    leaf = packed.requires_grad_()
+    out = CausalAttention()(*leaf.split((4, 2, 2), 2))
+    (gradient,) = torch.autograd.grad(out, leaf, grad_out)
+    torch.testing.assert_close([out.detach(), *gradient.split((4, 2, 2), 2)], expected, rtol=1e-12, atol=1e-12)

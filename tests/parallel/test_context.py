@@ -1,0 +1,171 @@
+"""Context-parallel attention equals attention over the whole sequence, whatever the way of communicating."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moefold.model.core_attention import CausalAttention
+from moefold.parallel.context import context_attention, sequence_positions
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.layout import fold
+from tests.model.attention_reference import (
+    random_attention,
+    reference_attention,
+    relative_errors,
+    with_gradients,
+)
+
+KINDS = ["ring", "allgather", "ulysses"]
+HEADS = [(4, 4, 8), (8, 4, 8), (4, 2, 8), (4, 1, 5)]
+SEQ_LEN = 24
+Case = tuple[tuple[int, int, int], int]
+CASES: list[Case] = [(heads, batch) for heads in HEADS for batch in (1, 2)]
+
+
+def _attend_on_shards(
+    kind: str, sizes: dict[str, int], cases: list[Case], dtype: torch.dtype, cut_as: str
+) -> list[list[torch.Tensor]]:
+    """On each rank: [out, dq, dk, dv] in float64 of its positions, for each case. The data differ along tp."""
+    groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
+    cp = groups.attn.cp
+    positions = sequence_positions(cut_as, SEQ_LEN, cp.size, cp.rank)
+    core = context_attention(kind, cp)
+    results = []
+    for heads, batch in cases:
+        shards = [x[positions].to(dtype) for x in random_attention(groups.attn.tp.rank, SEQ_LEN, batch, heads)]
+        results.append([x.double().numpy() for x in with_gradients(core, *shards)])
+    return results
+
+
+def _largest_errors(
+    pool, kind: str, sizes: dict[str, int], *, dtype: torch.dtype = torch.float64, cut_as: str = "", cases=CASES
+) -> list[float]:
+    """For out, dq, dk and dv: the largest error over the cases, each relative to the largest value of the tensor."""
+    layout = fold(**sizes)
+    ranks = pool.run(layout.world_size, _attend_on_shards, kind, sizes, cases, dtype, cut_as or kind)
+    whole = torch.arange(SEQ_LEN)
+    errors = []
+    for tp_rank in range(layout.tp):
+        for i, (heads, batch) in enumerate(cases):
+            # The reference sees what the rank sees: numbers of the narrow type.
+            given = [x.to(dtype).double() for x in random_attention(tp_rank, SEQ_LEN, batch, heads)]
+            expected = with_gradients(lambda *x: reference_attention(*x, whole, whole), *given)
+            found = [torch.zeros_like(x) for x in expected]
+            for rank, results in enumerate(ranks):
+                if layout.attention.coordinate(rank, "tp") == tp_rank:
+                    cp_rank = layout.attention.coordinate(rank, "cp")
+                    positions = sequence_positions(cut_as or kind, SEQ_LEN, layout.cp, cp_rank)
+                    for part, tensor in zip(found, results[i], strict=True):
+                        part[positions] = torch.from_numpy(tensor)
+            errors.append(relative_errors(found, expected))
+    return [max(column) for column in zip(*errors, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_equals_the_whole_sequence(pool, kind, cp):
+    assert max(_largest_errors(pool, kind, {"world_size": cp, "cp": cp})) < 1e-10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_need_not_be_neighbours(pool, kind):
+    sizes = {"world_size": 4, "tp": 2, "cp": 2}
+    assert fold(**sizes).attention.groups("cp") == ((0, 2), (1, 3))
+    assert max(_largest_errors(pool, kind, sizes)) < 1e-10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
+def test_narrow_types(pool, kind, dtype, tolerance):
+    assert max(_largest_errors(pool, kind, {"world_size": 4, "cp": 4}, dtype=dtype)) < tolerance
+
+
+def test_ring_of_three(pool):
+    assert max(_largest_errors(pool, "ring", {"world_size": 3, "cp": 3})) < 1e-10
+
+
+def test_ulysses_repeats_heads_that_cp_does_not_divide(pool):
+    cases = [((6, 3, 8), 2), ((12, 6, 8), 1)]
+    assert max(_largest_errors(pool, "ulysses", {"world_size": 2, "cp": 2}, cases=cases)) < 1e-10
+    cases = [((12, 6, 8), 2), ((12, 3, 8), 1)]
+    assert max(_largest_errors(pool, "ulysses", {"world_size": 4, "cp": 4}, cases=cases)) < 1e-10
+
+
+@pytest.mark.parametrize(("kind", "cut_as"), [("ring", "ulysses"), ("allgather", "ulysses"), ("ulysses", "ring")])
+def test_chunks_of_the_wrong_rank_are_noticed(pool, kind, cut_as):
+    errors = _largest_errors(pool, kind, {"world_size": 2, "cp": 2}, cut_as=cut_as)
+    assert min(errors) > 1e-2
+
+
+class _CountPairs(TorchDispatchMode):
+    """Counts the (query, key) pairs that the kernels are asked for, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if "flash_attention_for_cpu" in name:
+            backward = name.endswith("backward")
+            q, k, causal = (args[1], args[2], args[7]) if backward else (args[0], args[1], args[4])
+            rows, columns = q.shape[2], k.shape[2]
+            pairs = rows * (rows + 1) // 2 if causal else rows * columns
+            key = "backward" if backward else "forward"
+            self.pairs[key] = self.pairs.get(key, 0) + pairs
+        return func(*args, **(kwargs or {}))
+
+
+def _count_pairs(kind: str, cp: int) -> dict[str, int]:
+    group = ParallelGroups.create(fold(world_size=cp, cp=cp), torch.device("cpu")).attn.cp
+    positions = sequence_positions(kind, SEQ_LEN, cp, group.rank)
+    with _CountPairs() as count:
+        with_gradients(
+            context_attention(kind, group), *(x[positions] for x in random_attention(0, SEQ_LEN, 1, HEADS[1]))
+        )
+    return count.pairs
+
+
+@pytest.mark.parametrize("kind", ["ring", "allgather"])
+def test_only_pairs_of_the_past_are_computed_and_every_rank_has_as_many(pool, kind):
+    pairs = SEQ_LEN * (SEQ_LEN + 1) // 2 // 4
+    assert pool.run(4, _count_pairs, kind, 4) == [{"forward": pairs, "backward": pairs}] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+def test_positions_partition_the_sequence(kind, cp):
+    parts = [sequence_positions(kind, 48, cp, rank) for rank in range(cp)]
+    assert all(part.dtype == torch.int64 and part.shape == (48 // cp,) for part in parts)
+    assert all((part.diff() > 0).all() for part in parts)
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(48))
+
+
+@pytest.mark.parametrize("kind", ["ring", "allgather"])
+@pytest.mark.parametrize("cp", [2, 3, 4, 8])
+def test_zigzag_balances_the_causal_work_exactly(kind, cp):
+    work = {int((sequence_positions(kind, 48, cp, rank) + 1).sum()) for rank in range(cp)}
+    assert work == {48 * 49 // 2 // cp}
+
+
+def test_positions_worked_by_hand():
+    assert sequence_positions("ring", 8, 2, 0).tolist() == [0, 1, 6, 7]
+    assert sequence_positions("allgather", 8, 2, 1).tolist() == [2, 3, 4, 5]
+    assert sequence_positions("ulysses", 8, 2, 1).tolist() == [4, 5, 6, 7]
+    assert sequence_positions("ring", 5, 1, 0).tolist() == [0, 1, 2, 3, 4]
+
+
+def _kind_of_core(kind: str) -> str:
+    group = ParallelGroups.create(fold(world_size=2, cp=2), torch.device("cpu")).attn
+    assert isinstance(context_attention(kind, group.tp), CausalAttention)
+    return type(context_attention(kind, group.cp)).__name__
+
+
+def test_the_core_follows_the_kind(pool):
+    names = {"ring": "RingAttention", "allgather": "AllGatherAttention", "ulysses": "UlyssesAttention"}
+    for kind, name in names.items():
+        assert pool.run(2, _kind_of_core, kind) == [name] * 2
+    from moefold.testing.pool import WorkerError
+
+    with pytest.raises(WorkerError, match="'spiral' must be one of 'ring', 'allgather', 'ulysses'"):
+        pool.run(2, _kind_of_core, "spiral")

@@ -1,0 +1,61 @@
+"""Tiny recipes for parity tests, and the legal mappings of a world."""
+
+from dataclasses import replace
+from itertools import product
+
+from moefold.config.checks import check_config
+from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.parallel.layout import divisors
+
+Mapping = dict[str, int]
+
+
+def tiny(
+    model: dict[str, object] | None = None,
+    moe: dict[str, object] | None = None,
+    train: dict[str, object] | None = None,
+    **parallel: object,
+) -> Config:
+    """A recipe that every legal mapping of 1 to 16 ranks can run, in float64."""
+    sizes = {
+        "num_layers": 4,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "head_dim": 4,
+        "ffn_hidden_size": 32,
+        "vocab_size": 32,
+        "num_experts": 8,
+        "top_k": 2,
+        "moe_ffn_hidden_size": 8,
+        "init_std": 0.2,
+    }
+    cfg = Config(
+        run=RunConfig(seed=3, steps=3, device="cpu", dtype="float64"),
+        model=ModelConfig(**sizes | (model or {})),
+        parallel=ParallelConfig(**parallel),
+        moe=MoEConfig(**{"aux_loss": 0.1, "z_loss": 0.01} | (moe or {})),
+        train=TrainConfig(
+            **{"seq_len": 16, "micro_batch_size": 1, "global_batch_size": 8, "lr": 1e-2, "clip_grad": 0.5}
+            | (train or {})
+        ),
+        data=DataConfig(kind="synthetic"),
+    )
+    check_config(cfg)
+    return cfg
+
+
+def legal_mappings(world_size: int, *, max_pp: int = 4, max_heads: int = 4) -> list[Mapping]:
+    """Every (tp, cp, pp, ep, etp) of a world that the tiny recipe can run."""
+    found = []
+    for tp, cp, pp, ep, etp in product(divisors(world_size), repeat=5):
+        stage, rest = divmod(world_size, pp)
+        if rest or stage % (tp * cp) or stage % (ep * etp) or tp > max_heads or pp > max_pp:
+            continue
+        found.append({"world_size": world_size, "tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp})
+    return found
+
+
+def without_mapping(cfg: Config) -> Config:
+    """The same recipe on one rank, as the oracle sees it."""
+    return replace(cfg, parallel=ParallelConfig())
