@@ -1,4 +1,4 @@
-"""`python -m moefold`: the command line for launchers that start a module, such as torchrun."""
+"""`python -m moefold`: the command line without the script."""
 
 import sys
 

@@ -2,7 +2,22 @@ from pathlib import Path
 
 import pytest
 
-WORDS = tuple("the quick brown fox jumps over the lazy dog while seven wizards hex a bold queen".split(" "))
+WORDS = (
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wizards",
+    "hex",
+    "queens",
+)
 
 
 def make_text(num_words: int, start: int = 0) -> str:

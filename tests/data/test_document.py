@@ -52,7 +52,9 @@ def test_a_byte_order_mark_is_no_text_and_an_empty_file_no_document(tmp_path: Pa
     assert documents(text_corpus(str(tmp_path))) == ["hello", "world\r\n"]
 
 
-@pytest.mark.parametrize("lead", [b"", b"\xef\xbb\xbf", b"a" * (PIECE_BYTES + 5)])
+@pytest.mark.parametrize(
+    "lead", [b"", b"\xef\xbb\xbf", b"a" * (PIECE_BYTES + 5), b"a" * (PIECE_BYTES - 1) + "é".encode()]
+)
 def test_text_that_is_not_utf8_is_named_with_its_byte(tmp_path: Path, lead: bytes):
     (tmp_path / "latin.txt").write_bytes(lead + "naïve".encode("latin1"))
     with pytest.raises(ConfigError, match=rf"latin.txt is not UTF-8 text \(byte {len(lead) + 2}: .*; convert it"):

@@ -1,5 +1,8 @@
 """Context-parallel attention equals attention over the whole sequence, whatever the way of communicating."""
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -8,6 +11,7 @@ from moefold.model.core_attention import CausalAttention
 from moefold.parallel.context import context_attention, sequence_positions
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
+from moefold.testing.pool import WorkerError
 from tests.model.attention_reference import (
     random_attention,
     reference_attention,
@@ -24,7 +28,7 @@ CASES: list[Case] = [(heads, batch) for heads in HEADS for batch in (1, 2)]
 
 def _attend_on_shards(
     kind: str, sizes: dict[str, int], cases: list[Case], dtype: torch.dtype, cut_as: str
-) -> list[list[torch.Tensor]]:
+) -> list[list[np.ndarray]]:
     """On each rank: [out, dq, dk, dv] in float64 of its positions, for each case. The data differ along tp."""
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     cp = groups.attn.cp
@@ -41,24 +45,23 @@ def _largest_errors(
     pool, kind: str, sizes: dict[str, int], *, dtype: torch.dtype = torch.float64, cut_as: str = "", cases=CASES
 ) -> list[float]:
     """For out, dq, dk and dv: the largest error over the cases, each relative to the largest value of the tensor."""
-    layout = fold(**sizes)
-    ranks = pool.run(layout.world_size, _attend_on_shards, kind, sizes, cases, dtype, cut_as or kind)
-    whole = torch.arange(SEQ_LEN)
+    layout, cut_as = fold(**sizes), cut_as or kind
+    ranks = pool.run(layout.world_size, _attend_on_shards, kind, sizes, cases, dtype, cut_as)
+    order = torch.cat([sequence_positions(cut_as, SEQ_LEN, layout.cp, rank) for rank in range(layout.cp)])
     errors = []
-    for tp_rank in range(layout.tp):
-        for i, (heads, batch) in enumerate(cases):
-            # The reference sees what the rank sees: numbers of the narrow type.
-            given = [x.to(dtype).double() for x in random_attention(tp_rank, SEQ_LEN, batch, heads)]
-            expected = with_gradients(lambda *x: reference_attention(*x, whole, whole), *given)
-            found = [torch.zeros_like(x) for x in expected]
-            for rank, results in enumerate(ranks):
-                if layout.attention.coordinate(rank, "tp") == tp_rank:
-                    cp_rank = layout.attention.coordinate(rank, "cp")
-                    positions = sequence_positions(cut_as or kind, SEQ_LEN, layout.cp, cp_rank)
-                    for part, tensor in zip(found, results[i], strict=True):
-                        part[positions] = torch.from_numpy(tensor)
-            errors.append(relative_errors(found, expected))
+    for tp_rank, (i, (heads, batch)) in itertools.product(range(layout.tp), enumerate(cases)):
+        # The reference sees what the rank sees: numbers of the narrow type.
+        inputs = [x.to(dtype).double() for x in random_attention(tp_rank, SEQ_LEN, batch, heads)]
+        expected = with_gradients(_attend_to_whole, *inputs)
+        members = layout.attention.group(tp_rank, "cp")
+        found = [np.concatenate(shards) for shards in zip(*(ranks[rank][i] for rank in members), strict=True)]
+        errors.append(relative_errors([torch.from_numpy(x) for x in found], [x[order] for x in expected]))
     return [max(column) for column in zip(*errors, strict=True)]
+
+
+def _attend_to_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(SEQ_LEN)
+    return reference_attention(q, k, v, positions, positions)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,34 +105,35 @@ class _CountPairs(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pairs: dict[str, int] = {}
+        self.forward_pairs = self.backward_pairs = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if "flash_attention_for_cpu" in name:
-            backward = name.endswith("backward")
-            q, k, causal = (args[1], args[2], args[7]) if backward else (args[0], args[1], args[4])
-            rows, columns = q.shape[2], k.shape[2]
-            pairs = rows * (rows + 1) // 2 if causal else rows * columns
-            key = "backward" if backward else "forward"
-            self.pairs[key] = self.pairs.get(key, 0) + pairs
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.forward_pairs += _pairs(args[0], args[1], args[4:5])
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            self.backward_pairs += _pairs(args[1], args[2], args[7:8])
         return func(*args, **(kwargs or {}))
 
 
-def _count_pairs(kind: str, cp: int) -> dict[str, int]:
+def _pairs(q: torch.Tensor, k: torch.Tensor, causal: tuple[bool, ...]) -> int:
+    """Pairs of one call; an argument that has its default does not reach the dispatcher."""
+    rows, columns = q.shape[2], k.shape[2]
+    return rows * (rows + 1) // 2 if causal == (True,) else rows * columns
+
+
+def _count_pairs(kind: str, cp: int) -> tuple[int, int]:
     group = ParallelGroups.create(fold(world_size=cp, cp=cp), torch.device("cpu")).attn.cp
     positions = sequence_positions(kind, SEQ_LEN, cp, group.rank)
+    shards = [x[positions] for x in random_attention(0, SEQ_LEN, 1, HEADS[1])]
     with _CountPairs() as count:
-        with_gradients(
-            context_attention(kind, group), *(x[positions] for x in random_attention(0, SEQ_LEN, 1, HEADS[1]))
-        )
-    return count.pairs
+        with_gradients(context_attention(kind, group), *shards)
+    return count.forward_pairs, count.backward_pairs
 
 
 @pytest.mark.parametrize("kind", ["ring", "allgather"])
 def test_only_pairs_of_the_past_are_computed_and_every_rank_has_as_many(pool, kind):
     pairs = SEQ_LEN * (SEQ_LEN + 1) // 2 // 4
-    assert pool.run(4, _count_pairs, kind, 4) == [{"forward": pairs, "backward": pairs}] * 4
+    assert pool.run(4, _count_pairs, kind, 4) == [(pairs, pairs)] * 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,7 +169,5 @@ def test_the_core_follows_the_kind(pool):
     names = {"ring": "RingAttention", "allgather": "AllGatherAttention", "ulysses": "UlyssesAttention"}
     for kind, name in names.items():
         assert pool.run(2, _kind_of_core, kind) == [name] * 2
-    from moefold.testing.pool import WorkerError
-
     with pytest.raises(WorkerError, match="'spiral' must be one of 'ring', 'allgather', 'ulysses'"):
         pool.run(2, _kind_of_core, "spiral")

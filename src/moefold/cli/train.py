@@ -11,7 +11,6 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
 
-SUMMARY = "train a model from a recipe; starts the ranks itself on one machine"
 
 
 def run(argv: list[str]) -> int:

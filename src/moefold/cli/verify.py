@@ -11,7 +11,6 @@ from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
-SUMMARY = "prove on CPU that a recipe's mapping computes what one process computes"
 TOLERANCE = 1e-9
 """Largest relative error that counts as equal, in float64."""
 
@@ -49,8 +48,7 @@ def _verify(cfg: Config, steps: int) -> int:
     )
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=model.vocab_size, seed=cfg.run.seed)
     oracle = run_oracle(cfg, steps)
-    with WorkerPool() as pool:
-        ranks = pool.run(p.world_size, run_mapping, cfg, steps, timeout_s=3600.0)
+    ranks = WorkerPool().run(p.world_size, run_mapping, cfg, steps, timeout_s=3600.0)
     for i, (mine, theirs) in enumerate(zip(ranks[0].steps, oracle.steps, strict=True)):
         print(f"step {i + 1}   loss {mine.loss:.12f} (oracle {theirs.loss:.12f})   ", end="")
         print(f"grad norm {mine.grad_norm:.12f} (oracle {theirs.grad_norm:.12f})")

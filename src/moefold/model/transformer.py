@@ -118,7 +118,7 @@ class Transformer(nn.Module):
         losses = self.head.vocabulary.cross_entropy(logits, labels.t())
         if weights is not None:
             losses = losses * weights.t()
-        return losses.sum().view(1)
+        return losses.flatten().sum(0, keepdim=True)
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """The MoE layers of this stage by their number in the whole model."""

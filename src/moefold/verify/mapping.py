@@ -1,5 +1,6 @@
 """What a mapping computes, gathered into whole tensors: the side of the comparison that runs on ranks."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,8 @@ def run_mapping(cfg: Config, num_steps: int) -> MappingRecord:
     Gradients are those of the first batch, before clipping; the evaluation is that of the weights after the last step on
     the first validation batch.
     """
+    # Gathering whole tensors axis by axis is what this wants; torch would warn about each.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     parallel = cfg.parallel
     layout = fold(
         world_size=parallel.world_size,

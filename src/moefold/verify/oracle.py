@@ -131,7 +131,7 @@ class Oracle:
 
     def _rotate(self, x: Tensor) -> Tensor:
         """Turn pair (i, i + half) of each head at position p by the angle p * frequency_i."""
-        rotated = int(self.cfg.model.head_size * self.cfg.model.rope_fraction)
+        rotated = round(self.cfg.model.head_size * self.cfg.model.rope_fraction)
         half = rotated // 2
         frequency = torch.tensor([self._frequency(i, rotated) for i in range(half)], dtype=torch.float64)
         angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency

@@ -1,0 +1,71 @@
+"""Every rank sees the tokens of all ranks and serves those that chose its experts: simple, best for small ep * etp."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moefold.moe.dispatch.base import Assignment, Dispatcher
+from moefold.moe.permute import Permutation, permute, plan_permutation, unpermute
+from moefold.parallel.collectives import all_gather, reduce_scatter
+from moefold.parallel.groups import Group
+
+
+@dataclass(frozen=True)
+class AllGatherPlan:
+    """The permutation is over the tokens of all N ranks, with the copies for this rank's experts alone."""
+
+    permutation: Permutation
+    probs_TK: Tensor
+    """Of all ranks, [N*T, K]."""
+    rows_per_expert: Sequence[int]
+
+
+class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
+    """All-gather of tokens and reduce-scatter of results over ep x etp.
+
+    Args:
+        experts: the ep x etp ranks that hold all experts between them, each with equally many tokens.
+        expert_coordinates: (ep, etp) coordinate of each member of `experts`.
+        num_experts: E, over all ranks.
+    """
+
+    def __init__(self, experts: Group, expert_coordinates: Sequence[tuple[int, int]], num_experts: int) -> None:
+        self._experts = experts
+        num_parts = 1 + max(ep for ep, _ in expert_coordinates)
+        self._num_local = num_experts // num_parts
+        self._first = expert_coordinates[experts.rank][0] * self._num_local
+
+    def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, AllGatherPlan]:
+        """Gather the routing of all ranks and pick the copies for my experts."""
+        ids_TK = assignment.ids_TK
+        if assignment.kept_TK is not None:
+            ids_TK = ids_TK.masked_fill(~assignment.kept_TK, -1)
+        local_ids_TK = all_gather(ids_TK, self._experts) - self._first
+        mine_TK = (local_ids_TK >= 0) & (local_ids_TK < self._num_local)
+        slots = None if assignment.slots is None else assignment.slots * self._experts.size
+        permutation = plan_permutation(local_ids_TK, self._num_local, mine_TK, slots)
+        rows_per_expert = permutation.rows_per_expert_E.tolist() if slots is None else [slots] * self._num_local
+        # Each rank uses some of the weights and, under etp, sees a part of their gradient: the adjoint sums the parts.
+        probs_TK = all_gather(assignment.probs_TK, self._experts)
+        return x_TH, AllGatherPlan(permutation, probs_TK, rows_per_expert)
+
+    def dispatch_communicate(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
+        """Gather the tokens of all ranks, [N*T, H]."""
+        return all_gather(rows, self._experts)
+
+    def dispatch_postprocess(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
+        """Take my experts' copies, sorted."""
+        return permute(rows, plan.permutation)
+
+    def combine_preprocess(self, y_RH: Tensor, plan: AllGatherPlan) -> Tensor:
+        """My experts' part of the weighted sum for the tokens of all ranks, [N*T, H]."""
+        return unpermute(y_RH, plan.permutation, plan.probs_TK)
+
+    def combine_communicate(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
+        """Add the parts of all ranks; each keeps its own tokens."""
+        return reduce_scatter(rows, self._experts)
+
+    def combine_postprocess(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
+        """They are home already."""
+        return rows

@@ -1,0 +1,107 @@
+"""Each copy travels to its expert and back: an uneven all-to-all over ep, then a gather over the etp parts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moefold.moe.dispatch.base import Assignment, Dispatcher
+from moefold.moe.permute import Permutation, order_by_expert, permute, plan_permutation, reorder, unpermute
+from moefold.parallel.collectives import all_gather, all_gather_rows, all_to_all, reduce_scatter_rows
+from moefold.parallel.groups import Group
+
+
+@dataclass(frozen=True)
+class AllToAllPlan:
+    """Row counts of every exchange, known before the first row moves."""
+
+    permutation: Permutation
+    probs_TK: Tensor
+    rows_per_expert: Sequence[int]
+    send_rows: Sequence[int]
+    """Rows that I send to each ep member."""
+    receive_rows: Sequence[int]
+    """Rows that I receive from each ep member."""
+    etp_rows: Sequence[int]
+    """Rows that each etp member received, all of which every member works on."""
+    order: tuple[Tensor, Tensor] | None
+    """How to sort the arrived rows by expert, and the inverse; None where they are sorted."""
+
+
+class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
+    """All-to-all over ep, all-gather and reduce-scatter of uneven lengths over etp (arXiv:2504.14960 fig. 4).
+
+    The ranks of ep and etp may be any ranks of attention: each holds tokens of its own. Zero rows anywhere are fine.
+
+    Args:
+        ep: ranks that hold different experts, and the same part of them.
+        etp: ranks that hold different parts of the same experts.
+        experts: all ep x etp ranks.
+        expert_coordinates: (ep, etp) coordinate of each member of `experts`.
+        num_experts: E, over all ranks.
+    """
+
+    def __init__(
+        self,
+        ep: Group,
+        etp: Group,
+        experts: Group,
+        expert_coordinates: Sequence[tuple[int, int]],
+        num_experts: int,
+    ) -> None:
+        self._ep, self._etp, self._experts = ep, etp, experts
+        self._num_experts = num_experts
+        # Member of `experts` at each (ep, etp) coordinate.
+        self._members = sorted(range(experts.size), key=lambda member: expert_coordinates[member])
+
+    def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, AllToAllPlan]:
+        """Sort my copies by expert, and let all ranks know how many go where: one exchange of [E] counts."""
+        permutation = plan_permutation(assignment.ids_TK, self._num_experts, assignment.kept_TK, assignment.slots)
+        counts = self._exchange_counts(permutation, assignment.slots)
+        sent = counts[self._ep.rank, self._etp.rank]
+        arriving = counts[:, :, self._ep.rank].transpose(0, 1)  # [etp source, ep source, E/ep], as they will lie
+        order = None
+        if arriving.shape[2] > 1 and self._experts.size > 1:
+            forth, back = order_by_expert(arriving.flatten(0, 1))
+            order = forth.to(x_TH.device, non_blocking=True), back.to(x_TH.device, non_blocking=True)
+        plan = AllToAllPlan(
+            permutation=permutation,
+            probs_TK=assignment.probs_TK,
+            rows_per_expert=arriving.sum((0, 1)).tolist(),
+            send_rows=sent.sum(1).tolist(),
+            receive_rows=arriving[self._etp.rank].sum(1).tolist(),
+            etp_rows=arriving.sum((1, 2)).tolist(),
+            order=order,
+        )
+        return permute(x_TH, permutation), plan
+
+    def dispatch_communicate(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
+        """Send each row to the ep rank of its expert, then share it among the expert's etp parts."""
+        rows = all_to_all(rows, self._ep, plan.send_rows, plan.receive_rows)
+        return all_gather_rows(rows, self._etp, plan.etp_rows)
+
+    def dispatch_postprocess(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
+        """Sort by expert; within one, by the source."""
+        return rows if plan.order is None else reorder(rows, *plan.order)
+
+    def combine_preprocess(self, y_RH: Tensor, plan: AllToAllPlan) -> Tensor:
+        """Back into the order of arrival."""
+        return y_RH if plan.order is None else reorder(y_RH, *reversed(plan.order))
+
+    def combine_communicate(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
+        """Add the etp parts of each result, then send it to where its token came from."""
+        rows = reduce_scatter_rows(rows, self._etp, plan.etp_rows)
+        return all_to_all(rows, self._ep, plan.receive_rows, plan.send_rows)
+
+    def combine_postprocess(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
+        """Sum the copies of each token, weighted."""
+        return unpermute(rows, plan.permutation, plan.probs_TK)
+
+    def _exchange_counts(self, permutation: Permutation, slots: int | None) -> Tensor:
+        """Rows of each expert from each rank, int64 [ep source, etp source, ep, E/ep] on the CPU."""
+        shape = (self._ep.size, self._etp.size, self._ep.size, -1)
+        if slots is not None:
+            return torch.full((self._experts.size * self._num_experts,), slots).view(shape)
+        counts = all_gather(permutation.rows_per_expert_E.unsqueeze(0), self._experts).cpu()
+        return counts[self._members].view(shape)

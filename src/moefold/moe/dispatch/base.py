@@ -1,0 +1,77 @@
+"""What every dispatcher does: bring copies of tokens to their experts, and the results home."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where the copies of this rank's tokens are to go."""
+
+    ids_TK: Tensor
+    """Chosen experts, int64 [T, K]."""
+    probs_TK: Tensor
+    """Weight of each copy, [T, K]; its gradient comes back."""
+    kept_TK: Tensor | None = None
+    """bool [T, K]; None means that no copy is dropped."""
+    slots: int | None = None
+    """Rows that each expert gets from each rank, the kept copies first and zeros behind; None means no padding."""
+
+
+class Plan(Protocol):
+    """The way of one micro-batch, out and back."""
+
+    @property
+    def rows_per_expert(self) -> Sequence[int]:
+        """Rows of each expert of this rank after dispatch."""
+        ...
+
+
+PlanT = TypeVar("PlanT", bound=Plan)
+
+
+class Dispatcher(ABC, Generic[PlanT]):
+    """Six phases, so that communication can overlap with the maths of another micro-batch (arXiv:2504.14960 sec. 3.3).
+
+    Only `dispatch_preprocess` reads the routing, and it alone may wait for the device. All that a micro-batch needs on
+    its way is in its plan, none of it in the dispatcher: several micro-batches may be under way. Gradients flow through
+    all phases.
+    """
+
+    @abstractmethod
+    def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, PlanT]:
+        """Decide who sends what to whom; returns the rows to send and the plan."""
+
+    @abstractmethod
+    def dispatch_communicate(self, rows: Tensor, plan: PlanT) -> Tensor:
+        """Exchange rows."""
+
+    @abstractmethod
+    def dispatch_postprocess(self, rows: Tensor, plan: PlanT) -> Tensor:
+        """Sort what arrived by expert: [R, H] with plan.rows_per_expert rows for each expert of this rank."""
+
+    @abstractmethod
+    def combine_preprocess(self, y_RH: Tensor, plan: PlanT) -> Tensor:
+        """Sort the experts' results for the way back."""
+
+    @abstractmethod
+    def combine_communicate(self, rows: Tensor, plan: PlanT) -> Tensor:
+        """Exchange results."""
+
+    @abstractmethod
+    def combine_postprocess(self, rows: Tensor, plan: PlanT) -> Tensor:
+        """The weighted sum of each token's results, [T, H]."""
+
+    def dispatch(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, PlanT]:
+        """The three phases to the experts: ([R, H] sorted by expert, plan)."""
+        rows, plan = self.dispatch_preprocess(x_TH, assignment)
+        return self.dispatch_postprocess(self.dispatch_communicate(rows, plan), plan), plan
+
+    def combine(self, y_RH: Tensor, plan: PlanT) -> Tensor:
+        """The three phases back: [T, H]."""
+        rows = self.combine_preprocess(y_RH, plan)
+        return self.combine_postprocess(self.combine_communicate(rows, plan), plan)

@@ -1,0 +1,86 @@
+"""Token dropping: what an expert with a limited capacity keeps.
+
+Capacity is that of arXiv:2006.16668 sec. 2.2; to decide on a rank's own tokens is the default of arXiv:2504.14960
+sec. 3.3.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moefold.moe.scope import TokenScope
+
+
+@dataclass(frozen=True)
+class DropRule:
+    """How much an expert takes, and what it keeps. The same at training and at evaluation."""
+
+    capacity_factor: float
+    policy: Literal["probs", "position"]
+    scope: Literal["full_sequence", "sub_sequence"]
+
+    def capacity(self, num_tokens: int, top_k: int, num_experts: int) -> int:
+        """Copies that one expert takes of `num_tokens` tokens, at least 1."""
+        return max(1, math.ceil(num_tokens * top_k / num_experts * self.capacity_factor))
+
+    def slots(self, num_tokens: int, top_k: int, num_experts: int, scope: TokenScope) -> int:
+        """Most copies that an expert can keep from the `num_tokens` tokens of one rank: the length to pad to."""
+        whole = num_tokens * scope.size if self.scope == "full_sequence" else num_tokens
+        return min(self.capacity(whole, top_k, num_experts), num_tokens)
+
+    def keep(self, ids_TK: Tensor, probs_TK: Tensor, keys_T: Tensor, num_experts: int, scope: TokenScope) -> Tensor:
+        """Which copies of my tokens stay.
+
+        `full_sequence` decides over the micro-batch, so the answer is the same for every mapping; it gathers the
+        routing (not the tokens) of all ranks of the scope. `sub_sequence` decides over my tokens and sends nothing.
+
+        Args:
+            ids_TK: chosen experts, [T, K].
+            probs_TK: their weights, [T, K].
+            keys_T: place of each token in the order of the micro-batch, int64 [T], no two equal.
+            num_experts: E.
+            scope: the ranks that share the micro-batch.
+
+        Returns:
+            bool [T, K].
+        """
+        num_tokens, top_k = ids_TK.shape
+        if self.scope == "sub_sequence":
+            capacity = self.capacity(num_tokens, top_k, num_experts)
+            return keep_copies(ids_TK, probs_TK.detach(), keys_T, num_experts, capacity, self.policy)
+        # One exchange: float64 holds ids, float32 weights and keys below 2**53 exactly.
+        packed = torch.cat([part.detach().double() for part in (ids_TK, probs_TK, keys_T.unsqueeze(1))], 1)
+        ids, probs, keys = scope.gather(packed).split([top_k, top_k, 1], 1)
+        capacity = self.capacity(len(ids), top_k, num_experts)
+        kept = keep_copies(ids.long(), probs, keys.squeeze(1), num_experts, capacity, self.policy)
+        return kept[scope.rank * num_tokens : (scope.rank + 1) * num_tokens]
+
+
+def keep_copies(
+    ids_TK: Tensor,
+    probs_TK: Tensor,
+    keys_T: Tensor,
+    num_experts: int,
+    capacity: int,
+    policy: Literal["probs", "position"],
+) -> Tensor:
+    """Keep `capacity` copies for each expert: the most probable (ties by key), or those with the smallest keys.
+
+    Returns:
+        bool [T, K].
+    """
+    ids = ids_TK.flatten()
+    order = keys_T.repeat_interleave(ids_TK.shape[1]).argsort(stable=True)
+    if policy == "probs":
+        order = order[probs_TK.flatten()[order].argsort(descending=True, stable=True)]
+    order = order[ids[order].argsort(stable=True)]
+    sorted_ids = ids[order]
+    # Place in its expert's queue = place in the sorted list - where the expert begins in it.
+    first_E = torch.searchsorted(sorted_ids, torch.arange(num_experts, device=ids.device))
+    queue = torch.arange(len(ids), device=ids.device) - first_E[sorted_ids]
+    kept = torch.empty_like(ids, dtype=torch.bool)
+    kept[order] = queue < capacity
+    return kept.view_as(ids_TK)

@@ -1,0 +1,172 @@
+"""Copies of tokens, sorted by expert, and back: local, no communication."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """Which copy of which token stands in which row; rows are sorted by expert.
+
+    Copies may be absent (dropped, or another rank's) and rows may be empty (padding); a mask is None where none are.
+    """
+
+    token_R: Tensor
+    """Token of each row, int64 [R]; 0 in an empty row."""
+    copy_R: Tensor
+    """Copy t*K + k in each row, int64 [R]; 0 in an empty row."""
+    row_TK: Tensor
+    """Row of each copy, int64 [T, K]; 0 for an absent copy."""
+    rows_per_expert_E: Tensor
+    """int64 [E]; sums to R."""
+    present_TK: Tensor | None
+    """bool [T, K]."""
+    filled_R: Tensor | None
+    """bool [R]."""
+
+
+def plan_permutation(
+    ids_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None, slots: int | None = None
+) -> Permutation:
+    """Sort the copies by expert. The sort is stable, so equal inputs give equal order on every rank.
+
+    Args:
+        ids_TK: chosen experts, [T, K], int64 in [0, num_experts) wherever kept.
+        num_experts: E.
+        kept_TK: copies to take along, bool [T, K]; None means all.
+        slots: rows of every expert, enough for its kept copies, so that no shape depends on data; None means as many as
+            it has copies.
+    """
+    device, (num_tokens, top_k) = ids_TK.device, ids_TK.shape
+    ids = ids_TK.flatten() if kept_TK is None else ids_TK.masked_fill(~kept_TK, num_experts).flatten()
+    order = ids.argsort(stable=True)
+    sorted_ids = ids[order]
+    bounds = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device))
+    copies_E = bounds.diff()
+    row = torch.zeros_like(ids)
+    if slots is None:
+        if kept_TK is not None:
+            order = order[: int(bounds[-1])]
+        row.scatter_(0, order, torch.arange(len(order), device=device))
+        return Permutation(order // top_k, order, row.view_as(ids_TK), copies_E, kept_TK, None)
+    queue = torch.arange(num_tokens * top_k, device=device) - bounds[sorted_ids]
+    # Absent copies share one row behind the last, which is cut off.
+    num_rows = num_experts * slots
+    target = (sorted_ids * slots + queue).masked_fill_(sorted_ids == num_experts, num_rows)
+    copy = torch.full((num_rows + 1,), -1, device=device).scatter_(0, target, order)[:num_rows]
+    row.scatter_(0, order, target.masked_fill(target == num_rows, 0))
+    filled = copy >= 0
+    copy = copy.clamp(min=0)
+    return Permutation(copy // top_k, copy, row.view_as(ids_TK), torch.full_like(copies_E, slots), kept_TK, filled)
+
+
+def permute(x_TH: Tensor, permutation: Permutation) -> Tensor:
+    """Copy each token into the rows of its experts: [T, H] -> [R, H], with zeros in empty rows."""
+    return _Permute.apply(x_TH, permutation)
+
+
+def unpermute(y_RH: Tensor, permutation: Permutation, probs_TK: Tensor) -> Tensor:
+    """The weighted sum of the copies of each token: [R, H] -> [T, H]; absent copies count as zero.
+
+    Args:
+        y_RH: what the experts made of the rows; empty rows are not read.
+        permutation: the one that made the rows.
+        probs_TK: weight of each copy, [T, K]; the sum is taken in its type, the result has the type of y_RH.
+    """
+    return _Unpermute.apply(y_RH, probs_TK, permutation)
+
+
+def reorder(x_RH: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """Row i of the result is row order_R[i]; `inverse_R` undoes it, also in the backward pass."""
+    return _Reorder.apply(x_RH, order_R, inverse_R)
+
+
+def order_by_expert(rows_GE: Tensor) -> tuple[Tensor, Tensor]:
+    """How to sort rows that arrive from G sources, each sorted by expert, by expert over all sources.
+
+    Args:
+        rows_GE: rows of each expert from each source, int64 [G, E].
+
+    Returns:
+        (order_R, inverse_R) for `reorder`; rows of one expert stay in the order of their sources.
+    """
+    total = int(rows_GE.sum())
+    starts_GE = (rows_GE.flatten().cumsum(0) - rows_GE.flatten()).view_as(rows_GE)
+    rows, starts = rows_GE.t().flatten(), starts_GE.t().flatten()
+    shift = starts - (rows.cumsum(0) - rows)
+    place = torch.arange(total, device=rows.device)
+    order = place + shift.repeat_interleave(rows, output_size=total)
+    return order, torch.empty_like(order).scatter_(0, order, place)
+
+
+def _sum_copies(y_RH: Tensor, permutation: Permutation, weights_TK: Tensor | None) -> Tensor:
+    """Sum over k of weights_TK * y_RH[row_TK], in the wider of the two types; None means 1 for every copy."""
+    row_TK = permutation.row_TK
+    if y_RH.shape[0] == 0:
+        return y_RH.new_zeros(row_TK.shape[0], y_RH.shape[1])
+    if y_RH.dtype in (torch.float32, torch.float64) and (weights_TK is None or weights_TK.dtype == y_RH.dtype):
+        # Gathers, weighs and sums in one pass: 4 to 20 times faster on CPU than the same in steps.
+        return F.embedding_bag(row_TK, y_RH, mode="sum", per_sample_weights=weights_TK)
+    copies_TKH = y_RH.index_select(0, row_TK.flatten()).view(*row_TK.shape, -1)
+    if weights_TK is not None:
+        copies_TKH = copies_TKH * weights_TK.unsqueeze(-1)
+    return copies_TKH.sum(1)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        x_RH = x_TH.index_select(0, permutation.token_R)
+        if permutation.filled_R is not None:
+            x_RH.masked_fill_(~permutation.filled_R.unsqueeze(1), 0.0)
+        return x_RH
+
+    @staticmethod
+    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
+        present_TK = ctx.permutation.present_TK
+        weights_TK = None if present_TK is None else present_TK.to(grad_RH.dtype)
+        return _sum_copies(grad_RH.contiguous(), ctx.permutation, weights_TK), None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RH: Tensor, probs_TK: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        ctx.save_for_backward(y_RH, probs_TK)
+        if permutation.present_TK is not None:
+            probs_TK = probs_TK * permutation.present_TK
+        return _sum_copies(y_RH, permutation, probs_TK.contiguous()).to(y_RH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor, None]:
+        permutation: Permutation = ctx.permutation
+        y_RH, probs_TK = ctx.saved_tensors
+        if y_RH.shape[0] == 0:
+            return torch.zeros_like(y_RH), torch.zeros_like(probs_TK), None
+        grad_RH = grad_TH.index_select(0, permutation.token_R)
+        dot_R = torch.linalg.vecdot(grad_RH.to(probs_TK.dtype), y_RH.to(probs_TK.dtype))
+        grad_TK = dot_R[permutation.row_TK]
+        if permutation.present_TK is not None:
+            grad_TK.masked_fill_(~permutation.present_TK, 0.0)
+        weight_R = probs_TK.flatten().index_select(0, permutation.copy_R)
+        if permutation.filled_R is not None:
+            weight_R.masked_fill_(~permutation.filled_R, 0.0)
+        if weight_R.dtype == grad_RH.dtype:
+            return grad_RH.mul_(weight_R.unsqueeze(1)), grad_TK, None
+        return (grad_RH * weight_R.unsqueeze(1)).to(y_RH.dtype), grad_TK, None
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RH: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.inverse_R = inverse_R
+        return x_RH.index_select(0, order_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None]:
+        return grad_RH.index_select(0, ctx.inverse_R), None, None

@@ -1,0 +1,46 @@
+"""What routing did during one optimizer step."""
+
+import torch
+from torch import Tensor
+
+
+class RoutingTotals:
+    """Sums over the micro-batches of a step, for the tokens of this rank; on the device, never waited for.
+
+    A micro-batch is counted when its gradient passes the layer: once, also where its forward pass is recomputed, and
+    never at evaluation.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.tokens_per_expert_E = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
+        """Copies routed to each expert of the model, before any is dropped."""
+        self.copies = torch.zeros((), dtype=torch.int64, device="cpu")
+        """Copies routed in all."""
+        self.dropped = torch.zeros((), dtype=torch.int64, device="cpu")
+        """Copies dropped."""
+        self.aux = torch.zeros((), dtype=torch.float64, device="cpu")
+        """My part of the load-balancing loss as it is optimised: with its coefficient, mean over micro-batches."""
+        self.z = torch.zeros((), dtype=torch.float64, device="cpu")
+        """My part of the z-loss as it is optimised."""
+
+    def add(self, tokens_per_expert_E: Tensor, dropped: Tensor | None, aux: Tensor | None, z: Tensor | None) -> None:
+        """Count one micro-batch; None counts as zero."""
+        self._follow(tokens_per_expert_E.device)
+        self.tokens_per_expert_E += tokens_per_expert_E
+        self.copies += tokens_per_expert_E.sum()
+        if dropped is not None:
+            self.dropped += dropped
+        if aux is not None:
+            self.aux += aux
+        if z is not None:
+            self.z += z
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        for total in vars(self).values():
+            total.zero_()
+
+    def _follow(self, device: torch.device) -> None:
+        if self.copies.device != device:
+            for name, total in vars(self).items():
+                setattr(self, name, total.to(device))

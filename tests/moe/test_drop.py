@@ -1,0 +1,72 @@
+"""Experts keep what their policy says, up to their capacity."""
+
+import pytest
+import torch
+
+from moefold.moe.drop import DropRule, keep_copies
+from moefold.moe.scope import LocalScope
+
+
+def _random_routing(num_tokens: int, top_k: int, num_experts: int, levels: int):
+    """Ids, weights with many ties, and shuffled keys."""
+    ids = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)])
+    probs = torch.randint(1, levels + 1, (num_tokens, top_k)).double() / levels
+    return ids, probs, torch.randperm(num_tokens) * 3
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("capacity", [1, 4, 100])
+def test_same_as_sorting_lists(policy, capacity):
+    torch.manual_seed(0)
+    ids, probs, keys = _random_routing(40, 3, 5, levels=4)
+    kept = keep_copies(ids, probs, keys, 5, capacity, policy)
+    for expert in range(5):
+        queue = [(t, k) for t in range(40) for k in range(3) if ids[t, k] == expert]
+        queue.sort(key=lambda i: (-probs[i].item() if policy == "probs" else 0.0, keys[i[0]].item()))
+        assert {i for i in queue if kept[i]} == set(queue[:capacity])
+
+
+def test_position_keeps_exactly_the_first():
+    ids = torch.zeros(6, 1, dtype=torch.int64)
+    probs = torch.linspace(0.1, 0.6, 6).unsqueeze(1)
+    keys = torch.tensor([5, 4, 3, 2, 1, 0])
+    assert keep_copies(ids, probs, keys, 2, 2, "position").flatten().tolist() == [False] * 4 + [True] * 2
+    assert keep_copies(ids, probs, torch.arange(6), 2, 2, "probs").flatten().tolist() == [False] * 4 + [True] * 2
+    assert keep_copies(ids, probs, torch.arange(6), 2, 2, "position").flatten().tolist() == [True] * 2 + [False] * 4
+
+
+def test_the_order_of_the_rows_does_not_matter():
+    torch.manual_seed(1)
+    ids, probs, keys = _random_routing(30, 2, 4, levels=2)
+    shuffle = torch.randperm(30)
+    for policy in ("probs", "position"):
+        kept = keep_copies(ids, probs, keys, 4, 5, policy)
+        assert torch.equal(keep_copies(ids[shuffle], probs[shuffle], keys[shuffle], 4, 5, policy), kept[shuffle])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts", "factor", "expected"),
+    [(2048, 2, 8, 1.0, 512), (2048, 2, 8, 1.25, 640), (3, 1, 8, 1.0, 1), (1, 1, 64, 0.1, 1), (10, 2, 8, 1.0, 3)],
+)
+def test_capacity(num_tokens, top_k, num_experts, factor, expected):
+    assert DropRule(factor, "probs", "full_sequence").capacity(num_tokens, top_k, num_experts) == expected
+
+
+def test_slots_hold_whatever_one_rank_can_keep():
+    rule = DropRule(8.0, "probs", "full_sequence")
+    assert rule.capacity(6, 2, 4) == 24
+    assert rule.slots(6, 2, 4, LocalScope()) == 6
+    assert DropRule(1.0, "probs", "sub_sequence").slots(6, 2, 4, LocalScope()) == 3
+
+
+def test_scopes_agree_on_one_rank_and_weights_need_no_gradient():
+    torch.manual_seed(2)
+    ids, probs, keys = _random_routing(20, 2, 4, levels=3)
+    probs.requires_grad_()
+    kept = [
+        DropRule(0.7, "probs", scope).keep(ids, probs, keys, 4, LocalScope())
+        for scope in ("full_sequence", "sub_sequence")
+    ]
+    assert torch.equal(*kept)
+    assert kept[0].sum() < 40
+    assert not kept[0].requires_grad

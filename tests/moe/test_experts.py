@@ -1,0 +1,95 @@
+"""Each expert works on its rows alone; both implementations agree; every weight always gets a gradient."""
+
+import pytest
+import torch
+
+from moefold.moe.experts import Experts, grouped_swiglu, looped_swiglu
+from tests.moe.reference import swiglu
+
+COUNTS = [[3, 0, 5, 2], [0, 0, 0, 7], [1, 1, 1, 1], [0, 0, 0, 0]]
+
+
+def _tensors(rows: int, dtype: torch.dtype, hidden: int = 8, ffn: int = 16, scale: float = 1.0):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(rows, hidden), (4, hidden, ffn), (4, hidden, ffn), (4, ffn, hidden)]
+    tensors = [torch.randn(shape, dtype=torch.float64, generator=generator) * scale for shape in shapes]
+    return [t.to(dtype).requires_grad_() for t in tensors]
+
+
+def _expected(x, gate, up, down, counts):
+    parts = [swiglu(rows, gate[e], up[e], down[e]) for e, rows in enumerate(x.split(counts))]
+    return torch.cat(parts)
+
+
+def _with_gradients(function, tensors, counts):
+    y = function(*tensors, counts)
+    grad = torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype)
+    return [y, *torch.autograd.grad(y, tensors, grad)]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_loop_equals_the_definition(counts):
+    tensors = _tensors(sum(counts), torch.float64)
+    actual = _with_gradients(looped_swiglu, tensors, counts)
+    expected = _with_gradients(_expected, tensors, counts)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [40, 17, 1, 130]], ids=str)
+def test_padded_products_equal_the_definition(dtype, tolerance, counts):
+    tensors = _tensors(sum(counts), dtype, hidden=32, ffn=48, scale=0.3)
+    actual = _with_gradients(looped_swiglu, tensors, counts)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    for a, e in zip(actual, _with_gradients(_expected, exact, counts), strict=True):
+        assert a.dtype == dtype
+        assert (a.double() - e).norm() <= tolerance * e.norm()
+
+
+@pytest.mark.parametrize("counts", COUNTS[:3], ids=str)
+def test_grouped_kernel_equals_the_loop(counts):
+    tensors = _tensors(sum(counts), torch.float32)
+    looped = _with_gradients(looped_swiglu, tensors, counts)
+    grouped = _with_gradients(grouped_swiglu, tensors, counts)
+    for a, e in zip(grouped, looped, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [0, 0, 0, 7], [40, 17, 1, 130]], ids=str)
+def test_grouped_kernel_equals_the_loop_on_cuda(counts):
+    tensors = [t.detach().cuda().requires_grad_() for t in _tensors(sum(counts), torch.bfloat16, 64, 32, scale=0.3)]
+    looped = _with_gradients(looped_swiglu, tensors, counts)
+    grouped = _with_gradients(grouped_swiglu, tensors, counts)
+    for a, e in zip(grouped, looped, strict=True):
+        assert (a.double() - e.double()).norm() <= 2e-2 * e.double().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_expert_without_rows_gets_a_zero_gradient(dtype):
+    experts = Experts(4, 8, 16).to(dtype)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(5, 8, dtype=dtype, requires_grad=True)
+    experts(x, [0, 5, 0, 0]).sum().backward()
+    for parameter in experts.parameters():
+        norms = parameter.grad.flatten(1).norm(dim=1)
+        assert (norms > 0).tolist() == [False, True, False, False]
+    for parameter in experts.parameters():
+        parameter.grad = None
+    experts(x[:0], [0, 0, 0, 0]).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() == 0 for p in experts.parameters())
+
+
+def test_rows_and_counts_must_agree():
+    with pytest.raises(AssertionError):
+        Experts(2, 4, 4)(torch.zeros(3, 4), [1, 1])
+
+
+def test_weights_are_declared_on_the_default_device():
+    with torch.device("meta"):
+        experts = Experts(4, 8, 16)
+    assert {p.device.type for p in experts.parameters()} == {"meta"}
+    assert [tuple(p.shape) for p in experts.parameters()] == [(4, 8, 16), (4, 8, 16), (4, 16, 8)]
