@@ -36,7 +36,10 @@ def test_rows_are_the_kept_copies_sorted_by_expert(kind):
     expected, counts = [], []
     for expert in range(E):
         tokens = [
-            t + 1.0 for t in range(T) for k in range(ids.shape[1]) if (kept is None or kept[t, k]) and ids[t, k] == expert
+            t + 1.0
+            for t in range(T)
+            for k in range(ids.shape[1])
+            if (kept is None or kept[t, k]) and ids[t, k] == expert
         ]
         expected += tokens + [0.0] * (slots - len(tokens) if slots is not None else 0)
         counts.append(slots if slots is not None else len(tokens))

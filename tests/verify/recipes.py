@@ -17,8 +17,9 @@ def tiny(
     **parallel: object,
 ) -> Config:
     """A recipe that every legal mapping of 1 to 16 ranks can run, in float64."""
+    stages = int(parallel.get("pp", 1)) * int(parallel.get("virtual_stages", 1))
     sizes = {
-        "num_layers": 4,
+        "num_layers": max(2, stages),
         "hidden_size": 16,
         "num_attention_heads": 4,
         "num_query_groups": 2,
@@ -36,7 +37,7 @@ def tiny(
         parallel=ParallelConfig(**parallel),
         moe=MoEConfig(**{"aux_loss": 0.1, "z_loss": 0.01} | (moe or {})),
         train=TrainConfig(
-            **{"seq_len": 16, "micro_batch_size": 1, "global_batch_size": 8, "lr": 1e-2, "clip_grad": 0.5}
+            **{"seq_len": 16, "micro_batch_size": 1, "global_batch_size": 4, "lr": 1e-2, "clip_grad": 0.5}
             | (train or {})
         ),
         data=DataConfig(kind="synthetic"),

@@ -2,20 +2,19 @@
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 
 def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The part of a parameter that this rank computes with, in the compute type.
 
-    The loss of the world is the sum of the losses of its ranks, so a parameter that several ranks hold whole gets a *part*
-    of its gradient on each: it is declared Partial here and summed where gradients are reduced. A sharded one gets its own.
+    A parameter that tensor-parallel ranks hold whole gets a *part* of its gradient on each of them, because each sees other
+    tokens or heads; `parallel.gradients.sum_replicated_gradients` adds the parts once a step. A sharded one gets its own.
 
     Args:
         parameter: a plain tensor, or a DTensor.
         dtype: compute type; None keeps the parameter's.
     """
     if isinstance(parameter, DTensor):
-        placements = [Partial() if p.is_replicate() else p for p in parameter.placements]
-        parameter = parameter.to_local(grad_placements=placements)
+        parameter = parameter.to_local()
     return parameter if dtype is None else parameter.to(dtype)

@@ -1,4 +1,4 @@
-"""The global gradient norm and clipping, over both views: each logical element counts once."""
+"""Gradients between backward and optimizer: the last sum, the global norm over both views, and clipping."""
 
 from collections.abc import Mapping
 
@@ -8,6 +8,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moefold.parallel.groups import Group
+
+
+@torch.no_grad()
+def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], tp: Group) -> None:
+    """Add up over tp the gradients of parameters that its ranks hold whole: norms, router, K/V of few groups.
+
+    Under sequence parallelism each tp rank has a part of them (other tokens, other heads). One all-reduce a step; every rank
+    of a tensor-parallel group calls it once all micro-batches are through and data parallelism has reduced.
+    """
+    if tp.size == 1:
+        return
+    grads = [_local(p.grad) for p in parameters.values() if _is_whole_on_tp(p.grad)]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat, group=tp.handle)
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
 
 
 def gradient_norm(parameters: Mapping[str, nn.Parameter], world: Group, *, skip: frozenset[str] = frozenset()) -> Tensor:
@@ -49,6 +65,14 @@ def clip_gradients(parameters: Mapping[str, nn.Parameter], norm: Tensor, limit: 
 
 def _local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _is_whole_on_tp(grad: Tensor | None) -> bool:
+    if not isinstance(grad, DTensor):
+        return False
+    names = grad.device_mesh.mesh_dim_names
+    assert names is not None
+    return names[-1] == "tp" and grad.placements[-1].is_replicate()
 
 
 def _copies(grad: Tensor) -> int:

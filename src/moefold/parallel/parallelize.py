@@ -15,6 +15,7 @@ from moefold.moe.dispatch import GroupScope, make_dispatcher
 from moefold.moe.layer import MoELayer
 from moefold.parallel.accumulate import Accumulation, Batch
 from moefold.parallel.context import context_attention, sequence_positions
+from moefold.parallel.gradients import sum_replicated_gradients
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.pipeline import Pipeline, share_tied_gradient, stage_layers, stage_numbers
 from moefold.parallel.sharding import master_dtype, shard_data_parallel, shard_model_parallel
@@ -46,6 +47,7 @@ class ParallelModel:
     def forward_backward(self, batch: Batch) -> Tensor:
         """Add the gradients of the batch, reduced over every axis; returns my part of the loss, [1]."""
         loss = self.runner.forward_backward(batch)
+        sum_replicated_gradients(self.named_parameters(), self.groups.attn.tp)
         if self.stages[0].cfg.model.tie_embeddings:
             share_tied_gradient(self.stages, self.groups.pp)
         return loss
