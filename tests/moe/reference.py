@@ -1,4 +1,4 @@
-"""The MoE layer as a textbook writes it: every expert over every token, masks, drops by sorting lists. Slow and plain."""
+"""The MoE layer as a textbook writes it: every expert over every token, masks, drops by sorting lists."""
 
 import math
 from collections.abc import Sequence

@@ -1,13 +1,16 @@
 """Every mapping equals the one-process float64 oracle: loss terms, norm, every gradient, weights after three steps."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
-from tests.verify.recipes import legal_mappings, tiny
+from tests.verify.recipes import legal_mappings, tiny, without_mapping
 
+from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.verify.compare import Difference, OracleRecord, differences, run_oracle
 from moefold.verify.mapping import run_mapping
+from moefold.verify.shrink import shrink
 
 TOLERANCE = 1e-9
 STEPS = 3
@@ -27,13 +30,7 @@ def compare(pool, cfg: Config) -> list[Difference]:
 
 def _oracle(cfg: Config) -> OracleRecord:
     """The oracle of a recipe; recipes that differ in mapping alone share it."""
-    return _cached_oracle(cfg) if cfg.moe.drop_scope == "sub_sequence" else _cached_oracle(_unmapped(cfg))
-
-
-def _unmapped(cfg: Config) -> Config:
-    from tests.verify.recipes import without_mapping
-
-    return without_mapping(cfg)
+    return _cached_oracle(cfg if cfg.moe.drop_scope == "sub_sequence" else without_mapping(cfg))
 
 
 @lru_cache(maxsize=64)
@@ -70,3 +67,164 @@ def test_every_legal_mapping_of_two_ranks(pool, mapping):
 @pytest.mark.parametrize("mapping", _with_rotating_kinds(legal_mappings(4)), ids=_name)
 def test_every_legal_mapping_of_four_ranks(pool, mapping):
     assert_equals_oracle(pool, tiny(**mapping))
+
+
+def _spread_over_eight() -> list[dict[str, object]]:
+    """Twenty-eight mappings of eight ranks: every seventh of all, and those that the paper and the quickstart name."""
+    everything = legal_mappings(8)
+    named = [
+        {"world_size": 8, "tp": 2, "cp": 2, "pp": 1, "ep": 8, "etp": 1},
+        {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4, "etp": 1},
+        {"world_size": 8, "tp": 1, "cp": 1, "pp": 2, "ep": 2, "etp": 2},
+        {"world_size": 8, "tp": 4, "cp": 2, "pp": 1, "ep": 2, "etp": 4},
+    ]
+    picked = [m for m in everything[:: max(1, len(everything) // 24)] if m not in named][:24]
+    return _with_rotating_kinds(named + picked)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mapping", _spread_over_eight(), ids=_name)
+def test_mappings_of_eight_ranks(pool, mapping):
+    assert_equals_oracle(pool, tiny(train={"global_batch_size": 8}, **mapping))
+
+
+ORDERS = [
+    ("pp-dp-cp-tp", "pp-ep-edp-etp", {"tp": 2, "cp": 2, "ep": 2, "etp": 2}),
+    ("pp-tp-cp-dp", "pp-edp-ep-etp", {"tp": 2, "cp": 2, "ep": 2, "etp": 2}),
+    ("dp-cp-tp-pp", "edp-etp-ep-pp", {"tp": 2, "pp": 2, "ep": 2, "etp": 2}),
+    ("dp-pp-cp-tp", "edp-pp-ep-etp", {"tp": 2, "pp": 2, "ep": 2}),
+    ("cp-pp-tp-dp", "ep-pp-etp-edp", {"tp": 2, "cp": 2, "pp": 2, "ep": 2}),
+    ("pp-cp-dp-tp", "pp-etp-edp-ep", {"tp": 2, "cp": 4, "ep": 4, "etp": 2}),
+]
+"""Rank orders that fold the expert groups over other ranks of attention than the default does."""
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("order", "moe_order", "degrees"), ORDERS)
+def test_every_rank_order_folds_to_the_same_result(pool, order, moe_order, degrees):
+    cfg = tiny(train={"global_batch_size": 8}, world_size=8, order=order, moe_order=moe_order, **degrees)
+    assert_equals_oracle(pool, cfg)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_zero_levels_under_accumulation(pool, zero, pp):
+    cfg = tiny(train={"global_batch_size": 8}, world_size=4, pp=pp, ep=2, zero=zero)
+    assert cfg.num_micro_batches > 1 and cfg.parallel.dp > 1 and cfg.parallel.edp > 0
+    assert_equals_oracle(pool, cfg)
+
+
+MODELS: dict[str, dict[str, object]] = {
+    "qwen3": {"qk_norm": True, "router_softmax": "pre", "rope_theta": 1e6},
+    "qwen2": {"qkv_bias": True, "shared_expert_ffn_hidden_size": 16, "shared_expert_gate": True, "router_softmax": "pre"},
+    "tied": {"tie_embeddings": True, "shared_expert_ffn_hidden_size": 16},
+    "dense-and-moe": {"layer_pattern": "DM", "rope_fraction": 0.5, "qk_norm": True},
+    "stretched": {"rope_scaling": "llama3", "rope_scaling_factor": 4.0, "rope_original_seq_len": 12, "top_k": 8},
+    "few-experts": {"num_experts": 2, "top_k": 1, "rope_scaling": "linear", "rope_scaling_factor": 2.0},
+}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "mapping", [{"tp": 2, "cp": 2, "ep": 2}, {"tp": 4, "etp": 4}, {"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "pp": 2}], ids=_name
+)
+def test_every_kind_of_model(pool, kind, mapping):
+    assert_equals_oracle(pool, tiny(model=MODELS[kind], world_size=4, **mapping))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_schedules(pool, schedule, zero):
+    virtual_stages = 2 if schedule == "interleaved" else 1
+    cfg = tiny(
+        model={"tie_embeddings": True, "num_layers": 5},
+        train={"global_batch_size": 8},
+        world_size=4,
+        pp=2,
+        ep=2,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        zero=zero,
+    )
+    assert_equals_oracle(pool, cfg)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("scope", ["full_sequence", "sub_sequence"])
+@pytest.mark.parametrize("pads", [False, True])
+def test_dropping(pool, dispatcher, policy, scope, pads):
+    moe = {"capacity_factor": 0.75, "drop_policy": policy, "drop_scope": scope, "pad_to_capacity": pads}
+    cfg = tiny(
+        moe=moe, train={"micro_batch_size": 2}, world_size=4, tp=2, cp=2, ep=2, etp=2, dispatcher=dispatcher
+    )
+    assert_equals_oracle(pool, cfg)
+    assert _oracle(cfg).steps[0].dropped > 0
+
+
+@pytest.mark.parity
+def test_full_sequence_drops_are_the_same_under_every_mapping(pool):
+    fractions = set()
+    for mapping in ({"world_size": 1}, {"world_size": 4, "tp": 4, "ep": 4}, {"world_size": 4, "cp": 2, "pp": 2, "etp": 2}):
+        cfg = tiny(moe={"capacity_factor": 0.5}, **mapping)
+        steps = pool.run(cfg.parallel.world_size, run_mapping, cfg, STEPS)[0].steps
+        fractions.add(tuple(step.dropped_fraction for step in steps))
+    (only,) = fractions
+    assert all(0 < fraction < 1 for fraction in only)
+
+
+@pytest.mark.parity
+def test_experts_fewer_than_their_data_parallel_ranks_are_cut_by_rows(pool):
+    assert_equals_oracle(pool, tiny(model={"num_experts": 2}, world_size=4, zero=2))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mapping", [{"tp": 2, "cp": 2, "ep": 4}, {"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "etp": 2}], ids=_name)
+def test_float32_agrees_on_the_first_step(pool, mapping):
+    cfg = tiny(world_size=4, **mapping)
+    single = replace(cfg, run=replace(cfg.run, dtype="float32"))
+    found = differences(run_oracle(without_mapping(cfg), 1), pool.run(4, run_mapping, single, 1))
+    worst = next(d for d in found if d.name.startswith(("step 1", "initial")))
+    assert worst.error <= 1e-5, worst
+    # Tensors hold elements far smaller than their largest one: AdamW's first step divides by their magnitude.
+    worst = next(d for d in found if d.name.startswith("gradients"))
+    assert worst.error <= 1e-4, worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"tp": 2, "cp": 2, "pp": 2, "ep": 8},
+        {"tp": 4, "cp": 2, "pp": 2, "ep": 2, "etp": 4},
+        {"tp": 2, "cp": 4, "ep": 8, "etp": 2, "context": "allgather"},
+        {"tp": 1, "cp": 2, "pp": 4, "ep": 4, "zero": 3},
+    ],
+    ids=_name,
+)
+def test_mappings_of_sixteen_ranks(pool, mapping):
+    assert_equals_oracle(pool, tiny(train={"global_batch_size": 16}, world_size=16, **mapping))
+
+
+@pytest.mark.slow
+def test_the_papers_accuracy_run_in_miniature(pool):
+    """A shrunk Mixtral-8x7B under TP2 CP2 PP2 EP8 ETP1 on 16 ranks: the loss curve is the oracle's (arXiv:2504.14960 sec. 5)."""
+    degrees = {"world_size": 16, "tp": 2, "cp": 2, "pp": 2, "ep": 8, "etp": 1}
+    cfg = config_from_dict(
+        {
+            "run": {"dtype": "float64", "steps": 30, "seed": 1},
+            "model": {"preset": "mixtral-8x7b"},
+            "parallel": degrees,
+            "train": {"seq_len": 256, "micro_batch_size": 1, "global_batch_size": 32, "lr": 1e-2, "warmup_steps": 3},
+        }
+    )
+    small = shrink(cfg)
+    ranks = pool.run(16, run_mapping, small, 30, timeout_s=900.0)
+    oracle = run_oracle(small, 30)
+    curve = [step.loss for step in ranks[0].steps]
+    assert curve == pytest.approx([step.loss for step in oracle.steps], rel=1e-9)
+    assert curve[-1] < curve[0]

@@ -104,17 +104,14 @@ def order_by_expert(rows_GE: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sum_copies(y_RH: Tensor, permutation: Permutation, weights_TK: Tensor | None) -> Tensor:
-    """Sum over k of weights_TK * y_RH[row_TK], in the wider of the two types; None means 1 for every copy."""
-    row_TK = permutation.row_TK
+    """Sum over k of weights_TK * y_RH[row_TK]; None means 1 for every copy. Sums in float32 at least, returns y's type."""
     if y_RH.shape[0] == 0:
-        return y_RH.new_zeros(row_TK.shape[0], y_RH.shape[1])
-    if y_RH.dtype in (torch.float32, torch.float64) and (weights_TK is None or weights_TK.dtype == y_RH.dtype):
-        # Gathers, weighs and sums in one pass: 4 to 20 times faster on CPU than the same in steps.
-        return F.embedding_bag(row_TK, y_RH, mode="sum", per_sample_weights=weights_TK)
-    copies_TKH = y_RH.index_select(0, row_TK.flatten()).view(*row_TK.shape, -1)
-    if weights_TK is not None:
-        copies_TKH = copies_TKH * weights_TK.unsqueeze(-1)
-    return copies_TKH.sum(1)
+        return y_RH.new_zeros(permutation.row_TK.shape[0], y_RH.shape[1])
+    dtype = torch.promote_types(y_RH.dtype, torch.float32)
+    weights_TK = None if weights_TK is None else weights_TK.to(dtype).contiguous()
+    # Gathers, weighs and sums in one pass: 4 to 20 times faster on CPU than the same in steps.
+    y_TH = F.embedding_bag(permutation.row_TK, y_RH.to(dtype), mode="sum", per_sample_weights=weights_TK)
+    return y_TH.to(y_RH.dtype)
 
 
 class _Permute(torch.autograd.Function):
@@ -128,9 +125,7 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
-        present_TK = ctx.permutation.present_TK
-        weights_TK = None if present_TK is None else present_TK.to(grad_RH.dtype)
-        return _sum_copies(grad_RH.contiguous(), ctx.permutation, weights_TK), None
+        return _sum_copies(grad_RH, ctx.permutation, ctx.permutation.present_TK), None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -140,7 +135,7 @@ class _Unpermute(torch.autograd.Function):
         ctx.save_for_backward(y_RH, probs_TK)
         if permutation.present_TK is not None:
             probs_TK = probs_TK * permutation.present_TK
-        return _sum_copies(y_RH, permutation, probs_TK.contiguous()).to(y_RH.dtype)
+        return _sum_copies(y_RH, permutation, probs_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -148,17 +143,15 @@ class _Unpermute(torch.autograd.Function):
         y_RH, probs_TK = ctx.saved_tensors
         if y_RH.shape[0] == 0:
             return torch.zeros_like(y_RH), torch.zeros_like(probs_TK), None
-        grad_RH = grad_TH.index_select(0, permutation.token_R)
-        dot_R = torch.linalg.vecdot(grad_RH.to(probs_TK.dtype), y_RH.to(probs_TK.dtype))
+        grad_RH = grad_TH.to(probs_TK.dtype).index_select(0, permutation.token_R)
+        dot_R = torch.linalg.vecdot(grad_RH, y_RH.to(probs_TK.dtype))
         grad_TK = dot_R[permutation.row_TK]
         if permutation.present_TK is not None:
             grad_TK.masked_fill_(~permutation.present_TK, 0.0)
         weight_R = probs_TK.flatten().index_select(0, permutation.copy_R)
         if permutation.filled_R is not None:
             weight_R.masked_fill_(~permutation.filled_R, 0.0)
-        if weight_R.dtype == grad_RH.dtype:
-            return grad_RH.mul_(weight_R.unsqueeze(1)), grad_TK, None
-        return (grad_RH * weight_R.unsqueeze(1)).to(y_RH.dtype), grad_TK, None
+        return grad_RH.mul_(weight_R.unsqueeze(1)).to(y_RH.dtype), grad_TK, None
 
 
 class _Reorder(torch.autograd.Function):

@@ -62,7 +62,8 @@ class Oracle:
         gradients = {name: _gradient(w) for name, w in self.weights.items()}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
         self._adamw(gradients, norm)
-        return OracleStep(float(terms.lm), float(terms.aux), float(terms.z), norm, terms.dropped, gradients)
+        lm, aux, z = (float(term.detach()) for term in (terms.lm, terms.aux, terms.z))
+        return OracleStep(lm, aux, z, norm, terms.dropped, gradients)
 
     def evaluate(self, samples: Tensor) -> float:
         """Mean cross-entropy over the target tokens of int64 [n, S+1]."""
