@@ -33,7 +33,9 @@ def command(words: Sequence[str]) -> list[str]:
 
 def moefold(*words: str, cwd: Path | None = None, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
     """Run `moefold WORDS` to its end."""
-    return subprocess.run(command(words), capture_output=True, text=True, timeout=timeout_s, cwd=cwd or ROOT, check=False)
+    return subprocess.run(
+        command(words), capture_output=True, text=True, timeout=timeout_s, cwd=cwd or ROOT, check=False
+    )
 
 
 def train(run_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:

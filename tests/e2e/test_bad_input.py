@@ -3,6 +3,7 @@
 import time
 
 import pytest
+
 from tests.e2e.command import SMALL, moefold
 
 pytestmark = pytest.mark.e2e
@@ -17,8 +18,13 @@ BAD = {
     "vocabulary": (["data.kind=python-docs", "model.vocab_size=100"], "model.vocab_size=100"),
     "sequence": (["parallel.world_size=4", "parallel.cp=4", "train.seq_len=60"], "train.seq_len=60"),
     "order law": (
-        ["parallel.world_size=8", "parallel.pp=2", "parallel.tp=2", "parallel.order=dp-pp-cp-tp",
-         "parallel.moe_order=edp-pp-ep-etp"],
+        [
+            "parallel.world_size=8",
+            "parallel.pp=2",
+            "parallel.tp=2",
+            "parallel.order=dp-pp-cp-tp",
+            "parallel.moe_order=edp-pp-ep-etp",
+        ],
         "parallel.order",
     ),
     "checkpoint": (["checkpoint.resume=/nonexistent/step-000001"], "checkpoint.resume"),

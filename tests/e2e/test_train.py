@@ -4,6 +4,7 @@ import json
 import signal
 
 import pytest
+
 from tests.e2e.command import FOLDED, losses, metrics, moefold, start_and_signal, train
 
 pytestmark = pytest.mark.e2e
@@ -38,7 +39,10 @@ def test_two_deterministic_runs_are_bit_equal(tmp_path):
     for name in ("first", "second"):
         train(tmp_path / name, "run.steps=5", "run.deterministic=true", *FOLDED)
     timeless = [
-        [{k: v for k, v in r.items() if k in ("loss", "aux_loss", "grad_norm", "expert_load")} for r in metrics(tmp_path / n)]
+        [
+            {k: v for k, v in r.items() if k in ("loss", "aux_loss", "grad_norm", "expert_load")}
+            for r in metrics(tmp_path / n)
+        ]
         for n in ("first", "second")
     ]
     assert timeless[0] == timeless[1]

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from tests.verify.recipes import tiny
 from torch.distributed.fsdp import FSDPModule
 
 from moefold.config.checks import check_config
@@ -13,6 +12,7 @@ from moefold.parallel.gradients import sum_replicated_gradients
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
 from moefold.train.step import whole
+from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
 

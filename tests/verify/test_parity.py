@@ -4,13 +4,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
-from tests.verify.recipes import legal_mappings, tiny, without_mapping
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.verify.compare import Difference, OracleRecord, differences, run_oracle
 from moefold.verify.mapping import run_mapping
 from moefold.verify.shrink import shrink
+from tests.verify.recipes import legal_mappings, tiny, without_mapping
 
 TOLERANCE = 1e-9
 STEPS = 3
@@ -111,13 +111,19 @@ def test_every_rank_order_folds_to_the_same_result(pool, order, moe_order, degre
 @pytest.mark.parametrize("pp", [1, 2])
 def test_zero_levels_under_accumulation(pool, zero, pp):
     cfg = tiny(train={"global_batch_size": 8}, world_size=4, pp=pp, ep=2, zero=zero)
-    assert cfg.num_micro_batches > 1 and cfg.parallel.dp > 1 and cfg.parallel.edp > 0
+    assert cfg.num_micro_batches > 1
+    assert cfg.parallel.dp > 1
     assert_equals_oracle(pool, cfg)
 
 
 MODELS: dict[str, dict[str, object]] = {
     "qwen3": {"qk_norm": True, "router_softmax": "pre", "rope_theta": 1e6},
-    "qwen2": {"qkv_bias": True, "shared_expert_ffn_hidden_size": 16, "shared_expert_gate": True, "router_softmax": "pre"},
+    "qwen2": {
+        "qkv_bias": True,
+        "shared_expert_ffn_hidden_size": 16,
+        "shared_expert_gate": True,
+        "router_softmax": "pre",
+    },
     "tied": {"tie_embeddings": True, "shared_expert_ffn_hidden_size": 16},
     "dense-and-moe": {"layer_pattern": "DM", "rope_fraction": 0.5, "qk_norm": True},
     "stretched": {"rope_scaling": "llama3", "rope_scaling_factor": 4.0, "rope_original_seq_len": 12, "top_k": 8},
@@ -128,7 +134,9 @@ MODELS: dict[str, dict[str, object]] = {
 @pytest.mark.parity
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(
-    "mapping", [{"tp": 2, "cp": 2, "ep": 2}, {"tp": 4, "etp": 4}, {"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "pp": 2}], ids=_name
+    "mapping",
+    [{"tp": 2, "cp": 2, "ep": 2}, {"tp": 4, "etp": 4}, {"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "pp": 2}],
+    ids=_name,
 )
 def test_every_kind_of_model(pool, kind, mapping):
     assert_equals_oracle(pool, tiny(model=MODELS[kind], world_size=4, **mapping))
@@ -159,9 +167,7 @@ def test_schedules(pool, schedule, zero):
 @pytest.mark.parametrize("pads", [False, True])
 def test_dropping(pool, dispatcher, policy, scope, pads):
     moe = {"capacity_factor": 0.75, "drop_policy": policy, "drop_scope": scope, "pad_to_capacity": pads}
-    cfg = tiny(
-        moe=moe, train={"micro_batch_size": 2}, world_size=4, tp=2, cp=2, ep=2, etp=2, dispatcher=dispatcher
-    )
+    cfg = tiny(moe=moe, train={"micro_batch_size": 2}, world_size=4, tp=2, cp=2, ep=2, etp=2, dispatcher=dispatcher)
     assert_equals_oracle(pool, cfg)
     assert _oracle(cfg).steps[0].dropped > 0
 
@@ -169,7 +175,11 @@ def test_dropping(pool, dispatcher, policy, scope, pads):
 @pytest.mark.parity
 def test_full_sequence_drops_are_the_same_under_every_mapping(pool):
     fractions = set()
-    for mapping in ({"world_size": 1}, {"world_size": 4, "tp": 4, "ep": 4}, {"world_size": 4, "cp": 2, "pp": 2, "etp": 2}):
+    for mapping in (
+        {"world_size": 1},
+        {"world_size": 4, "tp": 4, "ep": 4},
+        {"world_size": 4, "cp": 2, "pp": 2, "etp": 2},
+    ):
         cfg = tiny(moe={"capacity_factor": 0.5}, **mapping)
         steps = pool.run(cfg.parallel.world_size, run_mapping, cfg, STEPS)[0].steps
         fractions.add(tuple(step.dropped_fraction for step in steps))
@@ -183,7 +193,9 @@ def test_experts_fewer_than_their_data_parallel_ranks_are_cut_by_rows(pool):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", [{"tp": 2, "cp": 2, "ep": 4}, {"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "etp": 2}], ids=_name)
+@pytest.mark.parametrize(
+    "mapping", [{"tp": 2, "cp": 2, "ep": 4}, {"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "etp": 2}], ids=_name
+)
 def test_float32_agrees_on_the_first_step(pool, mapping):
     cfg = tiny(world_size=4, **mapping)
     single = replace(cfg, run=replace(cfg.run, dtype="float32"))
@@ -212,7 +224,7 @@ def test_mappings_of_sixteen_ranks(pool, mapping):
 
 @pytest.mark.slow
 def test_the_papers_accuracy_run_in_miniature(pool):
-    """A shrunk Mixtral-8x7B under TP2 CP2 PP2 EP8 ETP1 on 16 ranks: the loss curve is the oracle's (arXiv:2504.14960 sec. 5)."""
+    """A shrunk Mixtral-8x7B, TP2 CP2 PP2 EP8 ETP1 on 16 ranks: the loss curve is the oracle's (arXiv:2504.14960)."""
     degrees = {"world_size": 16, "tp": 2, "cp": 2, "pp": 2, "ep": 8, "etp": 1}
     cfg = config_from_dict(
         {

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from moefold.config.schema import Config
 from moefold.model.init import initialise
@@ -23,9 +22,7 @@ EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 
 
 def trainer_step(cfg: Config) -> Step:
-    """Our step with everything around it: norm, clipping, schedule and metrics, every degree 1."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """Our step with all around it: norm, clipping, schedule, metrics, every degree 1. Needs a process group of one."""
     model = parallelize(cfg, ParallelGroups.create(fold(world_size=1), torch.device("cpu")))
     training = TrainingStep(model, cfg)
     tokens, labels = _batch(cfg)
@@ -51,7 +48,7 @@ def bare_step(cfg: Config) -> Step:
 
 
 def transformers_step(cfg: Config, experts: str) -> Step:
-    """transformers' MixtralForCausalLM of the same sizes, with its router loss, in the same bare loop.
+    """Mixtral as transformers computes it, of the same sizes, with its router loss, in the same bare loop.
 
     Args:
         cfg: sizes and batch.

@@ -3,10 +3,12 @@
 import argparse
 import json
 import statistics
+from functools import partial
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.launch.place import Place
 
 
 def run(argv: list[str]) -> int:
@@ -15,7 +17,9 @@ def run(argv: list[str]) -> int:
     for name in ("steps", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
-    return _measure(bench_config(args.dtype), args)
+    from moefold.launch.ranks import start_ranks
+
+    return start_ranks(partial(_measure, bench_config(args.dtype), args), 1, "cpu")
 
 
 def bench_config(dtype: str) -> Config:
@@ -30,18 +34,27 @@ def bench_config(dtype: str) -> Config:
     )
 
 
-def _measure(cfg: Config, args: argparse.Namespace) -> int:
+def _measure(cfg: Config, args: argparse.Namespace, place: Place, device_type: str) -> int:
     import torch
 
+    from moefold.launch.ranks import joined
+
+    torch.set_num_threads(args.threads)
+    with joined(place, device_type):
+        return _compare(cfg, args)
+
+
+def _compare(cfg: Config, args: argparse.Namespace) -> int:
     from moefold.bench.contestants import EXPERTS_IMPLEMENTATIONS, bare_step, trainer_step, transformers_step
     from moefold.bench.race import median_ratio, race
 
-    torch.set_num_threads(args.threads)
     contestants = {"moefold": trainer_step(cfg), "moefold, bare loop": bare_step(cfg)}
     try:
         peers = {f"transformers, {kind}": transformers_step(cfg, kind) for kind in EXPERTS_IMPLEMENTATIONS}
     except ImportError:
-        raise ConfigError("moefold bench compares with transformers, which is missing: pip install 'moefold[hf]'") from None
+        raise ConfigError(
+            "moefold bench compares with transformers, which is missing: pip install 'moefold[hf]'"
+        ) from None
     quick = race(peers, warmup=1, rounds=2)
     fastest = min(quick, key=lambda name: statistics.median(quick[name]))
     times_s = race(contestants | {fastest: peers[fastest]}, warmup=5, rounds=args.steps)
@@ -70,10 +83,12 @@ def _measure(cfg: Config, args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moefold bench",
-        description="Time forward, backward and AdamW of a small MoE model in one process: the trainer's step, the same "
-        "model in a bare loop, and transformers' MixtralForCausalLM with its fastest experts implementation.",
+        description="Time forward, backward and AdamW of a small MoE model in one process: the trainer's step, the "
+        "same model in a bare loop, and transformers' MixtralForCausalLM with its fastest experts implementation.",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the maths (default float32)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the maths (default float32)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
     parser.add_argument("--steps", type=int, default=20, help="steps that count (default 20)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")

@@ -12,7 +12,6 @@ from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
 
 
-
 def run(argv: list[str]) -> int:
     """Train; returns the exit status."""
     args = _parser().parse_args(argv)
@@ -55,10 +54,13 @@ def _train(cfg: Config, place: Place | None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moefold train",
-        description="Train a model from a recipe. Starts the ranks itself on one machine; joins them under torchrun or srun.",
+        description="Train a model from a recipe: starts the ranks itself on one machine, or joins those of torchrun "
+        "and srun.",
         epilog="Ctrl-C finishes the step, saves if checkpoint.every is set, and exits 130; the same command resumes.",
     )
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE.toml", help="the recipe, for example recipes/quickstart.toml")
+    parser.add_argument(
+        "recipe", nargs="?", metavar="RECIPE.toml", help="the recipe, for example recipes/quickstart.toml"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the recipe")
     parser.add_argument("--keys", action="store_true", help="list every key of a recipe, with its default")
     return parser

@@ -44,7 +44,8 @@ def _verify(cfg: Config, steps: int) -> int:
     p, model = cfg.parallel, cfg.model
     print(
         f"attention tp={p.tp} cp={p.cp} dp={p.dp} pp={p.pp}, experts etp={p.etp} ep={p.ep} edp={p.edp} pp={p.pp}: "
-        f"{p.world_size} ranks, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_experts} experts, float64"
+        f"{p.world_size} ranks, {model.num_layers} layers, hidden {model.hidden_size}, "
+        f"{model.num_experts} experts, float64"
     )
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=model.vocab_size, seed=cfg.run.seed)
     oracle = run_oracle(cfg, steps)
@@ -60,7 +61,8 @@ def _verify(cfg: Config, steps: int) -> int:
     if is_equal:
         print(f"equal: all {len(found)} numbers and tensors agree within {TOLERANCE:.0e}")
     else:
-        print(f"NOT equal: {sum(d.error > TOLERANCE for d in found)} of {len(found)} differ by more than {TOLERANCE:.0e}:")
+        num_wrong = sum(d.error > TOLERANCE for d in found)
+        print(f"NOT equal: {num_wrong} of {len(found)} differ by more than {TOLERANCE:.0e}:")
         print("\n".join(f"  {d.error:.2e}  {d.name}" for d in found[:10]))
     return 0 if is_equal else 1
 
@@ -69,7 +71,8 @@ def _refuse_too_many(world_size: int) -> None:
     have_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     if world_size * RANK_GIB > have_gib:
         raise ConfigError(
-            f"parallel.world_size={world_size} ranks of about {RANK_GIB} GiB do not fit this machine's {have_gib:.0f} GiB; "
+            f"parallel.world_size={world_size} ranks of about {RANK_GIB} GiB do not fit this machine's "
+            f"{have_gib:.0f} GiB; "
             "add --shrink, which keeps every degree but dp, or lower the degrees"
         )
 
@@ -77,11 +80,11 @@ def _refuse_too_many(world_size: int) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moefold verify",
-        description="Train some steps in float64 on this machine's CPU, once in one process with plain maths and once under "
-        "the recipe's mapping, and compare every loss, gradient and weight. Exit 0: equal. Exit 1: not.",
+        description="Train some steps in float64 on this machine's CPU, once in one process with plain maths and once "
+        "under the recipe's mapping, and compare every loss, gradient and weight. Exit 0: equal. Exit 1: not.",
     )
     parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe whose mapping is to be proved")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the recipe")
-    parser.add_argument("--shrink", action="store_true", help="make the model as small as the mapping allows, on made-up data")
+    parser.add_argument("--shrink", action="store_true", help="make the model as small as the mapping allows")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
     return parser

@@ -1,4 +1,4 @@
-"""Which rank this process is, if a launcher started it: torchrun or SLURM. The only reader of their environment. Torch-free."""
+"""Which rank this process is, if torchrun or SLURM started it: the only reader of their environment. Torch-free."""
 
 import os
 import subprocess

@@ -3,9 +3,8 @@
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from collections.abc import Iterator
 from signal import Signals
 
 import torch
@@ -71,7 +70,7 @@ def start_ranks(main: RankMain, world_size: int, device_type: str) -> int:
         return _failed(error)
     except SignalException as error:
         return SIGNAL_STATUS + int(error.sigval)
-    return max(statuses.values())
+    return int(max(statuses.values()))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefold.config.schema import ModelConfig
-from moefold.model.core_attention import CausalAttention
+from moefold.model.core_attention import CausalAttention, CoreAttention
 from moefold.model.norm import RMSNorm
 from moefold.model.parameter import local
 from moefold.model.rope import Rotation
@@ -15,8 +15,8 @@ from moefold.model.seams import Tokens, WholeTokens
 class Attention(nn.Module):
     """Projections, rotation and the attention core. Head counts come from the sizes of the local weights.
 
-    `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism) and `key_value_rows` (the rows of
-    wk and wv that belong to this rank's query heads, where tp exceeds the number of query groups).
+    `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism) and `key_value_rows` (the
+    rows of wk and wv that belong to this rank's query heads, where tp exceeds the number of query groups).
     """
 
     def __init__(self, cfg: ModelConfig) -> None:
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(head, cfg.norm_eps) if cfg.qk_norm else None
         self.key_norm = RMSNorm(head, cfg.norm_eps) if cfg.qk_norm else None
         self.tokens: Tokens = WholeTokens()
-        self.core = CausalAttention()
+        self.core: CoreAttention = CausalAttention()
         self.key_value_rows = slice(None)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:

@@ -17,9 +17,9 @@ OUTPUT_WEIGHTS = ("wo", "w_down")
 def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
     """Fill the local parts of all parameters; no communication.
 
-    Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one, biases
-    zero. Each logical tensor, each expert by itself, comes from a generator of its own, seeded by (seed, name) and drawn in
-    float32 on the CPU. At most one whole logical tensor is in memory at a time.
+    Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one,
+    biases zero. Each logical tensor, each expert by itself, comes from a generator of its own, seeded by (seed, name)
+    and drawn in float32 on the CPU. At most one whole logical tensor is in memory at a time.
     """
     for name, parameter in module.named_parameters():
         for whole_name, shape, index, part in _logical_parts(name, parameter):

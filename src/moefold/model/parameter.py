@@ -8,8 +8,9 @@ from torch.distributed.tensor import DTensor
 def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The part of a parameter that this rank computes with, in the compute type.
 
-    A parameter that tensor-parallel ranks hold whole gets a *part* of its gradient on each of them, because each sees other
-    tokens or heads; `parallel.gradients.sum_replicated_gradients` adds the parts once a step. A sharded one gets its own.
+    A parameter that tensor-parallel ranks hold whole gets a *part* of its gradient on each of them, because each sees
+    other tokens or heads; `parallel.gradients.sum_replicated_gradients` adds the parts once a step. A sharded one
+    gets its own.
 
     Args:
         parameter: a plain tensor, or a DTensor.

@@ -1,6 +1,7 @@
 """The two seams at which `parallelize` enters the maths, and what stands there on one rank.
 
-A module sees tokens through `Tokens` and the vocabulary through `Vocabulary`; the twins that communicate are in `parallel/`.
+A module sees tokens through `Tokens` and the vocabulary through `Vocabulary`; the twins that communicate are in
+`parallel/`.
 """
 
 from typing import Protocol

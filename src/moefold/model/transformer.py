@@ -96,7 +96,8 @@ class Transformer(nn.Module):
         """Run the layers of this stage.
 
         Args:
-            x: tokens, int64 [B, S/cp], on the first stage; else the hidden states of the stage before, [S/(cp*tp), B, H].
+            x: tokens, int64 [B, S/cp], on the first stage; else the hidden states of the stage before, [S/(cp*tp), B,
+            H].
             labels: next tokens, int64 [B, S/cp]; used by the last stage.
             weights: share of each token in the loss, [B, S/cp]: 1/(target tokens of the global batch), 0 where masked.
 

@@ -1,6 +1,7 @@
 """Collectives on local tensors, with gradients. A group of one rank costs nothing.
 
-Every gradient here is the exact adjoint under the convention that the loss of the world is the *sum* of the losses of its
+Every gradient here is the exact adjoint under the convention that the loss of the world is the *sum* of the losses of
+its
 ranks: the adjoint of all-gather is reduce-scatter (sum), and the other way round. No scale factors appear anywhere.
 """
 

@@ -14,19 +14,22 @@ from moefold.parallel.groups import Group
 def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], tp: Group) -> None:
     """Add up over tp the gradients of parameters that its ranks hold whole: norms, router, K/V of few groups.
 
-    Under sequence parallelism each tp rank has a part of them (other tokens, other heads). One all-reduce a step; every rank
-    of a tensor-parallel group calls it once all micro-batches are through and data parallelism has reduced.
+    Under sequence parallelism each tp rank has a part of them (other tokens, other heads). One all-reduce a step;
+    every rank of a tensor-parallel group calls it once all micro-batches are through and data parallelism has
+    reduced.
     """
     if tp.size == 1:
         return
-    grads = [_local(p.grad) for p in parameters.values() if _is_whole_on_tp(p.grad)]
+    grads = [_local(p.grad) for p in parameters.values() if p.grad is not None and _is_whole_on_tp(p.grad)]
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat, group=tp.handle)
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))
 
 
-def gradient_norm(parameters: Mapping[str, nn.Parameter], world: Group, *, skip: frozenset[str] = frozenset()) -> Tensor:
+def gradient_norm(
+    parameters: Mapping[str, nn.Parameter], world: Group, *, skip: frozenset[str] = frozenset()
+) -> Tensor:
     """Euclidean norm of the gradient of the whole model; one all-reduce over the world.
 
     A gradient that n ranks hold alike contributes 1/n of its square on each of them.
@@ -67,7 +70,7 @@ def _local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def _is_whole_on_tp(grad: Tensor | None) -> bool:
+def _is_whole_on_tp(grad: Tensor) -> bool:
     if not isinstance(grad, DTensor):
         return False
     names = grad.device_mesh.mesh_dim_names

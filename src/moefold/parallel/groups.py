@@ -53,8 +53,8 @@ class MoEGroups:
 class ParallelGroups:
     """Every communicator of one rank, and the two device meshes of its pipeline stage.
 
-    `dense_mesh` has the axes (dp_cp, one, tp), `expert_mesh` (edp, one, ep, etp); both hold the ranks of this pipeline stage.
-    `one` has one rank: it is the shard axis where data parallelism replicates.
+    `dense_mesh` has the axes (dp_cp, one, tp), `expert_mesh` (edp, one, ep, etp); both hold the ranks of this
+    pipeline stage. `one` has one rank: it is the shard axis where data parallelism replicates.
     """
 
     layout: Layout

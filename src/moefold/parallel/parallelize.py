@@ -77,9 +77,7 @@ def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
     positions = sequence_positions(cfg.parallel.context, cfg.train.seq_len, layout.cp, groups.attn.cp.rank)
     positions = torch.as_tensor(positions, device=groups.device)
     with torch.device("meta"):
-        stages = [
-            Transformer(cfg, ranges[i], is_first=i == 0, is_last=i == len(ranges) - 1) for i in numbers
-        ]
+        stages = [Transformer(cfg, ranges[i], is_first=i == 0, is_last=i == len(ranges) - 1) for i in numbers]
     for stage in stages:
         stage.to(master_dtype(cfg))
         _apply_tensor_parallel(stage, groups)

@@ -1,11 +1,14 @@
 """Pipeline parallelism through torch.distributed.pipelining: the cut into stages, the schedule, tied embeddings."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 
 from moefold.config.schema import Config
@@ -49,7 +52,7 @@ class Pipeline:
         )
         loss = torch.empty(1, dtype=_loss_dtype(stages[0].dtype), device="meta", requires_grad=True)
         num_stages = layout.pp * cfg.parallel.virtual_stages
-        built = [
+        built: list[_PipelineStageBase] = [
             PipelineStage(
                 _reduce_each_micro_batch(module) if self._zero >= 2 else module,
                 number,
@@ -65,9 +68,11 @@ class Pipeline:
         self._evaluation = _schedule(cfg.parallel.schedule, built, cfg.num_micro_batches)
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Add the gradients of the batch to the parameters; returns the weighted loss of my tokens, [1], 0 off the last stage."""
+        """Add the gradients of the batch to the parameters; returns my weighted loss, [1], 0 off the last stage."""
         losses: list[Tensor] = []
-        self._schedule.step(*self._inputs(batch), target=batch.labels, losses=losses, return_outputs=False, **_targets(batch))
+        self._schedule.step(
+            *self._inputs(batch), target=batch.labels, losses=losses, return_outputs=False, **_targets(batch)
+        )
         for module in self._modules:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
@@ -125,7 +130,7 @@ def _reduce_each_micro_batch(stage: nn.Module) -> nn.Module:
 
 
 def _schedule(
-    name: str, stages: list[PipelineStage], num_micro_batches: int
+    name: str, stages: list[_PipelineStageBase], num_micro_batches: int
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     if name == "interleaved":
         return ScheduleInterleaved1F1B(stages, num_micro_batches, loss_fn=_weighted_loss, scale_grads=False)
@@ -138,7 +143,7 @@ def _weighted_loss(output: Tensor, target: Tensor) -> Tensor:
     return output.sum()
 
 
-def _targets(batch: Batch) -> dict[str, Tensor]:
+def _targets(batch: Batch) -> dict[str, Any]:
     return {"labels": batch.labels, "weights": batch.weights}
 
 

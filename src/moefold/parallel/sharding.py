@@ -1,5 +1,8 @@
-"""Which rank holds which part of each parameter: tensor and expert shards as DTensors, data-parallel shards by FSDP2."""
+"""Which rank holds which part of a parameter: tensor and expert shards are DTensors, data-parallel ones FSDP2's."""
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -32,7 +35,9 @@ def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
             if ".experts." in name:
                 sharded = _meta_shard(parameter, expert_mesh, EXPERT_PLACEMENTS[leaf])
             else:
-                sharded = _meta_shard(parameter, tp_mesh, (_dense_placement(name, leaf, stage.cfg.model, groups.layout.tp),))
+                sharded = _meta_shard(
+                    parameter, tp_mesh, (_dense_placement(name, leaf, stage.cfg.model, groups.layout.tp),)
+                )
             module.register_parameter(leaf, nn.Parameter(sharded))
 
 
@@ -71,7 +76,7 @@ def shard_data_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def master_dtype(cfg: Config):  # noqa: ANN201
+def master_dtype(cfg: Config) -> torch.dtype:
     """Type of the master weights, gradients and moments: float32, or float64 where the maths is."""
     return TORCH_DTYPES["float64" if cfg.run.dtype == "float64" else "float32"]
 
@@ -93,8 +98,8 @@ def _meta_shard(parameter: Tensor, mesh: DeviceMesh, placements: tuple[Placement
     return DTensor.from_local(parameter.new_empty(shape), mesh, placements, run_check=False)
 
 
-def _expert_shard_dim(edp: int):  # noqa: ANN202
-    def placement(parameter: Tensor) -> Shard | None:
+def _expert_shard_dim(edp: int) -> Callable[[nn.Parameter], Shard]:
+    def placement(parameter: nn.Parameter) -> Shard:
         """Cut experts apart over edp, or, where there are too few, each expert's rows."""
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if local.shape[0] % edp and local.shape[1] % edp == 0:

@@ -1,4 +1,4 @@
-"""Tensor parallelism with sequence parallelism (arXiv:1909.08053, arXiv:2205.05198): the seams of the maths that communicate."""
+"""Tensor with sequence parallelism (arXiv:1909.08053, arXiv:2205.05198): the seams of the maths that communicate."""
 
 from functools import partial
 
@@ -50,8 +50,8 @@ class ShardedVocabulary:
 def key_value_rows(cfg: ModelConfig, tp: Group) -> slice:
     """The rows of the local wk and wv that this rank's query heads attend to.
 
-    Where tp divides the query groups the local rows are exactly those. Where tp is larger, wk and wv are whole on each rank,
-    and tp / num_query_groups neighbours share one group.
+    Where tp divides the query groups the local rows are exactly those. Where tp is larger, wk and wv are whole on
+    each rank, and tp / num_query_groups neighbours share one group.
     """
     if cfg.num_query_groups % tp.size == 0:
         return slice(None)

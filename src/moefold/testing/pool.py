@@ -1,8 +1,8 @@
 """Gloo ranks on this machine without the price of importing torch: parity tests and `moefold verify` run on them.
 
 Each task gets fresh processes, forked in milliseconds from a fork server that has torch in memory: torch caches device
-meshes by their ranks, so a process that outlived its process groups would use dead ones. A task that fails or outlasts its
-time limit ends with the tracebacks of its ranks.
+meshes by their ranks, so a process that outlived its process groups would use dead ones. A task that fails or
+outlasts its time limit ends with the tracebacks of its ranks.
 """
 
 import faulthandler
@@ -128,7 +128,7 @@ def _report(failures: dict[int, str], silent: list[int], timeout_s: float) -> st
 
 def _serve(connection: Connection, task: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0), file=sys.__stderr__)
+    faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0), file=sys.stderr)
     try:
         function, args = connection.recv()
         timeout = timedelta(seconds=timeout_s)
@@ -138,7 +138,7 @@ def _serve(connection: Connection, task: str, port: int, rank: int, world_size: 
         )
         answer = (True, function(*args))
         dist.barrier()
-    except BaseException:  # the parent decides: every failure of a rank travels to it as text
+    except BaseException:  # noqa: BLE001 - the parent decides: every failure of a rank travels to it as text
         answer = (False, traceback.format_exc())
     # Plain pickle: torch's own would share memory with a process that ends here.
     connection.send_bytes(pickle.dumps(answer))

@@ -78,12 +78,10 @@ class TrainingStep:
         return float(all_reduce_sum(self._my_share(total.double()), self.model.groups.world)) / len(batches)
 
     def _my_share(self, loss: Tensor) -> Tensor:
-        """tp ranks compute the same token losses: one of them speaks for all."""
+        """Tensor-parallel ranks compute the same token losses: one of them speaks for all."""
         return loss if self._speaks_for_tp else torch.zeros_like(loss)
 
-    def _agree(
-        self, loss: Tensor, norm: Tensor, rate: float, flags: Sequence[bool], memory_gib: float
-    ) -> StepResult:
+    def _agree(self, loss: Tensor, norm: Tensor, rate: float, flags: Sequence[bool], memory_gib: float) -> StepResult:
         """Sum everything that is counted over the ranks, in one all-reduce."""
         world, device = self.model.groups.world, loss.device
         scalars = torch.zeros(5, dtype=torch.float64, device=device)

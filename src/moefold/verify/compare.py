@@ -51,8 +51,8 @@ def run_oracle(cfg: Config, num_steps: int) -> OracleRecord:
 def differences(oracle: OracleRecord, ranks: Sequence[MappingRecord]) -> list[Difference]:
     """Every number and tensor of the mapping against the oracle, worst first.
 
-    The error of a tensor is its largest absolute deviation over the largest magnitude of the oracle's tensor; of a number,
-    its relative deviation. A tensor that one side lacks has an infinite error.
+    The error of a tensor is its largest absolute deviation over the largest magnitude of the oracle's tensor; of a
+    number, its relative deviation. A tensor that one side lacks has an infinite error.
     """
     found = []
     for rank, record in enumerate(ranks):

@@ -29,8 +29,8 @@ class MappingRecord:
 def run_mapping(cfg: Config, num_steps: int) -> MappingRecord:
     """Train `num_steps` steps under the recipe's mapping; every rank of the process group calls it.
 
-    Gradients are those of the first batch, before clipping; the evaluation is that of the weights after the last step on
-    the first validation batch.
+    Gradients are those of the first batch, before clipping; the evaluation is that of the weights after the last step
+    on the first validation batch.
     """
     # Gathering whole tensors axis by axis is what this wants; torch would warn about each.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)

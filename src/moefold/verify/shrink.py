@@ -14,8 +14,8 @@ ROWS_OF_A_SHARD = 32
 def shrink(cfg: Config) -> Config:
     """Make everything as small as the mapping allows.
 
-    All degrees but dp and edp stay, and so do the kinds of layers, routing, dropping, context, dispatcher and schedule. The
-    data becomes synthetic, so that a recipe can be proved where its data is not.
+    All degrees but dp and edp stay, and so do the kinds of layers, routing, dropping, context, dispatcher and
+    schedule. The data becomes synthetic, so that a recipe can be proved where its data is not.
 
     Raises:
         ConfigError: the recipe is not legal to begin with.
