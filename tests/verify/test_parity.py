@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
+import torch
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
@@ -240,3 +241,16 @@ def test_the_papers_accuracy_run_in_miniature(pool):
     curve = [step.loss for step in ranks[0].steps]
     assert curve == pytest.approx([step.loss for step in oracle.steps], rel=1e-9)
     assert curve[-1] < curve[0]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mapping", [{"world_size": 1}, {"world_size": 4, "tp": 2, "cp": 2, "ep": 4}], ids=_name)
+def test_bfloat16_follows_the_oracle(pool, mapping):
+    cfg = tiny(train={"seq_len": 32, "global_batch_size": 8}, **mapping)
+    half = replace(cfg, run=replace(cfg.run, dtype="bfloat16"))
+    record = pool.run(cfg.parallel.world_size, run_mapping, half, STEPS)[0]
+    oracle = _oracle(cfg)
+    assert [s.loss for s in record.steps] == pytest.approx([s.loss for s in oracle.steps], rel=5e-3)
+    assert [s.grad_norm for s in record.steps] == pytest.approx([s.grad_norm for s in oracle.steps], rel=5e-2)
+    if record.weights:
+        assert {w.dtype for w in record.weights.values()} == {torch.float32}

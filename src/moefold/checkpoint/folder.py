@@ -51,10 +51,16 @@ def draft_path(folder: Path, step: int) -> Path:
     return folder / f".step-{step:06d}.partial"
 
 
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name, -1 for another name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first."""
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / META_FILE).is_file()]
+    complete = [path for path in folder.glob("step-*") if step_of(path) >= 0 and (path / META_FILE).is_file()]
+    return sorted(complete, key=step_of)
 
 
 def write_meta(path: Path, meta: CheckpointMeta) -> None:
@@ -84,27 +90,55 @@ def find_resume(cfg: Config) -> Path | None:
     """The checkpoint that a run continues from, or None for a new run.
 
     Raises:
-        ConfigError: it is one of another model.
+        ConfigError: it is one of another model, or the run would write beside checkpoints of later steps, which a later
+            "auto" would take for its own.
     """
     wish = cfg.checkpoint.resume
-    if wish == "never":
-        return None
+    complete = complete_checkpoints(checkpoint_folder(cfg))
     if wish == "auto":
-        complete = complete_checkpoints(checkpoint_folder(cfg))
-        if not complete:
-            return None
-        path = complete[-1]
+        path = complete[-1] if complete else None
     else:
-        path = Path(wish)
-    _refuse_other_model(path, read_meta(path), cfg)
+        path = None if wish == "never" else Path(wish)
+    meta = None if path is None else read_meta(path)
+    if path is not None and meta is not None:
+        _refuse_other_model(path, meta, cfg)
+    if wish != "auto" and cfg.checkpoint.every:
+        _refuse_later(complete, meta.step if meta else 0, cfg)
     return path
 
 
+def put_in_place(draft: Path, final: Path) -> None:
+    """Give a finished draft its name; a checkpoint that has it already goes."""
+    if final.exists():
+        _remove(final)
+    draft.rename(final)
+
+
 def remove_older(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints; 0 keeps all."""
-    if keep:
-        for path in complete_checkpoints(folder)[:-keep]:
+    """Delete all but the newest `keep` complete checkpoints (0 keeps all), and what killed runs left half written."""
+    for path in complete_checkpoints(folder)[:-keep] if keep else ():
+        _remove(path)
+    for pattern in (".step-*.partial", ".step-*.old"):
+        for path in folder.glob(pattern):
             shutil.rmtree(path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint so that a kill in between leaves no part of it under its name."""
+    doomed = path.with_name(f".{path.name}.old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _refuse_later(complete: list[Path], step: int, cfg: Config) -> None:
+    later = [path for path in complete if step_of(path) > step]
+    if later:
+        raise ConfigError(
+            f"checkpoint.resume={cfg.checkpoint.resume!r} starts after step {step}, but there are checkpoints of later "
+            f"steps, such as {str(later[-1])!r}, which would count as those of this run; move them away, "
+            "or set another run.dir"
+        )
 
 
 def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
@@ -117,5 +151,5 @@ def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
     if wrong:
         raise ConfigError(
             f"checkpoint {str(path)!r} is of another model: {'; '.join(wrong)}; give the recipe its sizes, "
-            "set another run.dir, or set checkpoint.resume='never' to start anew"
+            "or set another run.dir"
         )

@@ -43,7 +43,7 @@ def _train(cfg: Config, place: Place | None) -> int:
     from moefold.train.rank import train_rank
 
     world_size = cfg.parallel.world_size
-    device_type = choose_device(cfg.run.device, world_size, local=place is None)
+    device_type = choose_device(cfg.run.device, world_size, place)
     if place is None or place.local_rank == 0:
         prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     if place is not None:

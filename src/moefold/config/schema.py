@@ -221,7 +221,7 @@ class TrainConfig:
     eval_every: int = 0
     """Evaluate on held-out text every so many steps and after the last; 0 never."""
     eval_samples: int = 16
-    """Held-out samples of one evaluation, rounded up to whole global micro-batches."""
+    """Held-out samples of one evaluation, each once; of fewer, all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

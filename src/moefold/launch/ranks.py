@@ -2,10 +2,11 @@
 
 import logging
 import os
+import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from signal import Signals
 
 import torch
 import torch.distributed as dist
@@ -15,32 +16,43 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moefold.errors import ConfigError
 from moefold.launch.place import Place
-
-EXIT_FAILED = 1
-EXIT_USER_ERROR = 2
-SIGNAL_STATUS = 128
+from moefold.launch.relay import SignalRelay
+from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
 
 RankMain = Callable[[Place, str], int]
 """What a rank runs: given its place and its device type, returns the exit status of the job."""
 
+LEFT_TO_ELASTIC = "SIGQUIT"
+"""The one signal that torch's agent handles: it ends the ranks at once."""
 
-def choose_device(wish: str, world_size: int, *, local: bool) -> str:
+NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+"""Loggers that report, in their own words, what `start_ranks` says in one line."""
+
+
+def choose_device(wish: str, world_size: int, place: Place | None) -> str:
     """The device type of the ranks, "cpu" or "cuda", without touching a GPU.
 
     Args:
         wish: run.device.
         world_size: ranks of the job.
-        local: all ranks run on this machine.
+        place: of this process, if a launcher started it; else all ranks run on this machine.
 
     Raises:
-        ConfigError: there are fewer GPUs than ranks.
+        ConfigError: there are fewer GPUs than ranks on this machine.
     """
     num_gpus = torch.cuda.device_count()
     device = wish if wish != "auto" else "cuda" if num_gpus else "cpu"
-    if device == "cuda" and local and num_gpus < world_size:
+    if device != "cuda":
+        return device
+    if place is None and num_gpus < world_size:
         raise ConfigError(
             f"parallel.world_size={world_size} needs a GPU for each rank, and this machine shows {num_gpus}; "
             "set run.device='cpu', or fewer ranks"
+        )
+    if place is not None and num_gpus <= place.local_rank:
+        raise ConfigError(
+            f"run.device={wish!r} needs a GPU for each rank, and local rank {place.local_rank} finds {num_gpus} on its "
+            "machine; start as many ranks on each machine as it has GPUs, or set run.device='cpu'"
         )
     return device
 
@@ -48,11 +60,12 @@ def choose_device(wish: str, world_size: int, *, local: bool) -> str:
 def start_ranks(main: RankMain, world_size: int, device_type: str) -> int:
     """Run `main` on `world_size` new processes of this machine and wait for them; returns the exit status.
 
-    CPU ranks are forked from this process, which has torch in memory already; GPU ranks must be spawned.
+    CPU ranks are forked from this process, which has torch in memory already; GPU ranks must be spawned. Ctrl-C and
+    SIGTERM are passed to the ranks, which end by themselves. A rank that fails ends the job: stderr names it.
     """
     if world_size == 1:
         return main(Place(0, 0, 1, "127.0.0.1", _free_port()), device_type)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -63,14 +76,16 @@ def start_ranks(main: RankMain, world_size: int, device_type: str) -> int:
         max_restarts=0,
         monitor_interval=0.1,
         start_method="fork" if device_type == "cpu" else "spawn",
+        signals_to_handle=LEFT_TO_ELASTIC,
     )
-    try:
-        statuses = elastic_launch(config, _rank_entry)(main, device_type)
-    except ChildFailedError as error:
-        return _failed(error)
-    except SignalException as error:
-        return SIGNAL_STATUS + int(error.sigval)
-    return int(max(statuses.values()))
+    with SignalRelay() as relay:
+        try:
+            statuses: dict[int, int] = elastic_launch(config, _rank_entry)(main, device_type, os.getpid())
+        except ChildFailedError as error:
+            return _failed(error, relay)
+        except SignalException as error:
+            return SIGNAL_STATUS + int(error.sigval)
+    return max(statuses.values())
 
 
 @contextmanager
@@ -94,7 +109,8 @@ def joined(place: Place, device_type: str) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def _rank_entry(main: RankMain, device_type: str) -> int:
+def _rank_entry(main: RankMain, device_type: str, launcher: int) -> int:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     environment = os.environ
     place = Place(
         rank=int(environment["RANK"]),
@@ -103,17 +119,36 @@ def _rank_entry(main: RankMain, device_type: str) -> int:
         master_address=environment["MASTER_ADDR"],
         master_port=int(environment["MASTER_PORT"]),
     )
-    return main(place, device_type)
+    status = main(place, device_type)
+    if os.getppid() != launcher:
+        # torch sends ranks a SIGINT when their launcher dies. They end as on Ctrl-C; nobody waits for the status.
+        os._exit(status)
+    return status
 
 
-def _failed(error: ChildFailedError) -> int:
-    """Say which rank ended the job first; a rank that met a user error has printed it."""
-    first = error.get_first_failure()[1]
-    if first.exitcode == EXIT_USER_ERROR:
+def _failed(error: ChildFailedError, relay: SignalRelay) -> int:
+    """The exit status of a job that a rank ended; says which rank, unless the user did it or has been told why."""
+    rank, failure = error.get_first_failure()
+    if failure.exitcode == EXIT_USER_ERROR:
         return EXIT_USER_ERROR
-    how = Signals(-first.exitcode).name if first.exitcode < 0 else f"exit status {first.exitcode}"
-    print(f"moefold: rank {error.get_first_failure()[0]} failed ({how}); its traceback is above", flush=True)
+    if relay.explains(failure.exitcode):
+        return SIGNAL_STATUS + relay.received[0]
+    print(f"moefold: rank {rank} {_how(failure.exitcode)}, and the others were ended", file=sys.stderr, flush=True)
     return EXIT_FAILED
+
+
+def _how(exitcode: int) -> str:
+    if exitcode == -signal.SIGKILL:
+        return "was killed by SIGKILL (as happens when memory runs out)"
+    if exitcode < 0:
+        return f"was ended by {signal.Signals(-exitcode).name}"
+    return f"failed (exit status {exitcode})"
+
+
+def _silence() -> None:
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(NOISY):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _free_port() -> int:

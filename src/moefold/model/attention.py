@@ -2,10 +2,10 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moefold.config.schema import ModelConfig
 from moefold.model.core_attention import CausalAttention, CoreAttention
+from moefold.model.linear import linear
 from moefold.model.norm import RMSNorm
 from moefold.model.parameter import local
 from moefold.model.rope import Rotation
@@ -54,9 +54,9 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         attended = self.core(rotation(query), rotation(key), value)
-        return self.tokens.scatter(F.linear(attended.flatten(2), local(self.wo, x.dtype)))
+        return self.tokens.scatter(linear(attended.flatten(2), local(self.wo, x.dtype)))
 
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """[S, B, H] -> [S, B, heads of this rank, D]."""
         offset = None if bias is None else local(bias, x.dtype)[rows]
-        return F.linear(x, local(weight, x.dtype)[rows], offset).unflatten(-1, (-1, self.head_size))
+        return linear(x, local(weight, x.dtype)[rows], offset).unflatten(-1, (-1, self.head_size))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moefold.model.linear import linear
 from moefold.model.parameter import local
 from moefold.model.seams import Tokens, WholeTokens
 
@@ -21,6 +22,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]."""
         x = self.tokens.gather(x)
-        gate = F.linear(x, local(self.w_gate, x.dtype))
-        up = F.linear(x, local(self.w_up, x.dtype))
-        return self.tokens.scatter(F.linear(F.silu(gate) * up, local(self.w_down, x.dtype)))
+        gate = linear(x, local(self.w_gate, x.dtype))
+        up = linear(x, local(self.w_up, x.dtype))
+        return self.tokens.scatter(linear(F.silu(gate) * up, local(self.w_down, x.dtype)))

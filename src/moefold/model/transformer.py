@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moefold.config.schema import Config, ModelConfig
 from moefold.model.attention import Attention
+from moefold.model.linear import linear
 from moefold.model.mlp import SwiGLU
 from moefold.model.norm import RMSNorm
 from moefold.model.parameter import local
@@ -66,7 +66,7 @@ class Head(nn.Module):
         weight = tied if self.weight is None else self.weight
         assert weight is not None
         x = self.tokens.gather(self.norm(x))
-        return F.linear(x, local(weight, x.dtype))
+        return linear(x, local(weight, x.dtype))
 
 
 class Transformer(nn.Module):

@@ -1,7 +1,6 @@
 """Token dropping: what an expert with a limited capacity keeps.
 
-Capacity is that of arXiv:2006.16668 sec. 2.2; to decide on a rank's own tokens is the default of arXiv:2504.14960
-sec. 3.3.
+Capacity is that of arXiv:2006.16668 sec. 2.2; to decide on a rank's own tokens is the default of arXiv:2504.14960.
 """
 
 import math

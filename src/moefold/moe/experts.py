@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from moefold.model.gemm import padded_rows, product
 from moefold.model.parameter import local
-from moefold.moe.gemm import linear, padded_rows
 
 GROUPED_ALIGNMENT_BYTES = 16
 """grouped_mm wants every stride to be a multiple of this."""
@@ -86,8 +86,8 @@ class _LoopedSwiGLU(torch.autograd.Function):
         inner = []
         for e, rows in _spans(rows_per_expert):
             x = _pad(x_RH[rows])
-            gate, up = linear(x, w_gate_EHF[e].t()), linear(x, w_up_EHF[e].t())
-            y = linear(F.silu(gate).mul_(up), w_down_EFH[e].t())
+            gate, up = product(x, w_gate_EHF[e].t()), product(x, w_up_EHF[e].t())
+            y = product(F.silu(gate).mul_(up), w_down_EFH[e].t())
             y_RH[rows] = y[: rows.stop - rows.start]
             inner += [gate, up]
         ctx.save_for_backward(x_RH, w_gate_EHF, w_up_EHF, w_down_EFH, *inner)
@@ -109,14 +109,14 @@ class _LoopedSwiGLU(torch.autograd.Function):
             grad_y = _pad(grad_RH[rows])
             # grad_y has fewer columns than the hidden layer: of the two, it is cheaper to transpose.
             silu = F.silu(gate)
-            grad_down_EFH[e] = linear(grad_y.t(), (silu * up).t()).t()
-            grad_hidden = linear(grad_y, w_down_EFH[e])
+            grad_down_EFH[e] = product(grad_y.t(), (silu * up).t()).t()
+            grad_hidden = product(grad_y, w_down_EFH[e])
             grad_up = silu.mul_(grad_hidden)
             grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate)
             x_t = _pad(x_RH[rows]).t().contiguous()
-            grad_gate_EHF[e] = linear(x_t, grad_gate.t())
-            grad_up_EHF[e] = linear(x_t, grad_up.t())
-            by_gate, by_up = linear(grad_gate, w_gate_EHF[e]), linear(grad_up, w_up_EHF[e])
+            grad_gate_EHF[e] = product(x_t, grad_gate.t())
+            grad_up_EHF[e] = product(x_t, grad_up.t())
+            by_gate, by_up = product(grad_gate, w_gate_EHF[e]), product(grad_up, w_up_EHF[e])
             count = rows.stop - rows.start
             torch.add(by_gate[:count], by_up[:count], out=grad_x_RH[rows])
         return grad_x_RH, grad_gate_EHF, grad_up_EHF, grad_down_EFH, None

@@ -52,20 +52,25 @@ class Pipeline:
         )
         loss = torch.empty(1, dtype=_loss_dtype(stages[0].dtype), device="meta", requires_grad=True)
         num_stages = layout.pp * cfg.parallel.virtual_stages
-        built: list[_PipelineStageBase] = [
-            PipelineStage(
-                _reduce_each_micro_batch(module) if self._zero >= 2 else module,
-                number,
-                num_stages,
-                groups.device,
-                input_args=(tokens if module.is_first else hidden,),
-                output_args=(loss if module.is_last else hidden,),
-                group=groups.pp.handle,
-            )
-            for number, module in zip(numbers, stages, strict=True)
-        ]
-        self._schedule = _schedule(cfg.parallel.schedule, built, cfg.num_micro_batches)
-        self._evaluation = _schedule(cfg.parallel.schedule, built, cfg.num_micro_batches)
+
+        def build() -> list[_PipelineStageBase]:
+            return [
+                PipelineStage(
+                    _reduce_each_micro_batch(module) if self._zero >= 2 else module,
+                    number,
+                    num_stages,
+                    groups.device,
+                    input_args=(tokens if module.is_first else hidden,),
+                    output_args=(loss if module.is_last else hidden,),
+                    group=groups.pp.handle,
+                )
+                for number, module in zip(numbers, stages, strict=True)
+            ]
+
+        # Each schedule has stages of its own: torch 2.11 decides once, when a schedule first runs, whether what its
+        # stages receive needs gradients. An evaluation on the stages of training would switch them off for good.
+        self._schedule = _schedule(cfg.parallel.schedule, build(), cfg.num_micro_batches)
+        self._evaluation = _schedule(cfg.parallel.schedule, build(), cfg.num_micro_batches)
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Add the gradients of the batch to the parameters; returns my weighted loss, [1], 0 off the last stage."""

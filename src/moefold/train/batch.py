@@ -19,19 +19,37 @@ class BatchLoader:
 
     def __init__(self, split: Split, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
         self._split = split
-        self._cfg = cfg
+        self._size = cfg.train.global_batch_size
         self._count = cfg.num_micro_batches * cfg.train.micro_batch_size
         self._first = groups.attn.dp.rank * self._count
         self._positions = positions.cpu().numpy()
         self._device = groups.device
-        self._weight = 1.0 / cfg.tokens_per_step
         self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
 
     def batch(self, first_sample: int) -> Batch:
         """This rank's part of the global batch that starts at sample `first_sample` of the run."""
-        inputs, labels = self._split.batch(first_sample + self._first, self._count)
+        return self._part(first_sample, first_sample + self._size, self._size)
+
+    def evaluation(self, num_samples: int) -> list[Batch]:
+        """This rank's part of the first `num_samples` of the split, each taken once: of a smaller split, all.
+
+        The weights of all batches and ranks sum to 1. A global batch that the samples do not fill goes on with samples
+        that weigh nothing, so the mean does not depend on the size of the batch.
+        """
+        # An empty split explains itself when it is asked for a sample.
+        num_samples = max(1, min(num_samples, len(self._split)))
+        return [self._part(first, num_samples, num_samples) for first in range(0, num_samples, self._size)]
+
+    def _part(self, first_sample: int, end: int, num_samples: int) -> Batch:
+        """This rank's part of one global batch, whose samples before `end` weigh as in a mean over `num_samples`."""
+        first = first_sample + self._first
+        inputs, labels = self._split.batch(first, self._count)
+        share = 1.0 / (num_samples * self._split.seq_len)
+        shares = [share if first + i < end else 0.0 for i in range(self._count)]
         tokens = self._local(inputs)
-        weights = torch.full(tokens.shape, self._weight, dtype=self._dtype, device=self._device)
+        weights = (
+            torch.tensor(shares, dtype=self._dtype, device=self._device)[:, None].expand(tokens.shape).contiguous()
+        )
         return Batch(tokens, self._local(labels), weights)
 
     def _local(self, ids: np.ndarray) -> Tensor:

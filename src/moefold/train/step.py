@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moefold.config.schema import Config
+from moefold.metrics.memory import peak_memory_gib
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.collectives import all_reduce_sum
 from moefold.parallel.gradients import clip_gradients, gradient_norm
@@ -30,7 +31,7 @@ class StepResult:
     flags: tuple[int, ...]
     """For each flag given to `run`: how many ranks raised it."""
     peak_memory_gib: float
-    """Largest peak memory of a rank."""
+    """Largest peak memory of a rank since it started, this step included."""
 
 
 class TrainingStep:
@@ -48,7 +49,7 @@ class TrainingStep:
         self._not_counted = frozenset({"embedding.weight"} if holds_copy else ())
         self._speaks_for_tp = groups.attn.tp.rank == 0
 
-    def run(self, batch: Batch, step: int, flags: Sequence[bool] = (), memory_gib: float = 0.0) -> StepResult:
+    def run(self, batch: Batch, step: int, flags: Sequence[bool] = ()) -> StepResult:
         """Train on this rank's part of a global batch.
 
         Collective: every rank calls it with its part of the same batch.
@@ -57,7 +58,6 @@ class TrainingStep:
             batch: this rank's part.
             step: number of this step, 1-based.
             flags: wishes of this rank (to stop, say), which all ranks learn with the metrics.
-            memory_gib: peak memory of this rank so far, of which all ranks learn the largest.
         """
         for layer in self.model.moe_layers().values():
             layer.stats.reset()
@@ -68,20 +68,20 @@ class TrainingStep:
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return self._agree(loss, norm, rate, flags, memory_gib)
+        return self._agree(loss, norm, rate, flags)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean cross-entropy per token over held-out batches, in nats; collective."""
+        """Weighted sum of the cross-entropies of held-out tokens, in nats; collective."""
         self.model.train(False)
         total = torch.stack([self.model.runner.evaluate(batch) for batch in batches]).sum().view(1)
         self.model.train(True)
-        return float(all_reduce_sum(self._my_share(total.double()), self.model.groups.world)) / len(batches)
+        return float(all_reduce_sum(self._my_share(total.double()), self.model.groups.world))
 
     def _my_share(self, loss: Tensor) -> Tensor:
         """Tensor-parallel ranks compute the same token losses: one of them speaks for all."""
         return loss if self._speaks_for_tp else torch.zeros_like(loss)
 
-    def _agree(self, loss: Tensor, norm: Tensor, rate: float, flags: Sequence[bool], memory_gib: float) -> StepResult:
+    def _agree(self, loss: Tensor, norm: Tensor, rate: float, flags: Sequence[bool]) -> StepResult:
         """Sum everything that is counted over the ranks, in one all-reduce."""
         world, device = self.model.groups.world, loss.device
         scalars = torch.zeros(5, dtype=torch.float64, device=device)
@@ -94,7 +94,7 @@ class TrainingStep:
         raised = torch.tensor(flags, dtype=torch.float64, device=device)
         # A slot for each rank turns a maximum into a sum.
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
-        memory[world.rank] = memory_gib
+        memory[world.rank] = peak_memory_gib(device.type)
         parts = (scalars, raised, memory, counts.flatten())
         total = all_reduce_sum(torch.cat(parts), world).cpu().split([part.numel() for part in parts])
         lm, aux, z, copies, dropped = total[0].tolist()

@@ -1,17 +1,29 @@
 """A clean end on Ctrl-C and SIGTERM: the step in flight is finished, then all ranks stop together."""
 
+import os
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+SAME_PRESS_S = 1.0
+"""A terminal sends Ctrl-C to every process, and launchers pass theirs on: what comes so soon after is the same one."""
+
+NOTICE = b"\nmoefold: finishing the step; press Ctrl-C again to abandon it\n"
+
 
 class StopSignals:
-    """Remembers the signals that came while it is entered. A second Ctrl-C abandons the step."""
+    """Remembers the signals that came while it is entered. A second Ctrl-C abandons the step.
 
-    def __init__(self) -> None:
-        self._came: set[int] = set()
+    Args:
+        announces: tell the user on stderr that Ctrl-C was heard; for one rank of the job.
+    """
+
+    def __init__(self, *, announces: bool = False) -> None:
+        self._announces = announces
+        self._came_s: dict[int, float] = {}
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -27,9 +39,15 @@ class StopSignals:
     @property
     def flags(self) -> tuple[bool, ...]:
         """Whether each of SIGNALS came."""
-        return tuple(number in self._came for number in SIGNALS)
+        return tuple(number in self._came_s for number in SIGNALS)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and number in self._came:
+        now_s = time.monotonic()
+        first_s = self._came_s.setdefault(number, now_s)
+        if number != signal.SIGINT:
+            return
+        if now_s - first_s > SAME_PRESS_S:
             raise KeyboardInterrupt
-        self._came.add(number)
+        if self._announces and first_s == now_s:
+            # A handler may stand inside a print: only the plain system call is safe here.
+            os.write(2, NOTICE)

@@ -4,16 +4,18 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from signal import Signals
+from types import TracebackType
+from typing import Self
 
 import torch
 
-from moefold.checkpoint.folder import find_resume
-from moefold.checkpoint.store import load_checkpoint, save_checkpoint
+from moefold.checkpoint.store import agree_on_resume, load_checkpoint, save_checkpoint
 from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.data import open_dataset
+from moefold.launch.status import SIGNAL_STATUS
 from moefold.metrics.flops import train_flops_per_token
-from moefold.metrics.memory import peak_memory_gib
 from moefold.metrics.peak import peak_bf16_tflops
 from moefold.metrics.plot import plot_loss
 from moefold.metrics.progress import Progress
@@ -25,9 +27,6 @@ from moefold.train.batch import BatchLoader
 from moefold.train.step import StepResult, TrainingStep
 from moefold.train.stop import SIGNALS, StopSignals
 
-SIGNAL_STATUS = 128
-"""A run that a signal ended exits with 128 + its number, as shells do: 130 for Ctrl-C."""
-
 
 class Trainer:
     """One rank's part in a run. Everything that ranks must agree on is decided from values equal on all of them."""
@@ -35,47 +34,47 @@ class Trainer:
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
         self._cfg = cfg
         self._groups = groups
-        self._model = parallelize(cfg, groups)
-        self._training = TrainingStep(self._model, cfg)
+        model = parallelize(cfg, groups)
+        self._training = TrainingStep(model, cfg)
         data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-        self._batches = BatchLoader(data.train, cfg, groups, self._model.positions)
-        self._held_out = BatchLoader(data.validation, cfg, groups, self._model.positions)
+        self._batches = BatchLoader(data.train, cfg, groups, model.positions)
+        self._held_out = BatchLoader(data.validation, cfg, groups, model.positions)
         self._step = self._samples = self._tokens = 0
         self._flops_per_token = train_flops_per_token(cfg.model, cfg.train.seq_len).total
         self._peak_tflops = cfg.metrics.peak_tflops or _device_peak(groups.device)
         self._is_first_rank = groups.rank == 0
 
-    def run(self) -> int:
-        """Train to the last step, or until a signal; returns the exit status. Collective."""
-        resume = find_resume(self._cfg)
+    def run(self, stop: StopSignals) -> int:
+        """Train to the last step, or until a signal; returns the exit status. Collective.
+
+        Args:
+            stop: entered while there is something to save.
+
+        Raises:
+            ConfigError: the checkpoint to resume from cannot be read, or the data holds ids beyond the vocabulary.
+        """
+        resume = self._resume()
+        status, first_step = 0, self._step + 1
+        with ExitStack() as stack:
+            stack.enter_context(stop)
+            report = stack.enter_context(_Report(self._cfg, first_step, resume)) if self._is_first_rank else None
+            while self._step < self._cfg.run.steps and status == 0:
+                status = self._one_step(report, stop)
+            if report is not None:
+                report.end(status, self._step)
+        return status
+
+    def _resume(self) -> Path | None:
+        resume = agree_on_resume(self._cfg)
         if resume is not None:
             meta = load_checkpoint(resume, self._training.parameters, self._training.optimizer)
             self._step, self._samples, self._tokens = meta.step, meta.samples, meta.tokens
-        run_dir, steps = Path(self._cfg.run.dir), self._cfg.run.steps
-        first_step = self._step + 1
-        with ExitStack() as stack:
-            stop = stack.enter_context(StopSignals())
-            report = None
-            if self._is_first_rank:
-                run_dir.mkdir(parents=True, exist_ok=True)
-                write_config_json(self._cfg, run_dir / "config.json")
-                report = stack.enter_context(_Report(self._cfg, first_step))
-                if resume is not None:
-                    report.message(f"resumed from {resume} at step {self._step}")
-            status = 0
-            while self._step < steps and status == 0:
-                status = self._one_step(report, stop)
-            if report is not None:
-                report.message(_farewell(status, self._step, steps))
-        if self._is_first_rank and self._step >= first_step:
-            plot_loss(run_dir)
-        return status
+        return resume
 
     def _one_step(self, report: "_Report | None", stop: StopSignals) -> int:
         """Train, evaluate and save as the recipe says; returns the exit status if the run is to end, else 0."""
         started_s = time.perf_counter()
-        memory = peak_memory_gib(self._groups.device.type)
-        result = self._training.run(self._batches.batch(self._samples), self._step + 1, stop.flags, memory)
+        result = self._training.run(self._batches.batch(self._samples), self._step + 1, stop.flags)
         step_time_s = time.perf_counter() - started_s
         self._step += 1
         self._samples += self._cfg.train.global_batch_size
@@ -90,9 +89,7 @@ class Trainer:
         return SIGNAL_STATUS + raised[0] if raised and not is_last else 0
 
     def _evaluate(self) -> float:
-        size = self._cfg.train.global_batch_size
-        count = -(-self._cfg.train.eval_samples // size)
-        return self._training.evaluate([self._held_out.batch(i * size) for i in range(count)])
+        return self._training.evaluate(self._held_out.evaluation(self._cfg.train.eval_samples))
 
     def _save(self) -> None:
         save_checkpoint(
@@ -128,38 +125,60 @@ class Trainer:
 
 
 class _Report:
-    """The metrics file and the progress line, on the one rank that keeps them."""
+    """The run folder and the progress line, on the one rank that keeps them."""
 
-    def __init__(self, cfg: Config, first_step: int) -> None:
-        self._writer = MetricsWriter(
-            Path(cfg.run.dir), cfg.metrics, resume_step=first_step - 1, config=config_to_dict(cfg)
-        )
-        self._progress = Progress(cfg.run.steps, first_step, sys.stdout)
+    def __init__(self, cfg: Config, first_step: int, resume: Path | None) -> None:
+        self._cfg = cfg
+        self._dir = Path(cfg.run.dir)
+        self._first_step = first_step
+        self._resume = resume
+        self._stack = ExitStack()
 
-    def __enter__(self) -> "_Report":
-        self._progress.__enter__()
+    def __enter__(self) -> Self:
+        cfg, done = self._cfg, self._first_step - 1
+        self._dir.mkdir(parents=True, exist_ok=True)
+        write_config_json(cfg, self._dir / "config.json")
+        with ExitStack() as stack:
+            writer = MetricsWriter(self._dir, cfg.metrics, resume_step=done, config=config_to_dict(cfg))
+            self._writer = stack.enter_context(writer)
+            self._progress = stack.enter_context(Progress(cfg.run.steps, self._first_step, sys.stdout))
+            if self._resume is not None:
+                self._progress.message(f"resumed from {self._resume} at step {done}{_repeats(writer.removed_lines)}")
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._progress.__exit__(*error)  # type: ignore[arg-type]
-        self._writer.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
     def write(self, metrics: StepMetrics) -> None:
+        """Log one step."""
         self._writer.write(metrics)
         self._progress.update(metrics)
 
-    def message(self, text: str) -> None:
-        self._progress.message(text)
+    def end(self, status: int, step: int) -> None:
+        """Say how the run ended, and draw what it wrote."""
+        if step >= self._first_step:
+            plot_loss(self._dir)
+        self._progress.message(self._farewell(status, step))
+
+    def _farewell(self, status: int, step: int) -> str:
+        steps, saves = self._cfg.run.steps, self._cfg.checkpoint.every > 0
+        if not status:
+            return f"done: {step} steps, in {self._dir}"
+        rest = "the same command goes on from there" if saves else "nothing saved, as checkpoint.every=0 says"
+        return f"stopped by {Signals(status - SIGNAL_STATUS).name} after step {step} of {steps}; {rest}"
+
+
+def _repeats(removed_lines: int) -> str:
+    if not removed_lines:
+        return ""
+    return f"; {removed_lines} line{'s' if removed_lines > 1 else ''} of metrics.jsonl beyond it removed"
 
 
 def _is_due(every: int, step: int, is_end: bool) -> bool:
     return every > 0 and (step % every == 0 or is_end)
-
-
-def _farewell(status: int, step: int, steps: int) -> str:
-    if status:
-        return f"stopped by signal {status - SIGNAL_STATUS} after step {step} of {steps}"
-    return f"done: {step} steps"
 
 
 def _device_peak(device: torch.device) -> float | None:

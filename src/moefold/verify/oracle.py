@@ -203,7 +203,7 @@ class Oracle:
             for b in range(batch):
                 for s in positions:
                     for k in range(top_k):
-                        first = -float(weights[b, s, k]) if moe.drop_policy == "probs" else 0.0
+                        first = -float(weights[b, s, k].detach()) if moe.drop_policy == "probs" else 0.0
                         queues.setdefault(int(experts[b, s, k]), []).append((first, s * batch + b, b, s, k))
             for queue in queues.values():
                 for *_, b, s, k in sorted(queue)[capacity:]:

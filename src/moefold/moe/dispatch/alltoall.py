@@ -30,7 +30,7 @@ class AllToAllPlan:
 
 
 class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
-    """All-to-all over ep, all-gather and reduce-scatter of uneven lengths over etp (arXiv:2504.14960 fig. 4).
+    """All-to-all over ep, all-gather and reduce-scatter of uneven lengths over etp (arXiv:2504.14960).
 
     The ranks of ep and etp may be any ranks of attention: each holds tokens of its own. Zero rows anywhere are fine.
 

@@ -35,7 +35,7 @@ PlanT = TypeVar("PlanT", bound=Plan)
 
 
 class Dispatcher(ABC, Generic[PlanT]):
-    """Six phases, so that communication can overlap with the maths of another micro-batch (arXiv:2504.14960 sec. 3.3).
+    """Six phases, so that communication can overlap with the maths of another micro-batch (arXiv:2504.14960).
 
     Only `dispatch_preprocess` reads the routing, and it alone may wait for the device. All that a micro-batch needs on
     its way is in its plan, none of it in the dispatcher: several micro-batches may be under way. Gradients flow through

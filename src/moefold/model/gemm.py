@@ -23,16 +23,21 @@ def padded_rows(rows: int, like: Tensor) -> int:
     return max(-(-rows // step) * step, LEAST_ROWS)
 
 
-def linear(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+def has_fast_product(x: Tensor) -> bool:
+    """Whether `product` beats torch.mm for tensors such as x."""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and _HAS_ONEDNN_LINEAR
+
+
+def product(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     """The product x @ w.T, [M, N], without autograd; w may have any strides, a transposed one is as fast.
 
     Args:
         x_MK: [M, K]; copied first if not contiguous.
         w_NK: [N, K], of the same type.
     """
-    if x_MK.dtype == torch.float32 and x_MK.device.type == "cpu" and _HAS_ONEDNN_LINEAR:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, w_NK, None, "none", [], "")
-        return product
+    if has_fast_product(x_MK):
+        y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, w_NK, None, "none", [], "")
+        return y_MN
     return torch.mm(x_MK, w_NK.t())
 
 

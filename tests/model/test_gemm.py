@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.moe.gemm import LEAST_ROWS, STEPS_PER_OCTAVE, linear, padded_rows
+from moefold.model.gemm import LEAST_ROWS, STEPS_PER_OCTAVE, padded_rows, product
 
 
 def test_few_row_counts_occur_and_little_is_wasted():
@@ -28,4 +28,4 @@ def test_product(dtype, tolerance, transposed):
     w = torch.randn(7, 20, dtype=torch.float64).to(dtype)
     x, w = (t.t().contiguous().t() if flip else t for t, flip in zip((x, w), transposed, strict=True))
     expected = x.double() @ w.double().t()
-    assert (linear(x, w).double() - expected).norm() <= tolerance * expected.norm()
+    assert (product(x, w).double() - expected).norm() <= tolerance * expected.norm()

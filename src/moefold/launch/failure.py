@@ -1,0 +1,97 @@
+"""How a rank of many ends when something goes wrong: at once, with one message for the job."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from moefold.errors import ConfigError
+from moefold.launch.place import Place
+from moefold.launch.relay import RELAYED
+from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
+
+OTHERS_FIRST_S = 0.7
+"""What most often fails on one rank fails on all. The first of a machine speaks; the others give it this long to."""
+
+CAUSE_FIRST_S = 2.0
+"""A rank that lost the others gives the one that left this long to be found and named."""
+
+BACKENDS = ("gloo", "NCCL")
+"""A collective that fails says whose it is: on the ranks around one that is gone, all of them do."""
+
+
+class FailingRank:
+    """Context manager around everything that a rank does; a job of one rank is left alone.
+
+    Inside, a signal ends the rank at once with 128 + its number: code that has something to save handles signals
+    itself. An exception ends the rank with its message (ConfigError: exit 2) or its traceback (exit 1), without the
+    farewell of the process group, which the others may never answer. Launchers end the other ranks when they see one
+    go; so ranks that fail alike, or because of it, wait a moment and are not heard.
+
+    Args:
+        place: of this rank.
+        was_told_to_stop: whether a signal came that was not obeyed yet.
+    """
+
+    def __init__(self, place: Place, was_told_to_stop: Callable[[], bool]) -> None:
+        self._place = place
+        self._was_told_to_stop = was_told_to_stop
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if self._place.world_size > 1:
+            self._before = {number: signal.signal(number, _leave) for number in RELAYED}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._place.world_size == 1:
+            return
+        if error is not None:
+            self._end(error)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _end(self, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            _exit(SIGNAL_STATUS + signal.SIGINT)
+        time.sleep(self._patience_s(error))
+        if is_consequence(error) and self._was_told_to_stop():
+            _exit(SIGNAL_STATUS + signal.SIGTERM)
+        if isinstance(error, ConfigError):
+            print(f"moefold: error: {error}", file=sys.stderr)
+            _exit(EXIT_USER_ERROR)
+        text = "".join(traceback.format_exception(error))
+        print(f"moefold: rank {self._place.rank} failed:\n{text}", file=sys.stderr, end="")
+        _exit(EXIT_FAILED)
+
+    def _patience_s(self, error: BaseException) -> float:
+        if is_consequence(error):
+            return CAUSE_FIRST_S
+        return 0.0 if self._place.local_rank == 0 else OTHERS_FIRST_S
+
+
+def is_consequence(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is a collective's: that says little but that another rank is gone."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or any(name in str(error) for name in BACKENDS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(SIGNAL_STATUS + number)
+
+
+def _exit(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,51 @@
+"""The same code on one GPU: the loss of a CPU run in float32, and training in bfloat16. Needs CUDA and NCCL."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moefold.config.checks import check_config
+from moefold.config.schema import Config
+from moefold.data import open_dataset
+from moefold.launch.place import Place
+from moefold.launch.ranks import joined
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.parallelize import parallelize
+from moefold.train.batch import BatchLoader
+from moefold.train.step import TrainingStep
+from tests.verify.recipes import tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def _losses(cfg: Config, device_type: str, steps: int, port: int) -> list[float]:
+    with joined(Place(0, 0, 1, "127.0.0.1", port), device_type) as device:
+        groups = ParallelGroups.create(check_config(cfg), device)
+        model = parallelize(cfg, groups)
+        training = TrainingStep(model, cfg)
+        data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+        loader = BatchLoader(data.train, cfg, groups, model.positions)
+        size = cfg.train.global_batch_size
+        return [training.run(loader.batch(i * size), i + 1).loss for i in range(steps)]
+
+
+def _recipe(dtype: str) -> Config:
+    sizes = {"hidden_size": 64, "head_dim": 16, "moe_ffn_hidden_size": 64, "init_std": 0.05}
+    cfg = tiny(model=sizes, train={"seq_len": 64, "global_batch_size": 8, "micro_batch_size": 4})
+    return replace(cfg, run=replace(cfg.run, dtype=dtype, steps=20))
+
+
+def test_float32_losses_equal_those_of_the_cpu():
+    cfg = _recipe("float32")
+    cpu, gpu = _losses(cfg, "cpu", 5, 29511), _losses(cfg, "cuda", 5, 29512)
+    assert gpu == pytest.approx(cpu, rel=1e-4)
+
+
+def test_bfloat16_trains_and_follows_float32():
+    half, single = (_losses(_recipe(dtype), "cuda", 20, 29513 + i) for i, dtype in enumerate(("bfloat16", "float32")))
+    assert half == pytest.approx(single, rel=2e-2)
+    assert half[-1] < half[0]
