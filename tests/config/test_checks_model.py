@@ -35,6 +35,10 @@ CASES = [
         ["model.rope_scaling=llama3", "model.rope_scaling_factor=8", "model.rope_low_freq_factor=4"],
         "model.rope_low_freq_factor=4.0 must be below model.rope_high_freq_factor=4.0; the published pair is 1.0",
     ),
+    (
+        ["model.top_k=1"],
+        'model.top_k=1 with model.router_softmax="post" weighs every choice with 1, so the router gets no',
+    ),
     (["model.top_k=9"], "model.top_k=9 must be at most model.num_experts=8; choose 1 to 8"),
     (
         ["moe.pad_to_capacity=true"],

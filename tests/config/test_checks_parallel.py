@@ -57,16 +57,6 @@ CASES = [
         "whole heads; choose parallel.context='ring' or 'allgather', or parallel.cp=1, 2 or 4",
     ),
     (
-        [
-            *ranks(4, cp=4, context="ulysses"),
-            "model.num_attention_heads=24",
-            "model.num_query_groups=6",
-            "model.head_dim=32",
-        ],
-        "parallel.cp=4 must divide the 6 key/value heads of a tp rank, or be a multiple of them, with "
-        "parallel.context='ulysses'; choose parallel.context='ring' or 'allgather', or parallel.cp=1 or 2",
-    ),
-    (
         [*ranks(8, ep=8), "model.num_experts=6"],
         "parallel.ep=8 must divide model.num_experts=6; choose model.num_experts=8, or parallel.ep=1 or 2",
     ),
@@ -167,6 +157,12 @@ def test_a_mapping_that_does_not_fit_the_model_is_refused_with_the_nearest_that_
         ranks(8, tp=8),  # Twice as many ranks as query groups.
         ranks(8, tp=2, cp=2, context="ulysses"),
         ranks(8, cp=8, context="ulysses"),  # Twice as many ranks as key/value heads.
+        [  # Six key/value heads on four ranks: the exchange repeats them.
+            *ranks(4, cp=4, context="ulysses"),
+            "model.num_attention_heads=24",
+            "model.num_query_groups=6",
+            "model.head_dim=32",
+        ],
         [*ranks(2, cp=2, context="ulysses"), "train.seq_len=6"],  # Ulysses needs no zigzag.
         ranks(4, pp=4),
         [*ranks(4, pp=4, schedule="gpipe"), "train.global_batch_size=1"],

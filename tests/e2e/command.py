@@ -6,43 +6,59 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "model.preset=tiny",
-    "train.seq_len=64",
+    "train.seq_len=32",
     "train.micro_batch_size=1",
-    "train.global_batch_size=8",
-    "train.lr=1e-2",
+    "train.global_batch_size=4",
+    "train.lr=3e-3",
+    "train.lr_schedule=constant",
     "data.kind=synthetic",
+    "run.steps=20",
     "run.dtype=float32",
     "run.device=cpu",
-    "metrics.tensorboard=false",
 )
 """Overrides that make a run of any mapping take seconds."""
 
 FOLDED = ("parallel.world_size=8", "parallel.tp=2", "parallel.cp=2", "parallel.pp=2", "parallel.ep=4")
+"""Eight ranks: attention as tp2 x cp2 x pp2, experts as ep4 x etp1 x pp2."""
+
+FOUR = ("parallel.world_size=4", "parallel.cp=2", "parallel.ep=2", "parallel.etp=2", "parallel.zero=3")
+TWO = ("parallel.world_size=2", "parallel.tp=2", "parallel.ep=2")
 
 
-def command(words: Sequence[str]) -> list[str]:
-    """The command line of `moefold WORDS`."""
-    return [sys.executable, "-m", "moefold", *words]
+def environment() -> dict[str, str]:
+    """One thread for each rank, as on a machine with few cores it must be; prints arrive as they are written."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def moefold(*words: str, cwd: Path | None = None, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
-    """Run `moefold WORDS` to its end."""
+def run(words: Sequence[str], timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end."""
     return subprocess.run(
-        command(words), capture_output=True, text=True, timeout=timeout_s, cwd=cwd or ROOT, check=False
+        words, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, check=False, env=environment()
     )
+
+
+def moefold(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run `moefold WORDS` to its end."""
+    return run([sys.executable, "-m", "moefold", *words])
+
+
+def small(run_dir: Path, *words: str) -> list[str]:
+    """The words of a small run: an empty recipe and overrides, of which the last of a key counts."""
+    recipe = run_dir.parent / "empty.toml"
+    recipe.touch()
+    overrides = dict(word.split("=", 1) for word in (*SMALL, f"run.dir={run_dir}", *words))
+    return ["train", str(recipe), *(f"{key}={value}" for key, value in overrides.items())]
 
 
 def train(run_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Train a small recipe; fails with what it printed unless it exits 0."""
-    recipe = run_dir.parent / "empty.toml"
-    recipe.touch()
-    done = moefold("train", str(recipe), *SMALL, f"run.dir={run_dir}", *words)
+    done = moefold(*small(run_dir, *words))
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -57,25 +73,41 @@ def losses(run_dir: Path) -> list[float]:
     return [float(str(record["loss"])) for record in metrics(run_dir)]
 
 
-def start_and_signal(run_dir: Path, after_steps: int, number: signal.Signals, *words: str) -> tuple[int, str]:
-    """Start a small run, send a signal to its whole process group after some steps; returns its status and output."""
-    recipe = run_dir.parent / "empty.toml"
-    recipe.touch()
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+def checkpoints(run_dir: Path) -> list[str]:
+    """What lies in a run's folder of checkpoints, half-written ones included."""
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def interrupted(
+    run_dir: Path, after_steps: int, interrupt: Callable[[int], None], *words: str
+) -> subprocess.CompletedProcess[str]:
+    """Start a small run, call `interrupt` with its process id once it has written some steps, and wait for its end."""
+    command = [sys.executable, "-m", "moefold", *small(run_dir, *words)]
     process = subprocess.Popen(
-        command(["train", str(recipe), *SMALL, f"run.dir={run_dir}", *words]),
+        command,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=environment,
+        env=environment(),
         start_new_session=True,
     )
-    deadline = time.monotonic() + 120
-    file = run_dir / "metrics.jsonl"
-    while not file.exists() or len(file.read_text().splitlines()) < after_steps:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.05)
-    os.killpg(process.pid, number)
-    output, _ = process.communicate(timeout=60)
-    return process.returncode, output
+    try:
+        deadline = time.monotonic() + 120
+        file = run_dir / "metrics.jsonl"
+        while not file.exists() or len(file.read_text().splitlines()) < after_steps:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        interrupt(process.pid)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def child_ids(process_id: int) -> list[int]:
+    """Process ids of the ranks of a run, in rank order."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process_id)], capture_output=True, text=True, check=True)
+    return sorted(int(word) for word in listed.stdout.split())

@@ -39,8 +39,8 @@ def _fingerprints(cfg: Config) -> dict[str, set[float]]:
 
     stage.forward = every_parameter_once
     stage(torch.zeros(1)).backward()
-    sum_replicated_gradients(model.named_parameters(), groups.attn.tp)
-    return {name: set(whole(p.grad).unique().tolist()) for name, p in model.named_parameters().items()}
+    sum_replicated_gradients(model.named_parameters, groups.attn.tp)
+    return {name: set(whole(p.grad).unique().tolist()) for name, p in model.named_parameters.items()}
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS, ids=str)

@@ -51,7 +51,7 @@ def _with_rotating_kinds(mappings: list[dict[str, int]]) -> list[dict[str, objec
     """Spread the kinds of context, dispatcher and zero over a sweep, so that neighbours differ."""
     spread = []
     for i, mapping in enumerate(mappings):
-        kinds: dict[str, object] = {"zero": i % 4, "dispatcher": DISPATCHERS[i % 2], "context": CONTEXTS[i % 3]}
+        kinds: dict[str, object] = {"zero": i % 4, "dispatcher": DISPATCHERS[i // 4 % 2], "context": CONTEXTS[i % 3]}
         if mapping["tp"] * mapping["cp"] > 4 and kinds["context"] == "ulysses":
             kinds["context"] = "ring"
         spread.append({**mapping, **kinds})
@@ -128,7 +128,13 @@ MODELS: dict[str, dict[str, object]] = {
     "tied": {"tie_embeddings": True, "shared_expert_ffn_hidden_size": 16},
     "dense-and-moe": {"layer_pattern": "DM", "rope_fraction": 0.5, "qk_norm": True},
     "stretched": {"rope_scaling": "llama3", "rope_scaling_factor": 4.0, "rope_original_seq_len": 12, "top_k": 8},
-    "few-experts": {"num_experts": 2, "top_k": 1, "rope_scaling": "linear", "rope_scaling_factor": 2.0},
+    "few-experts": {
+        "num_experts": 2,
+        "top_k": 1,
+        "router_softmax": "pre",
+        "rope_scaling": "linear",
+        "rope_scaling_factor": 2.0,
+    },
 }
 
 
@@ -254,3 +260,9 @@ def test_bfloat16_follows_the_oracle(pool, mapping):
     assert [s.grad_norm for s in record.steps] == pytest.approx([s.grad_norm for s in oracle.steps], rel=5e-2)
     if record.weights:
         assert {w.dtype for w in record.weights.values()} == {torch.float32}
+
+
+@pytest.mark.parity
+def test_ulysses_repeats_key_value_heads_that_the_ranks_do_not_divide(pool):
+    model = {"num_attention_heads": 12, "num_query_groups": 6, "hidden_size": 24, "qk_norm": True}
+    assert_equals_oracle(pool, tiny(model=model, world_size=4, cp=4, context="ulysses"))

@@ -17,8 +17,9 @@ from moefold.train.step import TrainingStep
 Step = Callable[[], None]
 """Forward, backward and AdamW on one fixed batch."""
 
-EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
-"""What transformers offers; the fastest one counts."""
+EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
+"""What transformers offers for training; the fastest one counts. Its batched_mm copies the experts' weights for each token,
+23 GiB here, and is the slowest by far."""
 
 
 def trainer_step(cfg: Config) -> Step:

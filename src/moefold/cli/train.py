@@ -1,6 +1,8 @@
 """`moefold train`: check the recipe, start or join the ranks, train."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
+from moefold.launch.status import EXIT_USER_ERROR
 
 
 def run(argv: list[str]) -> int:
@@ -22,18 +25,30 @@ def run(argv: list[str]) -> int:
         return 0
     if args.recipe is None:
         raise ConfigError("a recipe is missing: moefold train RECIPE.toml [section.key=value ...]")
-    cfg = load_config(Path(args.recipe), args.overrides)
-    check_config(cfg)
-    check_machine(cfg)
     place = find_place()
-    if place is not None:
-        check_world_size(place, cfg.parallel.world_size)
-    resume = find_resume(cfg)
+    with _one_voice(place):
+        cfg = load_config(Path(args.recipe), args.overrides)
+        check_config(cfg)
+        check_machine(cfg)
+        if place is not None:
+            check_world_size(place, cfg.parallel.world_size)
+        resume = find_resume(cfg)
     if resume is not None and read_meta(resume).step >= cfg.run.steps:
         if place is None or place.rank == 0:
             print(f"{resume} has all {cfg.run.steps} steps of run.steps; nothing to do")
         return 0
     return _train(cfg, place)
+
+
+@contextmanager
+def _one_voice(place: Place | None) -> Iterator[None]:
+    """Around what fails alike on all ranks of a machine: the first of them alone says so."""
+    try:
+        yield
+    except ConfigError:
+        if place is None or place.local_rank == 0:
+            raise
+        raise SystemExit(EXIT_USER_ERROR) from None
 
 
 def _train(cfg: Config, place: Place | None) -> int:
@@ -54,8 +69,8 @@ def _train(cfg: Config, place: Place | None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moefold train",
-        description="Train a model from a recipe: starts the ranks itself on one machine, or joins those of torchrun "
-        "and srun.",
+        description="Train a model from a recipe. "
+        "Starts the ranks itself on one machine; joins them under torchrun or srun.",
         epilog="Ctrl-C finishes the step, saves if checkpoint.every is set, and exits 130; the same command resumes.",
     )
     parser.add_argument(

@@ -2,20 +2,38 @@
 
 import argparse
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moefold.config.checks import check_config
 from moefold.config.checks_machine import check_data_source
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.metrics.flops import count_parameters
+
+if TYPE_CHECKING:
+    from moefold.verify.compare import Difference, OracleRecord
+    from moefold.verify.mapping import MappingRecord
 
 TOLERANCE = 1e-9
 """Largest relative error that counts as equal, in float64."""
 
 RANK_GIB = 0.35
 """Resident memory of one small CPU rank, torch included."""
+
+COPIES = 12
+"""Whole models in float64 that stand in memory at once: weights, gradients, moments and records of both sides."""
+
+RANKS_TIMEOUT_S = 6 * 3600.0
+
+MOST_DIFFERENCES = 10
+"""So many differences are listed, worst first."""
+
+RunMapping = Callable[[Config, int], Sequence["MappingRecord"]]
+"""Trains some steps of a recipe on its ranks; returns what each rank knows."""
 
 
 def run(argv: list[str]) -> int:
@@ -29,62 +47,104 @@ def run(argv: list[str]) -> int:
         from moefold.verify.shrink import shrink
 
         cfg = shrink(cfg)
-    _refuse_too_many(cfg.parallel.world_size)
+    _refuse_too_large(cfg)
     check_data_source(cfg)
     cfg = replace(cfg, run=replace(cfg.run, dtype="float64", device="cpu", steps=max(cfg.run.steps, args.steps)))
-    return _verify(cfg, args.steps)
+    return verify(cfg, args.steps, _run_on_ranks)
 
 
-def _verify(cfg: Config, steps: int) -> int:
+def verify(cfg: Config, steps: int, run_mapping: RunMapping) -> int:
+    """Train both sides and print the comparison; returns 0 if they are equal, 1 if not."""
     from moefold.data import prepare
-    from moefold.testing.pool import WorkerPool
     from moefold.verify.compare import differences, run_oracle
+
+    print(_header(cfg), flush=True)
+    prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    oracle = run_oracle(cfg, steps)
+    ranks = run_mapping(cfg, steps)
+    found = differences(oracle, ranks)
+    print(_numbers(oracle, ranks))
+    print(_worst(found, steps))
+    wrong = [difference for difference in found if difference.error > TOLERANCE]
+    if not wrong:
+        print(f"equal: all {len(found)} numbers and tensors agree within {TOLERANCE:.0e}")
+        return 0
+    print(f"NOT equal: {len(wrong)} of {len(found)} numbers and tensors differ by more than {TOLERANCE:.0e}")
+    print("\n".join(f"  {difference.error:8.1e}  {difference.name}" for difference in wrong[:MOST_DIFFERENCES]))
+    if len(wrong) > MOST_DIFFERENCES:
+        print(f"  and {len(wrong) - MOST_DIFFERENCES} more")
+    return 1
+
+
+def _run_on_ranks(cfg: Config, steps: int) -> Sequence["MappingRecord"]:
+    from moefold.testing.pool import WorkerPool
     from moefold.verify.mapping import run_mapping
 
-    p, model = cfg.parallel, cfg.model
-    print(
-        f"attention tp={p.tp} cp={p.cp} dp={p.dp} pp={p.pp}, experts etp={p.etp} ep={p.ep} edp={p.edp} pp={p.pp}: "
-        f"{p.world_size} ranks, {model.num_layers} layers, hidden {model.hidden_size}, "
-        f"{model.num_experts} experts, float64"
+    return WorkerPool().run(cfg.parallel.world_size, run_mapping, cfg, steps, timeout_s=RANKS_TIMEOUT_S)
+
+
+def _header(cfg: Config) -> str:
+    p, model, train = cfg.parallel, cfg.model, cfg.train
+    ways = {
+        f"zero {p.zero}": p.world_size,
+        f"dispatcher {p.dispatcher}": p.ep * p.etp,
+        f"context {p.context}": p.cp,
+        f"schedule {p.schedule}": p.pp,
+    }
+    ranks = "1 rank" if p.world_size == 1 else f"{p.world_size} ranks"
+    rows = (
+        ("mapping", ", ".join([ranks, *(way for way, degree in ways.items() if degree > 1)])),
+        ("  attention", f"tp={p.tp} cp={p.cp} dp={p.dp} pp={p.pp}, order {p.order}"),
+        ("  experts", f"etp={p.etp} ep={p.ep} edp={p.edp} pp={p.pp}, order {p.moe_order}"),
+        (
+            "model",
+            f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_experts} experts, top {model.top_k}, "
+            f"{count_parameters(model).total:,} parameters in float64",
+        ),
+        ("batch", f"{train.global_batch_size} samples of {train.seq_len} tokens, {train.micro_batch_size} at a time"),
     )
-    prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=model.vocab_size, seed=cfg.run.seed)
-    oracle = run_oracle(cfg, steps)
-    ranks = WorkerPool().run(p.world_size, run_mapping, cfg, steps, timeout_s=3600.0)
+    return "\n".join(f"{name:13}{text}" for name, text in rows) + "\n"
+
+
+def _numbers(oracle: "OracleRecord", ranks: Sequence["MappingRecord"]) -> str:
+    lines = [f"{'':8}{'loss':16}{'oracle':20}{'gradient norm':16}oracle"]
     for i, (mine, theirs) in enumerate(zip(ranks[0].steps, oracle.steps, strict=True)):
-        print(f"step {i + 1}   loss {mine.loss:.12f} (oracle {theirs.loss:.12f})   ", end="")
-        print(f"grad norm {mine.grad_norm:.12f} (oracle {theirs.grad_norm:.12f})")
-    found = differences(oracle, ranks)
-    for kind, what in (("gradients", "worst gradient"), ("weights", f"worst weight after {steps} steps")):
-        worst = next(d for d in found if d.name.startswith(kind))
-        print(f"{what}: {worst.name.removeprefix(kind + ' ')}, relative error {worst.error:.2e}")
-    is_equal = found[0].error <= TOLERANCE
-    if is_equal:
-        print(f"equal: all {len(found)} numbers and tensors agree within {TOLERANCE:.0e}")
-    else:
-        num_wrong = sum(d.error > TOLERANCE for d in found)
-        print(f"NOT equal: {num_wrong} of {len(found)} differ by more than {TOLERANCE:.0e}:")
-        print("\n".join(f"  {d.error:.2e}  {d.name}" for d in found[:10]))
-    return 0 if is_equal else 1
+        losses = f"{mine.loss:<16.12f}{theirs.loss:<20.12f}"
+        lines.append(f"step {i + 1:<3}{losses}{mine.grad_norm:<16.12f}{theirs.grad_norm:.12f}")
+    return "\n".join(lines) + "\n"
 
 
-def _refuse_too_many(world_size: int) -> None:
+def _worst(found: Sequence["Difference"], steps: int) -> str:
+    rows = []
+    for kind, what in (("gradients", "worst gradient"), ("weights", f"worst weight after step {steps}")):
+        worst = next(difference for difference in found if difference.name.startswith(kind))
+        rows.append(f"{what:28}{worst.error:.1e}  {worst.name.removeprefix(kind + ' ')}")
+    return "\n".join(rows)
+
+
+def _refuse_too_large(cfg: Config) -> None:
     have_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    if world_size * RANK_GIB > have_gib:
+    world_size, num_parameters = cfg.parallel.world_size, count_parameters(cfg.model).total
+    ranks_gib, model_gib = world_size * RANK_GIB, num_parameters * 8 * COPIES / 2**30
+    if ranks_gib + model_gib > have_gib:
         raise ConfigError(
-            f"parallel.world_size={world_size} ranks of about {RANK_GIB} GiB do not fit this machine's "
-            f"{have_gib:.0f} GiB; "
-            "add --shrink, which keeps every degree but dp, or lower the degrees"
+            f"parallel.world_size={world_size} ranks take {ranks_gib:.0f} GiB and {num_parameters:,} parameters in "
+            f"float64, on both sides, {model_gib:.0f} GiB: more than the {have_gib:.0f} GiB of this machine; add "
+            "--shrink, which makes the model small and keeps every degree but dp, or lower the degrees"
         )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moefold verify",
-        description="Train some steps in float64 on this machine's CPU, once in one process with plain maths and once "
-        "under the recipe's mapping, and compare every loss, gradient and weight. Exit 0: equal. Exit 1: not.",
+        description="Train some steps in float64 on this machine's CPU, once in one process with plain maths (the "
+        "oracle) and once under the recipe's mapping, and compare every loss, gradient and weight. "
+        "Exit 0: equal. Exit 1: not.",
     )
     parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe whose mapping is to be proved")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the recipe")
-    parser.add_argument("--shrink", action="store_true", help="make the model as small as the mapping allows")
+    parser.add_argument(
+        "--shrink", action="store_true", help="make the model as small as the mapping allows, on made-up data"
+    )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
     return parser

@@ -52,12 +52,6 @@ def _cp_cuts(cfg: Config, cp: int) -> Iterator[str]:
             f"parallel.cp={cp} must divide num_attention_heads/tp={heads // tp} with parallel.context='ulysses', "
             "which gives each rank whole heads; choose parallel.context='ring' or 'allgather'"
         )
-    kv_heads = max(1, groups // tp)
-    if kv_heads % cp and cp % kv_heads:
-        yield (
-            f"parallel.cp={cp} must divide the {kv_heads} key/value heads of a tp rank, or be a multiple of them, with "
-            "parallel.context='ulysses'; choose parallel.context='ring' or 'allgather'"
-        )
 
 
 def _ep_cuts(cfg: Config, ep: int) -> Iterator[str]:

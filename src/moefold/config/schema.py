@@ -6,8 +6,6 @@ Nothing here imports torch, so that a wrong recipe is answered at once.
 from dataclasses import dataclass, field
 from typing import Literal
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:

@@ -1,7 +1,7 @@
 """Which rank this process is, if torchrun or SLURM started it: the only reader of their environment. Torch-free."""
 
 import os
-import subprocess
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +9,7 @@ from moefold.errors import ConfigError
 
 _FIRST_SLURM_PORT = 20000
 _SLURM_PORTS = 20000
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,13 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     SLURM_NTASKS; the first node of the job is the master, on a port that follows from the job's number.
 
     Raises:
-        ConfigError: a launcher's variables are incomplete.
+        ConfigError: a launcher's variables are incomplete or make no sense.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _from(environment, "RANK", "LOCAL_RANK", "WORLD_SIZE", environment)
+        return _from(environment, "RANK", "LOCAL_RANK", "WORLD_SIZE")
     if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
-        return _from(environment, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", _slurm_master(environment))
+        filled = {**_slurm_master(environment), **environment}
+        return _from(filled, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
     return None
 
 
@@ -51,39 +53,53 @@ def check_world_size(place: Place, world_size: int) -> None:
         )
 
 
-def _from(
-    environment: Mapping[str, str], rank: str, local_rank: str, world_size: str, master: Mapping[str, str]
-) -> Place:
-    try:
-        return Place(
-            rank=int(environment[rank]),
-            local_rank=int(environment[local_rank]),
-            world_size=int(environment[world_size]),
-            master_address=master["MASTER_ADDR"],
-            master_port=int(master["MASTER_PORT"]),
-        )
-    except KeyError as error:
+def _from(environment: Mapping[str, str], rank: str, local_rank: str, world_size: str) -> Place:
+    numbers = {}
+    for name in (rank, local_rank, world_size, "MASTER_PORT"):
+        text = _get(environment, name, rank)
+        if not text.isdecimal():
+            raise ConfigError(f"{name}={text!r} in the environment must be a number; start ranks with torchrun or srun")
+        numbers[name] = int(text)
+    if numbers[rank] >= numbers[world_size]:
         raise ConfigError(
-            f"the environment has {rank} but not {error.args[0]}; start ranks with torchrun or srun, "
+            f"{rank}={numbers[rank]} in the environment must be below {world_size}={numbers[world_size]}; "
+            "start ranks with torchrun or srun"
+        )
+    if not 0 < numbers["MASTER_PORT"] <= _LAST_PORT:
+        raise ConfigError(
+            f"MASTER_PORT={numbers['MASTER_PORT']} in the environment is no port that ranks can meet at; choose 1 to "
+            f"{_LAST_PORT}, or torchrun --standalone, which finds one"
+        )
+    return Place(
+        rank=numbers[rank],
+        local_rank=numbers[local_rank],
+        world_size=numbers[world_size],
+        master_address=_get(environment, "MASTER_ADDR", rank),
+        master_port=numbers["MASTER_PORT"],
+    )
+
+
+def _get(environment: Mapping[str, str], name: str, rank: str) -> str:
+    if name not in environment:
+        raise ConfigError(
+            f"the environment has {rank} but not {name}; start ranks with torchrun or srun, "
             f"or unset {rank} to let moefold start them"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"a launcher's variable is no number: {error}") from None
+        )
+    return environment[name]
 
 
 def _slurm_master(environment: Mapping[str, str]) -> dict[str, str]:
-    job = int(environment.get("SLURM_JOB_ID", "0"))
-    port = environment.get("MASTER_PORT", str(_FIRST_SLURM_PORT + job % _SLURM_PORTS))
-    address = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
-    return {"MASTER_ADDR": address or _first_slurm_node(environment), "MASTER_PORT": port}
+    """Where the ranks meet, as far as the environment does not say it."""
+    master = {}
+    if "MASTER_PORT" not in environment:
+        job = environment.get("SLURM_JOB_ID", "0")
+        master["MASTER_PORT"] = str(_FIRST_SLURM_PORT + (int(job) if job.isdecimal() else 0) % _SLURM_PORTS)
+    if "MASTER_ADDR" not in environment:
+        master["MASTER_ADDR"] = _first_slurm_node(environment)
+    return master
 
 
 def _first_slurm_node(environment: Mapping[str, str]) -> str:
-    nodes = environment.get("SLURM_JOB_NODELIST", "")
-    if "[" not in nodes:
-        return nodes.split(",")[0] or "127.0.0.1"
-    try:
-        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        raise ConfigError(f"cannot list the nodes {nodes!r} with scontrol; set MASTER_ADDR to the first node") from None
-    return listed.stdout.split()[0]
+    """The node of rank 0: of "gpu[003-010,12]-ib,cpu1", which is how SLURM writes a list, gpu003-ib."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).split(",")[0]

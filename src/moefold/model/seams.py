@@ -1,4 +1,4 @@
-"""The two seams at which `parallelize` enters the maths, and what stands there on one rank.
+"""Two of the seams at which `parallelize` enters the maths, and what stands there on one rank.
 
 A module sees tokens through `Tokens` and the vocabulary through `Vocabulary`; the twins that communicate are in
 `parallel/`.

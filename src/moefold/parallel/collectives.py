@@ -1,8 +1,7 @@
 """Collectives on local tensors, with gradients. A group of one rank costs nothing.
 
 Every gradient here is the exact adjoint under the convention that the loss of the world is the *sum* of the losses of
-its
-ranks: the adjoint of all-gather is reduce-scatter (sum), and the other way round. No scale factors appear anywhere.
+its ranks: the adjoint of all-gather is reduce-scatter (sum), and the other way round. No scale factors appear anywhere.
 """
 
 from collections.abc import Sequence
@@ -19,14 +18,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Concatenate the equal-shaped tensors of the members along `dim`, in group order. Adjoint: reduce_scatter."""
-    return x if group.size == 1 else _AllGather.apply(x, group, dim)
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """Concatenate the equal-shaped tensors of the members along dim 0, in group order. Adjoint: reduce_scatter."""
+    return x if group.size == 1 else _AllGather.apply(x, group)
 
 
-def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Sum the tensors of the members and keep my part along `dim`, which group.size divides. Adjoint: all_gather."""
-    return x if group.size == 1 else _ReduceScatter.apply(x, group, dim)
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """Sum the tensors of the members and keep my part along dim 0, which group.size divides. Adjoint: all_gather."""
+    return x if group.size == 1 else _ReduceScatter.apply(x, group)
 
 
 def all_to_all(x: Tensor, group: Group, send_rows: Sequence[int], receive_rows: Sequence[int]) -> Tensor:
@@ -88,18 +87,16 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     return top
 
 
-def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    x = x.contiguous()
-    out = x.new_empty((group.size, *x.shape))
-    _all_gather(out.view(group.size * x.shape[0], *x.shape[1:]) if x.dim() else out, x, group=group.handle)
-    return out.flatten(0, 1) if dim == 0 else torch.cat(out.unbind(0), dim)
+def _gather(x: Tensor, group: Group) -> Tensor:
+    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    _all_gather(out, x.contiguous(), group=group.handle)
+    return out
 
 
-def _reduce(x: Tensor, group: Group, dim: int) -> Tensor:
-    assert x.shape[dim] % group.size == 0, (x.shape, dim, group.size)
-    parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(group.size, dim), 0)
-    out = parts.new_empty((parts.shape[0] // group.size, *parts.shape[1:]))
-    _reduce_scatter(out, parts, group=group.handle)
+def _reduce(x: Tensor, group: Group) -> Tensor:
+    assert x.shape[0] % group.size == 0, (x.shape, group.size)
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    _reduce_scatter(out, x.contiguous(), group=group.handle)
     return out
 
 
@@ -130,24 +127,24 @@ def _swap(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gather(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce(grad, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce(grad, ctx.group), None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _reduce(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather(grad, ctx.group), None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """Apply the axes to the model, in the order a reader would: the only place that does."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -44,17 +45,18 @@ class ParallelModel:
     positions: Tensor
     """Positions of a sample that this rank reads, int64 [S/cp]."""
 
-    def forward_backward(self, batch: Batch) -> Tensor:
-        """Add the gradients of the batch, reduced over every axis; returns my part of the loss, [1]."""
-        loss = self.runner.forward_backward(batch)
-        sum_replicated_gradients(self.named_parameters(), self.groups.attn.tp)
-        if self.stages[0].cfg.model.tie_embeddings:
-            share_tied_gradient(self.stages, self.groups.pp)
-        return loss
-
+    @cached_property
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank by their names in the whole model."""
         return {name: p for stage in self.stages for name, p in stage.named_parameters()}
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """Add the gradients of the batch, reduced over every axis; returns my part of the loss, [1]."""
+        loss = self.runner.forward_backward(batch)
+        sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
+        if self.stages[0].cfg.model.tie_embeddings:
+            share_tied_gradient(self.stages, self.groups.pp)
+        return loss
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """The MoE layers of this rank by their number in the whole model."""

@@ -51,12 +51,16 @@ class Pipeline:
             (cfg.train.micro_batch_size, cfg.train.seq_len // layout.cp), dtype=torch.int64, device="meta"
         )
         loss = torch.empty(1, dtype=_loss_dtype(stages[0].dtype), device="meta", requires_grad=True)
+        for module in stages:
+            if self._zero == 2 and isinstance(module, FSDPModule):
+                # Gradients are reduced with each micro-batch, but parameters stay until the step is through.
+                module.set_reshard_after_backward(False)
         num_stages = layout.pp * cfg.parallel.virtual_stages
 
         def build() -> list[_PipelineStageBase]:
             return [
                 PipelineStage(
-                    _reduce_each_micro_batch(module) if self._zero >= 2 else module,
+                    _OwnReduction(module) if self._zero >= 2 else module,
                     number,
                     num_stages,
                     groups.device,
@@ -128,10 +132,6 @@ class _OwnReduction(nn.Module):
 
     def forward(self, x: Tensor, **targets: Tensor) -> Tensor:
         return self.stage(x, **targets)
-
-
-def _reduce_each_micro_batch(stage: nn.Module) -> nn.Module:
-    return _OwnReduction(stage)
 
 
 def _schedule(

@@ -7,10 +7,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.export import register_dataclass
 
 from moefold.config.schema import Config, ModelConfig
 from moefold.model.transformer import TORCH_DTYPES, Transformer
 from moefold.moe.layer import MoELayer
+from moefold.moe.router import Routing
 from moefold.parallel.groups import ParallelGroups
 
 DENSE_SHARDED_DIM = {"wq": 0, "bq": 0, "wo": 1, "w_gate": 0, "w_up": 0, "w_down": 1}
@@ -24,6 +26,10 @@ EXPERT_PLACEMENTS: dict[str, tuple[Placement, Placement]] = {
     "w_down": (Shard(0), Shard(1)),
 }
 """Placement of [E, H, F], [E, H, F] and [E, F, H] over (ep, etp)."""
+
+# FSDP gathers parameters for the backward pass when a gradient of the module's output arrives: it must find the tensors
+# in what the router returns. torch 2.13 looks into every dataclass for them, 2.11 only into registered ones.
+register_dataclass(Routing)
 
 
 def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
@@ -67,7 +73,7 @@ def shard_data_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config)
                 shard_placement_fn=_expert_shard_dim(groups.layout.edp),
             )
             if policy.param_dtype is not None:
-                fully_shard(block.ffn.router, mesh=dense, mp_policy=full_precision, reshard_after_forward=reshard)
+                fully_shard(block.ffn.router, mesh=dense, mp_policy=full_precision, reshard_after_forward=False)
         fully_shard(block, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(stage, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
     for module in stage.modules():

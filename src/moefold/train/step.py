@@ -39,7 +39,7 @@ class TrainingStep:
 
     def __init__(self, model: ParallelModel, cfg: Config) -> None:
         self.model = model
-        self.parameters = model.named_parameters()
+        self.parameters = model.named_parameters
         self.optimizer = build_optimizer(self.parameters, cfg.train)
         self._cfg = cfg
         self._moe_numbers = [i for i, kind in enumerate(cfg.model.layer_kinds) if kind == "M"]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moefold.config.checks import check_config
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.parallel.groups import ParallelGroups
-from moefold.parallel.layout import fold
 from moefold.parallel.parallelize import ParallelModel, parallelize
 from moefold.train.batch import BatchLoader
 from moefold.train.step import StepResult, TrainingStep, whole
@@ -34,18 +34,7 @@ def run_mapping(cfg: Config, num_steps: int) -> MappingRecord:
     """
     # Gathering whole tensors axis by axis is what this wants; torch would warn about each.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    parallel = cfg.parallel
-    layout = fold(
-        world_size=parallel.world_size,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
-        ep=parallel.ep,
-        etp=parallel.etp,
-        order=parallel.order,
-        moe_order=parallel.moe_order,
-    )
-    groups = ParallelGroups.create(layout, torch.device("cpu"))
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     loader = BatchLoader(data.train, cfg, groups, model.positions)
@@ -63,7 +52,7 @@ def _whole_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str
     """Every parameter, or its gradient, as a whole tensor on the first rank of its stage; collective over the stage."""
     speaks = model.groups.attn.dp_cp.rank == 0 and model.groups.attn.tp.rank == 0
     found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters().items():
+    for name, parameter in model.named_parameters.items():
         tensor = parameter.grad if gradients else parameter.data
         if tensor is None:
             raise ValueError(f"{name} has no gradient")

@@ -1,49 +1,78 @@
 """A small recipe with the mapping of a large one: the same axes and code paths, sizes that a laptop can prove."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import lcm
 
 from moefold.config.checks import check_config
 from moefold.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from moefold.errors import ConfigError
+from moefold.parallel.layout import divisors
 
 HEAD_SIZE = 8
 WIDTH_OF_A_SHARD = 8
 ROWS_OF_A_SHARD = 32
+SHORTEST_SEQUENCE = 16
+LEARNING_RATE = 1e-2
+"""Large enough that three steps move every weight."""
+MANY_RANKS = 16
+"""Up to so many, dp or edp stays above 1 where it was."""
 
 
 def shrink(cfg: Config) -> Config:
     """Make everything as small as the mapping allows.
 
     All degrees but dp and edp stay, and so do the kinds of layers, routing, dropping, context, dispatcher and
-    schedule. The data becomes synthetic, so that a recipe can be proved where its data is not.
+    schedule. The data becomes synthetic, so that a recipe can be proved where its data is not, and the learning rate
+    starts high, so that the first steps are worth comparing.
 
     Raises:
         ConfigError: the recipe is not legal to begin with.
     """
     check_config(cfg)
-    parallel = _parallel(cfg.parallel)
-    small = replace(
+    for world_size in _world_sizes(cfg.parallel):
+        small = _small(cfg, replace(cfg.parallel, world_size=world_size))
+        if _is_legal(small):
+            return small
+    raise AssertionError(f"no small recipe has this mapping: {cfg.parallel}")
+
+
+def _world_sizes(p: ParallelConfig) -> Iterator[int]:
+    """Candidates, best first: few ranks with data parallelism, then as few as the other degrees allow."""
+    least = p.pp * lcm(p.tp * p.cp, p.ep * p.etp)
+    sizes = [least * replicas for replicas in divisors(p.world_size // least)]
+    yield from (size for size in sizes[1:] if size <= MANY_RANKS)
+    yield from sizes
+
+
+def _is_legal(cfg: Config) -> bool:
+    # Some rank orders fold only over a certain number of ranks.
+    try:
+        check_config(cfg)
+    except ConfigError:
+        return False
+    return True
+
+
+def _small(cfg: Config, parallel: ParallelConfig) -> Config:
+    return replace(
         cfg,
         parallel=parallel,
         model=_model(cfg.model, parallel),
         train=_train(cfg.train, parallel),
         data=DataConfig(kind="synthetic"),
     )
-    check_config(small)
-    return small
-
-
-def _parallel(p: ParallelConfig) -> ParallelConfig:
-    return replace(p, world_size=p.pp * lcm(p.tp * p.cp, p.ep * p.etp))
 
 
 def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
-    num_layers = min(model.num_layers, max(2, p.pp * p.virtual_stages))
+    stages = p.pp * p.virtual_stages
+    # An uneven cut into stages stays uneven.
+    num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
     groups = p.tp if model.num_query_groups % p.tp == 0 else model.num_query_groups
     if p.context == "ulysses":
         groups = lcm(groups, p.cp * p.tp) if model.num_query_groups % (p.cp * p.tp) == 0 else groups
     heads = lcm(groups, p.tp * p.cp) * min(2, model.num_attention_heads // model.num_query_groups)
-    num_experts = min(model.num_experts, p.ep * -(-max(model.top_k, 2 * p.ep) // p.ep))
+    num_experts = min(model.num_experts, p.ep * -(-max(2 * model.top_k, 2 * p.ep) // p.ep))
     return replace(
         model,
         preset="",
@@ -72,9 +101,13 @@ def _pattern(kinds: tuple[str, ...], num_layers: int) -> str:
 
 def _train(train: TrainConfig, p: ParallelConfig) -> TrainConfig:
     micro = min(train.micro_batch_size, 2)
+    unit = 4 * p.cp * p.tp
     return replace(
         train,
-        seq_len=4 * p.cp * p.tp,
+        seq_len=unit * -(-SHORTEST_SEQUENCE // unit),
         micro_batch_size=micro,
         global_batch_size=micro * p.dp * 2 * p.pp,
+        lr=LEARNING_RATE,
+        min_lr=min(train.min_lr, LEARNING_RATE),
+        warmup_steps=0,
     )

@@ -1,0 +1,150 @@
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from moefold.checkpoint.folder import (
+    FORMAT,
+    META_FILE,
+    CheckpointMeta,
+    checkpoint_folder,
+    complete_checkpoints,
+    draft_path,
+    find_resume,
+    put_in_place,
+    read_meta,
+    remove_older,
+    step_path,
+    write_meta,
+)
+from moefold.config.schema import CheckpointConfig, Config, ModelConfig, RunConfig
+from moefold.errors import ConfigError
+
+MODEL = ModelConfig(num_layers=2)
+
+
+def meta(step: int, model: ModelConfig = MODEL) -> CheckpointMeta:
+    return CheckpointMeta(
+        format=FORMAT, step=step, samples=8 * step, tokens=64 * step, seed=0, model=asdict(model), parallel={}
+    )
+
+
+def write(folder: Path, step: int, model: ModelConfig = MODEL) -> Path:
+    path = step_path(folder, step)
+    path.mkdir(parents=True)
+    write_meta(path, meta(step, model))
+    return path
+
+
+def recipe(folder: Path, resume: str = "auto", every: int = 5, model: ModelConfig = MODEL) -> Config:
+    return Config(model=model, checkpoint=CheckpointConfig(dir=str(folder), every=every, resume=resume))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_folder_is_the_runs_own_unless_one_is_named():
+    assert checkpoint_folder(Config(run=RunConfig(dir="runs/a"))) == Path("runs/a/checkpoints")
+    assert checkpoint_folder(recipe(Path("/scratch/x"))) == Path("/scratch/x")
+
+
+def test_steps_sort_by_number():
+    assert step_path(Path("c"), 100).name == "step-000100"
+    assert step_path(Path("c"), 12345678).name == "step-12345678"
+
+
+def test_complete_ones_in_order_and_nothing_else(tmp_path):
+    paths = [write(tmp_path, step) for step in (1000000, 5, 20)]
+    (tmp_path / "step-000030").mkdir()
+    (tmp_path / "step-last").mkdir()
+    draft_path(tmp_path, 40).mkdir()
+    write_meta(draft_path(tmp_path, 40), meta(40))
+    assert complete_checkpoints(tmp_path) == [paths[1], paths[2], paths[0]]
+    assert complete_checkpoints(tmp_path / "absent") == []
+
+
+def test_meta_comes_back(tmp_path):
+    assert read_meta(write(tmp_path, 7)) == meta(7)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, f"is no moefold checkpoint: it has no {META_FILE}"),
+        ("{", f"has a broken {META_FILE}"),
+        ('{"format": 1}', f"has a broken {META_FILE}"),
+        ("[]", f"has a broken {META_FILE}"),
+    ],
+    ids=str,
+)
+def test_a_folder_that_is_no_checkpoint(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / META_FILE).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_meta(tmp_path)
+
+
+def test_another_format_is_refused(tmp_path):
+    path = write(tmp_path, 1)
+    write_meta(path, replace(meta(1), format=FORMAT + 1))
+    with pytest.raises(ConfigError, match=f"has format {FORMAT + 1}; this version reads format {FORMAT}"):
+        read_meta(path)
+
+
+def test_auto_takes_the_newest_if_any(tmp_path):
+    assert find_resume(recipe(tmp_path)) is None
+    write(tmp_path, 5)
+    newest = write(tmp_path, 10)
+    (tmp_path / "step-000015").mkdir()
+    assert find_resume(recipe(tmp_path)) == newest
+
+
+def test_never_and_a_named_one(tmp_path):
+    first = write(tmp_path / "here", 5)
+    other = tmp_path / "there"
+    assert find_resume(recipe(other, resume="never")) is None
+    assert find_resume(recipe(other, resume=str(first))) == first
+
+
+@pytest.mark.parametrize("resume", ["never", "step-000005"])
+def test_a_run_does_not_write_beside_later_checkpoints(tmp_path, resume):
+    write(tmp_path, 5)
+    write(tmp_path, 10)
+    resume = resume if resume == "never" else str(tmp_path / resume)
+    with pytest.raises(ConfigError, match=r"starts after step [05], .*step-000010.*; move them away"):
+        find_resume(recipe(tmp_path, resume=resume))
+    assert find_resume(recipe(tmp_path, resume=resume, every=0)) == (None if resume == "never" else Path(resume))
+    assert find_resume(recipe(tmp_path, resume=str(tmp_path / "step-000010"))) == tmp_path / "step-000010"
+
+
+def test_another_model_is_refused_with_what_differs(tmp_path):
+    write(tmp_path, 5)
+    wrong = replace(MODEL, num_layers=3, num_experts=16)
+    message = "is of another model: num_layers 2 there, 3 here; num_experts 8 there, 16 here; give the recipe its sizes"
+    with pytest.raises(ConfigError, match=message):
+        find_resume(recipe(tmp_path, model=wrong))
+    same = replace(MODEL, preset="anything", init_std=0.5)
+    assert find_resume(recipe(tmp_path, model=same)) is not None
+
+
+def test_only_the_newest_are_kept_and_drafts_of_killed_runs_go(tmp_path):
+    for step in (5, 10, 15):
+        write(tmp_path, step)
+    draft_path(tmp_path, 12).mkdir()
+    (tmp_path / ".step-000002.old").mkdir()
+    (tmp_path / "notes.txt").touch()
+    remove_older(tmp_path, 0)
+    assert names(tmp_path) == ["notes.txt", "step-000005", "step-000010", "step-000015"]
+    remove_older(tmp_path, 2)
+    assert names(tmp_path) == ["notes.txt", "step-000010", "step-000015"]
+
+
+def test_a_draft_replaces_a_checkpoint_of_its_step(tmp_path):
+    (write(tmp_path, 5) / "old").touch()
+    draft = draft_path(tmp_path, 5)
+    draft.mkdir()
+    (draft / "new").touch()
+    put_in_place(draft, step_path(tmp_path, 5))
+    assert names(tmp_path) == ["step-000005"]
+    assert names(tmp_path / "step-000005") == ["new"]

@@ -1,0 +1,24 @@
+"""Runs that several tests look at."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import FOLDED, train
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty steps of one rank that were not interrupted, with one checkpoint at the end."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    train(run_dir, "checkpoint.every=20")
+    return run_dir
+
+
+@pytest.fixture(scope="session")
+def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same steps on eight folded ranks, deterministic, with everything that a run can write."""
+    run_dir = tmp_path_factory.mktemp("eight") / "run"
+    extras = ("train.eval_every=8", "train.eval_samples=6", "checkpoint.every=8", "metrics.tensorboard=true")
+    train(run_dir, "run.deterministic=true", *extras, *FOLDED)
+    return run_dir

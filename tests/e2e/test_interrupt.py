@@ -1,0 +1,69 @@
+"""Signals, kills and crashes: what was trained is kept, one message says what happened, the same command goes on."""
+
+import os
+import signal
+
+import pytest
+
+from tests.e2e.command import FOLDED, FOUR, TWO, checkpoints, child_ids, interrupted, losses, metrics, train
+
+pytestmark = pytest.mark.e2e
+
+
+def test_ctrl_c_and_sigterm_save_and_the_same_command_resumes(one_rank, tmp_path):
+    run_dir, words = tmp_path / "run", ("checkpoint.every=1000",)
+
+    stopped = interrupted(run_dir, 3, lambda pid: os.killpg(pid, signal.SIGINT), *words, *TWO)
+    assert stopped.returncode == 130, stopped.stderr
+    assert stopped.stderr == "\nmoefold: finishing the step; press Ctrl-C again to abandon it\n"
+    first = len(losses(run_dir))
+    assert stopped.stdout.splitlines()[-1].startswith(f"stopped by SIGINT after step {first} of 20")
+    assert checkpoints(run_dir) == [f"step-{first:06d}"]
+
+    stopped = interrupted(run_dir, first + 3, lambda pid: os.kill(pid, signal.SIGTERM), *words, *TWO)
+    assert stopped.returncode == 143, stopped.stderr
+    assert stopped.stderr == ""
+    assert f"at step {first}\n" in stopped.stdout
+    second = len(losses(run_dir))
+
+    stopped = interrupted(run_dir, second + 2, lambda pid: os.kill(pid, signal.SIGTERM), *words)
+    assert stopped.returncode == 143, stopped.stderr
+    assert checkpoints(run_dir)[-1] == f"step-{len(losses(run_dir)):06d}"
+
+    train(run_dir, *words)
+    assert losses(run_dir) == pytest.approx(losses(one_rank), rel=1e-4)
+
+
+def test_kill_and_resume_under_another_mapping_equals_the_uninterrupted_run(one_rank, tmp_path):
+    run_dir, words = tmp_path / "run", ("checkpoint.every=5", "checkpoint.keep=2")
+    killed = interrupted(run_dir, 12, lambda pid: os.killpg(pid, signal.SIGKILL), *words, *FOLDED)
+    assert killed.returncode == -signal.SIGKILL
+    done = train(run_dir, *words, *FOUR)
+    assert "step-000010 at step 10; " in done.stdout
+    assert "of metrics.jsonl beyond it removed" in done.stdout
+    assert [record["step"] for record in metrics(run_dir)] == list(range(1, 21))
+    assert losses(run_dir) == pytest.approx(losses(one_rank), rel=1e-4)
+    assert checkpoints(run_dir) == ["step-000015", "step-000020"]
+
+
+def test_rank_that_is_killed_is_named_in_one_message(tmp_path):
+    words = ("run.steps=100000", "parallel.world_size=4", "parallel.tp=2", "parallel.ep=2")
+    died = interrupted(tmp_path / "run", 3, lambda pid: os.kill(child_ids(pid)[2], signal.SIGKILL), *words)
+    assert died.returncode == 1
+    assert died.stderr == (
+        "moefold: rank 2 was killed by SIGKILL (as happens when memory runs out), and the others were ended\n"
+    )
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    ranks: list[int] = []
+
+    def kill_launcher(process_id: int) -> None:
+        ranks.extend(child_ids(process_id))
+        os.kill(process_id, signal.SIGKILL)
+
+    words = ("run.steps=100000", "checkpoint.every=100000")
+    interrupted(tmp_path / "run", 3, kill_launcher, *words, *TWO)
+    # communicate() returned, so that every process that held the output is gone.
+    assert len(ranks) == 2
+    assert checkpoints(tmp_path / "run") == [f"step-{len(losses(tmp_path / 'run')):06d}"]

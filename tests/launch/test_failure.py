@@ -1,0 +1,89 @@
+"""A failing rank ends its process, so each case runs in one of its own."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from moefold.launch.failure import FailingRank, is_consequence
+from moefold.launch.place import Place
+
+RANK = """
+import signal, sys, time
+import moefold.launch.failure as failure
+from moefold.errors import ConfigError
+from moefold.launch.place import Place
+
+failure.OTHERS_FIRST_S = failure.CAUSE_FIRST_S = 0.3
+started = time.monotonic()
+rank, told = int(sys.argv[1]), bool(int(sys.argv[2]))
+import os
+end = os._exit
+def timed(status):
+    print(f"waited={time.monotonic() - started > 0.3}", flush=True)
+    end(status)
+os._exit = timed
+with failure.FailingRank(Place(rank, rank, 8, "127.0.0.1", 1), lambda: told):
+    exec(sys.argv[3])
+print("went on")
+"""
+
+
+def fail(code: str, rank: int = 0, told: bool = False) -> tuple[int, str, str]:
+    """Run code as a rank of eight; returns the status, what it printed, and its stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", RANK, str(rank), str(int(told)), code], capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+def test_a_rank_that_does_not_fail_goes_on():
+    assert fail("pass") == (0, "went on", "")
+
+
+def test_a_user_error_is_one_message_at_once_from_the_first_rank():
+    error = "raise ConfigError('a.b=1 is wrong')"
+    assert fail(error) == (2, "waited=False", "moefold: error: a.b=1 is wrong\n")
+    assert fail(error, rank=3) == (2, "waited=True", "moefold: error: a.b=1 is wrong\n")
+
+
+def test_a_bug_is_a_traceback_with_the_rank():
+    status, out, err = fail("1 / 0", rank=3)
+    assert (status, out) == (1, "waited=True")
+    assert err.startswith("moefold: rank 3 failed:\nTraceback")
+    assert err.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_the_loss_of_another_rank_waits_for_the_cause():
+    lost = "raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer')"
+    status, out, err = fail(lost)
+    assert (status, out) == (1, "waited=True")
+    assert "Connection closed by peer" in err
+    assert fail(lost, told=True) == (143, "waited=True", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_with_nothing_to_save_ends_the_rank_silently(number):
+    assert fail(f"signal.raise_signal({int(number)}); time.sleep(5)") == (128 + number, "waited=False", "")
+
+
+def test_an_abandoned_step_ends_as_on_ctrl_c():
+    assert fail("raise KeyboardInterrupt") == (130, "waited=False", "")
+
+
+def test_a_job_of_one_rank_is_left_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    failing = FailingRank(Place(0, 0, 1, "127.0.0.1", 1), lambda: False)
+    with failing:
+        assert signal.getsignal(signal.SIGTERM) is before
+    error = ZeroDivisionError()
+    failing.__exit__(type(error), error, None)
+
+
+def test_a_consequence_is_known_by_its_cause():
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    wrapped = RuntimeError("stage 0 failed")
+    wrapped.__cause__ = lost
+    assert is_consequence(wrapped)
+    assert not is_consequence(RuntimeError("shape mismatch"))

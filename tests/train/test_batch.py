@@ -1,0 +1,109 @@
+"""The batch is the same under every mapping: what the ranks read, put together, is what one rank reads."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.config.checks import check_config
+from moefold.config.schema import Config, DataConfig
+from moefold.data import open_dataset
+from moefold.errors import ConfigError
+from moefold.parallel.accumulate import Batch
+from moefold.parallel.context import sequence_positions
+from moefold.parallel.groups import ParallelGroups
+from moefold.train.batch import BatchLoader
+from tests.verify.recipes import tiny
+
+pytestmark = pytest.mark.parity
+
+
+def _loader(cfg: Config, part: str = "train") -> tuple[BatchLoader, ParallelGroups, Tensor]:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    cp = groups.attn.cp
+    positions = torch.as_tensor(sequence_positions(cfg.parallel.context, cfg.train.seq_len, cp.size, cp.rank))
+    return BatchLoader(getattr(data, part), cfg, groups, positions), groups, positions
+
+
+def _read(cfg: Config, first_sample: int) -> tuple[int, Tensor, Batch]:
+    loader, groups, positions = _loader(cfg)
+    return groups.attn.dp.rank, positions, loader.batch(first_sample)
+
+
+def _evaluation(cfg: Config, num_samples: int) -> tuple[int, list[Batch]]:
+    loader, groups, _ = _loader(cfg, "validation")
+    return groups.attn.dp.rank, loader.evaluation(num_samples)
+
+
+@pytest.mark.parametrize(
+    "mapping", [{"world_size": 2}, {"world_size": 4, "cp": 2}, {"world_size": 4, "tp": 2}], ids=str
+)
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_ranks_read_the_parts_of_one_batch(pool, mapping, micro_batch_size):
+    train = {"global_batch_size": 8, "micro_batch_size": micro_batch_size}
+    cfg = tiny(train=train, **mapping)
+    ((_, _, expected),) = pool.run(1, _read, tiny(train=train), 24)
+    tokens, labels, weights = (torch.zeros_like(x) for x in (expected.tokens, expected.labels, expected.weights))
+    for dp_rank, positions, part in pool.run(cfg.parallel.world_size, _read, cfg, 24):
+        count = 8 // cfg.parallel.dp
+        rows = torch.arange(dp_rank * count, (dp_rank + 1) * count)[:, None]
+        tokens[rows, positions] = part.tokens
+        labels[rows, positions] = part.labels
+        weights[rows, positions] = part.weights
+    assert torch.equal(tokens, expected.tokens)
+    assert torch.equal(labels, expected.labels)
+    assert torch.equal(weights, expected.weights)
+    assert float(weights.sum()) == pytest.approx(1.0)
+    assert torch.equal(expected.tokens[:, 1:], expected.labels[:, :-1])
+
+
+def test_consecutive_batches_take_consecutive_samples(pool):
+    cfg = tiny(train={"global_batch_size": 4})
+    whole = tiny(train={"global_batch_size": 8})
+    ((_, _, first),), ((_, _, second),), ((_, _, both),) = (
+        pool.run(1, _read, *args) for args in ((cfg, 0), (cfg, 4), (whole, 0))
+    )
+    assert torch.equal(torch.cat((first.tokens, second.tokens)), both.tokens)
+
+
+def _evaluated(pool, cfg: Config, num_samples: int) -> dict[tuple[int, ...], float]:
+    """The weight of each sample, by its tokens, summed over ranks and batches."""
+    found: dict[tuple[int, ...], float] = {}
+    for _, batches in pool.run(cfg.parallel.world_size, _evaluation, cfg, num_samples):
+        for batch in batches:
+            for tokens, weights in zip(batch.tokens.tolist(), batch.weights.sum(1).tolist(), strict=True):
+                if weights:
+                    found[tuple(tokens)] = found.get(tuple(tokens), 0.0) + weights
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_an_evaluation_takes_each_sample_once_whatever_the_batch(pool, size, dp):
+    expected = _evaluated(pool, tiny(train={"global_batch_size": 2}), 6)
+    found = _evaluated(pool, tiny(train={"global_batch_size": size}, world_size=dp), 6)
+    assert found == pytest.approx(expected)
+    assert list(found.values()) == pytest.approx([1 / 6] * 6)
+
+
+def test_an_evaluation_of_more_than_is_held_out_takes_all(pool, tmp_path):
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "tokens.npy", rng.integers(0, 32, 16 * 40 + 1, dtype=np.int32))
+    data = DataConfig(kind="tokens", path=str(tmp_path / "tokens.npy"), validation_fraction=0.1)
+    cfg = replace(tiny(), data=data)
+    assert list(_evaluated(pool, cfg, 100).values()) == pytest.approx([1 / 4] * 4)
+
+
+def _refused(cfg: Config) -> str:
+    loader, _, _ = _loader(cfg, "validation")
+    with pytest.raises(ConfigError) as error:
+        loader.evaluation(4)
+    return str(error.value)
+
+
+def test_an_evaluation_without_held_out_samples_is_refused(pool):
+    cfg = replace(tiny(), data=DataConfig(kind="synthetic", validation_fraction=0.0))
+    assert pool.run(1, _refused, cfg)[0].startswith("data.validation_fraction=0 holds no sample out")
