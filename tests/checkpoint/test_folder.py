@@ -1,4 +1,4 @@
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,15 @@ from moefold.checkpoint.folder import (
     complete_checkpoints,
     draft_path,
     find_resume,
+    model_sizes,
     put_in_place,
     read_meta,
     remove_older,
+    sample_order,
     step_path,
     write_meta,
 )
-from moefold.config.schema import CheckpointConfig, Config, ModelConfig, RunConfig
+from moefold.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from moefold.errors import ConfigError
 
 MODEL = ModelConfig(num_layers=2)
@@ -25,7 +27,13 @@ MODEL = ModelConfig(num_layers=2)
 
 def meta(step: int, model: ModelConfig = MODEL) -> CheckpointMeta:
     return CheckpointMeta(
-        format=FORMAT, step=step, samples=8 * step, tokens=64 * step, seed=0, model=asdict(model), parallel={}
+        format=FORMAT,
+        step=step,
+        samples=8 * step,
+        tokens=64 * step,
+        order=sample_order(Config()),
+        model=model_sizes(model),
+        parallel={},
     )
 
 
@@ -148,3 +156,31 @@ def test_a_draft_replaces_a_checkpoint_of_its_step(tmp_path):
     put_in_place(draft, step_path(tmp_path, 5))
     assert names(tmp_path) == ["step-000005"]
     assert names(tmp_path / "step-000005") == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"run": RunConfig(seed=9)}, "took its samples from other data: seed 0 there, 9 here"),
+        ({"train": TrainConfig(seq_len=64)}, "seq_len 256 there, 64 here"),
+        ({"data": DataConfig(kind="synthetic")}, "kind 'python-docs' there, 'synthetic' here"),
+    ],
+)
+def test_auto_refuses_other_data_and_a_named_checkpoint_takes_it(tmp_path, change, expected):
+    path = write(tmp_path, 5)
+    with pytest.raises(ConfigError, match=expected):
+        find_resume(replace(recipe(tmp_path), **change))
+    assert find_resume(replace(recipe(tmp_path, resume=str(path)), **change)) == path
+
+
+def test_sizes_that_nothing_reads_and_other_spellings_of_a_pattern_are_the_same_model(tmp_path):
+    path = write(tmp_path, 5)
+    same = replace(MODEL, ffn_hidden_size=64, layer_pattern="MM")
+    assert find_resume(recipe(tmp_path, model=same)) == path
+    with pytest.raises(ConfigError, match="layer_kinds 'MM' there, 'DM' here"):
+        find_resume(recipe(tmp_path, model=replace(MODEL, layer_pattern="DM")))
+
+
+def test_another_batch_size_takes_the_same_samples(tmp_path):
+    path = write(tmp_path, 5)
+    assert find_resume(replace(recipe(tmp_path), train=TrainConfig(global_batch_size=64))) == path

@@ -18,8 +18,10 @@ Step = Callable[[], None]
 """Forward, backward and AdamW on one fixed batch."""
 
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
-"""What transformers offers for training; the fastest one counts. Its batched_mm copies the experts' weights for each token,
-23 GiB here, and is the slowest by far."""
+"""What transformers offers for training; the fastest one counts.
+
+Its batched_mm copies the experts' weights for each token: 23 GiB here, and slower than both.
+"""
 
 
 def trainer_step(cfg: Config) -> Step:

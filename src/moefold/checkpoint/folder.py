@@ -10,14 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moefold.config.schema import Config
+from moefold.config.schema import Config, ModelConfig
 from moefold.errors import ConfigError
 
 META_FILE = "moefold.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
-_FREE_MODEL_KEYS = frozenset({"preset", "init_std"})
-"""Keys of [model] that do not change what the stored tensors mean."""
+_FREE_MODEL_KEYS = frozenset({"preset", "init_std", "layer_pattern"})
+"""Keys of [model] that do not change what the stored tensors mean, or are compared by their effect."""
+_DENSE_KEYS = frozenset({"ffn_hidden_size"})
+_MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,8 @@ class CheckpointMeta:
     """Samples taken from the training data so far."""
     tokens: int
     """Tokens trained on so far."""
-    seed: int
+    order: dict[str, Any]
+    """What decides which text a sample number means: `sample_order`."""
     model: dict[str, Any]
     parallel: dict[str, Any]
     """The mapping that wrote it, for the reader: any other one can load it."""
@@ -55,6 +58,18 @@ def step_of(path: Path) -> int:
     """The step in a checkpoint's name, -1 for another name."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
+
+
+def model_sizes(model: ModelConfig) -> dict[str, Any]:
+    """The section [model], with the kind of each layer spelled out."""
+    return asdict(model) | {"layer_kinds": "".join(model.layer_kinds)}
+
+
+def sample_order(cfg: Config) -> dict[str, Any]:
+    """The settings that decide which text sample n is; the size of the batch is not among them."""
+    order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **asdict(cfg.data)}
+    plain: dict[str, Any] = json.loads(json.dumps(order))
+    return plain
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -90,8 +105,8 @@ def find_resume(cfg: Config) -> Path | None:
     """The checkpoint that a run continues from, or None for a new run.
 
     Raises:
-        ConfigError: it is one of another model, or the run would write beside checkpoints of later steps, which a later
-            "auto" would take for its own.
+        ConfigError: it is one of another model; "auto" found one of other data; or the run would write beside
+            checkpoints of later steps, which a later "auto" would take for its own.
     """
     wish = cfg.checkpoint.resume
     complete = complete_checkpoints(checkpoint_folder(cfg))
@@ -102,6 +117,8 @@ def find_resume(cfg: Config) -> Path | None:
     meta = None if path is None else read_meta(path)
     if path is not None and meta is not None:
         _refuse_other_model(path, meta, cfg)
+        if wish == "auto":
+            _refuse_other_data(path, meta, cfg)
     if wish != "auto" and cfg.checkpoint.every:
         _refuse_later(complete, meta.step if meta else 0, cfg)
     return path
@@ -142,14 +159,28 @@ def _refuse_later(complete: list[Path], step: int, cfg: Config) -> None:
 
 
 def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
-    ours = asdict(cfg.model)
-    wrong = [
-        f"{key} {meta.model.get(key)!r} there, {value!r} here"
-        for key, value in ours.items()
-        if key not in _FREE_MODEL_KEYS and meta.model.get(key) != value
-    ]
+    ours = model_sizes(cfg.model)
+    unused = _FREE_MODEL_KEYS
+    unused |= frozenset() if "D" in cfg.model.layer_kinds else _DENSE_KEYS
+    unused |= frozenset() if "M" in cfg.model.layer_kinds else _MOE_KEYS
+    wrong = _differences({k: v for k, v in meta.model.items() if k not in unused}, ours)
     if wrong:
         raise ConfigError(
-            f"checkpoint {str(path)!r} is of another model: {'; '.join(wrong)}; give the recipe its sizes, "
-            "or set another run.dir"
+            f"checkpoint {str(path)!r} is of another model: {wrong}; give the recipe its sizes, or set another run.dir"
         )
+
+
+def _refuse_other_data(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
+    wrong = _differences(meta.order, sample_order(cfg))
+    if wrong:
+        raise ConfigError(
+            f"checkpoint {str(path)!r} took its samples from other data: {wrong}; give the recipe its settings, set "
+            f"checkpoint.resume={str(path)!r} to go on with the new data from its start, or set another run.dir"
+        )
+
+
+def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    wrong = {key: (value, ours.get(key)) for key, value in theirs.items() if ours.get(key) != value}
+    if "num_layers" in wrong:
+        wrong.pop("layer_kinds", None)
+    return "; ".join(f"{key} {there!r} there, {here!r} here" for key, (there, here) in wrong.items())

@@ -21,9 +21,11 @@ from moefold.checkpoint.folder import (
     checkpoint_folder,
     draft_path,
     find_resume,
+    model_sizes,
     put_in_place,
     read_meta,
     remove_older,
+    sample_order,
     step_path,
     write_meta,
 )
@@ -87,8 +89,8 @@ def save_checkpoint(
             step=step,
             samples=samples,
             tokens=tokens,
-            seed=cfg.run.seed,
-            model=asdict(cfg.model),
+            order=sample_order(cfg),
+            model=model_sizes(cfg.model),
             parallel=asdict(cfg.parallel),
         )
         write_meta(draft, meta)

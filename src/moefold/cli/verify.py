@@ -38,7 +38,7 @@ RunMapping = Callable[[Config, int], Sequence["MappingRecord"]]
 
 def run(argv: list[str]) -> int:
     """Verify; returns 0 if the mapping equals the oracle, 1 if not."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_intermixed_args(argv)
     cfg = load_config(Path(args.recipe), args.overrides)
     check_config(cfg)
     if args.steps < 1:

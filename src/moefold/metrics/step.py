@@ -20,9 +20,9 @@ class StepMetrics:
     loss: float
     """Mean language-model cross-entropy per token of the global batch, in nats."""
     aux_loss: float
-    """Load-balancing loss as it was optimised, its coefficient included."""
+    """Load-balancing loss as it was optimised: the sum over layers, times its coefficient."""
     z_loss: float
-    """Router z-loss as it was optimised, its coefficient included."""
+    """Router z-loss as it was optimised: the sum over layers, times its coefficient."""
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float

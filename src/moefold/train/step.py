@@ -22,7 +22,9 @@ class StepResult:
     """What one step measured over the whole global batch; equal on all ranks."""
 
     loss: float
+    """Language-model loss."""
     aux_loss: float
+    """As optimised: summed over layers, coefficient included. So is z_loss."""
     z_loss: float
     grad_norm: float
     lr: float

@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 
+from moefold.checkpoint.folder import sample_order
 from moefold.checkpoint.store import agree_on_resume, load_checkpoint, save_checkpoint
 from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
@@ -68,7 +69,9 @@ class Trainer:
         resume = agree_on_resume(self._cfg)
         if resume is not None:
             meta = load_checkpoint(resume, self._training.parameters, self._training.optimizer)
-            self._step, self._samples, self._tokens = meta.step, meta.samples, meta.tokens
+            self._step, self._tokens = meta.step, meta.tokens
+            # A checkpoint that was named may be continued on other data, from its start.
+            self._samples = meta.samples if meta.order == sample_order(self._cfg) else 0
         return resume
 
     def _one_step(self, report: "_Report | None", stop: StopSignals) -> int:

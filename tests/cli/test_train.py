@@ -1,0 +1,91 @@
+"""What `moefold train` settles before any rank starts."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from moefold.checkpoint.folder import FORMAT, CheckpointMeta, step_path, write_meta
+from moefold.cli.main import main
+from moefold.config.load import load_config
+
+SMALL = ("model.preset=tiny", "data.kind=synthetic", "run.device=cpu", "train.seq_len=32")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.toml"
+    path.touch()
+    return str(path)
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch):
+    """Make this process look as if torchrun had started it as one rank of two."""
+
+    def start(local_rank: int) -> None:
+        for name, value in (
+            ("RANK", local_rank),
+            ("LOCAL_RANK", local_rank),
+            ("WORLD_SIZE", 2),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", 29500),
+        ):
+            monkeypatch.setenv(name, str(value))
+
+    return start
+
+
+def write_checkpoint(run_dir: Path, step: int) -> Path:
+    model = asdict(load_config(None, [*SMALL]).model)
+    path = step_path(run_dir / "checkpoints", step)
+    path.mkdir(parents=True)
+    write_meta(path, CheckpointMeta(format=FORMAT, step=step, samples=0, tokens=0, seed=0, model=model, parallel={}))
+    return path
+
+
+def test_keys_are_listed_without_a_recipe(capsys):
+    assert main(["train", "--keys"]) == 0
+    assert "parallel.etp" in capsys.readouterr().out
+
+
+def test_a_recipe_must_be_named(capsys):
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == (
+        "moefold: error: a recipe is missing: moefold train RECIPE.toml [section.key=value ...]\n"
+    )
+
+
+def test_a_finished_run_has_nothing_to_do(recipe, tmp_path, capsys):
+    path = write_checkpoint(tmp_path / "run", 10)
+    assert main(["train", recipe, *SMALL, f"run.dir={tmp_path}/run", "run.steps=10"]) == 0
+    assert capsys.readouterr().out == f"{path} has all 10 steps of run.steps; nothing to do\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["train.lr=x"], ["parallel.world_size=4"], ["parallel.world_size=2", "parallel.tp=3"]]
+)
+def test_what_all_ranks_of_a_machine_find_the_first_one_says(recipe, capsys, torchrun, tmp_path, words):
+    command = ["train", recipe, *SMALL, f"run.dir={tmp_path}/run", *words]
+    torchrun(local_rank=0)
+    assert main(command) == 2
+    assert capsys.readouterr().err.startswith("moefold: error: ")
+    torchrun(local_rank=1)
+    assert main(command) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_the_first_rank_alone_says_that_a_run_is_finished(recipe, capsys, torchrun, tmp_path):
+    write_checkpoint(tmp_path / "run", 10)
+    torchrun(local_rank=1)
+    words = [f"run.dir={tmp_path}/run", "run.steps=10", "parallel.world_size=2"]
+    assert main(["train", recipe, *SMALL, *words]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_half_of_a_launchers_environment_is_refused(recipe, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert main(["train", recipe, *SMALL]) == 2
+    assert "the environment has RANK but not LOCAL_RANK" in capsys.readouterr().err

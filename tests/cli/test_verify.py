@@ -1,0 +1,112 @@
+"""`moefold verify`: the verdict, what it prints, and its exit status; the ranks are real, the faults put in by hand."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moefold.cli.main import main
+from moefold.cli.verify import verify
+from moefold.config.schema import Config
+from moefold.verify.mapping import MappingRecord, run_mapping
+from tests.verify.recipes import tiny
+
+pytestmark = pytest.mark.parity
+
+QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
+Change = Callable[[MappingRecord], MappingRecord]
+
+
+@pytest.fixture
+def runner(pool):
+    """Ranks that compute the right thing, and then something happens to the record of the first."""
+
+    def make(change: Change) -> Callable[[Config, int], Sequence[MappingRecord]]:
+        def run(cfg: Config, steps: int) -> Sequence[MappingRecord]:
+            first, *others = pool.run(cfg.parallel.world_size, run_mapping, cfg, steps)
+            return [change(first), *others]
+
+        return run
+
+    return make
+
+
+def off_by(factor: float, kind: str, name: str) -> Change:
+    """Scale one element of one tensor."""
+
+    def change(record: MappingRecord) -> MappingRecord:
+        tensors = dict(getattr(record, kind))
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(-1)[tensors[name].abs().argmax()] *= factor
+        return replace(record, **{kind: tensors})
+
+    return change
+
+
+def test_an_equal_mapping_exits_0(runner, capsys):
+    assert verify(tiny(world_size=2, ep=2), 2, runner(lambda record: record)) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == "mapping      2 ranks, zero 1, dispatcher alltoall"
+    assert "  attention  tp=1 cp=1 dp=2 pp=1, order pp-dp-cp-tp\n" in out
+    assert "  experts    etp=1 ep=2 edp=1 pp=1, order pp-edp-ep-etp\n" in out
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith("step")] == [["step", "1"], ["step", "2"]]
+    assert "\nworst gradient              " in out
+    assert "\nworst weight after step 2   " in out
+    assert out.splitlines()[-1].startswith("equal: all ")
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("gradients", "layers.0.ffn.experts.w_gate"), ("weights", "head.norm.weight"), ("initial", "embedding.weight")],
+)
+def test_one_wrong_element_exits_1_and_is_named(runner, capsys, kind, name):
+    assert verify(tiny(), 1, runner(off_by(1 + 1e-7, kind, name))) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("NOT equal: 1 of ")
+    assert lines[-1].split() == ["1.0e-07", kind, name]
+
+
+def test_a_difference_below_the_tolerance_is_none(runner):
+    assert verify(tiny(), 1, runner(off_by(1 + 1e-11, "weights", "head.norm.weight"))) == 0
+
+
+def test_a_wrong_gradient_norm_exits_1(runner, capsys):
+    def change(record: MappingRecord) -> MappingRecord:
+        step = replace(record.steps[0], grad_norm=record.steps[0].grad_norm * (1 + 1e-6))
+        return replace(record, steps=(step,))
+
+    assert verify(tiny(), 1, runner(change)) == 1
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["1.0e-06", "step", "1", "grad_norm", "(rank", "0)"]
+
+
+def test_many_differences_are_counted(runner, capsys):
+    def change(record: MappingRecord) -> MappingRecord:
+        return replace(record, weights={name: tensor * 1.01 for name, tensor in record.weights.items()})
+
+    assert verify(tiny(), 1, runner(change)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("  and ")
+    assert sum(line.startswith("   1.0e-02  weights ") for line in lines) == 10
+
+
+def test_a_recipe_of_the_project_shrunk(capsys):
+    assert main(["verify", QUICKSTART, "--shrink", "--steps", "1", "parallel.world_size=4", "parallel.pp=1"]) == 0
+    assert "equal: all " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["model.preset=mixtral-8x7b"], "parameters in float64, on both sides"),
+        (["parallel.world_size=4096", "train.global_batch_size=16384"], "parallel.world_size=4096 ranks take"),
+    ],
+)
+def test_what_cannot_be_verified_here_is_refused(capsys, words, message):
+    assert main(["verify", QUICKSTART, *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("moefold: error: ")
+    assert message in err
+    assert err.count("\n") == 1

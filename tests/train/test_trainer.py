@@ -1,0 +1,144 @@
+"""The training run on forked ranks: resuming with other settings, evaluation, and the numbers it reports."""
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.checkpoint.store import load_checkpoint
+from moefold.config.checks import check_config
+from moefold.config.schema import CheckpointConfig, Config, RunConfig
+from moefold.data import open_dataset
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.parallelize import parallelize
+from moefold.train.batch import BatchLoader
+from moefold.train.step import TrainingStep
+from moefold.train.stop import StopSignals
+from moefold.train.trainer import Trainer
+from tests.verify.recipes import tiny
+
+pytestmark = pytest.mark.parity
+
+
+def recipe(
+    run_dir: Path,
+    steps: int,
+    *,
+    dtype: Any = "float64",
+    every: int = 2,
+    train: dict[str, Any] | None = None,
+    **parallel: Any,
+) -> Config:
+    cfg = tiny(train={"lr_schedule": "constant"} | (train or {}), **parallel)
+    return replace(
+        cfg,
+        run=RunConfig(dir=str(run_dir), seed=3, steps=steps, device="cpu", dtype=dtype),
+        checkpoint=CheckpointConfig(every=every),
+    )
+
+
+def _train(cfg: Config) -> int:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    return Trainer(cfg, groups).run(StopSignals())
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [record["loss"] for record in records(run_dir)]
+
+
+def _loss_of_samples(cfg: Config, checkpoint: str, first_sample: int) -> float:
+    """The loss of one global batch under the weights of a checkpoint."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    model = parallelize(cfg, groups)
+    training = TrainingStep(model, cfg)
+    load_checkpoint(Path(checkpoint), training.parameters, training.optimizer)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    return training.evaluate([BatchLoader(data.train, cfg, groups, model.positions).batch(first_sample)])
+
+
+def test_a_resume_with_another_batch_goes_on_at_the_next_sample(pool, tmp_path):
+    pool.run(1, _train, recipe(tmp_path, 2))
+    larger = recipe(tmp_path, 3, train={"global_batch_size": 8})
+    saved = str(tmp_path / "checkpoints" / "step-000002")
+    (expected,) = pool.run(1, _loss_of_samples, larger, saved, 2 * 4)
+    pool.run(2, _train, replace(larger, parallel=replace(larger.parallel, world_size=2)))
+    last = records(tmp_path)[-1]
+    assert last["loss"] == pytest.approx(expected, rel=1e-12)
+    assert last["tokens"] == (2 * 4 + 8) * 16
+    (elsewhere,) = pool.run(1, _loss_of_samples, larger, saved, 2 * 8)
+    assert elsewhere != pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tolerance"), [("float32", "bfloat16", 0.02), ("float64", "float32", 1e-5)]
+)
+def test_a_resume_may_change_the_compute_type(pool, tmp_path, before, after, tolerance):
+    pool.run(1, _train, recipe(tmp_path / "changed", 2, dtype=before))
+    pool.run(2, _train, recipe(tmp_path / "changed", 4, dtype=after, world_size=2, ep=2))
+    pool.run(1, _train, recipe(tmp_path / "whole", 4, dtype=before))
+    assert losses(tmp_path / "changed") == pytest.approx(losses(tmp_path / "whole"), rel=tolerance)
+    assert losses(tmp_path / "changed")[2:] != losses(tmp_path / "whole")[2:]
+
+
+def test_every_step_reports_its_own_peak_of_memory(pool, tmp_path):
+    pool.run(1, _train, recipe(tmp_path, 2))
+    memory = [record["memory_gib"] for record in records(tmp_path)]
+    # One process with torch in it has more than 100 MiB from the first step on.
+    assert 0.1 < memory[0] <= memory[1]
+
+
+def test_evaluation_is_due_every_so_many_steps_and_after_the_last(pool, tmp_path):
+    pool.run(1, _train, recipe(tmp_path, 5, every=0, train={"eval_every": 2}))
+    assert [record["step"] for record in records(tmp_path) if record["eval_loss"] is not None] == [2, 4, 5]
+    assert not (tmp_path / "checkpoints").exists()
+
+
+MAPPINGS = {"one": {}, "four": {"world_size": 4, "cp": 2, "tp": 2}, "two": {"world_size": 2}}
+
+
+def test_evaluation_does_not_depend_on_batch_or_mapping(pool, tmp_path):
+    found = []
+    for (name, parallel), size in zip(MAPPINGS.items(), (4, 8, 2), strict=True):
+        # A rate so small that the step leaves the weights as they were.
+        train = {"eval_every": 1, "eval_samples": 6, "global_batch_size": size, "lr": 1e-30}
+        cfg = recipe(tmp_path / name, 1, every=0, train=train, **parallel)
+        pool.run(cfg.parallel.world_size, _train, cfg)
+        found.append(records(tmp_path / name)[0]["eval_loss"])
+    assert found == pytest.approx([found[0]] * 3, rel=1e-9)
+
+
+def _train_and_stop(cfg: Config) -> int:
+    """Train with a signal that came to the first rank alone, before its first step ended."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    trainer = Trainer(cfg, groups)
+    stop = StopSignals()
+    with stop:
+        if groups.rank == 0:
+            signal.raise_signal(signal.SIGTERM)
+    return trainer.run(stop)
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_step(pool, tmp_path):
+    assert pool.run(2, _train_and_stop, recipe(tmp_path, 9, world_size=2, ep=2)) == [143, 143]
+    assert len(losses(tmp_path)) == 1
+    assert (tmp_path / "checkpoints" / "step-000001").is_dir()
+
+
+def test_a_signal_in_the_last_step_changes_nothing(pool, tmp_path):
+    assert pool.run(1, _train_and_stop, recipe(tmp_path, 1)) == [0]
+
+
+def test_a_dense_model_has_no_expert_load(pool, tmp_path):
+    cfg = recipe(tmp_path, 1, every=0)
+    dense = replace(cfg, model=replace(cfg.model, layer_pattern="D"))
+    pool.run(1, _train, dense)
+    (record,) = records(tmp_path)
+    assert (record["expert_load"], record["aux_loss"], record["dropped_fraction"]) == ([], 0.0, 0.0)

@@ -1,0 +1,103 @@
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from moefold.config.checks import check_config
+from moefold.config.load import load_config
+from moefold.config.schema import Config, DataConfig, ParallelConfig
+from moefold.errors import ConfigError
+from moefold.metrics.flops import count_parameters
+from moefold.verify.shrink import shrink
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+PRESETS = ("mixtral-8x7b", "mixtral-8x22b", "qwen2-57b-a14b", "qwen3-30b-a3b", "qwen3-235b-a22b", "quickstart")
+KEPT = (
+    "tp",
+    "cp",
+    "pp",
+    "ep",
+    "etp",
+    "order",
+    "moe_order",
+    "schedule",
+    "virtual_stages",
+    "zero",
+    "dispatcher",
+    "context",
+)
+
+
+def preset(name: str, batch: int = 64, **parallel: object) -> Config:
+    words = [f"model.preset={name}", "train.seq_len=4096", f"train.global_batch_size={batch}"]
+    return load_config(None, [*words, *(f"parallel.{key}={value}" for key, value in parallel.items())])
+
+
+def mappings() -> list[dict[str, object]]:
+    found = []
+    for tp, cp, pp, ep, etp in product((1, 2, 4, 8), (1, 2), (1, 2), (1, 4, 8), (1, 2)):
+        kinds = {"context": ("ring", "ulysses", "allgather")[(tp + ep) % 3], "zero": (tp + cp + pp) % 4}
+        found.append({"world_size": 64, "tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp, **kinds})
+    found.append({"world_size": 64, "pp": 4, "schedule": "interleaved", "virtual_stages": 2, "ep": 8})
+    return found
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_any_legal_recipe_shrinks_to_a_legal_one_with_its_mapping(name):
+    tried = 0
+    for mapping in mappings():
+        cfg = preset(name, **mapping)
+        try:
+            check_config(cfg)
+        except ConfigError:
+            continue
+        tried += 1
+        small = shrink(cfg)
+        check_config(small)
+        assert all(getattr(small.parallel, key) == getattr(cfg.parallel, key) for key in KEPT)
+        assert small.parallel.world_size <= cfg.parallel.world_size
+        assert count_parameters(small.model).total < 300_000
+        assert small.model.num_experts == 1 or small.model.top_k < small.model.num_experts
+        assert small.data == DataConfig(kind="synthetic")
+        assert small.num_micro_batches > 1
+    assert tried > 10
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_of_the_project_shrinks(recipe):
+    small = shrink(load_config(recipe, []))
+    assert small.parallel.world_size <= 32
+
+
+def test_data_parallelism_stays_where_there_are_few_ranks():
+    small = shrink(preset("qwen3-30b-a3b", world_size=64, tp=2, ep=2)).parallel
+    assert (small.world_size, small.dp, small.edp) == (4, 2, 2)
+    small = shrink(preset("qwen3-30b-a3b", world_size=64, tp=2, ep=32)).parallel
+    assert (small.world_size, small.dp, small.edp) == (32, 16, 1)
+    small = shrink(preset("qwen3-30b-a3b", world_size=4, tp=2, cp=2, ep=4)).parallel
+    assert (small.world_size, small.dp, small.edp) == (4, 1, 1)
+
+
+def test_an_order_that_folds_over_some_worlds_only_stays_legal():
+    # tp*dp = etp*edp = stride of pp: a smaller world changes both.
+    cfg = preset(
+        "quickstart", world_size=16, tp=2, cp=2, pp=2, ep=2, etp=2, order="cp-pp-tp-dp", moe_order="ep-pp-etp-edp"
+    )
+    check_config(cfg)
+    assert shrink(cfg).parallel.order == "cp-pp-tp-dp"
+
+
+def test_kinds_of_layers_and_an_uneven_cut_stay():
+    cfg = preset("quickstart", world_size=4, pp=4)
+    model = replace(cfg.model, num_layers=6, layer_pattern="DM5", tie_embeddings=True, qk_norm=True)
+    small = shrink(replace(cfg, model=model)).model
+    assert small.num_layers == 5
+    assert set(small.layer_kinds) == {"D", "M"}
+    assert (small.tie_embeddings, small.qk_norm) == (True, True)
+    assert shrink(replace(cfg, model=replace(model, layer_pattern="M"))).model.layer_kinds == ("M",) * 5
+
+
+def test_an_illegal_recipe_is_refused_as_it_stands():
+    with pytest.raises(ConfigError, match="parallel.tp=3 must divide"):
+        shrink(replace(preset("quickstart"), parallel=ParallelConfig(world_size=8, tp=3)))
