@@ -1,11 +1,10 @@
 """What `moefold train` settles before any rank starts."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.folder import FORMAT, CheckpointMeta, step_path, write_meta
+from moefold.checkpoint.folder import FORMAT, CheckpointMeta, model_sizes, sample_order, step_path, write_meta
 from moefold.cli.main import main
 from moefold.config.load import load_config
 
@@ -37,10 +36,12 @@ def torchrun(monkeypatch: pytest.MonkeyPatch):
 
 
 def write_checkpoint(run_dir: Path, step: int) -> Path:
-    model = asdict(load_config(None, [*SMALL]).model)
+    cfg = load_config(None, [*SMALL])
+    order, model = sample_order(cfg), model_sizes(cfg.model)
     path = step_path(run_dir / "checkpoints", step)
     path.mkdir(parents=True)
-    write_meta(path, CheckpointMeta(format=FORMAT, step=step, samples=0, tokens=0, seed=0, model=model, parallel={}))
+    meta = CheckpointMeta(format=FORMAT, step=step, samples=0, tokens=0, order=order, model=model, parallel={})
+    write_meta(path, meta)
     return path
 
 

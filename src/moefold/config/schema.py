@@ -263,7 +263,7 @@ class MetricsConfig:
     wandb: bool = False
     """Log to Weights & Biases (needs the extra `track`)."""
     peak_tflops: float = 0.0
-    """Peak of one rank's device in TFLOP/s for the MFU; 0 means: look the device up, null if unknown."""
+    """Peak of one rank's device in TFLOP/s for the MFU; 0 looks up a bfloat16 run's device, null if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """One optimizer step: gradients, norm, clipping, update, and the numbers that all ranks agree on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from moefold.parallel.gradients import clip_gradients, gradient_norm
 from moefold.parallel.parallelize import ParallelModel
 from moefold.train.lr_schedule import learning_rate
 from moefold.train.optimizer import build_optimizer, set_learning_rate
+
+Flags = Callable[[], Sequence[bool]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class TrainingStep:
         self._not_counted = frozenset({"embedding.weight"} if holds_copy else ())
         self._speaks_for_tp = groups.attn.tp.rank == 0
 
-    def run(self, batch: Batch, step: int, flags: Sequence[bool] = ()) -> StepResult:
+    def run(self, batch: Batch, step: int, flags: Flags = lambda: ()) -> StepResult:
         """Train on this rank's part of a global batch.
 
         Collective: every rank calls it with its part of the same batch.
@@ -59,7 +61,7 @@ class TrainingStep:
         Args:
             batch: this rank's part.
             step: number of this step, 1-based.
-            flags: wishes of this rank (to stop, say), which all ranks learn with the metrics.
+            flags: asked once the step is done for wishes of this rank (to stop, say), which all ranks then learn.
         """
         for layer in self.model.moe_layers().values():
             layer.stats.reset()
@@ -70,7 +72,7 @@ class TrainingStep:
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return self._agree(loss, norm, rate, flags)
+        return self._agree(loss, norm, rate, flags())
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Weighted sum of the cross-entropies of held-out tokens, in nats; collective."""

@@ -42,7 +42,10 @@ class Trainer:
         self._held_out = BatchLoader(data.validation, cfg, groups, model.positions)
         self._step = self._samples = self._tokens = 0
         self._flops_per_token = train_flops_per_token(cfg.model, cfg.train.seq_len).total
-        self._peak_tflops = cfg.metrics.peak_tflops or _device_peak(groups.device)
+        # The peaks that are known are those of bfloat16.
+        self._peak_tflops = cfg.metrics.peak_tflops or (
+            _device_peak(groups.device) if cfg.run.dtype == "bfloat16" else None
+        )
         self._is_first_rank = groups.rank == 0
 
     def run(self, stop: StopSignals) -> int:
@@ -77,14 +80,15 @@ class Trainer:
     def _one_step(self, report: "_Report | None", stop: StopSignals) -> int:
         """Train, evaluate and save as the recipe says; returns the exit status if the run is to end, else 0."""
         started_s = time.perf_counter()
-        result = self._training.run(self._batches.batch(self._samples), self._step + 1, stop.flags)
+        result = self._training.run(self._batches.batch(self._samples), self._step + 1, lambda: stop.flags)
         step_time_s = time.perf_counter() - started_s
         self._step += 1
         self._samples += self._cfg.train.global_batch_size
         self._tokens += self._cfg.tokens_per_step
         is_last = self._step == self._cfg.run.steps
         raised = [number for number, count in zip(SIGNALS, result.flags, strict=True) if count]
-        eval_loss = self._evaluate() if _is_due(self._cfg.train.eval_every, self._step, is_last) else None
+        is_eval_due = _is_due(self._cfg.train.eval_every, self._step, is_last) and not raised
+        eval_loss = self._evaluate() if is_eval_due else None
         if report is not None:
             report.write(self._metrics(result, step_time_s, eval_loss))
         if _is_due(self._cfg.checkpoint.every, self._step, is_last or bool(raised)):
