@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moefold.config.schema import Config
+from moefold.config.schema import Config, ModelConfig
 from moefold.errors import ConfigError
 
 META_FILE = "moefold.json"
@@ -142,11 +142,12 @@ def _refuse_later(complete: list[Path], step: int, cfg: Config) -> None:
 
 
 def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
-    ours = asdict(cfg.model)
+    # A checkpoint of a version that did not know a key yet is of a model with its default.
+    ours, theirs = asdict(cfg.model), asdict(ModelConfig()) | meta.model
     wrong = [
-        f"{key} {meta.model.get(key)!r} there, {value!r} here"
+        f"{key} {theirs[key]!r} there, {value!r} here"
         for key, value in ours.items()
-        if key not in _FREE_MODEL_KEYS and meta.model.get(key) != value
+        if key not in _FREE_MODEL_KEYS and theirs[key] != value
     ]
     if wrong:
         raise ConfigError(
