@@ -53,6 +53,10 @@ MAPPINGS: list[dict[str, object]] = [
 ]
 
 
+QUICK = 3
+"""So many mappings run in the fast suite; `make parity` runs all."""
+
+
 def _recipe(kind: str, mapping: dict[str, object]) -> Config:
     model, moe = KINDS[kind]
     # Two samples in a micro-batch tell a loss of each sample from one of the micro-batch.
@@ -83,7 +87,11 @@ def _name(mapping: dict[str, object]) -> str:
     return "-".join(f"{key}{value}" for key, value in mapping.items())
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS, ids=_name)
+@pytest.mark.parametrize(
+    "mapping",
+    [*MAPPINGS[:QUICK], *(pytest.param(mapping, marks=pytest.mark.slow) for mapping in MAPPINGS[QUICK:])],
+    ids=_name,
+)
 def test_every_kind_of_routing_under_eight_ranks(pool, mapping):
     stages = int(mapping.get("pp", 1)) * int(mapping.get("virtual_stages", 1))
     # Oracles are shared among mappings of equally many layers.
