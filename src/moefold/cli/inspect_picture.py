@@ -1,4 +1,4 @@
-"""The balance of a run as a picture: a heat map of each layer's experts over time, above load, dead experts and drops."""
+"""The balance of a run as a picture: heat maps of each layer's experts over time, with load, dead experts and drops."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,6 @@ from moefold.metrics.balance import Array, Balance, spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
 MAX_MAPS = 12
@@ -43,7 +42,8 @@ def save_picture(balance: Balance, path: Path) -> None:
     maps_height = rows * 2.15 if balance.counts is not None else max(2.0, 0.9 + 0.16 * len(balance.layers))
     figure = Figure(figsize=(width, 0.8 + maps_height + 2.7), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    maps, curves = figure.subfigures(2, 1, height_ratios=[maps_height + 0.8, 2.7])
+    parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[maps_height + 0.8, 2.7])
+    maps, curves = parts.flat
     maps.suptitle(_title(balance, shown), x=0.012, ha="left", fontsize=12, color=INK, fontweight="bold")
     if balance.counts is None:
         _draw_layer_map(maps, balance)
@@ -158,7 +158,9 @@ def _draw_curves(figure: Any, balance: Balance) -> None:
     if np.nansum(balance.dropped) > 0:
         cuts = spans(len(balance.drop_steps), MAX_BINS)
         drop_steps = np.array([balance.drop_steps[a:b].mean() for a, b in cuts])
-        panels.append(("dropped copies, %", drop_steps, 100 * np.stack([balance.dropped[a:b].mean(0) for a, b in cuts])))
+        panels.append(
+            ("dropped copies, %", drop_steps, 100 * np.stack([balance.dropped[a:b].mean(0) for a, b in cuts]))
+        )
     row = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (name, at, values) in zip(row, panels, strict=True):
         _draw_lines(axes, balance, at, values)

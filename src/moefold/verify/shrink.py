@@ -15,8 +15,8 @@ def shrink(cfg: Config) -> Config:
     """Make everything as small as the mapping allows.
 
     All degrees but dp and edp stay, and so do the kinds of layers, routing, dropping, context, dispatcher and
-    schedule. The data becomes synthetic, so that a recipe can be proved where its data is not, and no trace is replayed,
-    as it is one of the large model.
+    schedule. The data becomes synthetic, so that a recipe can be proved where its data is not, and no trace is
+    replayed, as it is one of the large model.
 
     Raises:
         ConfigError: the recipe is not legal to begin with.
