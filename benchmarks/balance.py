@@ -3,7 +3,7 @@
     python benchmarks/balance.py                    docs/balance.md and docs/images/balance.png, some minutes on a CPU
     python benchmarks/balance.py --steps 50 --docs /tmp/docs
 
-Each run is `moefold train` in a process of its own: the quickstart's model on python-docs, the same seed, the same batches.
+Each run is `moefold train` in a process of its own: the quickstart's model on python-docs, one seed, the same batches.
 """
 
 import argparse
@@ -109,15 +109,14 @@ def _train(kind: Kind, run_dir: Path, steps: int) -> None:
 
 def _page(results: list[Result], steps: int) -> str:
     model = results[0].balance
+    machine = f"{platform.machine()}, Python {platform.python_version()}"
     lines = [
         "# Ways to balance experts, side by side",
         "",
-        f"Made by `python benchmarks/balance.py`: {len(results)} runs of {steps} steps from the same weights over the same "
-        "batches of `python-docs`,",
-        f"the quickstart's model ({len(model.layers)} MoE layers of {model.num_experts} experts, top-2), 16 samples of 128 "
-        "bytes a step in micro-batches of 2, float32, one",
-        f"process on a CPU ({platform.machine()}, Python {platform.python_version()}). One seed: differences of a few "
-        "hundredths of a nat are noise.",
+        f"Made by `python benchmarks/balance.py`: {len(results)} runs of {steps} steps from the same weights over the",
+        f"same batches of `python-docs`, the quickstart's model ({len(model.layers)} MoE layers of {model.num_experts}",
+        "experts, top-2), 16 samples of 128 bytes a step in micro-batches of 2, float32, one process on a CPU",
+        f"({machine}). One seed: differences of a few hundredths of a nat are noise.",
         "",
         "![Loss and expert load of the runs](images/balance.png)",
         "",
@@ -137,9 +136,9 @@ def _page(results: list[Result], steps: int) -> str:
         )
     lines += [
         "",
-        "Losses are nats per byte. Load, cv (standard deviation over mean of the experts' copies in a step) and entropy are means "
-        "over the layers",
-        "and the last tenth of the steps; a dead expert got no copy in all of that tenth. The settings of each run:",
+        "Losses are nats per byte. Load, cv (standard deviation over mean of the experts' copies in a step) and",
+        "entropy are means over the layers and the last tenth of the steps; a dead expert got no copy in all of that",
+        "tenth. The settings of each run:",
         "",
         *(f"- {result.kind.title}: `{' '.join(result.kind.words)}`" for result in results),
         "",

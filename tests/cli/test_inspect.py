@@ -16,7 +16,7 @@ from moefold.metrics.expert_counts import ExpertCountsWriter
 
 
 def _run(run_dir, *, layers: int = 2, experts: int = 4, steps: int = 30):
-    """A run whose layer i gives expert 0 (i + 1) times the copies of the others, and the last expert none at the end."""
+    """A run whose layer i gives expert 0 (i + 1) times the others' copies, and the last expert none at the end."""
     run_dir.mkdir(exist_ok=True)
     with ExpertCountsWriter(run_dir, range(layers), experts) as writer, (run_dir / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):

@@ -6,6 +6,11 @@ from moefold.errors import ConfigError
 
 GROUPS = ["model.num_groups=4", "model.top_groups=2"]
 CASES = [
+    (
+        ["moe.replay=runs/a", "moe.choice=sinkhorn"],
+        "moe.replay='runs/a' has chosen the experts already, and moe.choice='sinkhorn' would choose others; "
+        "choose moe.choice='topk', or leave replay out",
+    ),
     (["model.top_k=9"], "model.top_k=9 must be at most model.num_experts=8; choose 1 to 8"),
     (
         ["model.num_groups=3", "model.top_groups=2"],

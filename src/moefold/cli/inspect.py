@@ -8,8 +8,8 @@ from pathlib import Path
 
 from moefold.errors import ConfigError
 
-EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the loads in
-RUN/metrics.jsonl, which do not name the experts; works while the run goes on
+EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
+loads in RUN/metrics.jsonl, which do not name the experts; works while the run goes on
 
 example:
   moefold inspect runs/quickstart --png balance.png

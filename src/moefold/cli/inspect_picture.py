@@ -1,4 +1,4 @@
-"""The balance of a run as a picture: a heat map of each layer's experts over time, above load, dead experts and drops."""
+"""The balance of a run as a picture: heat maps of each layer's experts over time, with load, dead experts and drops."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,8 @@ def save_picture(balance: Balance, path: Path) -> None:
     maps_height = rows * 2.15 if balance.counts is not None else max(2.0, 0.9 + 0.16 * len(balance.layers))
     figure = Figure(figsize=(width, 0.8 + maps_height + 2.7), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    maps, curves = figure.subfigures(2, 1, height_ratios=[maps_height + 0.8, 2.7])
+    parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[maps_height + 0.8, 2.7])
+    maps, curves = parts.flat
     maps.suptitle(_title(balance, shown), x=0.012, ha="left", fontsize=12, color=INK, fontweight="bold")
     if balance.counts is None:
         _draw_layer_map(maps, balance)

@@ -105,7 +105,7 @@ def _extremes(last_E: Array) -> tuple[list[int], int]:
 
 
 def _row(label: str, values: Array, blocks: str, height: Callable[[float], float], *, marks_zero: bool = False) -> Text:
-    """A line of a block for each span, wider ones where there are few: `height` of a value, in [0, 1], says how high."""
+    """A line of a block for each span, wider where there are few; `height` of a value, in [0, 1], says how high."""
     text = Text(f"{label:>12}  ", no_wrap=True, overflow="crop")
     width = max(1, WIDE_ROW // len(values))
     for value in values.tolist():

@@ -63,7 +63,8 @@ def check_dispatch_device(cfg: Config, device_type: str) -> None:
     """
     if _names_deepep(cfg) and device_type != "cuda":
         raise ConfigError(
-            "parallel.dispatcher='deepep' needs CUDA GPUs, and the ranks would run on the CPU; choose 'alltoall', or 'auto'"
+            "parallel.dispatcher='deepep' needs CUDA GPUs, and the ranks would run on the CPU; "
+            "choose 'alltoall', or 'auto'"
         )
 
 

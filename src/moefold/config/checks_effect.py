@@ -31,7 +31,8 @@ IDLE = (
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens "
         "model.router_score model.router_normalize model.router_scaling_factor model.num_groups model.top_groups "
         "model.expert_bias moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
-        "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay metrics.expert_counts_every",
+        "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
+        "metrics.expert_counts_every",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",

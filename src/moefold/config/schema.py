@@ -163,8 +163,8 @@ class ParallelConfig:
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
     dispatcher: Literal["auto", "local", "allgather", "alltoall", "leastloaded", "deepep"] = "alltoall"
-    """How tokens reach their experts. local: ep = etp = 1. leastloaded: alltoall that relieves overloaded ranks. deepep:
-    the kernels of that package, for GPUs. auto: deepep where it can run, else alltoall; the log says which."""
+    """How tokens reach their experts. local: ep = etp = 1. leastloaded: alltoall that relieves overloaded ranks.
+    deepep: the kernels of that package, for GPUs. auto: deepep where it can run, else alltoall; the log says which."""
     context: Literal["ring", "allgather", "ulysses"] = "ring"
     """How attention sees the whole sequence under cp."""
 
@@ -205,10 +205,6 @@ class MoEConfig:
     """Dispatcher leastloaded: fewest copies worth sending an expert's weights along; about 1024 on a GPU."""
     z_loss: float = 0.0
     """Coefficient of the mean squared log-sum-exp of the router logits (arXiv:2202.08906); 0 turns it off."""
-    trace_every: int = 0
-    """Write each token's experts into RUN_DIR/routing every so many steps, a byte or two for each choice; 0 never."""
-    replay: str = ""
-    """A run folder, or its routing folder, whose traced choices to use again, step by step; the weights are computed."""
     bias_update_rate: float = 1e-3
     """Step of model.expert_bias: up for an expert with fewer copies than the mean of the step, down for more."""
     choice: Literal["topk", "sinkhorn", "quantile", "round_robin", "skewed"] = "topk"
@@ -221,6 +217,10 @@ class MoEConfig:
     """Multiply what the router reads by noise from 1-x to 1+x in training (arXiv:2101.03961); 0 turns it off."""
     router_dtype: Literal["float32", "float64"] = "float32"
     """Least precision of the router's maths; with run.dtype="float64" it is float64 anyway."""
+    trace_every: int = 0
+    """Write each token's experts into RUN_DIR/routing every so many steps, a byte or two for each choice; 0 never."""
+    replay: str = ""
+    """A run with a trace, whose choices to use again, step by step; their weights are computed from the live scores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,7 +304,7 @@ class MetricsConfig:
     peak_tflops: float = 0.0
     """Peak of one rank's device in TFLOP/s for the MFU; 0 looks up a bfloat16 run's device, null if unknown."""
     expert_counts_every: int = 1
-    """Write the copies of each expert into RUN_DIR/expert_counts.bin every so many steps, for `moefold inspect`; 0 never."""
+    """Write each expert's copies into RUN_DIR/expert_counts.bin every so many steps, for `moefold inspect`; 0 never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

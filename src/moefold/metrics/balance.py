@@ -74,9 +74,10 @@ class Balance:
         """Copies of each expert over the mean, float64 [bins, L, E], in at most `max_bins` equal spans of steps."""
         assert self.counts is not None, "a run without counts has no shares"
         sums = [np.asarray(self.counts[a:b], dtype=np.float64).sum(0) for a, b in spans(len(self.steps), max_bins)]
-        binned = np.stack(sums)
+        binned: Array = np.stack(sums)
         means = binned.mean(2, keepdims=True)
-        return np.divide(binned, means, out=np.zeros_like(binned), where=means > 0)
+        shares: Array = np.divide(binned, means, out=np.zeros_like(binned), where=means > 0)
+        return shares
 
     def summaries(self) -> list[LayerSummary]:
         """Each layer by itself."""

@@ -1,7 +1,7 @@
 """RUN_DIR/expert_counts.bin: how many copies each expert of each layer got, step by step. numpy alone.
 
-An append-only file: one line of JSON that says which layers and how many experts, padded to a multiple of 64 bytes, then
-records of equal length: the step as int64, then the counts as uint32 [layers, experts], all little-endian.
+An append-only file: one line of JSON that says which layers and how many experts, padded to a multiple of 64 bytes,
+then records of equal length: the step as int64, then the counts as uint32 [layers, experts], all little-endian.
 """
 
 import json

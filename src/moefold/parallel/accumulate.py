@@ -13,8 +13,8 @@ from moefold.model.transformer import Transformer
 class Batch:
     """This rank's part of a global batch; the micro-batches follow each other along dim 0.
 
-    tokens and labels are int64 [num_micro_batches * B, S/cp], weights [same] the share of each token in the loss, samples
-    int64 [num_micro_batches * B] the place of each sample in the global batch.
+    tokens and labels are int64 [num_micro_batches * B, S/cp], weights [same] the share of each token in the loss,
+    samples int64 [num_micro_batches * B] the place of each sample in the global batch.
     """
 
     tokens: Tensor

@@ -1,8 +1,9 @@
 """Dispatch through DeepEP's kernels (github.com/deepseek-ai/DeepEP): a token crosses the network once for each rank.
 
-The all-to-all sends a copy for each chosen expert. DeepEP sends a token once to each rank that holds any of its experts,
-copies it there, and brings back one sum from each of those ranks. This adaptor is written against the documented
-interface of `deep_ep.Buffer` and tested against a stand-in for that contract; it has not been run on hardware.
+The all-to-all sends a copy for each chosen expert. DeepEP sends a token once to each rank that holds any of its
+experts, copies it there, and brings back one sum from each of those ranks. This adaptor is written against the
+documented interface of `deep_ep.Buffer` and tested against a stand-in for that contract. It has not been run on
+hardware.
 """
 
 from collections.abc import Sequence
@@ -109,7 +110,7 @@ class DeepEPDispatcher(Dispatcher[DeepEPPlan]):
             probs_TK = probs_TK.float()
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = self._buffer.get_dispatch_layout(ids_TK, self._num_experts)
         layout = {
-            "topk_idx": ids_TK,
+            "topk_idx": ids_TK.contiguous(),
             "num_tokens_per_rank": per_rank,
             "num_tokens_per_rdma_rank": per_rdma_rank,
             "is_token_in_rank": is_in_rank,
