@@ -11,6 +11,14 @@ CASES = [
         "moe.replay='runs/a' has chosen the experts already, and moe.choice='sinkhorn' would choose others; "
         "choose moe.choice='topk', or leave replay out",
     ),
+    (
+        ["model.top_k=1"],
+        'model.top_k=1 with model.router_softmax="post" weighs every choice with 1, so the router gets',
+    ),
+    (
+        ["model.top_k=1", "model.router_score=sigmoid"],
+        "model.top_k=1 with model.router_normalize=true weighs every choice with 1, so the router gets no gradient",
+    ),
     (["model.top_k=9"], "model.top_k=9 must be at most model.num_experts=8; choose 1 to 8"),
     (
         ["model.num_groups=3", "model.top_groups=2"],
@@ -61,7 +69,7 @@ CASES = [
         "model.num_experts=8; choose top_k of at most 7",
     ),
     (
-        ["moe.choice=skewed", "model.top_k=1", "model.num_experts=1"],
+        ["moe.choice=skewed", "model.top_k=1", "model.num_experts=1", "model.router_softmax=pre"],
         "moe.choice='skewed' needs experts beside expert 0, and model.num_experts=1; choose 2 or more",
     ),
     (
