@@ -103,14 +103,14 @@ class DeepEPDispatcher(Dispatcher[DeepEPPlan]):
     def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, DeepEPPlan]:
         """Count where the tokens go, on the device."""
         assert assignment.slots is None, "the recipe is refused: DeepEP does not pad"
-        ids_TK, probs_TK = assignment.ids_TK, assignment.probs_TK
+        ids_TK, probs_TK = assignment.ids_TK.contiguous(), assignment.probs_TK
         if assignment.kept_TK is not None:
             ids_TK = ids_TK.masked_fill(~assignment.kept_TK, -1)
         if x_TH.dtype == torch.bfloat16:
             probs_TK = probs_TK.float()
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = self._buffer.get_dispatch_layout(ids_TK, self._num_experts)
         layout = {
-            "topk_idx": ids_TK.contiguous(),
+            "topk_idx": ids_TK,
             "num_tokens_per_rank": per_rank,
             "num_tokens_per_rdma_rank": per_rdma_rank,
             "is_token_in_rank": is_in_rank,
