@@ -109,5 +109,5 @@ def interrupted(
 
 def child_ids(process_id: int) -> list[int]:
     """Process ids of the ranks of a run, in rank order."""
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process_id)], capture_output=True, text=True, check=True)
+    listed = subprocess.run(["pgrep", "-P", str(process_id)], capture_output=True, text=True, check=True)
     return sorted(int(word) for word in listed.stdout.split())

@@ -1,9 +1,16 @@
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 
 from moefold.errors import ConfigError
 from moefold.launch.place import Place
-from moefold.launch.ranks import choose_device
+from moefold.launch.ranks import choose_device, start_ranks
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -29,3 +36,47 @@ def test_a_launcher_that_starts_more_ranks_than_gpus(monkeypatch):
     assert choose_device("cuda", 16, Place(9, 1, 16, "10.0.0.1", 1)) == "cuda"
     with pytest.raises(ConfigError, match="local rank 2 finds 2 on its machine"):
         choose_device("cuda", 16, Place(10, 2, 16, "10.0.0.1", 1))
+
+
+def _sleep(folder: Path, place: Place, device_type: str) -> int:
+    """A rank that does not listen."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    (folder / str(place.rank)).touch()
+    time.sleep(60)
+    return 0
+
+
+def _fail(place: Place, device_type: str) -> int:
+    if place.rank == 1:
+        os._exit(3)
+    time.sleep(60)
+    return 0
+
+
+def _status(place: Place, device_type: str) -> int:
+    return place.rank * 10 if place.world_size > 1 else 7
+
+
+def _press_twice(folder: Path, ranks: int) -> None:
+    """What a user does who is out of patience, to this process alone, once the ranks are up."""
+    while len(list(folder.iterdir())) < ranks:
+        time.sleep(0.05)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+
+
+def test_the_largest_status_of_a_rank_is_that_of_the_job():
+    assert start_ranks(_status, 3, "cpu") == 20
+    assert start_ranks(_status, 1, "cpu") == 7
+
+
+def test_a_rank_that_fails_is_named(capfd):
+    assert start_ranks(_fail, 2, "cpu") == 1
+    assert capfd.readouterr().err == "moefold: rank 1 failed (exit status 3), and the others were ended\n"
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path):
+    threading.Thread(target=_press_twice, args=(tmp_path, 2), daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        start_ranks(partial(_sleep, tmp_path), 2, "cpu")

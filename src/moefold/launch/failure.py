@@ -19,7 +19,7 @@ from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
 OTHERS_FIRST_S = 0.7
 """What most often fails on one rank fails on all. The first of a machine speaks; the others give it this long to."""
 
-CAUSE_FIRST_S = 2.0
+CAUSE_FIRST_S = 5.0
 """A rank that lost the others gives the one that left this long to be found and named."""
 
 BACKENDS = ("gloo", "NCCL")

@@ -62,6 +62,9 @@ def start_ranks(main: RankMain, world_size: int, device_type: str) -> int:
 
     CPU ranks are forked from this process, which has torch in memory already; GPU ranks must be spawned. Ctrl-C and
     SIGTERM are passed to the ranks, which end by themselves. A rank that fails ends the job: stderr names it.
+
+    Raises:
+        KeyboardInterrupt: a second Ctrl-C ended the ranks at once.
     """
     if world_size == 1:
         return main(Place(0, 0, 1, "127.0.0.1", _free_port()), device_type)
@@ -131,6 +134,8 @@ def _failed(error: ChildFailedError, relay: SignalRelay) -> int:
     rank, failure = error.get_first_failure()
     if failure.exitcode == EXIT_USER_ERROR:
         return EXIT_USER_ERROR
+    if relay.is_impatient:
+        raise KeyboardInterrupt from None
     if relay.explains(failure.exitcode):
         return SIGNAL_STATUS + relay.received[0]
     print(f"moefold: rank {rank} {_how(failure.exitcode)}, and the others were ended", file=sys.stderr, flush=True)

@@ -38,12 +38,13 @@ class SignalRelay:
     def explains(self, exitcode: int) -> bool:
         """Whether a child that ended so (negative: by a signal) did what the signals asked of it."""
         asked = {SIGNAL_STATUS + number for number in self.received} | {-number for number in self.received}
-        if self._is_impatient:
+        if self.is_impatient:
             asked.add(-signal.SIGKILL)
         return exitcode in asked
 
     @property
-    def _is_impatient(self) -> bool:
+    def is_impatient(self) -> bool:
+        """Whether Ctrl-C came again."""
         return self.received.count(signal.SIGINT) > 1
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
@@ -55,7 +56,7 @@ class SignalRelay:
         if not children:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(SIGNAL_STATUS + number)
         for child in children:
-            if self._is_impatient:
+            if self.is_impatient:
                 child.kill()
             elif child.pid is not None:
                 os.kill(child.pid, number)
