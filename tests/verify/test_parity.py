@@ -251,7 +251,16 @@ def test_the_papers_accuracy_run_in_miniature(pool):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", [{"world_size": 1}, {"world_size": 4, "tp": 2, "cp": 2, "ep": 4}], ids=_name)
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"world_size": 1},
+        {"world_size": 4, "tp": 2, "cp": 2, "ep": 4},
+        {"world_size": 2, "zero": 3},
+        {"world_size": 2, "pp": 2, "zero": 2},
+    ],
+    ids=_name,
+)
 def test_bfloat16_follows_the_oracle(pool, mapping):
     cfg = tiny(train={"seq_len": 32, "global_batch_size": 8}, **mapping)
     half = replace(cfg, run=replace(cfg.run, dtype="bfloat16"))

@@ -55,6 +55,7 @@ def _one_voice(place: Place | None) -> Iterator[None]:
 def _train(cfg: Config, place: Place | None) -> int:
     # torch takes seconds to import: everything above answers without it.
     from moefold.data import prepare
+    from moefold.launch.failure import leave
     from moefold.launch.ranks import choose_device, start_ranks
     from moefold.train.rank import train_rank
 
@@ -64,7 +65,7 @@ def _train(cfg: Config, place: Place | None) -> int:
     if place is None or place.local_rank == 0:
         prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     if place is not None:
-        return train_rank(cfg, place, device_type)
+        leave(train_rank(cfg, place, device_type))
     return start_ranks(partial(train_rank, cfg), world_size, device_type)
 
 

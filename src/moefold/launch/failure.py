@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
@@ -46,7 +46,7 @@ class FailingRank:
 
     def __enter__(self) -> Self:
         if self._place.world_size > 1:
-            self._before = {number: signal.signal(number, _leave) for number in RELAYED}
+            self._before = {number: signal.signal(number, _obey) for number in RELAYED}
         return self
 
     def __exit__(
@@ -61,16 +61,16 @@ class FailingRank:
 
     def _end(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
-            _exit(SIGNAL_STATUS + signal.SIGINT)
+            leave(SIGNAL_STATUS + signal.SIGINT)
         time.sleep(self._patience_s(error))
         if is_consequence(error) and self._was_told_to_stop():
-            _exit(SIGNAL_STATUS + signal.SIGTERM)
+            leave(SIGNAL_STATUS + signal.SIGTERM)
         if isinstance(error, ConfigError):
             print(f"moefold: error: {error}", file=sys.stderr)
-            _exit(EXIT_USER_ERROR)
+            leave(EXIT_USER_ERROR)
         text = "".join(traceback.format_exception(error))
         print(f"moefold: rank {self._place.rank} failed:\n{text}", file=sys.stderr, end="")
-        _exit(EXIT_FAILED)
+        leave(EXIT_FAILED)
 
     def _patience_s(self, error: BaseException) -> float:
         if is_consequence(error):
@@ -87,11 +87,16 @@ def is_consequence(error: BaseException | None) -> bool:
     return False
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    os._exit(SIGNAL_STATUS + number)
+def leave(status: int) -> NoReturn:
+    """End this process at once, with no more than what it printed brought out.
 
-
-def _exit(status: int) -> None:
+    An interpreter that ends in the ordinary way kills the threads that come for its lock. One of gloo's, which still
+    has the tensors of the last collective to give back, would abort the process then.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _obey(number: int, frame: FrameType | None) -> None:
+    os._exit(SIGNAL_STATUS + number)

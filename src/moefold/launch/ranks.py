@@ -7,6 +7,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 
 import torch
 import torch.distributed as dist
@@ -83,7 +85,8 @@ def start_ranks(main: RankMain, world_size: int, device_type: str) -> int:
     )
     with SignalRelay() as relay:
         try:
-            statuses: dict[int, int] = elastic_launch(config, _rank_entry)(main, device_type, os.getpid())
+            all_started = get_context(config.start_method).Barrier(world_size)
+            statuses: dict[int, int] = elastic_launch(config, _rank_entry)(main, device_type, os.getpid(), all_started)
         except ChildFailedError as error:
             return _failed(error, relay)
         except SignalException as error:
@@ -112,7 +115,10 @@ def joined(place: Place, device_type: str) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def _rank_entry(main: RankMain, device_type: str, launcher: int) -> int:
+def _rank_entry(main: RankMain, device_type: str, launcher: int, all_started: Barrier) -> int:
+    # The launcher's store looks up the name of each rank that connects, in a thread. A rank forked meanwhile would
+    # inherit the lock of the C library's resolver without the thread that opens it, and hang in its own first look-up.
+    all_started.wait()
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     environment = os.environ
     place = Place(
