@@ -39,7 +39,15 @@ PAIRS = [
 
 def _recipe(name: str, run_dir: Path) -> Config:
     cfg = tiny(
-        model={"tie_embeddings": True, "num_layers": 4, "qk_norm": True, "num_experts": 4},
+        model={
+            "tie_embeddings": True,
+            "num_layers": 4,
+            "qk_norm": True,
+            "num_experts": 4,
+            "router_score": "sigmoid",
+            "expert_bias": True,
+        },
+        moe={"bias_update_rate": 0.1},
         train={"global_batch_size": 8},
         **MAPPINGS[name],
     )
@@ -54,7 +62,7 @@ def _train(cfg: Config, first: int, last: int, resume: str) -> list[float]:
     training = TrainingStep(model, cfg)
     samples = 0
     if resume:
-        meta = load_checkpoint(Path(resume), training.parameters, training.optimizer)
+        meta = load_checkpoint(Path(resume), training.parameters, training.buffers, training.optimizer)
         assert meta.step == first
         samples = meta.samples
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
@@ -66,6 +74,7 @@ def _train(cfg: Config, first: int, last: int, resume: str) -> list[float]:
     save_checkpoint(
         cfg,
         training.parameters,
+        training.buffers,
         training.optimizer,
         step=last,
         samples=samples,

@@ -44,6 +44,7 @@ def _save(cfg: Config, steps: list[int]) -> None:
         save_checkpoint(
             cfg,
             training.parameters,
+            training.buffers,
             training.optimizer,
             step=step,
             samples=4 * step,
@@ -57,6 +58,7 @@ def _save_broken(cfg: Config, lacks: str, cuts: str) -> None:
     training = _training(cfg)
     moments = named_moments(training.optimizer, training.parameters)
     state = {f"model.{name}": p.data for name, p in training.parameters.items()}
+    state |= {f"model.{name}": buffer for name, buffer in training.buffers.items()}
     state |= {f"optimizer.{name}": moment for name, moment in moments.items()}
     state = {name: tensor for name, tensor in state.items() if not lacks or lacks not in name}
     if cuts:
@@ -73,7 +75,7 @@ def _load(cfg: Config) -> str:
     path = agree_on_resume(cfg)
     assert path is not None
     try:
-        load_checkpoint(path, training.parameters, training.optimizer)
+        load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
     except ConfigError as error:
         return str(error)
     return ""

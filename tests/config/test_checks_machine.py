@@ -1,12 +1,20 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from moefold.config.checks_machine import check_data_source, check_packages, check_resume, check_writable
+from moefold.config.checks_machine import (
+    check_data_source,
+    check_packages,
+    check_replay,
+    check_resume,
+    check_writable,
+)
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.metrics.routing_trace import TraceWriter, trace_shape
 
 
 def config(*overrides: str) -> Config:
@@ -102,3 +110,46 @@ def test_the_default_data_is_there():
 
 def test_trackers_that_nobody_asks_for_need_no_package():
     check_packages(config())
+
+
+REPLAY = ("model.num_layers=2", "train.seq_len=8", "train.global_batch_size=2", "run.steps=2")
+
+
+def make_trace(run_dir: Path, *overrides: str, steps: int = 2) -> None:
+    shape = trace_shape(config(*REPLAY, *overrides))
+    writer = TraceWriter(run_dir, shape)
+    for step in range(1, steps + 1):
+        writer.write(step, iter(np.zeros(shape.array, shape.dtype)))
+
+
+def test_a_trace_of_this_recipe_can_be_replayed(tmp_path):
+    make_trace(tmp_path)
+    check_replay(config(*REPLAY))
+    check_replay(config(*REPLAY, f"moe.replay={tmp_path}"))
+    check_replay(config(*REPLAY, f"moe.replay={tmp_path / 'routing'}"))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.seq_len=16", r"moe\.replay='.*' was traced with train\.seq_len=8, and this run has 16"),
+        ("model.layer_pattern=DM", r"traced with the MoE layers=\[0, 1\], and this run has \[1\]"),
+        ("model.num_experts=16", "traced with model.num_experts=8, and this run has 16"),
+        ("run.steps=3", r"must hold every step from 1 to run\.steps=3, and step 3 is missing"),
+    ],
+)
+def test_a_trace_of_another_recipe_is_refused(tmp_path, word, message):
+    make_trace(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        check_replay(config(*REPLAY, f"moe.replay={tmp_path}", word))
+
+
+def test_a_trace_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"moe\.replay='.*absent' does not exist"):
+        check_replay(config(*REPLAY, f"moe.replay={tmp_path / 'absent'}"))
+
+
+def test_a_run_cannot_replay_itself(tmp_path):
+    make_trace(tmp_path)
+    with pytest.raises(ConfigError, match=r"moe\.replay='.*' is the trace of this very run"):
+        check_replay(config(*REPLAY, f"moe.replay={tmp_path}", f"run.dir={tmp_path}"))

@@ -109,6 +109,36 @@ CASES = [
         "choose 'alltoall' or 'allgather'",
     ),
     (
+        ranks(2, etp=2, dispatcher="leastloaded"),
+        "parallel.dispatcher='leastloaded' moves copies between the ranks of ep, and parallel.ep=1; "
+        "choose 'alltoall', or ep of 2 or more",
+    ),
+    (
+        [*ranks(2, ep=2, dispatcher="leastloaded"), "moe.capacity_factor=1.0", "moe.pad_to_capacity=true"],
+        "moe.pad_to_capacity=true gives every rank the same load, so parallel.dispatcher='leastloaded' would move "
+        "nothing; choose pad_to_capacity=false, or dispatcher='alltoall'",
+    ),
+    (
+        [*ranks(2, ep=2, dispatcher="leastloaded"), "moe.llep_threshold=2.0"],
+        "moe.llep_threshold=2.0 must be below parallel.ep=2, the most mean loads that one rank can have",
+    ),
+    (
+        [*ranks(4, ep=4, dispatcher="leastloaded"), "moe.llep_capacity=1.5"],
+        "moe.llep_capacity=1.5 must be at most moe.llep_threshold=1.3: what a rank may keep needs no relief; "
+        "choose llep_capacity of 1.0 to 1.3",
+    ),
+    (
+        # 4 ranks of 256 tokens with 2 copies each: the mean is 512, its limit 564.
+        [*ranks(4, ep=4, dispatcher="leastloaded"), "moe.llep_min_tokens=1000"],
+        "moe.llep_min_tokens=1000 must be at most 564, the most copies of one expert that a rank could take over of "
+        "the 1024 tokens of ep*etp=4 ranks; choose 1 to 564",
+    ),
+    (
+        # No expert gets a token twice.
+        [*ranks(2, tp=2, ep=2, dispatcher="leastloaded"), "model.top_k=4", "moe.llep_min_tokens=257"],
+        "moe.llep_min_tokens=257 must be at most 256",
+    ),
+    (
         ranks(2, pp=2, schedule="interleaved"),
         "parallel.schedule='interleaved' needs parallel.virtual_stages of 2 or more, and it is 1; "
         "choose virtual_stages=2",
@@ -168,6 +198,8 @@ def test_a_mapping_that_does_not_fit_the_model_is_refused_with_the_nearest_that_
         [*ranks(4, pp=4, schedule="gpipe"), "train.global_batch_size=1"],
         [*ranks(2, pp=2, schedule="interleaved", virtual_stages=2), "train.global_batch_size=1"],
         ranks(8, tp=2, ep=2, etp=2, dispatcher="allgather"),
+        [*ranks(8, tp=2, ep=2, etp=2, dispatcher="leastloaded"), "moe.capacity_factor=1.0"],
+        [*ranks(4, ep=4, dispatcher="leastloaded"), "moe.llep_min_tokens=564"],
         ranks(1, dispatcher="local", context="ulysses", zero=3, schedule="gpipe"),
         [*ranks(4, tp=4), "model.ffn_hidden_size=1024", "model.layer_pattern=D"],
         [*ranks(2, etp=1), "model.moe_ffn_hidden_size=511"],

@@ -6,7 +6,15 @@ import pytest
 from tests.frame import rules
 
 TORCH_FREE_PACKAGES = ("config", "data")
-TORCH_FREE_MODULES = ("errors", "parallel.layout", "metrics.flops", "train.lr_schedule")
+TORCH_FREE_MODULES = (
+    "errors",
+    "parallel.layout",
+    "metrics.flops",
+    "metrics.balance",
+    "metrics.expert_counts",
+    "metrics.routing_trace",
+    "train.lr_schedule",
+)
 TORCH_FREE_COMMANDS = "cli"
 
 

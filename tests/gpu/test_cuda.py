@@ -45,6 +45,17 @@ def test_float32_losses_equal_those_of_the_cpu():
     assert gpu == pytest.approx(cpu, rel=1e-4)
 
 
+def test_routing_state_follows_the_device():
+    """Expert bias, noise, thresholds and running load live where the tokens are."""
+    cfg = _recipe("float32")
+    model = replace(cfg.model, router_score="sigmoid", expert_bias=True, num_groups=4, top_groups=2)
+    for port, choice in ((29515, "topk"), (29517, "quantile")):
+        moe = replace(cfg.moe, aux_kind="global_batch", input_jitter=0.01, choice=choice)
+        routed = replace(cfg, model=model, moe=moe)
+        cpu, gpu = _losses(routed, "cpu", 5, port), _losses(routed, "cuda", 5, port + 1)
+        assert gpu == pytest.approx(cpu, rel=1e-4)
+
+
 def test_bfloat16_trains_and_follows_float32():
     half, single = (_losses(_recipe(dtype), "cuda", 20, 29513 + i) for i, dtype in enumerate(("bfloat16", "float32")))
     assert half == pytest.approx(single, rel=2e-2)

@@ -1,6 +1,20 @@
 """One step of a made-up run, for the tests of those who show or store it."""
 
+from moefold.metrics.moe import MoELayerMetrics
 from moefold.metrics.step import StepMetrics
+
+LAYER = MoELayerMetrics(
+    layer=1,
+    load=1.25,
+    load_cv=0.5,
+    dead_experts=2,
+    dropped_fraction=0.125,
+    router_entropy=1.75,
+    aux_loss=0.01,
+    z_loss=0.0,
+    bias_min=-0.25,
+    bias_max=None,
+)
 
 STEP = StepMetrics(
     step=1,

@@ -1,13 +1,13 @@
 """One step as a line of JSON."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from moefold.metrics.step import read_records
-from tests.metrics.example import STEP
+from tests.metrics.example import LAYER, STEP
 
 KEYS = [
     "step",
@@ -24,6 +24,7 @@ KEYS = [
     "memory_gib",
     "expert_load",
     "dropped_fraction",
+    "moe_layers",
     "eval_loss",
 ]
 
@@ -55,6 +56,14 @@ def test_nonfinite_values_become_null_and_are_named() -> None:
     assert record["grad_norm"] is None
     assert record["expert_load"] == [1.0, None]
     assert record["nonfinite"] == {"loss": "nan", "grad_norm": "inf", "expert_load[1]": "-inf"}
+
+
+def test_each_moe_layer_is_an_object() -> None:
+    layer = replace(LAYER, layer=3, router_entropy=float("nan"))
+    record = json.loads(replace(STEP, moe_layers=(LAYER, layer)).to_json())
+    assert record["moe_layers"][0] == asdict(LAYER)
+    assert record["moe_layers"][1] == asdict(layer) | {"router_entropy": None}
+    assert record["nonfinite"] == {"moe_layers[1].router_entropy": "nan"}
 
 
 def test_worst_expert_load() -> None:

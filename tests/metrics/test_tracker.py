@@ -13,7 +13,7 @@ from moefold.config.schema import MetricsConfig
 from moefold.errors import ConfigError
 from moefold.metrics.tracker import check_trackers
 from moefold.metrics.writer import MetricsWriter
-from tests.metrics.example import STEP
+from tests.metrics.example import LAYER, STEP
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, package: str, spec: ModuleSpec | None) -> None:
@@ -79,12 +79,18 @@ def test_tensorboard_holds_every_curve_and_hides_repeated_steps(tmp_path: Path) 
         with MetricsWriter(tmp_path, metrics, resume_step=resume_step) as writer:
             for step in range(resume_step + 1, resume_step + 4):
                 eval_loss = 2.75 if step == 3 else None
-                writer.write(replace(STEP, step=step, loss=step + shift, eval_loss=eval_loss, mfu=0.5))
+                metrics_of_step = replace(STEP, step=step, loss=step + shift, eval_loss=eval_loss, mfu=0.5)
+                writer.write(replace(metrics_of_step, moe_layers=(LAYER,)))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
     assert [(e.step, e.value) for e in events.Scalars("eval/loss")] == [(3, 2.75)]
     assert events.Scalars("expert_load/moe_layer_001")[0].value == 1.25
     assert events.Scalars("moe/worst_expert_load")[0].value == 1.5
+    curves = {"expert_load_cv": 0.5, "dead_experts": 2, "dropped_fraction": 0.125, "router_entropy": 1.75}
+    curves |= {"expert_bias_min": -0.25, "router_z_loss": 0.0}
+    assert {name: events.Scalars(f"{name}/moe_layer_000")[0].value for name in curves} == curves
+    # What a layer does not have has no curve.
+    assert "expert_bias_max/moe_layer_000" not in events.Tags()["scalars"]
     assert events.Scalars("speed/mfu")[-1].value == 0.5
 
 

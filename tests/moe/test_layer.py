@@ -1,5 +1,6 @@
 """The layer on one rank equals the textbook, with dropping, shared expert, losses and counters."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -132,6 +133,68 @@ def test_evaluation_drops_the_same_and_neither_counts_nor_adds_losses():
     evaluated = layer(x)
     evaluated.sum().backward()
     assert _counts(layer) == [0.0] * 8
+
+
+ROUTERS = {
+    "deepseek": (
+        {"router_score": "sigmoid", "expert_bias": True, "num_groups": 2, "top_groups": 1},
+        {"aux_kind": "sequence"},
+    ),
+    "sinkhorn": ({}, {"choice": "sinkhorn"}),
+    "quantile": ({"router_score": "sigmoid", "expert_bias": True}, {"choice": "quantile"}),
+    "jitter": ({}, {"input_jitter": 0.2}),
+    "global batch": ({}, {"aux_kind": "global_batch"}),
+    "skewed": ({}, {"choice": "skewed", "capacity_factor": 0.8}),
+}
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute_changes_neither_values_nor_gradients_nor_counts(kind, reentrant):
+    model, moe = ROUTERS[kind]
+    moe = replace(PLAIN, aux_loss=0.3, z_loss=0.2, **moe)
+
+    def train(layer_forward, layer):
+        """Two micro-batches under way at once, as in a pipeline; the first comes back last."""
+        inputs = [_tokens(seed) for seed in (1, 2)]
+        samples = [torch.arange(B), torch.arange(B, 2 * B)]
+        outputs = [layer_forward(x, sample) for x, sample in zip(inputs, samples, strict=True)]
+        for y in reversed(outputs):
+            (y * torch.arange(MODEL.hidden_size)).sum().backward()
+        gradients = [p.grad for p in layer.parameters()] + [x.grad for x in inputs]
+        return [y.detach() for y in outputs], gradients, [total.clone() for total in vars(layer.stats).values()]
+
+    plain, recomputed = (
+        MoELayer(replace(MODEL, **model), moe, loss_scale=0.5, rounds=2, jitter_seed=3).double() for _ in range(2)
+    )
+    for layer in (plain, recomputed):
+        layer.load_state_dict(make_weights(MODEL), strict=False)
+    expected = train(plain, plain)
+    actual = train(lambda *args: checkpoint(recomputed, *args, use_reentrant=reentrant), recomputed)
+    for mine, theirs in zip(actual, expected, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert torch.equal(a, b)
+    assert expected[2][0].sum() == 2 * S * B * 2
+
+
+def test_evaluation_has_a_capacity_of_its_own():
+    moe = replace(PLAIN, capacity_factor=0.6, eval_capacity_factor=0.0)
+    layer, x = _layer(MODEL, moe), _tokens()
+    weights = dict(layer.named_parameters())
+    torch.testing.assert_close(layer(x), moe_reference(x, weights, MODEL, moe).y)
+    layer.eval()
+    torch.testing.assert_close(layer(x), moe_reference(x, weights, MODEL, PLAIN).y)
+    layer = _layer(MODEL, replace(moe, capacity_factor=0.0, eval_capacity_factor=0.6))
+    torch.testing.assert_close(layer(x), moe_reference(x, weights, MODEL, PLAIN).y)
+    layer.eval()
+    torch.testing.assert_close(layer(x), moe_reference(x, weights, MODEL, moe).y)
+
+
+def test_a_perfectly_even_router_has_the_entropy_of_all_experts():
+    layer, x = _layer(MODEL, PLAIN), _tokens()
+    layer.router.weight.data.zero_()
+    layer(x).sum().backward()
+    assert layer.stats.entropy.item() == pytest.approx(S * B * math.log(MODEL.num_experts))
 
 
 def test_bfloat16_in_bfloat16_out():

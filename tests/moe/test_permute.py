@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.moe.permute import order_by_expert, permute, plan_permutation, reorder, unpermute
+from moefold.moe.permute import order_by_expert, permute, plan_permutation, rearrange, reorder, unpermute
 
 T, K, E, H = 9, 3, 5, 4
 
@@ -111,3 +111,20 @@ def test_rows_of_several_sources_are_sorted_by_expert():
     assert torch.equal(reorder(rows, order, inverse), rows[order])
     assert torch.autograd.gradcheck(lambda x: reorder(x, order, inverse), rows)
     assert [len(x) for x in order_by_expert(torch.zeros(2, 3, dtype=torch.int64))] == [0, 0]
+
+
+@pytest.mark.parametrize("kept", [None, torch.tensor([[True, False], [False, True], [True, True]])])
+def test_rearranged_rows_still_belong_to_their_copies(kept):
+    ids = torch.tensor([[2, 0], [1, 2], [0, 1]])
+    x, probs = torch.arange(3.0).view(3, 1), torch.rand(3, 2)
+    permutation = plan_permutation(ids, 3, kept)
+    rows = permute(x, permutation)
+    order = torch.arange(len(rows)).flip(0)
+    rearranged = rearrange(permutation, order)
+    assert torch.equal(permute(x, rearranged), rows[order])
+    assert torch.equal(unpermute(rows[order], rearranged, probs), unpermute(rows, permutation, probs))
+
+
+def test_no_rows_can_be_rearranged():
+    permutation = plan_permutation(torch.tensor([[1, 0]]), 2, torch.tensor([[False, False]]))
+    assert rearrange(permutation, torch.empty(0, dtype=torch.int64)) is permutation

@@ -59,7 +59,7 @@ def _loss_of_samples(cfg: Config, checkpoint: str, first_sample: int) -> float:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
-    load_checkpoint(Path(checkpoint), training.parameters, training.optimizer)
+    load_checkpoint(Path(checkpoint), training.parameters, training.buffers, training.optimizer)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     return training.evaluate([BatchLoader(data.train, cfg, groups, model.positions).batch(first_sample)])
 

@@ -1,5 +1,6 @@
-from dataclasses import replace
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +25,9 @@ def perfect(oracle: OracleRecord) -> MappingRecord:
             grad_norm=step.grad_norm,
             lr=0.0,
             expert_load=(),
+            expert_counts=np.zeros((0, 0), dtype=np.int64),
             dropped_fraction=0.0,
+            moe_layers=step.moe_layers,
             flags=(),
             peak_memory_gib=0.0,
         )
@@ -36,7 +39,8 @@ def perfect(oracle: OracleRecord) -> MappingRecord:
 def test_equal_sides_have_no_difference(oracle):
     found = differences(oracle, [perfect(oracle)])
     assert {d.error for d in found} == {0.0}
-    assert len(found) == 3 * len(oracle.weights) + 2 * 4 + 1
+    of_layers = sum(len(fields(layer)) for step in oracle.steps for layer in step.moe_layers)
+    assert len(found) == 3 * len(oracle.weights) + 2 * 4 + of_layers + 1
 
 
 @pytest.mark.parametrize("term", ["loss", "aux_loss", "z_loss", "grad_norm"])

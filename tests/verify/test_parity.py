@@ -30,8 +30,9 @@ def compare(pool, cfg: Config) -> list[Difference]:
 
 
 def _oracle(cfg: Config) -> OracleRecord:
-    """The oracle of a recipe; recipes that differ in mapping alone share it."""
-    return _cached_oracle(cfg if cfg.moe.drop_scope == "sub_sequence" else without_mapping(cfg))
+    """The oracle of a recipe; recipes that differ in mapping alone share it, unless they say that it matters."""
+    is_mapped = cfg.moe.drop_scope == "sub_sequence" or cfg.moe.aux_kind == "global_batch"
+    return _cached_oracle(cfg if is_mapped else without_mapping(cfg))
 
 
 @lru_cache(maxsize=64)

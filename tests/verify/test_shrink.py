@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moefold.config.checks import check_config
-from moefold.config.load import load_config
+from moefold.config.load import config_from_dict, load_config
 from moefold.config.schema import Config, DataConfig, ParallelConfig
 from moefold.errors import ConfigError
 from moefold.metrics.flops import count_parameters
@@ -101,3 +101,14 @@ def test_kinds_of_layers_and_an_uneven_cut_stay():
 def test_an_illegal_recipe_is_refused_as_it_stands():
     with pytest.raises(ConfigError, match="parallel.tp=3 must divide"):
         shrink(replace(preset("quickstart"), parallel=ParallelConfig(world_size=8, tp=3)))
+
+
+@pytest.mark.parametrize(("ep", "num_experts"), [(1, 16), (4, 16), (32, 64)])
+def test_groups_of_experts_survive(ep, num_experts):
+    """The routing of DeepSeek-V3: 256 experts in 8 groups, 8 chosen out of 4 groups."""
+    routing = {"num_experts": 256, "top_k": 8, "num_groups": 8, "top_groups": 4, "router_score": "sigmoid"}
+    cfg = config_from_dict(
+        {"model": routing, "parallel": {"world_size": 32, "ep": ep}, "train": {"global_batch_size": 32}}
+    )
+    small = shrink(cfg).model
+    assert (small.num_experts, small.num_groups, small.top_groups, small.top_k) == (num_experts, 8, 4, 8)

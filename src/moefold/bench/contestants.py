@@ -29,7 +29,8 @@ def trainer_step(cfg: Config) -> Step:
     model = parallelize(cfg, ParallelGroups.create(fold(world_size=1), torch.device("cpu")))
     training = TrainingStep(model, cfg)
     tokens, labels = _batch(cfg)
-    batch = Batch(tokens, labels, torch.full(tokens.shape, 1.0 / tokens.numel()))
+    weights = torch.full(tokens.shape, 1.0 / tokens.numel())
+    batch = Batch(tokens, labels, weights, torch.arange(len(tokens)))
     return lambda: _discard(training.run(batch, 1))
 
 

@@ -163,7 +163,9 @@ def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
     unused = _FREE_MODEL_KEYS
     unused |= frozenset() if "D" in cfg.model.layer_kinds else _DENSE_KEYS
     unused |= frozenset() if "M" in cfg.model.layer_kinds else _MOE_KEYS
-    wrong = _differences({k: v for k, v in meta.model.items() if k not in unused}, ours)
+    # A checkpoint of a version that did not know a key yet is of a model with its default.
+    theirs = model_sizes(ModelConfig()) | meta.model
+    wrong = _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
     if wrong:
         raise ConfigError(
             f"checkpoint {str(path)!r} is of another model: {wrong}; give the recipe its sizes, or set another run.dir"

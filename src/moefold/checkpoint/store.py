@@ -53,6 +53,7 @@ def agree_on_resume(cfg: Config) -> Path | None:
 def save_checkpoint(
     cfg: Config,
     parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     *,
     step: int,
@@ -76,7 +77,7 @@ def save_checkpoint(
         if is_first_rank:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-        metadata = dcp.save(_state(parameters, optimizer), checkpoint_id=draft)
+        metadata = dcp.save(_state(parameters, buffers, optimizer), checkpoint_id=draft)
         if not is_first_rank:
             return final
         if missing := _broken_files(draft, metadata):
@@ -102,15 +103,18 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    path: Path,
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
 ) -> CheckpointMeta:
-    """Read weights and moments into this rank's shards; collective over all ranks.
+    """Read weights, buffers and moments into this rank's shards; collective over all ranks.
 
     Raises:
         ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
     """
     meta = read_meta(path)
-    state = _state(parameters, optimizer)
+    state = _state(parameters, buffers, optimizer)
     with _explained(f"checkpoint {str(path)!r} cannot be read"):
         _refuse_incomplete(path, state)
         dcp.load(state, checkpoint_id=path)
@@ -118,8 +122,11 @@ def load_checkpoint(
     return meta
 
 
-def _state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _state(
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
     weights = {f"model.{name}": parameter.data for name, parameter in parameters.items()}
+    weights |= {f"model.{name}": buffer for name, buffer in buffers.items()}
     return weights | {f"optimizer.{name}": moment for name, moment in named_moments(optimizer, parameters).items()}
 
 

@@ -13,6 +13,10 @@ from moefold.launch.place import Place
 
 def run(argv: list[str]) -> int:
     """Measure and print a table; returns 0."""
+    if argv[:1] == ["leastloaded"]:
+        from moefold.cli import bench_leastloaded
+
+        return bench_leastloaded.run(argv[1:])
     args = _parser().parse_args(argv)
     for name in ("steps", "threads"):
         if getattr(args, name) < 1:
@@ -85,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="moefold bench",
         description="Time forward, backward and AdamW of a small MoE model in one process: the trainer's step, the "
         "same model in a bare loop, and transformers' MixtralForCausalLM with its fastest experts implementation.",
+        epilog="`moefold bench leastloaded` measures least-loaded dispatch under skewed routing; it has a --help too.",
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the maths (default float32)"

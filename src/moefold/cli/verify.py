@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.config.checks import check_config
-from moefold.config.checks_machine import check_data_source
+from moefold.config.checks_dispatch import check_dispatch_device
+from moefold.config.checks_machine import check_data_source, check_replay
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -50,6 +51,8 @@ def run(argv: list[str]) -> int:
     _refuse_too_large(cfg)
     check_data_source(cfg)
     cfg = replace(cfg, run=replace(cfg.run, dtype="float64", device="cpu", steps=max(cfg.run.steps, args.steps)))
+    check_replay(replace(cfg, run=replace(cfg.run, steps=args.steps)))
+    check_dispatch_device(cfg, "cpu")
     return verify(cfg, args.steps, _run_on_ranks)
 
 

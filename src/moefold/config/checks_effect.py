@@ -27,7 +27,12 @@ IDLE = (
     Idle(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
-        "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher",
+        "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher "
+        "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens "
+        "model.router_score model.router_normalize model.router_scaling_factor model.num_groups model.top_groups "
+        "model.expert_bias moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
+        "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
+        "metrics.expert_counts_every",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
@@ -58,9 +63,63 @@ IDLE = (
     ),
     Idle(
         "moe.drop_policy moe.drop_scope",
-        lambda cfg: cfg.moe.capacity_factor == 0,
+        lambda cfg: cfg.moe.capacity_factor == 0 and cfg.moe.eval_capacity_factor <= 0,
         "moe.capacity_factor=0.0 drops nothing",
         "set moe.capacity_factor above 0",
+    ),
+    Idle(
+        "moe.eval_capacity_factor",
+        lambda cfg: cfg.train.eval_every == 0,
+        "train.eval_every=0 never evaluates",
+        "set train.eval_every",
+    ),
+    Idle(
+        "model.router_softmax",
+        lambda cfg: cfg.model.router_score != "softmax",
+        "only model.router_score='softmax' reads it",
+        "set model.router_normalize for other scores",
+    ),
+    Idle(
+        "model.router_normalize",
+        lambda cfg: cfg.model.router_score == "softmax",
+        "model.router_score='softmax' is normalised by model.router_softmax",
+        "set model.router_softmax",
+    ),
+    Idle(
+        "moe.bias_update_rate",
+        lambda cfg: not cfg.model.expert_bias or cfg.moe.choice == "quantile",
+        "no bias goes by steps: model.expert_bias=false, or moe.choice='quantile' sets it",
+        "set model.expert_bias=true with moe.choice='topk'",
+    ),
+    Idle(
+        "moe.aux_kind",
+        lambda cfg: cfg.moe.aux_loss == 0,
+        "moe.aux_loss=0.0 turns the loss off",
+        "set moe.aux_loss above 0",
+    ),
+    Idle(
+        "moe.sinkhorn_iterations",
+        lambda cfg: cfg.moe.choice != "sinkhorn",
+        "only moe.choice='sinkhorn' reads it",
+        "choose moe.choice='sinkhorn'",
+    ),
+    Idle(
+        "moe.skew",
+        lambda cfg: cfg.moe.choice != "skewed",
+        "only moe.choice='skewed' reads it",
+        "choose moe.choice='skewed'",
+    ),
+    Idle(
+        "moe.router_dtype",
+        lambda cfg: cfg.run.dtype == "float64",
+        "run.dtype='float64' routes in float64 anyway",
+        "choose another run.dtype",
+    ),
+    Idle(
+        "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens",
+        lambda cfg: cfg.parallel.dispatcher != "leastloaded",
+        "only parallel.dispatcher='leastloaded' reads it",
+        "choose parallel.dispatcher='leastloaded'",
     ),
     Idle(
         "train.min_lr",

@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+from moefold.config.checks_dispatch import check_dispatch_package
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
@@ -19,7 +20,7 @@ def check_writable(cfg: Config) -> None:
 
 
 def check_packages(cfg: Config) -> None:
-    """The trackers that were asked for are installed.
+    """The trackers and the dispatcher that were asked for are installed.
 
     Raises:
         ConfigError: a package is missing.
@@ -27,6 +28,7 @@ def check_packages(cfg: Config) -> None:
     from moefold.metrics.tracker import check_trackers
 
     check_trackers(cfg.metrics)
+    check_dispatch_package(cfg)
 
 
 def check_data_source(cfg: Config) -> None:
@@ -62,6 +64,26 @@ def check_resume(cfg: Config) -> None:
     raise ConfigError(f"{name} does not exist; {hint}")
 
 
+def check_replay(cfg: Config) -> None:
+    """The trace to replay exists, is of this model and batch, holds all steps, and is not the one being written.
+
+    Raises:
+        ConfigError: it cannot be replayed.
+    """
+    if not cfg.moe.replay:
+        return
+    # numpy is not needed to refuse a wrong key.
+    from moefold.metrics.routing_trace import TRACE_FOLDER, Trace, trace_shape
+
+    trace = Trace(Path(cfg.moe.replay), "moe.replay")
+    if trace.folder.resolve() == (Path(cfg.run.dir) / TRACE_FOLDER).resolve():
+        raise ConfigError(
+            f"moe.replay={cfg.moe.replay!r} is the trace of this very run, which a new start removes; "
+            "choose another run.dir"
+        )
+    trace.check_replay(trace_shape(cfg), cfg.run.steps)
+
+
 def _checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
@@ -82,4 +104,4 @@ def _probe(key: str, folder: Path) -> None:
         raise ConfigError(f"{name} cannot be written: {error.strerror} in {str(standing)!r}; choose another") from None
 
 
-MACHINE_RULES = (check_writable, check_resume, check_packages, check_data_source)
+MACHINE_RULES = (check_writable, check_resume, check_packages, check_replay, check_data_source)

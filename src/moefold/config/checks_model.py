@@ -93,26 +93,4 @@ def rope_scaling_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def routing_faults(cfg: Config) -> Iterator[str]:
-    """A token cannot choose an expert twice, and only a capacity can be padded to."""
-    model, moe = cfg.model, cfg.moe
-    if not has_moe_layers(model):
-        return
-    if model.top_k > model.num_experts:
-        yield (
-            f"model.top_k={model.top_k} must be at most model.num_experts={model.num_experts}; "
-            f"choose 1 to {model.num_experts}"
-        )
-    if model.top_k == 1 and model.router_softmax == "post":
-        yield (
-            'model.top_k=1 with model.router_softmax="post" weighs every choice with 1, so the router '
-            'gets no gradient from the loss; set model.router_softmax="pre", or model.top_k=2 or more'
-        )
-    if moe.pad_to_capacity and moe.capacity_factor == 0:
-        yield (
-            "moe.pad_to_capacity=true needs a capacity, and moe.capacity_factor=0.0 sets none; "
-            "set moe.capacity_factor=1.0 or more, or pad_to_capacity=false"
-        )
-
-
-MODEL_RULES = (layer_pattern_faults, head_faults, rope_faults, rope_scaling_faults, routing_faults)
+MODEL_RULES = (layer_pattern_faults, head_faults, rope_faults, rope_scaling_faults)

@@ -6,9 +6,10 @@ as it is, are found by trying them.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import gcd, lcm
+from math import ceil, gcd, lcm
 from typing import Any
 
+from moefold.config.checks_dispatch import deepep_faults
 from moefold.config.checks_model import has_dense_layers, has_moe_layers
 from moefold.config.choices import nearest_multiples, nearest_numbers
 from moefold.config.schema import Config
@@ -158,6 +159,41 @@ def dispatcher_faults(cfg: Config) -> Iterator[str]:
         )
 
 
+def leastloaded_faults(cfg: Config) -> Iterator[str]:
+    """Least-loaded dispatch has other ranks to turn to, loads that differ, and a rule that can apply."""
+    p, moe = cfg.parallel, cfg.moe
+    if p.dispatcher != "leastloaded" or not has_moe_layers(cfg.model):
+        return
+    if p.ep == 1:
+        yield (
+            "parallel.dispatcher='leastloaded' moves copies between the ranks of ep, and parallel.ep=1; "
+            "choose 'alltoall', or ep of 2 or more"
+        )
+        return
+    if moe.pad_to_capacity:
+        yield (
+            "moe.pad_to_capacity=true gives every rank the same load, so parallel.dispatcher='leastloaded' would move "
+            "nothing; choose pad_to_capacity=false, or dispatcher='alltoall'"
+        )
+    if moe.llep_threshold >= p.ep:
+        yield (
+            f"moe.llep_threshold={moe.llep_threshold} must be below parallel.ep={p.ep}, the most mean loads "
+            "that one rank can have; the published value is 1.3"
+        )
+    if moe.llep_capacity > moe.llep_threshold:
+        yield (
+            f"moe.llep_capacity={moe.llep_capacity} must be at most moe.llep_threshold={moe.llep_threshold}: what a "
+            f"rank may keep needs no relief; choose llep_capacity of 1.0 to {moe.llep_threshold}"
+        )
+    tokens = cfg.train.seq_len * cfg.train.micro_batch_size * p.ep * p.etp // (p.cp * p.tp)
+    largest = min(tokens, ceil(moe.llep_capacity * tokens * cfg.model.top_k / p.ep))
+    if moe.llep_min_tokens > largest:
+        yield (
+            f"moe.llep_min_tokens={moe.llep_min_tokens} must be at most {largest}, the most copies of one expert that "
+            f"a rank could take over of the {tokens} tokens of ep*etp={p.ep * p.etp} ranks; choose 1 to {largest}"
+        )
+
+
 def schedule_faults(cfg: Config) -> Iterator[str]:
     """virtual_stages and the interleaved schedule come together, and with a pipeline."""
     p = cfg.parallel
@@ -211,4 +247,12 @@ def batch_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-PARALLEL_RULES = (cut_faults, sequence_faults, dispatcher_faults, schedule_faults, batch_faults)
+PARALLEL_RULES = (
+    cut_faults,
+    sequence_faults,
+    dispatcher_faults,
+    deepep_faults,
+    leastloaded_faults,
+    schedule_faults,
+    batch_faults,
+)

@@ -55,6 +55,18 @@ class ModelConfig:
     """Inner width of one expert, F."""
     router_softmax: Literal["pre", "post"] = "post"
     """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1)."""
+    router_score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    """What makes a score of a logit: softmax over the experts, or each by itself (sigmoid: DeepSeek-V3)."""
+    router_normalize: bool = True
+    """Divide the scores of the chosen experts by their sum (sigmoid, sqrtsoftplus; of softmax, "post" does it)."""
+    router_scaling_factor: float = 1.0
+    """Factor of all routing weights (DeepSeek's routed_scaling_factor)."""
+    num_groups: int = 1
+    """Groups of neighbouring experts, for group-limited routing (DeepSeek-V2, V3); 1 means no limit."""
+    top_groups: int = 1
+    """Groups whose experts a token may choose from: those with the best scores."""
+    expert_bias: bool = False
+    """Add a bias to the scores of each expert for the choice alone, kept in balance (arXiv:2408.15664)."""
     shared_expert_ffn_hidden_size: int = 0
     """Inner width of the expert that sees every token; 0 means none."""
     shared_expert_gate: bool = False
@@ -150,8 +162,9 @@ class ParallelConfig:
     """Model chunks on each pipeline rank."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
-    dispatcher: Literal["local", "allgather", "alltoall"] = "alltoall"
-    """How tokens travel to their experts; local is for ep = etp = 1."""
+    dispatcher: Literal["auto", "local", "allgather", "alltoall", "leastloaded", "deepep"] = "alltoall"
+    """How tokens reach their experts. local: ep = etp = 1. leastloaded: alltoall that relieves overloaded ranks.
+    deepep: the kernels of that package, for GPUs. auto: deepep where it can run, else alltoall; the log says which."""
     context: Literal["ring", "allgather", "ulysses"] = "ring"
     """How attention sees the whole sequence under cp."""
 
@@ -168,10 +181,12 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
-    """Routing losses and token dropping."""
+    """How tokens choose, what balances their choice, and token dropping."""
 
     capacity_factor: float = 0.0
     """0: dropless. Else each expert takes at most ceil(tokens * top_k / num_experts * capacity_factor) copies."""
+    eval_capacity_factor: float = -1.0
+    """The capacity factor of evaluation; -1: that of training. 0: dropless."""
     drop_policy: Literal["probs", "position"] = "probs"
     """What an over-full expert keeps: the most probable copies, or the first by position."""
     drop_scope: Literal["full_sequence", "sub_sequence"] = "full_sequence"
@@ -179,9 +194,33 @@ class MoEConfig:
     pad_to_capacity: bool = False
     """Give every expert exactly its capacity, padding with zeros: static shapes."""
     aux_loss: float = 0.01
-    """Coefficient of the load-balancing loss of each micro-batch (arXiv:2101.03961); 0 turns it off."""
+    """Coefficient of the load-balancing loss (arXiv:2101.03961); 0 turns it off."""
+    aux_kind: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
+    """Over which tokens the load is to be even: a micro-batch, each sample, or the global batch (arXiv:2501.11873)."""
+    llep_threshold: float = 1.3
+    """Dispatcher leastloaded: move copies where the busiest ep rank has more than this times the mean load."""
+    llep_capacity: float = 1.1
+    """Dispatcher leastloaded: move so many that no rank has more than this times the mean load, if it can be."""
+    llep_min_tokens: int = 64
+    """Dispatcher leastloaded: fewest copies worth sending an expert's weights along; about 1024 on a GPU."""
     z_loss: float = 0.0
     """Coefficient of the mean squared log-sum-exp of the router logits (arXiv:2202.08906); 0 turns it off."""
+    bias_update_rate: float = 1e-3
+    """Step of model.expert_bias: up for an expert with fewer copies than the mean of the step, down for more."""
+    choice: Literal["topk", "sinkhorn", "quantile", "round_robin", "skewed"] = "topk"
+    """topk: best scores. sinkhorn, quantile: balanced in training. round_robin, skewed: forced, for benchmarks."""
+    sinkhorn_iterations: int = 20
+    """Rounds of row and column scaling of the logits of a micro-batch (choice "sinkhorn")."""
+    skew: float = 0.8
+    """Part of the tokens that go to expert 0, among others (choice "skewed")."""
+    input_jitter: float = 0.0
+    """Multiply what the router reads by noise from 1-x to 1+x in training (arXiv:2101.03961); 0 turns it off."""
+    router_dtype: Literal["float32", "float64"] = "float32"
+    """Least precision of the router's maths; with run.dtype="float64" it is float64 anyway."""
+    trace_every: int = 0
+    """Write each token's experts into RUN_DIR/routing every so many steps, a byte or two for each choice; 0 never."""
+    replay: str = ""
+    """A run with a trace, whose choices to use again, step by step; their weights are computed from the live scores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,6 +303,8 @@ class MetricsConfig:
     """Log to Weights & Biases (needs the extra `track`)."""
     peak_tflops: float = 0.0
     """Peak of one rank's device in TFLOP/s for the MFU; 0 looks up a bfloat16 run's device, null if unknown."""
+    expert_counts_every: int = 1
+    """Write each expert's copies into RUN_DIR/expert_counts.bin every so many steps, for `moefold inspect`; 0 never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,9 +62,10 @@ class FailingRank:
     def _end(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
             leave(SIGNAL_STATUS + signal.SIGINT)
-        time.sleep(self._patience_s(error))
         if is_consequence(error) and self._was_told_to_stop():
+            time.sleep(OTHERS_FIRST_S)
             leave(SIGNAL_STATUS + signal.SIGTERM)
+        time.sleep(self._patience_s(error))
         if isinstance(error, ConfigError):
             print(f"moefold: error: {error}", file=sys.stderr)
             leave(EXIT_USER_ERROR)

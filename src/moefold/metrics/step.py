@@ -3,9 +3,11 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from moefold.metrics.moe import MoELayerMetrics
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics inside the run folder: one JSON object a line, one line a step."""
@@ -43,6 +45,8 @@ class StepMetrics:
     """For each MoE layer: tokens of its fullest expert over the mean of its experts; 1 is perfect balance."""
     dropped_fraction: float
     """Dropped token copies over all of them; 0 without a capacity factor."""
+    moe_layers: tuple[MoELayerMetrics, ...] = ()
+    """Each MoE layer by itself, in the order of the model."""
     eval_loss: float | None = None
     """Mean cross-entropy per held-out token, in nats; None except on evaluation steps."""
 
@@ -57,14 +61,8 @@ class StepMetrics:
         JSON has no NaN and no infinity: such a value is written as null, and the key `nonfinite`, present only then,
         tells what each was: `{"loss": null, ..., "nonfinite": {"loss": "nan", "expert_load[2]": "inf"}}`.
         """
-        record: dict[str, Any] = {}
         nonfinite: dict[str, str] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, tuple):
-                record[field.name] = [_finite(v, f"{field.name}[{i}]", nonfinite) for i, v in enumerate(value)]
-            else:
-                record[field.name] = _finite(value, field.name, nonfinite)
+        record = {field.name: _to_plain(getattr(self, field.name), field.name, nonfinite) for field in fields(self)}
         if nonfinite:
             record["nonfinite"] = nonfinite
         return json.dumps(record, allow_nan=False)
@@ -81,6 +79,15 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
         for line in file:
             text = line.rstrip("\n")
             yield text, _parse(text)
+
+
+def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
+    """A value as JSON knows it; what it does not know goes into `nonfinite` under its full name."""
+    if isinstance(value, tuple):
+        return [_to_plain(part, f"{name}[{i}]", nonfinite) for i, part in enumerate(value)]
+    if isinstance(value, MoELayerMetrics):
+        return {key: _finite(part, f"{name}.{key}", nonfinite) for key, part in asdict(value).items()}
+    return _finite(value, name, nonfinite)
 
 
 def _finite(value: float | None, name: str, nonfinite: dict[str, str]) -> float | None:

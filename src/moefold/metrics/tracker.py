@@ -27,6 +27,18 @@ _SCALARS = (
     ("moe/worst_expert_load", "worst_expert_load"),
 )
 
+_LAYER_SCALARS = (
+    ("expert_load_cv", "load_cv"),
+    ("dead_experts", "dead_experts"),
+    ("dropped_fraction", "dropped_fraction"),
+    ("router_entropy", "router_entropy"),
+    ("router_aux_loss", "aux_loss"),
+    ("router_z_loss", "z_loss"),
+    ("expert_bias_min", "bias_min"),
+    ("expert_bias_max", "bias_max"),
+)
+"""Curves that each MoE layer has one of, beside its load."""
+
 
 class Tracker(Protocol):
     """Takes the metrics of one run, step by step."""
@@ -122,6 +134,8 @@ def _scalars(metrics: StepMetrics) -> dict[str, float]:
     """Everything that this step knows, under the names of the curves."""
     scalars = {name: getattr(metrics, key) for name, key in _SCALARS}
     scalars |= {f"expert_load/moe_layer_{i:03d}": load for i, load in enumerate(metrics.expert_load)}
+    for i, layer in enumerate(metrics.moe_layers):
+        scalars |= {f"{curve}/moe_layer_{i:03d}": getattr(layer, key) for curve, key in _LAYER_SCALARS}
     return {name: value for name, value in scalars.items() if value is not None}
 
 

@@ -15,7 +15,7 @@ OUTPUT_WEIGHTS = ("wo", "w_down")
 
 @torch.no_grad()
 def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
-    """Fill the local parts of all parameters; no communication.
+    """Fill the local parts of all parameters, and all buffers with float32 zeros; no communication.
 
     Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one,
     biases zero. Each logical tensor, each expert by itself, comes from a generator of its own, seeded by (seed, name)
@@ -24,6 +24,9 @@ def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
     for name, parameter in module.named_parameters():
         for whole_name, shape, index, part in _logical_parts(name, parameter):
             part.copy_(_draw(whole_name, shape, cfg, seed)[index])
+    for part_of_it in module.modules():
+        for leaf, buffer in list(part_of_it.named_buffers(recurse=False)):
+            setattr(part_of_it, leaf, torch.zeros(buffer.shape, dtype=torch.float32, device=buffer.device))
 
 
 def _logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
@@ -56,6 +59,11 @@ def _draw(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: int) -> Ten
     if leaf in ("bq", "bk", "bv"):
         return torch.zeros(shape)
     std = cfg.init_std / math.sqrt(2 * cfg.num_layers) if leaf in OUTPUT_WEIGHTS else cfg.init_std
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = torch.Generator().manual_seed(named_seed(seed, name))
     return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def named_seed(seed: int, name: str) -> int:
+    """63 bits for the generator of something that has a name in the whole model."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from moefold.config.schema import Config, ModelConfig
 from moefold.model.attention import Attention
+from moefold.model.init import named_seed
 from moefold.model.linear import linear
 from moefold.model.mlp import SwiGLU
 from moefold.model.norm import RMSNorm
@@ -21,18 +22,20 @@ TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64":
 class Block(nn.Module):
     """Attention, then a dense or an MoE feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, cfg: Config, is_moe: bool) -> None:
+    def __init__(self, cfg: Config, number: int) -> None:
         super().__init__()
         model = cfg.model
+        is_moe = model.layer_kinds[number] == "M"
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.attention = Attention(model)
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.ffn = _moe_layer(cfg) if is_moe else SwiGLU(model.hidden_size, model.ffn_hidden_size)
+        self.ffn = _moe_layer(cfg, number) if is_moe else SwiGLU(model.hidden_size, model.ffn_hidden_size)
 
-    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]."""
+    def forward(self, x: Tensor, rotation: Rotation, samples: Tensor | None = None) -> Tensor:
+        """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]; an MoE layer may want to know which samples these are."""
         x = x + self.attention(self.attention_norm(x), rotation)
-        return x + self.ffn(self.ffn_norm(x))
+        normed = self.ffn_norm(x)
+        return x + (self.ffn(normed, samples) if isinstance(self.ffn, MoELayer) else self.ffn(normed))
 
 
 class Embedding(nn.Module):
@@ -83,7 +86,7 @@ class Transformer(nn.Module):
         self.is_first, self.is_last = is_first, is_last
         if is_first or (is_last and model.tie_embeddings):
             self.embedding = Embedding(model.vocab_size, model.hidden_size, self.dtype)
-        self.layers = nn.ModuleDict({str(i): Block(cfg, model.layer_kinds[i] == "M") for i in layers})
+        self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in layers})
         if is_last:
             self.head = Head(model)
         self.rotation: Rotation | None = None
@@ -92,7 +95,13 @@ class Transformer(nn.Module):
         """Say which positions of a sample this rank's tokens have, int64 [S/cp]; needed once before `forward`."""
         self.rotation = rotation(self.cfg.model, positions, self.dtype)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        weights: Tensor | None = None,
+        samples: Tensor | None = None,
+    ) -> Tensor:
         """Run the layers of this stage.
 
         Args:
@@ -100,6 +109,8 @@ class Transformer(nn.Module):
             H].
             labels: next tokens, int64 [B, S/cp]; used by the last stage.
             weights: share of each token in the loss, [B, S/cp]: 1/(target tokens of the global batch), 0 where masked.
+            samples: place of each sample in the global batch, int64 [B]; what a layer knows
+            about a sample goes by it.
 
         Returns:
             Hidden states [S/(cp*tp), B, H]; from the last stage the weighted sum of the token losses, [1], or, without
@@ -109,7 +120,7 @@ class Transformer(nn.Module):
         if self.is_first:
             x = self.embedding(x)
         for block in self.layers.values():
-            x = block(x, self.rotation)
+            x = block(x, self.rotation, samples)
         if not self.is_last:
             return x
         tied = self.embedding.weight if self.cfg.model.tie_embeddings else None
@@ -131,9 +142,16 @@ def build_model(cfg: Config) -> Transformer:
     return Transformer(cfg, range(cfg.model.num_layers), is_first=True, is_last=True)
 
 
-def _moe_layer(cfg: Config) -> MoELayer:
+def _moe_layer(cfg: Config, number: int) -> MoELayer:
     model = cfg.model
     width = model.shared_expert_ffn_hidden_size
     shared = SwiGLU(model.hidden_size, width) if width else None
     num_micro_batches = cfg.train.global_batch_size // cfg.train.micro_batch_size
-    return MoELayer(model, cfg.moe, loss_scale=1.0 / num_micro_batches, shared=shared)
+    return MoELayer(
+        model,
+        cfg.moe,
+        loss_scale=1.0 / num_micro_batches,
+        rounds=cfg.num_micro_batches,
+        jitter_seed=named_seed(cfg.run.seed, f"layers.{number}.ffn.router.jitter"),
+        shared=shared,
+    )

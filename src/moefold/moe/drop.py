@@ -15,7 +15,7 @@ from moefold.moe.scope import TokenScope
 
 @dataclass(frozen=True)
 class DropRule:
-    """How much an expert takes, and what it keeps. The same at training and at evaluation."""
+    """How much an expert takes, and what it keeps."""
 
     capacity_factor: float
     policy: Literal["probs", "position"]

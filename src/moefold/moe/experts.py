@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from moefold.model.gemm import padded_rows, product
 from moefold.model.parameter import local
+from moefold.moe.dispatch.base import Loan
 
 GROUPED_ALIGNMENT_BYTES = 16
 """grouped_mm wants every stride to be a multiple of this."""
@@ -33,20 +34,29 @@ class Experts(nn.Module):
         self.w_up = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_hidden_size))
         self.w_down = nn.Parameter(torch.empty(num_experts, ffn_hidden_size, hidden_size))
 
-    def forward(self, x_RH: Tensor, rows_per_expert: Sequence[int]) -> Tensor:
-        """Apply each expert to its rows; local.
+    def forward(self, x_RH: Tensor, rows_per_expert: Sequence[int], loan: Loan | None = None) -> Tensor:
+        """Apply each expert to its rows; local without a loan.
 
         Args:
             x_RH: rows sorted by expert, [R, H].
-            rows_per_expert: one count for each expert of this rank; they sum to R.
+            rows_per_expert: one count for each expert of this rank, then for each borrowed one; they sum to R.
+            loan: brings the weights of the borrowed experts.
 
         Returns:
             [R, H]; under etp the part of the sum over F that this rank's weights give.
         """
         assert sum(rows_per_expert) == x_RH.shape[0], (rows_per_expert, x_RH.shape)
-        w_gate, w_up, w_down = (local(w, x_RH.dtype) for w in (self.w_gate, self.w_up, self.w_down))
-        swiglu = grouped_swiglu if _has_grouped_kernel(x_RH, w_gate, w_down) else looped_swiglu
-        return swiglu(x_RH, w_gate, w_up, w_down, rows_per_expert)
+        own = [local(w, x_RH.dtype) for w in (self.w_gate, self.w_up, self.w_down)]
+        if loan is None:
+            return _swiglu(x_RH, own, rows_per_expert)
+        own, borrowed = loan.exchange(own)
+        num_own = own[0].shape[0]
+        own_rows, borrowed_rows = rows_per_expert[:num_own], rows_per_expert[num_own:]
+        if not borrowed_rows:
+            return _swiglu(x_RH, own, own_rows)
+        # Two calls rather than one over joined weights: that would copy all of them.
+        x_own, x_borrowed = x_RH.split([sum(own_rows), sum(borrowed_rows)])
+        return torch.cat((_swiglu(x_own, own, own_rows), _swiglu(x_borrowed, borrowed, borrowed_rows)))
 
 
 def looped_swiglu(
@@ -65,6 +75,12 @@ def grouped_swiglu(
     gate_RF = F.grouped_mm(x_RH, w_gate_EHF, offs=offsets_E)
     up_RF = F.grouped_mm(x_RH, w_up_EHF, offs=offsets_E)
     return F.grouped_mm(F.silu(gate_RF) * up_RF, w_down_EFH, offs=offsets_E)
+
+
+def _swiglu(x_RH: Tensor, weights: Sequence[Tensor], rows_per_expert: Sequence[int]) -> Tensor:
+    w_gate, w_up, w_down = weights
+    swiglu = grouped_swiglu if _has_grouped_kernel(x_RH, w_gate, w_down) else looped_swiglu
+    return swiglu(x_RH, w_gate, w_up, w_down, rows_per_expert)
 
 
 def _has_grouped_kernel(x_RH: Tensor, *weights: Tensor) -> bool:

@@ -11,9 +11,9 @@ from moefold.moe.dispatch.base import Assignment, Dispatcher
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.drop import DropRule
 from moefold.moe.experts import Experts
-from moefold.moe.losses import attach, load_balancing_part, z_part
+from moefold.moe.losses import RunningLoad, attach, count_copies, load_balancing_part, z_part
 from moefold.moe.router import Router, Routing
-from moefold.moe.scope import LocalScope, TokenScope
+from moefold.moe.scope import LocalScope, TokenPlaces, TokenScope
 from moefold.moe.stats import RoutingTotals
 
 
@@ -23,17 +23,26 @@ class MoELayer(nn.Module):
     `parallelize` replaces `dispatcher` (where the experts are) and `scope` (who shares the micro-batch).
 
     Args:
-        model: sizes.
-        moe: losses and dropping.
+        model: sizes and router.
+        moe: choice, losses and dropping.
         loss_scale: factor of the auxiliary losses of one micro-batch: 1 / (micro-batches of the global batch).
+        rounds: micro-batches that a rank works through in a step.
+        jitter_seed: 64 bits; the router's noise comes from it.
         shared: an expert that sees every token, [S/(cp*tp), B, H] -> same.
     """
 
     def __init__(
-        self, model: ModelConfig, moe: MoEConfig, *, loss_scale: float, shared: nn.Module | None = None
+        self,
+        model: ModelConfig,
+        moe: MoEConfig,
+        *,
+        loss_scale: float,
+        rounds: int = 1,
+        jitter_seed: int = 0,
+        shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.router = Router(model.num_experts, model.hidden_size, model.top_k, model.router_softmax)
+        self.router = Router(model, moe, jitter_seed=jitter_seed)
         self.experts = Experts(model.num_experts, model.hidden_size, model.moe_ffn_hidden_size)
         self.shared = shared
         has_gate = shared is not None and model.shared_expert_gate
@@ -42,40 +51,48 @@ class MoELayer(nn.Module):
         self.scope: TokenScope = LocalScope()
         self.stats = RoutingTotals(model.num_experts)
         self._num_experts = model.num_experts
+        self._aux_kind = moe.aux_kind
         self._aux_scale = moe.aux_loss * loss_scale
         self._z_scale = moe.z_loss * loss_scale
-        drops_tokens = moe.capacity_factor > 0
-        self._drop_rule = DropRule(moe.capacity_factor, moe.drop_policy, moe.drop_scope) if drops_tokens else None
+        self._running_load = RunningLoad(rounds, model.num_experts)
+        self._rounds = rounds
+        self._drop_rule = _drop_rule(moe, moe.capacity_factor)
+        has_own_factor = moe.eval_capacity_factor >= 0
+        self._eval_drop_rule = _drop_rule(moe, moe.eval_capacity_factor) if has_own_factor else self._drop_rule
         self._pads = moe.pad_to_capacity
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]; communicates through `dispatcher`, `scope` and `shared`."""
+    def begin_step(self, step: int) -> None:
+        """Forget what was counted; all that follows belongs to this optimizer step."""
+        self.stats.reset()
+        self.router.step = step
+
+    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
+        """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]; communicates through `dispatcher`, `scope` and `shared`.
+
+        Args:
+            x: hidden states.
+            samples: place of each sample in the global batch, int64 [B]; None stands for the first ones.
+        """
+        samples_B = torch.arange(x.shape[1], device=x.device) if samples is None else samples
+        places = TokenPlaces(self.scope, x.shape[0], samples_B)
         x_TH = x.flatten(0, 1)
-        routing = self.router(x_TH)
-        assignment = self._assign(routing, batch_size=x.shape[1])
+        routing = self.router(x_TH, places)
+        assignment = self._assign(routing, places)
         rows_RH, plan = self.dispatcher.dispatch(x_TH, assignment)
-        y_TH = self.dispatcher.combine(self.experts(rows_RH, plan.rows_per_expert), plan)
+        y_RH = self.experts(rows_RH, plan.rows_per_expert, self.dispatcher.loan(plan))
+        y_TH = self.dispatcher.combine(y_RH, plan)
         y = y_TH.view_as(x)
         if self.shared is not None:
             y = y + self._shared(x)
-        return self._attach_losses(y, routing, assignment) if self.training else y
+        return self._attach_losses(y, routing, assignment, places) if self.training else y
 
-    def _assign(self, routing: Routing, batch_size: int) -> Assignment:
-        rule, (num_tokens, top_k) = self._drop_rule, routing.ids_TK.shape
+    def _assign(self, routing: Routing, places: TokenPlaces) -> Assignment:
+        rule, (num_tokens, top_k) = self._drop_rule if self.training else self._eval_drop_rule, routing.ids_TK.shape
         if rule is None:
             return Assignment(routing.ids_TK, routing.probs_TK)
-        keys_T = self._token_keys(num_tokens, batch_size, routing.ids_TK.device)
-        kept_TK = rule.keep(routing.ids_TK, routing.probs_TK, keys_T, self._num_experts, self.scope)
+        kept_TK = rule.keep(routing.ids_TK, routing.probs_TK, places.keys(), self._num_experts, self.scope)
         slots = rule.slots(num_tokens, top_k, self._num_experts, self.scope) if self._pads else None
         return Assignment(routing.ids_TK, routing.probs_TK, kept_TK, slots)
-
-    def _token_keys(self, num_tokens: int, batch_size: int, device: torch.device) -> Tensor:
-        """The place of each token in the micro-batch, position * B + b: the same under every mapping."""
-        positions = self.scope.positions
-        if positions is None:
-            return torch.arange(num_tokens, device=device)
-        keys_SB = positions.to(device).unsqueeze(1) * batch_size + torch.arange(batch_size, device=device)
-        return keys_SB.flatten()
 
     def _shared(self, x: Tensor) -> Tensor:
         assert self.shared is not None
@@ -84,24 +101,45 @@ class MoELayer(nn.Module):
             y = y * torch.sigmoid(x @ local(self.shared_gate, x.dtype).t())
         return y
 
-    def _attach_losses(self, y: Tensor, routing: Routing, assignment: Assignment) -> Tensor:
+    def _attach_losses(self, y: Tensor, routing: Routing, assignment: Assignment, places: TokenPlaces) -> Tensor:
         """Make the auxiliary losses part of what is minimised, and count this micro-batch once its gradient comes."""
-        ids_TK = routing.ids_TK
-        ids = ids_TK.flatten()
-        routed_E = torch.zeros(self._num_experts, dtype=torch.int64, device=ids.device)
-        routed_E.scatter_add_(0, ids, torch.ones_like(ids))
-        num_tokens = ids_TK.shape[0] * self.scope.size
+        num_tokens = len(routing.ids_TK) * self.scope.size
+        num_samples = len(places.samples_B) if self._aux_kind == "sequence" else 1
+        routed_XE = count_copies(routing.ids_TK, self._num_experts, num_samples)
         aux = z = None
         if self._aux_scale:
-            whole_E = self.scope.sum(routed_E)
-            part = load_balancing_part(routing.scores_TE, whole_E, num_tokens, ids_TK.shape[1])
+            part = load_balancing_part(routing.scores_TE, self._load(routed_XE, places), num_tokens)
             aux = part * self._aux_scale
             y = attach(y, aux)
         if self._z_scale:
             z = z_part(routing.logits_TE, num_tokens) * self._z_scale
             y = attach(y, z)
         if y.requires_grad:
+            entropy = torch.special.entr(routing.scores_TE.detach()).sum()
             dropped = None if assignment.kept_TK is None else (~assignment.kept_TK).sum()
-            parts = [None if part is None else part.detach() for part in (dropped, aux, z)]
-            y.register_hook(lambda grad: self.stats.add(routed_E, *parts))
+            parts = [None if part is None else part.detach() for part in (aux, z)]
+            # All ranks of the scope have the same thresholds: each counts its part.
+            thresholds_E = None if routing.thresholds_E is None else routing.thresholds_E / self.scope.size
+            y.register_hook(
+                lambda grad: self.stats.add(
+                    routed_XE.sum(0),
+                    entropy=entropy,
+                    dropped=dropped,
+                    aux=parts[0],
+                    z=parts[1],
+                    thresholds_E=thresholds_E,
+                )
+            )
         return y
+
+    def _load(self, routed_XE: Tensor, places: TokenPlaces) -> Tensor:
+        """The copies that count together for the balance loss of this micro-batch."""
+        if self._aux_kind != "global_batch":
+            return self.scope.sum(routed_XE)
+        # A data-parallel rank has consecutive micro-batches of the global batch, `rounds` of them.
+        round_ = places.samples_B[0] // len(places.samples_B) % self._rounds
+        return self._running_load.include(self.scope.sum_parallel(routed_XE), round_)
+
+
+def _drop_rule(moe: MoEConfig, capacity_factor: float) -> DropRule | None:
+    return DropRule(capacity_factor, moe.drop_policy, moe.drop_scope) if capacity_factor > 0 else None

@@ -1,4 +1,4 @@
-"""The auxiliary losses of a router, each defined once over a whole micro-batch.
+"""The auxiliary losses of a router, each defined once over a whole micro-batch, a sample or the global batch.
 
 A rank computes its *part*: the parts of all ranks that share the micro-batch sum to the value, and the sum of their
 gradients is its gradient. So neither depends on the mapping.
@@ -10,21 +10,63 @@ import torch
 from torch import Tensor
 
 
-def load_balancing_part(scores_TE: Tensor, routed_E: Tensor, num_tokens: int, top_k: int) -> Tensor:
+def load_balancing_part(scores_TE: Tensor, routed_XE: Tensor, num_tokens: int) -> Tensor:
     """My part of E * sum_e f_e P_e (arXiv:2101.03961 eq. 4); 1 where the load is even.
 
-    f_e is the share of the copies of the micro-batch that chose expert e, before any is dropped, and has no gradient;
-    P_e is the mean score of e over its tokens.
+    f_e is the share of the copies that chose expert e, before any is dropped, and has no gradient; P_e is the mean
+    score of e over the tokens of the micro-batch. With counts for each sample by itself, f and P are those of a sample,
+    and the value is the mean over the samples (arXiv:2412.19437 eq. 17).
 
     Args:
-        scores_TE: softmax over all experts of my tokens.
-        routed_E: copies that chose each expert, over all tokens of the micro-batch.
+        scores_TE: scores of all experts, which sum to 1, of my tokens; those of a sample are X rows apart.
+        routed_XE: copies that chose each expert, [1, E] over all tokens that count together (of the micro-batch or of
+            more), or [B, E] of each sample.
         num_tokens: tokens of the micro-batch.
-        top_k: K.
     """
     num_experts = scores_TE.shape[1]
-    share_E = routed_E.to(scores_TE.dtype) / (num_tokens * top_k)
-    return num_experts / num_tokens * torch.dot(share_E, scores_TE.sum(0))
+    routed_XE = routed_XE.to(scores_TE.dtype)
+    share_XE = routed_XE / routed_XE.sum(-1, keepdim=True)
+    scores_XE = scores_TE.unflatten(0, (-1, len(routed_XE))).sum(0)
+    return num_experts / num_tokens * (share_XE * scores_XE).sum()
+
+
+def count_copies(ids_TK: Tensor, num_experts: int, num_samples: int = 1) -> Tensor:
+    """How many of my copies chose each expert.
+
+    Args:
+        ids_TK: chosen experts; the tokens of a sample are `num_samples` rows apart.
+        num_experts: E.
+        num_samples: count each of so many samples by itself.
+
+    Returns:
+        int64 [num_samples, E].
+    """
+    samples_X = torch.arange(num_samples, device=ids_TK.device) * num_experts
+    cells = (ids_TK.unflatten(0, (-1, num_samples)) + samples_X.unsqueeze(1)).flatten()
+    counts = torch.zeros(num_samples * num_experts, dtype=torch.int64, device=ids_TK.device)
+    return counts.scatter_add_(0, cells, torch.ones_like(cells)).view(num_samples, num_experts)
+
+
+class RunningLoad:
+    """The load of a step so far: the counts of each round of micro-batches, kept by round (arXiv:2501.11873 sec. 2).
+
+    Kept by round and not as a sum, so that a recomputed forward pass, even after later rounds, finds what it found.
+
+    Args:
+        rounds: micro-batches that a rank works through in a step.
+        num_experts: E.
+    """
+
+    def __init__(self, rounds: int, num_experts: int) -> None:
+        self._counts_NE = torch.zeros(rounds, num_experts, dtype=torch.int64, device="cpu")
+
+    def include(self, counts_1E: Tensor, round_: Tensor) -> Tensor:
+        """Keep the counts of a round, 0-dim int64 and 0-based, and return those up to and with it, [1, E]."""
+        if self._counts_NE.device != counts_1E.device:
+            self._counts_NE = self._counts_NE.to(counts_1E.device)
+        self._counts_NE.index_copy_(0, round_.view(1), counts_1E)
+        is_past_N = torch.arange(len(self._counts_NE), device=round_.device) <= round_
+        return (self._counts_NE * is_past_N.unsqueeze(1)).sum(0, keepdim=True)
 
 
 def z_part(logits_TE: Tensor, num_tokens: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Copies of tokens, sorted by expert, and back: local, no communication."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Permutation:
-    """Which copy of which token stands in which row; rows are sorted by expert.
+    """Which copy of which token stands in which row; rows are sorted by expert, unless they were rearranged.
 
     Copies may be absent (dropped, or another rank's) and rows may be empty (padding); a mask is None where none are.
     """
@@ -62,6 +62,25 @@ def plan_permutation(
     filled = copy >= 0
     copy = copy.clamp(min=0)
     return Permutation(copy // top_k, copy, row.view_as(ids_TK), torch.full_like(copies_E, slots), kept_TK, filled)
+
+
+def rearrange(permutation: Permutation, order_R: Tensor) -> Permutation:
+    """The same copies in another order of rows: row i becomes what row order_R[i] was.
+
+    Args:
+        permutation: one without empty rows.
+        order_R: each row once, int64 [R].
+    """
+    assert permutation.filled_R is None, "padding fixes the place of every row"
+    if len(order_R) == 0:
+        return permutation
+    inverse_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+    return replace(
+        permutation,
+        token_R=permutation.token_R[order_R],
+        copy_R=permutation.copy_R[order_R],
+        row_TK=inverse_R[permutation.row_TK],
+    )
 
 
 def permute(x_TH: Tensor, permutation: Permutation) -> Tensor:

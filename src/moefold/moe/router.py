@@ -1,68 +1,149 @@
 """The top-k router: which experts see a token, and with which weight."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from moefold.config.schema import ModelConfig, MoEConfig
 from moefold.model.parameter import local
+from moefold.moe.choice import (
+    choose_experts,
+    limit_to_groups,
+    quantile_thresholds,
+    round_robin,
+    sinkhorn_offsets,
+    skewed,
+)
+from moefold.moe.jitter import uniform_noise
+from moefold.moe.scope import TokenPlaces
+from moefold.moe.trace import Choices
+
+SMALLEST_SUM = 1e-20
+"""Added to a sum of scores before dividing by it, as DeepSeek-V3 does."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What the router decided for the T tokens of this rank. All weights are float32, or float64 for float64 tokens."""
+    """What the router decided for the T tokens of this rank. No weight is below float32."""
 
     ids_TK: Tensor
     """Chosen experts, best first, int64 [T, K]; the K of one token differ."""
     probs_TK: Tensor
     """Weight of each choice, [T, K]."""
     scores_TE: Tensor
-    """Softmax over all experts, [T, E]; what the load-balancing loss is about."""
+    """Scores of all experts, which sum to 1, [T, E]; what the load-balancing loss is about."""
     logits_TE: Tensor
     """[T, E]."""
+    thresholds_E: Tensor | None = None
+    """What quantile balancing took off the scores in this micro-batch, [E]."""
 
 
 class Router(nn.Module):
-    """Softmax top-k routing (arXiv:1701.06538 without noise). Its maths never runs below float32.
+    """Scores every expert and chooses K (arXiv:1701.06538 without its noise). Its maths never runs below float32.
 
     Args:
-        num_experts: E.
-        hidden_size: H.
-        top_k: K.
-        softmax: "pre" weighs by the softmax over all experts; "post" by the softmax over the chosen, which sums to 1.
+        model: sizes, and what makes a score and a weight.
+        moe: how the choice is balanced, jitter and precision.
+        jitter_seed: 64 bits; the noise of this layer comes from it.
     """
 
-    def __init__(self, num_experts: int, hidden_size: int, top_k: int, softmax: Literal["pre", "post"]) -> None:
+    expert_bias: Tensor | None
+
+    def __init__(self, model: ModelConfig, moe: MoEConfig, *, jitter_seed: int = 0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.top_k = top_k
-        self.softmax = softmax
+        self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size))
+        # Zeros come with the initial weights: a model is built on the meta device.
+        bias_E = torch.zeros(model.num_experts, dtype=torch.float32) if model.expert_bias else None
+        self.register_buffer("expert_bias", bias_E)
+        self.choices: Choices | None = None
+        self.step = 1
+        """Of the optimizer; the noise depends on it."""
+        self._model = model
+        self._moe = moe
+        self._jitter_seed = jitter_seed
+        self._least_dtype = torch.float64 if moe.router_dtype == "float64" else torch.float32
 
-    def forward(self, x_TH: Tensor) -> Routing:
-        """Route [T, H]; local."""
-        dtype = torch.promote_types(x_TH.dtype, torch.float32)
-        logits_TE = x_TH.to(dtype) @ local(self.weight, dtype).t()
-        scores_TE = logits_TE.softmax(-1)
-        ids_TK = choose_experts(logits_TE.detach(), self.top_k)
-        if self.softmax == "pre":
-            probs_TK = scores_TE.gather(1, ids_TK)
-        else:
+    def forward(self, x_TH: Tensor, places: TokenPlaces) -> Routing:
+        """Route [T, H]; communicates through the scope of `places` where the choice looks at the whole micro-batch.
+
+        At training `choices` has the last word.
+        """
+        dtype = torch.promote_types(x_TH.dtype, self._least_dtype)
+        logits_TE = self._jittered(x_TH.to(dtype), places) @ local(self.weight, dtype).t()
+        raw_TE = self._score(logits_TE)
+        thresholds_E = None
+        if self._moe.choice == "quantile" and self.training:
+            thresholds_E = quantile_thresholds(raw_TE.detach(), self._model.top_k, places.scope)
+        ids_TK = self._choose(logits_TE.detach(), raw_TE.detach(), thresholds_E, places)
+        if self.choices is not None and self.training:
+            ids_TK = self.choices.settle(ids_TK, places.samples_B)
+        probs_TK = self._weigh(logits_TE, raw_TE, ids_TK).to(torch.promote_types(x_TH.dtype, torch.float32))
+        is_softmax = self._model.router_score == "softmax"
+        scores_TE = raw_TE if is_softmax else raw_TE / (raw_TE.sum(-1, keepdim=True) + SMALLEST_SUM)
+        return Routing(ids_TK, probs_TK, scores_TE, logits_TE, thresholds_E)
+
+    @torch.no_grad()
+    def update_bias(self, copies_E: Tensor, thresholds_E: Tensor) -> None:
+        """Balance the bias after a step.
+
+        Args:
+            copies_E: copies of the whole global batch that chose each expert.
+            thresholds_E: of quantile balancing, the mean over the micro-batches of the global batch.
+        """
+        if self.expert_bias is None:
+            return
+        if self._moe.choice == "quantile":
+            self.expert_bias.copy_(-thresholds_E)
+            return
+        # E * count against the sum of counts: whole numbers, so that an even load is seen as even.
+        lack_E = copies_E.sum() - copies_E * len(copies_E)
+        self.expert_bias.add_(lack_E.sign().to(self.expert_bias), alpha=self._moe.bias_update_rate)
+
+    def _jittered(self, x_TH: Tensor, places: TokenPlaces) -> Tensor:
+        width = self._moe.input_jitter
+        if width == 0 or not self.training:
+            return x_TH
+        noise_TH = uniform_noise(self._jitter_seed, self.step, places.samples_B, places.positions(), x_TH.shape[1])
+        return x_TH * (1 - width + 2 * width * noise_TH).to(x_TH.dtype)
+
+    def _score(self, logits_TE: Tensor) -> Tensor:
+        match self._model.router_score:
+            case "softmax":
+                return logits_TE.softmax(-1)
+            case "sigmoid":
+                return logits_TE.sigmoid()
+            case "sqrtsoftplus":
+                # The root has no gradient at 0, where softplus of a very negative logit ends.
+                return F.softplus(logits_TE).clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
+
+    def _choose(self, logits_TE: Tensor, raw_TE: Tensor, thresholds_E: Tensor | None, places: TokenPlaces) -> Tensor:
+        model, moe = self._model, self._moe
+        if moe.choice == "round_robin":
+            return round_robin(places.keys(), model.top_k, model.num_experts)
+        if moe.choice == "skewed":
+            return skewed(places.keys(), model.top_k, model.num_experts, moe.skew)
+        if moe.choice == "sinkhorn":
+            offsets_E = sinkhorn_offsets(logits_TE, moe.sinkhorn_iterations, places.scope) if self.training else 0
+            return choose_experts(logits_TE + offsets_E, model.top_k)
+        # Softmax keeps the order of the logits, and the logits are the finer of the two.
+        values_TE = logits_TE if model.router_score == "softmax" else raw_TE
+        if thresholds_E is not None:
+            values_TE = raw_TE - thresholds_E
+        elif self.expert_bias is not None:
+            values_TE = raw_TE + self.expert_bias
+        if model.num_groups > 1:
+            sums_two = model.router_score != "softmax"
+            values_TE = limit_to_groups(values_TE, model.num_groups, model.top_groups, sums_two=sums_two)
+        return choose_experts(values_TE, model.top_k)
+
+    def _weigh(self, logits_TE: Tensor, raw_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        model = self._model
+        if model.router_score == "softmax" and model.router_softmax == "post":
             probs_TK = logits_TE.gather(1, ids_TK).softmax(-1)
-        return Routing(ids_TK, probs_TK, scores_TE, logits_TE)
-
-
-def choose_experts(logits_TE: Tensor, top_k: int) -> Tensor:
-    """The K largest logits of each token, largest first; of equal ones the lower expert. int64 [T, K].
-
-    torch.topk leaves the order of equal values open, which would make routing depend on the shape of the shard; argmax
-    names the first one, and K passes are faster than a stable sort.
-    """
-    # The clamp tells a logit of -inf, which may still be chosen, from a chosen one.
-    open_TE = logits_TE.clamp(min=torch.finfo(logits_TE.dtype).min)
-    chosen = []
-    for _ in range(top_k):
-        best_T1 = open_TE.argmax(1, keepdim=True)
-        open_TE.scatter_(1, best_T1, float("-inf"))
-        chosen.append(best_T1)
-    return torch.cat(chosen, 1)
+        else:
+            probs_TK = raw_TE.gather(1, ids_TK)
+            if model.router_score != "softmax" and model.router_normalize:
+                probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + SMALLEST_SUM)
+        return probs_TK if model.router_scaling_factor == 1 else probs_TK * model.router_scaling_factor

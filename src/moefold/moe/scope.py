@@ -1,7 +1,9 @@
 """The ranks that hold the tokens of one micro-batch between them, as far as the maths must know."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -23,8 +25,17 @@ class TokenScope(Protocol):
         """Positions of my tokens in their sample, int64 [S/(cp*tp)]; None stands for 0, 1, 2 and so on."""
         ...
 
+    @property
+    def num_parallel(self) -> int:
+        """Micro-batches that go through the layer at the same time, each in a scope of its own: dp."""
+        ...
+
     def sum(self, x: Tensor) -> Tensor:
         """Sum over the ranks."""
+        ...
+
+    def sum_parallel(self, x: Tensor) -> Tensor:
+        """Sum over the ranks of all scopes that are at work at the same time: dp x cp x tp."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
@@ -38,11 +49,38 @@ class LocalScope:
     size = 1
     rank = 0
     positions = None
+    num_parallel = 1
 
     def sum(self, x: Tensor) -> Tensor:
+        """Nothing to add."""
+        return x
+
+    def sum_parallel(self, x: Tensor) -> Tensor:
         """Nothing to add."""
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         """Nothing to concatenate."""
         return x
+
+
+@dataclass(frozen=True)
+class TokenPlaces:
+    """Where the T = S/(cp*tp) * B tokens of this rank stand in their micro-batch and in the global batch."""
+
+    scope: TokenScope
+    num_positions: int
+    """S/(cp*tp)."""
+    samples_B: Tensor
+    """Place of each sample in the global batch, int64 [B]."""
+
+    def positions(self) -> Tensor:
+        """Position of each of my rows in its sample, int64 [S/(cp*tp)]."""
+        positions, device = self.scope.positions, self.samples_B.device
+        return torch.arange(self.num_positions, device=device) if positions is None else positions.to(device)
+
+    def keys(self) -> Tensor:
+        """The place of each token in the micro-batch, position * B + b, int64 [T]: the same under every mapping."""
+        batch_size = len(self.samples_B)
+        places_B = torch.arange(batch_size, device=self.samples_B.device)
+        return (self.positions().unsqueeze(1) * batch_size + places_B).flatten()

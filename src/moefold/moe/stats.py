@@ -22,18 +22,34 @@ class RoutingTotals:
         """My part of the load-balancing loss as it is optimised: with its coefficient, mean over micro-batches."""
         self.z = torch.zeros((), dtype=torch.float64, device="cpu")
         """My part of the z-loss as it is optimised."""
+        self.entropy = torch.zeros((), dtype=torch.float64, device="cpu")
+        """Sum over tokens of the entropy of their scores, in nats."""
+        self.thresholds_E = torch.zeros(num_experts, dtype=torch.float64, device="cpu")
+        """My part of the sum over micro-batches of the thresholds of quantile balancing."""
 
-    def add(self, tokens_per_expert_E: Tensor, dropped: Tensor | None, aux: Tensor | None, z: Tensor | None) -> None:
+    def add(
+        self,
+        tokens_per_expert_E: Tensor,
+        *,
+        entropy: Tensor,
+        dropped: Tensor | None,
+        aux: Tensor | None,
+        z: Tensor | None,
+        thresholds_E: Tensor | None,
+    ) -> None:
         """Count one micro-batch; None counts as zero."""
         self._follow(tokens_per_expert_E.device)
         self.tokens_per_expert_E += tokens_per_expert_E
         self.copies += tokens_per_expert_E.sum()
+        self.entropy += entropy
         if dropped is not None:
             self.dropped += dropped
         if aux is not None:
             self.aux += aux
         if z is not None:
             self.z += z
+        if thresholds_E is not None:
+            self.thresholds_E += thresholds_E
 
     def reset(self) -> None:
         """Begin a new step."""

@@ -13,12 +13,14 @@ from moefold.model.transformer import Transformer
 class Batch:
     """This rank's part of a global batch; the micro-batches follow each other along dim 0.
 
-    tokens and labels are int64 [num_micro_batches * B, S/cp], weights [same] the share of each token in the loss.
+    tokens and labels are int64 [num_micro_batches * B, S/cp], weights [same] the share of each token in the loss,
+    samples int64 [num_micro_batches * B] the place of each sample in the global batch.
     """
 
     tokens: Tensor
     labels: Tensor
     weights: Tensor
+    samples: Tensor
 
 
 class Accumulation:
@@ -34,7 +36,7 @@ class Accumulation:
         total = batch.weights.new_zeros(1)
         for i, micro in enumerate(self._micro_batches(batch)):
             self._prepare_backward(is_last=i == self._num_micro_batches - 1)
-            loss = self._model(micro.tokens, micro.labels, micro.weights)
+            loss = self._model(micro.tokens, micro.labels, micro.weights, micro.samples)
             loss.backward()
             total += loss.detach()
         return total
@@ -48,7 +50,7 @@ class Accumulation:
         return total
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
-        parts = (x.chunk(self._num_micro_batches) for x in (batch.tokens, batch.labels, batch.weights))
+        parts = (x.chunk(self._num_micro_batches) for x in (batch.tokens, batch.labels, batch.weights, batch.samples))
         return [Batch(*part) for part in zip(*parts, strict=True)]
 
     def _prepare_backward(self, *, is_last: bool) -> None:

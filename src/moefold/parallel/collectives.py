@@ -87,6 +87,19 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     return top
 
 
+def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
+    """Stack the equal-shaped tensors of the members on member 0, [group.size, ...]; None elsewhere. No gradient."""
+    x = x.detach().contiguous()
+    if group.size == 1:
+        return x.unsqueeze(0)
+    if group.rank:
+        dist.gather(x, None, group=group.handle, group_dst=0)
+        return None
+    out = x.new_empty((group.size, *x.shape))
+    dist.gather(x, list(out.unbind(0)), group=group.handle, group_dst=0)
+    return out
+
+
 def _gather(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     _all_gather(out, x.contiguous(), group=group.handle)

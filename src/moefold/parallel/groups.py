@@ -28,13 +28,18 @@ class Group:
 
 @dataclass(frozen=True)
 class AttentionGroups:
-    """Groups of the attention view. `sequence` is cp x tp: the ranks that hold one micro-batch between them."""
+    """Groups of the attention view.
+
+    `sequence` is cp x tp: the ranks that hold one micro-batch between them. `stage` is dp x cp x tp: those that hold
+    the same layers.
+    """
 
     tp: Group
     cp: Group
     dp: Group
     dp_cp: Group
     sequence: Group
+    stage: Group
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class ParallelGroups:
             dp=group(attention, "dp"),
             dp_cp=group(attention, "dp", "cp"),
             sequence=group(attention, "cp", "tp"),
+            stage=group(attention, "dp", "cp", "tp"),
         )
         experts = group(moe, "ep", "etp")
         moe_groups = MoEGroups(

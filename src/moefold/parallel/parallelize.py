@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,10 @@ from moefold.model.attention import Attention
 from moefold.model.init import initialise
 from moefold.model.mlp import SwiGLU
 from moefold.model.transformer import Embedding, Head, Transformer
-from moefold.moe.dispatch import GroupScope, make_dispatcher
+from moefold.moe.dispatch import Dispatcher, GroupScope, make_dispatcher
+from moefold.moe.dispatch.deepep import open_buffer
+from moefold.moe.dispatch.selection import select_dispatcher
+from moefold.moe.dispatch.spill import SpillRule
 from moefold.moe.layer import MoELayer
 from moefold.parallel.accumulate import Accumulation, Batch
 from moefold.parallel.context import context_attention, sequence_positions
@@ -44,11 +47,18 @@ class ParallelModel:
     groups: ParallelGroups
     positions: Tensor
     """Positions of a sample that this rank reads, int64 [S/cp]."""
+    note: str = ""
+    """What the recipe left open and how it was decided; empty if it left nothing open."""
 
     @cached_property
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank by their names in the whole model."""
         return {name: p for stage in self.stages for name, p in stage.named_parameters()}
+
+    @cached_property
+    def named_buffers(self) -> dict[str, Tensor]:
+        """All that is part of the model and has no gradient, by its name in the whole model; whole on every rank."""
+        return {name: buffer for stage in self.stages for name, buffer in stage.named_buffers()}
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Add the gradients of the batch, reduced over every axis; returns my part of the loss, [1]."""
@@ -80,10 +90,12 @@ def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
     positions = torch.as_tensor(positions, device=groups.device)
     with torch.device("meta"):
         stages = [Transformer(cfg, ranges[i], is_first=i == 0, is_last=i == len(ranges) - 1) for i in numbers]
+    selection = select_dispatcher(cfg, groups)
+    dispatcher = _dispatcher(selection.name, cfg, groups)
     for stage in stages:
         stage.to(master_dtype(cfg))
         _apply_tensor_parallel(stage, groups)
-        _apply_expert_parallel(stage, groups, cfg, positions)
+        _apply_expert_parallel(stage, groups, positions, dispatcher)
         _apply_context_parallel(stage, groups, cfg)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
@@ -96,7 +108,7 @@ def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
         runner = Accumulation(stages[0], cfg.num_micro_batches, cfg.parallel.zero)
     else:
         runner = Pipeline(stages, groups, cfg)
-    return ParallelModel(stages, runner, groups, positions)
+    return ParallelModel(stages, runner, groups, positions, selection.note)
 
 
 def _apply_tensor_parallel(stage: Transformer, groups: ParallelGroups) -> None:
@@ -113,11 +125,22 @@ def _apply_tensor_parallel(stage: Transformer, groups: ParallelGroups) -> None:
             module.key_value_rows = key_value_rows(stage.cfg.model, tp)
 
 
-def _apply_expert_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config, positions: Tensor) -> None:
-    scope = GroupScope(groups.attn.sequence, local_positions(positions, groups.attn.tp))
+def _dispatcher(name: str, cfg: Config, groups: ParallelGroups) -> Dispatcher[Any]:
+    """The dispatcher of all layers: it keeps nothing of a micro-batch, and buffers are worth sharing."""
+    spill = SpillRule(cfg.moe.llep_threshold, cfg.moe.llep_capacity, cfg.moe.llep_min_tokens)
+    needs_buffer = name == "deepep" and groups.moe.experts.size > 1
+    buffer = open_buffer(groups.moe.ep, cfg.model.hidden_size) if needs_buffer else None
+    return make_dispatcher(name, groups.moe, cfg.model.num_experts, spill, buffer)
+
+
+def _apply_expert_parallel(
+    stage: Transformer, groups: ParallelGroups, positions: Tensor, dispatcher: Dispatcher[Any]
+) -> None:
+    attn = groups.attn
+    scope = GroupScope(attn.sequence, attn.stage, local_positions(positions, attn.tp))
     for layer in stage.moe_layers().values():
         layer.scope = scope
-        layer.dispatcher = make_dispatcher(cfg.parallel.dispatcher, groups.moe, cfg.model.num_experts)
+        layer.dispatcher = dispatcher
 
 
 def _apply_context_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config) -> None:

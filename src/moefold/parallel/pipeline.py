@@ -149,7 +149,7 @@ def _weighted_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _targets(batch: Batch) -> dict[str, Any]:
-    return {"labels": batch.labels, "weights": batch.weights}
+    return {"labels": batch.labels, "weights": batch.weights, "samples": batch.samples}
 
 
 def _loss_dtype(compute: torch.dtype) -> torch.dtype:

@@ -50,7 +50,8 @@ class BatchLoader:
         weights = (
             torch.tensor(shares, dtype=self._dtype, device=self._device)[:, None].expand(tokens.shape).contiguous()
         )
-        return Batch(tokens, self._local(labels), weights)
+        samples = self._first + torch.arange(self._count, device=self._device)
+        return Batch(tokens, self._local(labels), weights, samples)
 
     def _local(self, ids: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(ids[:, self._positions])).to(self._device)

@@ -3,16 +3,19 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moefold.config.schema import Config
 from moefold.metrics.memory import peak_memory_gib
+from moefold.metrics.moe import MoELayerMetrics
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.collectives import all_reduce_sum
 from moefold.parallel.gradients import clip_gradients, gradient_norm
 from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.routing_tape import RoutingTape
 from moefold.train.lr_schedule import learning_rate
 from moefold.train.optimizer import build_optimizer, set_learning_rate
 
@@ -31,7 +34,10 @@ class StepResult:
     grad_norm: float
     lr: float
     expert_load: tuple[float, ...]
+    expert_counts: np.ndarray
+    """Copies that chose each expert of each MoE layer, before any is dropped, int64 [MoE layers, E]."""
     dropped_fraction: float
+    moe_layers: tuple[MoELayerMetrics, ...]
     flags: tuple[int, ...]
     """For each flag given to `run`: how many ranks raised it."""
     peak_memory_gib: float
@@ -39,12 +45,18 @@ class StepResult:
 
 
 class TrainingStep:
-    """Runs optimizer steps on a parallel model."""
+    """Runs optimizer steps on a parallel model.
+
+    `parameters` and `buffers` are what a checkpoint has to hold of the model; `tape` records and replays its routing,
+    where the recipe asks for that.
+    """
 
     def __init__(self, model: ParallelModel, cfg: Config) -> None:
         self.model = model
         self.parameters = model.named_parameters
+        self.buffers = model.named_buffers
         self.optimizer = build_optimizer(self.parameters, cfg.train)
+        self.tape = RoutingTape(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
         self._cfg = cfg
         self._moe_numbers = [i for i, kind in enumerate(cfg.model.layer_kinds) if kind == "M"]
         layout, groups = model.groups.layout, model.groups
@@ -52,6 +64,7 @@ class TrainingStep:
         holds_copy = layout.pp > 1 and cfg.model.tie_embeddings and groups.pp.rank == layout.pp - 1
         self._not_counted = frozenset({"embedding.weight"} if holds_copy else ())
         self._speaks_for_tp = groups.attn.tp.rank == 0
+        self._speaks_for_stage = groups.attn.stage.rank == 0
 
     def run(self, batch: Batch, step: int, flags: Flags = lambda: ()) -> StepResult:
         """Train on this rank's part of a global batch.
@@ -63,8 +76,7 @@ class TrainingStep:
             step: number of this step, 1-based.
             flags: asked once the step is done for wishes of this rank (to stop, say), which all ranks then learn.
         """
-        for layer in self.model.moe_layers().values():
-            layer.stats.reset()
+        self.begin(step)
         loss = self.model.forward_backward(batch)
         norm = gradient_norm(self.parameters, self.model.groups.world, skip=self._not_counted)
         clip_gradients(self.parameters, norm, self._cfg.train.clip_grad)
@@ -73,6 +85,17 @@ class TrainingStep:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return self._agree(loss, norm, rate, flags())
+
+    def begin(self, step: int) -> None:
+        """Prepare the routers: what follows, up to the next call, belongs to step `step`.
+
+        Raises:
+            ConfigError: the trace to replay lacks the step.
+        """
+        for layer in self.model.moe_layers().values():
+            layer.begin_step(step)
+        if self.tape is not None:
+            self.tape.begin(step)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Weighted sum of the cross-entropies of held-out tokens, in nats; collective."""
@@ -86,33 +109,73 @@ class TrainingStep:
         return loss if self._speaks_for_tp else torch.zeros_like(loss)
 
     def _agree(self, loss: Tensor, norm: Tensor, rate: float, flags: Sequence[bool]) -> StepResult:
-        """Sum everything that is counted over the ranks, in one all-reduce."""
+        """Sum everything that is counted over the ranks, in one all-reduce, and balance the expert bias by it."""
         world, device = self.model.groups.world, loss.device
-        scalars = torch.zeros(5, dtype=torch.float64, device=device)
-        scalars[0] = self._my_share(loss.detach().double()).squeeze()
-        counts = torch.zeros(len(self._moe_numbers), self._cfg.model.num_experts, dtype=torch.float64, device=device)
-        for number, layer in self.model.moe_layers().items():
-            stats = layer.stats
-            counts[self._moe_numbers.index(number)] = stats.tokens_per_expert_E
-            scalars[1:] += torch.stack([x.double() for x in (stats.aux, stats.z, stats.copies, stats.dropped)])
+        mine = self._my_share(loss.detach().double()).view(1)
         raised = torch.tensor(flags, dtype=torch.float64, device=device)
         # A slot for each rank turns a maximum into a sum.
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
         memory[world.rank] = peak_memory_gib(device.type)
-        parts = (scalars, raised, memory, counts.flatten())
+        rows = self._routing_rows(device)
+        parts = (mine, raised, memory, rows.flatten())
         total = all_reduce_sum(torch.cat(parts), world).cpu().split([part.numel() for part in parts])
-        lm, aux, z, copies, dropped = total[0].tolist()
-        counts = total[3].view_as(counts)
+        num_experts = self._cfg.model.num_experts
+        scalars, counts, thresholds, biases = total[3].view_as(rows).split([5, *[num_experts] * 3], 1)
+        self._balance(counts, thresholds)
+        aux, z, copies, dropped, _ = scalars.sum(0).tolist()
+        layers = self._layer_metrics(scalars.tolist(), counts.tolist(), biases.tolist())
         return StepResult(
-            loss=lm,
+            loss=float(total[0]),
             aux_loss=aux,
             z_loss=z,
             grad_norm=float(norm),
             lr=rate,
-            expert_load=tuple((counts.amax(1) / counts.mean(1)).tolist()) if len(counts) else (),
+            expert_load=tuple(layer.load for layer in layers),
+            expert_counts=counts.long().numpy(),
             dropped_fraction=dropped / copies if copies else 0.0,
+            moe_layers=layers,
             flags=tuple(int(count) for count in total[1].tolist()),
             peak_memory_gib=float(total[2].max()),
+        )
+
+    def _routing_rows(self, device: torch.device) -> Tensor:
+        """My part of the totals of every MoE layer of the model: five scalars, then counts, thresholds and biases."""
+        num_experts = self._cfg.model.num_experts
+        rows = torch.zeros(len(self._moe_numbers), 5 + 3 * num_experts, dtype=torch.float64, device=device)
+        for number, layer in self.model.moe_layers().items():
+            stats, bias_E = layer.stats, layer.router.expert_bias
+            parts = [
+                torch.stack([x.double() for x in (stats.aux, stats.z, stats.copies, stats.dropped, stats.entropy)])
+            ]
+            parts += [stats.tokens_per_expert_E.double(), stats.thresholds_E]
+            if bias_E is not None and self._speaks_for_stage:
+                parts.append(bias_E.double())
+            row = torch.cat(parts)
+            rows[self._moe_numbers.index(number), : len(row)] = row
+        return rows
+
+    def _balance(self, counts: Tensor, thresholds: Tensor) -> None:
+        """Update the expert biases from the totals of the global batch, [MoE layers, E]."""
+        num_micro_batches = self._cfg.train.global_batch_size // self._cfg.train.micro_batch_size
+        for number, layer in self.model.moe_layers().items():
+            i = self._moe_numbers.index(number)
+            layer.router.update_bias(counts[i], thresholds[i] / num_micro_batches)
+
+    def _layer_metrics(
+        self, scalars: list[list[float]], counts: list[list[float]], biases: list[list[float]]
+    ) -> tuple[MoELayerMetrics, ...]:
+        model = self._cfg.model
+        return tuple(
+            MoELayerMetrics.from_totals(
+                number,
+                counts=counts[i],
+                dropped=scalars[i][3],
+                entropy=scalars[i][4],
+                top_k=model.top_k,
+                losses=(scalars[i][0], scalars[i][1]),
+                bias=biases[i] if model.expert_bias else (),
+            )
+            for i, number in enumerate(self._moe_numbers)
         )
 
 

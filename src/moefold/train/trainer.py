@@ -8,6 +8,7 @@ from signal import Signals
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
 
 from moefold.checkpoint.folder import sample_order
@@ -16,10 +17,12 @@ from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.launch.status import SIGNAL_STATUS
+from moefold.metrics.expert_counts import ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.flops import train_flops_per_token
 from moefold.metrics.peak import peak_bf16_tflops
 from moefold.metrics.plot import plot_loss
 from moefold.metrics.progress import Progress
+from moefold.metrics.routing_trace import TraceWriter, trace_shape, truncate_trace
 from moefold.metrics.step import StepMetrics
 from moefold.metrics.writer import MetricsWriter
 from moefold.parallel.groups import ParallelGroups
@@ -61,7 +64,9 @@ class Trainer:
         status, first_step = 0, self._step + 1
         with ExitStack() as stack:
             stack.enter_context(stop)
-            report = stack.enter_context(_Report(self._cfg, first_step, resume)) if self._is_first_rank else None
+            report = None
+            if self._is_first_rank:
+                report = stack.enter_context(_Report(self._cfg, first_step, resume, self._training.model.note))
             while self._step < self._cfg.run.steps and status == 0:
                 status = self._one_step(report, stop)
             if report is not None:
@@ -71,7 +76,8 @@ class Trainer:
     def _resume(self) -> Path | None:
         resume = agree_on_resume(self._cfg)
         if resume is not None:
-            meta = load_checkpoint(resume, self._training.parameters, self._training.optimizer)
+            training = self._training
+            meta = load_checkpoint(resume, training.parameters, training.buffers, training.optimizer)
             self._step, self._tokens = meta.step, meta.tokens
             # A checkpoint that was named may be continued on other data, from its start.
             self._samples = meta.samples if meta.order == sample_order(self._cfg) else 0
@@ -89,8 +95,11 @@ class Trainer:
         raised = [number for number, count in zip(SIGNALS, result.flags, strict=True) if count]
         is_eval_due = _is_due(self._cfg.train.eval_every, self._step, is_last) and not raised
         eval_loss = self._evaluate() if is_eval_due else None
+        tape = self._training.tape
+        if tape is not None and tape.is_due(self._step):
+            tape.save(self._step, None if report is None else report.trace)
         if report is not None:
-            report.write(self._metrics(result, step_time_s, eval_loss))
+            report.write(self._metrics(result, step_time_s, eval_loss), result.expert_counts)
         if _is_due(self._cfg.checkpoint.every, self._step, is_last or bool(raised)):
             self._save()
         return SIGNAL_STATUS + raised[0] if raised and not is_last else 0
@@ -102,6 +111,7 @@ class Trainer:
         save_checkpoint(
             self._cfg,
             self._training.parameters,
+            self._training.buffers,
             self._training.optimizer,
             step=self._step,
             samples=self._samples,
@@ -127,6 +137,7 @@ class Trainer:
             memory_gib=result.peak_memory_gib,
             expert_load=result.expert_load,
             dropped_fraction=result.dropped_fraction,
+            moe_layers=result.moe_layers,
             eval_loss=eval_loss,
         )
 
@@ -134,12 +145,16 @@ class Trainer:
 class _Report:
     """The run folder and the progress line, on the one rank that keeps them."""
 
-    def __init__(self, cfg: Config, first_step: int, resume: Path | None) -> None:
+    def __init__(self, cfg: Config, first_step: int, resume: Path | None, note: str) -> None:
         self._cfg = cfg
         self._dir = Path(cfg.run.dir)
         self._first_step = first_step
         self._resume = resume
+        self._note = note
         self._stack = ExitStack()
+        self._counts: ExpertCountsWriter | None = None
+        self.trace: TraceWriter | None = None
+        """Writes the routing of traced steps; None where the recipe traces nothing."""
 
     def __enter__(self) -> Self:
         cfg, done = self._cfg, self._first_step - 1
@@ -148,7 +163,10 @@ class _Report:
         with ExitStack() as stack:
             writer = MetricsWriter(self._dir, cfg.metrics, resume_step=done, config=config_to_dict(cfg))
             self._writer = stack.enter_context(writer)
+            self._open_routing(stack, done)
             self._progress = stack.enter_context(Progress(cfg.run.steps, self._first_step, sys.stdout))
+            if self._note:
+                self._progress.message(self._note)
             if self._resume is not None:
                 self._progress.message(f"resumed from {self._resume} at step {done}{_repeats(writer.removed_lines)}")
             self._stack = stack.pop_all()
@@ -159,8 +177,10 @@ class _Report:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def write(self, metrics: StepMetrics) -> None:
+    def write(self, metrics: StepMetrics, expert_counts: np.ndarray) -> None:
         """Log one step."""
+        if self._counts is not None and _is_due(self._cfg.metrics.expert_counts_every, metrics.step, False):
+            self._counts.write(metrics.step, expert_counts)
         self._writer.write(metrics)
         self._progress.update(metrics)
 
@@ -169,6 +189,17 @@ class _Report:
         if step >= self._first_step:
             plot_loss(self._dir)
         self._progress.message(self._farewell(status, step))
+
+    def _open_routing(self, stack: ExitStack, resume_step: int) -> None:
+        """Begin or go on with the counts and the trace; what the folder holds of them past `resume_step` goes."""
+        cfg, shape = self._cfg, trace_shape(self._cfg)
+        truncate_expert_counts(self._dir, resume_step)
+        truncate_trace(self._dir, resume_step)
+        if cfg.metrics.expert_counts_every and shape.layers:
+            counts = ExpertCountsWriter(self._dir, shape.layers, shape.num_experts, resume_step=resume_step)
+            self._counts = stack.enter_context(counts)
+        if cfg.moe.trace_every:
+            self.trace = TraceWriter(self._dir, shape, resume_step=resume_step)
 
     def _farewell(self, status: int, step: int) -> str:
         steps, saves = self._cfg.run.steps, self._cfg.checkpoint.every > 0

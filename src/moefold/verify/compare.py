@@ -1,7 +1,7 @@
 """Oracle against mapping: the largest relative error of every number and tensor, by name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.data import Split, open_dataset
+from moefold.metrics.moe import MoELayerMetrics
 from moefold.model.init import initialise
 from moefold.model.transformer import build_model
 from moefold.parallel.context import sequence_positions
@@ -42,9 +43,10 @@ def run_oracle(cfg: Config, num_steps: int) -> OracleRecord:
     initialise(model, cfg.model, cfg.run.seed)
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
     oracle = Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg))
+    initial |= {name: bias.clone() for name, bias in oracle.router.biases.items()}
     steps = tuple(oracle.step(_samples(data.train, cfg, i)) for i in range(num_steps))
     eval_loss = oracle.evaluate(_samples(data.validation, cfg, 0))
-    weights = {name: w.detach() for name, w in oracle.weights.items()}
+    weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.biases
     return OracleRecord(initial, steps[0].gradients, weights, steps, eval_loss)
 
 
@@ -60,6 +62,7 @@ def differences(oracle: OracleRecord, ranks: Sequence[MappingRecord]) -> list[Di
             for term in ("loss", "aux_loss", "z_loss", "grad_norm"):
                 name = f"step {i + 1} {term} (rank {rank})"
                 found.append(Difference(name, _relative(getattr(mine, term), getattr(theirs, term))))
+            found += _layer_differences(f"step {i + 1}", f"(rank {rank})", mine.moe_layers, theirs.moe_layers)
         found.append(Difference(f"eval_loss (rank {rank})", _relative(record.eval_loss, oracle.eval_loss)))
     for part in ("initial", "gradients", "weights"):
         found += _tensor_differences(part, getattr(oracle, part), [getattr(record, part) for record in ranks])
@@ -80,6 +83,22 @@ def _samples(split: Split, cfg: Config, index: int) -> Tensor:
     size = cfg.train.global_batch_size
     inputs, labels = split.batch(index * size, size)
     return torch.from_numpy(np.concatenate((inputs, labels[:, -1:]), axis=1))
+
+
+def _layer_differences(
+    step: str, rank: str, mine: Sequence[MoELayerMetrics], theirs: Sequence[MoELayerMetrics]
+) -> list[Difference]:
+    """Every number that the metrics say of each MoE layer."""
+    found = []
+    for ours, expected in zip(mine, theirs, strict=True):
+        for field in fields(expected):
+            a, b = getattr(ours, field.name), getattr(expected, field.name)
+            if a is None or b is None:
+                error = 0.0 if a is b else float("inf")
+            else:
+                error = _relative(a, b)
+            found.append(Difference(f"{step} layer {expected.layer} {field.name} {rank}", error))
+    return found
 
 
 def _tensor_differences(part: str, expected: Weights, given: Sequence[Weights]) -> list[Difference]:

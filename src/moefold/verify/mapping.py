@@ -27,21 +27,31 @@ class MappingRecord:
 
 
 def run_mapping(cfg: Config, num_steps: int) -> MappingRecord:
-    """Train `num_steps` steps under the recipe's mapping; every rank of the process group calls it.
+    """Train `num_steps` steps under the recipe's mapping; every rank of the process group calls it."""
+    return run_on(make_groups(cfg), cfg, num_steps)
+
+
+def make_groups(cfg: Config) -> ParallelGroups:
+    """The communicators of the recipe's mapping, on CPU; collective over the process group."""
+    return ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+
+
+def run_on(groups: ParallelGroups, cfg: Config, num_steps: int) -> MappingRecord:
+    """Train `num_steps` steps on groups of the recipe's mapping; collective.
 
     Gradients are those of the first batch, before clipping; the evaluation is that of the weights after the last step
     on the first validation batch.
     """
     # Gathering whole tensors axis by axis is what this wants; torch would warn about each.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     loader = BatchLoader(data.train, cfg, groups, model.positions)
+    training = TrainingStep(model, cfg)
     initial = _whole_tensors(model)
+    training.begin(1)
     model.forward_backward(loader.batch(0))
     gradients = _whole_tensors(model, gradients=True)
-    training = TrainingStep(model, cfg)
     training.optimizer.zero_grad(set_to_none=True)
     steps = tuple(training.run(loader.batch(i * cfg.train.global_batch_size), i + 1) for i in range(num_steps))
     held_out = BatchLoader(data.validation, cfg, groups, model.positions)
@@ -49,7 +59,7 @@ def run_mapping(cfg: Config, num_steps: int) -> MappingRecord:
 
 
 def _whole_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
-    """Every parameter, or its gradient, as a whole tensor on the first rank of its stage; collective over the stage."""
+    """Every parameter and buffer, or every gradient, as a whole tensor, on the first rank of its stage; collective."""
     speaks = model.groups.attn.dp_cp.rank == 0 and model.groups.attn.tp.rank == 0
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters.items():
@@ -59,4 +69,6 @@ def _whole_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str
         logical = whole(tensor)
         if speaks:
             found[name] = logical.detach().clone()
+    if speaks and not gradients:
+        found |= {name: buffer.detach().clone() for name, buffer in model.named_buffers.items()}
     return found

@@ -1,18 +1,20 @@
 """The reference that every mapping must equal: one process, float64, plain maths, no line shared with the trainer.
 
 Written to be read beside `docs/notation.md`, not to be fast: attention with an explicit mask, every expert over every
-token, drops by sorting in Python, AdamW by hand. It knows parameters by their names alone.
+token, AdamW by hand. It knows parameters by their names alone. What a router does is in `oracle_routing`.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
+from moefold.metrics.moe import MoELayerMetrics
 from moefold.train.lr_schedule import learning_rate
+from moefold.verify.oracle_routing import Moment, OracleRouter, RoutedBatch
 
 Weights = dict[str, Tensor]
 
@@ -27,21 +29,28 @@ class OracleStep:
     grad_norm: float
     dropped: int
     gradients: Weights
+    moe_layers: tuple[MoELayerMetrics, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Terms:
+    """The terms of the loss over a global batch, and what routed it: for each MoE layer its micro-batches."""
+
     lm: Tensor
-    aux: Tensor
-    z: Tensor
-    dropped: int
+    aux: dict[int, Tensor]
+    z: dict[int, Tensor]
+    routed: dict[int, list[RoutedBatch]]
+
+    def total(self) -> Tensor:
+        """What is optimised."""
+        return torch.stack([self.lm, *self.aux.values(), *self.z.values()]).sum()
 
 
 class Oracle:
     """Trains `weights` (float64, by name) step by step.
 
     Args:
-        cfg: the recipe; its mapping matters only through `chunks`.
+        cfg: the recipe; its mapping matters only through `chunks`, and through dp for `aux_kind = "global_batch"`.
         weights: initial values of every parameter by name.
         chunks: for `drop_scope = "sub_sequence"`, the positions that each rank of a micro-batch holds.
     """
@@ -49,7 +58,7 @@ class Oracle:
     def __init__(self, cfg: Config, weights: Weights, chunks: Sequence[Sequence[int]] = ()) -> None:
         self.cfg = cfg
         self.weights = {name: w.detach().double().requires_grad_() for name, w in weights.items()}
-        self.chunks = chunks or [range(cfg.train.seq_len)]
+        self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
         self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.weights.items()}
         self._steps = 0
 
@@ -57,44 +66,61 @@ class Oracle:
         """One optimizer step on a global batch, int64 [global_batch_size, S+1]."""
         for weight in self.weights.values():
             weight.grad = None
-        terms = self.loss(samples)
-        (terms.lm + terms.aux + terms.z).backward()
+        terms = self.loss(samples, is_training=True)
+        terms.total().backward()
         gradients = {name: _gradient(w) for name, w in self.weights.items()}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
         self._adamw(gradients, norm)
-        lm, aux, z = (float(term.detach()) for term in (terms.lm, terms.aux, terms.z))
-        return OracleStep(lm, aux, z, norm, terms.dropped, gradients)
+        layers = []
+        for layer, batches in terms.routed.items():
+            aux, z = float(terms.aux[layer].detach()), float(terms.z[layer].detach())
+            layers.append(self.router.metrics(layer, batches, aux, z))
+            self.router.update_bias(layer, batches)
+        return OracleStep(
+            loss=float(terms.lm.detach()),
+            aux_loss=sum(layer.aux_loss for layer in layers),
+            z_loss=sum(layer.z_loss for layer in layers),
+            grad_norm=norm,
+            dropped=sum(batch.dropped for batches in terms.routed.values() for batch in batches),
+            gradients=gradients,
+            moe_layers=tuple(layers),
+        )
 
     def evaluate(self, samples: Tensor) -> float:
         """Mean cross-entropy over the target tokens of int64 [n, S+1]."""
         with torch.no_grad():
-            return float(self.loss(samples).lm)
+            return float(self.loss(samples, is_training=False).lm)
 
-    def loss(self, samples: Tensor) -> _Terms:
+    def loss(self, samples: Tensor, *, is_training: bool) -> _Terms:
         """The terms of the loss, each as docs/notation.md defines it."""
         size = self.cfg.train.micro_batch_size
-        micro_batches = samples.split(size)
-        zero = torch.zeros((), dtype=torch.float64)
-        terms = _Terms(zero, zero, zero, 0)
-        for micro in micro_batches:
-            part = _Terms(zero, zero, zero, 0)
-            logits = self._logits(micro[:, :-1], part)
+        lm = torch.zeros((), dtype=torch.float64)
+        routed: dict[int, list[RoutedBatch]] = {}
+        for number, micro in enumerate(samples.split(size)):
+            logits = self._logits(micro[:, :-1], Moment(self._steps + 1, number * size, is_training), routed)
             chosen = logits.log_softmax(-1).gather(-1, micro[:, 1:, None])
-            terms.lm = terms.lm - chosen.sum() / samples[:, 1:].numel()
-            terms.aux = terms.aux + self.cfg.moe.aux_loss * part.aux / len(micro_batches)
-            terms.z = terms.z + self.cfg.moe.z_loss * part.z / len(micro_batches)
-            terms.dropped += part.dropped
-        return terms
+            lm = lm - chosen.sum() / samples[:, 1:].numel()
+        aux = {layer: self.cfg.moe.aux_loss * self.router.aux(batches) for layer, batches in routed.items()}
+        z = {
+            layer: self.cfg.moe.z_loss * torch.stack([b.logits.logsumexp(-1).square().mean() for b in batches]).mean()
+            for layer, batches in routed.items()
+        }
+        return _Terms(lm, aux, z, routed)
 
-    def _logits(self, tokens: Tensor, terms: _Terms) -> Tensor:
-        """[B, S] -> [B, S, V]; adds the routing terms of this micro-batch."""
+    def _logits(self, tokens: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
+        """[B, S] -> [B, S, V]; adds what each MoE layer decided."""
         model = self.cfg.model
         x = self.weights["embedding.weight"][tokens]
         for i, kind in enumerate(model.layer_kinds):
             name = f"layers.{i}"
             x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x))
             normed = self._norm(f"{name}.ffn_norm", x)
-            x = x + (self._moe(f"{name}.ffn", normed, terms) if kind == "M" else self._swiglu(f"{name}.ffn", normed))
+            if kind == "D":
+                x = x + self._swiglu(f"{name}.ffn", normed)
+                continue
+            batch = self.router.route(i, normed, self.weights[f"{name}.ffn.router.weight"], moment)
+            routed.setdefault(i, []).append(batch)
+            x = x + self._moe(f"{name}.ffn", normed, batch)
         head = "embedding.weight" if model.tie_embeddings else "head.weight"
         return self._norm("head.norm", x) @ self.weights[head].T
 
@@ -159,28 +185,13 @@ class Oracle:
         )
         return (1 - smooth) * frequency / model.rope_scaling_factor + smooth * frequency
 
-    def _moe(self, name: str, x: Tensor, terms: _Terms) -> Tensor:
+    def _moe(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
-        logits = x @ self.weights[f"{name}.router.weight"].T
-        scores = logits.softmax(-1)
-        if model.router_softmax == "pre":
-            weights, experts = scores.topk(model.top_k, -1)
-        else:
-            top, experts = logits.topk(model.top_k, -1)
-            weights = top.softmax(-1)
-        routed = torch.nn.functional.one_hot(experts, model.num_experts).sum((0, 1, 2)).double()
-        share = routed / experts.numel()
-        terms.aux = terms.aux + model.num_experts * (share * scores.mean((0, 1))).sum()
-        terms.z = terms.z + logits.logsumexp(-1).square().mean()
-        kept = torch.ones_like(weights)
-        for b, s, k in self._drops(experts, weights):
-            kept[b, s, k] = 0.0
-            terms.dropped += 1
         y = torch.zeros_like(x)
         for expert in range(model.num_experts):
             gate, up, down = (self.weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
             gated = x @ gate
-            weight = (weights * kept * (experts == expert)).sum(-1, keepdim=True)
+            weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)
             y = y + weight * ((gated * torch.sigmoid(gated) * (x @ up)) @ down)
         if model.shared_expert_ffn_hidden_size:
             shared = self._swiglu(f"{name}.shared", x)
@@ -188,26 +199,6 @@ class Oracle:
                 shared = shared * torch.sigmoid(x @ self.weights[f"{name}.shared_gate"].T)
             y = y + shared
         return y
-
-    def _drops(self, experts: Tensor, weights: Tensor) -> Iterator[tuple[int, int, int]]:
-        """(sample, position, choice) of each dropped copy."""
-        moe, model = self.cfg.moe, self.cfg.model
-        if moe.capacity_factor == 0:
-            return
-        batch, length, top_k = experts.shape
-        scopes = [range(length)] if moe.drop_scope == "full_sequence" else self.chunks
-        for positions in scopes:
-            tokens = batch * len(positions)
-            capacity = max(1, math.ceil(tokens * top_k / model.num_experts * moe.capacity_factor))
-            queues: dict[int, list[tuple[float, int, int, int, int]]] = {}
-            for b in range(batch):
-                for s in positions:
-                    for k in range(top_k):
-                        first = -float(weights[b, s, k].detach()) if moe.drop_policy == "probs" else 0.0
-                        queues.setdefault(int(experts[b, s, k]), []).append((first, s * batch + b, b, s, k))
-            for queue in queues.values():
-                for *_, b, s, k in sorted(queue)[capacity:]:
-                    yield b, s, k
 
     @torch.no_grad()
     def _adamw(self, gradients: Weights, norm: float) -> None:

@@ -23,8 +23,8 @@ def shrink(cfg: Config) -> Config:
     """Make everything as small as the mapping allows.
 
     All degrees but dp and edp stay, and so do the kinds of layers, routing, dropping, context, dispatcher and
-    schedule. The data becomes synthetic, so that a recipe can be proved where its data is not, and the learning rate
-    starts high, so that the first steps are worth comparing.
+    schedule. The data becomes synthetic, so that a recipe can be proved where its data is not, no trace is replayed, as
+    it is one of the large model, and the learning rate starts high, so that the first steps are worth comparing.
 
     Raises:
         ConfigError: the recipe is not legal to begin with.
@@ -55,13 +55,18 @@ def _is_legal(cfg: Config) -> bool:
 
 
 def _small(cfg: Config, parallel: ParallelConfig) -> Config:
-    return replace(
+    small = replace(
         cfg,
         parallel=parallel,
         model=_model(cfg.model, parallel),
+        moe=replace(cfg.moe, replay=""),
         train=_train(cfg.train, parallel),
         data=DataConfig(kind="synthetic"),
     )
+    if parallel.dispatcher == "leastloaded":
+        # No expert of the small recipe has as many copies as one of the large.
+        small = replace(small, moe=replace(small.moe, llep_min_tokens=1))
+    return small
 
 
 def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
@@ -72,7 +77,7 @@ def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     if p.context == "ulysses":
         groups = lcm(groups, p.cp * p.tp) if model.num_query_groups % (p.cp * p.tp) == 0 else groups
     heads = lcm(groups, p.tp * p.cp) * min(2, model.num_attention_heads // model.num_query_groups)
-    num_experts = min(model.num_experts, p.ep * -(-max(2 * model.top_k, 2 * p.ep) // p.ep))
+    num_experts = _num_experts(model, p)
     return replace(
         model,
         preset="",
@@ -89,6 +94,15 @@ def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         shared_expert_ffn_hidden_size=WIDTH_OF_A_SHARD * p.tp if model.shared_expert_ffn_hidden_size else 0,
         init_std=0.2,
     )
+
+
+def _num_experts(model: ModelConfig, p: ParallelConfig) -> int:
+    """Enough for top_k out of the open groups, two for each rank, and, if there are groups, two for each of them."""
+    step = lcm(p.ep, model.num_groups)
+    in_groups = 2 * model.num_groups if model.num_groups > 1 else 1
+    # Without groups twice top_k, so that there is something to choose.
+    chosen = -(-model.top_k * model.num_groups // model.top_groups) if model.num_groups > 1 else 2 * model.top_k
+    return min(model.num_experts, step * -(-max(chosen, in_groups, 2 * p.ep) // step))
 
 
 def _pattern(kinds: tuple[str, ...], num_layers: int) -> str:

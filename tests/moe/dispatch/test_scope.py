@@ -23,10 +23,12 @@ def _kept(sizes: dict[str, int], policy: str) -> tuple[list[int], list[list[bool
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     group = groups.attn.sequence
     positions = torch.randperm(S, generator=torch.Generator().manual_seed(1)).chunk(group.size)[group.rank]
-    scope = GroupScope(group, positions)
+    scope = GroupScope(group, groups.attn.stage, positions)
     ids, probs = (whole[positions].flatten(0, 1) for whole in _routing())
     keys = (positions.unsqueeze(1) * B + torch.arange(B)).flatten()
     kept = DropRule(0.6, policy, "full_sequence").keep(ids, probs, keys, E, scope)
+    assert scope.num_parallel == groups.layout.dp
+    assert scope.sum_parallel(torch.tensor(1)).item() == groups.layout.world_size // groups.layout.pp
     return keys.tolist(), kept.tolist(), scope.sum(torch.tensor(float(group.rank))).item()
 
 

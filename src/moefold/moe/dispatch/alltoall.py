@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefold.moe.dispatch.base import Assignment, Dispatcher
+from moefold.moe.dispatch.base import Assignment, Dispatcher, Loan
 from moefold.moe.permute import Permutation, order_by_expert, permute, plan_permutation, reorder, unpermute
 from moefold.parallel.collectives import all_gather, all_gather_rows, all_to_all, reduce_scatter_rows
 from moefold.parallel.groups import Group
@@ -27,6 +27,8 @@ class AllToAllPlan:
     """Rows that each etp member received, all of which every member works on."""
     order: tuple[Tensor, Tensor] | None
     """How to sort the arrived rows by expert, and the inverse; None where they are sorted."""
+    loan: Loan | None = None
+    """Experts that compute away from home, whose rows lie behind those of this rank's experts."""
 
 
 class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
@@ -59,22 +61,8 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
         """Sort my copies by expert, and let all ranks know how many go where: one exchange of [E] counts."""
         permutation = plan_permutation(assignment.ids_TK, self._num_experts, assignment.kept_TK, assignment.slots)
         counts = self._exchange_counts(permutation, assignment.slots)
-        sent = counts[self._ep.rank, self._etp.rank]
-        arriving = counts[:, :, self._ep.rank].transpose(0, 1)  # [etp source, ep source, E/ep], as they will lie
-        order = None
-        if arriving.shape[2] > 1 and self._experts.size > 1:
-            forth, back = order_by_expert(arriving.flatten(0, 1))
-            order = forth.to(x_TH.device, non_blocking=True), back.to(x_TH.device, non_blocking=True)
-        plan = AllToAllPlan(
-            permutation=permutation,
-            probs_TK=assignment.probs_TK,
-            rows_per_expert=arriving.sum((0, 1)).tolist(),
-            send_rows=sent.sum(1).tolist(),
-            receive_rows=arriving[self._etp.rank].sum(1).tolist(),
-            etp_rows=arriving.sum((1, 2)).tolist(),
-            order=order,
-        )
-        return permute(x_TH, permutation), plan
+        plan = self._plan(permutation, assignment.probs_TK, counts)
+        return permute(x_TH, plan.permutation), plan
 
     def dispatch_communicate(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
         """Send each row to the ep rank of its expert, then share it among the expert's etp parts."""
@@ -97,6 +85,45 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
     def combine_postprocess(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
         """Sum the copies of each token, weighted."""
         return unpermute(rows, plan.permutation, plan.probs_TK)
+
+    def _plan(self, permutation: Permutation, probs_TK: Tensor, counts: Tensor) -> AllToAllPlan:
+        """The plan that follows from the counts of `_exchange_counts`."""
+        sent = counts[self._ep.rank, self._etp.rank]
+        return self._plan_exchange(permutation, probs_TK, sent, counts[:, :, self._ep.rank])
+
+    def _plan_exchange(
+        self,
+        permutation: Permutation,
+        probs_TK: Tensor,
+        sent: Tensor,
+        arriving: Tensor,
+        loan: Loan | None = None,
+    ) -> AllToAllPlan:
+        """The plan that follows from what I send and get; counts are on the CPU.
+
+        Args:
+            permutation: of my copies, by the ep member they go to, then by the place of the expert there.
+            probs_TK: weight of each copy.
+            sent: rows that I send to each ep member, in any number of parts, [ep, parts].
+            arriving: rows of each expert that I get, [ep source, etp source, experts that compute here].
+            loan: the experts that change ranks.
+        """
+        arriving = arriving.transpose(0, 1)  # as they will lie
+        order = None
+        if arriving.shape[2] > 1 and self._experts.size > 1:
+            device = probs_TK.device
+            forth, back = order_by_expert(arriving.flatten(0, 1))
+            order = forth.to(device, non_blocking=True), back.to(device, non_blocking=True)
+        return AllToAllPlan(
+            permutation=permutation,
+            probs_TK=probs_TK,
+            rows_per_expert=arriving.sum((0, 1)).tolist(),
+            send_rows=sent.sum(1).tolist(),
+            receive_rows=arriving[self._etp.rank].sum(1).tolist(),
+            etp_rows=arriving.sum((1, 2)).tolist(),
+            order=order,
+            loan=loan,
+        )
 
     def _exchange_counts(self, permutation: Permutation, slots: int | None) -> Tensor:
         """Rows of each expert from each rank, int64 [ep source, etp source, ep, E/ep] on the CPU."""

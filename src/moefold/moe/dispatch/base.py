@@ -27,7 +27,25 @@ class Plan(Protocol):
 
     @property
     def rows_per_expert(self) -> Sequence[int]:
-        """Rows of each expert of this rank after dispatch."""
+        """Rows of each expert after dispatch: those of this rank, then those that it borrows."""
+        ...
+
+
+class Loan(Protocol):
+    """Experts that compute away from home for one micro-batch."""
+
+    def exchange(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Lend and borrow weights; the gradients of the borrowed ones return to their owners and are added there.
+
+        Collective, in the forward and in the backward pass: all ranks of the loan call it, also those that neither
+        lend nor borrow, and let gradients reach the first list.
+
+        Args:
+            weights: of the experts of this rank, each [experts, ...].
+
+        Returns:
+            The same weights, to be used instead of them, and those of the borrowed experts, each [borrowed, ...].
+        """
         ...
 
 
@@ -52,7 +70,7 @@ class Dispatcher(ABC, Generic[PlanT]):
 
     @abstractmethod
     def dispatch_postprocess(self, rows: Tensor, plan: PlanT) -> Tensor:
-        """Sort what arrived by expert: [R, H] with plan.rows_per_expert rows for each expert of this rank."""
+        """Sort what arrived by expert: [R, H] with plan.rows_per_expert rows for each."""
 
     @abstractmethod
     def combine_preprocess(self, y_RH: Tensor, plan: PlanT) -> Tensor:
@@ -65,6 +83,10 @@ class Dispatcher(ABC, Generic[PlanT]):
     @abstractmethod
     def combine_postprocess(self, rows: Tensor, plan: PlanT) -> Tensor:
         """The weighted sum of each token's results, [T, H]."""
+
+    def loan(self, plan: PlanT) -> Loan | None:
+        """The experts that change ranks for this micro-batch; None, for all or for none of the ranks, if none does."""
+        return None
 
     def dispatch(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, PlanT]:
         """The three phases to the experts: ([R, H] sorted by expert, plan)."""

@@ -1,24 +1,33 @@
 """The dispatcher by its name in the recipe."""
 
-from typing import Any, Literal
+from typing import Any
 
 from moefold.errors import ConfigError
 from moefold.moe.dispatch.allgather import AllGatherDispatcher
 from moefold.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.moe.dispatch.base import Dispatcher
+from moefold.moe.dispatch.deepep import Buffer, DeepEPDispatcher
+from moefold.moe.dispatch.leastloaded import LeastLoadedDispatcher
 from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.dispatch.spill import SpillRule
 from moefold.parallel.groups import MoEGroups
 
 
 def make_dispatcher(
-    name: Literal["local", "allgather", "alltoall"], groups: MoEGroups, num_experts: int
+    name: str,
+    groups: MoEGroups,
+    num_experts: int,
+    spill: SpillRule | None = None,
+    buffer: Buffer | None = None,
 ) -> Dispatcher[Any]:
     """Make the dispatcher `parallel.dispatcher` names. On ep = etp = 1 all are the local one: there is nowhere to go.
 
     Args:
-        name: as in the recipe.
+        name: as in the recipe, "auto" settled.
         groups: of the MoE view.
         num_experts: E, over all ranks; ep divides it.
+        spill: of `leastloaded`, which needs it.
+        buffer: of `deepep`, which needs it.
 
     Raises:
         ConfigError: `local` with experts spread over ranks.
@@ -29,6 +38,12 @@ def make_dispatcher(
         return AllGatherDispatcher(groups.experts, groups.expert_coordinates, num_experts)
     if name == "alltoall":
         return AllToAllDispatcher(groups.ep, groups.etp, groups.experts, groups.expert_coordinates, num_experts)
+    if name == "leastloaded":
+        assert spill is not None, "leastloaded needs to know when copies move"
+        return LeastLoadedDispatcher(groups, num_experts, spill)
+    if name == "deepep":
+        assert buffer is not None, "deepep needs its buffers"
+        return DeepEPDispatcher(buffer, num_experts)
     raise ConfigError(
         f"parallel.dispatcher={name!r} needs all experts on each rank, but parallel.ep={groups.ep.size} and "
         f"parallel.etp={groups.etp.size} spread them; choose 'alltoall' or 'allgather', or ep=1 with etp=1"

@@ -1,0 +1,182 @@
+"""What the ways to balance experts cost and give: four runs from the same start, one table, one picture.
+
+    python benchmarks/balance.py                    docs/balance.md and docs/images/balance.png, some minutes on a CPU
+    python benchmarks/balance.py --steps 50 --docs /tmp/docs
+
+Each run is `moefold train` in a process of its own: the quickstart's model on python-docs, one seed, the same batches.
+"""
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from moefold.metrics.balance import Balance, read_balance
+from moefold.metrics.plot import Curves, read_curves, smooth
+
+RECIPE = (
+    "model.preset=quickstart",
+    "data.kind=python-docs",
+    "run.dtype=float32",
+    "run.device=cpu",
+    "train.seq_len=128",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=16",
+    "train.lr=2e-3",
+    "train.min_lr=2e-4",
+    "train.warmup_steps=20",
+    "train.eval_samples=128",
+    "checkpoint.resume=never",
+)
+INK, FAINT = "#1c2430", "#b0b0b0"
+END_PART = 10
+"""The end of a run is its last tenth."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to balance."""
+
+    name: str
+    title: str
+    colour: str
+    words: tuple[str, ...]
+
+
+KINDS = (
+    Kind("none", "none", "#8d99ae", ("moe.aux_loss=0.0",)),
+    Kind("micro_batch", "aux, micro-batch", "#4c78a8", ("moe.aux_loss=0.01", "moe.aux_kind=micro_batch")),
+    Kind("global_batch", "aux, global batch", "#2a9d6f", ("moe.aux_loss=0.01", "moe.aux_kind=global_batch")),
+    Kind("expert_bias", "expert bias, no aux", "#d1495b", ("moe.aux_loss=0.0", "model.expert_bias=true")),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run wrote."""
+
+    kind: Kind
+    curves: Curves
+    balance: Balance
+
+    def end_loss(self) -> float:
+        """Mean training loss of the last tenth, in nats per byte."""
+        return float(np.mean(self.curves.loss[-max(1, len(self.curves.loss) // END_PART) :]))
+
+    def load(self) -> list[float]:
+        """Max/mean load of each step, mean over the layers."""
+        values: list[float] = self.balance.load.mean(1).tolist()
+        return values
+
+
+def main() -> int:
+    """Train, then write the table and the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run (default 300)")
+    parser.add_argument("--runs", type=Path, default=Path("runs/balance"), help="folder of the four runs")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of balance.md and images/balance.png")
+    parser.add_argument("--reuse", action="store_true", help="train nothing: draw the runs that are there")
+    arguments = parser.parse_args()
+    for kind in () if arguments.reuse else KINDS:
+        _train(kind, arguments.runs / kind.name, arguments.steps)
+    results = []
+    for kind in KINDS:
+        run_dir = arguments.runs / kind.name
+        results.append(Result(kind, read_curves(run_dir), read_balance(run_dir)))
+    picture = arguments.docs / "images" / "balance.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    _draw(results, picture)
+    page = arguments.docs / "balance.md"
+    page.write_text(_page(results, arguments.steps), encoding="utf-8")
+    print(f"wrote {page} and {picture}")
+    return 0
+
+
+def _train(kind: Kind, run_dir: Path, steps: int) -> None:
+    recipe = run_dir.parent / "empty.toml"
+    recipe.parent.mkdir(parents=True, exist_ok=True)
+    recipe.touch()
+    words = [*RECIPE, *kind.words, f"run.dir={run_dir}", f"run.steps={steps}", f"train.eval_every={steps}"]
+    print(f"{kind.title}:", flush=True)
+    subprocess.run([sys.executable, "-m", "moefold", "train", str(recipe), *words], check=True, env=dict(os.environ))
+
+
+def _page(results: list[Result], steps: int) -> str:
+    model = results[0].balance
+    machine = f"{platform.machine()}, Python {platform.python_version()}"
+    lines = [
+        "# Ways to balance experts, side by side",
+        "",
+        f"Made by `python benchmarks/balance.py`: {len(results)} runs of {steps} steps from the same weights over the",
+        f"same batches of `python-docs`, the quickstart's model ({len(model.layers)} MoE layers of {model.num_experts}",
+        "experts, top-2), 16 samples of 128 bytes a step in micro-batches of 2, float32, one process on a CPU",
+        f"({machine}). One seed: such differences in loss rank nothing.",
+        "",
+        "![Loss and expert load of the runs](images/balance.png)",
+        "",
+        "| balance | loss, last tenth | held-out loss | load, max / mean | cv | dead experts | router entropy |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for result in results:
+        summaries = result.balance.summaries()
+        load = np.mean([summary.load_end for summary in summaries])
+        cv = np.mean([summary.load_cv for summary in summaries if summary.load_cv is not None])
+        dead = sum(len(summary.dead_experts or ()) for summary in summaries)
+        entropy = np.mean([summary.router_entropy for summary in summaries if summary.router_entropy is not None])
+        held_out = result.curves.eval_loss[-1]
+        lines.append(
+            f"| {result.kind.title} | {result.end_loss():.3f} | {held_out:.3f} | {load:.2f} | {cv:.3f} | {dead} | "
+            f"{entropy:.2f} |"
+        )
+    lines += [
+        "",
+        "Losses are nats per byte. Load, cv (standard deviation over mean of the experts' copies in a step) and",
+        "entropy are means over the layers and the last tenth of the steps; a dead expert got no copy in all of that",
+        "tenth. The settings of each run:",
+        "",
+        *(f"- {result.kind.title}: `{' '.join(result.kind.words)}`" for result in results),
+        "",
+        "`moefold inspect runs/balance/KIND` shows each of them expert by expert.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _draw(results: list[Result], path: Path) -> None:
+    figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for result in results:
+        steps, half = result.curves.steps, max(3, len(result.curves.steps) // 60)
+        colour = result.kind.colour
+        left.plot(steps, result.curves.loss, color=colour, linewidth=0.6, alpha=0.2)
+        left.plot(steps, smooth(result.curves.loss, half), color=colour, linewidth=1.7, label=result.kind.title)
+        right.plot(result.balance.steps, result.load(), color=colour, linewidth=0.6, alpha=0.2)
+        right.plot(result.balance.steps, smooth(result.load(), half), color=colour, linewidth=1.7)
+    end_losses = [loss for result in results for loss in result.curves.loss[len(result.curves.loss) // 20 :]]
+    left.set_ylim(min(end_losses) - 0.1, max(end_losses) + 0.1)
+    left.legend(frameon=False, fontsize=9, labelcolor=INK)
+    right.axhline(1.0, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
+    right.set_ylim(bottom=0.9)
+    names = ("training loss, nats per byte", "load of the fullest expert, max / mean, mean of the layers")
+    for axes, name in zip((left, right), names, strict=True):
+        axes.set_title(name, loc="left", fontsize=10, color=INK)
+        axes.set_xlabel("step", color=INK, fontsize=9)
+        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(FAINT)
+        axes.tick_params(colors=INK, labelsize=8)
+        axes.margins(x=0.01)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

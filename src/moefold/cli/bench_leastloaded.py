@@ -1,0 +1,96 @@
+"""`moefold bench leastloaded`: least-loaded dispatch beside the plain all-to-all, under skewed routing."""
+
+import argparse
+import json
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+from moefold.errors import ConfigError
+from moefold.launch.place import Place
+
+if TYPE_CHECKING:
+    from moefold.bench.leastloaded import Measurement
+
+NUM_EXPERTS = 16
+NUM_RANKS = (2, 4, 8, 16)
+MIB = 2**20
+
+
+def run(argv: list[str]) -> int:
+    """Measure on CPU ranks of this machine and print a table; returns 0."""
+    args = _parser().parse_args(argv)
+    for name in ("steps", "tokens"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
+    for skew in args.skew:
+        if not 0 <= skew <= 1:
+            raise ConfigError(f"--skew {skew:g} must lie in [0, 1]: it is a part of the tokens")
+    from moefold.launch.ranks import start_ranks
+
+    return start_ranks(partial(_measure, args), args.ranks, "cpu")
+
+
+def _measure(args: argparse.Namespace, place: Place, device_type: str) -> int:
+    import torch
+
+    from moefold.bench.leastloaded import Workload, measure
+    from moefold.launch.ranks import joined
+    from moefold.parallel.groups import ParallelGroups
+    from moefold.parallel.layout import fold
+
+    torch.set_num_threads(1)
+    with joined(place, device_type) as device:
+        groups = ParallelGroups.create(fold(world_size=args.ranks, ep=args.ranks), device)
+        found = measure(Workload(args.tokens, num_experts=NUM_EXPERTS), args.skew, args.steps, groups)
+    if place.rank == 0:
+        print(_json(args, found) if args.json else _table(args, found), flush=True)
+    return 0
+
+
+def _json(args: argparse.Namespace, found: "list[Measurement]") -> str:
+    report = {"ranks": args.ranks, "tokens_per_rank": args.tokens, "steps": args.steps}
+    return json.dumps(report | {"measurements": [asdict(measurement) for measurement in found]})
+
+
+def _table(args: argparse.Namespace, found: "list[Measurement]") -> str:
+    lines = [
+        f"{args.ranks} ranks, {args.tokens} tokens each, {NUM_EXPERTS} experts, top-1, float32, medians of "
+        f"{args.steps} steps in turn, after 2",
+        "of the rank with the most; experts: forward and backward while the other ranks wait",
+        "",
+        "hot expert  dispatcher   step ms  rows  rows/mean  peak MiB   experts CPU ms  loans",
+    ]
+    for m in found:
+        lines.append(
+            f"{m.skew:9.0%}   {m.dispatcher:11} {m.step_s * 1e3:8.1f} {m.rows:5}  {m.rows / m.mean_rows:9.2f}  "
+            f"{m.peak_bytes / MIB:8.1f}  {m.experts_cpu_s * 1e3:16.1f}  {m.experts_moved:5}"
+        )
+    lines += ["", "leastloaded against alltoall", "hot expert  step time  peak memory  experts CPU"]
+    for plain, ours in zip(found[::2], found[1::2], strict=True):
+        ratios = (plain.step_s / ours.step_s, plain.peak_bytes / ours.peak_bytes)
+        cpu = plain.experts_cpu_s / ours.experts_cpu_s
+        lines.append(f"{plain.skew:9.0%}   {ratios[0]:8.2f}x  {ratios[1]:10.2f}x  {cpu:10.2f}x")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold bench leastloaded",
+        description="Time one MoE layer, forward and backward, on CPU ranks when one expert draws most of the tokens: "
+        "parallel.dispatcher=leastloaded beside alltoall. Ranks that share cores also share the idle ones' time: there "
+        "the step time shows less than the rows and the CPU time of the experts do.",
+    )
+    parser.add_argument("--ranks", type=int, choices=NUM_RANKS, default=4, help="ranks of ep (default 4)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of each rank (default 1024)")
+    parser.add_argument(
+        "--skew",
+        type=float,
+        nargs="+",
+        default=[0.3, 0.5, 0.8, 0.95],
+        metavar="PART",
+        help="parts of the tokens that go to one expert (default 0.3 0.5 0.8 0.95)",
+    )
+    parser.add_argument("--steps", type=int, default=10, help="steps that count (default 10)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    return parser

@@ -1,0 +1,72 @@
+"""`moefold inspect`: how evenly the experts of a run were used, in the terminal, as JSON or as a picture."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from moefold.errors import ConfigError
+
+EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
+loads in RUN/metrics.jsonl, which do not name the experts; works while the run goes on
+
+example:
+  moefold inspect runs/quickstart --png balance.png
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Show the balance of a run.
+
+    Raises:
+        ConfigError: the folder is no run with experts, or it has no such layer.
+    """
+    arguments = _parser().parse_args(argv)
+    # numpy takes a tenth of a second to import, which the help need not spend.
+    from moefold.metrics.balance import read_balance
+
+    balance = read_balance(arguments.run)
+    if arguments.layer is not None and arguments.layer not in balance.layers:
+        raise ConfigError(
+            f"--layer {arguments.layer} is no MoE layer of {str(arguments.run)!r}; "
+            f"choose one of {', '.join(map(str, balance.layers))}"
+        )
+    if arguments.png is not None:
+        from moefold.cli.inspect_picture import save_picture
+
+        save_picture(balance, arguments.png)
+        print(f"wrote {arguments.png}", file=sys.stderr)
+    if arguments.json:
+        record = {
+            "run": str(balance.run_dir),
+            "source": balance.source,
+            "first_step": int(balance.steps[0]),
+            "last_step": int(balance.steps[-1]),
+            "recorded_steps": len(balance.steps),
+            "num_experts": balance.num_experts,
+            "layers": [asdict(summary) for summary in balance.summaries()],
+        }
+        print(json.dumps(record))
+    else:
+        from rich.console import Console
+
+        from moefold.cli.inspect_table import print_balance
+
+        print_balance(Console(highlight=False), balance, arguments.layer)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold inspect",
+        description="Show how evenly the experts of a run were used: load of each layer and expert over time, dead "
+        "experts, dropped copies.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run.dir of a training run")
+    parser.add_argument("--layer", type=int, metavar="N", help="layer whose experts to show; the least even otherwise")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, all layers in numbers")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw all layers into FILE (.png, .svg or .pdf)")
+    return parser

@@ -1,0 +1,197 @@
+"""The balance of a run as a picture: heat maps of each layer's experts over time, with load, dead experts and drops."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moefold.errors import ConfigError
+from moefold.metrics.balance import Array, Balance, spans
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = (".png", ".svg", ".pdf")
+MAX_MAPS = 12
+MAX_BINS = 240
+COLUMNS = 4
+DPI = 150
+INK, FAINT, DEAD = "#1c2430", "#7a8594", "#16181d"
+SCALE = ("#2b5c8a", "#7fb0d3", "#f4f4f2", "#f2a065", "#b5301f")
+"""Emptier than the mean, the mean, fuller."""
+LIMIT = 2.0
+"""The colours end at 2**-2 and 2**2 times the mean."""
+
+
+def save_picture(balance: Balance, path: Path) -> None:
+    """Draw a run's balance into a .png, .svg or .pdf file.
+
+    Raises:
+        ConfigError: the ending is another one, or the file cannot be written.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--png {path} must end in .png, .svg or .pdf")
+    # The figure is made without pyplot, which would pick a display and keep every figure alive.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = _shown_layers(balance)
+    columns = min(COLUMNS, len(shown)) if balance.counts is not None else 1
+    rows = -(-len(shown) // columns) if balance.counts is not None else 1
+    width = max(9.0, 2.0 + 2.9 * columns)
+    maps_height = rows * 2.15 if balance.counts is not None else max(2.0, 0.9 + 0.16 * len(balance.layers))
+    figure = Figure(figsize=(width, 0.8 + maps_height + 2.7), dpi=DPI, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[maps_height + 0.8, 2.7])
+    maps, curves = parts.flat
+    maps.suptitle(_title(balance, shown), x=0.012, ha="left", fontsize=12, color=INK, fontweight="bold")
+    if balance.counts is None:
+        _draw_layer_map(maps, balance)
+    else:
+        _draw_expert_maps(maps, balance, shown, (rows, columns))
+    _draw_curves(curves, balance)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"--png {path} cannot be written: {error.strerror}") from None
+
+
+def _shown_layers(balance: Balance) -> list[int]:
+    """Places of the layers that get a map: all, or of too many the least even and some spread over the depth."""
+    count = len(balance.layers)
+    if count <= MAX_MAPS:
+        return list(range(count))
+    unevenness = [summary.load_cv or 0.0 for summary in balance.summaries()]
+    least_even = sorted(range(count), key=lambda i: -unevenness[i])[: MAX_MAPS // 2]
+    others = [i for i in range(count) if i not in least_even]
+    num_spread = MAX_MAPS - len(least_even)
+    return sorted(least_even + [others[round(i * (len(others) - 1) / (num_spread - 1))] for i in range(num_spread)])
+
+
+def _title(balance: Balance, shown: list[int]) -> str:
+    count = len(balance.layers)
+    layers = f"{count} MoE layer{'s' if count > 1 else ''}"
+    if balance.counts is not None and len(shown) < count:
+        layers = f"{len(shown)} of {layers}, the {MAX_MAPS // 2} least even among them,"
+    experts = f" of {balance.num_experts} experts" if balance.num_experts else ""
+    return f"{balance.run_dir.resolve().name}: {layers}{experts}, steps {balance.steps[0]:,} to {balance.steps[-1]:,}"
+
+
+def _colours() -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("load", SCALE).with_extremes(bad=DEAD)
+
+
+def _extent(balance: Balance, rows: int) -> tuple[float, float, float, float]:
+    """Left, right, bottom, top of a map: steps to the right, experts or layers downwards."""
+    first, last = float(balance.steps[0]), float(balance.steps[-1])
+    return first - 0.5, last + 0.5, rows - 0.5, -0.5
+
+
+def _draw_expert_maps(figure: Any, balance: Balance, shown: list[int], grid: tuple[int, int]) -> None:
+    assert balance.num_experts is not None
+    shares = balance.shares(MAX_BINS)
+    all_axes = figure.subplots(*grid, sharex=True, sharey=True, squeeze=False)
+    image = None
+    for axes, index in zip(all_axes.flat, shown, strict=False):
+        share_TE = shares[:, index]
+        # A dead expert has no logarithm and gets a colour of its own.
+        logarithm = np.log2(np.where(share_TE > 0, share_TE, np.nan))
+        image = axes.imshow(
+            np.ma.masked_invalid(logarithm.T),
+            aspect="auto",
+            interpolation="nearest",
+            cmap=_colours(),
+            vmin=-LIMIT,
+            vmax=LIMIT,
+            extent=_extent(balance, balance.num_experts),
+        )
+        axes.set_title(f"layer {balance.layers[index]}", fontsize=9, color=INK, loc="left", pad=3)
+        _style(axes)
+        axes.spines[:].set_visible(False)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True, nbins=4)
+    for axes in all_axes.flat[len(shown) :]:
+        axes.axis("off")
+    for axes in all_axes[:, 0]:
+        axes.set_ylabel("expert", color=INK, fontsize=9)
+    assert image is not None
+    bar = figure.colorbar(image, ax=all_axes, pad=0.01, aspect=28, extend="both")
+    bar.set_ticks([-2, -1, 0, 1, 2], labels=["¼", "½", "even", "2", "4"])
+    bar.set_label("copies over the mean (black: none)", color=INK, fontsize=9)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(colors=INK, labelsize=8, length=0)
+
+
+def _draw_layer_map(figure: Any, balance: Balance) -> None:
+    """What is left to show where no file names the experts: the load of each layer over time."""
+    axes = figure.subplots()
+    rows = np.stack([balance.load[a:b].mean(0) for a, b in spans(len(balance.steps), MAX_BINS)])
+    image = axes.imshow(
+        np.ma.masked_invalid(rows.T),
+        aspect="auto",
+        interpolation="nearest",
+        cmap="YlOrRd",
+        vmin=1.0,
+        vmax=max(2.0, float(np.nanmax(rows))),
+        extent=_extent(balance, len(balance.layers)),
+    )
+    axes.set_yticks(range(len(balance.layers)), labels=[str(number) for number in balance.layers])
+    axes.set_ylabel("layer", color=INK, fontsize=9)
+    _style(axes)
+    axes.spines[:].set_visible(False)
+    bar = figure.colorbar(image, ax=axes, pad=0.01)
+    bar.set_label("load, max / mean", color=INK, fontsize=9)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(colors=INK, labelsize=8, length=0)
+
+
+def _draw_curves(figure: Any, balance: Balance) -> None:
+    edges = spans(len(balance.steps), MAX_BINS)
+    steps = np.array([balance.steps[a:b].mean() for a, b in edges])
+    load = np.stack([balance.load[a:b].mean(0) for a, b in edges])
+    panels: list[tuple[str, Array, Array]] = [("load, max / mean", steps, load)]
+    if balance.counts is not None:
+        dead = np.stack([(np.asarray(balance.counts[a:b]) == 0).sum(2).mean(0) for a, b in edges])
+        panels.append(("dead experts in a step", steps, dead))
+    if np.nansum(balance.dropped) > 0:
+        cuts = spans(len(balance.drop_steps), MAX_BINS)
+        drop_steps = np.array([balance.drop_steps[a:b].mean() for a, b in cuts])
+        panels.append(
+            ("dropped copies, %", drop_steps, 100 * np.stack([balance.dropped[a:b].mean(0) for a, b in cuts]))
+        )
+    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (name, at, values) in zip(row, panels, strict=True):
+        _draw_lines(axes, balance, at, values)
+        axes.set_title(name, fontsize=9.5, color=INK, loc="left", pad=4)
+        axes.set_xlabel("step", color=INK, fontsize=9)
+        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        _style(axes)
+        if name.startswith("load"):
+            axes.axhline(1.0, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
+            axes.set_ylim(bottom=0.9)
+        else:
+            axes.set_ylim(0, max(1.0, float(np.nanmax(values)) * 1.08))
+    row[0].legend(frameon=False, fontsize=8, labelcolor=INK, ncols=2)
+
+
+def _draw_lines(axes: "Axes", balance: Balance, steps: Array, values: Array) -> None:
+    """A thin line for each layer, light at the bottom of the model and dark at the top, and their mean."""
+    from matplotlib import colormaps
+
+    shades = colormaps["Blues"](np.linspace(0.35, 0.95, max(2, len(balance.layers))))
+    ends = {0: f"layer {balance.layers[0]}", len(balance.layers) - 1: f"layer {balance.layers[-1]}"}
+    marker = "o" if len(steps) == 1 else ""
+    for i in range(len(balance.layers)):
+        axes.plot(steps, values[:, i], color=shades[i], linewidth=1.0, marker=marker, label=ends.get(i))
+    if len(balance.layers) > 1:
+        axes.plot(steps, values.mean(1), color="#b5301f", linewidth=1.6, marker=marker, label="mean")
+
+
+def _style(axes: "Axes") -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#b0b0b0")
+    axes.tick_params(colors=INK, labelsize=8)

@@ -1,0 +1,136 @@
+"""Rules between the settings of the router, of its balance and of token dropping."""
+
+import math
+from collections.abc import Iterator
+
+from moefold.config.checks_model import has_moe_layers
+from moefold.config.choices import nearest_multiples, nearest_numbers
+from moefold.config.schema import Config, ModelConfig, MoEConfig
+from moefold.parallel.layout import divisors
+
+FORCED = ("round_robin", "skewed")
+"""Choices that read no score."""
+
+
+def routing_faults(cfg: Config) -> Iterator[str]:
+    """Everything about routing; a model without MoE layers has none of it."""
+    if not has_moe_layers(cfg.model):
+        return
+    if cfg.model.top_k > cfg.model.num_experts:
+        yield (
+            f"model.top_k={cfg.model.top_k} must be at most model.num_experts={cfg.model.num_experts}; "
+            f"choose 1 to {cfg.model.num_experts}"
+        )
+        return
+    yield from _weight_faults(cfg.model)
+    yield from _group_faults(cfg.model)
+    yield from _choice_faults(cfg.model, cfg.moe)
+    yield from _capacity_faults(cfg.model, cfg.moe)
+    yield from _replay_faults(cfg.moe)
+
+
+def _replay_faults(moe: MoEConfig) -> Iterator[str]:
+    """A trace and a balancing rule cannot both choose."""
+    if moe.replay and moe.choice != "topk":
+        yield (
+            f"moe.replay={moe.replay!r} has chosen the experts already, and moe.choice={moe.choice!r} would choose "
+            "others; choose moe.choice='topk', or leave replay out"
+        )
+
+
+def _weight_faults(model: ModelConfig) -> Iterator[str]:
+    """One choice that is divided by its own sum weighs 1, whatever the router thinks."""
+    if model.top_k > 1:
+        return
+    if model.router_score == "softmax" and model.router_softmax == "post":
+        key, way_out = 'model.router_softmax="post"', 'model.router_softmax="pre"'
+    elif model.router_score != "softmax" and model.router_normalize:
+        key, way_out = "model.router_normalize=true", "model.router_normalize=false"
+    else:
+        return
+    yield (
+        f"model.top_k=1 with {key} weighs every choice with 1, so the router gets no gradient from the loss; "
+        f"set {way_out}, or model.top_k=2 or more"
+    )
+
+
+def _group_faults(model: ModelConfig) -> Iterator[str]:
+    """Groups are equal parts of the experts, and the best of them hold enough experts."""
+    groups, top, experts = model.num_groups, model.top_groups, model.num_experts
+    if groups == 1 and top == 1:
+        return
+    if experts % groups:
+        yield (
+            f"model.num_groups={groups} must divide model.num_experts={experts}; choose "
+            f"{nearest_numbers(groups, divisors(experts))}, or model.num_experts={nearest_multiples(experts, groups)}"
+        )
+        return
+    size = experts // groups
+    if top > groups:
+        yield f"model.top_groups={top} must be at most model.num_groups={groups}; choose 1 to {groups}"
+    elif top * size < model.top_k:
+        yield (
+            f"model.top_groups={top} groups of {size} experts are fewer than model.top_k={model.top_k} experts; "
+            f"choose top_groups of {-(-model.top_k // size)} or more, or top_k of {top * size} or less"
+        )
+    elif top == groups:
+        yield (
+            f"model.top_groups={top} of model.num_groups={groups} limits nothing; choose top_groups below {groups}, "
+            "or leave both out"
+        )
+    if size == 1 and model.router_score != "softmax":
+        yield (
+            f"model.router_score={model.router_score!r} judges a group by its two best experts, and model.num_groups="
+            f"{groups} makes groups of one; choose num_groups of {experts // 2} or less"
+        )
+
+
+def _choice_faults(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
+    """What balances the choice does not contradict what chooses."""
+    name = f"moe.choice={moe.choice!r}"
+    if moe.choice == "quantile" and not model.expert_bias:
+        yield (
+            f"{name} leaves its thresholds in the expert bias, which evaluation and generation route with, and "
+            "model.expert_bias=false; set model.expert_bias=true"
+        )
+    if moe.choice == "quantile" and model.top_k == model.num_experts:
+        yield (
+            f"{name} has nothing to balance: model.top_k={model.top_k} is every expert; choose top_k of at most "
+            f"{model.num_experts - 1}, or choice='topk'"
+        )
+    if moe.choice in ("sinkhorn", *FORCED):
+        why = "balances the experts by itself" if moe.choice == "sinkhorn" else "reads no score"
+        if model.expert_bias:
+            yield f"model.expert_bias=true contradicts {name}, which {why}; choose expert_bias=false, or choice='topk'"
+        if model.num_groups > 1:
+            yield (
+                f"model.num_groups={model.num_groups} contradicts {name}, which {why}; "
+                "leave num_groups and top_groups out, or choose choice='topk'"
+            )
+    if moe.choice == "skewed" and model.top_k >= model.num_experts:
+        yield (
+            f"{name} deals all but expert 0 out to the other tokens, so model.top_k={model.top_k} must be below "
+            f"model.num_experts={model.num_experts}; choose top_k of at most {model.num_experts - 1}"
+            if model.num_experts > 1
+            else f"{name} needs experts beside expert 0, and model.num_experts=1; choose 2 or more"
+        )
+
+
+def _capacity_faults(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
+    """A capacity lets every token reach an expert, and only a capacity can be padded to."""
+    for key in ("capacity_factor", "eval_capacity_factor"):
+        factor = getattr(moe, key)
+        if factor > 0 and factor * model.top_k < 1:
+            least = math.ceil(100 / model.top_k) / 100
+            yield (
+                f"moe.{key}={factor} with model.top_k={model.top_k} gives all experts together room for fewer copies "
+                f"than there are tokens, so some would reach no expert; choose {least} or more, or 0.0 (dropless)"
+            )
+    if moe.pad_to_capacity and moe.capacity_factor == 0:
+        yield (
+            "moe.pad_to_capacity=true needs a capacity, and moe.capacity_factor=0.0 sets none; "
+            "set moe.capacity_factor=1.0 or more, or pad_to_capacity=false"
+        )
+
+
+ROUTING_RULES = (routing_faults,)

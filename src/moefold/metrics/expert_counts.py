@@ -1,0 +1,151 @@
+"""RUN_DIR/expert_counts.bin: how many copies each expert of each layer got, step by step. numpy alone.
+
+An append-only file: one line of JSON that says which layers and how many experts, padded to a multiple of 64 bytes,
+then records of equal length: the step as int64, then the counts as uint32 [layers, experts], all little-endian.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from moefold.errors import ConfigError
+
+COUNTS_FILE = "expert_counts.bin"
+"""Name of the counts inside the run folder."""
+FORMAT = "moefold-expert-counts-1"
+ALIGNMENT = 64
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertCounts:
+    """The counts of a run, in the order they were written."""
+
+    layers: tuple[int, ...]
+    """Numbers of the MoE layers in the whole model, L of them."""
+    steps: Array
+    """int64 [N]."""
+    counts: Array
+    """Copies that chose each expert, before any was dropped, uint32 [N, L, E]."""
+
+
+class ExpertCountsWriter:
+    """Appends steps to RUN_DIR/expert_counts.bin. Made on one rank only.
+
+    Opening it drops the steps past `resume_step` and a record that a kill has torn, as metrics.jsonl does; a file of
+    other layers or experts, or one that cannot be read, is replaced.
+
+    Args:
+        run_dir: folder of the run.
+        layers: numbers of the MoE layers.
+        num_experts: E.
+        resume_step: step of the checkpoint that the run continues from; 0 for a new run.
+    """
+
+    def __init__(self, run_dir: Path, layers: Sequence[int], num_experts: int, *, resume_step: int = 0) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / COUNTS_FILE
+        header = _header(layers, num_experts)
+        self._record = _record_type(len(layers), num_experts)
+        truncate_expert_counts(run_dir, resume_step)
+        if not path.exists() or not _starts_with(path, header):
+            path.write_bytes(header)
+        self._file = path.open("ab")
+
+    def write(self, step: int, counts: Array) -> None:
+        """Append the counts of a step, [L, E]; they are on their way to the disk when this returns."""
+        record = np.zeros((), self._record)
+        record["step"], record["counts"] = step, counts
+        self._file.write(record.tobytes())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
+    """Read the counts of a run, a torn last record left out; None if the run wrote none. They stay on the disk.
+
+    Raises:
+        ConfigError: the file is not one of counts.
+    """
+    path = run_dir / COUNTS_FILE
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        header = _read_header(file.readline())
+        if header is None:
+            raise ConfigError(f"{path} is not a file of expert counts; remove it, or name another run")
+        record = _record_type(len(header.layers), header.num_experts)
+        whole = (path.stat().st_size - file.tell()) // record.itemsize
+        start = file.tell()
+    if not whole:
+        empty = np.empty(0, record)
+        return ExpertCounts(layers=header.layers, steps=empty["step"], counts=empty["counts"])
+    records = np.memmap(path, record, mode="r", offset=start, shape=(whole,))
+    return ExpertCounts(layers=header.layers, steps=np.array(records["step"]), counts=records["counts"])
+
+
+def truncate_expert_counts(run_dir: Path, last_step: int) -> None:
+    """Drop the records of a run past `last_step` and a torn one; a file that is not one of counts stays as it is."""
+    path = run_dir / COUNTS_FILE
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        header = _read_header(file.readline())
+        if header is None:
+            return
+        start, record = file.tell(), _record_type(len(header.layers), header.num_experts)
+        whole = (path.stat().st_size - start) // record.itemsize
+        past = np.flatnonzero(np.fromfile(file, record, count=whole)["step"] > last_step)
+        kept = int(past[0]) if len(past) else whole
+        file.truncate(start + kept * record.itemsize)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@dataclass(frozen=True)
+class _Header:
+    layers: tuple[int, ...]
+    num_experts: int
+
+
+def _read_header(line: bytes) -> _Header | None:
+    """What the first line of a file says; None if it is no file of counts."""
+    try:
+        header = json.loads(line)
+        found = _Header(tuple(int(layer) for layer in header["layers"]), int(header["num_experts"]))
+        return found if header["format"] == FORMAT else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _starts_with(path: Path, header: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(header)) == header
+
+
+def _header(layers: Sequence[int], num_experts: int) -> bytes:
+    text = json.dumps({"format": FORMAT, "layers": list(layers), "num_experts": num_experts})
+    length = -(-(len(text) + 1) // ALIGNMENT) * ALIGNMENT
+    return (text.ljust(length - 1) + "\n").encode("ascii")
+
+
+def _record_type(num_layers: int, num_experts: int) -> np.dtype[Any]:
+    return np.dtype([("step", "<i8"), ("counts", "<u4", (num_layers, num_experts))])

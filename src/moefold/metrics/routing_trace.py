@@ -1,0 +1,254 @@
+"""RUN_DIR/routing: the expert choices of traced steps, in files that know nothing of the mapping. numpy alone.
+
+`trace.json` says which layers are traced and how many experts there are. `step-000001.npy` holds the choices of one
+step, [traced layer, sample of the global batch, position, choice], the best choice first, in the smallest of uint8,
+int16 and int32 that holds an expert's number:
+
+    numpy.load("RUN_DIR/routing/step-000001.npy")[layer, sample, position]
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+
+TRACE_FOLDER = "routing"
+"""Name of the trace inside the run folder."""
+MANIFEST = "trace.json"
+FORMAT = "moefold-routing-1"
+
+Choices = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceShape:
+    """What every step of a trace has in common."""
+
+    layers: tuple[int, ...]
+    """Numbers of the traced MoE layers in the whole model, ascending."""
+    num_experts: int
+    """E."""
+    top_k: int
+    """K."""
+    global_batch_size: int
+    """Samples of a step."""
+    seq_len: int
+    """S."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of an expert's number in the files."""
+        return choice_dtype(self.num_experts)
+
+    @property
+    def array(self) -> tuple[int, int, int, int]:
+        """Shape of the file of a step."""
+        return len(self.layers), self.global_batch_size, self.seq_len, self.top_k
+
+    def check_choices(self, choices: Choices, step: int) -> Choices:
+        """A copy of some choices of a step, every one the number of an expert.
+
+        Raises:
+            ConfigError: a number is out of range.
+        """
+        copy = np.ascontiguousarray(choices)
+        if copy.size and not 0 <= copy.min() <= copy.max() < self.num_experts:
+            wrong = copy.max() if copy.max() >= self.num_experts else copy.min()
+            raise ConfigError(
+                f"moe.replay names expert {wrong} in step {step}, and there are {self.num_experts}; "
+                "its files are damaged: trace the run anew"
+            )
+        return copy
+
+
+def trace_shape(cfg: Config) -> TraceShape:
+    """The shape of the trace that a run writes."""
+    return TraceShape(
+        layers=tuple(i for i, kind in enumerate(cfg.model.layer_kinds) if kind == "M"),
+        num_experts=cfg.model.num_experts,
+        top_k=cfg.model.top_k,
+        global_batch_size=cfg.train.global_batch_size,
+        seq_len=cfg.train.seq_len,
+    )
+
+
+def choice_dtype(num_experts: int) -> np.dtype[Any]:
+    """The smallest of uint8, int16 and int32 that holds the numbers 0 to num_experts - 1."""
+    for name in ("uint8", "int16"):
+        if num_experts - 1 <= np.iinfo(name).max:
+            return np.dtype(name)
+    return np.dtype("int32")
+
+
+class TraceWriter:
+    """Writes a trace into a run folder, one file a step; made on one rank only.
+
+    Opening it drops the steps past `resume_step`, as a resumed run repeats them.
+
+    Args:
+        run_dir: folder of the run.
+        shape: of every step.
+        resume_step: step of the checkpoint that the run continues from, 0 for a new run.
+    """
+
+    def __init__(self, run_dir: Path, shape: TraceShape, *, resume_step: int = 0) -> None:
+        self._shape = shape
+        self._folder = run_dir / TRACE_FOLDER
+        self._folder.mkdir(parents=True, exist_ok=True)
+        truncate_trace(run_dir, resume_step)
+        _replace(self._folder / MANIFEST, lambda path: path.write_text(_manifest(shape) + "\n", encoding="utf-8"))
+
+    def write(self, step: int, layers: Iterable[Choices]) -> None:
+        """Write one step, layer after layer, so that one layer at a time is in memory.
+
+        Args:
+            step: 1-based.
+            layers: the choices of each traced layer in order, [G, S, K] of the trace's type.
+        """
+        _replace(_step_file(self._folder, step), lambda path: self._write_layers(path, layers))
+
+    def _write_layers(self, path: Path, layers: Iterable[Choices]) -> None:
+        whole = np.lib.format.open_memmap(path, mode="w+", dtype=self._shape.dtype, shape=self._shape.array)
+        for i, choices in enumerate(layers):
+            whole[i] = choices
+        whole.flush()
+
+
+class Trace:
+    """A trace that is there to be read.
+
+    Args:
+        folder: RUN_DIR/routing, or RUN_DIR.
+        key: what the user calls the folder, for messages.
+
+    Raises:
+        ConfigError: there is no trace, or its manifest cannot be read.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._key = f"{key}={str(folder)!r}"
+        self.folder = folder / TRACE_FOLDER if (folder / TRACE_FOLDER / MANIFEST).is_file() else folder
+        path = self.folder / MANIFEST
+        if not path.is_file():
+            what = "holds no routing trace" if folder.is_dir() else "does not exist"
+            raise ConfigError(
+                f"{self._key} {what}: {MANIFEST} is missing; name the folder RUN_DIR/{TRACE_FOLDER} of a run with "
+                "moe.trace_every"
+            )
+        try:
+            self.shape = _read_manifest(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self._key} has a {MANIFEST} that is no {FORMAT} manifest: {error}") from None
+        self.steps = traced_steps(self.folder)
+
+    def step(self, step: int) -> Choices:
+        """The choices of a step, [L, G, S, K], mapped into memory: only what is read is loaded.
+
+        Raises:
+            ConfigError: the step is missing, its file cannot be read or has another shape than the manifest says.
+        """
+        path = _step_file(self.folder, step)
+        if not path.is_file():
+            raise ConfigError(f"{self._key} has no step {step}; {self._what_it_has()}")
+        try:
+            choices: Choices = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self._key}: {path.name} cannot be read: {error}") from None
+        if (choices.shape, choices.dtype) != (self.shape.array, self.shape.dtype):
+            raise ConfigError(
+                f"{self._key}: {path.name} holds {choices.dtype} {choices.shape}, and its manifest says "
+                f"{self.shape.dtype} {self.shape.array}; trace the run anew"
+            )
+        return choices
+
+    def check_replay(self, run: TraceShape, steps: int) -> None:
+        """Make sure that a run can replay this trace.
+
+        Args:
+            run: what the run would trace itself.
+            steps: steps 1 to `steps` are replayed.
+
+        Raises:
+            ConfigError: one line for each thing that differs, or the steps that are missing or unreadable.
+        """
+        keys = {
+            "layers": "the MoE layers",
+            "num_experts": "model.num_experts",
+            "top_k": "model.top_k",
+            "global_batch_size": "train.global_batch_size",
+            "seq_len": "train.seq_len",
+        }
+        faults = [
+            f"{self._key} was traced with {key}={_brief(theirs)}, and this run has {_brief(ours)}; "
+            "replay needs the same model and batch"
+            for name, key in keys.items()
+            if (theirs := getattr(self.shape, name)) != (ours := getattr(run, name))
+        ]
+        if faults:
+            raise ConfigError("\n".join(faults))
+        absent = sorted(set(range(1, steps + 1)) - set(self.steps))
+        if absent:
+            raise ConfigError(
+                f"{self._key} must hold every step from 1 to run.steps={steps}, and step {absent[0]} is missing; "
+                f"{self._what_it_has()}; choose run.steps={max(1, absent[0] - 1)} or less, or trace with "
+                "moe.trace_every=1"
+            )
+        for step in range(1, steps + 1):
+            self.step(step)
+
+    def _what_it_has(self) -> str:
+        if not self.steps:
+            return "it holds no step"
+        return f"it holds {len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}"
+
+
+def truncate_trace(run_dir: Path, last_step: int) -> None:
+    """Remove the traced steps of a run past `last_step`, and what a kill left unfinished."""
+    folder = run_dir / TRACE_FOLDER
+    for draft in folder.glob(".*.tmp"):
+        draft.unlink()
+    for step in traced_steps(folder):
+        if step > last_step:
+            _step_file(folder, step).unlink()
+
+
+def traced_steps(folder: Path) -> list[int]:
+    """The steps of a trace folder, ascending."""
+    names = (re.fullmatch(r"step-(\d{6,})\.npy", path.name) for path in folder.glob("step-*.npy"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def _step_file(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}.npy"
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside and move, so that a kill leaves the old file or the new one."""
+    draft = path.with_name(f".{path.name}.tmp")
+    write(draft)
+    draft.replace(path)
+
+
+def _manifest(shape: TraceShape) -> str:
+    return json.dumps({"format": FORMAT, **asdict(shape)})
+
+
+def _read_manifest(text: str) -> TraceShape:
+    record = json.loads(text)
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError("its format is another one")
+    sizes = {name: int(record[name]) for name in ("num_experts", "top_k", "global_batch_size", "seq_len")}
+    return TraceShape(layers=tuple(int(layer) for layer in record["layers"]), **sizes)
+
+
+def _brief(value: int | Sequence[int]) -> str:
+    if isinstance(value, int):
+        return str(value)
+    return str(list(value)) if len(value) <= 8 else f"[{value[0]}, {value[1]}, ..., {value[-1]}] ({len(value)})"

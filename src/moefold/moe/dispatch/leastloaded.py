@@ -1,0 +1,49 @@
+"""Like the all-to-all, but overloaded ranks pass copies and weights on to idle ones (arXiv:2601.17111)."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moefold.moe.dispatch.alltoall import AllToAllDispatcher, AllToAllPlan
+from moefold.moe.dispatch.base import Loan
+from moefold.moe.dispatch.loan import ExpertLoan, borrowed_experts
+from moefold.moe.dispatch.spill import Deal, SpillRule, order_by_rank, own_shares, owners, plan_spill
+from moefold.moe.permute import Permutation, rearrange
+from moefold.parallel.groups import MoEGroups
+
+
+class LeastLoadedDispatcher(AllToAllDispatcher):
+    """Exact whatever the load: routing stays as it is, only the rank that computes a copy may be another one.
+
+    The counts that the all-to-all exchanges anyway tell every rank the whole load, and so who computes what. While
+    the load is within the threshold it does what the all-to-all does.
+
+    Args:
+        groups: of the MoE view. Under etp, ranks with the same etp coordinate lend each other the same part of F.
+        num_experts: E, over all ranks.
+        rule: when and how copies move.
+    """
+
+    def __init__(self, groups: MoEGroups, num_experts: int, rule: SpillRule) -> None:
+        super().__init__(groups.ep, groups.etp, groups.experts, groups.expert_coordinates, num_experts)
+        self._rule = rule
+
+    def loan(self, plan: AllToAllPlan) -> Loan | None:
+        """The experts that change ranks for this micro-batch."""
+        return plan.loan
+
+    def _plan(self, permutation: Permutation, probs_TK: Tensor, counts: Tensor) -> AllToAllPlan:
+        rank, num_ranks = self._ep.rank, self._ep.size
+        counts_SE = counts.view(self._experts.size, self._num_experts).numpy()
+        load_E = counts_SE.sum(0)
+        shares_PE = plan_spill(load_E, num_ranks, self._rule)
+        if (shares_PE == own_shares(load_E, num_ranks)).all():
+            return super()._plan(permutation, probs_TK, counts)
+        deal = Deal(counts_SE, shares_PE)
+        sent_PE = deal.from_source(rank * self._etp.size + self._etp.rank)
+        order_R = torch.from_numpy(order_by_rank(sent_PE)).to(probs_TK.device, non_blocking=True)
+        own = (owners(num_ranks, self._num_experts) == rank).nonzero()[0]
+        here = np.concatenate((own, borrowed_experts(shares_PE, rank)))
+        arriving = torch.from_numpy(deal.to_rank(rank)[:, here]).view(num_ranks, self._etp.size, -1)
+        loan = ExpertLoan.of(shares_PE, self._ep)
+        return self._plan_exchange(rearrange(permutation, order_R), probs_TK, torch.from_numpy(sent_PE), arriving, loan)

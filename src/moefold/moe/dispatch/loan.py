@@ -1,0 +1,93 @@
+"""Weights of experts on loan: out before they compute, their gradients home and added up after."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefold.moe.dispatch.spill import Counts, owners
+from moefold.parallel.collectives import all_to_all
+from moefold.parallel.groups import Group
+
+
+@dataclass(frozen=True)
+class ExpertLoan:
+    """Which experts each rank of the ep group lends to which other, seen from this rank.
+
+    One exchange forth and one back for each micro-batch, of exactly the weights that are needed. Its autograd node
+    stands between the weights and their use on every rank, so that the backward passes of all ranks meet in it.
+    """
+
+    ep: Group
+    lent: Sequence[int]
+    """My experts to send, by their place among mine, in the order of the borrowers."""
+    lent_to: Sequence[int]
+    """How many of them each ep member borrows."""
+    borrowed_from: Sequence[int]
+    """How many experts I borrow of each ep member; of each in ascending order."""
+
+    @classmethod
+    def of(cls, shares_PE: Counts, ep: Group) -> "ExpertLoan":
+        """The loan that lets each rank compute its share of copies, int64 [ep, E]."""
+        num_ranks, num_experts = shares_PE.shape
+        owner_E = owners(num_ranks, num_experts)
+        lent_PE = shares_PE[:, owner_E == ep.rank] > 0
+        lent_PE[ep.rank] = False
+        borrowed_E = borrowed_experts(shares_PE, ep.rank)
+        return cls(
+            ep=ep,
+            lent=lent_PE.nonzero()[1].tolist(),
+            lent_to=lent_PE.sum(1).tolist(),
+            borrowed_from=[int((owner_E[borrowed_E] == rank).sum()) for rank in range(num_ranks)],
+        )
+
+    def exchange(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """See `Loan.exchange`; collective over ep."""
+        both = _Exchange.apply(self, *weights)
+        return list(both[: len(weights)]), list(both[len(weights) :])
+
+
+def borrowed_experts(shares_PE: Counts, rank: int) -> Counts:
+    """The experts of others that a rank computes a share of, ascending."""
+    is_borrowed_E = (shares_PE[rank] > 0) & (owners(*shares_PE.shape) != rank)
+    return is_borrowed_E.nonzero()[0]
+
+
+class _Exchange(torch.autograd.Function):
+    """(weights) -> (the same weights, borrowed weights)."""
+
+    @staticmethod
+    def forward(ctx: Any, loan: ExpertLoan, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.loan = loan
+        ctx.shapes = [w.shape[1:] for w in weights]
+        sent = weights[0].new_empty(len(loan.lent), sum(shape.numel() for shape in ctx.shapes))
+        for w, column in zip(weights, _columns(sent, ctx.shapes), strict=True):
+            for row, expert in enumerate(loan.lent):
+                column[row].copy_(w[expert])
+        received = all_to_all(sent, loan.ep, loan.lent_to, loan.borrowed_from)
+        return *(w.view_as(w) for w in weights), *_columns(received, ctx.shapes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        loan: ExpertLoan = ctx.loan
+        own, borrowed = grads[: len(ctx.shapes)], grads[len(ctx.shapes) :]
+        sent = torch.cat([grad.flatten(1) for grad in borrowed], 1)
+        returned = all_to_all(sent, loan.ep, loan.borrowed_from, loan.lent_to)
+        if not loan.lent:
+            return None, *own
+        totals = [grad.clone() for grad in own]
+        for total, column in zip(totals, _columns(returned, ctx.shapes), strict=True):
+            # One after another: an expert may have several borrowers, and the order of the sum is to be fixed.
+            for row, expert in enumerate(loan.lent):
+                total[expert] += column[row]
+        return None, *totals
+
+
+def _columns(rows: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The matrices that lie behind each other in each row, as views."""
+    parts = rows.split([shape.numel() for shape in shapes], 1)
+    return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]

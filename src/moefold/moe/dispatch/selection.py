@@ -1,0 +1,54 @@
+"""Which dispatcher `parallel.dispatcher = "auto"` stands for."""
+
+from dataclasses import dataclass
+
+import torch
+
+from moefold.config.checks_dispatch import deepep_is_installed, deepep_obstacles
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.parallel.collectives import all_reduce_max
+from moefold.parallel.groups import ParallelGroups
+
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The dispatcher of a run."""
+
+    name: str
+    """As in the recipe, never "auto"."""
+    note: str = ""
+    """What "auto" took, and why; empty where the recipe says it."""
+
+
+def select_dispatcher(cfg: Config, groups: ParallelGroups) -> Selection:
+    """Settle `parallel.dispatcher`; with "auto" collective, as all ranks must take the same.
+
+    Raises:
+        ConfigError: "deepep" on a device that cannot run it, or without its package.
+    """
+    name = cfg.parallel.dispatcher
+    if name not in ("auto", "deepep") or groups.moe.experts.size == 1:
+        return Selection("local" if name == "auto" else name)
+    reason = next(deepep_obstacles(cfg), "") or _machine_obstacle(groups.device)
+    if name == "deepep":
+        if reason:
+            raise ConfigError(f"parallel.dispatcher='deepep' cannot run: {reason}; choose 'alltoall'")
+        return Selection(name)
+    num_unable = int(all_reduce_max(torch.tensor([bool(reason)], device=groups.device).long(), groups.world))
+    if not num_unable:
+        return Selection("deepep", "parallel.dispatcher='auto' took deepep")
+    return Selection(
+        "alltoall", f"parallel.dispatcher='auto' took alltoall: {reason or 'another rank cannot run deepep'}"
+    )
+
+
+def _machine_obstacle(device: torch.device) -> str:
+    """What keeps this rank from running DeepEP; empty if nothing does."""
+    if device.type != "cuda":
+        return "deep_ep needs CUDA GPUs, and this run is on the CPU"
+    if torch.cuda.get_device_capability(device) < HOPPER:
+        return f"deep_ep needs a Hopper or newer GPU, and this is a {torch.cuda.get_device_name(device)}"
+    return "" if deepep_is_installed() else "the package deep_ep is not installed"

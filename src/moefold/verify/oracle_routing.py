@@ -1,0 +1,253 @@
+"""The routing of the oracle: scores, choice, balance and the auxiliary losses, written out token by token.
+
+Shapes are batch-first, [B, S, ...], and no line is shared with the trainer.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moefold.config.schema import Config
+from moefold.metrics.moe import MoELayerMetrics
+
+MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a micro-batch is routed."""
+
+    step: int
+    first_sample: int
+    """Place of its first sample in the global batch."""
+    is_training: bool
+
+
+@dataclass(frozen=True)
+class RoutedBatch:
+    """What one MoE layer decided for one micro-batch."""
+
+    experts: Tensor
+    """[B, S, K]."""
+    weights: Tensor
+    """[B, S, K]; 0 for a dropped copy."""
+    scores: Tensor
+    """[B, S, E], summing to 1."""
+    logits: Tensor
+    thresholds: Tensor
+    """[E]; 0 without quantile balancing."""
+    dropped: int
+
+    def counts(self) -> Tensor:
+        """Copies of each sample that chose each expert, [B, E]."""
+        one_hot = torch.nn.functional.one_hot(self.experts, self.logits.shape[-1])
+        return one_hot.sum((1, 2)).double()
+
+
+class OracleRouter:
+    """Routes micro-batches and keeps the expert biases.
+
+    Args:
+        cfg: the recipe.
+        chunks: for `drop_scope = "sub_sequence"`, the positions that each rank of a micro-batch holds.
+    """
+
+    def __init__(self, cfg: Config, chunks: Sequence[Sequence[int]]) -> None:
+        self._cfg = cfg
+        self._chunks = chunks
+        self._numbers = [i for i, kind in enumerate(cfg.model.layer_kinds) if kind == "M"]
+        zeros = torch.zeros(cfg.model.num_experts, dtype=torch.float32)
+        names = [bias_name(i) for i in self._numbers] if cfg.model.expert_bias else []
+        self.biases = {name: zeros.clone() for name in names}
+
+    def route(self, layer: int, x: Tensor, weight: Tensor, moment: Moment) -> RoutedBatch:
+        """Route [B, S, H] by the router weight [E, H]."""
+        model, moe = self._cfg.model, self._cfg.moe
+        if moe.input_jitter and moment.is_training:
+            x = x * (1 + moe.input_jitter * (2 * self._noise(layer, x.shape, moment) - 1))
+        logits = x @ weight.T
+        raw = _raw_scores(model.router_score, logits)
+        thresholds = torch.zeros(model.num_experts, dtype=torch.float64)
+        if moe.choice == "quantile" and moment.is_training:
+            thresholds = torch.quantile(raw.detach().flatten(0, 1), 1 - model.top_k / model.num_experts, dim=0)
+        values = self._values(layer, logits.detach(), raw.detach() - thresholds, moment)
+        experts = torch.tensor([[self._choose(values, b, s) for s in range(x.shape[1])] for b in range(x.shape[0])])
+        if moe.replay and moment.is_training:
+            experts = self._replayed(layer, moment, len(x))
+        chosen = raw.gather(-1, experts)
+        if model.router_score == "softmax" and model.router_softmax == "post":
+            chosen = chosen / chosen.sum(-1, keepdim=True)
+        elif model.router_score != "softmax" and model.router_normalize:
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        weights = chosen * model.router_scaling_factor
+        drops = list(self._drops(experts, weights, moment))
+        kept = torch.ones_like(weights)
+        for index in drops:
+            kept[index] = 0.0
+        scores = raw / raw.sum(-1, keepdim=True)
+        return RoutedBatch(experts, weights * kept, scores, logits, thresholds, len(drops))
+
+    def _replayed(self, layer: int, moment: Moment, batch_size: int) -> Tensor:
+        """The choices of a micro-batch in the trace, [B, S, K]."""
+        folder = Path(self._cfg.moe.replay)
+        folder = folder / "routing" if (folder / "routing").is_dir() else folder
+        choices = np.load(folder / f"step-{moment.step:06d}.npy")[self._numbers.index(layer)]
+        return torch.from_numpy(choices[moment.first_sample :][:batch_size].astype(np.int64))
+
+    def aux(self, batches: Sequence[RoutedBatch]) -> Tensor:
+        """Mean over the micro-batches of a global batch of the load-balancing loss of one layer."""
+        kind, rounds = self._cfg.moe.aux_kind, self._cfg.num_micro_batches
+        total = torch.zeros((), dtype=torch.float64)
+        for number, batch in enumerate(batches):
+            num_experts = batch.scores.shape[-1]
+            if kind == "sequence":
+                for counts, scores in zip(batch.counts(), batch.scores, strict=True):
+                    share = counts / counts.sum()
+                    total = total + num_experts * (share * scores.mean(0)).sum() / len(batch.scores)
+                continue
+            together = [batch]
+            if kind == "global_batch":
+                # Rank d of dp works through micro-batches d * rounds and on; all ranks are in the same round.
+                together = [other for i, other in enumerate(batches) if i % rounds <= number % rounds]
+            counts = torch.stack([other.counts().sum(0) for other in together]).sum(0)
+            total = total + num_experts * (counts / counts.sum() * batch.scores.mean((0, 1))).sum()
+        return total / len(batches)
+
+    def metrics(self, layer: int, batches: Sequence[RoutedBatch], aux: float, z: float) -> MoELayerMetrics:
+        """What the step's line of metrics says of one layer."""
+        counts = [float(c) for c in torch.stack([batch.counts().sum(0) for batch in batches]).sum(0)]
+        mean = sum(counts) / len(counts)
+        deviation = math.sqrt(sum((count - mean) ** 2 for count in counts) / len(counts))
+        entropies = [-(batch.scores * batch.scores.log()).sum(-1).flatten().detach() for batch in batches]
+        bias = self.biases.get(bias_name(layer))
+        return MoELayerMetrics(
+            layer=layer,
+            load=max(counts) / mean,
+            load_cv=deviation / mean,
+            dead_experts=counts.count(0),
+            dropped_fraction=sum(batch.dropped for batch in batches) / sum(counts),
+            router_entropy=float(torch.cat(entropies).mean()),
+            aux_loss=aux,
+            z_loss=z,
+            bias_min=None if bias is None else float(bias.min()),
+            bias_max=None if bias is None else float(bias.max()),
+        )
+
+    def update_bias(self, layer: int, batches: Sequence[RoutedBatch]) -> None:
+        """Balance the bias of one layer after a step."""
+        name = bias_name(layer)
+        if name not in self.biases:
+            return
+        if self._cfg.moe.choice == "quantile":
+            self.biases[name] = -torch.stack([batch.thresholds for batch in batches]).mean(0).float()
+            return
+        counts = torch.stack([batch.counts().sum(0) for batch in batches]).sum(0)
+        for expert, count in enumerate(counts):
+            if count != counts.mean():
+                up = bool(count < counts.mean())
+                rate = torch.tensor(self._cfg.moe.bias_update_rate, dtype=torch.float32)
+                self.biases[name][expert] += rate if up else -rate
+
+    def _values(self, layer: int, logits: Tensor, raw: Tensor, moment: Moment) -> Tensor:
+        """What experts are chosen by, [B, S, E]."""
+        choice, bias = self._cfg.moe.choice, self.biases.get(bias_name(layer))
+        if choice == "sinkhorn" and moment.is_training:
+            return _sinkhorn(logits.flatten(0, 1), self._cfg.moe.sinkhorn_iterations).view_as(logits)
+        if bias is None or (choice == "quantile" and moment.is_training):
+            return raw
+        return raw + bias.double()
+
+    def _choose(self, values: Tensor, b: int, s: int) -> list[int]:
+        """The experts of one token, best first."""
+        model, moe = self._cfg.model, self._cfg.moe
+        token, top_k, num_experts = s * values.shape[0] + b, model.top_k, model.num_experts
+        if moe.choice == "round_robin":
+            return [(token * top_k + k) % num_experts for k in range(top_k)]
+        if moe.choice == "skewed":
+            others = [1 + (token * top_k + k) % (num_experts - 1) for k in range(top_k)]
+            is_skewed = math.floor((token + 1) * moe.skew) > math.floor(token * moe.skew)
+            return [0, *others[1:]] if is_skewed else others
+        value = values[b, s].tolist()
+        experts = list(range(num_experts))
+        if model.num_groups > 1:
+            size = num_experts // model.num_groups
+            groups = [experts[i : i + size] for i in range(0, num_experts, size)]
+            counted = 1 if model.router_score == "softmax" else 2
+            worth = [sum(sorted((value[e] for e in group), reverse=True)[:counted]) for group in groups]
+            best = sorted(range(len(groups)), key=lambda g: (-worth[g], g))[: model.top_groups]
+            experts = [e for g in best for e in groups[g]]
+        return sorted(experts, key=lambda e: (-value[e], e))[:top_k]
+
+    def _drops(self, experts: Tensor, weights: Tensor, moment: Moment) -> Iterator[tuple[int, int, int]]:
+        """(sample, position, choice) of each dropped copy."""
+        moe, model = self._cfg.moe, self._cfg.model
+        factor = moe.capacity_factor
+        if not moment.is_training and moe.eval_capacity_factor >= 0:
+            factor = moe.eval_capacity_factor
+        if factor == 0:
+            return
+        batch, length, top_k = experts.shape
+        scopes = [range(length)] if moe.drop_scope == "full_sequence" else self._chunks
+        for positions in scopes:
+            tokens = batch * len(positions)
+            capacity = max(1, math.ceil(tokens * top_k / model.num_experts * factor))
+            queues: dict[int, list[tuple[float, int, int, int, int]]] = {}
+            for b in range(batch):
+                for s in positions:
+                    for k in range(top_k):
+                        first = -float(weights[b, s, k].detach()) if moe.drop_policy == "probs" else 0.0
+                        queues.setdefault(int(experts[b, s, k]), []).append((first, s * batch + b, b, s, k))
+            for queue in queues.values():
+                for *_, b, s, k in sorted(queue)[capacity:]:
+                    yield b, s, k
+
+    def _noise(self, layer: int, shape: torch.Size, moment: Moment) -> Tensor:
+        """A number in [0, 1) for each feature of each token, by SplitMix64."""
+        name = f"{self._cfg.run.seed}:layers.{layer}.ffn.router.jitter"
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        golden = 0x9E3779B97F4A7C15
+        key = _mix((int.from_bytes(digest, "little") >> 1) + moment.step * golden)
+        noise = torch.empty(shape, dtype=torch.float64)
+        for b in range(shape[0]):
+            of_sample = _mix(key + (moment.first_sample + b) * golden)
+            for s in range(shape[1]):
+                of_token = _mix(of_sample + (s + 1) * golden)
+                bits = [_mix(of_token + (h + 1) * golden) >> 11 for h in range(shape[2])]
+                noise[b, s] = torch.tensor([word / 2**53 for word in bits], dtype=torch.float64)
+        return noise
+
+
+def bias_name(layer: int) -> str:
+    """The name of a layer's expert bias in the whole model."""
+    return f"layers.{layer}.ffn.router.expert_bias"
+
+
+def _raw_scores(kind: str, logits: Tensor) -> Tensor:
+    if kind == "softmax":
+        return logits.softmax(-1)
+    if kind == "sigmoid":
+        return 1 / (1 + torch.exp(-logits))
+    return torch.log1p(torch.exp(logits)).sqrt()
+
+
+def _sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+    """exp(logits) with rows and columns scaled in turn."""
+    matrix = torch.exp(logits)
+    columns = torch.ones(logits.shape[1], dtype=torch.float64)
+    for _ in range(iterations):
+        rows = 1 / (matrix @ columns)
+        columns = 1 / (matrix.T @ rows)
+    return matrix * columns
+
+
+def _mix(value: int) -> int:
+    value &= MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)

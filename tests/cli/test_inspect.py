@@ -1,0 +1,145 @@
+"""`moefold inspect` as a user sees it."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from moefold.cli.inspect_picture import save_picture
+from moefold.cli.inspect_table import print_balance
+from moefold.cli.main import main
+from moefold.metrics.balance import read_balance
+from moefold.metrics.expert_counts import ExpertCountsWriter
+
+
+def _run(run_dir, *, layers: int = 2, experts: int = 4, steps: int = 30):
+    """A run whose layer i gives expert 0 (i + 1) times the others' copies, and the last expert none at the end."""
+    run_dir.mkdir(exist_ok=True)
+    with ExpertCountsWriter(run_dir, range(layers), experts) as writer, (run_dir / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            counts = np.full((layers, experts), 8)
+            counts[:, 0] *= np.arange(1, layers + 1)
+            if step > steps // 2:
+                counts[:, -1] = 0
+            writer.write(step, counts)
+            load = (counts.max(1) / counts.mean(1)).tolist()
+            file.write(json.dumps({"step": step, "expert_load": load, "dropped_fraction": 0.125}) + "\n")
+    return run_dir
+
+
+def _text(run_dir, layer: int | None = None, *, encoding: str = "utf-8", width: int = 100) -> str:
+    class Stream:
+        def __init__(self) -> None:
+            self.encoding, self.parts = encoding, []
+
+        def write(self, text: str) -> None:
+            self.parts.append(text.encode(encoding).decode(encoding))
+
+        def flush(self) -> None: ...
+
+    stream = Stream()
+    print_balance(Console(file=stream, width=width, highlight=False), read_balance(run_dir), layer)
+    return "".join(stream.parts)
+
+
+def test_numbers_and_maps_of_a_run(tmp_path):
+    lines = _text(_run(tmp_path)).splitlines()
+    assert lines[0] == f"{tmp_path}: 2 MoE layers of 4 experts"
+    assert lines[1] == "steps 1 to 30, 30 recorded in expert_counts.bin"
+    assert [line.split()[:4] for line in lines[5:7]] == [["0", "1.00", "1.33", "1.33"], ["1", "1.60", "2.00", "2.00"]]
+    assert [line.split()[6:8] for line in lines[5:7]] == [["1", "12.5%"], ["1", "12.5%"]]
+    maps = {line[:12].strip(): line[14:] for line in lines if line[:12].strip() and line[12:14] == "  "}
+    assert maps["layer 1"] == "▃" * 15 + "▅" * 15
+    assert "experts of layer 1 over time" in lines
+    assert maps["expert 0"] == "▇" * 15 + "█" * 15
+    assert maps["expert 3"] == "▄" * 15 + "x" * 15
+
+
+def test_another_layer_can_be_shown(tmp_path):
+    text = _text(_run(tmp_path), 0)
+    assert "experts of layer 0 over time" in text
+
+
+def test_without_unicode_and_colour(tmp_path):
+    text = _text(_run(tmp_path), encoding="ascii")
+    assert "\x1b" not in text
+    assert f"    expert 3  {'=' * 15}{'x' * 15}\n" in text
+
+
+def test_a_narrow_terminal(tmp_path):
+    assert max(map(len, _text(_run(tmp_path), width=40).splitlines())) <= 80
+
+
+def test_of_many_experts_the_fullest_and_the_emptiest(tmp_path):
+    text = _text(_run(tmp_path, experts=128, layers=1))
+    rows = [line.split()[1] for line in text.splitlines() if line.startswith(("    expert", "  expert", "   expert"))]
+    assert len(rows) == 48
+    assert {"0", "127"} <= set(rows)
+    assert rows == sorted(rows, key=int)
+    assert "80 experts between the fullest and the emptiest left out" in text
+
+
+def test_metrics_alone_name_no_expert(tmp_path):
+    (_run(tmp_path) / "expert_counts.bin").unlink()
+    text = _text(tmp_path)
+    assert "recorded in metrics.jsonl" in text
+    assert "which experts: not recorded; set metrics.expert_counts_every=1" in text
+
+
+def test_a_run_of_one_step(tmp_path):
+    assert "steps 1 to 1, 1 recorded" in _text(_run(tmp_path, steps=1))
+    save_picture(read_balance(tmp_path), tmp_path / "one.png")
+
+
+def test_json(tmp_path, capsys):
+    assert main(["inspect", str(_run(tmp_path)), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["first_step"], record["last_step"], record["recorded_steps"]) == (1, 30, 30)
+    assert (record["num_experts"], record["source"]) == (4, "expert_counts.bin")
+    assert [layer["dead_experts"] for layer in record["layers"]] == [[3], [3]]
+    assert record["layers"][1]["load_end"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_a_picture(tmp_path, capsys, ending):
+    path = tmp_path / f"balance.{ending}"
+    assert main(["inspect", str(_run(tmp_path)), "--png", str(path)]) == 0
+    assert path.stat().st_size > 5000
+    assert capsys.readouterr().err == f"wrote {path}\n"
+
+
+@pytest.mark.parametrize("layers", [1, 5, 40])
+def test_pictures_of_few_and_many_layers(tmp_path, layers):
+    save_picture(read_balance(_run(tmp_path, layers=layers)), tmp_path / "balance.png")
+    (tmp_path / "expert_counts.bin").unlink()
+    save_picture(read_balance(tmp_path), tmp_path / "loads.png")
+    assert (tmp_path / "loads.png").read_bytes() != (tmp_path / "balance.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["absent"], "run 'absent' does not exist"),
+        (["RUN", "--layer", "7"], "--layer 7 is no MoE layer of"),
+        (["RUN", "--png", "balance.jpg"], "--png balance.jpg must end in .png, .svg or .pdf"),
+        (["RUN", "--png", "/nonexistent/balance.png"], "--png /nonexistent/balance.png cannot be written"),
+    ],
+)
+def test_wrong_words_are_one_message(tmp_path, capsys, words, message):
+    run_dir = str(_run(tmp_path))
+    assert main(["inspect", *(run_dir if word == "RUN" else word for word in words)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"moefold: error: {message}")
+
+
+def test_a_pipe_gets_plain_text(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "moefold", "inspect", str(_run(tmp_path))], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    assert "experts of layer 1 over time" in done.stdout

@@ -1,0 +1,84 @@
+"""Whole models whose experts compute away from home equal the oracle, gradients of lent experts included."""
+
+import pytest
+
+from moefold.config.schema import Config
+from moefold.moe.dispatch.leastloaded import LeastLoadedDispatcher
+from moefold.verify.compare import differences
+from moefold.verify.mapping import MappingRecord, run_mapping
+from moefold.verify.shrink import shrink
+from tests.verify.recipes import tiny
+from tests.verify.test_parity import STEPS, TOLERANCE, _name, _oracle
+
+pytestmark = pytest.mark.parity
+
+
+def _run_and_count_loans(cfg: Config, num_steps: int) -> tuple[MappingRecord, int]:
+    """As `run_mapping`, with the number of micro-batches and layers in which experts changed ranks."""
+    loans = []
+    loan_of = LeastLoadedDispatcher.loan
+
+    def counting(self, plan):
+        loans.append(loan_of(self, plan) is not None)
+        return loan_of(self, plan)
+
+    LeastLoadedDispatcher.loan = counting
+    return run_mapping(cfg, num_steps), sum(loans)
+
+
+def _skewed(moe: dict[str, object] | None = None, train: dict[str, object] | None = None, **parallel: object) -> Config:
+    """A recipe whose router sends four of five tokens to expert 0, among others."""
+    skew = {"choice": "skewed", "skew": 0.8, "llep_min_tokens": 1, "aux_loss": 0.1, "z_loss": 0.01}
+    return tiny(moe=skew | (moe or {}), train=train, dispatcher="leastloaded", **parallel)
+
+
+def _assert_moves_and_equals_oracle(pool, cfg: Config) -> None:
+    ranks = pool.run(cfg.parallel.world_size, _run_and_count_loans, cfg, STEPS)
+    worst = differences(_oracle(cfg), [record for record, _ in ranks])[0]
+    assert worst.error <= TOLERANCE, worst
+    assert all(loans > 0 for _, loans in ranks)
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"world_size": 2, "ep": 2, "zero": 0},
+        {"world_size": 4, "tp": 2, "cp": 2, "ep": 4, "zero": 3},
+        {"world_size": 4, "ep": 2, "zero": 2},
+        {"world_size": 4, "ep": 2, "zero": 3},
+        {"world_size": 4, "tp": 2, "ep": 2, "etp": 2, "zero": 1},
+        {"world_size": 4, "tp": 2, "pp": 2, "ep": 2, "zero": 1},
+    ],
+    ids=_name,
+)
+def test_a_skewed_router(pool, mapping):
+    _assert_moves_and_equals_oracle(pool, _skewed(**mapping))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_pipelines_with_several_micro_batches_under_way(pool, schedule):
+    virtual_stages = 2 if schedule == "interleaved" else 1
+    cfg = _skewed(
+        train={"global_batch_size": 8}, world_size=4, pp=2, ep=2, schedule=schedule, virtual_stages=virtual_stages
+    )
+    _assert_moves_and_equals_oracle(pool, cfg)
+
+
+@pytest.mark.parametrize("scope", ["full_sequence", "sub_sequence"])
+def test_dropping(pool, scope):
+    moe = {"capacity_factor": 2.0, "drop_scope": scope, "llep_threshold": 1.1, "llep_capacity": 1.0}
+    cfg = _skewed(moe, {"micro_batch_size": 2}, world_size=4, tp=2, cp=2, ep=4)
+    _assert_moves_and_equals_oracle(pool, cfg)
+    assert _oracle(cfg).steps[0].dropped > 0
+
+
+def test_the_shrunk_recipe_still_moves(pool):
+    large = _skewed({"llep_min_tokens": 64}, {"seq_len": 256, "micro_batch_size": 4}, world_size=4, tp=2, cp=2, ep=4)
+    small = shrink(large)
+    assert small.parallel.dispatcher == "leastloaded"
+    _assert_moves_and_equals_oracle(pool, small)
+
+
+def test_a_learned_router_that_is_never_even(pool):
+    moe = {"llep_threshold": 1.0, "llep_capacity": 1.0, "llep_min_tokens": 1}
+    _assert_moves_and_equals_oracle(pool, tiny(moe=moe, dispatcher="leastloaded", world_size=4, cp=2, ep=4))

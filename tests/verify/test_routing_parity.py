@@ -1,0 +1,230 @@
+"""Every router, loss and drop rule under eight ranks equals the oracle: values, gradients, biases, metrics."""
+
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import pytest
+from torch.utils.checkpoint import checkpoint
+
+from moefold.config.schema import Config, ParallelConfig
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.parallelize import ParallelModel
+from moefold.verify.compare import OracleRecord, differences, run_oracle
+from moefold.verify.mapping import MappingRecord, make_groups, run_mapping, run_on
+from tests.verify.recipes import tiny, without_mapping
+
+pytestmark = pytest.mark.parity
+
+TOLERANCE = 1e-9
+STEPS = 2
+
+V3 = {"router_score": "sigmoid", "expert_bias": True, "router_scaling_factor": 2.5, "num_groups": 4, "top_groups": 2}
+KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "deepseek-v3": (V3, {"aux_kind": "sequence", "bias_update_rate": 0.05}),
+    "deepseek-v2": ({"router_softmax": "pre", "num_groups": 4, "top_groups": 2}, {}),
+    "sigmoid": ({"router_score": "sigmoid", "router_normalize": False}, {"z_loss": 0.1}),
+    "sqrtsoftplus": ({"router_score": "sqrtsoftplus"}, {}),
+    "softmax with bias": ({"expert_bias": True}, {"bias_update_rate": 0.02, "aux_loss": 0.0}),
+    "global batch": ({}, {"aux_kind": "global_batch", "aux_loss": 0.5}),
+    "sinkhorn": ({"router_score": "sigmoid"}, {"choice": "sinkhorn", "sinkhorn_iterations": 5, "aux_loss": 0.0}),
+    "quantile": ({"router_score": "sigmoid", "expert_bias": True}, {"choice": "quantile"}),
+    "quantile of softmax": ({"expert_bias": True, "router_softmax": "pre"}, {"choice": "quantile"}),
+    "jitter": ({}, {"input_jitter": 0.3}),
+    "round robin": ({}, {"choice": "round_robin", "aux_kind": "global_batch"}),
+    "skewed": ({}, {"choice": "skewed", "skew": 0.7, "capacity_factor": 1.0}),
+    "drop at evaluation": ({"router_score": "sigmoid"}, {"capacity_factor": 2.0, "eval_capacity_factor": 0.6}),
+    "drop positions": ({}, {"capacity_factor": 0.75, "drop_policy": "position", "eval_capacity_factor": 0.0}),
+    "drop on each rank": ({}, {"capacity_factor": 0.75, "drop_scope": "sub_sequence", "pad_to_capacity": True}),
+}
+MAPPINGS: list[dict[str, object]] = [
+    {"ep": 8, "zero": 2},
+    {"tp": 2, "cp": 2, "ep": 8},
+    {"tp": 2, "cp": 2, "pp": 2, "ep": 4},
+    {"pp": 2, "ep": 2, "etp": 2, "zero": 3},
+    {"tp": 4, "cp": 2, "ep": 2, "etp": 4, "dispatcher": "allgather"},
+    {"cp": 4, "ep": 4, "context": "allgather", "zero": 0},
+    {"tp": 2, "etp": 2, "ep": 4, "dispatcher": "allgather"},
+    {"cp": 2, "pp": 2, "ep": 4, "context": "ulysses"},
+    {"tp": 4, "etp": 8},
+    {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "ep": 2, "tp": 2},
+    {"cp": 2, "tp": 2, "pp": 2, "ep": 2, "schedule": "gpipe"},
+    {"cp": 8, "ep": 2, "etp": 2, "zero": 3},
+    {"pp": 4, "tp": 2, "etp": 2},
+]
+
+
+QUICK = 3
+"""So many mappings run in the fast suite; `make parity` runs all."""
+
+
+def _recipe(kind: str, mapping: dict[str, object]) -> Config:
+    model, moe = KINDS[kind]
+    # Two samples in a micro-batch tell a loss of each sample from one of the micro-batch.
+    pairs = moe.get("aux_kind") == "sequence"
+    train = {"micro_batch_size": 2 if pairs else 1, "global_batch_size": 16 if pairs else 8}
+    return tiny(model=model, moe=moe, train=train, **mapping)
+
+
+def _oracle(cfg: Config) -> OracleRecord:
+    """The oracle of a recipe, shared by all mappings among which it does not depend on the mapping."""
+    if cfg.moe.aux_kind == "global_batch":
+        # Of the mapping, it depends on dp alone.
+        return _cached_oracle(replace(cfg, parallel=ParallelConfig(world_size=cfg.parallel.dp)))
+    return _cached_oracle(cfg if cfg.moe.drop_scope == "sub_sequence" else without_mapping(cfg))
+
+
+@lru_cache(maxsize=64)
+def _cached_oracle(cfg: Config) -> OracleRecord:
+    return run_oracle(cfg, STEPS)
+
+
+def _run_all(cfgs: list[Config]) -> list[MappingRecord]:
+    groups = make_groups(cfgs[0])
+    return [run_on(groups, cfg, STEPS) for cfg in cfgs]
+
+
+def _name(mapping: dict[str, object]) -> str:
+    return "-".join(f"{key}{value}" for key, value in mapping.items())
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [*MAPPINGS[:QUICK], *(pytest.param(mapping, marks=pytest.mark.slow) for mapping in MAPPINGS[QUICK:])],
+    ids=_name,
+)
+def test_every_kind_of_routing_under_eight_ranks(pool, mapping):
+    stages = int(mapping.get("pp", 1)) * int(mapping.get("virtual_stages", 1))
+    # Oracles are shared among mappings of equally many layers.
+    cfgs = [_recipe(kind, {"world_size": 8, **mapping}) for kind in KINDS]
+    assert {cfg.model.num_layers for cfg in cfgs} == {max(2, stages)}
+    ranks = pool.run(8, _run_all, cfgs, timeout_s=280.0)
+    worst = {}
+    for i, (kind, cfg) in enumerate(zip(KINDS, cfgs, strict=True)):
+        worst[kind] = differences(_oracle(cfg), [records[i] for records in ranks])[0]
+    assert {kind: found for kind, found in worst.items() if found.error > TOLERANCE} == {}
+
+
+def _run_recomputing(cfg: Config, num_steps: int) -> MappingRecord:
+    """As `run_mapping`, but every MoE layer runs its forward pass once more in the backward pass."""
+    from moefold.verify import mapping
+
+    whole = mapping.parallelize
+
+    def recomputing(cfg: Config, groups: ParallelGroups) -> ParallelModel:
+        model = whole(cfg, groups)
+        for layer in model.moe_layers().values():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        return model
+
+    mapping.parallelize = recomputing
+    return run_mapping(cfg, num_steps)
+
+
+@pytest.mark.parametrize("kind", ["global batch", "deepseek-v3", "quantile", "jitter", "drop positions"])
+@pytest.mark.parametrize("mapping", [{"tp": 2, "ep": 4}, {"pp": 2, "cp": 2, "etp": 2}], ids=_name)
+def test_recompute_changes_nothing(pool, kind, mapping):
+    cfg = _recipe(kind, {"world_size": 4, **mapping})
+    ranks = pool.run(4, _run_recomputing, cfg, STEPS)
+    worst = differences(_oracle(cfg), ranks)[0]
+    assert worst.error <= TOLERANCE, worst
+
+
+@pytest.mark.parametrize("mapping", [{"ep": 2}, {"pp": 2, "ep": 2, "zero": 3}], ids=_name)
+def test_ten_bias_updates_equal_hand_written_ones(pool, mapping):
+    """Two data-parallel ranks, four micro-batches each, recomputed: counts are those of the global batch, once."""
+    rate = 0.05
+    model = {"router_score": "sigmoid", "expert_bias": True, "num_layers": 2}
+    cfg = tiny(
+        model=model,
+        moe={"bias_update_rate": rate, "aux_loss": 0.0},
+        train={"global_batch_size": 8},
+        world_size=2 * int(mapping.get("pp", 1)),
+        **mapping,
+    )
+    assert (cfg.parallel.dp, cfg.num_micro_batches) == (2, 4)
+    ranks = pool.run(cfg.parallel.world_size, _run_recomputing, cfg, 10)
+    steps = ranks[0].steps
+    copies = 8 * cfg.train.seq_len * cfg.model.top_k
+    final = {name: w for rank in ranks for name, w in rank.weights.items() if name.endswith("expert_bias")}
+    for layer in range(2):
+        bias = [0.0] * cfg.model.num_experts
+        for step in steps:
+            assert (step.moe_layers[layer].bias_min, step.moe_layers[layer].bias_max) == pytest.approx(
+                (min(bias), max(bias)), abs=1e-6
+            )
+            counts = step.expert_counts[layer].tolist()
+            assert sum(counts) == copies
+            mean = copies / cfg.model.num_experts
+            bias = [b + rate * ((count < mean) - (count > mean)) for b, count in zip(bias, counts, strict=True)]
+        assert max(bias) > rate
+        assert final[f"layers.{layer}.ffn.router.expert_bias"].tolist() == pytest.approx(bias, abs=1e-6)
+    worst = differences(run_oracle(without_mapping(cfg), 10), ranks)[0]
+    assert worst.error <= TOLERANCE, worst
+
+
+def _aux_and_norm(pool, cfg: Config) -> tuple[float, float]:
+    step = pool.run(cfg.parallel.world_size, run_mapping, cfg, 1)[0].steps[0]
+    return step.aux_loss, step.grad_norm
+
+
+def test_the_global_batch_loss_depends_on_dp_and_on_no_other_axis(pool):
+    """dp says which micro-batches go through together, so how much of the batch the first of them know."""
+
+    def recipe(**mapping: int) -> Config:
+        moe = {"aux_kind": "global_batch", "aux_loss": 0.5}
+        return tiny(moe=moe, train={"global_batch_size": 8}, **mapping)
+
+    same = [
+        _aux_and_norm(pool, recipe(**mapping))
+        for mapping in (
+            {"world_size": 2},
+            {"world_size": 4, "tp": 2, "ep": 4},
+            {"world_size": 4, "cp": 2, "etp": 2},
+            {"world_size": 4, "pp": 2},
+        )
+    ]
+    assert same[1:] == [pytest.approx(same[0], rel=TOLERANCE)] * 3
+    # All of the batch at once: the loss of the whole batch, without a prefix.
+    others = [_aux_and_norm(pool, recipe(world_size=dp)) for dp in (1, 4)]
+    assert all(abs(other[0] - same[0][0]) > 1e-6 for other in others)
+
+
+def test_the_loss_of_each_sample_does_not_depend_on_the_cut_into_micro_batches(pool):
+    def recipe(size: int, kind: str) -> Config:
+        train = {"global_batch_size": 8, "micro_batch_size": size}
+        return tiny(moe={"aux_kind": kind, "aux_loss": 0.5}, train=train)
+
+    one, four = (_aux_and_norm(pool, recipe(size, "sequence")) for size in (1, 4))
+    assert four == pytest.approx(one, rel=TOLERANCE)
+    of_micro_batch = [_aux_and_norm(pool, recipe(size, "micro_batch"))[0] for size in (1, 4)]
+    assert of_micro_batch[0] == pytest.approx(one[0], rel=TOLERANCE)
+    assert abs(of_micro_batch[1] - one[0]) > 1e-6
+
+
+def _run_with_counts_of_one_scope(cfg: Config) -> MappingRecord:
+    """As if the global-batch loss knew the micro-batch of its own data-parallel rank alone."""
+    from moefold.moe.dispatch import GroupScope
+
+    GroupScope.sum_parallel = GroupScope.sum
+    return run_mapping(cfg, STEPS)
+
+
+def _run_with_shifted_noise(cfg: Config) -> MappingRecord:
+    """As if the noise of a token depended on its place on the rank."""
+    from moefold.moe import router
+
+    whole = router.uniform_noise
+    router.uniform_noise = lambda seed, step, samples, positions, width: whole(
+        seed, step, samples, positions - positions[0], width
+    )
+    return run_mapping(cfg, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken", "named"),
+    [("global batch", _run_with_counts_of_one_scope, "aux_loss"), ("jitter", _run_with_shifted_noise, "router")],
+)
+def test_a_broken_rule_is_noticed_and_named(pool, kind, broken, named):
+    cfg = _recipe(kind, {"world_size": 4, "tp": 2, "ep": 2})
+    found = [d for d in differences(_oracle(cfg), pool.run(4, broken, cfg)) if d.error > 1e-6]
+    assert any(named in d.name for d in found), found[:5]
