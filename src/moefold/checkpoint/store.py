@@ -114,20 +114,37 @@ def load_checkpoint(
         ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
     """
     meta = read_meta(path)
-    state = _state(parameters, buffers, optimizer)
+    _load(path, _state(parameters, buffers, optimizer))
+    set_step_count(optimizer, meta.step)
+    return meta
+
+
+def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+    """Read weights and buffers alone, in the type of the parameters they go to; collective over all ranks.
+
+    Raises:
+        ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
+    """
+    read_meta(path)
+    _load(path, _weights(parameters, buffers))
+
+
+def _load(path: Path, state: dict[str, Tensor]) -> None:
     with _explained(f"checkpoint {str(path)!r} cannot be read"):
         _refuse_incomplete(path, state)
         dcp.load(state, checkpoint_id=path)
-    set_step_count(optimizer, meta.step)
-    return meta
 
 
 def _state(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
+    moments = {f"optimizer.{name}": moment for name, moment in named_moments(optimizer, parameters).items()}
+    return _weights(parameters, buffers) | moments
+
+
+def _weights(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weights = {f"model.{name}": parameter.data for name, parameter in parameters.items()}
-    weights |= {f"model.{name}": buffer for name, buffer in buffers.items()}
-    return weights | {f"optimizer.{name}": moment for name, moment in named_moments(optimizer, parameters).items()}
+    return weights | {f"model.{name}": buffer for name, buffer in buffers.items()}
 
 
 def _refuse_incomplete(path: Path, state: Mapping[str, Tensor]) -> None:

@@ -19,6 +19,8 @@ COMMANDS = {
     "layout": "show how attention and experts fold over the same ranks",
     "verify": "prove on CPU that a recipe's mapping computes what one process computes",
     "inspect": "show how evenly the experts of a run were used",
+    "eval": "mean cross-entropy of a model over a file of tokens or text",
+    "generate": "continue a text with a model",
     "bench": "measure the training step against a plain implementation",
 }
 

@@ -11,7 +11,7 @@ from moefold.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of the positions of some tokens, each [S, 1, 1, rotated dims]."""
+    """Cosines and sines of the positions of some tokens, each [S, 1 or B, 1, rotated dims]."""
 
     cos: Tensor
     sin: Tensor
@@ -30,11 +30,12 @@ def rotation(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotatio
 
     Args:
         cfg: sizes, base and scaling.
-        positions: int64 [S], counted from the start of the sample.
+        positions: counted from the start of the sample, int64 [S], or [S, B] where they differ between samples.
         dtype: type of the result; angles are computed in float64.
     """
-    angles = positions.to(torch.float64).outer(frequencies(cfg).to(positions.device))
-    angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
+    positions = positions.unsqueeze(1) if positions.dim() == 1 else positions
+    angles = positions.to(torch.float64).unsqueeze(-1) * frequencies(cfg).to(positions.device)
+    angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
     return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
 

@@ -100,6 +100,26 @@ def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
     return out
 
 
+def broadcast(x: Tensor, group: Group, source: int) -> Tensor:
+    """The tensor of member `source` on every member; `x` says shape and type elsewhere. No gradient."""
+    x = x.detach().contiguous()
+    if group.size > 1:
+        dist.broadcast(x, group.ranks[source], group=group.handle)
+    return x
+
+
+def start_send(x: Tensor, group: Group, member: int) -> dist.Work | None:
+    """Begin to send a tensor to a member; leave it alone until the work is done. None where there is nothing in it."""
+    return dist.isend(x, group.ranks[member], group=group.handle) if x.numel() else None
+
+
+def receive(x: Tensor, group: Group, member: int) -> Tensor:
+    """Fill a tensor with what a member sends; waits for it. Without elements nothing is sent."""
+    if x.numel():
+        dist.recv(x, group.ranks[member], group=group.handle)
+    return x
+
+
 def _gather(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     _all_gather(out, x.contiguous(), group=group.handle)

@@ -1,0 +1,114 @@
+"""The model that a path stands for: a checkpoint, a run, or a Hugging Face folder. Torch-free."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from moefold.checkpoint.folder import META_FILE, checkpoint_folder, complete_checkpoints, model_sizes, read_meta
+from moefold.config.load import config_from_dict
+from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig
+from moefold.data.path import existing_path
+from moefold.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights on disk, and all that must be known to compute with them."""
+
+    path: Path
+    """The step folder of a checkpoint."""
+    kind: Literal["checkpoint"]
+    model: ModelConfig
+    moe: MoEConfig
+    """How the run routed; the default where the run is not known."""
+    data: DataConfig
+    """Of this only what says which tokenizer it is."""
+    dtype: Literal["bfloat16", "float32", "float64"]
+    """Type that the weights are stored in."""
+
+
+def find_source(name: str) -> Source:
+    """Look at what a path holds; reads descriptions only, no tensor.
+
+    Args:
+        name: a checkpoint (`step-000100`), a folder of checkpoints or a run folder, of which the newest complete one
+            is taken.
+
+    Raises:
+        ConfigError: there is nothing, or nothing complete, or it is of a version that this one cannot read.
+    """
+    path = existing_path("MODEL", name)
+    if not path.is_dir():
+        raise ConfigError(f"MODEL={name!r} is a file; name a checkpoint, a run folder or a Hugging Face folder")
+    if (path / META_FILE).is_file():
+        return _checkpoint(path)
+    steps = complete_checkpoints(path) or complete_checkpoints(path / "checkpoints") or _moved_checkpoints(path)
+    if steps:
+        return _checkpoint(steps[-1])
+    raise ConfigError(
+        f"MODEL={name!r} holds no model: no {META_FILE} (a checkpoint) and no complete step-* folder (a run, or its "
+        "checkpoints); name a folder that does"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file; empty if there is no such file.
+
+    Raises:
+        ConfigError: the file is no JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not readable JSON ({error}); mend it or copy it anew") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no JSON object; mend it or copy it anew")
+    return content
+
+
+def _checkpoint(path: Path) -> Source:
+    meta = read_meta(path)
+    sizes = {key: value for key, value in meta.model.items() if key != "layer_kinds"}
+    data = {key: value for key, value in meta.order.items() if key not in ("seed", "seq_len")}
+    cfg = _parse({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
+    run = _run_of(path, cfg.model)
+    moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")
+    is_wide = run is not None and run.run.dtype == "float64"
+    return Source(path, "checkpoint", cfg.model, moe, cfg.data, "float64" if is_wide else "float32")
+
+
+def _run_of(path: Path, model: ModelConfig) -> Config | None:
+    """The settings of the run that wrote a checkpoint, if they lie above it and are of this model."""
+    for folder in (path.parent.parent, path.parent):
+        tree = read_json(folder / CONFIG_FILE)
+        if "model" in tree and "run" in tree:
+            cfg = _parse(tree, folder / CONFIG_FILE)
+            if _computes(cfg.model) == _computes(model):
+                return cfg
+    return None
+
+
+def _computes(model: ModelConfig) -> dict[str, Any]:
+    free = ("preset", "layer_pattern", "init_std")
+    return {key: value for key, value in model_sizes(model).items() if key not in free}
+
+
+def _moved_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints of a run folder that keeps them elsewhere (checkpoint.dir)."""
+    tree = read_json(path / CONFIG_FILE)
+    if "checkpoint" not in tree or "run" not in tree:
+        return []
+    return complete_checkpoints(checkpoint_folder(_parse(tree, path / CONFIG_FILE)))
+
+
+def _parse(tree: Mapping[str, Any], file: Path) -> Config:
+    try:
+        return config_from_dict(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{file} is of another version of moefold: {error}") from error
