@@ -57,7 +57,8 @@ def test_version(capsys):
         ("trian", "moefold: error: unknown command 'trian'; did you mean 'train'?\n"),
         (
             "zzz",
-            "moefold: error: unknown command 'zzz'; the commands are train, layout, verify, inspect, eval, generate, bench\n",
+            "moefold: error: unknown command 'zzz'; the commands are train, layout, verify, inspect, eval, generate, "
+            "bench\n",
         ),
     ],
 )
