@@ -8,9 +8,10 @@ from moefold.cli.one_voice import one_voice
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
 
-EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints, or a run folder: of those
-the newest complete checkpoint is taken. The file is cut into sequences of S tokens, one after another, and every
-token but the first of each is predicted. Tokens behind the last whole sequence are left out, unless --keep-tail.
+EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
+the newest complete one is taken, or a Hugging Face folder. The file is cut into sequences of S tokens, one after
+another, and every token but the first of each is predicted. Tokens behind the last whole sequence are left out,
+unless --keep-tail.
 
 Overrides are parallel.tp, cp, pp, ep, etp, world_size (by default as many ranks as the others need), order, moe_order,
 dispatcher, context; and moe.eval_capacity_factor, drop_policy, drop_scope: without them no token is dropped.
@@ -61,7 +62,7 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
     else:
         name = f"--text {str(arguments.text)!r}"
         text = read_text(arguments.text, "--text")
-        ids = encode_text(open_tokenizer(source, arguments.tokenizer), text, name)
+        ids = encode_text(source, open_tokenizer(source, arguments.tokenizer), text, name)
     check_row(TokenRow(ids, arguments.seq_len, arguments.keep_tail), source.model.vocab_size, name)
 
     # torch takes seconds to import: everything above answers without it.
@@ -104,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="checkpoint, folder of checkpoints or run folder")
+    parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="the mapping; see below")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--tokens", type=Path, metavar="FILE.npy", help="ids, one row of integers")

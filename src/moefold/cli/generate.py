@@ -11,10 +11,11 @@ from moefold.cli.one_voice import one_voice
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
 
-EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints, or a run folder: of those
-the newest complete checkpoint is taken. Without a PROMPT, standard input is one, without its last newline. One prompt
-streams its continuation to standard output; several are continued together and printed when all are done. Words of
-the form parallel.KEY=N are the mapping: tp, pp, ep, etp, world_size (by default as many ranks as the others need).
+EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
+the newest complete one is taken, or a Hugging Face folder. Without a PROMPT, standard input is one, without its last
+newline. One prompt streams its continuation to standard output; several are continued together and printed when all
+are done. Words of the form parallel.KEY=N are the mapping: tp, pp, ep, etp, world_size (by default as many ranks as the
+others need).
 
 examples:
   moefold generate runs/quickstart "The for statement" --max-tokens 200 --temperature 0.8 --top-p 0.95
@@ -60,7 +61,7 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
         check_world_size(place, cfg.parallel.world_size)
     tokenizer = open_tokenizer(source, arguments.tokenizer)
     prompts = tuple(word for word in arguments.words if not OVERRIDE.fullmatch(word)) or (_read_prompt(place),)
-    ids = encode_prompts(tokenizer, prompts)
+    ids = encode_prompts(source, tokenizer, prompts)
     longest = max(map(len, ids)) + arguments.max_tokens
     cfg = inference_config(source, replace(wish, seq_len=longest, batch_size=len(prompts)), "generate")
 
@@ -107,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="checkpoint, folder of checkpoints or run folder")
+    parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("words", nargs="*", metavar="PROMPT", help="text to continue; parallel.KEY=N sets the mapping")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most new tokens of a prompt (128)")
     parser.add_argument(

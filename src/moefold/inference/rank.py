@@ -16,7 +16,7 @@ from moefold.inference.generate import Continuation, generate
 from moefold.inference.opening import open_model
 from moefold.inference.sampling import Sampling
 from moefold.inference.source import Source
-from moefold.inference.text import TextStream
+from moefold.inference.text import TextStream, open_tokenizer
 from moefold.inference.token_row import TokenRow, open_ids
 from moefold.launch.failure import FailingRank
 from moefold.launch.place import Place
@@ -73,6 +73,7 @@ class GenerateJob:
     source: Source
     cfg: Config
     tokenizer: str
+    """"bytes" or a path that wins over what the source says; "" takes that."""
     prompts: tuple[str, ...]
     ids: tuple[tuple[int, ...], ...]
     """The prompts as ids."""
@@ -85,8 +86,9 @@ class GenerateJob:
 def generate_rank(job: GenerateJob, place: Place, device_type: str) -> int:
     """Join the job, generate, print on the first rank; returns the exit status."""
     with FailingRank(place, lambda: False), joined(place, device_type) as device:
-        opened = open_model(job.source, job.cfg, device, job.tokenizer)
-        stream = TextStream(opened.tokenizer)
+        tokenizer = open_tokenizer(job.source, job.tokenizer)
+        opened = open_model(job.source, job.cfg, device, tokenizer)
+        stream = TextStream(tokenizer)
         streams = place.rank == 0 and len(job.ids) == 1 and not job.as_json
         found = generate(
             opened.model,
@@ -99,7 +101,7 @@ def generate_rank(job: GenerateJob, place: Place, device_type: str) -> int:
         if streams:
             print(stream.finish(), flush=True)
         elif place.rank == 0:
-            _print_continuations(job, found, opened.tokenizer)
+            _print_continuations(job, found, tokenizer)
     return 0
 
 

@@ -6,9 +6,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moefold.checkpoint.folder import META_FILE, checkpoint_folder, complete_checkpoints, model_sizes, read_meta
+from moefold.checkpoint.folder import (
+    META_FILE,
+    checkpoint_folder,
+    complete_checkpoints,
+    model_differences,
+    model_sizes,
+    read_meta,
+)
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig
+from moefold.convert.hf_config import is_hf_folder, model_of, read_hf_config
 from moefold.data.path import existing_path
 from moefold.errors import ConfigError
 
@@ -20,15 +28,17 @@ class Source:
     """Weights on disk, and all that must be known to compute with them."""
 
     path: Path
-    """The step folder of a checkpoint."""
-    kind: Literal["checkpoint"]
+    """The step folder of a checkpoint, or a Hugging Face folder."""
+    kind: Literal["checkpoint", "huggingface"]
     model: ModelConfig
     moe: MoEConfig
     """How the run routed; the default where the run is not known."""
     data: DataConfig
     """Of this only what says which tokenizer it is."""
     dtype: Literal["bfloat16", "float32", "float64"]
-    """Type that the weights are stored in."""
+    """Type that the weights are stored in; float32 for one that is none of these."""
+    eos_ids: frozenset[int] = frozenset()
+    """Ids that a Hugging Face folder says end a text."""
 
 
 def find_source(name: str) -> Source:
@@ -36,7 +46,7 @@ def find_source(name: str) -> Source:
 
     Args:
         name: a checkpoint (`step-000100`), a folder of checkpoints or a run folder, of which the newest complete one
-            is taken.
+            is taken; or a Hugging Face folder.
 
     Raises:
         ConfigError: there is nothing, or nothing complete, or it is of a version that this one cannot read.
@@ -49,9 +59,11 @@ def find_source(name: str) -> Source:
     steps = complete_checkpoints(path) or complete_checkpoints(path / "checkpoints") or _moved_checkpoints(path)
     if steps:
         return _checkpoint(steps[-1])
+    if is_hf_folder(path):
+        return _hf_folder(path)
     raise ConfigError(
-        f"MODEL={name!r} holds no model: no {META_FILE} (a checkpoint) and no complete step-* folder (a run, or its "
-        "checkpoints); name a folder that does"
+        f"MODEL={name!r} holds no model: no {META_FILE} (a checkpoint), no complete step-* folder (a run, or its "
+        f"checkpoints) and no {CONFIG_FILE} with a model_type (a Hugging Face folder); name a folder that does"
     )
 
 
@@ -83,20 +95,32 @@ def _checkpoint(path: Path) -> Source:
     return Source(path, "checkpoint", cfg.model, moe, cfg.data, "float64" if is_wide else "float32")
 
 
+def _hf_folder(path: Path) -> Source:
+    keys = read_hf_config(path)
+    stored = keys.get("dtype", keys.get("torch_dtype"))
+    data = DataConfig(kind="text", tokenizer=str(path / "tokenizer.json"))
+    generation = read_json(path / "generation_config.json")
+    eos = generation.get("eos_token_id", keys.get("eos_token_id"))
+    return Source(
+        path,
+        "huggingface",
+        model_of(keys, path),
+        MoEConfig(),
+        data,
+        stored if stored in ("bfloat16", "float64") else "float32",
+        frozenset(number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int)),
+    )
+
+
 def _run_of(path: Path, model: ModelConfig) -> Config | None:
     """The settings of the run that wrote a checkpoint, if they lie above it and are of this model."""
     for folder in (path.parent.parent, path.parent):
         tree = read_json(folder / CONFIG_FILE)
         if "model" in tree and "run" in tree:
             cfg = _parse(tree, folder / CONFIG_FILE)
-            if _computes(cfg.model) == _computes(model):
+            if not model_differences(model_sizes(model), cfg.model):
                 return cfg
     return None
-
-
-def _computes(model: ModelConfig) -> dict[str, Any]:
-    free = ("preset", "layer_pattern", "init_std")
-    return {key: value for key, value in model_sizes(model).items() if key not in free}
 
 
 def _moved_checkpoints(path: Path) -> list[Path]:

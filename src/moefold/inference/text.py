@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from moefold.config.schema import DataConfig
-from moefold.data.tokenizer import Tokenizer, load_tokenizer
+from moefold.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.source import Source
 
@@ -24,17 +24,27 @@ def open_tokenizer(source: Source, wish: str = "") -> Tokenizer:
     Raises:
         ConfigError: it is missing or broken, or has more ids than the model has rows.
     """
+    if source.kind == "huggingface" and not wish and not Path(source.data.tokenizer).exists():
+        raise ConfigError(
+            f"{str(source.path)!r} has no tokenizer.json, so it knows no text; name one with --tokenizer, "
+            "or evaluate ids with --tokens"
+        )
     if wish:
         return load_tokenizer(DataConfig(kind="text", tokenizer=wish), vocab_size=source.model.vocab_size)
     return load_tokenizer(source.data, vocab_size=source.model.vocab_size)
 
 
-def encode_text(tokenizer: Tokenizer, text: str, what: str) -> np.ndarray:
-    """The ids of a text, int64 [tokens].
+def encode_text(source: Source, tokenizer: Tokenizer, text: str, what: str) -> np.ndarray:
+    """The ids of a text, int64 [tokens], as the model has seen texts begin.
+
+    A Hugging Face folder's tokenizer says what stands before a text (a begin-of-text id, say); our training puts
+    nothing there.
 
     Raises:
         ConfigError: the tokenizer knows numbers only, and the text is something else.
     """
+    if source.kind == "huggingface" and isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.encode_start(text)
     try:
         return tokenizer.encode(text)
     except ValueError as error:
@@ -44,22 +54,23 @@ def encode_text(tokenizer: Tokenizer, text: str, what: str) -> np.ndarray:
         ) from error
 
 
-def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def encode_prompts(source: Source, tokenizer: Tokenizer, prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """The ids of each prompt; of an empty one the id that stands between documents.
 
     Raises:
         ConfigError: a prompt is empty and the tokenizer has no such id, or it cannot be tokenised.
     """
     start = () if tokenizer.separator_id is None else (tokenizer.separator_id,)
-    found = tuple(tuple(encode_text(tokenizer, prompt, "the prompt").tolist()) or start for prompt in prompts)
+    found = tuple(tuple(encode_text(source, tokenizer, text, "the prompt").tolist()) or start for text in prompts)
     if not all(found):
         raise ConfigError("the prompt is empty, and the tokenizer has no token to start from; give at least a word")
     return found
 
 
 def end_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a text."""
-    return frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
+    """The tokens that end a text: those that the folder names, else what stands between documents."""
+    separator = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
+    return source.eos_ids or separator
 
 
 def read_text(path: Path, option: str) -> str:
