@@ -58,7 +58,7 @@ def test_version(capsys):
         (
             "zzz",
             "moefold: error: unknown command 'zzz'; the commands are train, layout, verify, inspect, eval, generate, "
-            "bench\n",
+            "lm_eval, bench\n",
         ),
     ],
 )

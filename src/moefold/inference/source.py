@@ -21,6 +21,8 @@ from moefold.data.path import existing_path
 from moefold.errors import ConfigError
 
 CONFIG_FILE = "config.json"
+DEFAULT_CONTEXT = 2048
+"""Where nothing says for how long a text a model is made."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Source:
     """Of this only what says which tokenizer it is."""
     dtype: Literal["bfloat16", "float32", "float64"]
     """Type that the weights are stored in; float32 for one that is none of these."""
+    context: int
+    """Tokens of the longest text that the model is made for: what it was trained on, or the folder says."""
     eos_ids: frozenset[int] = frozenset()
     """Ids that a Hugging Face folder says end a text."""
 
@@ -92,7 +96,8 @@ def _checkpoint(path: Path) -> Source:
     run = _run_of(path, cfg.model)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")
     is_wide = run is not None and run.run.dtype == "float64"
-    return Source(path, "checkpoint", cfg.model, moe, cfg.data, "float64" if is_wide else "float32")
+    dtype: Literal["float64", "float32"] = "float64" if is_wide else "float32"
+    return Source(path, "checkpoint", cfg.model, moe, cfg.data, dtype, int(meta.order.get("seq_len", DEFAULT_CONTEXT)))
 
 
 def _hf_folder(path: Path) -> Source:
@@ -108,6 +113,7 @@ def _hf_folder(path: Path) -> Source:
         MoEConfig(),
         data,
         stored if stored in ("bfloat16", "float64") else "float32",
+        int(keys.get("max_position_embeddings", DEFAULT_CONTEXT)),
         frozenset(number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int)),
     )
 

@@ -5,13 +5,15 @@ its ranks: the adjoint of all-gather is reduce-scatter (sum), and the other way 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moefold.parallel.groups import Group
+
+T = TypeVar("T")
 
 # torch 2.13 renamed the *_tensor collectives and warns about the old names, which 2.11 alone has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -106,6 +108,14 @@ def broadcast(x: Tensor, group: Group, source: int) -> Tensor:
     if group.size > 1:
         dist.broadcast(x, group.ranks[source], group=group.handle)
     return x
+
+
+def broadcast_object(value: T, group: Group, source: int) -> T:
+    """What member `source` gives, on every member; anything that can be pickled."""
+    held = [value]
+    if group.size > 1:
+        dist.broadcast_object_list(held, src=group.ranks[source], group=group.handle)
+    return held[0]
 
 
 def start_send(x: Tensor, group: Group, member: int) -> dist.Work | None:
