@@ -4,6 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from moefold.cli.compute_options import add_compute_options
 from moefold.cli.one_voice import one_voice
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
@@ -120,11 +121,3 @@ def _parser() -> argparse.ArgumentParser:
     add_compute_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object: loss, perplexity, tokens")
     return parser
-
-
-def add_compute_options(parser: argparse.ArgumentParser) -> None:
-    """Add what evaluation and generation have in common."""
-    parser.add_argument(
-        "--dtype", default="auto", help="float32, bfloat16, float64, or auto: the type of the stored weights (auto)"
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one (auto)")

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-from moefold.cli.eval import add_compute_options
+from moefold.cli.compute_options import add_compute_options
 from moefold.cli.one_voice import one_voice
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
