@@ -12,6 +12,7 @@ pytest.importorskip("lm_eval", reason="lm-eval comes with the extra `eval`")
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 from lm_eval.api.instance import Instance
 
+from moefold.errors import ConfigError
 from moefold.inference.lm_eval_model import MoefoldLM
 from moefold.inference.sampling import Sampling
 from moefold.inference.scoring import CommandedModel, GenerateOrder
@@ -159,3 +160,34 @@ def test_a_task_of_lm_eval_runs_on_two_ranks(folder, tmp_path):
     (results,) = (tmp_path / "out").rglob("results*.json")
     accuracy = json.loads(results.read_text())["results"]["tiny_choice"]["acc,none"]
     assert math.isclose(accuracy, 1.0)
+
+
+def test_importing_the_module_makes_the_model_known(folder):
+    from lm_eval.api.registry import get_model
+
+    import moefold.lm_eval
+
+    assert get_model("moefold") is moefold.lm_eval.MoefoldLM
+    made = get_model("moefold").create_from_arg_string(
+        f"path={folder},batch_size=3", {"batch_size": 1, "device": "cuda:0", "max_batch_size": None}
+    )
+    assert made._settings.batch_size == 3
+    made.close()
+
+
+def test_ranks_that_lm_eval_cannot_start_are_refused(folder):
+    with pytest.raises(ConfigError, match="asks for 2 ranks, and lm-eval is one process; `moefold lm_eval"):
+        MoefoldLM(path=str(folder), tp=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_gen_toks": 12}, "asks for 12 new tokens, and the model takes 12 in all"),
+        ({"num_beams": 4}, "generation argument num_beams= is unknown"),
+        ({"temperature": -1.0, "do_sample": True}, "--temperature -1 must be at least 0"),
+    ],
+)
+def test_generation_that_cannot_be_is_refused(lm, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        lm.generate_until([instance("generate_until", "the", arguments)])
