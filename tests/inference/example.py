@@ -60,11 +60,13 @@ def theirs(cfg: Config, family: str) -> Any:
     return model
 
 
-def opened(path: Path, purpose: Purpose, mapping: dict[str, int], seq_len: int, batch_size: int) -> OpenModel:
-    """Open a model under a mapping; collective over the ranks of the process group."""
+def opened(path: Path, purpose: Purpose, mapping: dict[str, Any], seq_len: int, batch_size: int) -> OpenModel:
+    """Open a model under a mapping, with "dtype" among its keys if it matters; collective over the process group."""
+    mapping = dict(mapping)
+    dtype = str(mapping.pop("dtype", "auto"))
     overrides = tuple(f"{'' if '.' in key else 'parallel.'}{key}={value}" for key, value in mapping.items())
     source = find_source(str(path))
-    wish = Wish(overrides=overrides, device="cpu", seq_len=seq_len, batch_size=batch_size)
+    wish = Wish(overrides=overrides, dtype=dtype, device="cpu", seq_len=seq_len, batch_size=batch_size)
     return open_model(source, inference_config(source, wish, purpose), CPU)
 
 

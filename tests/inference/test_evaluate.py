@@ -76,6 +76,17 @@ def test_a_kept_tail_is_one_more_shorter_sequence(pool, mixtral, mapping):
     assert found.loss == pytest.approx((whole.loss * whole.tokens + float(loss) * 4) / found.tokens, rel=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-6), ("bfloat16", 1e-2)])
+def test_another_type_than_that_of_the_weights(pool, mixtral, dtype, tolerance):
+    ids = row_of_ids(7 * S)
+    mapping = {"world_size": 2, "tp": 2, "ep": 2}
+    single, found = (
+        pool.run(2, run_evaluation, mixtral, mapping | more, ids, False, None)[0] for more in ({}, {"dtype": dtype})
+    )
+    assert found.loss == pytest.approx(single.loss, rel=tolerance)
+    assert found.loss != single.loss
+
+
 def test_tokens_are_dropped_only_if_asked(pool, mixtral):
     ids = row_of_ids(7 * S)
     plain = pool.run(1, run_evaluation, mixtral, {}, ids, False, None)[0]

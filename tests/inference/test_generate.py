@@ -75,7 +75,7 @@ def test_logits_with_a_cache_equal_those_of_the_whole_text(pool, mixtral, mappin
         torch.testing.assert_close(found, logits[:, ends].transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS, ids=name)
+@pytest.mark.parametrize("mapping", MAPPINGS[:2], ids=name)
 def test_greedy_tokens_equal_those_of_transformers(pool, mixtral, mapping):
     model = theirs(recipe("mixtral", Path("unused")), "mixtral")
     for rank in pool.run(mapping.get("world_size", 1), run_generation, mixtral, mapping, GREEDY):
@@ -103,7 +103,7 @@ def test_draws_are_the_same_under_every_mapping_and_others_for_another_seed(pool
     assert tokens[2] != tokens[0]
 
 
-@pytest.mark.parametrize("mapping", [MAPPINGS[0], MAPPINGS[4]], ids=name)
+@pytest.mark.parametrize("mapping", [MAPPINGS[0], MAPPINGS[3]], ids=name)
 def test_an_end_of_text_ends_its_sample_alone(pool, mixtral, mapping):
     whole = pool.run(1, run_generation, mixtral, {}, GREEDY)[0]
     eos = whole[0].tokens[4]

@@ -101,8 +101,8 @@ def _check_logits(arguments: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moefold eval",
-        description="Mean cross-entropy and perplexity of a model over a file. Starts the ranks itself on one machine; "
-        "joins them under torchrun or srun.",
+        description="Mean cross-entropy and perplexity of a model over a file. Starts the ranks itself on one\n"
+        "machine; joins them under torchrun or srun.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

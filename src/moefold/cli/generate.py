@@ -103,7 +103,7 @@ def _read_prompt(place: Place | None) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moefold generate",
-        description="Continue a text, token by token. Starts the ranks itself on one machine; joins them under "
+        description="Continue a text, token by token. Starts the ranks itself on one machine; joins them under\n"
         "torchrun or srun.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -90,19 +91,28 @@ def generate_rank(job: GenerateJob, place: Place, device_type: str) -> int:
         opened = open_model(job.source, job.cfg, device, tokenizer)
         stream = TextStream(tokenizer)
         streams = place.rank == 0 and len(job.ids) == 1 and not job.as_json
+        show = print if place.world_size == 1 else _print_while_read
         found = generate(
             opened.model,
             job.ids,
             job.max_tokens,
             job.sampling,
             eos_ids=job.eos_ids,
-            watch=lambda _, token: print(stream.push(token), end="", flush=True) if streams else None,
+            watch=lambda _, token: show(stream.push(token), end="", flush=True) if streams else None,
         )
         if streams:
-            print(stream.finish(), flush=True)
+            show(stream.finish(), flush=True)
         elif place.rank == 0:
             _print_continuations(job, found, tokenizer)
     return 0
+
+
+def _print_while_read(text: str, *, end: str = "\n", flush: bool = False) -> None:
+    """Print; once the reader has gone (`| head`), into the void: the other ranks count on this one to go on."""
+    try:
+        print(text, end=end, flush=flush)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_continuations(job: GenerateJob, found: list[Continuation], tokenizer: Tokenizer) -> None:
