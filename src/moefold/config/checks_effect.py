@@ -157,6 +157,18 @@ IDLE = (
         "checkpoint.every=0 saves nothing",
         "set checkpoint.every",
     ),
+    Idle(
+        "checkpoint.keep_every",
+        lambda cfg: cfg.checkpoint.keep == 0,
+        "checkpoint.keep=0 keeps all",
+        "set checkpoint.keep",
+    ),
+    Idle(
+        "checkpoint.verify",
+        lambda cfg: cfg.checkpoint.resume == "never",
+        "checkpoint.resume='never' reads none",
+        "choose checkpoint.resume='auto'",
+    ),
 )
 
 

@@ -289,6 +289,10 @@ class CheckpointConfig:
     """Save every so many steps and after the last; 0 never."""
     keep: int = 0
     """Complete checkpoints to keep, newest first; 0 keeps all."""
+    keep_every: int = 0
+    """Keep those of every so many steps too, whatever `keep` says; 0 for none."""
+    verify: bool = True
+    """Before a resume compare every file with the hash that was taken when it was written; else its size alone."""
     resume: str = "auto"
     """auto: the newest complete checkpoint of dir, if any. never: start anew. Else the path of a checkpoint."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from moefold.checkpoint.folder import sample_order
-from moefold.checkpoint.store import agree_on_resume, load_checkpoint, save_checkpoint
+from moefold.checkpoint.store import Resume, agree_on_resume, load_checkpoint, save_checkpoint
 from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.data import open_dataset
@@ -73,11 +73,11 @@ class Trainer:
                 report.end(status, self._step)
         return status
 
-    def _resume(self) -> Path | None:
+    def _resume(self) -> Resume:
         resume = agree_on_resume(self._cfg)
-        if resume is not None:
+        if resume.path is not None:
             training = self._training
-            meta = load_checkpoint(resume, training.parameters, training.buffers, training.optimizer)
+            meta = load_checkpoint(resume.path, training.parameters, training.buffers, training.optimizer)
             self._step, self._tokens = meta.step, meta.tokens
             # A checkpoint that was named may be continued on other data, from its start.
             self._samples = meta.samples if meta.order == sample_order(self._cfg) else 0
@@ -145,7 +145,7 @@ class Trainer:
 class _Report:
     """The run folder and the progress line, on the one rank that keeps them."""
 
-    def __init__(self, cfg: Config, first_step: int, resume: Path | None, note: str) -> None:
+    def __init__(self, cfg: Config, first_step: int, resume: Resume, note: str) -> None:
         self._cfg = cfg
         self._dir = Path(cfg.run.dir)
         self._first_step = first_step
@@ -167,8 +167,10 @@ class _Report:
             self._progress = stack.enter_context(Progress(cfg.run.steps, self._first_step, sys.stdout))
             if self._note:
                 self._progress.message(self._note)
-            if self._resume is not None:
-                self._progress.message(f"resumed from {self._resume} at step {done}{_repeats(writer.removed_lines)}")
+            for skipped in self._resume.skipped:
+                self._progress.message(f"skipped a damaged checkpoint, {skipped}")
+            if (path := self._resume.path) is not None:
+                self._progress.message(f"resumed from {path} at step {done}{_repeats(writer.removed_lines)}")
             self._stack = stack.pop_all()
         return self
 
