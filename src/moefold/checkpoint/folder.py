@@ -80,6 +80,31 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(complete, key=step_of)
 
 
+def locate_folder(path: Path) -> Path:
+    """The folder of checkpoints that a user means: it itself, or that of a run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{str(path)!r} does not exist; name a run, or a folder of checkpoints")
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def locate_checkpoint(path: Path) -> Path:
+    """The checkpoint that a user means: it itself, or the newest complete one of a run or of a folder of them.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (path / META_FILE).is_file():
+        return path
+    complete = complete_checkpoints(locate_folder(path))
+    if not complete:
+        raise ConfigError(f"{str(path)!r} is no complete checkpoint and holds none; name one, or a run that saved some")
+    return complete[-1]
+
+
 def write_meta(path: Path, meta: CheckpointMeta) -> None:
     """Write the description into a checkpoint folder."""
     (path / META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")

@@ -116,7 +116,7 @@ def save_checkpoint(
     """
     folder = checkpoint_folder(cfg)
     draft, final = draft_path(folder, step), step_path(folder, step)
-    with _explained(f"the checkpoint of step {step} cannot be written to {str(folder)!r}"):
+    with explained(f"the checkpoint of step {step} cannot be written to {str(folder)!r}"):
         if is_first_rank:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
@@ -161,7 +161,7 @@ def load_checkpoint(
     """
     meta = read_meta(path)
     state = _state(parameters, buffers, optimizer)
-    with _explained(f"checkpoint {str(path)!r} cannot be read"):
+    with explained(f"checkpoint {str(path)!r} cannot be read"):
         _refuse_incomplete(path, state)
         dcp.load(state, storage_reader=SafeReader(path))
     set_step_count(optimizer, meta.step)
@@ -231,7 +231,7 @@ def _some(faults: list[str]) -> str:
 
 
 @contextmanager
-def _explained(failure: str) -> Iterator[None]:
+def explained(failure: str) -> Iterator[None]:
     """Turn what a disk or a broken file raises into the user's error."""
     try:
         yield
