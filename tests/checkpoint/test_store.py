@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from moefold.checkpoint.folder import FORMAT, CheckpointMeta, model_sizes, sample_order, step_path, write_meta
+from moefold.checkpoint.folder import FORMAT, CheckpointMeta, Position, model_sizes, sample_order, step_path, write_meta
 from moefold.checkpoint.manifest import MANIFEST_FILE, record_file, write_manifest
-from moefold.checkpoint.store import agree_on_resume, load_checkpoint, save_checkpoint
+from moefold.checkpoint.store import agree_on_resume, checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.config.checks import check_config
 from moefold.config.schema import CheckpointConfig, Config, RunConfig
 from moefold.errors import ConfigError
@@ -44,16 +43,8 @@ def _training(cfg: Config) -> TrainingStep:
 def _save(cfg: Config, steps: list[int]) -> None:
     training = _training(cfg)
     for step in steps:
-        save_checkpoint(
-            cfg,
-            training.parameters,
-            training.buffers,
-            training.optimizer,
-            step=step,
-            samples=4 * step,
-            tokens=64 * step,
-            is_first_rank=dist.get_rank() == 0,
-        )
+        state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
+        write_checkpoint(cfg, state, Position(step=step, samples=4 * step, tokens=64 * step))
 
 
 def _save_broken(cfg: Config, lacks: str, cuts: str) -> None:

@@ -25,15 +25,22 @@ _MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_so
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointMeta:
-    """What a checkpoint says of itself beside the tensors."""
+class Position:
+    """How far a run has come."""
 
-    format: int
     step: int
+    """Optimizer steps done."""
     samples: int
     """Samples taken from the training data so far."""
     tokens: int
     """Tokens trained on so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMeta(Position):
+    """What a checkpoint says of itself beside the tensors."""
+
+    format: int
     order: dict[str, Any]
     """What decides which text a sample number means: `sample_order`."""
     model: dict[str, Any]

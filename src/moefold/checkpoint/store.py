@@ -19,6 +19,7 @@ from moefold.checkpoint.folder import (
     FORMAT,
     META_FILE,
     CheckpointMeta,
+    Position,
     candidate,
     checkpoint_folder,
     draft_path,
@@ -93,20 +94,18 @@ def agree_on_resume(cfg: Config) -> Resume:
         skipped[str(path)] = f"{path.name}: {_some(faults)}"
 
 
-def save_checkpoint(
-    cfg: Config,
-    parameters: Mapping[str, nn.Parameter],
-    buffers: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    *,
-    step: int,
-    samples: int,
-    tokens: int,
-    is_first_rank: bool,
+def write_checkpoint(
+    cfg: Config, state: Mapping[str, Tensor], position: Position, group: dist.ProcessGroup | None = None
 ) -> Path:
     """Write a complete checkpoint of the run; collective over all ranks.
 
     The first rank renames the finished draft, and deletes the checkpoints that the recipe does not keep.
+
+    Args:
+        cfg: the recipe.
+        state: this rank's part of what is to be saved: `checkpoint_state`.
+        position: how far the run has come.
+        group: all ranks; None for the default group.
 
     Returns:
         Its folder.
@@ -114,14 +113,15 @@ def save_checkpoint(
     Raises:
         ConfigError: the folder cannot be written, is full, or is not the same one for all ranks.
     """
+    is_first_rank = dist.get_rank() == 0
     folder = checkpoint_folder(cfg)
-    draft, final = draft_path(folder, step), step_path(folder, step)
-    with explained(f"the checkpoint of step {step} cannot be written to {str(folder)!r}"):
+    draft, final = draft_path(folder, position.step), step_path(folder, position.step)
+    with explained(f"the checkpoint of step {position.step} cannot be written to {str(folder)!r}"):
         if is_first_rank:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-        metadata = dcp.save(_state(parameters, buffers, optimizer), checkpoint_id=draft)
-        records = _record_files(draft)
+        metadata = dcp.save(dict(state), checkpoint_id=draft, process_group=group)
+        records = _record_files(draft, group)
         if not is_first_rank:
             return final
         if missing := _broken_files(draft, metadata):
@@ -131,12 +131,10 @@ def save_checkpoint(
             )
         meta = CheckpointMeta(
             format=FORMAT,
-            step=step,
-            samples=samples,
-            tokens=tokens,
             order=sample_order(cfg),
             model=model_sizes(cfg.model),
             parallel=asdict(cfg.parallel),
+            **asdict(position),
         )
         write_meta(draft, meta)
         records |= {name: record_file(draft / name) for name in (METADATA_FILE, META_FILE)}
@@ -160,7 +158,7 @@ def load_checkpoint(
         ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
     """
     meta = read_meta(path)
-    state = _state(parameters, buffers, optimizer)
+    state = checkpoint_state(parameters, buffers, optimizer)
     with explained(f"checkpoint {str(path)!r} cannot be read"):
         _refuse_incomplete(path, state)
         dcp.load(state, storage_reader=SafeReader(path))
@@ -168,19 +166,20 @@ def load_checkpoint(
     return meta
 
 
-def _state(
+def checkpoint_state(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
+    """This rank's parts of all that a checkpoint holds, by names that are free of the mapping; nothing is copied."""
     weights = {f"model.{name}": parameter.data for name, parameter in parameters.items()}
     weights |= {f"model.{name}": buffer for name, buffer in buffers.items()}
     return weights | {f"optimizer.{name}": moment for name, moment in named_moments(optimizer, parameters).items()}
 
 
-def _record_files(draft: Path) -> dict[str, FileRecord]:
+def _record_files(draft: Path, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     """Read back what every rank wrote; collective, and each rank returns the records of all."""
     mine = {path.name: record_file(path) for path in sorted(draft.glob(f"__{dist.get_rank()}_*.distcp"))}
     of_ranks: list[dict[str, FileRecord]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, mine)
+    dist.all_gather_object(of_ranks, mine, group=group)
     return {name: record for records in of_ranks for name, record in records.items()}
 
 

@@ -158,6 +158,12 @@ IDLE = (
         "set checkpoint.every",
     ),
     Idle(
+        "checkpoint.async_save",
+        lambda cfg: cfg.checkpoint.every == 0,
+        "checkpoint.every=0 saves nothing",
+        "set checkpoint.every",
+    ),
+    Idle(
         "checkpoint.keep_every",
         lambda cfg: cfg.checkpoint.keep == 0,
         "checkpoint.keep=0 keeps all",

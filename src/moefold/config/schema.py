@@ -293,6 +293,8 @@ class CheckpointConfig:
     """Keep those of every so many steps too, whatever `keep` says; 0 for none."""
     verify: bool = True
     """Before a resume compare every file with the hash that was taken when it was written; else its size alone."""
+    async_save: bool = False
+    """Write while training goes on, from a copy in host memory: as much again as a rank's weights and moments."""
     resume: str = "auto"
     """auto: the newest complete checkpoint of dir, if any. never: start anew. Else the path of a checkpoint."""
 

@@ -45,6 +45,8 @@ class StepMetrics:
     """For each MoE layer: tokens of its fullest expert over the mean of its experts; 1 is perfect balance."""
     dropped_fraction: float
     """Dropped token copies over all of them; 0 without a capacity factor."""
+    save_s: float = 0.0
+    """Time that saving checkpoints has kept training waiting since the step before, outside step_time_s."""
     moe_layers: tuple[MoELayerMetrics, ...] = ()
     """Each MoE layer by itself, in the order of the model."""
     eval_loss: float | None = None
