@@ -2,11 +2,14 @@
 
 import os
 import pickle
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from moefold.checkpoint.folder import FORMAT, CheckpointMeta, Position, model_sizes, sample_order, step_path, write_meta
@@ -262,3 +265,25 @@ def test_a_folder_that_cannot_be_written_is_one_message(pool, tmp_path):
     (error,) = pool.run(1, _save_refused, recipe(tmp_path))
     assert error.startswith(f"the checkpoint of step 1 cannot be written to '{tmp_path}/checkpoints': ")
     assert "\n" not in error
+
+
+def _save_on_a_full_disk(cfg: Config) -> str:
+    """Save where no file may grow beyond some bytes, on the last rank alone."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    with pytest.raises(ConfigError) as error:
+        _save(cfg, [2])
+    return str(error.value)
+
+
+def test_a_full_disk_is_one_message_and_leaves_the_checkpoint_before(pool, tmp_path):
+    cfg = recipe(tmp_path, **PIPELINE)
+    pool.run(2, _save, cfg, [1])
+    for error in pool.run(2, _save_on_a_full_disk, cfg):
+        assert error.startswith(f"the checkpoint of step 2 cannot be written to '{tmp_path}/checkpoints': ")
+        assert "File too large" in error or "PytorchStreamWriter failed writing file" in error
+        assert "\n" not in error
+    assert pool.run(2, _resume, cfg) == [(str(tmp_path / "checkpoints" / "step-000001"), ())] * 2
+    pool.run(2, _save, cfg, [2])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
