@@ -41,6 +41,18 @@ class ModelConfig:
     """Key/value heads; equal to num_attention_heads for plain multi-head attention."""
     head_dim: int = 0
     """Width of one head, D; 0 means hidden_size / num_attention_heads."""
+    attention: Literal["gqa", "mla"] = "gqa"
+    """gqa: groups of heads share keys and values. mla: one latent makes those of all heads (DeepSeek-V2)."""
+    q_lora_rank: int = 0
+    """Width of the latent from which queries come (mla); 0: straight from the hidden state."""
+    kv_lora_rank: int = 64
+    """Width of the latent from which keys and values come (mla)."""
+    qk_nope_head_dim: int = 32
+    """Width of the part of a query and key head that RoPE leaves alone (mla)."""
+    qk_rope_head_dim: int = 16
+    """Width of the rotated part, whose key all heads share (mla)."""
+    v_head_dim: int = 32
+    """Width of a value head (mla)."""
     ffn_hidden_size: int = 1024
     """Inner width of the SwiGLU of dense layers."""
     vocab_size: int = 256
@@ -72,7 +84,9 @@ class ModelConfig:
     shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head before RoPE (Qwen3)."""
+    """RMSNorm over the queries and over the keys before RoPE (Qwen3)."""
+    qk_norm_width: Literal["head", "all_heads"] = "head"
+    """What one root mean square is of: each head by itself, or all heads of a token together (OLMoE)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     tie_embeddings: bool = False
@@ -107,19 +121,26 @@ class ModelConfig:
     rope_mscale: float = 0.0
     """See rope_attention_factor; 0: not given."""
     rope_mscale_all_dim: float = 0.0
-    """See rope_attention_factor; 0: not given."""
+    """See rope_attention_factor; 0: not given. With mla, m(rope_mscale_all_dim) squared scales the scores."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
 
     @property
     def head_size(self) -> int:
-        """Width of one head, D."""
+        """Width of one query and key head, D."""
+        if self.attention == "mla":
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def rotated_size(self) -> int:
         """Dims of one head that RoPE turns."""
-        return round(self.head_size * self.rope_fraction)
+        return self.qk_rope_head_dim if self.attention == "mla" else round(self.head_size * self.rope_fraction)
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key/value heads that attention sees: the query groups, or with mla as many as there are query heads."""
+        return self.num_attention_heads if self.attention == "mla" else self.num_query_groups
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from moefold.config.schema import Config, ModelConfig
 from moefold.model.attention import Attention
 from moefold.model.init import named_seed
+from moefold.model.latent_attention import LatentAttention
 from moefold.model.linear import linear
 from moefold.model.mlp import SwiGLU
 from moefold.model.norm import RMSNorm
@@ -27,7 +28,7 @@ class Block(nn.Module):
         model = cfg.model
         is_moe = model.layer_kinds[number] == "M"
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.attention = Attention(model)
+        self.attention = LatentAttention(model) if model.attention == "mla" else Attention(model)
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.ffn = _moe_layer(cfg, number) if is_moe else SwiGLU(model.hidden_size, model.ffn_hidden_size)
 

@@ -2,7 +2,8 @@
 
 Written to be read beside `docs/notation.md`, not to be fast: attention with an explicit mask, every expert over every
 token, AdamW by hand. It knows parameters by their names alone. What a router does is in
-`oracle_routing`, and how heads are turned in `oracle_rotation`.
+`oracle_routing`, and how heads are turned in `oracle_rotation`; heads of latent attention come from
+`oracle_latent`.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import Tensor
 from moefold.config.schema import Config
 from moefold.metrics.moe import MoELayerMetrics
 from moefold.train.lr_schedule import learning_rate
+from moefold.verify.oracle_latent import latent_heads, score_scale
 from moefold.verify.oracle_rotation import rotate
 from moefold.verify.oracle_routing import Moment, OracleRouter, RoutedBatch
 
@@ -139,22 +141,28 @@ class Oracle:
         model = self.cfg.model
         batch, length, _ = x.shape
 
-        def heads(letter: str, count: int) -> Tensor:
+        def heads(letter: str, count: int, norm: str = "") -> Tensor:
             y = x @ self.weights[f"{name}.w{letter}"].T
             if model.qkv_bias:
                 y = y + self.weights[f"{name}.b{letter}"]
-            return y.view(batch, length, count, model.head_size)
+            if norm and model.qk_norm_width == "all_heads":
+                y = self._norm(f"{name}.{norm}", y)
+            y = y.view(batch, length, count, model.head_size)
+            return self._norm(f"{name}.{norm}", y) if norm and model.qk_norm_width == "head" else y
 
-        query = heads("q", model.num_attention_heads)
-        key, value = heads("k", model.num_query_groups), heads("v", model.num_query_groups)
-        if model.qk_norm:
-            query, key = self._norm(f"{name}.query_norm", query), self._norm(f"{name}.key_norm", key)
-        query, key = rotate(model, query, model.rotated_size), rotate(model, key, model.rotated_size)
+        if model.attention == "mla":
+            query, key, value = latent_heads(model, self.weights, name, x)
+        else:
+            norms = ("query_norm", "key_norm") if model.qk_norm else ("", "")
+            query = rotate(model, heads("q", model.num_attention_heads, norms[0]), model.rotated_size)
+            key = rotate(model, heads("k", model.num_query_groups, norms[1]), model.rotated_size)
+            value = heads("v", model.num_query_groups)
+        scale = score_scale(model)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         outputs = []
         for head in range(model.num_attention_heads):
-            group = head * model.num_query_groups // model.num_attention_heads
-            scores = query[:, :, head] @ key[:, :, group].mT / math.sqrt(model.head_size)
+            group = head * key.shape[2] // model.num_attention_heads
+            scores = query[:, :, head] @ key[:, :, group].mT * scale
             outputs.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ value[:, :, group])
         return torch.cat(outputs, -1) @ self.weights[f"{name}.wo"].T
 
