@@ -98,6 +98,7 @@ FAMILIES = {"DeepseekV2": _deepseek_v2, "DeepseekV3": _deepseek_v3, "Olmoe": _ol
 def ours_of(model: Sizes, seed: int) -> tuple[Config, Transformer]:
     """A model in float64 with random norms and expert biases."""
     sections = {"run": {"dtype": "float64", "seed": seed}, "model": {"vocab_size": VOCAB, "init_std": 0.3} | model}
+    sections["moe"] = {"aux_loss": 0.0}
     sections["train"] = {"seq_len": SEQ_LEN, "global_batch_size": 2, "micro_batch_size": 2}
     cfg = config_from_dict(sections)
     ours = build_model(cfg).double()
@@ -188,3 +189,54 @@ def test_logits_and_gradients_equal_those_of_transformers(kind, seed):
         if parameter.grad is not None:
             mine = their_tensor(name, gradients)
             assert float((mine - parameter.grad).abs().max()) <= 1e-4 * float(parameter.grad.abs().max()), name
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_multi_token_prediction_equals_that_of_transformers(seed):
+    """The loss of two further tokens, and its gradients, through the layers that transformers drafts tokens with."""
+    from transformers.modeling_layers import MtpModel
+
+    model, sizes = _deepseek_v3(random.Random(seed))
+    cfg, ours = ours_of(model | {"mtp_layers": 2}, seed)
+    theirs = theirs_of("DeepseekV3", sizes | {"num_mtp_layers": 2}, ours)
+    further = MtpModel(theirs, 2).double().eval()
+    weights = dict(ours.named_parameters()) | dict(ours.named_buffers())
+    with torch.no_grad():
+        for name, tensor in (*further.layers.named_parameters(), *further.layers.named_buffers()):
+            tensor.copy_(_further_tensor(name, cfg.model.num_layers, weights))
+    tokens = random_tokens(seed)
+    ahead = torch.stack([torch.nn.functional.pad(tokens[:, 1 + depth :], (0, depth)) for depth in (1, 2)], 1)
+    shares = torch.zeros(2, 2, SEQ_LEN, dtype=torch.float64)
+    for depth in (1, 2):
+        shares[:, depth - 1, : SEQ_LEN - depth] = 1 / (2 * (SEQ_LEN - depth))
+    ours.train()
+    mine = ours(tokens[:, :-1], tokens[:, 1:], torch.full((2, SEQ_LEN), 0.0), None, ahead, shares)[1]
+    hidden = theirs.model(input_ids=tokens[:, :-1]).last_hidden_state
+    expected, read = 0.0, tokens[:, 1:]
+    for depth in (1, 2):
+        hidden = further.forward_layer(depth - 1, hidden, torch.arange(SEQ_LEN)[None], None, input_ids=read)
+        read = ahead[:, depth - 1]
+        logits = theirs.lm_head(hidden)[:, : SEQ_LEN - depth]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, depth + 1 :].flatten())
+        expected = expected + 0.3 / 2 * loss
+    assert mine.item() == pytest.approx(expected.item(), rel=1e-6)
+    mine.backward()
+    expected.backward()
+    gradients = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    named = [(their_tensor(name, gradients), p, name) for name, p in theirs.named_parameters() if p.grad is not None]
+    for name, p in further.layers.named_parameters():
+        named += [(_further_tensor(name, cfg.model.num_layers, gradients), p, name)] if p.grad is not None else []
+    for given, parameter, name in named:
+        assert float((given - parameter.grad).abs().max()) <= 1e-4 * float(parameter.grad.abs().max()), name
+    assert len(named) > 20
+
+
+def _further_tensor(name: str, num_layers: int, weights: dict[str, Tensor]) -> Tensor:
+    """Our tensor for a name inside the layers of MtpModel."""
+    layer, rest = name.split(".", 1)
+    prefix = f"layers.{num_layers + int(layer)}."
+    own = {"enorm.weight": "embedding_norm.weight", "hnorm.weight": "hidden_norm.weight"}
+    own |= {"eh_proj.weight": "projection", "post_norm.weight": "output_norm.weight"}
+    if rest in own:
+        return weights[prefix + own[rest]]
+    return block_tensor(rest.removeprefix("mtp_block."), prefix, weights)

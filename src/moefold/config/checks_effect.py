@@ -153,6 +153,12 @@ IDLE = (
         "choose parallel.dispatcher='leastloaded'",
     ),
     Idle(
+        "train.mtp_loss",
+        lambda cfg: cfg.model.mtp_layers == 0,
+        "model.mtp_layers=0 predicts no further tokens",
+        "set model.mtp_layers",
+    ),
+    Idle(
         "train.min_lr",
         lambda cfg: cfg.train.lr_schedule == "constant",
         "train.lr_schedule='constant' does not decay",

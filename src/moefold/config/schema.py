@@ -59,6 +59,9 @@ class ModelConfig:
     """Rows of the embedding, V."""
     layer_pattern: str = "M"
     """D (dense) and M (mixture of experts), each with an optional count; repeats to num_layers: M, DM, D3M58."""
+    mtp_layers: int = 0
+    """Further tokens that each position predicts at training, each through a layer of its own behind the others, of
+    the kind of the last one (multi-token prediction, arXiv:2412.19437 sec. 2.2); 0: none."""
     num_experts: int = 8
     """Experts of one MoE layer, E."""
     top_k: int = 2
@@ -147,6 +150,21 @@ class ModelConfig:
         """Kind of each layer in order, "D" or "M"."""
         unit = expand_layer_pattern(self.layer_pattern)
         return tuple(unit[i % len(unit)] for i in range(self.num_layers))
+
+    @property
+    def all_layer_kinds(self) -> tuple[str, ...]:
+        """`layer_kinds`, and behind them those of the layers of multi-token prediction."""
+        return self.layer_kinds + self.layer_kinds[-1:] * self.mtp_layers
+
+    @property
+    def moe_layer_numbers(self) -> tuple[int, ...]:
+        """The layers that route tokens to experts, those of multi-token prediction included."""
+        return tuple(i for i, kind in enumerate(self.all_layer_kinds) if kind == "M")
+
+    @property
+    def embeds_twice(self) -> bool:
+        """Whether the last pipeline stage needs the embedding as well as the first."""
+        return self.tie_embeddings or self.mtp_layers > 0
 
 
 def expand_layer_pattern(pattern: str) -> str:
@@ -296,6 +314,8 @@ class TrainConfig:
     """Epsilon of AdamW."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    mtp_loss: float = 0.3
+    """Coefficient of the mean loss of the further tokens (model.mtp_layers)."""
     eval_every: int = 0
     """Evaluate on held-out text every so many steps and after the last; 0 never."""
     eval_samples: int = 16

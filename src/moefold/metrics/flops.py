@@ -15,7 +15,7 @@ Conventions:
   compare with its numbers (0.007 % for Mixtral-8x22B, 0.3 % for the many small experts of Qwen3-30B-A3B).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moefold.config.schema import ModelConfig
 
@@ -25,7 +25,7 @@ TRAIN_TO_FORWARD = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterCount:
-    """Parameters of a whole model, by part. The fields from `embedding` to `norms` add up to `total`."""
+    """Parameters of a whole model, by part. The fields from `embedding` to `multi_token` add up to `total`."""
 
     embedding: int
     """Token embedding, V*H."""
@@ -43,6 +43,8 @@ class ParameterCount:
     """Shared experts and their gates."""
     norms: int
     """Two norms a layer, those inside attention (queries and keys, latents) where there are any, and the final norm."""
+    multi_token: int
+    """Layers of multi-token prediction: each a layer as the last one, a projection of 2*H to H and three norms."""
     active_experts: int
     """The part of `experts` that one token meets: top_k of num_experts."""
 
@@ -50,12 +52,15 @@ class ParameterCount:
     def total(self) -> int:
         """All parameters; shared ones count once."""
         trunk = self.attention + self.dense_mlp + self.router + self.shared_experts + self.norms
-        return self.embedding + self.head + trunk + self.experts
+        return self.embedding + self.head + trunk + self.experts + self.multi_token
 
     @property
     def active(self) -> int:
-        """Parameters that one token meets, embedding and head included: what the "A3B" of a model's name means."""
-        return self.total - self.experts + self.active_experts
+        """Parameters that one token meets, embedding and head included: what the "A3B" of a model's name means.
+
+        Those of multi-token prediction are left out, as they are after training.
+        """
+        return self.total - self.multi_token - self.experts + self.active_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,12 +81,16 @@ class FlopCount:
     """Shared experts and their gates."""
     head: int
     """Output logits."""
+    multi_token: int
+    """Multi-token prediction at training: its layers, their projections, and the output logits once more for each."""
 
     @property
     def forward(self) -> int:
         """One token through the forward pass."""
         attention = self.attention_projections + self.attention_core
-        return attention + self.dense_mlp + self.router + self.experts + self.shared_experts + self.head
+        return (
+            attention + self.dense_mlp + self.router + self.experts + self.shared_experts + self.head + self.multi_token
+        )
 
     @property
     def total(self) -> int:
@@ -103,6 +112,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
         experts=moe_layers * model.num_experts * expert,
         shared_experts=moe_layers * _shared_experts(model),
         norms=layers * (2 * hidden + _attention_norms(model)) + hidden,
+        multi_token=_multi_token_parameters(model) if model.mtp_layers else 0,
         active_experts=moe_layers * model.top_k * expert,
     )
 
@@ -125,7 +135,25 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
         experts=2 * moe_layers * model.top_k * _swiglu(hidden, model.moe_ffn_hidden_size),
         shared_experts=2 * moe_layers * _shared_experts(model),
         head=2 * hidden * model.vocab_size,
+        multi_token=_multi_token_flops(model, seq_len, causal=causal) if model.mtp_layers else 0,
     )
+
+
+def _last_layer(model: ModelConfig) -> ModelConfig:
+    """A model of one layer, as those of multi-token prediction."""
+    return replace(model, mtp_layers=0, num_layers=1, layer_pattern=model.layer_kinds[-1])
+
+
+def _multi_token_parameters(model: ModelConfig) -> int:
+    one, hidden = count_parameters(_last_layer(model)), model.hidden_size
+    # The final norm of the model of one layer stands for the one behind each of these.
+    layer = one.total - one.embedding - one.head
+    return model.mtp_layers * (layer + 2 * hidden * hidden + 2 * hidden)
+
+
+def _multi_token_flops(model: ModelConfig, seq_len: int, *, causal: bool) -> int:
+    one = train_flops_per_token(_last_layer(model), seq_len, causal=causal)
+    return model.mtp_layers * (one.forward + 2 * 2 * model.hidden_size**2)
 
 
 def _sizes(model: ModelConfig) -> tuple[int, int, int, int]:

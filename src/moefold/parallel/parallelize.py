@@ -23,7 +23,7 @@ from moefold.parallel.accumulate import Accumulation, Batch
 from moefold.parallel.context import context_attention, sequence_positions
 from moefold.parallel.gradients import sum_replicated_gradients
 from moefold.parallel.groups import Group, ParallelGroups
-from moefold.parallel.pipeline import Pipeline, share_tied_gradient, stage_layers, stage_numbers
+from moefold.parallel.pipeline import Pipeline, share_embedding_gradient, stage_layers, stage_numbers
 from moefold.parallel.sharding import master_dtype, shard_data_parallel, shard_model_parallel
 from moefold.parallel.tensor import HeadSquares, ShardedTokens, ShardedVocabulary, key_value_rows, local_positions
 
@@ -32,11 +32,11 @@ class Runner(Protocol):
     """How a batch goes through the stages of this rank."""
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Accumulate gradients; returns my part of the loss, [1]."""
+        """Accumulate gradients; returns my part of the terms of the loss, [terms]."""
         ...
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """My part of the loss, [1], without gradients."""
+        """My part of the terms of the loss, [terms], without gradients."""
         ...
 
 
@@ -63,11 +63,11 @@ class ParallelModel:
         return {name: buffer for stage in self.stages for name, buffer in stage.named_buffers()}
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Add the gradients of the batch, reduced over every axis; returns my part of the loss, [1]."""
+        """Add the gradients of the batch, reduced over every axis; returns my part of the loss, [terms]."""
         loss = self.runner.forward_backward(batch)
         sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
-        if self.stages[0].cfg.model.tie_embeddings:
-            share_tied_gradient(self.stages, self.groups.pp)
+        if self.stages[0].cfg.model.embeds_twice:
+            share_embedding_gradient(self.stages, self.groups.pp)
         return loss
 
     def moe_layers(self) -> dict[int, MoELayer]:

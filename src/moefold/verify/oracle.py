@@ -25,11 +25,12 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class OracleStep:
-    """One optimizer step: the three terms of the loss, the gradient norm before clipping, and every gradient."""
+    """One optimizer step: the terms of the loss, the gradient norm before clipping, and every gradient."""
 
     loss: float
     aux_loss: float
     z_loss: float
+    mtp_loss: float
     grad_norm: float
     dropped: int
     gradients: Weights
@@ -43,11 +44,12 @@ class _Terms:
     lm: Tensor
     aux: dict[int, Tensor]
     z: dict[int, Tensor]
+    further: Tensor
     routed: dict[int, list[RoutedBatch]]
 
     def total(self) -> Tensor:
         """What is optimised."""
-        return torch.stack([self.lm, *self.aux.values(), *self.z.values()]).sum()
+        return torch.stack([self.lm, self.further, *self.aux.values(), *self.z.values()]).sum()
 
 
 class Oracle:
@@ -84,6 +86,7 @@ class Oracle:
             loss=float(terms.lm.detach()),
             aux_loss=sum(layer.aux_loss for layer in layers),
             z_loss=sum(layer.z_loss for layer in layers),
+            mtp_loss=float(terms.further.detach()),
             grad_norm=norm,
             dropped=sum(batch.dropped for batches in terms.routed.values() for batch in batches),
             gradients=gradients,
@@ -98,35 +101,61 @@ class Oracle:
     def loss(self, samples: Tensor, *, is_training: bool) -> _Terms:
         """The terms of the loss, each as docs/notation.md defines it."""
         size = self.cfg.train.micro_batch_size
-        lm = torch.zeros((), dtype=torch.float64)
+        lm = further = torch.zeros((), dtype=torch.float64)
         routed: dict[int, list[RoutedBatch]] = {}
         for number, micro in enumerate(samples.split(size)):
-            logits = self._logits(micro[:, :-1], Moment(self._steps + 1, number * size, is_training), routed)
-            chosen = logits.log_softmax(-1).gather(-1, micro[:, 1:, None])
+            moment = Moment(self._steps + 1, number * size, is_training)
+            hidden = self._hidden(micro[:, :-1], moment, routed)
+            chosen = self._log_probs(hidden).gather(-1, micro[:, 1:, None])
             lm = lm - chosen.sum() / samples[:, 1:].numel()
+            if is_training:
+                further = further + self._further(micro, hidden, moment, routed) * len(micro) / len(samples)
         aux = {layer: self.cfg.moe.aux_loss * self.router.aux(batches) for layer, batches in routed.items()}
         z = {
             layer: self.cfg.moe.z_loss * torch.stack([b.logits.logsumexp(-1).square().mean() for b in batches]).mean()
             for layer, batches in routed.items()
         }
-        return _Terms(lm, aux, z, routed)
+        return _Terms(lm, aux, z, further, routed)
 
-    def _logits(self, tokens: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
-        """[B, S] -> [B, S, V]; adds what each MoE layer decided."""
-        model = self.cfg.model
+    def _hidden(self, tokens: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
+        """[B, S] -> [B, S, H] behind the last norm; adds what each MoE layer decided."""
         x = self.weights["embedding.weight"][tokens]
-        for i, kind in enumerate(model.layer_kinds):
-            name = f"layers.{i}"
-            x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x))
-            normed = self._norm(f"{name}.ffn_norm", x)
-            if kind == "D":
-                x = x + self._swiglu(f"{name}.ffn", normed)
-                continue
-            batch = self.router.route(i, normed, self.weights[f"{name}.ffn.router.weight"], moment)
-            routed.setdefault(i, []).append(batch)
-            x = x + self._moe(f"{name}.ffn", normed, batch)
-        head = "embedding.weight" if model.tie_embeddings else "head.weight"
-        return self._norm("head.norm", x) @ self.weights[head].T
+        for i in range(self.cfg.model.num_layers):
+            x = self._layer(i, x, moment, routed)
+        return self._norm("head.norm", x)
+
+    def _layer(self, i: int, x: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
+        name = f"layers.{i}"
+        x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x))
+        normed = self._norm(f"{name}.ffn_norm", x)
+        if self.cfg.model.all_layer_kinds[i] == "D":
+            return x + self._swiglu(f"{name}.ffn", normed)
+        batch = self.router.route(i, normed, self.weights[f"{name}.ffn.router.weight"], moment)
+        routed.setdefault(i, []).append(batch)
+        return x + self._moe(f"{name}.ffn", normed, batch)
+
+    def _log_probs(self, hidden: Tensor) -> Tensor:
+        head = "embedding.weight" if self.cfg.model.tie_embeddings else "head.weight"
+        return (hidden @ self.weights[head].T).log_softmax(-1)
+
+    def _further(self, micro: Tensor, hidden: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
+        """Loss of multi-token prediction of a micro-batch, int64 [B, S+1], as if it were the global batch."""
+        model, total = self.cfg.model, torch.zeros((), dtype=torch.float64)
+        length = micro.shape[1] - 1
+        for depth in range(1, model.mtp_layers + 1):
+            name = f"layers.{model.num_layers + depth - 1}"
+            # Position i reads token i + depth; where there is none, token 0.
+            read = torch.cat((micro[:, depth:-1], micro[:, -1:], torch.zeros_like(micro[:, : depth - 1])), 1)
+            embedded = self._norm(f"{name}.embedding_norm", self.weights["embedding.weight"][read])
+            both = torch.cat((embedded, self._norm(f"{name}.hidden_norm", hidden)), -1)
+            hidden = self._layer(
+                model.num_layers + depth - 1, both @ self.weights[f"{name}.projection"].T, moment, routed
+            )
+            hidden = self._norm(f"{name}.output_norm", hidden)
+            targets = micro[:, depth + 1 :]
+            chosen = self._log_probs(hidden[:, : length - depth]).gather(-1, targets[..., None])
+            total = total - chosen.mean()
+        return total * self.cfg.train.mtp_loss / max(1, model.mtp_layers)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         mean_square = x.square().mean(-1, keepdim=True)

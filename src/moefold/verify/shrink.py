@@ -95,6 +95,7 @@ def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         v_head_dim=HEAD_SIZE,
         ffn_hidden_size=WIDTH_OF_A_SHARD * p.tp,
         vocab_size=ROWS_OF_A_SHARD * p.tp,
+        mtp_layers=min(model.mtp_layers, 2),
         num_experts=num_experts,
         moe_ffn_hidden_size=WIDTH_OF_A_SHARD * p.etp,
         shared_expert_ffn_hidden_size=WIDTH_OF_A_SHARD * p.tp if model.shared_expert_ffn_hidden_size else 0,
