@@ -37,6 +37,8 @@ class CheckpointMeta:
     model: dict[str, Any]
     parallel: dict[str, Any]
     """The mapping that wrote it, for the reader: any other one can load it."""
+    stream: Any = None
+    """Where a stream of data stands, so that it need not be read from its start; None for other data."""
 
 
 def checkpoint_folder(cfg: Config) -> Path:

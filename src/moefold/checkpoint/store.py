@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,10 +61,12 @@ def save_checkpoint(
     samples: int,
     tokens: int,
     is_first_rank: bool,
+    stream: Any = None,
 ) -> Path:
     """Write a complete checkpoint of the run; collective over all ranks.
 
-    The first rank renames the finished draft, and deletes the checkpoints that the recipe does not keep.
+    The first rank renames the finished draft, and deletes the checkpoints that the recipe does not keep. `stream` is
+    what `SampleRow.state` says of the next sample; that of the first rank is kept.
 
     Returns:
         Its folder.
@@ -93,6 +96,7 @@ def save_checkpoint(
             order=sample_order(cfg),
             model=model_sizes(cfg.model),
             parallel=asdict(cfg.parallel),
+            stream=stream,
         )
         write_meta(draft, meta)
         _flush(draft)

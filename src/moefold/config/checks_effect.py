@@ -141,9 +141,39 @@ IDLE = (
     ),
     Idle(
         "data.path",
-        lambda cfg: cfg.data.kind not in ("text", "tokens"),
-        "data.kind is neither 'text' nor 'tokens'",
-        "choose data.kind='text' or 'tokens'",
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
+        "data.kind reads no files",
+        "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
+    ),
+    Idle(
+        "data.weights",
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
+        "data.kind has no paths",
+        "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
+    ),
+    Idle(
+        "data.column data.split data.validation_split data.subset data.revision data.streaming",
+        lambda cfg: cfg.data.kind != "huggingface",
+        "only data.kind='huggingface' reads it",
+        "choose data.kind='huggingface'",
+    ),
+    Idle(
+        "data.validation_fraction",
+        lambda cfg: cfg.data.kind == "huggingface" and bool(cfg.data.validation_split),
+        "data.validation_split is evaluated on",
+        "leave data.validation_split out",
+    ),
+    Idle(
+        "data.validation_fraction",
+        lambda cfg: cfg.data.kind == "huggingface" and cfg.data.streaming and cfg.data.validation_fraction > 0,
+        "of a stream no part is held out",
+        "set data.validation_split",
+    ),
+    Idle(
+        "data.chat_template data.overlong",
+        lambda cfg: cfg.data.kind != "sft",
+        "only data.kind='sft' reads it",
+        "choose data.kind='sft'",
     ),
     Idle(
         "data.token_dtype",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from moefold.config.checks_data import has_held_out
 from moefold.config.schema import Config
 
 
@@ -21,7 +22,14 @@ def learning_rate_faults(cfg: Config) -> Iterator[str]:
 
 def evaluation_faults(cfg: Config) -> Iterator[str]:
     """There is held-out text to evaluate on."""
-    if cfg.train.eval_every > 0 and cfg.data.validation_fraction == 0:
+    if cfg.train.eval_every == 0 or has_held_out(cfg):
+        return
+    if cfg.data.streaming:
+        yield (
+            f"train.eval_every={cfg.train.eval_every} needs held-out text, and of a stream no part is held out; set "
+            "data.validation_split to a split of its own, or eval_every=0"
+        )
+    else:
         yield (
             f"train.eval_every={cfg.train.eval_every} needs held-out text, and data.validation_fraction=0.0 holds out "
             "none; choose validation_fraction=0.05, or eval_every=0"

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
-from moefold.data import Split
+from moefold.data import SampleRow
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.groups import ParallelGroups
 
@@ -17,7 +17,7 @@ class BatchLoader:
     `num_micro_batches` from place d * num_micro_batches + j, so the batch is the same under every mapping.
     """
 
-    def __init__(self, split: Split, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
+    def __init__(self, split: SampleRow, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
         self._split = split
         self._size = cfg.train.global_batch_size
         self._count = cfg.num_micro_batches * cfg.train.micro_batch_size

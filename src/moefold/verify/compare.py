@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
-from moefold.data import Split, open_dataset
+from moefold.data import SampleRow, open_dataset
 from moefold.metrics.moe import MoELayerMetrics
 from moefold.model.init import initialise
 from moefold.model.transformer import build_model
@@ -79,7 +79,7 @@ def token_chunks(cfg: Config) -> list[list[int]]:
     return chunks
 
 
-def _samples(split: Split, cfg: Config, index: int) -> Tensor:
+def _samples(split: SampleRow, cfg: Config, index: int) -> Tensor:
     size = cfg.train.global_batch_size
     inputs, labels = split.batch(index * size, size)
     return torch.from_numpy(np.concatenate((inputs, labels[:, -1:]), axis=1))
