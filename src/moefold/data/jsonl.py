@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, cast
 from moefold.config.keys import nearest
 from moefold.errors import ConfigError
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz")
+SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
