@@ -3,8 +3,8 @@ import random
 import numpy as np
 import pytest
 
+from moefold.data.marked import MarkedSample
 from moefold.data.mixture import Mixture, floor_sum
-from moefold.data.sample import Sample
 from moefold.data.sampling import SampleRow
 
 
@@ -12,6 +12,7 @@ class Numbers(SampleRow):
     """Sample i of part p has tokens [p, i]."""
 
     seq_len = 1
+    is_marked = False
 
     def __init__(self, part: int, length: int) -> None:
         self.part, self.length, self.restored = part, length, None
@@ -19,8 +20,8 @@ class Numbers(SampleRow):
     def __len__(self) -> int:
         return self.length
 
-    def read(self, index: int) -> Sample:
-        return Sample(np.array([self.part, index]))
+    def marked_sample(self, index: int) -> MarkedSample:
+        return MarkedSample(np.array([self.part, index]))
 
     def state(self, index: int) -> object:
         return None if self.part == 0 else [self.part, index]

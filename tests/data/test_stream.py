@@ -40,8 +40,8 @@ def texts(count: int = 3000) -> Texts:
     return Texts([f"document {i}" + "x" * (i % 40) for i in range(count)])
 
 
-def row(source: Texts, *, order_key: int | None = 3, masks_documents: bool = False) -> StreamRow:
-    return StreamRow(source, ByteTokenizer(), seq_len=S, order_key=order_key, masks_documents=masks_documents)
+def row(source: Texts, *, order_key: int | None = 3, document_end: int = -1) -> StreamRow:
+    return StreamRow(source, ByteTokenizer(), seq_len=S, order_key=order_key, document_end=document_end)
 
 
 def tokens(stream: StreamRow, numbers: range) -> list[list[int]]:
@@ -99,7 +99,7 @@ def test_the_state_of_a_rank_that_lags_leads_there_too():
 
 
 def test_documents_are_numbered():
-    sample = row(texts(), order_key=None, masks_documents=True).read(3)
+    sample = row(texts(), order_key=None, document_end=0).marked_sample(3)
     ends = np.flatnonzero(sample.tokens[:-1] == 0)
     assert len(ends)
     assert np.flatnonzero(np.diff(sample.documents)).tolist() == ends.tolist()

@@ -298,6 +298,11 @@ class DataConfig:
     """Type of the ids in a .bin file; .npy files carry their own."""
     validation_fraction: float = 0.05
     """Part of the tokens (sft: of the conversations) held out for evaluation."""
+    document_end: int = -1
+    """Id of the token that ends a document, 0 with the tokenizer "bytes": attention then stays within a document, and
+    its first token is no target. -1: a sample counts as one document."""
+    document_index: bool = False
+    """As document_end, with the documents that `moefold tokenize` noted beside the tokens (tokens)."""
     shuffle: bool = True
     """Visit the samples of each epoch in an order drawn from run.seed."""
     column: str = "text"

@@ -2,8 +2,18 @@
 
 from moefold.data.check import check_data
 from moefold.data.dataset import Dataset, open_dataset, prepare
-from moefold.data.sample import Sample
-from moefold.data.sampling import SampleRow
+from moefold.data.marked import MarkedSample, MarkedSource
+from moefold.data.sampling import SampleRow, Split
 from moefold.data.tokenizer import Tokenizer
 
-__all__ = ["Dataset", "Sample", "SampleRow", "Tokenizer", "check_data", "open_dataset", "prepare"]
+__all__ = [
+    "Dataset",
+    "MarkedSample",
+    "MarkedSource",
+    "SampleRow",
+    "Split",
+    "Tokenizer",
+    "check_data",
+    "open_dataset",
+    "prepare",
+]

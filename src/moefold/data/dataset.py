@@ -8,9 +8,10 @@ from moefold.data.cache import cached_tokens
 from moefold.data.document import Corpus, python_docs_corpus, text_corpus
 from moefold.data.fine_tuning import open_conversations, pack_conversations
 from moefold.data.huggingface import text_tables
+from moefold.data.marked import EndMarkedSamples, SampleSource
 from moefold.data.mixture import Mixture
 from moefold.data.random_bits import combine
-from moefold.data.sampling import PackedSamples, SampleRow, SampleSource, Split
+from moefold.data.sampling import IndexMarkedSamples, PackedSamples, SampleRow, Split
 from moefold.data.split import Runs, split_samples
 from moefold.data.stream import StreamRow
 from moefold.data.synthetic import SyntheticSamples
@@ -67,7 +68,7 @@ def prepare(
     if data.kind == "tokens":
         TokenFiles(token_files(data), vocab_size=vocab_size).probe()
     opener = _Opener(data, seq_len, vocab_size, seed, cache_dir, is_first=True)
-    opener.open().train.read(0)
+    opener.open().train.sample(0)
     return opener.cached
 
 
@@ -117,16 +118,20 @@ class _Opener:
         data = self.data
         if data.kind == "synthetic":
             refuse_path(data)
-            return SyntheticSamples(seed=self.seed, vocab_size=self.vocab_size, seq_len=self.seq_len)
+            samples = SyntheticSamples(seed=self.seed, vocab_size=self.vocab_size, seq_len=self.seq_len)
+            return samples if data.document_end < 0 else EndMarkedSamples(samples, data.document_end)
         if data.kind == "tokens":
             files = token_files(data)
         else:
             texts = text_tables(data, split) if data.kind == "huggingface" else _corpus(data)
             self.cached = cached_tokens(texts, tokenizer, cache_dir=self.cache_dir, shows_progress=self.is_first)
             files = (look_at_npy(self.cached),)
-        stream = TokenFiles(files, vocab_size=self.vocab_size, separator_id=tokenizer.separator_id)
+        stream = TokenFiles(files, vocab_size=self.vocab_size)
         refuse_too_few(len(stream), seq_len=self.seq_len)
-        return PackedSamples(stream, self.seq_len)
+        if data.document_index:
+            return IndexMarkedSamples(stream, self.seq_len)
+        packed = PackedSamples(stream, self.seq_len)
+        return packed if data.document_end < 0 else EndMarkedSamples(packed, data.document_end)
 
     def _all_of(self, source: SampleSource) -> Split:
         return Split(source, Runs((range(len(source)),)), order_key=self._order_key)
@@ -140,7 +145,8 @@ class _Opener:
 
     def _stream(self, tokenizer: Tokenizer) -> StreamRow:
         texts = text_tables(self.data, self.data.split)
-        return StreamRow(texts, tokenizer, seq_len=self.seq_len, order_key=self._order_key, masks_documents=False)
+        order_key, document_end = self._order_key, self.data.document_end
+        return StreamRow(texts, tokenizer, seq_len=self.seq_len, order_key=order_key, document_end=document_end)
 
     def _conversations(self, tokenizer: Tokenizer) -> tuple[Split, Split]:
         assert isinstance(tokenizer, ByteTokenizer | JsonTokenizer)

@@ -22,10 +22,10 @@ from moefold.data.cache import cached_ids, npy_header
 from moefold.data.chat import ChatTemplate, load_chat_template
 from moefold.data.conversation import conversation_of
 from moefold.data.jsonl import Record, is_jsonl, jsonl_records
+from moefold.data.marked import MarkedSample
 from moefold.data.path import data_paths, files_below, refuse_repeats
 from moefold.data.progress import ReadProgress
 from moefold.data.random_bits import combine
-from moefold.data.sample import Sample
 from moefold.data.tokenizer import PlacingTokenizer
 from moefold.errors import ConfigError
 
@@ -103,7 +103,11 @@ class PackedConversations:
         """Samples in all."""
         return len(self._bins)
 
-    def sample(self, number: int) -> Sample:
+    def sample(self, number: int) -> NDArray[np.int64]:
+        """Tokens of one sample, [seq_len + 1]."""
+        return self.marked_sample(number).tokens
+
+    def marked_sample(self, number: int) -> MarkedSample:
         """One sample; its weights are 1 where the target is what the assistant wrote, else 0."""
         size = self.seq_len + 1
         tokens = np.full(size, self._pad_id, dtype=np.int64)
@@ -115,7 +119,7 @@ class PackedConversations:
             stop = start + len(ids)
             tokens[start:stop], documents[start:stop], is_target[start:stop] = ids, document, targets
             start = stop
-        return Sample(tokens, documents, is_target[1:].astype(np.float32))
+        return MarkedSample(tokens, documents, is_target[1:])
 
 
 def open_conversations(

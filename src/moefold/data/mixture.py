@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from moefold.data.sample import Sample
+from moefold.data.marked import MarkedSample
 from moefold.data.sampling import SampleRow
 
 _TURN = 2**64
@@ -52,15 +52,15 @@ class Mixture(SampleRow):
         which = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _TURN)
         return which, self._count(which, index)
 
-    def read(self, index: int) -> Sample:
+    @property
+    def is_marked(self) -> bool:
+        """Whether any part has marks."""
+        return any(part.is_marked for part in self._parts)
+
+    def marked_sample(self, index: int) -> MarkedSample:
         """The sample that a run takes as its number `index`."""
         which, number = self.place(index)
-        return self._parts[which].read(number)
-
-    def weight(self, index: int) -> float:
-        """Sum of the weights of a sample's labels."""
-        which, number = self.place(index)
-        return self._parts[which].weight(number)
+        return self._parts[which].marked_sample(number)
 
     def state(self, index: int) -> Any:
         """The states of the parts, None if none has any."""

@@ -6,25 +6,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.data.marked import MarkedSample, MarkedSource, SampleBatch, SampleSource, stack_samples
 from moefold.data.permutation import Permutation
 from moefold.data.random_bits import combine
-from moefold.data.sample import Sample
 from moefold.data.split import Runs
 from moefold.errors import ConfigError
-
-
-class SampleSource(Protocol):
-    """Numbered samples in the order of the data."""
-
-    seq_len: int
-
-    def __len__(self) -> int:
-        """Samples in all."""
-        ...
-
-    def sample(self, number: int) -> NDArray[np.int64] | Sample:
-        """One sample; of one that is all one document and counts in full, the tokens alone, [seq_len + 1]."""
-        ...
 
 
 class TokenStream(Protocol):
@@ -38,6 +24,10 @@ class TokenStream(Protocol):
         """Tokens start .. stop-1, [stop - start]."""
         ...
 
+
+class IndexedStream(TokenStream, Protocol):
+    """A row of ids that knows its documents."""
+
     def begins(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Which of the tokens start .. stop-1 is the first of a document, [stop - start]."""
         ...
@@ -49,30 +39,35 @@ class PackedSamples:
     Neighbours share one token, so every token but the first of the stream is a label once.
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int, *, masks_documents: bool = False) -> None:
-        """Cut a stream into samples; a tail shorter than seq_len is left out.
-
-        Args:
-            stream: the tokens.
-            seq_len: S.
-            masks_documents: number the documents of each sample, so that attention stays within them.
-        """
+    def __init__(self, stream: TokenStream, seq_len: int) -> None:
+        """Cut a stream into samples; a tail shorter than seq_len is left out."""
         self.stream = stream
         self.seq_len = seq_len
-        self._masks_documents = masks_documents
 
     def __len__(self) -> int:
         """Samples of the stream."""
         return max(0, (len(self.stream) - 1) // self.seq_len)
 
-    def sample(self, number: int) -> NDArray[np.int64] | Sample:
-        """Tokens of one sample, [seq_len + 1], with their documents if these are to be masked."""
+    def sample(self, number: int) -> NDArray[np.int64]:
+        """Tokens of one sample, [seq_len + 1]."""
         start = number * self.seq_len
-        stop = start + self.seq_len + 1
-        tokens = self.stream.read(start, stop)
-        if not self._masks_documents:
-            return tokens
-        return Sample(tokens, np.cumsum(self.stream.begins(start, stop), dtype=np.int32))
+        return self.stream.read(start, start + self.seq_len + 1)
+
+
+class IndexMarkedSamples(PackedSamples):
+    """Packed samples with the documents that their stream knows of."""
+
+    stream: IndexedStream
+
+    def __init__(self, stream: IndexedStream, seq_len: int) -> None:
+        """Cut a stream into samples."""
+        super().__init__(stream, seq_len)
+
+    def marked_sample(self, number: int) -> MarkedSample:
+        """One sample with its documents."""
+        start = number * self.seq_len
+        begins = self.stream.begins(start, start + self.seq_len + 1)
+        return MarkedSample(self.sample(number), np.cumsum(begins, dtype=np.int32))
 
 
 class SampleRow(ABC):
@@ -84,18 +79,31 @@ class SampleRow(ABC):
     def __len__(self) -> int:
         """Samples in an epoch."""
 
+    @property
     @abstractmethod
-    def read(self, index: int) -> Sample:
-        """The sample that a run takes as its number `index` (0-based, no upper limit).
+    def is_marked(self) -> bool:
+        """Whether samples may say where documents begin and which targets count."""
+
+    @abstractmethod
+    def marked_sample(self, index: int) -> MarkedSample:
+        """The sample that a run takes as its number `index` (0-based, no upper limit); no marks if the data has none.
 
         Raises:
             ConfigError: there is no sample, or the data holds an id that the model has no row for.
         """
 
-    def weight(self, index: int) -> float:
-        """Sum of the weights of a sample's labels: how many of them count."""
-        weights = self.read(index).weights
-        return float(self.seq_len) if weights is None else float(weights.sum(dtype=np.float64))
+    def sample(self, index: int) -> NDArray[np.int64]:
+        """Tokens of the sample that a run takes as its number `index`, int64 [seq_len + 1]; as of `marked_sample`."""
+        return self.marked_sample(index).tokens
+
+    def batch(self, first: int, count: int) -> SampleBatch:
+        """Samples first .. first+count-1 of the run."""
+        if self.is_marked:
+            return stack_samples([self.marked_sample(first + i) for i in range(count)], self.seq_len)
+        tokens = np.empty((count, self.seq_len + 1), dtype=np.int64)
+        for i in range(count):
+            tokens[i] = self.sample(first + i)
+        return SampleBatch(tokens)
 
     def state(self, index: int) -> Any:
         """What lets a later process reach sample `index` sooner, as JSON keeps it; None: nothing is needed."""
@@ -104,21 +112,6 @@ class SampleRow(ABC):
     def restore(self, state: Any) -> None:
         """Make use of a state that `state` gave; the samples are the same without."""
         return
-
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """Tokens of the sample that a run takes as its number `index`, int64 [seq_len + 1]; errors as of `read`."""
-        return self.read(index).tokens
-
-    def batch(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Samples first .. first+count-1 of the run.
-
-        Returns:
-            (inputs, labels), both int64 [count, seq_len]; labels are the inputs shifted by one token.
-        """
-        tokens = np.empty((count, self.seq_len + 1), dtype=np.int64)
-        for i in range(count):
-            tokens[i] = self.sample(first + i)
-        return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 
 class Split(SampleRow):
@@ -146,12 +139,24 @@ class Split(SampleRow):
         """Samples in an epoch."""
         return len(self._members)
 
-    def read(self, index: int) -> Sample:
-        """The sample that a run takes as its number `index` (0-based, no upper limit).
+    @property
+    def is_marked(self) -> bool:
+        """Whether the source has marks."""
+        return isinstance(self._source, MarkedSource)
+
+    def marked_sample(self, index: int) -> MarkedSample:
+        """The sample that a run takes as its number `index` (0-based, no upper limit); no marks if the source has none.
 
         Raises:
             ConfigError: the split is empty, or the data holds an id that the model has no row for.
         """
+        number = self._number(index)
+        if isinstance(self._source, MarkedSource):
+            return self._source.marked_sample(number)
+        return MarkedSample(self._source.sample(number))
+
+    def _number(self, index: int) -> int:
+        """The number in the source of the sample that a run takes as its `index`-th."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
         if not len(self):
@@ -160,8 +165,7 @@ class Split(SampleRow):
                 "or train.eval_every=0 to train without evaluation"
             )
         epoch, place = divmod(index, len(self))
-        sample = self._source.sample(self._members[self._place_in_order(epoch, place)])
-        return sample if isinstance(sample, Sample) else Sample(sample)
+        return self._members[self._place_in_order(epoch, place)]
 
     def _place_in_order(self, epoch: int, place: int) -> int:
         if self._order_key is None:

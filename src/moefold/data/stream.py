@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.data.marked import MarkedSample, mark_ends
 from moefold.data.permutation import Permutation
 from moefold.data.random_bits import combine
-from moefold.data.sample import Sample
 from moefold.data.sampling import SampleRow
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError
@@ -46,7 +46,7 @@ class StreamRow(SampleRow):
     """Documents packed without padding, in order, epoch after epoch."""
 
     def __init__(
-        self, texts: Documents, tokenizer: Tokenizer, *, seq_len: int, order_key: int | None, masks_documents: bool
+        self, texts: Documents, tokenizer: Tokenizer, *, seq_len: int, order_key: int | None, document_end: int
     ) -> None:
         """Read from the start.
 
@@ -55,21 +55,26 @@ class StreamRow(SampleRow):
             tokenizer: makes the ids; its separator follows each document.
             seq_len: S.
             order_key: key of the shuffled order within blocks; None keeps the order of the data.
-            masks_documents: number the documents of each sample.
+            document_end: id that ends a document, to mark them by; -1: do not.
         """
         self.seq_len = seq_len
         self.block_samples = max(1, min(MAX_BLOCK_SAMPLES, _MAX_BLOCK_TOKENS // seq_len))
         self._texts = texts
         self._tokenizer = tokenizer
         self._order_key = order_key
-        self._masks_documents = masks_documents
+        self._document_end = document_end
         self._start()
 
     def __len__(self) -> int:
         """More samples than any run takes: what an epoch is, only its end shows."""
         return NUM_SAMPLES
 
-    def read(self, index: int) -> Sample:
+    @property
+    def is_marked(self) -> bool:
+        """Whether documents are marked."""
+        return self._document_end >= 0
+
+    def marked_sample(self, index: int) -> MarkedSample:
         """The sample that a run takes as its number `index`; reads on to its block.
 
         Raises:
@@ -87,9 +92,7 @@ class StreamRow(SampleRow):
         assert self._tokens is not None
         window = slice(place * self.seq_len, (place + 1) * self.seq_len + 1)
         tokens = self._tokens[window].astype(np.int64)
-        if not self._masks_documents:
-            return Sample(tokens)
-        return Sample(tokens, np.cumsum(self._begins[window], dtype=np.int32))
+        return mark_ends(tokens, self._document_end) if self.is_marked else MarkedSample(tokens)
 
     def state(self, index: int) -> Any:
         """Where the block of sample `index` begins, or an earlier block if that one has not been read yet."""
@@ -110,7 +113,6 @@ class StreamRow(SampleRow):
     def _start(self) -> None:
         self._block, self._epoch, self._num_used = -1, 0, 0
         self._tokens: NDArray[np.int32] | None = None
-        self._begins = np.empty(0, dtype=np.bool_)
         self._queue: deque[_Document] = deque()
         self._from = self._texts.documents(None)
         self._state: Any = None
@@ -118,21 +120,19 @@ class StreamRow(SampleRow):
     def _read_block(self) -> None:
         size = self.block_samples * self.seq_len
         tokens = np.empty(size + 1, dtype=np.int32)
-        begins = np.zeros(size + 1, dtype=np.bool_)
         head = self._head()
         state = [self._block + 1, head.epoch, head.state, head.used]
         filled = 0
         while filled < size:
             document = self._head()
             part = document.ids[document.used : document.used + size - filled]
-            begins[filled] = document.used == 0
             tokens[filled : filled + len(part)] = part
             document.used += len(part)
             filled += len(part)
         # Neighbouring samples share a token, so the last one opens the next block.
         document = self._head()
-        tokens[size], begins[size] = document.ids[document.used], document.used == 0
-        self._block, self._tokens, self._begins, self._state = self._block + 1, tokens, begins, state
+        tokens[size] = document.ids[document.used]
+        self._block, self._tokens, self._state = self._block + 1, tokens, state
 
     def _head(self) -> _Document:
         """The document that the next token is of."""

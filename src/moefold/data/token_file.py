@@ -42,18 +42,16 @@ class TokenFile:
 class TokenFiles:
     """Several files of ids read as one row; every id read is checked against the vocabulary."""
 
-    def __init__(self, files: tuple[TokenFile, ...], *, vocab_size: int, separator_id: int | None = None) -> None:
+    def __init__(self, files: tuple[TokenFile, ...], *, vocab_size: int) -> None:
         """Join files in their order.
 
         Args:
             files: files of at least one token each.
             vocab_size: rows of the model's embedding; ids must be below.
-            separator_id: ends a document, in files without an index of their documents; None: a file is one document.
         """
         self._files = files
         self._ends = tuple(accumulate(file.num_tokens for file in files))
         self._vocab_size = vocab_size
-        self._separator_id = separator_id
         self._document_ends = lru_cache(maxsize=_MAX_MAPPED_FILES)(lambda which: map_document_ends(files[which].path))
         self._map = lru_cache(maxsize=_MAX_MAPPED_FILES)(lambda which: files[which].map())
 
@@ -82,8 +80,8 @@ class TokenFiles:
     def begins(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Which of the tokens start .. stop-1 is the first of a document, [stop - start].
 
-        By the index of documents beside a file, where there is one; else the one behind each separator, and the first
-        of each file.
+        Raises:
+            ConfigError: a file has no index of its documents beside it.
         """
         begins = np.zeros(stop - start, dtype=np.bool_)
         which, done = bisect_right(self._ends, start), 0
@@ -98,12 +96,8 @@ class TokenFiles:
     def _begins_in_file(self, which: int, start: int, stop: int) -> NDArray[np.bool_]:
         begins = np.zeros(stop - start, dtype=np.bool_)
         ends = self._document_ends(which)
-        if ends is not None:
-            within = ends[np.searchsorted(ends, start) : np.searchsorted(ends, stop)]
-            begins[within - start] = True
-        elif self._separator_id is not None:
-            before = max(start - 1, 0)
-            begins[before + 1 - start :] = self._map(which)[before : stop - 1] == self._separator_id
+        within = ends[np.searchsorted(ends, start) : np.searchsorted(ends, stop)]
+        begins[within - start] = True
         if start == 0:
             begins[0] = True
         return begins
@@ -149,26 +143,25 @@ def token_files(data: DataConfig) -> tuple[TokenFile, ...]:
 
 
 def document_ends_path(path: Path) -> Path:
-    """Where the index of a token file's documents stands, if it has one."""
+    """Where the index of a token file's documents stands, if it has one: int64 little-endian, no header."""
     return path.with_suffix(".ends")
 
 
-def map_document_ends(path: Path) -> NDArray[np.int64] | None:
+def map_document_ends(path: Path) -> NDArray[np.int64]:
     """The index beside a token file: one past the last token of each document, ascending, [documents].
 
     Raises:
-        ConfigError: the index is broken.
+        ConfigError: there is none, or it is broken.
     """
     index = document_ends_path(path)
-    if not index.is_file():
-        return None
     try:
-        with index.open("rb") as file:
-            ends = np.memmap(file, dtype=np.dtype("<i8"), mode="r") if index.stat().st_size else np.empty(0, np.int64)
+        ends: NDArray[np.int64] = np.memmap(index, dtype=np.dtype("<i8"), mode="r")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{index} is not an index of documents ({error}); tokenise anew") from error
-    mapped: NDArray[np.int64] = ends
-    return mapped
+        raise ConfigError(
+            f"data.document_index=true needs an index of documents beside {path}, and {index.name} is none ({error}); "
+            "tokenise with `moefold tokenize`, or set data.document_end to the token that ends documents"
+        ) from error
+    return ends
 
 
 def look_at_npy(path: Path) -> TokenFile:
