@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "train a model from a recipe; starts the ranks itself on one machine",
     "layout": "show how attention and experts fold over the same ranks",
     "verify": "prove on CPU that a recipe's mapping computes what one process computes",
+    "tokenize": "turn text, JSON lines or parquet into token files",
     "inspect": "show how evenly the experts of a run were used",
     "bench": "measure the training step against a plain implementation",
 }

@@ -183,13 +183,19 @@ IDLE = (
         "set data.validation_split",
     ),
     Idle(
+        "data.document_end",
+        lambda cfg: cfg.data.kind == "sft" or cfg.data.document_index,
+        "the documents are known already",
+        "choose another data.kind, or data.document_index=false",
+    ),
+    Idle(
         "data.chat_template data.overlong",
         lambda cfg: cfg.data.kind != "sft",
         "only data.kind='sft' reads it",
         "choose data.kind='sft'",
     ),
     Idle(
-        "data.token_dtype",
+        "data.token_dtype data.document_index",
         lambda cfg: cfg.data.kind != "tokens",
         "only data.kind='tokens' reads it",
         "choose data.kind='tokens'",

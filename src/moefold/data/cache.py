@@ -103,13 +103,19 @@ def cache_key(corpus: TextSource, tokenizer: Tokenizer) -> str:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a whole .npy array of ids stands there (its length fits its header)."""
+    """Whether a whole .npy array of ids, one at least, stands there (its length fits its header)."""
+    return is_complete_array(path) and look_at_npy(path).num_tokens > 0
+
+
+def is_complete_array(path: Path) -> bool:
+    """Whether a whole .npy array of ids stands there, be it empty."""
     if not path.is_file():
         return False
     try:
-        return look_at_npy(path).num_tokens > 0
+        look_at_npy(path)
     except ConfigError:
         return False
+    return True
 
 
 def _temporary_cache_dir() -> Path:

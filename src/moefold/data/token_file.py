@@ -1,5 +1,6 @@
 """Token ids in files, mapped into memory: a run touches only the pages that its samples lie on."""
 
+import json
 import os
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from moefold.data.path import data_paths, files_below, refuse_repeats
 from moefold.errors import ConfigError
 
 SUFFIXES = (".bin", ".npy")
+NOTE = "tokenize.json"
+"""What `moefold tokenize` says of a folder of tokens."""
 # A mapping holds a file descriptor, and data sets of thousands of shards exist.
 _MAX_MAPPED_FILES = 64
 _PROBED_TOKENS = 2**24
@@ -132,6 +135,8 @@ def token_files(data: DataConfig) -> tuple[TokenFile, ...]:
         ConfigError: a path is missing, named twice, or not of these two forms; all are empty.
     """
     roots = data_paths(data.path, "tokens")
+    for root in roots:
+        _refuse_unfinished(root)
     paths = tuple(file for root in roots for file in files_below(root) if not root.is_dir() or file.suffix in SUFFIXES)
     if not paths:
         raise ConfigError(f"data.path={roots[0]} holds no .bin or .npy file; name token files or a folder with some")
@@ -182,6 +187,20 @@ def look_at_npy(path: Path) -> TokenFile:
     if array.ndim != 1:
         raise ConfigError(f"{path} has shape {list(array.shape)}, but token ids are one row; save array.reshape(-1)")
     return TokenFile(path, len(array), None)
+
+
+def _refuse_unfinished(folder: Path) -> None:
+    """Raise ConfigError if `moefold tokenize` has not finished the folder."""
+    try:
+        note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / NOTE} is broken ({error}); tokenise anew into another folder") from error
+    if not isinstance(note, dict) or not note.get("is_complete"):
+        raise ConfigError(
+            f"data.path={folder} is not finished; give the same `moefold tokenize` command again, which goes on"
+        )
 
 
 def _look_at(path: Path, token_dtype: str) -> TokenFile:
