@@ -35,12 +35,14 @@ def source_faults(cfg: Config) -> Iterator[str]:
         )
 
 
+def has_validation_split(cfg: Config) -> bool:
+    """Whether a split of its own is evaluated on."""
+    return cfg.data.kind == "huggingface" and bool(cfg.data.validation_split)
+
+
 def has_held_out(cfg: Config) -> bool:
     """Whether the data has samples to evaluate on."""
-    data = cfg.data
-    if data.kind == "huggingface" and (data.validation_split or data.streaming):
-        return bool(data.validation_split)
-    return data.validation_fraction > 0
+    return has_validation_split(cfg) or (cfg.data.validation_fraction > 0 and not cfg.data.streaming)
 
 
 DATA_RULES = (weight_faults, source_faults)

@@ -7,6 +7,7 @@ A key left out, or given as what it is anyway, asks for nothing. How an axis wor
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moefold.config.checks_data import has_validation_split
 from moefold.config.checks_model import has_dense_layers, has_moe_layers
 from moefold.config.faults import refuse
 from moefold.config.keys import default_of
@@ -172,7 +173,7 @@ IDLE = (
     ),
     Idle(
         "data.validation_fraction",
-        lambda cfg: cfg.data.kind == "huggingface" and bool(cfg.data.validation_split),
+        lambda cfg: has_validation_split(cfg) and cfg.data.validation_fraction > 0,
         "data.validation_split is evaluated on",
         "leave data.validation_split out",
     ),
