@@ -66,7 +66,22 @@ CASES = [
     ("train.eval_samples=8", [], ["train.eval_every=10"]),
     ("data.path=somewhere", [], ["data.kind=text"]),
     ("data.token_dtype=int64", ["data.kind=text"], ["data.kind=tokens"]),
+    ("data.weights=[1.0]", [], ["data.kind=text"]),
+    ("data.column=body", [], ["data.kind=huggingface"]),
+    ("data.split=dev", ["data.kind=text"], ["data.kind=huggingface"]),
+    ("data.validation_split=dev", ["data.kind=sft"], ["data.kind=huggingface"]),
+    ("data.subset=en", [], ["data.kind=huggingface"]),
+    ("data.revision=v1", [], ["data.kind=huggingface"]),
+    ("data.streaming=true", [], ["data.kind=huggingface"]),
+    ("data.validation_fraction=0.2", ["data.kind=huggingface", "data.streaming=true"], ["data.kind=huggingface"]),
+    ("data.document_index=true", ["data.kind=text"], ["data.kind=tokens"]),
+    ("data.document_end=2", ["data.kind=sft"], ["data.kind=text"]),
+    ("data.chat_template=t.jinja", [], ["data.kind=sft"]),
+    ("data.overlong=refuse", ["data.kind=text"], ["data.kind=sft"]),
     ("checkpoint.keep=2", [], ["checkpoint.every=10"]),
+    ("checkpoint.async_save=true", [], ["checkpoint.every=10"]),
+    ("checkpoint.keep_every=20", ["checkpoint.every=10"], ["checkpoint.keep=2"]),
+    ("checkpoint.verify=false", ["checkpoint.resume=never"], ["checkpoint.resume=auto"]),
 ]
 
 

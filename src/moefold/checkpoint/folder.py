@@ -34,6 +34,8 @@ class Position:
     """Samples taken from the training data so far."""
     tokens: int
     """Tokens trained on so far."""
+    stream: Any = None
+    """Where a stream of data stands, so that it need not be read from its start; None for other data."""
 
 
 @dataclass(frozen=True, kw_only=True)

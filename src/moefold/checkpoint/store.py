@@ -104,7 +104,7 @@ def write_checkpoint(
     Args:
         cfg: the recipe.
         state: this rank's part of what is to be saved: `checkpoint_state`.
-        position: how far the run has come.
+        position: how far the run has come; that of the first rank is kept.
         group: all ranks; None for the default group.
 
     Returns:

@@ -19,6 +19,7 @@ COMMANDS = {
     "layout": "show how attention and experts fold over the same ranks",
     "verify": "prove on CPU that a recipe's mapping computes what one process computes",
     "checkpoint": "list, show, verify, compare and remove checkpoints",
+    "tokenize": "turn text, JSON lines or parquet into token files",
     "inspect": "show how evenly the experts of a run were used",
     "bench": "measure the training step against a plain implementation",
 }

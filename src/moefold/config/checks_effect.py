@@ -7,6 +7,7 @@ A key left out, or given as what it is anyway, asks for nothing. How an axis wor
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moefold.config.checks_data import has_validation_split
 from moefold.config.checks_model import has_dense_layers, has_moe_layers
 from moefold.config.faults import refuse
 from moefold.config.keys import default_of
@@ -178,12 +179,48 @@ IDLE = (
     ),
     Idle(
         "data.path",
-        lambda cfg: cfg.data.kind not in ("text", "tokens"),
-        "data.kind is neither 'text' nor 'tokens'",
-        "choose data.kind='text' or 'tokens'",
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
+        "data.kind reads no files",
+        "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
     ),
     Idle(
-        "data.token_dtype",
+        "data.weights",
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
+        "data.kind has no paths",
+        "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
+    ),
+    Idle(
+        "data.column data.split data.validation_split data.subset data.revision data.streaming",
+        lambda cfg: cfg.data.kind != "huggingface",
+        "only data.kind='huggingface' reads it",
+        "choose data.kind='huggingface'",
+    ),
+    Idle(
+        "data.validation_fraction",
+        lambda cfg: has_validation_split(cfg) and cfg.data.validation_fraction > 0,
+        "data.validation_split is evaluated on",
+        "leave data.validation_split out",
+    ),
+    Idle(
+        "data.validation_fraction",
+        lambda cfg: cfg.data.kind == "huggingface" and cfg.data.streaming and cfg.data.validation_fraction > 0,
+        "of a stream no part is held out",
+        "set data.validation_split",
+    ),
+    Idle(
+        "data.document_end",
+        lambda cfg: cfg.data.kind == "sft" or cfg.data.document_index,
+        "the documents are known already",
+        "choose another data.kind, or data.document_index=false",
+    ),
+    Idle(
+        "data.chat_template data.overlong",
+        lambda cfg: cfg.data.kind != "sft",
+        "only data.kind='sft' reads it",
+        "choose data.kind='sft'",
+    ),
+    Idle(
+        "data.token_dtype data.document_index",
         lambda cfg: cfg.data.kind != "tokens",
         "only data.kind='tokens' reads it",
         "choose data.kind='tokens'",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from moefold.config.checks_data import has_held_out
 from moefold.config.schema import Config
 
 
@@ -21,7 +22,14 @@ def learning_rate_faults(cfg: Config) -> Iterator[str]:
 
 def evaluation_faults(cfg: Config) -> Iterator[str]:
     """There is held-out text to evaluate on."""
-    if cfg.train.eval_every > 0 and cfg.data.validation_fraction == 0:
+    if cfg.train.eval_every == 0 or has_held_out(cfg):
+        return
+    if cfg.data.streaming:
+        yield (
+            f"train.eval_every={cfg.train.eval_every} needs held-out text, and of a stream no part is held out; set "
+            "data.validation_split to a split of its own, or eval_every=0"
+        )
+    else:
         yield (
             f"train.eval_every={cfg.train.eval_every} needs held-out text, and data.validation_fraction=0.0 holds out "
             "none; choose validation_fraction=0.05, or eval_every=0"
@@ -37,10 +45,20 @@ def further_token_faults(cfg: Config) -> Iterator[str]:
         )
 
 
+def document_faults(cfg: Config) -> Iterator[str]:
+    """The token that ends documents is one of the vocabulary."""
+    end, vocab_size = cfg.data.document_end, cfg.model.vocab_size
+    if end >= vocab_size:
+        yield (
+            f"data.document_end={end} must be below model.vocab_size={vocab_size}; choose an id of the vocabulary, "
+            "or -1 for samples of one document"
+        )
+
+
 def resume_faults(cfg: Config) -> Iterator[str]:
     """An empty resume says neither."""
     if not cfg.checkpoint.resume:
         yield "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"
 
 
-TRAIN_RULES = (learning_rate_faults, evaluation_faults, further_token_faults, resume_faults)
+TRAIN_RULES = (learning_rate_faults, evaluation_faults, further_token_faults, document_faults, resume_faults)

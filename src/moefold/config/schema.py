@@ -326,18 +326,42 @@ class TrainConfig:
 class DataConfig:
     """Where the tokens come from."""
 
-    kind: Literal["python-docs", "text", "tokens", "synthetic"] = "python-docs"
-    """python-docs: text of this Python. text: files or folders. tokens: memory-mapped ids. synthetic: made up."""
+    kind: Literal["python-docs", "text", "tokens", "synthetic", "huggingface", "sft"] = "python-docs"
+    """python-docs: text of this Python. text: files or folders. tokens: memory-mapped ids. synthetic: made up.
+    huggingface: any source of the package `datasets`. sft: conversations to fine-tune on ([data.md](data.md))."""
     path: str | tuple[str, ...] = ""
-    """File or folder, or a list of them (text, tokens)."""
+    """File or folder, or a list of them (text, tokens, sft); huggingface: also a name on the hub."""
+    weights: tuple[float, ...] = ()
+    """Share of each path in the samples, in any unit; empty: paths are joined, so that each counts by its size."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json."""
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     """Type of the ids in a .bin file; .npy files carry their own."""
     validation_fraction: float = 0.05
-    """Part of the tokens held out for evaluation."""
+    """Part of the tokens (sft: of the conversations) held out for evaluation."""
+    document_end: int = -1
+    """Id of the token that ends a document, 0 with the tokenizer "bytes": attention then stays within a document, and
+    its first token is no target. -1: a sample counts as one document."""
+    document_index: bool = False
+    """As document_end, with the documents that `moefold tokenize` noted beside the tokens (tokens)."""
     shuffle: bool = True
     """Visit the samples of each epoch in an order drawn from run.seed."""
+    column: str = "text"
+    """Column that holds the text (huggingface)."""
+    split: str = "train"
+    """Split to train on (huggingface)."""
+    validation_split: str = ""
+    """Split to evaluate on instead of a part of `split` (huggingface)."""
+    subset: str = ""
+    """Configuration of a data set on the hub that has several (huggingface)."""
+    revision: str = ""
+    """Commit, tag or branch of a data set on the hub; a commit alone always means the same text (huggingface)."""
+    streaming: bool = False
+    """Tokenise while training, in bounded memory and without a cache (huggingface)."""
+    chat_template: str = ""
+    """File of a Jinja chat template; empty: the tokenizer's own, ChatML for bytes (sft)."""
+    overlong: Literal["cut", "refuse"] = "cut"
+    """What happens to conversations beyond seq_len + 1 tokens (sft)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

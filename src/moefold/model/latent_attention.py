@@ -44,12 +44,13 @@ class LatentAttention(nn.Module):
         self._width = max(cfg.head_size, cfg.v_head_dim)
         self._query_factor = softmax_factor(cfg) * (self._width / cfg.head_size) ** 0.5
 
-    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, starts: Tensor | None = None) -> Tensor:
         """Attend over the whole sequence.
 
         Args:
             x: [S/(cp*tp), B, H].
             rotation: of the positions of this rank's context shard, S/cp tokens.
+            starts: see `CoreAttention`, int64 [S, B].
 
         Returns:
             [S/(cp*tp), B, H].
@@ -66,7 +67,7 @@ class LatentAttention(nn.Module):
         key = torch.cat((plain_key, rotated_key), -1)
         if self._query_factor != 1.0:
             query = query * self._query_factor
-        attended = self.core(self._padded(query), self._padded(key), self._padded(value))
+        attended = self.core(self._padded(query), self._padded(key), self._padded(value), starts)
         attended = attended[..., : self.value_size].flatten(2)
         return self.tokens.scatter(linear(attended, local(self.wo, x.dtype)))
 

@@ -42,6 +42,7 @@ class Trainer:
         model = parallelize(cfg, groups)
         self._training = TrainingStep(model, cfg)
         data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+        self._row = data.train
         self._batches = BatchLoader(data.train, cfg, groups, model.positions)
         self._held_out = BatchLoader(data.validation, cfg, groups, model.positions)
         self._step = self._samples = self._tokens = 0
@@ -87,7 +88,9 @@ class Trainer:
             meta = load_checkpoint(resume.path, training.parameters, training.buffers, training.optimizer)
             self._step, self._tokens = meta.step, meta.tokens
             # A checkpoint that was named may be continued on other data, from its start.
-            self._samples = meta.samples if meta.order == sample_order(self._cfg) else 0
+            if meta.order == sample_order(self._cfg):
+                self._samples = meta.samples
+                self._row.restore(meta.stream)
         return resume
 
     def _one_step(self, report: "_Report | None", stop: StopSignals) -> int:
@@ -119,7 +122,8 @@ class Trainer:
     def _save(self) -> None:
         training = self._training
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-        position = Position(step=self._step, samples=self._samples, tokens=self._tokens)
+        stream = self._row.state(self._samples)
+        position = Position(step=self._step, samples=self._samples, tokens=self._tokens, stream=stream)
         self._save_s += self._saver.save(state, position)
 
     def _metrics(self, result: StepResult, step_time_s: float, eval_loss: float | None) -> StepMetrics:

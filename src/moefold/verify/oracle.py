@@ -38,6 +38,18 @@ class OracleStep:
 
 
 @dataclass(frozen=True)
+class OracleBatch:
+    """Some samples."""
+
+    tokens: Tensor
+    """int64 [n, S+1]."""
+    documents: Tensor
+    """Number of the document of each token, [n, S+1]."""
+    weights: Tensor
+    """Weight of each target, float64 [n, S]; the first token of a document counts for nothing all the same."""
+
+
+@dataclass(frozen=True)
 class _Terms:
     """The terms of the loss over a global batch, and what routed it: for each MoE layer its micro-batches."""
 
@@ -68,11 +80,11 @@ class Oracle:
         self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.weights.items()}
         self._steps = 0
 
-    def step(self, samples: Tensor) -> OracleStep:
-        """One optimizer step on a global batch, int64 [global_batch_size, S+1]."""
+    def step(self, batch: OracleBatch) -> OracleStep:
+        """One optimizer step on a global batch."""
         for weight in self.weights.values():
             weight.grad = None
-        terms = self.loss(samples, is_training=True)
+        terms = self.loss(batch, is_training=True)
         terms.total().backward()
         gradients = {name: _gradient(w) for name, w in self.weights.items()}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
@@ -93,23 +105,27 @@ class Oracle:
             moe_layers=tuple(layers),
         )
 
-    def evaluate(self, samples: Tensor) -> float:
-        """Mean cross-entropy over the target tokens of int64 [n, S+1]."""
+    def evaluate(self, batch: OracleBatch) -> float:
+        """Weighted mean of the cross-entropies of the targets."""
         with torch.no_grad():
-            return float(self.loss(samples, is_training=False).lm)
+            return float(self.loss(batch, is_training=False).lm)
 
-    def loss(self, samples: Tensor, *, is_training: bool) -> _Terms:
+    def loss(self, batch: OracleBatch, *, is_training: bool) -> _Terms:
         """The terms of the loss, each as docs/notation.md defines it."""
         size = self.cfg.train.micro_batch_size
         lm = further = torch.zeros((), dtype=torch.float64)
         routed: dict[int, list[RoutedBatch]] = {}
-        for number, micro in enumerate(samples.split(size)):
+        shares = [self._shares(batch, depth) for depth in range(1 + self.cfg.model.mtp_layers)]
+        for number, micro in enumerate(batch.tokens.split(size)):
+            mine = slice(number * size, (number + 1) * size)
             moment = Moment(self._steps + 1, number * size, is_training)
-            hidden = self._hidden(micro[:, :-1], moment, routed)
-            chosen = self._log_probs(hidden).gather(-1, micro[:, 1:, None])
-            lm = lm - chosen.sum() / samples[:, 1:].numel()
+            documents = batch.documents[mine, :-1]
+            hidden = self._hidden(micro[:, :-1], documents, moment, routed)
+            lm = lm - (self._target_log_probs(hidden, micro[:, 1:]) * shares[0][mine]).sum()
             if is_training:
-                further = further + self._further(micro, hidden, moment, routed) * len(micro) / len(samples)
+                further = further + self._further(
+                    micro, documents, hidden, [share[mine] for share in shares], moment, routed
+                )
         aux = {layer: self.cfg.moe.aux_loss * self.router.aux(batches) for layer, batches in routed.items()}
         z = {
             layer: self.cfg.moe.z_loss * torch.stack([b.logits.logsumexp(-1).square().mean() for b in batches]).mean()
@@ -117,16 +133,26 @@ class Oracle:
         }
         return _Terms(lm, aux, z, further, routed)
 
-    def _hidden(self, tokens: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
+    def _shares(self, batch: OracleBatch, depth: int) -> Tensor:
+        """What each position's target `depth` places behind the next token counts, [n, S - depth]; they sum to 1."""
+        is_within = batch.documents[:, : -1 - depth] == batch.documents[:, 1 + depth :]
+        weights = torch.where(is_within, batch.weights[:, depth:], 0.0)
+        return weights / weights.sum()
+
+    def _hidden(
+        self, tokens: Tensor, documents: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]
+    ) -> Tensor:
         """[B, S] -> [B, S, H] behind the last norm; adds what each MoE layer decided."""
         x = self.weights["embedding.weight"][tokens]
         for i in range(self.cfg.model.num_layers):
-            x = self._layer(i, x, moment, routed)
+            x = self._layer(i, x, documents, moment, routed)
         return self._norm("head.norm", x)
 
-    def _layer(self, i: int, x: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
+    def _layer(
+        self, i: int, x: Tensor, documents: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]
+    ) -> Tensor:
         name = f"layers.{i}"
-        x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x))
+        x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x), documents)
         normed = self._norm(f"{name}.ffn_norm", x)
         if self.cfg.model.all_layer_kinds[i] == "D":
             return x + self._swiglu(f"{name}.ffn", normed)
@@ -134,12 +160,21 @@ class Oracle:
         routed.setdefault(i, []).append(batch)
         return x + self._moe(f"{name}.ffn", normed, batch)
 
-    def _log_probs(self, hidden: Tensor) -> Tensor:
+    def _target_log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Logarithms of the probabilities of targets [B, n], [B, n]."""
         head = "embedding.weight" if self.cfg.model.tie_embeddings else "head.weight"
-        return (hidden @ self.weights[head].T).log_softmax(-1)
+        return (hidden @ self.weights[head].T).log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
 
-    def _further(self, micro: Tensor, hidden: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
-        """Loss of multi-token prediction of a micro-batch, int64 [B, S+1], as if it were the global batch."""
+    def _further(
+        self,
+        micro: Tensor,
+        documents: Tensor,
+        hidden: Tensor,
+        shares: Sequence[Tensor],
+        moment: Moment,
+        routed: dict[int, list[RoutedBatch]],
+    ) -> Tensor:
+        """A micro-batch's part of the loss of multi-token prediction; tokens are int64 [B, S+1]."""
         model, total = self.cfg.model, torch.zeros((), dtype=torch.float64)
         length = micro.shape[1] - 1
         for depth in range(1, model.mtp_layers + 1):
@@ -148,13 +183,11 @@ class Oracle:
             read = torch.cat((micro[:, depth:-1], micro[:, -1:], torch.zeros_like(micro[:, : depth - 1])), 1)
             embedded = self._norm(f"{name}.embedding_norm", self.weights["embedding.weight"][read])
             both = torch.cat((embedded, self._norm(f"{name}.hidden_norm", hidden)), -1)
-            hidden = self._layer(
-                model.num_layers + depth - 1, both @ self.weights[f"{name}.projection"].T, moment, routed
-            )
+            projected = both @ self.weights[f"{name}.projection"].T
+            hidden = self._layer(model.num_layers + depth - 1, projected, documents, moment, routed)
             hidden = self._norm(f"{name}.output_norm", hidden)
-            targets = micro[:, depth + 1 :]
-            chosen = self._log_probs(hidden[:, : length - depth]).gather(-1, targets[..., None])
-            total = total - chosen.mean()
+            chosen = self._target_log_probs(hidden[:, : length - depth], micro[:, depth + 1 :])
+            total = total - (chosen * shares[depth]).sum()
         return total * self.cfg.train.mtp_loss / max(1, model.mtp_layers)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -166,7 +199,7 @@ class Oracle:
         gated = x @ gate.T
         return (gated * torch.sigmoid(gated) * (x @ up.T)) @ down.T
 
-    def _attention(self, name: str, x: Tensor) -> Tensor:
+    def _attention(self, name: str, x: Tensor, documents: Tensor) -> Tensor:
         model = self.cfg.model
         batch, length, _ = x.shape
 
@@ -188,6 +221,7 @@ class Oracle:
             value = heads("v", model.num_query_groups)
         scale = score_scale(model)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        hidden = hidden | (documents[:, :, None] != documents[:, None, :])
         outputs = []
         for head in range(model.num_attention_heads):
             group = head * key.shape[2] // model.num_attention_heads
