@@ -80,7 +80,7 @@ CASES = [
     ("data.overlong=refuse", ["data.kind=text"], ["data.kind=sft"]),
     ("checkpoint.keep=2", [], ["checkpoint.every=10"]),
     ("checkpoint.async_save=true", [], ["checkpoint.every=10"]),
-    ("checkpoint.keep_every=20", ["checkpoint.every=10"], ["checkpoint.keep=2"]),
+    ("checkpoint.keep_every=20", [], ["checkpoint.every=10", "checkpoint.keep=2"]),
     ("checkpoint.verify=false", ["checkpoint.resume=never"], ["checkpoint.resume=auto"]),
 ]
 
