@@ -14,6 +14,11 @@ TORCH_FREE_MODULES = (
     "metrics.expert_counts",
     "metrics.routing_trace",
     "train.lr_schedule",
+    "inference.source",
+    "inference.settings",
+    "inference.sampling",
+    "inference.text",
+    "inference.token_row",
 )
 TORCH_FREE_COMMANDS = "cli"
 

@@ -158,21 +158,38 @@ def load_checkpoint(
         ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
     """
     meta = read_meta(path)
-    state = checkpoint_state(parameters, buffers, optimizer)
+    _load(path, checkpoint_state(parameters, buffers, optimizer))
+    set_step_count(optimizer, meta.step)
+    return meta
+
+
+def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+    """Read weights and buffers alone, in the type of the parameters they go to; collective over all ranks.
+
+    Raises:
+        ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
+    """
+    read_meta(path)
+    _load(path, _weights(parameters, buffers))
+
+
+def _load(path: Path, state: dict[str, Tensor]) -> None:
     with explained(f"checkpoint {str(path)!r} cannot be read"):
         _refuse_incomplete(path, state)
         dcp.load(state, storage_reader=SafeReader(path))
-    set_step_count(optimizer, meta.step)
-    return meta
 
 
 def checkpoint_state(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
     """This rank's parts of all that a checkpoint holds, by names that are free of the mapping; nothing is copied."""
+    moments = {f"optimizer.{name}": moment for name, moment in named_moments(optimizer, parameters).items()}
+    return _weights(parameters, buffers) | moments
+
+
+def _weights(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weights = {f"model.{name}": parameter.data for name, parameter in parameters.items()}
-    weights |= {f"model.{name}": buffer for name, buffer in buffers.items()}
-    return weights | {f"optimizer.{name}": moment for name, moment in named_moments(optimizer, parameters).items()}
+    return weights | {f"model.{name}": buffer for name, buffer in buffers.items()}
 
 
 def _record_files(draft: Path, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:

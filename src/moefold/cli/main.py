@@ -21,6 +21,9 @@ COMMANDS = {
     "checkpoint": "list, show, verify, compare and remove checkpoints",
     "tokenize": "turn text, JSON lines or parquet into token files",
     "inspect": "show how evenly the experts of a run were used",
+    "eval": "mean cross-entropy of a model over a file of tokens or text",
+    "generate": "continue a text with a model",
+    "lm_eval": "run the tasks of lm-eval on a model",
     "bench": "measure the training step against a plain implementation",
 }
 

@@ -1,19 +1,17 @@
 """`moefold train`: check the recipe, start or join the ranks, train."""
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from moefold.checkpoint.folder import find_resume, read_meta
+from moefold.cli.one_voice import one_voice
 from moefold.config.checks import check_config, check_machine
 from moefold.config.checks_dispatch import check_dispatch_device
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
-from moefold.launch.status import EXIT_USER_ERROR
 
 
 def run(argv: list[str]) -> int:
@@ -27,7 +25,7 @@ def run(argv: list[str]) -> int:
     if args.recipe is None:
         raise ConfigError("a recipe is missing: moefold train RECIPE.toml [section.key=value ...]")
     place = find_place()
-    with _one_voice(place):
+    with one_voice(place):
         cfg = load_config(Path(args.recipe), args.overrides)
         check_config(cfg)
         check_machine(cfg)
@@ -39,17 +37,6 @@ def run(argv: list[str]) -> int:
             print(f"{resume} has all {cfg.run.steps} steps of run.steps; nothing to do")
         return 0
     return _train(cfg, place)
-
-
-@contextmanager
-def _one_voice(place: Place | None) -> Iterator[None]:
-    """Around what fails alike on all ranks of a machine: the first of them alone says so."""
-    try:
-        yield
-    except ConfigError:
-        if place is None or place.local_rank == 0:
-            raise
-        raise SystemExit(EXIT_USER_ERROR) from None
 
 
 def _train(cfg: Config, place: Place | None) -> int:

@@ -48,12 +48,21 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
             a readable file are listed, one a line.
     """
     tree = read_recipe(path) if path is not None else {}
-    for word in overrides:
-        _apply_override(tree, word)
+    apply_overrides(tree, overrides)
     given = frozenset(f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys)
     cfg = config_from_dict(tree)
     check_explicit(given, cfg)
     return cfg
+
+
+def apply_overrides(tree: Tree, words: Sequence[str]) -> None:
+    """Write words of the form `section.key=value` into a tree of sections, in order.
+
+    Raises:
+        ConfigError: a word has another form, or names no section.
+    """
+    for word in words:
+        _apply_override(tree, word)
 
 
 def config_from_dict(tree: Mapping[str, Any]) -> Config:

@@ -137,6 +137,10 @@ class JsonTokenizer:
         """The ids of a text, [tokens]; no special token is put around it."""
         return _ids(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def encode_start(self, text: str) -> NDArray[np.int64]:
+        """The ids of a text that begins a document, [tokens], with the special tokens that the file puts around one."""
+        return _ids(self._tokenizer.encode(text, add_special_tokens=True))
+
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """The ids of several texts, on all cores."""
         return [_ids(encoding) for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]

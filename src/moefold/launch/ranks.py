@@ -69,7 +69,7 @@ def start_ranks(main: RankMain, world_size: int, device_type: str) -> int:
         KeyboardInterrupt: a second Ctrl-C ended the ranks at once.
     """
     if world_size == 1:
-        return main(Place(0, 0, 1, "127.0.0.1", _free_port()), device_type)
+        return main(alone(), device_type)
     _silence()
     config = LaunchConfig(
         min_nodes=1,
@@ -92,6 +92,11 @@ def start_ranks(main: RankMain, world_size: int, device_type: str) -> int:
         except SignalException as error:
             return SIGNAL_STATUS + int(error.sigval)
     return max(statuses.values())
+
+
+def alone() -> Place:
+    """The place of the one rank of a job of one."""
+    return Place(0, 0, 1, "127.0.0.1", _free_port())
 
 
 @contextmanager

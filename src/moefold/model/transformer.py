@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         self.rotation: Rotation | None = None
 
     def place(self, positions: Tensor) -> None:
-        """Say which positions of a sample this rank's tokens have, int64 [S/cp]; needed once before `forward`."""
+        """Say which positions of their sample this rank's tokens have, int64 [S/cp] or [S/cp, B]; before `forward`."""
         self.positions = positions
         self.rotation = rotation(self.cfg.model, positions, self.dtype)
 

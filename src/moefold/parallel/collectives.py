@@ -5,13 +5,15 @@ its ranks: the adjoint of all-gather is reduce-scatter (sum), and the other way 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moefold.parallel.groups import Group
+
+T = TypeVar("T")
 
 # torch 2.13 renamed the *_tensor collectives and warns about the old names, which 2.11 alone has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -103,6 +105,34 @@ def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
     out = x.new_empty((group.size, *x.shape))
     dist.gather(x, list(out.unbind(0)), group=group.handle, group_dst=0)
     return out
+
+
+def broadcast(x: Tensor, group: Group, source: int) -> Tensor:
+    """The tensor of member `source` on every member; `x` says shape and type elsewhere. No gradient."""
+    x = x.detach().contiguous()
+    if group.size > 1:
+        dist.broadcast(x, group.ranks[source], group=group.handle)
+    return x
+
+
+def broadcast_object(value: T, group: Group, source: int) -> T:
+    """What member `source` gives, on every member; anything that can be pickled."""
+    held = [value]
+    if group.size > 1:
+        dist.broadcast_object_list(held, src=group.ranks[source], group=group.handle)
+    return held[0]
+
+
+def start_send(x: Tensor, group: Group, member: int) -> dist.Work | None:
+    """Begin to send a tensor to a member; leave it alone until the work is done. None where there is nothing in it."""
+    return dist.isend(x, group.ranks[member], group=group.handle) if x.numel() else None
+
+
+def receive(x: Tensor, group: Group, member: int) -> Tensor:
+    """Fill a tensor with what a member sends; waits for it. Without elements nothing is sent."""
+    if x.numel():
+        dist.recv(x, group.ranks[member], group=group.handle)
+    return x
 
 
 def begin_all_gather(x: Tensor, group: Group, *, asynchronous: bool = True) -> tuple[Tensor, dist.Work | None]:

@@ -80,10 +80,39 @@ class ParallelModel:
             stage.train(mode)
 
 
+@dataclass(frozen=True)
+class CutModel:
+    """The stages of this rank, cut along every axis; their weights are not filled yet."""
+
+    stages: list[Transformer]
+    positions: Tensor
+    note: str
+
+
 def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
     """Build this rank's stages, cut them along every axis, and fill them with the initial weights.
 
     Collective: FSDP may communicate. Parameters are whole on no rank at any time.
+    """
+    cut = cut_model(cfg, groups, is_trained=True)
+    for stage in cut.stages:
+        initialise(stage, cfg.model, cfg.run.seed)
+    runner: Runner
+    if groups.layout.pp == 1:
+        runner = Accumulation(cut.stages[0], cfg.num_micro_batches, cfg.parallel.zero)
+    else:
+        runner = Pipeline(cut.stages, groups, cfg)
+    return ParallelModel(cut.stages, runner, groups, cut.positions, cut.note)
+
+
+def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutModel:
+    """Build this rank's stages and cut them along every axis; what the weights hold is left open.
+
+    Args:
+        cfg: the recipe.
+        groups: of its mapping.
+        is_trained: the weights are master weights, cut over the data-parallel ranks too. Else each rank holds its part
+            of the maths whole and in the compute type, but for the routers, which never compute below float32.
     """
     layout = groups.layout
     ranges = stage_layers(cfg.model.num_layers, layout.pp * cfg.parallel.virtual_stages)
@@ -95,22 +124,19 @@ def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
     selection = select_dispatcher(cfg, groups)
     dispatcher = _dispatcher(selection.name, cfg, groups)
     for stage in stages:
-        stage.to(master_dtype(cfg))
+        stage.to(master_dtype(cfg) if is_trained else stage.dtype)
+        for layer in stage.moe_layers().values():
+            layer.router.to(master_dtype(cfg))
         _apply_tensor_parallel(stage, groups)
         _apply_expert_parallel(stage, groups, positions, dispatcher)
         _apply_context_parallel(stage, groups, cfg)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
-            shard_data_parallel(stage, groups, cfg)
+            if is_trained:
+                shard_data_parallel(stage, groups, cfg)
         stage.to_empty(device=groups.device)
-        initialise(stage, cfg.model, cfg.run.seed)
         stage.place(positions)
-    runner: Runner
-    if layout.pp == 1:
-        runner = Accumulation(stages[0], cfg.num_micro_batches, cfg.parallel.zero)
-    else:
-        runner = Pipeline(stages, groups, cfg)
-    return ParallelModel(stages, runner, groups, positions, selection.note)
+    return CutModel(stages, positions, selection.note)
 
 
 def _apply_tensor_parallel(stage: Transformer, groups: ParallelGroups) -> None:

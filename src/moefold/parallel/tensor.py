@@ -8,7 +8,15 @@ from torch.nn import functional as F
 
 from moefold.config.schema import ModelConfig
 from moefold.model.cross_entropy import cross_entropy
-from moefold.parallel.collectives import all_gather, all_reduce_max, all_reduce_sum, reduce_scatter, sum_over
+from moefold.parallel.collectives import (
+    all_gather,
+    all_gather_rows,
+    all_reduce_max,
+    all_reduce_sum,
+    reduce_scatter,
+    reduce_scatter_rows,
+    sum_over,
+)
 from moefold.parallel.groups import Group
 
 
@@ -25,6 +33,31 @@ class ShardedTokens:
     def scatter(self, x: Tensor) -> Tensor:
         """Reduce-scatter along the sequence; the gradient is all-gathered."""
         return reduce_scatter(x, self._tp)
+
+
+class UnevenTokens:
+    """As `ShardedTokens` where tp need not divide the tokens: the first ranks hold one more, and some perhaps none.
+
+    One object for all modules of a stage, which is told before each forward pass how many tokens there are.
+    """
+
+    def __init__(self, tp: Group) -> None:
+        self._tp = tp
+        self._rows = [0] * tp.size
+
+    def begin(self, num_tokens: int) -> int:
+        """The next forward pass has so many tokens of each sample; returns how many of them this rank holds."""
+        base, extra = divmod(num_tokens, self._tp.size)
+        self._rows = [base + (member < extra) for member in range(self._tp.size)]
+        return self._rows[self._tp.rank]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All-gather along the sequence; the gradient is reduce-scattered."""
+        return all_gather_rows(x, self._tp, self._rows)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Reduce-scatter along the sequence; the gradient is all-gathered."""
+        return reduce_scatter_rows(x, self._tp, self._rows)
 
 
 class ShardedVocabulary:

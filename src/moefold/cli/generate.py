@@ -1,0 +1,126 @@
+"""`moefold generate`: continue a text."""
+
+import argparse
+import re
+import sys
+from dataclasses import replace
+from functools import partial
+
+from moefold.cli.compute_options import add_compute_options
+from moefold.cli.one_voice import one_voice
+from moefold.errors import ConfigError
+from moefold.launch.place import Place, check_world_size, find_place
+
+EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
+the newest complete one is taken, or a Hugging Face folder. Without a PROMPT, standard input is one, without its last
+newline. One prompt streams its continuation to standard output; several are continued together and printed when all
+are done. Words of the form parallel.KEY=N are the mapping: tp, pp, ep, etp, world_size (by default as many ranks as the
+others need).
+
+examples:
+  moefold generate runs/quickstart "The for statement" --max-tokens 200 --temperature 0.8 --top-p 0.95
+  echo "def main():" | moefold generate runs/quickstart parallel.tp=2 parallel.ep=2 --temperature 0
+"""
+
+OVERRIDE = re.compile(r"[a-z]+\.[a-z_]+=\S+")
+"""A word that is a setting, not a prompt."""
+
+
+def run(argv: list[str]) -> int:
+    """Generate; returns the exit status."""
+    arguments = _parser().parse_intermixed_args(argv)
+    place = find_place()
+    with one_voice(place):
+        return _start(arguments, place)
+
+
+def _start(arguments: argparse.Namespace, place: Place | None) -> int:
+    from moefold.inference.sampling import Sampling
+    from moefold.inference.settings import Wish, inference_config
+    from moefold.inference.source import find_source
+    from moefold.inference.text import encode_prompts, end_ids, open_tokenizer
+
+    if arguments.max_tokens < 1:
+        raise ConfigError(f"--max-tokens {arguments.max_tokens} must be at least 1")
+    sampling = Sampling(
+        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
+    )
+    sampling.check()
+    source = find_source(arguments.model)
+    # A wrong mapping is answered before anybody is asked for a prompt.
+    wish = Wish(
+        overrides=tuple(word for word in arguments.words if OVERRIDE.fullmatch(word)),
+        dtype=arguments.dtype,
+        device=arguments.device,
+        world_size=None if place is None else place.world_size,
+        seq_len=2,
+        batch_size=1,
+    )
+    cfg = inference_config(source, wish, "generate")
+    if place is not None:
+        check_world_size(place, cfg.parallel.world_size)
+    tokenizer = open_tokenizer(source, arguments.tokenizer)
+    prompts = tuple(word for word in arguments.words if not OVERRIDE.fullmatch(word)) or (_read_prompt(place),)
+    ids = encode_prompts(source, tokenizer, prompts)
+    longest = max(map(len, ids)) + arguments.max_tokens
+    cfg = inference_config(source, replace(wish, seq_len=longest, batch_size=len(prompts)), "generate")
+
+    # torch takes seconds to import: everything above answers without it.
+    from moefold.inference.rank import GenerateJob, generate_rank
+    from moefold.launch.failure import leave
+    from moefold.launch.ranks import choose_device, start_ranks
+
+    job = GenerateJob(
+        source=source,
+        cfg=cfg,
+        tokenizer=arguments.tokenizer,
+        prompts=prompts,
+        ids=ids,
+        max_tokens=arguments.max_tokens,
+        sampling=sampling,
+        eos_ids=frozenset() if arguments.ignore_eos else end_ids(source, tokenizer),
+        as_json=arguments.json,
+    )
+    device_type = choose_device(cfg.run.device, cfg.parallel.world_size, place)
+    if place is not None:
+        leave(generate_rank(job, place, device_type))
+    return start_ranks(partial(generate_rank, job), cfg.parallel.world_size, device_type)
+
+
+def _read_prompt(place: Place | None) -> str:
+    """The prompt on standard input, which ranks that a launcher started do not all have."""
+    if place is not None:
+        raise ConfigError("a prompt is missing: ranks of a launcher share no standard input; give it as an argument")
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError('a prompt is missing: moefold generate MODEL "the beginning of a text", or on standard input')
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt on standard input is not text in UTF-8 ({error.reason})") from error
+    return text.removesuffix("\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold generate",
+        description="Continue a text, token by token. Starts the ranks itself on one machine; joins them under\n"
+        "torchrun or srun.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
+    parser.add_argument("words", nargs="*", metavar="PROMPT", help="text to continue; parallel.KEY=N sets the mapping")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most new tokens of a prompt (128)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="divides the logits; 0: the likeliest token (1)"
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest; 0: from all (0)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that reach probability P (1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draws: the same under every mapping (0)")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on behind an end-of-text token")
+    parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
+    add_compute_options(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt: prompt, text, tokens, end")
+    return parser

@@ -1,0 +1,75 @@
+"""`moefold lm_eval`: the tasks of lm-eval on our models, over as many ranks as a model needs."""
+
+import importlib.util
+from functools import partial
+
+from moefold.cli.one_voice import one_voice
+from moefold.errors import ConfigError
+from moefold.launch.place import Place, check_world_size, find_place
+
+HELP = """usage: moefold lm_eval --model_args path=MODEL[,tp=2,ep=2,...] --tasks TASK [...] [options of lm_eval]
+
+Run the tasks of lm-eval (pip install 'moefold[eval]') on a checkpoint, a run folder or a Hugging Face folder. All words
+are those of lm_eval's own command line, but --model, which is moefold. --model_args takes
+
+  path=MODEL        the model
+  tp, pp, ep, etp   the mapping (1); the ranks are started on this machine, or joined under torchrun or srun
+  world_size        ranks in all (as many as the others need)
+  dtype, device     as of `moefold eval` (auto)
+  batch_size        texts at once (8)
+  max_length        longest text in tokens (what the model was trained on, or config.json says)
+  max_gen_toks      most new tokens where a task does not say (256)
+  tokenizer         bytes or a tokenizer.json, not the model's
+
+In a program of your own, `import moefold.lm_eval` makes model="moefold" known to lm_eval.simple_evaluate.
+
+examples:
+  moefold lm_eval --model_args path=runs/quickstart --tasks lambada_openai --limit 100
+  moefold lm_eval --model_args path=mixtral-hf,tp=2,ep=2,dtype=bfloat16 --tasks hellaswag arc_easy
+  moefold lm_eval ls tasks
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Run lm-eval; returns the exit status."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    place = find_place()
+    with one_voice(place):
+        return _start(argv, place)
+
+
+def _start(words: list[str], place: Place | None) -> int:
+    from moefold.inference.lm_eval_settings import LmSettings, model_arguments
+
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("the package lm-eval is not installed; pip install 'moefold[eval]'")
+    if words[0] in ("ls", "validate"):
+        from moefold.inference.lm_eval_rank import run_harness
+
+        return run_harness(words, None)
+    names = {word.partition("=")[0] for word in words}
+    if names & {"--model", "-M"}:
+        raise ConfigError("--model is moefold here; leave it out, or use lm_eval for other models")
+    if names & {"--config", "-C"}:
+        raise ConfigError("--config is read by lm_eval alone; give --model_args and --tasks on the command line")
+    settings = LmSettings.from_arguments(model_arguments(words))
+    source, cfg = settings.resolve(None if place is None else place.world_size)
+    if place is not None:
+        check_world_size(place, cfg.parallel.world_size)
+
+    from moefold.inference.text import open_tokenizer
+
+    open_tokenizer(source, settings.tokenizer)
+
+    # torch takes seconds to import, lm-eval too: everything above answers without them.
+    from moefold.inference.lm_eval_rank import lm_eval_rank
+    from moefold.launch.failure import leave
+    from moefold.launch.ranks import choose_device, start_ranks
+
+    words = ["run", "--model", "moefold", *(words[1:] if words[0] == "run" else words)]
+    device_type = choose_device(cfg.run.device, cfg.parallel.world_size, place)
+    if place is not None:
+        leave(lm_eval_rank(settings, words, place, device_type))
+    return start_ranks(partial(lm_eval_rank, settings, words), cfg.parallel.world_size, device_type)

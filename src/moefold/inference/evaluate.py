@@ -1,0 +1,128 @@
+"""Mean cross-entropy of a model over a row of tokens, under any mapping; and its logits, into a file."""
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moefold.inference.opening import OpenModel
+from moefold.inference.token_row import TokenRow
+from moefold.parallel.collectives import all_reduce_sum
+from moefold.parallel.context import sequence_positions
+
+LINE_EVERY_S = 10.0
+"""Long evaluations say how far they are, so often."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model makes of a row of tokens."""
+
+    loss: float
+    """Mean cross-entropy of the predicted tokens, nats."""
+    tokens: int
+    """Predicted tokens."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that has no float."""
+        return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
+
+
+def evaluate(opened: OpenModel, row: TokenRow, logits: "LogitsFile | None" = None) -> Evaluation:
+    """Run every sequence of the row once; collective over all ranks.
+
+    Args:
+        opened: the model; its micro_batch_size sequences go through at once on each data-parallel rank.
+        row: the sequences, the same on every rank.
+        logits: gets the logits of all of them, on the first rank of the last stage, which opens it.
+    """
+    model, cfg, groups = opened.model, opened.cfg, opened.groups
+    width, count = cfg.train.seq_len, cfg.train.micro_batch_size
+    total = torch.zeros(1, dtype=torch.float64, device=groups.device)
+    next_line_s = time.monotonic() + LINE_EVERY_S
+    for first in range(0, row.num_sequences, count * groups.attn.dp.size):
+        mine = row.batch(first + groups.attn.dp.rank * count, count, width)
+        tokens, labels, is_target = (torch.from_numpy(x).to(groups.device)[:, model.positions] for x in mine)
+        y = model.forward(tokens)
+        if y is not None:
+            losses = model.stage.head.vocabulary.cross_entropy(y, labels.t())
+            if groups.attn.tp.rank == 0:
+                total += losses.double().mul(is_target.t()).sum()
+            if logits is not None:
+                logits.write(first, model.collect(y.float().cpu().transpose(0, 1)))
+        if groups.rank == 0 and time.monotonic() >= next_line_s:
+            next_line_s = time.monotonic() + LINE_EVERY_S
+            print(f"{first} of {row.num_sequences} sequences", file=sys.stderr, flush=True)
+    model.finish()
+    loss = float(all_reduce_sum(total, groups.world)) / row.num_predicted
+    return Evaluation(loss, row.num_predicted)
+
+
+class LogitsFile:
+    """Context manager: float32 logits [sequences, S, V] in an .npy file, mapped into memory and written batch by batch.
+
+    The file has another name until it is complete. Only the first rank of the last stage opens it; the others enter
+    and write nothing.
+    """
+
+    def __init__(self, path: Path, opened: OpenModel, row: TokenRow) -> None:
+        groups = opened.groups
+        self._path = path
+        self._draft = path.with_name(f".{path.name}.partial")
+        self._row = row
+        self._cfg = opened.cfg
+        self._is_writer = opened.model.stage.is_last and groups.attn.stage.rank == 0
+        layout = groups.layout
+        self._places = [
+            tuple(layout.attention.coordinate(rank, axis) for axis in ("dp", "cp", "tp"))
+            for rank in groups.attn.stage.ranks
+        ]
+        context, seq_len = opened.cfg.parallel.context, opened.cfg.train.seq_len
+        self._positions = [sequence_positions(context, seq_len, layout.cp, i).numpy() for i in range(layout.cp)]
+        self._file: np.ndarray | None = None
+
+    def __enter__(self) -> Self:
+        if self._is_writer:
+            shape = (self._row.num_sequences, self._row.seq_len, self._cfg.model.vocab_size)
+            self._file = np.lib.format.open_memmap(self._draft, mode="w+", dtype=np.float32, shape=shape)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is None:
+            return
+        if isinstance(self._file, np.memmap):
+            self._file.flush()
+        self._file = None
+        if error is None:
+            self._draft.replace(self._path)
+        else:
+            self._draft.unlink(missing_ok=True)
+
+    def write(self, first: int, parts: Tensor | None) -> None:
+        """Write the logits of the sequences from `first` on.
+
+        Args:
+            first: the first sequence of the first data-parallel rank.
+            parts: of every rank of the stage, [dp*cp*tp, B, S/cp, V/tp]; None on ranks that do not write.
+        """
+        if parts is None or self._file is None:
+            return
+        for (dp_rank, cp_rank, tp_rank), part in zip(self._places, parts.numpy(), strict=True):
+            batch_size, _, num_columns = part.shape
+            start = first + dp_rank * batch_size
+            stop = min(start + batch_size, len(self._file))
+            positions = self._positions[cp_rank]
+            is_real = positions < self._row.seq_len
+            columns = slice(tp_rank * num_columns, (tp_rank + 1) * num_columns)
+            for i in range(start, stop):
+                self._file[i, positions[is_real], columns] = part[i - start, is_real]

@@ -1,0 +1,204 @@
+"""Our models as lm-eval sees them (github.com/EleutherAI/lm-evaluation-harness, package lm-eval)."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
+
+from moefold.data.tokenizer import Tokenizer
+from moefold.errors import ConfigError
+from moefold.inference.lm_eval_settings import LmSettings
+from moefold.inference.opening import open_model
+from moefold.inference.sampling import Sampling
+from moefold.inference.scoring import CommandedModel, GenerateOrder, Score
+from moefold.inference.text import end_ids, open_tokenizer
+from moefold.launch.place import find_place
+from moefold.launch.ranks import alone, choose_device, joined
+
+Scored = tuple[tuple[str, str] | None, list[int], list[int]]
+"""((context, continuation) as text, ids of the context, ids of the continuation)."""
+
+
+class MoefoldLM(TemplateLM):
+    """A checkpoint or Hugging Face folder: `--model moefold --model_args path=MODEL`.
+
+    As it stands it opens the model in this process alone; `moefold lm_eval` gives it one that is spread over ranks.
+
+    Args:
+        model: an open one; None opens what the arguments say.
+        arguments: those of `LmSettings`.
+    """
+
+    def __init__(self, model: CommandedModel | None = None, **arguments: Any) -> None:
+        super().__init__()
+        self._settings = LmSettings.from_arguments(arguments)
+        self._stack = ExitStack()
+        self._model = self._open() if model is None else model
+        tokenizer = self._model.opened.tokenizer
+        assert tokenizer is not None
+        self._text: Tokenizer = tokenizer
+        self._source, _ = self._settings.resolve(self._model.opened.groups.world.size)
+        self._device = self._model.opened.groups.device
+        self._ends = end_ids(self._source, tokenizer)
+        self._max_length = self._settings.max_length or self._source.context
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
+        """What --model_args says wins over lm-eval's own options, which have defaults."""
+        return cls(**{**(additional_config or {}), **arg_dict})
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
+        """The same from "path=MODEL,tp=2"."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that stands before a text that has no context, and between documents.
+
+        Raises:
+            ConfigError: the tokenizer has none.
+        """
+        separator = self._text.separator_id
+        if separator is not None:
+            return separator
+        if self._ends:
+            return min(self._ends)
+        raise ConfigError("the tokenizer has no end-of-text token, which lm-eval's tasks need where no context is")
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What a cache of requests must not share with another tokenizer."""
+        return self._text.identity
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The ids of a text, without special tokens."""
+        ids: list[int] = self._text.encode(string).tolist()
+        return ids
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts: each token once, with as much of the text before it as the model takes."""
+        windows: list[Scored] = []
+        owner: list[int] = []
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            for pair in get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, self._max_length, 1):
+                context, continuation = make_disjoint_window(pair)
+                windows.append((None, context, continuation))
+                owner.append(number)
+        totals = [0.0] * len(requests)
+        for number, (value, _) in zip(owner, self._loglikelihood_tokens(windows), strict=True):
+            totals[number] += value
+        for asked, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", asked.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continue each context up to one of its stops, which is cut off."""
+        found = [""] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(i)
+        for members in groups.values():
+            how = _read_generation(requests[members[0]].args[1], self._settings.max_gen_toks)
+            room = self._max_length - how.max_tokens
+            if room < 1:
+                raise ConfigError(
+                    f"a task asks for {how.max_tokens} new tokens, and the model takes {self._max_length} in all; set "
+                    "--model_args max_length=, or --gen_kwargs max_gen_toks="
+                )
+            rows = {i: self.tok_encode(requests[i].args[0])[-room:] or [self.eot_token_id] for i in members}
+            for batch in _batches(sorted(rows, key=lambda i: -len(rows[i])), self._settings.batch_size):
+                order = GenerateOrder(
+                    tuple(tuple(rows[i]) for i in batch), how.max_tokens, how.sampling, self._ends, how.stops
+                )
+                for i, continuation in zip(batch, self._model.generate(order), strict=True):
+                    found[i] = _cut(self._text.decode(continuation.tokens), how.stops)
+                    self.cache_hook.add_partial("generate_until", requests[i].args, found[i])
+        return found
+
+    def close(self) -> None:
+        """Leave the process group that this object made, if it made one."""
+        self._stack.close()
+
+    def _loglikelihood_tokens(self, requests: Sequence[Scored], **_: Any) -> list[tuple[float, bool]]:
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        rows: dict[int, list[int]] = {}
+        for i, request in enumerate(requests):
+            context, continuation = request[1:]
+            if len(continuation) > self._max_length:
+                raise ConfigError(
+                    f"a task scores {len(continuation)} tokens at once, and the model takes {self._max_length}; set "
+                    "--model_args max_length="
+                )
+            if continuation:
+                # The last token is predicted and not read.
+                rows[i] = (context + continuation)[-(self._max_length + 1) :]
+        for batch in _batches(sorted(rows, key=lambda i: -len(rows[i])), self._settings.batch_size):
+            scores = self._model.score([rows[i] for i in batch], [len(requests[i][2]) for i in batch])
+            for i, value in zip(batch, scores, strict=True):
+                found[i] = self._keep(requests[i][0], value)
+        return found
+
+    def _keep(self, text: tuple[str, str] | None, value: Score) -> tuple[float, bool]:
+        answer = (value.log_likelihood, value.is_greedy)
+        if text is not None:
+            self.cache_hook.add_partial("loglikelihood", text, answer)
+        return answer
+
+    def _open(self) -> CommandedModel:
+        place = find_place()
+        if place is not None and place.world_size > 1:
+            raise ConfigError("lm-eval does not share a model between ranks; start them with `moefold lm_eval ...`")
+        source, cfg = self._settings.resolve(None)
+        if cfg.parallel.world_size > 1:
+            raise ConfigError(
+                f"--model_args asks for {cfg.parallel.world_size} ranks, and lm-eval is one process; "
+                "`moefold lm_eval ...` starts them"
+            )
+        device_type = choose_device(cfg.run.device, 1, None)
+        device = self._stack.enter_context(joined(alone(), device_type))
+        return CommandedModel(open_model(source, cfg, device, open_tokenizer(source, self._settings.tokenizer)))
+
+
+class _Generation:
+    """The generation arguments of a task."""
+
+    def __init__(self, stops: tuple[str, ...], max_tokens: int, sampling: Sampling) -> None:
+        self.stops = stops
+        self.max_tokens = max_tokens
+        self.sampling = sampling
+
+
+def _read_generation(given: dict[str, Any], default_max_tokens: int) -> _Generation:
+    """What a task says; refuses what would be ignored."""
+    known = dict(given)
+    until = known.pop("until", [])
+    names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+    lengths = [known.pop(name) for name in names if name in known]
+    temperature, samples = float(known.pop("temperature", 0.0)), known.pop("do_sample", None)
+    top_p, top_k = float(known.pop("top_p", 1.0)), int(known.pop("top_k", 0))
+    seed = int(known.pop("seed", 0))
+    if known:
+        raise ConfigError(f"generation argument {next(iter(known))}= is unknown to moefold; leave it out of gen_kwargs")
+    if samples is True and temperature == 0:
+        temperature = 1.0
+    is_greedy = samples is False or temperature == 0
+    sampling = Sampling(seed=seed, temperature=0.0)
+    if not is_greedy:
+        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    sampling.check()
+    stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
+    return _Generation(stops, int(lengths[0]) if lengths else default_max_tokens, sampling)
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first stop in it."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def _batches(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [numbers[i : i + size] for i in range(0, len(numbers), size)]

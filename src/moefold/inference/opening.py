@@ -1,0 +1,44 @@
+"""From a path to a model that computes: the one way in for evaluation, generation and lm-eval."""
+
+from dataclasses import dataclass
+
+import torch
+
+from moefold.checkpoint.store import load_weights
+from moefold.config.checks import check_config
+from moefold.config.schema import Config
+from moefold.convert.weights import load_hf_weights
+from moefold.data.tokenizer import Tokenizer
+from moefold.inference.source import Source
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.staged import StagedModel
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """One rank's part of a model with its weights, and what belongs to it."""
+
+    model: StagedModel
+    tokenizer: Tokenizer | None
+    """None where nobody needs text."""
+    cfg: Config
+    groups: ParallelGroups
+
+
+def open_model(source: Source, cfg: Config, device: torch.device, tokenizer: Tokenizer | None = None) -> OpenModel:
+    """Build the model under the config's mapping and read its weights; collective over all ranks.
+
+    Args:
+        source: from `find_source`.
+        cfg: from `inference_config`.
+        device: of this rank.
+        tokenizer: from `open_tokenizer`, where text is read or written.
+
+    Raises:
+        ConfigError: the weights are damaged or incomplete; on every rank alike.
+    """
+    groups = ParallelGroups.create(check_config(cfg), device)
+    model = StagedModel(cfg, groups)
+    load = load_hf_weights if source.kind == "huggingface" else load_weights
+    load(source.path, model.named_parameters, model.named_buffers)
+    return OpenModel(model, tokenizer, cfg, groups)

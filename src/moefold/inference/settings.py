@@ -1,0 +1,160 @@
+"""The config of evaluation and generation: the model of a source under a mapping of their own. Torch-free."""
+
+from dataclasses import dataclass, fields, replace
+from math import lcm
+from typing import Any, Literal, get_args
+
+from moefold.config.checks import check_config
+from moefold.config.faults import refuse
+from moefold.config.keys import describe_type
+from moefold.config.load import Tree, apply_overrides, config_from_dict
+from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
+from moefold.errors import ConfigError
+from moefold.inference.source import Source
+
+Purpose = Literal["evaluate", "generate"]
+
+IDLE_AXIS_KEYS = {
+    "schedule": "stages work without gradients, in order",
+    "virtual_stages": "stages work without gradients, in order",
+    "zero": "there are no gradients and no optimizer",
+}
+DISPATCHERS = ("alltoall", "allgather", "local")
+DROP_KEYS = ("eval_capacity_factor", "drop_policy", "drop_scope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the user asked for, beside the model."""
+
+    overrides: tuple[str, ...] = ()
+    """Words `parallel.tp=2` and so on."""
+    dtype: str = "auto"
+    """Compute type; auto is the type that the weights are stored in."""
+    device: str = "auto"
+    world_size: int | None = None
+    """Ranks that a launcher started; None where ranks are still to be started."""
+    seq_len: int
+    """Tokens of a sample that the model must be able to take."""
+    batch_size: int
+    """Samples that a data-parallel rank works on at the same time."""
+
+
+def inference_config(source: Source, wish: Wish, purpose: Purpose) -> Config:
+    """Put the config together and check it.
+
+    Tokens are not dropped unless `moe.eval_capacity_factor` asks for it. `train.seq_len` is what was wished, rounded up
+    to what the mapping can cut: samples are filled up behind, where causal attention does not look.
+
+    Raises:
+        ConfigError: an override has no meaning here, or the mapping does not fit the model.
+    """
+    tree: Tree = {}
+    apply_overrides(tree, wish.overrides)
+    _refuse_strange_keys(tree, purpose)
+    parallel = config_from_dict({"parallel": tree.get("parallel", {})}).parallel
+    refuse(f"parallel.{name}={value} must be at least 1" for name, value in _degrees(parallel).items() if value < 1)
+    if "world_size" not in tree.get("parallel", {}):
+        p = parallel
+        parallel = replace(p, world_size=wish.world_size or p.pp * lcm(p.tp * p.cp, p.ep * p.etp))
+    parallel = replace(parallel, schedule="gpipe", zero=0)
+    drops: dict[str, Any] = tree.get("moe", {})
+    moe = config_from_dict({"moe": {"eval_capacity_factor": 0.0, **drops}}).moe
+    moe = replace(
+        source.moe,
+        eval_capacity_factor=moe.eval_capacity_factor,
+        drop_policy=moe.drop_policy,
+        drop_scope=moe.drop_scope,
+        pad_to_capacity=False,
+    )
+    step = lcm(parallel.cp * parallel.tp, 2 * parallel.cp)
+    cfg = Config(
+        run=RunConfig(dtype=_dtype(source, wish), device=_device(wish)),
+        model=source.model,
+        parallel=parallel,
+        moe=moe,
+        train=TrainConfig(
+            seq_len=-(-wish.seq_len // step) * step,
+            micro_batch_size=wish.batch_size,
+            global_batch_size=wish.batch_size * max(1, parallel.dp),
+        ),
+        data=source.data,
+    )
+    _check_meaning(cfg, drops, purpose)
+    check_config(cfg)
+    if purpose == "generate":
+        _check_generation(cfg)
+    return cfg
+
+
+def _refuse_strange_keys(tree: Tree, purpose: Purpose) -> None:
+    axes = [field.name for field in fields(ParallelConfig) if field.name not in IDLE_AXIS_KEYS]
+    legal = {f"parallel.{name}" for name in axes}
+    if purpose == "evaluate":
+        legal |= {f"moe.{name}" for name in DROP_KEYS}
+    for section, keys in tree.items():
+        for key in keys:
+            name = f"{section}.{key}"
+            if section == "parallel" and key in IDLE_AXIS_KEYS:
+                raise ConfigError(f"{name} has no effect here: {IDLE_AXIS_KEYS[key]}; leave it out")
+            if name not in legal and (section != "parallel" or key in ("dp", "edp")):
+                raise ConfigError(
+                    f"{name} cannot be set here: the model says it, or nothing would read it; "
+                    f"the keys are {', '.join(sorted(legal))}"
+                )
+
+
+def _check_meaning(cfg: Config, drops: dict[str, Any], purpose: Purpose) -> None:
+    if cfg.parallel.dispatcher not in DISPATCHERS:
+        raise ConfigError(
+            f"parallel.dispatcher={cfg.parallel.dispatcher!r} is for training; choose one of {', '.join(DISPATCHERS)}"
+        )
+    idle = [key for key in drops if key != "eval_capacity_factor"]
+    if idle and cfg.moe.eval_capacity_factor <= 0:
+        raise ConfigError(
+            f"moe.{idle[0]} has no effect: no token is dropped; set moe.eval_capacity_factor above 0, or leave it out"
+        )
+    if drops and cfg.moe.eval_capacity_factor < 0:
+        raise ConfigError("moe.eval_capacity_factor=-1.0 must be at least 0 here (0: dropless)")
+
+
+def _check_generation(cfg: Config) -> None:
+    p = cfg.parallel
+    if p.cp > 1:
+        raise ConfigError(
+            f"parallel.cp={p.cp} cannot generate: one token at a time has no context to share out; choose cp=1, with "
+            "tp for memory and speed"
+        )
+    if p.dp > 1:
+        raise ConfigError(
+            f"parallel.dp={p.dp} (world_size/(tp*cp*pp)) cannot generate: every rank works on the same prompts; choose "
+            f"parallel.tp={p.tp * p.dp}, or parallel.world_size={p.tp * p.pp} with ep*etp of at most {p.tp}"
+        )
+    if p.dispatcher == "allgather" and p.tp > 1:
+        raise ConfigError(
+            "parallel.dispatcher='allgather' needs equally many tokens on each rank, which one token at a time is not; "
+            "choose 'alltoall'"
+        )
+    if cfg.moe.choice in ("round_robin", "skewed"):
+        raise ConfigError(
+            f"the run of this checkpoint forced its routing (moe.choice={cfg.moe.choice!r}, a benchmark), by places in "
+            "a micro-batch that generation does not have; `moefold eval` takes it"
+        )
+
+
+def _degrees(p: ParallelConfig) -> dict[str, int]:
+    return {name: getattr(p, name) for name in ("world_size", "tp", "cp", "pp", "ep", "etp")}
+
+
+def _dtype(source: Source, wish: Wish) -> Any:
+    choices = get_args(RunConfig.__annotations__["dtype"])
+    if wish.dtype != "auto" and wish.dtype not in choices:
+        raise ConfigError(f"--dtype {wish.dtype} must be auto or {describe_type(RunConfig.__annotations__['dtype'])}")
+    return source.dtype if wish.dtype == "auto" else wish.dtype
+
+
+def _device(wish: Wish) -> Any:
+    choices = get_args(RunConfig.__annotations__["device"])
+    if wish.device not in choices:
+        raise ConfigError(f"--device {wish.device} must be {describe_type(RunConfig.__annotations__['device'])}")
+    return wish.device

@@ -1,0 +1,144 @@
+"""The model that a path stands for: a checkpoint, a run, or a Hugging Face folder. Torch-free."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from moefold.checkpoint.folder import (
+    META_FILE,
+    checkpoint_folder,
+    complete_checkpoints,
+    model_differences,
+    model_sizes,
+    read_meta,
+)
+from moefold.config.load import config_from_dict
+from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig
+from moefold.convert.hf_config import is_hf_folder, model_of, read_hf_config
+from moefold.data.path import existing_path
+from moefold.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+DEFAULT_CONTEXT = 2048
+"""Where nothing says for how long a text a model is made."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights on disk, and all that must be known to compute with them."""
+
+    path: Path
+    """The step folder of a checkpoint, or a Hugging Face folder."""
+    kind: Literal["checkpoint", "huggingface"]
+    model: ModelConfig
+    moe: MoEConfig
+    """How the run routed; the default where the run is not known."""
+    data: DataConfig
+    """Of this only what says which tokenizer it is."""
+    dtype: Literal["bfloat16", "float32", "float64"]
+    """Type that the weights are stored in; float32 for one that is none of these."""
+    context: int
+    """Tokens of the longest text that the model is made for: what it was trained on, or the folder says."""
+    eos_ids: frozenset[int] = frozenset()
+    """Ids that a Hugging Face folder says end a text."""
+
+
+def find_source(name: str) -> Source:
+    """Look at what a path holds; reads descriptions only, no tensor.
+
+    Args:
+        name: a checkpoint (`step-000100`), a folder of checkpoints or a run folder, of which the newest complete one
+            is taken; or a Hugging Face folder.
+
+    Raises:
+        ConfigError: there is nothing, or nothing complete, or it is of a version that this one cannot read.
+    """
+    path = existing_path("MODEL", name)
+    if not path.is_dir():
+        raise ConfigError(f"MODEL={name!r} is a file; name a checkpoint, a run folder or a Hugging Face folder")
+    if (path / META_FILE).is_file():
+        return _checkpoint(path)
+    steps = complete_checkpoints(path) or complete_checkpoints(path / "checkpoints") or _moved_checkpoints(path)
+    if steps:
+        return _checkpoint(steps[-1])
+    if is_hf_folder(path):
+        return _hf_folder(path)
+    raise ConfigError(
+        f"MODEL={name!r} holds no model: no {META_FILE} (a checkpoint), no complete step-* folder (a run, or its "
+        f"checkpoints) and no {CONFIG_FILE} with a model_type (a Hugging Face folder); name a folder that does"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file; empty if there is no such file.
+
+    Raises:
+        ConfigError: the file is no JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not readable JSON ({error}); mend it or copy it anew") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no JSON object; mend it or copy it anew")
+    return content
+
+
+def _checkpoint(path: Path) -> Source:
+    meta = read_meta(path)
+    sizes = {key: value for key, value in meta.model.items() if key != "layer_kinds"}
+    data = {key: value for key, value in meta.order.items() if key not in ("seed", "seq_len")}
+    cfg = _parse({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
+    run = _run_of(path, cfg.model)
+    moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")
+    is_wide = run is not None and run.run.dtype == "float64"
+    dtype: Literal["float64", "float32"] = "float64" if is_wide else "float32"
+    return Source(path, "checkpoint", cfg.model, moe, cfg.data, dtype, int(meta.order.get("seq_len", DEFAULT_CONTEXT)))
+
+
+def _hf_folder(path: Path) -> Source:
+    keys = read_hf_config(path)
+    stored = keys.get("dtype", keys.get("torch_dtype"))
+    data = DataConfig(kind="text", tokenizer=str(path / "tokenizer.json"))
+    generation = read_json(path / "generation_config.json")
+    eos = generation.get("eos_token_id", keys.get("eos_token_id"))
+    return Source(
+        path,
+        "huggingface",
+        model_of(keys, path),
+        MoEConfig(),
+        data,
+        stored if stored in ("bfloat16", "float64") else "float32",
+        int(keys.get("max_position_embeddings", DEFAULT_CONTEXT)),
+        frozenset(number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int)),
+    )
+
+
+def _run_of(path: Path, model: ModelConfig) -> Config | None:
+    """The settings of the run that wrote a checkpoint, if they lie above it and are of this model."""
+    for folder in (path.parent.parent, path.parent):
+        tree = read_json(folder / CONFIG_FILE)
+        if "model" in tree and "run" in tree:
+            cfg = _parse(tree, folder / CONFIG_FILE)
+            if not model_differences(model_sizes(model), cfg.model):
+                return cfg
+    return None
+
+
+def _moved_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints of a run folder that keeps them elsewhere (checkpoint.dir)."""
+    tree = read_json(path / CONFIG_FILE)
+    if "checkpoint" not in tree or "run" not in tree:
+        return []
+    return complete_checkpoints(checkpoint_folder(_parse(tree, path / CONFIG_FILE)))
+
+
+def _parse(tree: Mapping[str, Any], file: Path) -> Config:
+    try:
+        return config_from_dict(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{file} is of another version of moefold: {error}") from error

@@ -1,0 +1,120 @@
+"""Text for a model and from it: its tokenizer, and a stream that never shows half a character. Torch-free."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moefold.config.schema import DataConfig
+from moefold.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
+from moefold.errors import ConfigError
+from moefold.inference.source import Source
+
+REPLACEMENT = "\ufffd"
+"""What an unfinished or broken UTF-8 sequence decodes to."""
+
+
+def open_tokenizer(source: Source, wish: str = "") -> Tokenizer:
+    """The tokenizer that belongs to a model.
+
+    Args:
+        source: the model.
+        wish: "bytes" or the path of a tokenizer.json that wins; "" takes what the source says.
+
+    Raises:
+        ConfigError: it is missing or broken, or has more ids than the model has rows.
+    """
+    if source.kind == "huggingface" and not wish and not Path(source.data.tokenizer).exists():
+        raise ConfigError(
+            f"{str(source.path)!r} has no tokenizer.json, so it knows no text; name one with --tokenizer, "
+            "or evaluate ids with --tokens"
+        )
+    if wish:
+        return load_tokenizer(DataConfig(kind="text", tokenizer=wish), vocab_size=source.model.vocab_size)
+    return load_tokenizer(source.data, vocab_size=source.model.vocab_size)
+
+
+def encode_text(source: Source, tokenizer: Tokenizer, text: str, what: str) -> np.ndarray:
+    """The ids of a text, int64 [tokens], as the model has seen texts begin.
+
+    A Hugging Face folder's tokenizer says what stands before a text (a begin-of-text id, say); our training puts
+    nothing there.
+
+    Raises:
+        ConfigError: the tokenizer knows numbers only, and the text is something else.
+    """
+    if source.kind == "huggingface" and isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.encode_start(text)
+    try:
+        return tokenizer.encode(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{what} cannot be tokenised: this model was trained on bare ids, so text is numbers with spaces between "
+            f"({error}); write those, or name its tokenizer with --tokenizer"
+        ) from error
+
+
+def encode_prompts(source: Source, tokenizer: Tokenizer, prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The ids of each prompt; of an empty one the id that stands between documents.
+
+    Raises:
+        ConfigError: a prompt is empty and the tokenizer has no such id, or it cannot be tokenised.
+    """
+    start = () if tokenizer.separator_id is None else (tokenizer.separator_id,)
+    found = tuple(tuple(encode_text(source, tokenizer, text, "the prompt").tolist()) or start for text in prompts)
+    if not all(found):
+        raise ConfigError("the prompt is empty, and the tokenizer has no token to start from; give at least a word")
+    return found
+
+
+def end_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end a text: those that the folder names, else what stands between documents."""
+    separator = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
+    return source.eos_ids or separator
+
+
+def read_text(path: Path, option: str) -> str:
+    """A text file in UTF-8.
+
+    Raises:
+        ConfigError: it is not readable, or is something else.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option} {str(path)!r} is not text in UTF-8 ({error.reason}); convert it first") from error
+    except OSError as error:
+        raise ConfigError(f"{option} {str(path)!r} cannot be read: {error.strerror}") from error
+
+
+class TextStream:
+    """Turns ids that come one by one into text, in pieces that are final.
+
+    Ids are decoded with those before them, because a tokenizer may write a space or half a character that only the
+    neighbour explains. A piece that ends in an unfinished character waits for the rest of it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._shown = 0
+        """Ids before this one are on the screen."""
+        self._known = 0
+        """Ids from this one to `_shown` are decoded again, as neighbours."""
+
+    def push(self, token: int) -> str:
+        """The text that one more id makes final; often empty."""
+        self._ids.append(token)
+        return self._advance(is_end=False)
+
+    def finish(self) -> str:
+        """What was still waiting."""
+        return self._advance(is_end=True)
+
+    def _advance(self, *, is_end: bool) -> str:
+        before = self._tokenizer.decode(self._ids[self._known : self._shown])
+        text = self._tokenizer.decode(self._ids[self._known :])
+        if text.endswith(REPLACEMENT) and not is_end:
+            return ""
+        self._known, self._shown = self._shown, len(self._ids)
+        return text[len(before) :]

@@ -1,0 +1,82 @@
+"""`moefold eval`: what it refuses, at once and without torch; what it prints is in tests/e2e."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moefold.cli.main import main
+from tests.inference.checkpoint_folder import described_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run with a checkpoint of no tensors, and rows of ids."""
+    described_run(tmp_path / "run")
+    np.save(tmp_path / "ids.npy", np.arange(64))
+    np.save(tmp_path / "float.npy", np.ones(64))
+    np.save(tmp_path / "large.npy", np.arange(300))
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9" * 20)
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+WRONG = {
+    "{f}/none --tokens {f}/ids.npy --seq-len 8": "MODEL='{f}/none' does not exist",
+    "{f}/empty --tokens {f}/ids.npy --seq-len 8": "MODEL='{f}/empty' holds no model",
+    "{f}/run --tokens {f}/none.npy --seq-len 8": "--tokens '{f}/none.npy' does not exist",
+    "{f}/run --tokens {f}/float.npy --seq-len 8": "{f}/float.npy holds float64, but token ids are integers",
+    "{f}/run --tokens {f}/large.npy --seq-len 8": "holds id 256 at token 256, but the model's vocabulary is 256",
+    "{f}/run --text {f}/latin.txt --seq-len 8": "--text '{f}/latin.txt' is not text in UTF-8",
+    "{f}/run --tokens {f}/ids.npy --seq-len 1": "--seq-len 1 must be at least 2",
+    "{f}/run --tokens {f}/ids.npy --seq-len 99": "64 tokens, less than one sequence of --seq-len 99",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 --batch-size 0": "--batch-size 0 must be at least 1",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 --dtype half": "--dtype half must be auto or one of",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 parallel.ep=3": "parallel.ep=3 must divide",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 model.top_k=1": "model.top_k cannot be set here",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/out.txt": "must end in .npy",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/no/out.npy": "the folder '{f}/no' does not exist",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/o.npy --keep-tail": "leave one out",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_word_is_one_message(folder, capsys, words):
+    assert main(["eval", *words.format(f=folder).split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("moefold: error: ")
+    assert WRONG[words].format(f=folder) in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", ["--seq-len 8", "--tokens a.npy", "--tokens a.npy --text b --seq-len 8", "--tokens a.npy --seq-len x"]
+)
+def test_words_that_lack_or_contradict(folder, capsys, words):
+    assert main(["eval", str(folder / "run"), *words.split()]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("moefold eval: error: ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "run", "--tokens", "large.npy", "--seq-len", "8"],
+        ["generate", "run", "a prompt", "--temperature", "-1"],
+        ["generate", "run", "a prompt", "parallel.cp=2"],
+        ["lm_eval", "--model_args", "path=run,ep=3", "--tasks", "x"],
+    ],
+    ids=lambda words: " ".join(words[:1] + words[-1:]),
+)
+def test_a_wrong_word_is_answered_without_torch(folder, words):
+    program = (
+        "import sys; from moefold.cli.main import main; s = main(); assert 'torch' not in sys.modules; sys.exit(s)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60, cwd=folder
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("moefold: error: ")
+    assert done.stderr.count("\n") == 1

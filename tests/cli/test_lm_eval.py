@@ -1,0 +1,62 @@
+"""`moefold lm_eval`: what it refuses before lm-eval is imported; tasks run in tests/inference/test_lm_eval.py."""
+
+import importlib.util
+
+import pytest
+
+from moefold.cli.main import main
+from moefold.errors import ConfigError
+from moefold.inference.lm_eval_settings import LmSettings, model_arguments
+from tests.inference.checkpoint_folder import described_run
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--model_args", "path=a,tp=2", "--tasks", "x"], {"path": "a", "tp": "2"}),
+        (["-a", "path=a", "tp=2", "--tasks", "x"], {"path": "a", "tp": "2"}),
+        (["--model_args=path=a", "-b", "4", "--device", "cpu"], {"path": "a", "batch_size": "4", "device": "cpu"}),
+        (["--device=cpu", "--tasks", "x=1"], {"device": "cpu"}),
+    ],
+)
+def test_the_arguments_of_the_model_are_read_off_the_command_line(words, found):
+    assert model_arguments(words) == found
+
+
+def test_arguments_are_typed_and_those_of_lm_eval_that_mean_nothing_are_left_out():
+    given = {"path": "a", "tp": "2", "batch_size": "auto", "max_batch_size": None, "device": "cuda:0"}
+    assert LmSettings.from_arguments(given) == LmSettings(path="a", tp=2)
+    assert LmSettings.from_arguments({"path": "a", "ep": 4, "device": "cpu"}).ep == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "needs path=MODEL"),
+        ({"path": "a", "cp": 2}, "--model_args cp= is unknown; the arguments are path, tp"),
+        ({"path": "a", "tp": "two"}, "tp=two must be a number, at least 1"),
+        ({"path": "a", "batch_size": 0}, "batch_size=0 must be a number, at least 1"),
+    ],
+)
+def test_arguments_that_are_wrong(given, message):
+    with pytest.raises(ConfigError, match=message):
+        LmSettings.from_arguments(given)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval comes with the extra `eval`")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tasks x", "--model_args needs path=MODEL"),
+        ("--model hf --tasks x", "--model is moefold here"),
+        ("--config a.yaml", "--config is read by lm_eval alone"),
+        ("--model_args path={run},ep=3 --tasks x", "parallel.ep=3 must divide"),
+        ("--model_args path={run}/none --tasks x", "does not exist"),
+    ],
+)
+def test_a_wrong_word_is_one_message(tmp_path, capsys, words, message):
+    described_run(tmp_path)
+    assert main(["lm_eval", *words.format(run=tmp_path).split()]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err

@@ -1,0 +1,30 @@
+"""Folders that look like checkpoints and hold no tensor: enough for all that is decided before torch is there."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from moefold.checkpoint.folder import FORMAT, CheckpointMeta, model_sizes, sample_order, write_meta
+from moefold.config.load import config_from_dict, write_config_json
+from moefold.config.schema import Config
+
+
+def described_run(run_dir: Path, steps: tuple[int, ...] = (10,), **sections: dict[str, object]) -> Config:
+    """Write a run folder with checkpoints of these steps; the newest one is the largest."""
+    cfg = config_from_dict({"run": {"dir": str(run_dir)}, "model": {"preset": "tiny"}} | sections)
+    for step in steps:
+        path = run_dir / "checkpoints" / f"step-{step:06d}"
+        path.mkdir(parents=True)
+        write_meta(
+            path,
+            CheckpointMeta(
+                format=FORMAT,
+                step=step,
+                samples=0,
+                tokens=0,
+                order=sample_order(cfg),
+                model=model_sizes(cfg.model),
+                parallel=asdict(cfg.parallel),
+            ),
+        )
+    write_config_json(cfg, run_dir / "config.json")
+    return cfg

@@ -1,0 +1,75 @@
+"""A checkpoint of random weights, the same weights in transformers, and rows of ids."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moefold.checkpoint.store import save_checkpoint
+from moefold.config.checks import check_config
+from moefold.config.load import config_from_dict, write_config_json
+from moefold.config.schema import Config
+from moefold.inference.opening import OpenModel, open_model
+from moefold.inference.settings import Purpose, Wish, inference_config
+from moefold.inference.source import find_source
+from moefold.model.init import initialise
+from moefold.model.transformer import build_model
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.parallelize import parallelize
+from moefold.train.step import TrainingStep
+from tests.model.test_against_transformers import FAMILIES, SHARED, SIZES, _their_tensor
+
+CPU = torch.device("cpu")
+
+
+def recipe(family: str, run_dir: Path, dtype: str = "float32", moe: dict[str, Any] | None = None) -> Config:
+    """A small model of a family of transformers, with settings of a run that evaluation must not take over."""
+    return config_from_dict(
+        {
+            "run": {"dtype": dtype, "seed": 5, "dir": str(run_dir)},
+            "model": SIZES | FAMILIES[family][0],
+            "moe": {"capacity_factor": 0.5} | (moe or {}),
+            "train": {"seq_len": 24, "global_batch_size": 2, "micro_batch_size": 2},
+            "data": {"kind": "synthetic"},
+        }
+    )
+
+
+def write_checkpoint(cfg: Config) -> None:
+    """Save the initial weights as step 7 of a run; on one rank of a process group."""
+    training = TrainingStep(parallelize(cfg, ParallelGroups.create(check_config(cfg), CPU)), cfg)
+    numbers = {"step": 7, "samples": 0, "tokens": 0}
+    save_checkpoint(cfg, training.parameters, training.buffers, training.optimizer, **numbers, is_first_rank=True)
+    write_config_json(cfg, Path(cfg.run.dir) / "config.json")
+
+
+def theirs(cfg: Config, family: str) -> Any:
+    """The model of transformers with the initial weights of the recipe, float32."""
+    import transformers
+
+    ours = build_model(cfg)
+    initialise(ours, cfg.model, cfg.run.seed)
+    weights = dict(ours.named_parameters())
+    _, class_name, sizes = FAMILIES[family]
+    config = getattr(transformers, f"{class_name}Config")(**SHARED | sizes)
+    model = getattr(transformers, f"{class_name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_their_tensor(name, weights))
+    return model
+
+
+def opened(path: Path, purpose: Purpose, mapping: dict[str, Any], seq_len: int, batch_size: int) -> OpenModel:
+    """Open a model under a mapping, with "dtype" among its keys if it matters; collective over the process group."""
+    mapping = dict(mapping)
+    dtype = str(mapping.pop("dtype", "auto"))
+    overrides = tuple(f"{'' if '.' in key else 'parallel.'}{key}={value}" for key, value in mapping.items())
+    source = find_source(str(path))
+    wish = Wish(overrides=overrides, dtype=dtype, device="cpu", seq_len=seq_len, batch_size=batch_size)
+    return open_model(source, inference_config(source, wish, purpose), CPU)
+
+
+def row_of_ids(num_tokens: int, vocab_size: int = 64) -> np.ndarray:
+    """Random ids, uint16 [num_tokens]."""
+    return np.random.default_rng(3).integers(0, vocab_size, num_tokens).astype(np.uint16)

@@ -1,0 +1,115 @@
+"""Decoding with a cache computes what the whole sequence gives: logits, greedy tokens, and those of transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.inference.generate import Continuation, generate
+from moefold.inference.sampling import Sampling
+from moefold.parallel.staged import Decoder
+from tests.inference.example import opened, recipe, row_of_ids, theirs
+
+pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
+pytestmark = pytest.mark.parity
+
+GREEDY = Sampling(temperature=0.0)
+PROMPTS = ([3, 14, 15, 9, 26, 5], [35], [8, 9, 7])
+"""Of different lengths: shorter ones are filled up."""
+NEW_TOKENS = 9
+MAPPINGS = [
+    {},
+    {"world_size": 2, "tp": 2, "ep": 2},
+    {"world_size": 2, "tp": 2, "etp": 2},
+    {"world_size": 2, "pp": 2},
+    {"world_size": 4, "tp": 2, "pp": 2, "ep": 2},
+    {"world_size": 4, "tp": 4, "ep": 2, "etp": 2},
+]
+
+
+def name(mapping: dict[str, int]) -> str:
+    return "-".join(f"{key}{value}" for key, value in mapping.items())
+
+
+def run_generation(path: Path, mapping: dict[str, int], sampling: Sampling, eos: int = -1) -> list[Continuation]:
+    """Continue the prompts together."""
+    model = opened(path, "generate", mapping, 24, len(PROMPTS)).model
+    return generate(model, PROMPTS, NEW_TOKENS, sampling, eos_ids=frozenset({eos}))
+
+
+def run_in_pieces(path: Path, mapping: dict[str, int], pieces: list[int]) -> torch.Tensor:
+    """Logits [len(pieces), B, V] behind each piece of two given rows of ids; of the last stage, else zeros."""
+    model = opened(path, "generate", mapping, 24, 2).model
+    tokens = torch.from_numpy(row_of_ids(2 * sum(pieces)).astype("int64")).view(2, -1)
+    found, done = [], 0
+    with Decoder(model, 24) as decoder:
+        for size in pieces:
+            place = torch.full((2,), done), torch.full((2,), size - 1)
+            found.append(decoder.forward(tokens[:, done : done + size], *place, done + size))
+            done += size
+    return torch.stack([model.from_last_stage(logits) for logits in found])
+
+
+def run_without_cache(path: Path) -> list[list[int]]:
+    """Greedy tokens of each prompt by itself, the whole text through the model for each."""
+    model = opened(path, "evaluate", {}, 24, 1).model
+    found = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(NEW_TOKENS):
+            model.stage.place(torch.arange(len(ids)))
+            logits = model.forward(torch.tensor([ids]))
+            ids.append(int(logits[-1, 0].argmax()))
+        found.append(ids[len(prompt) :])
+    return found
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS, ids=name)
+def test_logits_with_a_cache_equal_those_of_the_whole_text(pool, mixtral, mapping):
+    pieces = [5, 1, 3, 1, 1]
+    tokens = torch.from_numpy(row_of_ids(2 * sum(pieces)).astype("int64")).view(2, -1)
+    with torch.no_grad():
+        logits = theirs(recipe("mixtral", Path("unused")), "mixtral")(input_ids=tokens).logits
+    ends = torch.tensor(pieces).cumsum(0) - 1
+    for found in pool.run(mapping.get("world_size", 1), run_in_pieces, mixtral, mapping, pieces):
+        torch.testing.assert_close(found, logits[:, ends].transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS[:2], ids=name)
+def test_greedy_tokens_equal_those_of_transformers(pool, mixtral, mapping):
+    model = theirs(recipe("mixtral", Path("unused")), "mixtral")
+    for rank in pool.run(mapping.get("world_size", 1), run_generation, mixtral, mapping, GREEDY):
+        for prompt, found in zip(PROMPTS, rank, strict=True):
+            expected = model.generate(
+                torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True, pad_token_id=0
+            )
+            assert found.tokens == expected[0, len(prompt) :].tolist()
+            assert found.end == "length"
+
+
+def test_greedy_with_a_cache_equals_greedy_without(pool, qwen3):
+    with_cache = pool.run(1, run_generation, qwen3, {}, GREEDY)[0]
+    assert [found.tokens for found in with_cache] == pool.run(1, run_without_cache, qwen3)[0]
+    assert len({tuple(found.tokens) for found in with_cache}) == len(PROMPTS)
+
+
+def test_draws_are_the_same_under_every_mapping_and_others_for_another_seed(pool, mixtral):
+    drawn = [
+        pool.run(mapping.get("world_size", 1), run_generation, mixtral, mapping, Sampling(temperature=2.0, seed=seed))
+        for mapping, seed in (({}, 1), (MAPPINGS[4], 1), ({}, 2))
+    ]
+    tokens = [[[found.tokens for found in rank] for rank in ranks] for ranks in drawn]
+    assert tokens[1] == [tokens[0][0]] * 4
+    assert tokens[2] != tokens[0]
+
+
+@pytest.mark.parametrize("mapping", [MAPPINGS[0], MAPPINGS[3]], ids=name)
+def test_an_end_of_text_ends_its_sample_alone(pool, mixtral, mapping):
+    whole = pool.run(1, run_generation, mixtral, {}, GREEDY)[0]
+    eos = whole[0].tokens[4]
+    for rank in pool.run(mapping.get("world_size", 1), run_generation, mixtral, mapping, GREEDY, eos):
+        for before, found in zip(whole, rank, strict=True):
+            cut = before.tokens.index(eos) if eos in before.tokens else NEW_TOKENS
+            assert found.tokens == before.tokens[:cut]
+            assert found.end == ("eos" if cut < NEW_TOKENS else "length")
+    assert len(whole[0].tokens) > len(rank[0].tokens)

@@ -1,0 +1,63 @@
+"""Hugging Face folders: evaluated and continued as transformers does it, under mappings."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.inference.evaluate import evaluate
+from moefold.inference.generate import generate
+from moefold.inference.sampling import Sampling
+from moefold.inference.source import find_source
+from moefold.inference.token_row import TokenRow
+from tests.inference.example import opened, row_of_ids
+
+pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
+from tests.convert.hf_models import make_model, save_model
+
+PROMPTS = ([3, 14, 15, 9, 26, 5], [35], [8, 9, 7])
+
+
+def evaluate_and_continue(folder: Path, mapping: dict[str, int]) -> tuple[float, list[list[int]]]:
+    """(mean loss, greedy tokens) of one rank."""
+    found = evaluate(opened(folder, "evaluate", mapping, 16, 2), TokenRow(row_of_ids(64), 16, False))
+    model = opened(folder, "generate", mapping, 24, len(PROMPTS)).model
+    return found.loss, [x.tokens for x in generate(model, PROMPTS, 8, Sampling(temperature=0.0))]
+
+
+CASES = [
+    ("mixtral-tied", {}),
+    ("mixtral-tied", {"tp": 2, "ep": 2, "world_size": 2}),
+    ("mixtral-tied", {"pp": 2, "world_size": 2}),
+    ("qwen2-moe", {"tp": 2, "etp": 2, "world_size": 2}),
+    ("llama", {}),
+]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("name", "mapping"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+)
+def test_a_folder_computes_what_transformers_does(pool, tmp_path, name, mapping):
+    theirs = make_model(name)
+    folder = save_model(theirs, tmp_path / name)
+    ids = torch.from_numpy(row_of_ids(64).astype("int64")).view(4, 16)
+    with torch.no_grad():
+        logits = theirs(input_ids=ids).logits
+    loss = float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+    expected = [
+        theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        for prompt in PROMPTS
+    ]
+    for found_loss, tokens in pool.run(mapping.get("world_size", 1), evaluate_and_continue, folder, mapping):
+        assert found_loss == pytest.approx(loss, rel=1e-5)
+        assert tokens == [row[0, len(p) :].tolist() for row, p in zip(expected, PROMPTS, strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])
+def test_what_a_folder_says_of_itself(tmp_path, dtype, name):
+    folder = save_model(make_model("mixtral"), tmp_path / "model", dtype=dtype)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    source = find_source(str(folder))
+    assert (source.kind, source.dtype, source.eos_ids) == ("huggingface", name, frozenset({7, 9}))
+    assert source.model.num_experts == 6

@@ -1,0 +1,193 @@
+"""Our models under lm-eval: log-likelihoods are the sums of log-softmax, ours and those of transformers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="lm-eval comes with the extra `eval`")
+pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
+from lm_eval.api.instance import Instance
+
+from moefold.errors import ConfigError
+from moefold.inference.lm_eval_model import MoefoldLM
+from moefold.inference.sampling import Sampling
+from moefold.inference.scoring import CommandedModel, GenerateOrder
+from tests.convert.hf_models import make_model, save_model
+from tests.inference.example import opened
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", ".", "dog", "ran"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a tokenizer of whole words."""
+    import tokenizers
+
+    path = save_model(make_model("mixtral"), tmp_path_factory.mktemp("hf") / "model")
+    vocabulary = {"<eos>": 0, "[UNK]": 1} | {word: i + 2 for i, word in enumerate(WORDS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture
+def lm(folder):
+    """The model in this process."""
+    made = MoefoldLM(path=str(folder), batch_size=2, max_length=12, device="cpu")
+    yield made
+    made.close()
+
+
+def instance(kind: str, *arguments: Any) -> Instance:
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+def ids(text: str) -> list[int]:
+    return [WORDS.index(word) + 2 for word in text.split()]
+
+
+def expected(row: list[int], num_scored: int) -> tuple[float, bool]:
+    """(sum of log-probabilities, greedy) of the last tokens of a row, by transformers."""
+    with torch.no_grad():
+        logits = make_model("mixtral")(input_ids=torch.tensor([row])).logits[0, -num_scored - 1 : -1]
+    targets = torch.tensor(row[-num_scored:])
+    log_probs = logits.log_softmax(-1).gather(1, targets[:, None])
+    return float(log_probs.sum()), bool((logits.argmax(-1) == targets).all())
+
+
+def best_after(row: list[int]) -> int:
+    with torch.no_grad():
+        return int(make_model("mixtral")(input_ids=torch.tensor([row])).logits[0, -1].argmax())
+
+
+def test_log_likelihood_of_continuations(lm):
+    pairs = [("the cat", " sat on"), ("a dog", " ran"), ("", "the mat ."), ("the cat sat on a mat", " .")]
+    found = lm.loglikelihood([instance("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
+    for (context, continuation), (value, is_greedy) in zip(pairs, found, strict=True):
+        row, scored = (ids(context) or [0]) + ids(continuation), len(ids(continuation))
+        assert (value, is_greedy) == (pytest.approx(expected(row, scored)[0], rel=1e-5), expected(row, scored)[1])
+
+
+def test_a_greedy_continuation_is_seen_as_one(lm):
+    row = ids("the cat sat")
+    best = best_after(row)
+    scores = lm._model.score([[*row, best], [*row, best + 1 if best < 65 else 0]], [1, 1])
+    assert [score.is_greedy for score in scores] == [True, False]
+
+
+def test_log_likelihood_of_long_texts_takes_each_token_once(lm):
+    text = " ".join(WORDS[i % 9] for i in range(20))
+    (found,) = lm.loglikelihood_rolling([instance("loglikelihood_rolling", text)], disable_tqdm=True)
+    row = ids(text)
+    # The first 12 tokens behind the end-of-text token, then the other 8 behind the 5 before them: 12 are read.
+    total = expected([0, *row[:12]], 12)[0] + expected(row[-13:], 8)[0]
+    assert found == pytest.approx(total, rel=1e-5)
+
+
+def test_generation_ends_before_a_stop_and_at_the_length(lm, folder):
+    context, how = "the cat", {"until": [], "max_gen_toks": 6}
+    (whole,) = lm.generate_until([instance("generate_until", context, how)], disable_tqdm=True)
+    theirs = make_model("mixtral").generate(
+        torch.tensor([ids(context)]), max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    new = theirs[0, 2:].tolist()
+    cut = new.index(0) if 0 in new else 6
+    assert whole == lm._text.decode(new[:cut])
+    for stop in {word for word in WORDS if word in whole}:
+        again = lm.generate_until(
+            [instance("generate_until", context, how | {"until": [stop]}), instance("generate_until", context, how)],
+            disable_tqdm=True,
+        )
+        assert again == [whole[: whole.index(stop)], whole]
+
+
+def obey(folder: Path, mapping: dict[str, int]) -> Any:
+    """What the first rank gets for its orders; the others follow."""
+    model = CommandedModel(opened(folder, "generate", mapping, 16, 2))
+    if model.opened.groups.rank:
+        return model.follow()
+    scores = model.score([(5, 2, 9, 4), (7, 1), (3, 3, 3)], [2, 1, 2])
+    order = GenerateOrder(((5, 2, 9), (7,)), 4, Sampling(temperature=0.0), frozenset(), ())
+    tokens = [continuation.tokens for continuation in model.generate(order)]
+    model.dismiss()
+    return scores, tokens
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mapping", [{"tp": 2, "ep": 2}, {"pp": 2}], ids=["tp2-ep2", "pp2"])
+def test_other_ranks_follow_the_first(pool, folder, mapping):
+    scores, tokens = pool.run(2, obey, folder, mapping | {"world_size": 2})[0]
+    rows = [([5, 2, 9, 4], 2), ([7, 1], 1), ([3, 3, 3], 2)]
+    assert [score.log_likelihood for score in scores] == pytest.approx([expected(*row)[0] for row in rows], rel=1e-5)
+    assert tokens[0][0] == best_after([5, 2, 9])
+    assert tokens[1][0] == best_after([7])
+
+
+@pytest.mark.e2e
+def test_a_task_of_lm_eval_runs_on_two_ranks(folder, tmp_path):
+    from tests.e2e.command import moefold
+
+    task = {
+        "task": "tiny_choice",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "docs.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}],
+    }
+    docs = [("the cat sat on a", ["mat", "dog"]), ("a dog", ["ran", "."]), ("the mat", ["sat", "the"])]
+    # The answer is what the model finds likelier, so that the accuracy is 1.
+    with open(tmp_path / "docs.jsonl", "w") as file:
+        for question, choices in docs:
+            values = [expected(ids(f"{question} {choice}"), 1)[0] for choice in choices]
+            record = {"question": question, "choices": choices, "answer": values.index(max(values))}
+            file.write(json.dumps(record) + "\n")
+    (tmp_path / "tiny_choice.yaml").write_text(json.dumps(task))
+    done = moefold(
+        "lm_eval", "--model_args", f"path={folder},tp=2,ep=2,device=cpu", "--tasks", "tiny_choice",
+        "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (results,) = (tmp_path / "out").rglob("results*.json")
+    accuracy = json.loads(results.read_text())["results"]["tiny_choice"]["acc,none"]
+    assert math.isclose(accuracy, 1.0)
+
+
+def test_importing_the_module_makes_the_model_known(folder):
+    from lm_eval.api.registry import get_model
+
+    import moefold.lm_eval
+
+    assert get_model("moefold") is moefold.lm_eval.MoefoldLM
+    made = get_model("moefold").create_from_arg_string(
+        f"path={folder},batch_size=3", {"batch_size": 1, "device": "cuda:0", "max_batch_size": None}
+    )
+    assert made._settings.batch_size == 3
+    made.close()
+
+
+def test_ranks_that_lm_eval_cannot_start_are_refused(folder):
+    with pytest.raises(ConfigError, match="asks for 2 ranks, and lm-eval is one process; `moefold lm_eval"):
+        MoefoldLM(path=str(folder), tp=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_gen_toks": 12}, "asks for 12 new tokens, and the model takes 12 in all"),
+        ({"num_beams": 4}, "generation argument num_beams= is unknown"),
+        ({"temperature": -1.0, "do_sample": True}, "--temperature -1 must be at least 0"),
+    ],
+)
+def test_generation_that_cannot_be_is_refused(lm, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        lm.generate_until([instance("generate_until", "the", arguments)])

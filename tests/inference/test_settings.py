@@ -1,0 +1,97 @@
+import pytest
+
+from moefold.errors import ConfigError
+from moefold.inference.settings import Wish, inference_config
+from moefold.inference.source import find_source
+from tests.inference.checkpoint_folder import described_run
+
+
+@pytest.fixture
+def source(tmp_path):
+    described_run(tmp_path, moe={"capacity_factor": 1.0, "pad_to_capacity": True}, parallel={"dispatcher": "alltoall"})
+    return find_source(str(tmp_path))
+
+
+def wish(*overrides: str, **more: object) -> Wish:
+    return Wish(**{"overrides": overrides, "seq_len": 13, "batch_size": 3} | more)
+
+
+def test_tokens_are_not_dropped_unless_asked(source):
+    plain = inference_config(source, wish(), "evaluate")
+    assert (plain.moe.eval_capacity_factor, plain.moe.pad_to_capacity) == (0.0, False)
+    asked = inference_config(source, wish("moe.eval_capacity_factor=1.5", "moe.drop_policy=position"), "evaluate")
+    assert (asked.moe.eval_capacity_factor, asked.moe.drop_policy) == (1.5, "position")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "seq_len"),
+    [
+        ([], 1, 14),
+        (["parallel.tp=4", "parallel.ep=2", "parallel.etp=2"], 4, 16),
+        (["parallel.cp=2", "parallel.ep=8"], 8, 16),
+        (["parallel.pp=2", "parallel.ep=4"], 8, 14),
+        (["parallel.tp=2", "parallel.world_size=4"], 4, 14),
+    ],
+)
+def test_as_many_ranks_as_the_degrees_need_and_a_length_that_they_cut(source, overrides, world_size, seq_len):
+    cfg = inference_config(source, wish(*overrides), "evaluate")
+    assert (cfg.parallel.world_size, cfg.train.seq_len, cfg.train.micro_batch_size) == (world_size, seq_len, 3)
+
+
+def test_a_launcher_says_how_many_ranks_there_are(source):
+    assert inference_config(source, wish("parallel.tp=2", world_size=4), "evaluate").parallel.dp == 2
+
+
+REFUSED = {
+    "parallel.zero=2": "parallel.zero has no effect here",
+    "parallel.schedule=1f1b": "parallel.schedule has no effect here",
+    "parallel.virtual_stages=2": "parallel.virtual_stages has no effect here",
+    "parallel.tpp=2": "unknown key parallel.tpp; did you mean parallel.tp",
+    "parallel.tp=0": "parallel.tp=0 must be at least 1",
+    "parallel.tp=two": "parallel.tp='two' must be an integer",
+    "parallel.tp=3": "parallel.tp=3 must divide",
+    "parallel.dispatcher=leastloaded": "choose one of alltoall, allgather, local",
+    "model.top_k=4": "model.top_k cannot be set here",
+    "moe.drop_policy=position": "moe.drop_policy has no effect: no token is dropped",
+    "moe.eval_capacity_factor=-1": "must be at least 0 here",
+    "tp=2": "did you mean parallel.tp=2",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_evaluation_refuses(source, override):
+    with pytest.raises(ConfigError) as error:
+        inference_config(source, wish(override), "evaluate")
+    assert REFUSED[override] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.cp=2"], "parallel.cp=2 cannot generate"),
+        (["parallel.world_size=2"], "parallel.dp=2 .* cannot generate"),
+        (["parallel.ep=2"], "choose parallel.tp=2, or parallel.world_size=1"),
+        (["parallel.tp=2", "parallel.ep=2", "parallel.dispatcher=allgather"], "needs equally many tokens"),
+        (["moe.eval_capacity_factor=1.0"], "moe.eval_capacity_factor cannot be set here"),
+    ],
+)
+def test_what_generation_refuses(source, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        inference_config(source, wish(*overrides), "generate")
+
+
+def test_forced_routing_is_evaluated_and_does_not_generate(tmp_path):
+    described_run(tmp_path, moe={"choice": "round_robin"})
+    forced = find_source(str(tmp_path))
+    assert inference_config(forced, wish(), "evaluate").moe.choice == "round_robin"
+    with pytest.raises(ConfigError, match="forced its routing"):
+        inference_config(forced, wish(), "generate")
+
+
+def test_types_and_devices(source):
+    assert inference_config(source, wish(), "evaluate").run.dtype == "float32"
+    assert inference_config(source, wish(dtype="bfloat16"), "evaluate").run.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="--dtype half must be auto or one of"):
+        inference_config(source, wish(dtype="half"), "evaluate")
+    with pytest.raises(ConfigError, match="--device gpu must be one of"):
+        inference_config(source, wish(device="gpu"), "evaluate")

@@ -1,0 +1,73 @@
+import json
+import shutil
+
+import pytest
+
+from moefold.errors import ConfigError
+from moefold.inference.source import find_source
+from tests.inference.checkpoint_folder import described_run
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-000020"])
+def test_the_newest_checkpoint_of_a_run_is_found_from_anywhere(tmp_path, name):
+    cfg = described_run(tmp_path, (3, 20, 9), moe={"router_dtype": "float64", "trace_every": 5})
+    (tmp_path / "checkpoints" / "step-000030").mkdir()
+    source = find_source(str(tmp_path / name))
+    assert source.path.name == "step-000020"
+    assert source.model.num_experts == cfg.model.num_experts
+    assert (source.kind, source.dtype, source.context) == ("checkpoint", "float32", cfg.train.seq_len)
+    assert (source.moe.router_dtype, source.moe.trace_every) == ("float64", 0)
+
+
+def test_checkpoints_that_lie_elsewhere(tmp_path):
+    elsewhere = tmp_path / "disk"
+    described_run(tmp_path / "run", checkpoint={"dir": str(elsewhere)})
+    shutil.move(tmp_path / "run" / "checkpoints", elsewhere)
+    assert find_source(str(tmp_path / "run")).path == (elsewhere / "step-000010").resolve()
+
+
+def test_a_checkpoint_without_its_run_has_all_but_the_runs_routing(tmp_path):
+    described_run(tmp_path, run={"dtype": "float64"}, moe={"router_dtype": "float64"})
+    (tmp_path / "config.json").unlink()
+    source = find_source(str(tmp_path))
+    assert (source.model.hidden_size, source.data.kind, source.dtype) == (64, "python-docs", "float32")
+    assert source.moe.router_dtype == "float32"
+
+
+def test_a_run_of_another_model_above_the_checkpoint_does_not_count(tmp_path):
+    described_run(tmp_path, moe={"router_dtype": "float64"})
+    file = tmp_path / "config.json"
+    tree = json.loads(file.read_text())
+    tree["model"]["num_experts"] = 16
+    file.write_text(json.dumps(tree))
+    source = find_source(str(tmp_path))
+    assert (source.model.num_experts, source.moe.router_dtype) == (8, "float32")
+
+
+def test_what_is_no_model(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "config.json").write_text("{")
+    cases = {
+        "nothing": "does not exist",
+        "file": "is a file; name a checkpoint",
+        "": r"config.json'? is not (readable )?JSON",
+    }
+    for name, message in cases.items():
+        with pytest.raises(ConfigError, match=message):
+            find_source(str(tmp_path / name))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds no model: no moefold.json"):
+        find_source(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "mixtra"}')
+    with pytest.raises(ConfigError, match="did you mean 'mixtral'"):
+        find_source(str(tmp_path))
+
+
+def test_a_checkpoint_with_a_key_of_a_later_version_says_so(tmp_path):
+    described_run(tmp_path)
+    meta = tmp_path / "checkpoints" / "step-000010" / "moefold.json"
+    content = json.loads(meta.read_text())
+    content["model"]["num_heads_of_tomorrow"] = 3
+    meta.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="of another version of moefold: unknown key model.num_heads_of_tomorrow"):
+        find_source(str(tmp_path))

@@ -1,0 +1,54 @@
+import numpy as np
+import pytest
+
+from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer
+from moefold.errors import ConfigError
+from moefold.inference.source import find_source
+from moefold.inference.text import TextStream, encode_prompts, end_ids, open_tokenizer, read_text
+from tests.inference.checkpoint_folder import described_run
+
+
+def pieces(tokenizer, ids: list[int]) -> list[str]:
+    stream = TextStream(tokenizer)
+    return [*(stream.push(i) for i in ids), stream.finish()]
+
+
+def test_no_half_character_is_shown():
+    text = "aé€😀\n"
+    assert pieces(ByteTokenizer(), ByteTokenizer().encode(text).tolist()) == [
+        "a", "", "é", "", "", "€", "", "", "", "😀", "\n", "",
+    ]  # fmt: skip
+
+
+def test_the_pieces_are_the_text_whatever_the_bytes():
+    rng = np.random.default_rng(0)
+    alphabet = [65, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xFF]
+    for _ in range(500):
+        ids = rng.choice(alphabet, rng.integers(0, 10)).tolist()
+        assert "".join(pieces(ByteTokenizer(), ids)) == ByteTokenizer().decode(ids)
+
+
+def test_numbers_keep_their_spaces():
+    assert "".join(pieces(NumberTokenizer(99), [5, 12, 3])) == "5 12 3"
+
+
+def test_prompts_of_text_of_numbers_and_of_nothing(tmp_path):
+    described_run(tmp_path / "text")
+    described_run(tmp_path / "numbers", data={"kind": "synthetic"})
+    text, numbers = (find_source(str(tmp_path / name)) for name in ("text", "numbers"))
+    assert encode_prompts(text, open_tokenizer(text), ["hi", ""]) == ((104, 105), (0,))
+    assert encode_prompts(numbers, open_tokenizer(numbers), ["3 255"]) == ((3, 255),)
+    assert (end_ids(text, open_tokenizer(text)), end_ids(numbers, open_tokenizer(numbers))) == ({0}, set())
+    with pytest.raises(ConfigError, match="trained on bare ids"):
+        encode_prompts(numbers, open_tokenizer(numbers), ["hi"])
+    with pytest.raises(ConfigError, match="the prompt is empty"):
+        encode_prompts(numbers, open_tokenizer(numbers), [""])
+    assert open_tokenizer(numbers, "bytes").identity == "bytes"
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match="is not text in UTF-8"):
+        read_text(tmp_path / "latin", "--text")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_text(tmp_path / "none", "--text")
