@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from moefold.checkpoint.folder import (
     find_resume,
     model_sizes,
     put_in_place,
+    quick_faults,
     read_meta,
     remove_older,
     sample_order,
     step_path,
     write_meta,
 )
+from moefold.checkpoint.manifest import MANIFEST_FILE, record_file, write_manifest
 from moefold.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from moefold.errors import ConfigError
 
@@ -41,7 +44,12 @@ def write(folder: Path, step: int, model: ModelConfig = MODEL) -> Path:
     path = step_path(folder, step)
     path.mkdir(parents=True)
     write_meta(path, meta(step, model))
+    seal(path)
     return path
+
+
+def seal(path: Path) -> None:
+    write_manifest(path, {file.name: record_file(file) for file in path.iterdir() if file.name != MANIFEST_FILE})
 
 
 def recipe(folder: Path, resume: str = "auto", every: int = 5, model: ModelConfig = MODEL) -> Config:
@@ -108,6 +116,31 @@ def test_auto_takes_the_newest_if_any(tmp_path):
     assert find_resume(recipe(tmp_path)) == newest
 
 
+@pytest.mark.parametrize("content", ["{", '{"format": 9}', None], ids=str)
+def test_auto_passes_over_one_whose_files_are_not_what_was_written(tmp_path, content):
+    sound = write(tmp_path, 5)
+    damaged = write(tmp_path, 10) / META_FILE
+    if content is None:
+        (damaged.parent / MANIFEST_FILE).unlink()
+    else:
+        damaged.write_text(content.ljust(damaged.stat().st_size))
+    assert find_resume(recipe(tmp_path)) == sound
+    assert quick_faults(sound) == []
+    (fault,) = quick_faults(damaged.parent)
+    assert "has other content than was written" in fault or "its manifest.json cannot be read: No such file" in fault
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "..", "", "a/b", "link"])
+def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path, name):
+    path = write(tmp_path / "c", 5)
+    (tmp_path / "secret").touch()
+    (path / "link").symlink_to(tmp_path / "secret")
+    manifest = json.loads((path / MANIFEST_FILE).read_text())
+    manifest["files"][name] = {"size_bytes": 0, "sha256": ""}
+    (path / MANIFEST_FILE).write_text(json.dumps(manifest))
+    assert quick_faults(path) == [f"its {MANIFEST_FILE} cannot be read: file name {name!r} leads out of the folder"]
+
+
 def test_never_and_a_named_one(tmp_path):
     first = write(tmp_path / "here", 5)
     other = tmp_path / "there"
@@ -146,6 +179,13 @@ def test_only_the_newest_are_kept_and_drafts_of_killed_runs_go(tmp_path):
     assert names(tmp_path) == ["notes.txt", "step-000005", "step-000010", "step-000015"]
     remove_older(tmp_path, 2)
     assert names(tmp_path) == ["notes.txt", "step-000010", "step-000015"]
+
+
+def test_those_of_every_so_many_steps_are_kept_too(tmp_path):
+    for step in (5, 10, 15, 20, 25):
+        write(tmp_path, step)
+    remove_older(tmp_path, 1, 10)
+    assert names(tmp_path) == ["step-000010", "step-000020", "step-000025"]
 
 
 def test_a_draft_replaces_a_checkpoint_of_its_step(tmp_path):

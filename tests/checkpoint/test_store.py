@@ -1,5 +1,9 @@
 """Checkpoints that lack something, and what a save leaves in the folder."""
 
+import os
+import pickle
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from moefold.checkpoint.folder import FORMAT, CheckpointMeta, model_sizes, sample_order, step_path, write_meta
-from moefold.checkpoint.store import agree_on_resume, load_checkpoint, save_checkpoint
+from moefold.checkpoint.folder import FORMAT, CheckpointMeta, Position, model_sizes, sample_order, step_path, write_meta
+from moefold.checkpoint.manifest import MANIFEST_FILE, record_file, write_manifest
+from moefold.checkpoint.store import agree_on_resume, checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.config.checks import check_config
 from moefold.config.schema import CheckpointConfig, Config, RunConfig
 from moefold.errors import ConfigError
@@ -41,16 +46,8 @@ def _training(cfg: Config) -> TrainingStep:
 def _save(cfg: Config, steps: list[int]) -> None:
     training = _training(cfg)
     for step in steps:
-        save_checkpoint(
-            cfg,
-            training.parameters,
-            training.buffers,
-            training.optimizer,
-            step=step,
-            samples=4 * step,
-            tokens=64 * step,
-            is_first_rank=dist.get_rank() == 0,
-        )
+        state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
+        write_checkpoint(cfg, state, Position(step=step, samples=4 * step, tokens=64 * step))
 
 
 def _save_broken(cfg: Config, lacks: str, cuts: str) -> None:
@@ -67,14 +64,20 @@ def _save_broken(cfg: Config, lacks: str, cuts: str) -> None:
     dcp.save(state, checkpoint_id=path)
     model, order = model_sizes(cfg.model), sample_order(cfg)
     write_meta(path, CheckpointMeta(format=FORMAT, step=1, samples=4, tokens=64, order=order, model=model, parallel={}))
+    _seal(path)
+
+
+def _seal(path: Path) -> None:
+    """Write a manifest that agrees with the files, whatever they are."""
+    write_manifest(path, {file.name: record_file(file) for file in path.iterdir() if file.name != MANIFEST_FILE})
 
 
 def _load(cfg: Config) -> str:
     """The error of a load on this rank, empty if there is none."""
     training = _training(cfg)
-    path = agree_on_resume(cfg)
-    assert path is not None
     try:
+        path = agree_on_resume(cfg).path
+        assert path is not None
         load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
     except ConfigError as error:
         return str(error)
@@ -103,35 +106,145 @@ def test_a_missing_expert_is_named(pool, tmp_path):
     assert f"it lacks model.{EXPERTS} of shape [8, 16, 8], it has [7, 16, 8]; name another one" in errors[0]
 
 
-def test_a_missing_file_is_named_on_every_rank(pool, tmp_path):
-    pool.run(2, _save, recipe(tmp_path, **PIPELINE), [1])
-    (file,) = (tmp_path / "checkpoints" / "step-000001").glob("__1_*")
+def _remove_file(file: Path) -> None:
     file.unlink()
-    errors = pool.run(2, _load, recipe(tmp_path, **PIPELINE))
-    assert errors[0] == errors[1]
-    assert f"is damaged, it lacks file {file.name}; name another one" in errors[0]
 
 
-def test_a_file_that_was_cut_off_is_named(pool, tmp_path):
-    pool.run(1, _save, recipe(tmp_path), [1])
-    (file,) = (tmp_path / "checkpoints" / "step-000001").glob("__0_*")
+def _cut_off(file: Path) -> None:
     with file.open("r+b") as opened:
         opened.truncate(file.stat().st_size // 2)
-    (error,) = pool.run(1, _load, recipe(tmp_path))
-    assert f"is damaged, it lacks the end of file {file.name}; name another one" in error
 
 
-@pytest.mark.parametrize("content", [None, b"", b"not a pickle"], ids=str)
-def test_a_broken_index_is_one_message(pool, tmp_path, content):
-    pool.run(1, _save, recipe(tmp_path), [1])
-    index = tmp_path / "checkpoints" / "step-000001" / ".metadata"
-    if content is None:
-        index.unlink()
+def _flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "removed": (_remove_file, "file {name} is missing"),
+    "cut off": (_cut_off, "file {name} has {half} of {size} bytes"),
+    "flipped": (_flip_a_byte, "file {name} has other content than was written"),
+}
+
+
+@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "moefold.json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_and_named(pool, tmp_path, damage, file):
+    cfg = recipe(tmp_path, **PIPELINE)
+    pool.run(2, _save, cfg, [1, 2])
+    path = tmp_path / "checkpoints" / "step-000002"
+    size = (path / file).stat().st_size
+    inflict, message = DAMAGES[damage]
+    inflict(path / file)
+    first, second = pool.run(2, _resume, cfg)
+    assert first == second
+    if (damage, file) == ("removed", "moefold.json"):
+        # Without its description it is no complete checkpoint.
+        assert first == (str(path.with_name("step-000001")), ())
     else:
-        index.write_bytes(content)
+        fault = message.format(name=file, size=size, half=size // 2)
+        assert first == (str(path.with_name("step-000001")), (f"step-000002: {fault}",))
+
+
+def _resume(cfg: Config) -> tuple[str, tuple[str, ...]]:
+    found = agree_on_resume(cfg)
+    return str(found.path), found.skipped
+
+
+def test_a_flipped_byte_goes_unseen_without_verify(pool, tmp_path):
+    cfg = recipe(tmp_path)
+    pool.run(1, _save, cfg, [1])
+    path = tmp_path / "checkpoints" / "step-000001"
+    _flip_a_byte(path / "__0_0.distcp")
+    unverified = replace(cfg, checkpoint=replace(cfg.checkpoint, verify=False))
+    assert pool.run(1, _resume, unverified) == [(str(path), ())]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(pool, tmp_path):
+    cfg = recipe(tmp_path)
+    pool.run(1, _save, cfg, [1, 2])
+    for path in (tmp_path / "checkpoints").iterdir():
+        _flip_a_byte(path / "__0_0.distcp")
+    (error,) = pool.run(1, _load, cfg)
+    assert "can be used: step-000002: file __0_0.distcp has other content than was written; step-000001: " in error
+    assert error.endswith('move them away to begin anew, or set checkpoint.resume="never"')
+
+
+def test_a_damaged_checkpoint_that_is_named_is_refused(pool, tmp_path):
+    cfg = recipe(tmp_path)
+    pool.run(1, _save, cfg, [1, 2])
+    path = tmp_path / "checkpoints" / "step-000002"
+    _cut_off(path / "__0_0.distcp")
+    (error,) = pool.run(1, _load, replace(cfg, checkpoint=CheckpointConfig(resume=str(path))))
+    assert f"checkpoint {str(path)!r} is damaged: file __0_0.distcp has " in error
+    assert error.endswith("name another one with checkpoint.resume, or move it away")
+
+
+class _Runs:
+    """A pickle of it runs a command when it is read."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (self._command,)
+
+
+@pytest.mark.parametrize("kind", ["runs", "other class", "nonsense", "empty"])
+def test_a_strange_index_runs_nothing_and_is_one_message(pool, tmp_path, kind):
+    pool.run(1, _save, recipe(tmp_path), [1])
+    path = tmp_path / "checkpoints" / "step-000001"
+    trace = tmp_path / "it-ran"
+    content = {
+        "runs": pickle.dumps(_Runs(f"touch {trace}")),
+        "other class": pickle.dumps(Path("x")),
+        "nonsense": b"not a pickle",
+        "empty": b"",
+    }
+    (path / ".metadata").write_bytes(content[kind])
+    _seal(path)
+    (error,) = pool.run(1, _load, recipe(tmp_path))
+    assert "cannot be read: .metadata is no index of a checkpoint" in error
+    assert "\n" not in error
+    assert not trace.exists()
+
+
+def test_a_strange_tensor_file_runs_nothing(pool, tmp_path):
+    pool.run(1, _save, recipe(tmp_path), [1])
+    path = tmp_path / "checkpoints" / "step-000001"
+    trace = tmp_path / "it-ran"
+    size = (path / "__0_0.distcp").stat().st_size
+    (path / "__0_0.distcp").write_bytes(pickle.dumps(_Runs(f"touch {trace}")).ljust(size, b"\0"))
+    _seal(path)
     (error,) = pool.run(1, _load, recipe(tmp_path))
     assert "cannot be read: " in error
     assert "\n" not in error
+    assert not trace.exists()
+
+
+def test_an_index_cannot_lead_out_of_its_folder(pool, tmp_path):
+    pool.run(1, _save, recipe(tmp_path), [1])
+    path = tmp_path / "checkpoints" / "step-000001"
+    index = pickle.loads((path / ".metadata").read_bytes())
+    for info in index.storage_data.values():
+        info.relative_path = "../__0_0.distcp"
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    _seal(path)
+    (error,) = pool.run(1, _load, recipe(tmp_path))
+    assert "cannot be read: file name '../__0_0.distcp' leads out of the folder" in error
+
+
+def test_an_index_that_claims_more_bytes_than_there_are_is_refused(pool, tmp_path):
+    pool.run(1, _save, recipe(tmp_path), [1])
+    path = tmp_path / "checkpoints" / "step-000001"
+    index = pickle.loads((path / ".metadata").read_bytes())
+    for info in index.storage_data.values():
+        info.length = 2**60
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    _seal(path)
+    (error,) = pool.run(1, _load, recipe(tmp_path))
+    assert "is damaged, it lacks the end of file __0_0.distcp; name another one" in error
 
 
 def test_saves_keep_the_newest_and_replace_the_same_step(pool, tmp_path):
@@ -152,3 +265,25 @@ def test_a_folder_that_cannot_be_written_is_one_message(pool, tmp_path):
     (error,) = pool.run(1, _save_refused, recipe(tmp_path))
     assert error.startswith(f"the checkpoint of step 1 cannot be written to '{tmp_path}/checkpoints': ")
     assert "\n" not in error
+
+
+def _save_on_a_full_disk(cfg: Config) -> str:
+    """Save where no file may grow beyond some bytes, on the last rank alone."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    with pytest.raises(ConfigError) as error:
+        _save(cfg, [2])
+    return str(error.value)
+
+
+def test_a_full_disk_is_one_message_and_leaves_the_checkpoint_before(pool, tmp_path):
+    cfg = recipe(tmp_path, **PIPELINE)
+    pool.run(2, _save, cfg, [1])
+    for error in pool.run(2, _save_on_a_full_disk, cfg):
+        assert error.startswith(f"the checkpoint of step 2 cannot be written to '{tmp_path}/checkpoints': ")
+        assert "File too large" in error or "PytorchStreamWriter failed writing file" in error
+        assert "\n" not in error
+    assert pool.run(2, _resume, cfg) == [(str(tmp_path / "checkpoints" / "step-000001"), ())] * 2
+    pool.run(2, _save, cfg, [2])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000001", "step-000002"]

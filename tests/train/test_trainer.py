@@ -115,6 +115,15 @@ def test_evaluation_does_not_depend_on_batch_or_mapping(pool, tmp_path):
     assert found == pytest.approx([found[0]] * 3, rel=1e-9)
 
 
+def test_an_evaluation_changes_no_step_after_it_under_pp(pool, tmp_path):
+    found = []
+    for name, eval_every in (("with", 1), ("without", 0)):
+        cfg = recipe(tmp_path / name, 3, every=0, train={"eval_every": eval_every}, world_size=2, pp=2)
+        pool.run(2, _train, cfg)
+        found.append([(record["loss"], record["grad_norm"]) for record in records(tmp_path / name)])
+    assert found[0] == found[1]
+
+
 def _train_and_stop(cfg: Config) -> int:
     """Train with a signal that came to the first rank alone, before its first step ended."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))

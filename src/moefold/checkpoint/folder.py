@@ -6,10 +6,12 @@ A checkpoint is written under another name and renamed once complete, so `step-0
 import json
 import re
 import shutil
+from collections.abc import Container
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moefold.checkpoint.manifest import MANIFEST_FILE, hash_faults, read_manifest, size_faults
 from moefold.config.schema import Config, ModelConfig
 from moefold.errors import ConfigError
 
@@ -23,15 +25,24 @@ _MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_so
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointMeta:
-    """What a checkpoint says of itself beside the tensors."""
+class Position:
+    """How far a run has come."""
 
-    format: int
     step: int
+    """Optimizer steps done."""
     samples: int
     """Samples taken from the training data so far."""
     tokens: int
     """Tokens trained on so far."""
+    stream: Any = None
+    """Where a stream of data stands, so that it need not be read from its start; None for other data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMeta(Position):
+    """What a checkpoint says of itself beside the tensors."""
+
+    format: int
     order: dict[str, Any]
     """What decides which text a sample number means: `sample_order`."""
     model: dict[str, Any]
@@ -78,6 +89,31 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(complete, key=step_of)
 
 
+def locate_folder(path: Path) -> Path:
+    """The folder of checkpoints that a user means: it itself, or that of a run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{str(path)!r} does not exist; name a run, or a folder of checkpoints")
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def locate_checkpoint(path: Path) -> Path:
+    """The checkpoint that a user means: it itself, or the newest complete one of a run or of a folder of them.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (path / META_FILE).is_file():
+        return path
+    complete = complete_checkpoints(locate_folder(path))
+    if not complete:
+        raise ConfigError(f"{str(path)!r} is no complete checkpoint and holds none; name one, or a run that saved some")
+    return complete[-1]
+
+
 def write_meta(path: Path, meta: CheckpointMeta) -> None:
     """Write the description into a checkpoint folder."""
     (path / META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
@@ -102,45 +138,84 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def find_resume(cfg: Config) -> Path | None:
-    """The checkpoint that a run continues from, or None for a new run.
+    """The checkpoint that a run continues from, or None for a new run, as far as sizes of files tell.
+
+    Raises:
+        ConfigError: as `refuse_unfit`.
+    """
+    damaged: list[str] = []
+    path = candidate(cfg)
+    while path is not None and cfg.checkpoint.resume == "auto" and quick_faults(path):
+        damaged.append(str(path))
+        path = candidate(cfg, damaged)
+    refuse_unfit(path, cfg)
+    return path
+
+
+def candidate(cfg: Config, ignored: Container[str] = ()) -> Path | None:
+    """The checkpoint that the recipe names, or under "auto" the newest whose path is not among the ignored."""
+    if cfg.checkpoint.resume == "never":
+        return None
+    if cfg.checkpoint.resume != "auto":
+        return Path(cfg.checkpoint.resume)
+    complete = complete_checkpoints(checkpoint_folder(cfg))
+    return next((path for path in reversed(complete) if str(path) not in ignored), None)
+
+
+def quick_faults(path: Path) -> list[str]:
+    """What is wrong with a checkpoint, as far as the sizes of its files and the content of its description tell."""
+    try:
+        manifest = read_manifest(path)
+    except OSError as error:
+        return [f"its {MANIFEST_FILE} cannot be read: {error.strerror}"]
+    except ValueError as error:
+        return [f"its {MANIFEST_FILE} cannot be read: {error}"]
+    if META_FILE not in manifest:
+        return [f"its {MANIFEST_FILE} does not name {META_FILE}"]
+    return size_faults(path, manifest) or hash_faults(path, manifest, [META_FILE])
+
+
+def refuse_unfit(path: Path | None, cfg: Config) -> None:
+    """Refuse to continue a run from a checkpoint (None: from nothing) that does not fit it.
 
     Raises:
         ConfigError: it is one of another model; "auto" found one of other data; or the run would write beside
             checkpoints of later steps, which a later "auto" would take for its own.
     """
     wish = cfg.checkpoint.resume
-    complete = complete_checkpoints(checkpoint_folder(cfg))
-    if wish == "auto":
-        path = complete[-1] if complete else None
-    else:
-        path = None if wish == "never" else Path(wish)
     meta = None if path is None else read_meta(path)
     if path is not None and meta is not None:
         _refuse_other_model(path, meta, cfg)
         if wish == "auto":
             _refuse_other_data(path, meta, cfg)
     if wish != "auto" and cfg.checkpoint.every:
-        _refuse_later(complete, meta.step if meta else 0, cfg)
-    return path
+        _refuse_later(complete_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
 
 
 def put_in_place(draft: Path, final: Path) -> None:
     """Give a finished draft its name; a checkpoint that has it already goes."""
     if final.exists():
-        _remove(final)
+        remove(final)
     draft.rename(final)
 
 
-def remove_older(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints (0 keeps all), and what killed runs left half written."""
+def remove_older(folder: Path, keep: int, keep_every: int = 0) -> None:
+    """Delete what retention does not keep, and what killed runs left half written.
+
+    Args:
+        folder: of the checkpoints.
+        keep: so many of the newest complete ones stay; 0 keeps all.
+        keep_every: those of the steps that this divides stay in any case; 0 for none.
+    """
     for path in complete_checkpoints(folder)[:-keep] if keep else ():
-        _remove(path)
+        if not keep_every or step_of(path) % keep_every:
+            remove(path)
     for pattern in (".step-*.partial", ".step-*.old"):
         for path in folder.glob(pattern):
             shutil.rmtree(path)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Delete a checkpoint so that a kill in between leaves no part of it under its name."""
     doomed = path.with_name(f".{path.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)

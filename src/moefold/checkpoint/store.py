@@ -5,7 +5,7 @@ import pickle
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -17,53 +17,95 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from moefold.checkpoint.folder import (
     FORMAT,
+    META_FILE,
     CheckpointMeta,
+    Position,
+    candidate,
     checkpoint_folder,
     draft_path,
-    find_resume,
     model_sizes,
     put_in_place,
+    quick_faults,
     read_meta,
+    refuse_unfit,
     remove_older,
     sample_order,
     step_path,
     write_meta,
 )
+from moefold.checkpoint.manifest import (
+    FileRecord,
+    hash_faults,
+    read_manifest,
+    record_file,
+    write_manifest,
+)
+from moefold.checkpoint.metadata_file import METADATA_FILE, SafeReader, read_metadata
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.train.optimizer import named_moments, set_step_count
 
 NAMED_FAULTS = 3
 """So many of a checkpoint's faults are spelled out."""
+_OTHER = "name another one with checkpoint.resume, or move it away"
 
 
-def agree_on_resume(cfg: Config) -> Path | None:
-    """What `find_resume` says on the first rank, on every rank: a network disk may look different on another machine.
+@dataclass(frozen=True)
+class Resume:
+    """Where a run goes on."""
 
-    Collective over all ranks.
+    path: Path | None
+    """The checkpoint; None for a new run."""
+    skipped: tuple[str, ...] = ()
+    """Newer checkpoints that are damaged, each with what is wrong with it."""
+
+
+def agree_on_resume(cfg: Config) -> Resume:
+    """The newest sound checkpoint of the run, or the one that the recipe names; the same on every rank.
+
+    Collective over all ranks, each of which reads a part of the files to see whether they are what was written.
 
     Raises:
-        ConfigError: as `find_resume`, on the first rank.
+        ConfigError: as `refuse_unfit`, on the first rank; the one that was named is damaged, or all of them are.
     """
-    found = [find_resume(cfg) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    skipped: dict[str, str] = {}
+    while True:
+        # A network disk may look different on another machine: the first rank's view counts.
+        found = [candidate(cfg, skipped) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found, src=0)
+        path = found[0]
+        if path is None and skipped:
+            raise ConfigError(
+                f"no checkpoint in {str(checkpoint_folder(cfg))!r} can be used: {'; '.join(skipped.values())}; "
+                'move them away to begin anew, or set checkpoint.resume="never"'
+            )
+        if path is None:
+            refuse_unfit(None, cfg)
+            return Resume(None)
+        if cfg.checkpoint.resume != "auto":
+            read_meta(path)  # a folder that is no checkpoint at all is named as such
+        faults = _collect(_file_faults(path, reads_all=cfg.checkpoint.verify))
+        if not faults:
+            if dist.get_rank() == 0:
+                refuse_unfit(path, cfg)
+            return Resume(path, tuple(skipped.values()))
+        if cfg.checkpoint.resume != "auto":
+            raise ConfigError(f"checkpoint {str(path)!r} is damaged: {_some(faults)}; {_OTHER}")
+        skipped[str(path)] = f"{path.name}: {_some(faults)}"
 
 
-def save_checkpoint(
-    cfg: Config,
-    parameters: Mapping[str, nn.Parameter],
-    buffers: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    *,
-    step: int,
-    samples: int,
-    tokens: int,
-    is_first_rank: bool,
+def write_checkpoint(
+    cfg: Config, state: Mapping[str, Tensor], position: Position, group: dist.ProcessGroup | None = None
 ) -> Path:
     """Write a complete checkpoint of the run; collective over all ranks.
 
     The first rank renames the finished draft, and deletes the checkpoints that the recipe does not keep.
+
+    Args:
+        cfg: the recipe.
+        state: this rank's part of what is to be saved: `checkpoint_state`.
+        position: how far the run has come; that of the first rank is kept.
+        group: all ranks; None for the default group.
 
     Returns:
         Its folder.
@@ -71,13 +113,15 @@ def save_checkpoint(
     Raises:
         ConfigError: the folder cannot be written, is full, or is not the same one for all ranks.
     """
+    is_first_rank = dist.get_rank() == 0
     folder = checkpoint_folder(cfg)
-    draft, final = draft_path(folder, step), step_path(folder, step)
-    with _explained(f"the checkpoint of step {step} cannot be written to {str(folder)!r}"):
+    draft, final = draft_path(folder, position.step), step_path(folder, position.step)
+    with explained(f"the checkpoint of step {position.step} cannot be written to {str(folder)!r}"):
         if is_first_rank:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-        metadata = dcp.save(_state(parameters, buffers, optimizer), checkpoint_id=draft)
+        metadata = dcp.save(dict(state), checkpoint_id=draft, process_group=group)
+        records = _record_files(draft, group)
         if not is_first_rank:
             return final
         if missing := _broken_files(draft, metadata):
@@ -87,18 +131,18 @@ def save_checkpoint(
             )
         meta = CheckpointMeta(
             format=FORMAT,
-            step=step,
-            samples=samples,
-            tokens=tokens,
             order=sample_order(cfg),
             model=model_sizes(cfg.model),
             parallel=asdict(cfg.parallel),
+            **asdict(position),
         )
         write_meta(draft, meta)
+        records |= {name: record_file(draft / name) for name in (METADATA_FILE, META_FILE)}
+        write_manifest(draft, records)
         _flush(draft)
         put_in_place(draft, final)
         _flush(folder)
-        remove_older(folder, cfg.checkpoint.keep)
+        remove_older(folder, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
     return final
 
 
@@ -114,7 +158,7 @@ def load_checkpoint(
         ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
     """
     meta = read_meta(path)
-    _load(path, _state(parameters, buffers, optimizer))
+    _load(path, checkpoint_state(parameters, buffers, optimizer))
     set_step_count(optimizer, meta.step)
     return meta
 
@@ -130,14 +174,15 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Ma
 
 
 def _load(path: Path, state: dict[str, Tensor]) -> None:
-    with _explained(f"checkpoint {str(path)!r} cannot be read"):
+    with explained(f"checkpoint {str(path)!r} cannot be read"):
         _refuse_incomplete(path, state)
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, storage_reader=SafeReader(path))
 
 
-def _state(
+def checkpoint_state(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
+    """This rank's parts of all that a checkpoint holds, by names that are free of the mapping; nothing is copied."""
     moments = {f"optimizer.{name}": moment for name, moment in named_moments(optimizer, parameters).items()}
     return _weights(parameters, buffers) | moments
 
@@ -147,9 +192,32 @@ def _weights(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tenso
     return weights | {f"model.{name}": buffer for name, buffer in buffers.items()}
 
 
+def _record_files(draft: Path, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
+    """Read back what every rank wrote; collective, and each rank returns the records of all."""
+    mine = {path.name: record_file(path) for path in sorted(draft.glob(f"__{dist.get_rank()}_*.distcp"))}
+    of_ranks: list[dict[str, FileRecord]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, mine, group=group)
+    return {name: record for records in of_ranks for name, record in records.items()}
+
+
+def _file_faults(path: Path, *, reads_all: bool) -> list[str]:
+    """What this rank finds wrong with the sizes of all files and the content of its part of them."""
+    if faults := quick_faults(path):
+        return faults
+    manifest = read_manifest(path)
+    return hash_faults(path, manifest, list(manifest)[dist.get_rank() :: dist.get_world_size()]) if reads_all else []
+
+
+def _collect(faults: list[str]) -> list[str]:
+    """The faults that any rank found, each once; collective."""
+    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, faults)
+    return list(dict.fromkeys(fault for faults in of_ranks for fault in faults))
+
+
 def _refuse_incomplete(path: Path, state: Mapping[str, Tensor]) -> None:
     """Find out together what is missing: a rank that left alone would leave the others waiting for it."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = read_metadata(path)
     faults = _broken_files(path, metadata) if dist.get_rank() == 0 else []
     for name, tensor in state.items():
         stored = metadata.state_dict_metadata.get(name)
@@ -157,13 +225,8 @@ def _refuse_incomplete(path: Path, state: Mapping[str, Tensor]) -> None:
             faults.append(f"tensor {name}")
         elif stored.size != tensor.shape:
             faults.append(f"{name} of shape {list(tensor.shape)}, it has {list(stored.size)}")
-    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, faults)
-    if found := list(dict.fromkeys(fault for faults in of_ranks for fault in faults)):
-        raise ConfigError(
-            f"checkpoint {str(path)!r} is damaged, it lacks {_some(found)}; "
-            "name another one with checkpoint.resume, or move it away"
-        )
+    if found := _collect(faults):
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {_some(found)}; {_OTHER}")
 
 
 def _broken_files(path: Path, metadata: Metadata) -> list[str]:
@@ -184,16 +247,18 @@ def _some(faults: list[str]) -> str:
 
 
 @contextmanager
-def _explained(failure: str) -> Iterator[None]:
+def explained(failure: str) -> Iterator[None]:
     """Turn what a disk or a broken file raises into the user's error."""
     try:
         yield
+    except ConfigError:
+        raise
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         if not isinstance(cause, OSError | EOFError | pickle.UnpicklingError | RuntimeError | ValueError):
             raise
         raise ConfigError(f"{failure}: {_one_line(cause)}") from error
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{failure}: {_one_line(error)}") from error
 
 

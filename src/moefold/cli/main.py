@@ -18,6 +18,8 @@ COMMANDS = {
     "train": "train a model from a recipe; starts the ranks itself on one machine",
     "layout": "show how attention and experts fold over the same ranks",
     "verify": "prove on CPU that a recipe's mapping computes what one process computes",
+    "checkpoint": "list, show, verify, compare and remove checkpoints",
+    "tokenize": "turn text, JSON lines or parquet into token files",
     "inspect": "show how evenly the experts of a run were used",
     "eval": "mean cross-entropy of a model over a file of tokens or text",
     "generate": "continue a text with a model",

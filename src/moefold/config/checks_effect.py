@@ -7,6 +7,7 @@ A key left out, or given as what it is anyway, asks for nothing. How an axis wor
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moefold.config.checks_data import has_validation_split
 from moefold.config.checks_model import has_dense_layers, has_moe_layers
 from moefold.config.faults import refuse
 from moefold.config.keys import default_of
@@ -50,13 +51,44 @@ IDLE = (
         "set model.shared_expert_ffn_hidden_size",
     ),
     Idle(
+        "model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim",
+        lambda cfg: cfg.model.attention != "mla",
+        "only model.attention='mla' reads it",
+        "choose model.attention='mla'",
+    ),
+    Idle(
+        "model.num_query_groups model.head_dim model.rope_fraction",
+        lambda cfg: cfg.model.attention == "mla",
+        "model.attention='mla' has heads of another make",
+        "set model.kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
+    ),
+    Idle(
+        "model.qk_norm_width",
+        lambda cfg: not cfg.model.qk_norm,
+        "model.qk_norm=false normalises nothing",
+        "set model.qk_norm=true",
+    ),
+    Idle(
         "model.rope_scaling_factor",
         lambda cfg: cfg.model.rope_scaling == "none",
         "model.rope_scaling='none' stretches nothing",
-        "choose model.rope_scaling='linear' or 'llama3'",
+        "choose model.rope_scaling='linear', 'llama3' or 'yarn'",
     ),
     Idle(
-        "model.rope_original_seq_len model.rope_low_freq_factor model.rope_high_freq_factor",
+        "model.rope_original_seq_len",
+        lambda cfg: cfg.model.rope_scaling not in ("llama3", "yarn"),
+        "only model.rope_scaling='llama3' and 'yarn' read it",
+        "choose one of these",
+    ),
+    Idle(
+        "model.rope_beta_fast model.rope_beta_slow model.rope_truncate model.rope_attention_factor model.rope_mscale "
+        "model.rope_mscale_all_dim",
+        lambda cfg: cfg.model.rope_scaling != "yarn",
+        "only model.rope_scaling='yarn' reads it",
+        "choose model.rope_scaling='yarn'",
+    ),
+    Idle(
+        "model.rope_low_freq_factor model.rope_high_freq_factor",
         lambda cfg: cfg.model.rope_scaling != "llama3",
         "only model.rope_scaling='llama3' reads it",
         "choose model.rope_scaling='llama3'",
@@ -122,6 +154,12 @@ IDLE = (
         "choose parallel.dispatcher='leastloaded'",
     ),
     Idle(
+        "train.mtp_loss",
+        lambda cfg: cfg.model.mtp_layers == 0,
+        "model.mtp_layers=0 predicts no further tokens",
+        "set model.mtp_layers",
+    ),
+    Idle(
         "train.min_lr",
         lambda cfg: cfg.train.lr_schedule == "constant",
         "train.lr_schedule='constant' does not decay",
@@ -141,12 +179,48 @@ IDLE = (
     ),
     Idle(
         "data.path",
-        lambda cfg: cfg.data.kind not in ("text", "tokens"),
-        "data.kind is neither 'text' nor 'tokens'",
-        "choose data.kind='text' or 'tokens'",
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
+        "data.kind reads no files",
+        "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
     ),
     Idle(
-        "data.token_dtype",
+        "data.weights",
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
+        "data.kind has no paths",
+        "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
+    ),
+    Idle(
+        "data.column data.split data.validation_split data.subset data.revision data.streaming",
+        lambda cfg: cfg.data.kind != "huggingface",
+        "only data.kind='huggingface' reads it",
+        "choose data.kind='huggingface'",
+    ),
+    Idle(
+        "data.validation_fraction",
+        lambda cfg: has_validation_split(cfg) and cfg.data.validation_fraction > 0,
+        "data.validation_split is evaluated on",
+        "leave data.validation_split out",
+    ),
+    Idle(
+        "data.validation_fraction",
+        lambda cfg: cfg.data.kind == "huggingface" and cfg.data.streaming and cfg.data.validation_fraction > 0,
+        "of a stream no part is held out",
+        "set data.validation_split",
+    ),
+    Idle(
+        "data.document_end",
+        lambda cfg: cfg.data.kind == "sft" or cfg.data.document_index,
+        "the documents are known already",
+        "choose another data.kind, or data.document_index=false",
+    ),
+    Idle(
+        "data.chat_template data.overlong",
+        lambda cfg: cfg.data.kind != "sft",
+        "only data.kind='sft' reads it",
+        "choose data.kind='sft'",
+    ),
+    Idle(
+        "data.token_dtype data.document_index",
         lambda cfg: cfg.data.kind != "tokens",
         "only data.kind='tokens' reads it",
         "choose data.kind='tokens'",
@@ -156,6 +230,24 @@ IDLE = (
         lambda cfg: cfg.checkpoint.every == 0,
         "checkpoint.every=0 saves nothing",
         "set checkpoint.every",
+    ),
+    Idle(
+        "checkpoint.async_save",
+        lambda cfg: cfg.checkpoint.every == 0,
+        "checkpoint.every=0 saves nothing",
+        "set checkpoint.every",
+    ),
+    Idle(
+        "checkpoint.keep_every",
+        lambda cfg: cfg.checkpoint.keep == 0,
+        "checkpoint.keep=0 keeps all",
+        "set checkpoint.keep",
+    ),
+    Idle(
+        "checkpoint.verify",
+        lambda cfg: cfg.checkpoint.resume == "never",
+        "checkpoint.resume='never' reads none",
+        "choose checkpoint.resume='auto'",
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from moefold.config.checks_data import has_held_out
 from moefold.config.schema import Config
 
 
@@ -21,10 +22,36 @@ def learning_rate_faults(cfg: Config) -> Iterator[str]:
 
 def evaluation_faults(cfg: Config) -> Iterator[str]:
     """There is held-out text to evaluate on."""
-    if cfg.train.eval_every > 0 and cfg.data.validation_fraction == 0:
+    if cfg.train.eval_every == 0 or has_held_out(cfg):
+        return
+    if cfg.data.streaming:
+        yield (
+            f"train.eval_every={cfg.train.eval_every} needs held-out text, and of a stream no part is held out; set "
+            "data.validation_split to a split of its own, or eval_every=0"
+        )
+    else:
         yield (
             f"train.eval_every={cfg.train.eval_every} needs held-out text, and data.validation_fraction=0.0 holds out "
             "none; choose validation_fraction=0.05, or eval_every=0"
+        )
+
+
+def further_token_faults(cfg: Config) -> Iterator[str]:
+    """Some position of a sample has a target at every depth."""
+    if cfg.model.mtp_layers >= cfg.train.seq_len:
+        yield (
+            f"model.mtp_layers={cfg.model.mtp_layers} must be below train.seq_len={cfg.train.seq_len}: no position has "
+            f"a target so far ahead; choose 0 to {cfg.train.seq_len - 1}"
+        )
+
+
+def document_faults(cfg: Config) -> Iterator[str]:
+    """The token that ends documents is one of the vocabulary."""
+    end, vocab_size = cfg.data.document_end, cfg.model.vocab_size
+    if end >= vocab_size:
+        yield (
+            f"data.document_end={end} must be below model.vocab_size={vocab_size}; choose an id of the vocabulary, "
+            "or -1 for samples of one document"
         )
 
 
@@ -34,4 +61,4 @@ def resume_faults(cfg: Config) -> Iterator[str]:
         yield "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"
 
 
-TRAIN_RULES = (learning_rate_faults, evaluation_faults, resume_faults)
+TRAIN_RULES = (learning_rate_faults, evaluation_faults, further_token_faults, document_faults, resume_faults)

@@ -41,12 +41,27 @@ class ModelConfig:
     """Key/value heads; equal to num_attention_heads for plain multi-head attention."""
     head_dim: int = 0
     """Width of one head, D; 0 means hidden_size / num_attention_heads."""
+    attention: Literal["gqa", "mla"] = "gqa"
+    """gqa: groups of heads share keys and values. mla: one latent makes those of all heads (DeepSeek-V2)."""
+    q_lora_rank: int = 0
+    """Width of the latent from which queries come (mla); 0: straight from the hidden state."""
+    kv_lora_rank: int = 64
+    """Width of the latent from which keys and values come (mla)."""
+    qk_nope_head_dim: int = 32
+    """Width of the part of a query and key head that RoPE leaves alone (mla)."""
+    qk_rope_head_dim: int = 16
+    """Width of the rotated part, whose key all heads share (mla)."""
+    v_head_dim: int = 32
+    """Width of a value head (mla)."""
     ffn_hidden_size: int = 1024
     """Inner width of the SwiGLU of dense layers."""
     vocab_size: int = 256
     """Rows of the embedding, V."""
     layer_pattern: str = "M"
     """D (dense) and M (mixture of experts), each with an optional count; repeats to num_layers: M, DM, D3M58."""
+    mtp_layers: int = 0
+    """Further tokens that each position predicts at training, each through a layer of its own behind the others, of
+    the kind of the last one (multi-token prediction, arXiv:2412.19437 sec. 2.2); 0: none."""
     num_experts: int = 8
     """Experts of one MoE layer, E."""
     top_k: int = 2
@@ -72,7 +87,9 @@ class ModelConfig:
     shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head before RoPE (Qwen3)."""
+    """RMSNorm over the queries and over the keys before RoPE (Qwen3)."""
+    qk_norm_width: Literal["head", "all_heads"] = "head"
+    """What one root mean square is of: each head by itself, or all heads of a token together (OLMoE)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     tie_embeddings: bool = False
@@ -83,29 +100,71 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rope_fraction: float = 1.0
     """Part of each head that is rotated, in (0, 1]."""
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    rope_interleaved: bool = False
+    """Which dims make a pair: neighbours, 2i and 2i+1 (DeepSeek), or, if false, i and i + half (Llama)."""
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """Stretch of the rotary frequencies for contexts longer than the original one."""
     rope_scaling_factor: float = 1.0
     """Factor of the stretch, at least 1."""
     rope_original_seq_len: int = 8192
-    """Context length before the stretch (llama3)."""
+    """Context length before the stretch (llama3, yarn)."""
     rope_low_freq_factor: float = 1.0
     """Wavelengths above original/low are stretched in full (llama3)."""
     rope_high_freq_factor: float = 4.0
     """Wavelengths below original/high are left alone (llama3)."""
+    rope_beta_fast: float = 32.0
+    """Pairs that turn more often than this in the original context are left alone (yarn, arXiv:2309.00071)."""
+    rope_beta_slow: float = 1.0
+    """Pairs that turn less often than this in the original context are stretched in full (yarn)."""
+    rope_truncate: bool = True
+    """Round the pairs between which yarn blends outwards to whole ones (gpt-oss does not)."""
+    rope_attention_factor: float = 0.0
+    """Factor of the rotated parts of queries and keys (yarn); 0: m(rope_mscale) / m(rope_mscale_all_dim) where both
+    are given, else m(1), with m(x) = 0.1 * x * ln(rope_scaling_factor) + 1."""
+    rope_mscale: float = 0.0
+    """See rope_attention_factor; 0: not given."""
+    rope_mscale_all_dim: float = 0.0
+    """See rope_attention_factor; 0: not given. With mla, m(rope_mscale_all_dim) squared scales the scores."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
 
     @property
     def head_size(self) -> int:
-        """Width of one head, D."""
+        """Width of one query and key head, D."""
+        if self.attention == "mla":
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotated_size(self) -> int:
+        """Dims of one head that RoPE turns."""
+        return self.qk_rope_head_dim if self.attention == "mla" else round(self.head_size * self.rope_fraction)
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key/value heads that attention sees: the query groups, or with mla as many as there are query heads."""
+        return self.num_attention_heads if self.attention == "mla" else self.num_query_groups
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         """Kind of each layer in order, "D" or "M"."""
         unit = expand_layer_pattern(self.layer_pattern)
         return tuple(unit[i % len(unit)] for i in range(self.num_layers))
+
+    @property
+    def all_layer_kinds(self) -> tuple[str, ...]:
+        """`layer_kinds`, and behind them those of the layers of multi-token prediction."""
+        return self.layer_kinds + self.layer_kinds[-1:] * self.mtp_layers
+
+    @property
+    def moe_layer_numbers(self) -> tuple[int, ...]:
+        """The layers that route tokens to experts, those of multi-token prediction included."""
+        return tuple(i for i, kind in enumerate(self.all_layer_kinds) if kind == "M")
+
+    @property
+    def embeds_twice(self) -> bool:
+        """Whether the last pipeline stage needs the embedding as well as the first."""
+        return self.tie_embeddings or self.mtp_layers > 0
 
 
 def expand_layer_pattern(pattern: str) -> str:
@@ -255,6 +314,8 @@ class TrainConfig:
     """Epsilon of AdamW."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    mtp_loss: float = 0.3
+    """Coefficient of the mean loss of the further tokens (model.mtp_layers)."""
     eval_every: int = 0
     """Evaluate on held-out text every so many steps and after the last; 0 never."""
     eval_samples: int = 16
@@ -265,18 +326,42 @@ class TrainConfig:
 class DataConfig:
     """Where the tokens come from."""
 
-    kind: Literal["python-docs", "text", "tokens", "synthetic"] = "python-docs"
-    """python-docs: text of this Python. text: files or folders. tokens: memory-mapped ids. synthetic: made up."""
+    kind: Literal["python-docs", "text", "tokens", "synthetic", "huggingface", "sft"] = "python-docs"
+    """python-docs: text of this Python. text: files or folders. tokens: memory-mapped ids. synthetic: made up.
+    huggingface: any source of the package `datasets`. sft: conversations to fine-tune on ([data.md](data.md))."""
     path: str | tuple[str, ...] = ""
-    """File or folder, or a list of them (text, tokens)."""
+    """File or folder, or a list of them (text, tokens, sft); huggingface: also a name on the hub."""
+    weights: tuple[float, ...] = ()
+    """Share of each path in the samples, in any unit; empty: paths are joined, so that each counts by its size."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json."""
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     """Type of the ids in a .bin file; .npy files carry their own."""
     validation_fraction: float = 0.05
-    """Part of the tokens held out for evaluation."""
+    """Part of the tokens (sft: of the conversations) held out for evaluation."""
+    document_end: int = -1
+    """Id of the token that ends a document, 0 with the tokenizer "bytes": attention then stays within a document, and
+    its first token is no target. -1: a sample counts as one document."""
+    document_index: bool = False
+    """As document_end, with the documents that `moefold tokenize` noted beside the tokens (tokens)."""
     shuffle: bool = True
     """Visit the samples of each epoch in an order drawn from run.seed."""
+    column: str = "text"
+    """Column that holds the text (huggingface)."""
+    split: str = "train"
+    """Split to train on (huggingface)."""
+    validation_split: str = ""
+    """Split to evaluate on instead of a part of `split` (huggingface)."""
+    subset: str = ""
+    """Configuration of a data set on the hub that has several (huggingface)."""
+    revision: str = ""
+    """Commit, tag or branch of a data set on the hub; a commit alone always means the same text (huggingface)."""
+    streaming: bool = False
+    """Tokenise while training, in bounded memory and without a cache (huggingface)."""
+    chat_template: str = ""
+    """File of a Jinja chat template; empty: the tokenizer's own, ChatML for bytes (sft)."""
+    overlong: Literal["cut", "refuse"] = "cut"
+    """What happens to conversations beyond seq_len + 1 tokens (sft)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,6 +374,12 @@ class CheckpointConfig:
     """Save every so many steps and after the last; 0 never."""
     keep: int = 0
     """Complete checkpoints to keep, newest first; 0 keeps all."""
+    keep_every: int = 0
+    """Keep those of every so many steps too, whatever `keep` says; 0 for none."""
+    verify: bool = True
+    """Before a resume compare every file with the hash that was taken when it was written; else its size alone."""
+    async_save: bool = False
+    """Write while training goes on, from a copy in host memory: as much again as a rank's weights and moments."""
     resume: str = "auto"
     """auto: the newest complete checkpoint of dir, if any. never: start anew. Else the path of a checkpoint."""
 

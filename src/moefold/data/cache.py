@@ -16,14 +16,14 @@ import struct
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.data.document import Corpus
+from moefold.data.document import TextSource
 from moefold.data.progress import ReadProgress
 from moefold.data.token_file import look_at_npy
 from moefold.data.tokenizer import Tokenizer
@@ -37,10 +37,8 @@ _ABANDONED_AFTER_S = 24 * 3600
 logger = logging.getLogger(__name__)
 
 
-def cached_tokens(corpus: Corpus, tokenizer: Tokenizer, *, cache_dir: Path | None, shows_progress: bool) -> Path:
+def cached_tokens(corpus: TextSource, tokenizer: Tokenizer, *, cache_dir: Path | None, shows_progress: bool) -> Path:
     """The .npy file with the corpus's tokens: found in the cache, or made now.
-
-    Processes that ask at once do the work once, the others wait for it.
 
     Args:
         corpus: the documents; each is followed by the tokenizer's separator, if it has one.
@@ -52,7 +50,27 @@ def cached_tokens(corpus: Corpus, tokenizer: Tokenizer, *, cache_dir: Path | Non
     Raises:
         ConfigError: a source is not readable text, nothing comes of it, or no folder can be written.
     """
-    name = f"{cache_key(corpus, tokenizer)}.npy"
+
+    def write(file: BinaryIO) -> None:
+        _write_tokens(file, corpus, tokenizer, shows_progress)
+
+    return cached_ids(cache_key(corpus, tokenizer), write, cache_dir=cache_dir)
+
+
+def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path | None) -> Path:
+    """The .npy file of ids named `key`: found in the cache, or made now by `write`.
+
+    Processes that ask at once do the work once, the others wait for it.
+
+    Args:
+        key: name of the entry; it changes with anything that changes the ids.
+        write: writes the whole .npy file; it may seek.
+        cache_dir: as for `cached_tokens`.
+
+    Raises:
+        ConfigError: no folder can be written; and what `write` raises.
+    """
+    name = f"{key}.npy"
     folders = [cache_dir if cache_dir is not None else default_cache_dir(), _temporary_cache_dir()]
     for folder in folders:
         if is_complete(folder / name):
@@ -60,7 +78,7 @@ def cached_tokens(corpus: Corpus, tokenizer: Tokenizer, *, cache_dir: Path | Non
     reasons = []
     for folder in folders:
         try:
-            return _make_entry(folder, name, corpus, tokenizer, shows_progress)
+            return _make_entry(folder, name, write)
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror or error}")
             logger.warning("The token cache cannot be written in %s (%s)", folder, error.strerror or error)
@@ -78,27 +96,33 @@ def default_cache_dir() -> Path:
     return Path(os.path.expanduser("~"), ".cache", "moefold")
 
 
-def cache_key(corpus: Corpus, tokenizer: Tokenizer) -> str:
+def cache_key(corpus: TextSource, tokenizer: Tokenizer) -> str:
     """Name of an entry: 32 hexadecimal digits that change with anything that changes the tokens."""
     identity = [FORMAT_VERSION, corpus.kind, corpus.identity, tokenizer.identity, tokenizer.separator_id]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a whole .npy array of ids stands there (its length fits its header)."""
+    """Whether a whole .npy array of ids, one at least, stands there (its length fits its header)."""
+    return is_complete_array(path) and look_at_npy(path).num_tokens > 0
+
+
+def is_complete_array(path: Path) -> bool:
+    """Whether a whole .npy array of ids stands there, be it empty."""
     if not path.is_file():
         return False
     try:
-        return look_at_npy(path).num_tokens > 0
+        look_at_npy(path)
     except ConfigError:
         return False
+    return True
 
 
 def _temporary_cache_dir() -> Path:
     return Path(tempfile.gettempdir(), f"moefold-{os.getuid()}")
 
 
-def _make_entry(folder: Path, name: str, corpus: Corpus, tokenizer: Tokenizer, shows_progress: bool) -> Path:
+def _make_entry(folder: Path, name: str, write: Callable[[BinaryIO], None]) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder == _temporary_cache_dir() and folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
@@ -110,7 +134,7 @@ def _make_entry(folder: Path, name: str, corpus: Corpus, tokenizer: Tokenizer, s
         unfinished = folder / f"{entry.stem}.{uuid.uuid4().hex}.tmp"
         try:
             with unfinished.open("xb") as file:
-                _write_tokens(file, corpus, tokenizer, shows_progress)
+                write(file)
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(entry)
@@ -138,9 +162,9 @@ def _clear_abandoned(folder: Path) -> None:
                 path.unlink()
 
 
-def _write_tokens(file: BinaryIO, corpus: Corpus, tokenizer: Tokenizer, shows_progress: bool) -> None:
-    dtype = _smallest_dtype(tokenizer.vocab_size)
-    file.write(_npy_header(dtype, 0))
+def _write_tokens(file: BinaryIO, corpus: TextSource, tokenizer: Tokenizer, shows_progress: bool) -> None:
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    file.write(npy_header(dtype, 0))
     num_tokens = 0
     with ReadProgress("Tokenising", corpus.size_bytes, is_shown=shows_progress) as progress:
         for ids, size_bytes in _token_batches(corpus, tokenizer):
@@ -148,12 +172,12 @@ def _write_tokens(file: BinaryIO, corpus: Corpus, tokenizer: Tokenizer, shows_pr
             num_tokens += len(ids)
             progress.advance(size_bytes)
     if not num_tokens:
-        raise ConfigError("data.path holds no text: every file is empty or left out; name UTF-8 text files")
+        raise ConfigError("data.path holds no text: everything is empty or left out; name files with text in them")
     file.seek(0)
-    file.write(_npy_header(dtype, num_tokens))
+    file.write(npy_header(dtype, num_tokens))
 
 
-def _token_batches(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[tuple[NDArray[np.int64], int]]:
+def _token_batches(corpus: TextSource, tokenizer: Tokenizer) -> Iterator[tuple[NDArray[np.int64], int]]:
     """Ids of several megabytes of text at a time, and the bytes that they were."""
     separator = [] if tokenizer.separator_id is None else [np.array([tokenizer.separator_id], dtype=np.int64)]
     texts: list[str] = []
@@ -177,15 +201,16 @@ def _token_batches(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[tuple[NDArr
         yield encode_all(), size_bytes
 
 
-def _smallest_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+def smallest_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """The smallest type of ids below `vocab_size`."""
     for dtype in (np.dtype("<u1"), np.dtype("<u2")):
         if vocab_size <= np.iinfo(dtype).max + 1:
             return dtype
     return np.dtype("<u4")
 
 
-def _npy_header(dtype: np.dtype[np.unsignedinteger], num_tokens: int) -> bytes:
-    """A version 1.0 header of fixed length, so that the count can be filled in last."""
+def npy_header(dtype: np.dtype[Any], num_tokens: int) -> bytes:
+    """A version 1.0 .npy header of fixed length, so that the count can be filled in last."""
     described = repr({"descr": dtype.str, "fortran_order": False, "shape": (num_tokens,)})
     length = _NPY_HEADER_BYTES - 10
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", length) + described.ljust(length - 1).encode("ascii") + b"\n"

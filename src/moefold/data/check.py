@@ -1,11 +1,14 @@
 """What can be said about a recipe's data without reading it: the command line refuses within two seconds."""
 
 from moefold.config.schema import DataConfig
+from moefold.data.chat import load_chat_template
 from moefold.data.dataset import refuse_path, refuse_too_few
 from moefold.data.document import is_text, python_docs_corpus, refuse_empty
+from moefold.data.fine_tuning import conversation_files
+from moefold.data.huggingface import check_package, text_tables
 from moefold.data.path import data_paths, files_below
 from moefold.data.split import split_samples
-from moefold.data.token_file import token_files
+from moefold.data.token_file import map_document_ends, token_files
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
 from moefold.errors import ConfigError
 
@@ -19,9 +22,24 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
     Raises:
         ConfigError: with key, value, rule and way out.
     """
+    if data.kind == "huggingface":
+        check_package()
     tokenizer = load_tokenizer(data, vocab_size=vocab_size)
+    if data.kind == "sft":
+        conversation_files(data)
+        load_chat_template(data)
+        return
+    if data.kind == "huggingface":
+        for split in (data.split, data.validation_split):
+            if split:
+                text_tables(data, split)
+        return
     if data.kind == "tokens":
-        num_tokens = sum(file.num_tokens for file in token_files(data))
+        files = token_files(data)
+        if data.document_index:
+            for file in files:
+                map_document_ends(file.path)
+        num_tokens = sum(file.num_tokens for file in files)
         refuse_too_few(num_tokens, seq_len=seq_len)
         split_samples((num_tokens - 1) // seq_len, data.validation_fraction)
         return

@@ -1,17 +1,22 @@
 """A recipe's data, opened: training and validation samples, and the tokenizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cached_tokens
 from moefold.data.document import Corpus, python_docs_corpus, text_corpus
+from moefold.data.fine_tuning import open_conversations, pack_conversations
+from moefold.data.huggingface import text_tables
+from moefold.data.marked import EndMarkedSamples, SampleSource
+from moefold.data.mixture import Mixture
 from moefold.data.random_bits import combine
-from moefold.data.sampling import PackedSamples, SampleSource, Split
-from moefold.data.split import split_samples
+from moefold.data.sampling import IndexMarkedSamples, PackedSamples, SampleRow, Split
+from moefold.data.split import Runs, split_samples
+from moefold.data.stream import StreamRow
 from moefold.data.synthetic import SyntheticSamples
 from moefold.data.token_file import TokenFiles, look_at_npy, token_files
-from moefold.data.tokenizer import Tokenizer, load_tokenizer
+from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 from moefold.errors import ConfigError
 
 # Validation is visited in one order for every seed, so that its first samples come from all over the data.
@@ -22,9 +27,9 @@ _VALIDATION_ORDER = combine(0)
 class Dataset:
     """The samples of a run. They share no token between the two parts."""
 
-    train: Split
+    train: SampleRow
     """Samples to train on; shuffled anew for each epoch if data.shuffle."""
-    validation: Split
+    validation: SampleRow
     """Samples held out; empty if data.validation_fraction is 0. Shuffled in the same way for every seed."""
     tokenizer: Tokenizer
     """Text to ids and back."""
@@ -47,26 +52,7 @@ def open_dataset(
     Raises:
         ConfigError: the data is missing, broken, too small, or does not fit the model's vocabulary.
     """
-    tokenizer = load_tokenizer(data, vocab_size=vocab_size)
-    source: SampleSource
-    if data.kind == "synthetic":
-        refuse_path(data)
-        source = SyntheticSamples(seed=seed, vocab_size=vocab_size, seq_len=seq_len)
-    else:
-        if data.kind == "tokens":
-            files = token_files(data)
-        else:
-            path = cached_tokens(_corpus(data), tokenizer, cache_dir=cache_dir, shows_progress=False)
-            files = (look_at_npy(path),)
-        stream = TokenFiles(files, vocab_size=vocab_size)
-        refuse_too_few(len(stream), seq_len=seq_len)
-        source = PackedSamples(stream, seq_len)
-    training, validation = split_samples(len(source), data.validation_fraction)
-    return Dataset(
-        Split(source, training, order_key=combine(seed) if data.shuffle else None),
-        Split(source, validation, order_key=_VALIDATION_ORDER),
-        tokenizer,
-    )
+    return _Opener(data, seq_len, vocab_size, seed, cache_dir).open()
 
 
 def prepare(
@@ -77,16 +63,99 @@ def prepare(
     Long work shows its progress on stderr. Arguments and errors are those of `open_dataset`.
 
     Returns:
-        The file of tokenised text; None for kinds of data that need none.
+        The file of tokenised text; None for kinds of data that need none, and for mixtures.
     """
-    path = None
-    if data.kind in ("python-docs", "text"):
-        tokenizer = load_tokenizer(data, vocab_size=vocab_size)
-        path = cached_tokens(_corpus(data), tokenizer, cache_dir=cache_dir, shows_progress=True)
     if data.kind == "tokens":
         TokenFiles(token_files(data), vocab_size=vocab_size).probe()
-    open_dataset(data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, cache_dir=cache_dir)
-    return path
+    opener = _Opener(data, seq_len, vocab_size, seed, cache_dir, is_first=True)
+    opener.open().train.sample(0)
+    return opener.cached
+
+
+@dataclass(slots=True)
+class _Opener:
+    """The settings that opening a dataset takes, and what it made on the way."""
+
+    data: DataConfig
+    seq_len: int
+    vocab_size: int
+    seed: int
+    cache_dir: Path | None
+    is_first: bool = False
+    """This process opens the data before all others: it shows progress and reports."""
+    cached: Path | None = None
+
+    def open(self) -> Dataset:
+        data = self.data
+        tokenizer = load_tokenizer(data, vocab_size=self.vocab_size)
+        if data.weights:
+            paths = (data.path,) if isinstance(data.path, str) else data.path
+            parts = [replace(self, data=replace(data, path=path, weights=())).open() for path in paths]
+            return Dataset(
+                Mixture([part.train for part in parts], data.weights),
+                Mixture([part.validation for part in parts], data.weights),
+                tokenizer,
+            )
+        if data.kind == "sft":
+            return Dataset(*self._conversations(tokenizer), tokenizer)
+        if data.streaming:
+            return Dataset(self._stream(tokenizer), self._held_out_split(tokenizer), tokenizer)
+        source = self._source(tokenizer, data.split)
+        if data.validation_split:
+            return Dataset(self._all_of(source), self._held_out_split(tokenizer), tokenizer)
+        training, validation = split_samples(len(source), data.validation_fraction)
+        return Dataset(
+            Split(source, training, order_key=self._order_key),
+            Split(source, validation, order_key=_VALIDATION_ORDER),
+            tokenizer,
+        )
+
+    @property
+    def _order_key(self) -> int | None:
+        return combine(self.seed) if self.data.shuffle else None
+
+    def _source(self, tokenizer: Tokenizer, split: str) -> SampleSource:
+        data = self.data
+        if data.kind == "synthetic":
+            refuse_path(data)
+            samples = SyntheticSamples(seed=self.seed, vocab_size=self.vocab_size, seq_len=self.seq_len)
+            return samples if data.document_end < 0 else EndMarkedSamples(samples, data.document_end)
+        if data.kind == "tokens":
+            files = token_files(data)
+        else:
+            texts = text_tables(data, split) if data.kind == "huggingface" else _corpus(data)
+            self.cached = cached_tokens(texts, tokenizer, cache_dir=self.cache_dir, shows_progress=self.is_first)
+            files = (look_at_npy(self.cached),)
+        stream = TokenFiles(files, vocab_size=self.vocab_size)
+        refuse_too_few(len(stream), seq_len=self.seq_len)
+        if data.document_index:
+            return IndexMarkedSamples(stream, self.seq_len)
+        packed = PackedSamples(stream, self.seq_len)
+        return packed if data.document_end < 0 else EndMarkedSamples(packed, data.document_end)
+
+    def _all_of(self, source: SampleSource) -> Split:
+        return Split(source, Runs((range(len(source)),)), order_key=self._order_key)
+
+    def _held_out_split(self, tokenizer: Tokenizer) -> Split:
+        """The split named to evaluate on, from the cache also beside a stream: it is read again and again."""
+        if not self.data.validation_split:
+            return Split(SyntheticSamples(seed=0, vocab_size=1, seq_len=self.seq_len), Runs(()), order_key=None)
+        source = self._source(tokenizer, self.data.validation_split)
+        return Split(source, Runs((range(len(source)),)), order_key=_VALIDATION_ORDER)
+
+    def _stream(self, tokenizer: Tokenizer) -> StreamRow:
+        texts = text_tables(self.data, self.data.split)
+        order_key, document_end = self._order_key, self.data.document_end
+        return StreamRow(texts, tokenizer, seq_len=self.seq_len, order_key=order_key, document_end=document_end)
+
+    def _conversations(self, tokenizer: Tokenizer) -> tuple[Split, Split]:
+        assert isinstance(tokenizer, ByteTokenizer | JsonTokenizer)
+        conversations = open_conversations(self.data, tokenizer, cache_dir=self.cache_dir, shows_progress=self.is_first)
+        pad_id = tokenizer.separator_id or 0
+        training, validation = pack_conversations(
+            self.data, conversations, seq_len=self.seq_len, pad_id=pad_id, reports=self.is_first
+        )
+        return self._all_of(training), Split(validation, Runs((range(len(validation)),)), order_key=_VALIDATION_ORDER)
 
 
 def refuse_path(data: DataConfig) -> None:

@@ -8,7 +8,7 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from moefold.data.path import data_paths, files_below, refuse_repeats
 from moefold.errors import ConfigError
@@ -43,6 +43,29 @@ class Piece:
     ends_document: bool
     size_bytes: int
     """Bytes of source text that the piece stands for: the progress that reading it makes."""
+
+
+class TextSource(Protocol):
+    """Documents in a fixed order, read when asked for."""
+
+    @property
+    def kind(self) -> str:
+        """What makes the same identity mean other text."""
+        ...
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Bytes to read in all; None where nobody knows."""
+        ...
+
+    @property
+    def identity(self) -> list[list[str | int]]:
+        """What must stay the same for a tokenised copy to stay valid."""
+        ...
+
+    def pieces(self) -> Iterator[Piece]:
+        """All documents, cut into pieces."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ _LINE_EVERY_S = 10.0
 
 
 class ReadProgress:
-    """Progress of reading a known number of bytes, on stderr; says nothing about work that takes under a second."""
+    """Progress of reading a number of bytes, on stderr; says nothing about work that takes under a second."""
 
-    def __init__(self, label: str, total_bytes: int, *, is_shown: bool = True) -> None:
-        """Name the work; nothing is printed yet."""
+    def __init__(self, label: str, total_bytes: int | None, *, is_shown: bool = True) -> None:
+        """Name the work and its size, if that is known; nothing is printed yet."""
         self._label = label
         self._total_bytes = total_bytes
         self._is_shown = is_shown
@@ -40,12 +40,12 @@ class ReadProgress:
                 self._bar = _Bar(self._label, self._total_bytes)
                 self._bar.show(self._done_bytes)
             else:
-                done, total = self._done_bytes / 1e6, self._total_bytes / 1e6
-                print(f"{self._label}: {done:.1f} of {total:.1f} MB", file=sys.stderr, flush=True)
+                total = "" if self._total_bytes is None else f" of {self._total_bytes / 1e6:.1f}"
+                print(f"{self._label}: {self._done_bytes / 1e6:.1f}{total} MB", file=sys.stderr, flush=True)
 
 
 class _Bar:
-    def __init__(self, label: str, total_bytes: int) -> None:
+    def __init__(self, label: str, total_bytes: int | None) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

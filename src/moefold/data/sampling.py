@@ -1,28 +1,16 @@
 """From a sample's global number to its tokens: order, epochs and batches, the same under every mapping."""
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.data.marked import MarkedSample, MarkedSource, SampleBatch, SampleSource, stack_samples
 from moefold.data.permutation import Permutation
 from moefold.data.random_bits import combine
 from moefold.data.split import Runs
 from moefold.errors import ConfigError
-
-
-class SampleSource(Protocol):
-    """Numbered samples in the order of the data."""
-
-    seq_len: int
-
-    def __len__(self) -> int:
-        """Samples in all."""
-        ...
-
-    def sample(self, number: int) -> NDArray[np.int64]:
-        """Tokens of one sample, [seq_len + 1]."""
-        ...
 
 
 class TokenStream(Protocol):
@@ -34,6 +22,14 @@ class TokenStream(Protocol):
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens start .. stop-1, [stop - start]."""
+        ...
+
+
+class IndexedStream(TokenStream, Protocol):
+    """A row of ids that knows its documents."""
+
+    def begins(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Which of the tokens start .. stop-1 is the first of a document, [stop - start]."""
         ...
 
 
@@ -58,7 +54,67 @@ class PackedSamples:
         return self.stream.read(start, start + self.seq_len + 1)
 
 
-class Split:
+class IndexMarkedSamples(PackedSamples):
+    """Packed samples with the documents that their stream knows of."""
+
+    stream: IndexedStream
+
+    def __init__(self, stream: IndexedStream, seq_len: int) -> None:
+        """Cut a stream into samples."""
+        super().__init__(stream, seq_len)
+
+    def marked_sample(self, number: int) -> MarkedSample:
+        """One sample with its documents."""
+        start = number * self.seq_len
+        begins = self.stream.begins(start, start + self.seq_len + 1)
+        return MarkedSample(self.sample(number), np.cumsum(begins, dtype=np.int32))
+
+
+class SampleRow(ABC):
+    """Samples in the order in which a run visits them, without end: the same row under every mapping."""
+
+    seq_len: int
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+
+    @property
+    @abstractmethod
+    def is_marked(self) -> bool:
+        """Whether samples may say where documents begin and which targets count."""
+
+    @abstractmethod
+    def marked_sample(self, index: int) -> MarkedSample:
+        """The sample that a run takes as its number `index` (0-based, no upper limit); no marks if the data has none.
+
+        Raises:
+            ConfigError: there is no sample, or the data holds an id that the model has no row for.
+        """
+
+    def sample(self, index: int) -> NDArray[np.int64]:
+        """Tokens of the sample that a run takes as its number `index`, int64 [seq_len + 1]; as of `marked_sample`."""
+        return self.marked_sample(index).tokens
+
+    def batch(self, first: int, count: int) -> SampleBatch:
+        """Samples first .. first+count-1 of the run."""
+        if self.is_marked:
+            return stack_samples([self.marked_sample(first + i) for i in range(count)], self.seq_len)
+        tokens = np.empty((count, self.seq_len + 1), dtype=np.int64)
+        for i in range(count):
+            tokens[i] = self.sample(first + i)
+        return SampleBatch(tokens)
+
+    def state(self, index: int) -> Any:
+        """What lets a later process reach sample `index` sooner, as JSON keeps it; None: nothing is needed."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Make use of a state that `state` gave; the samples are the same without."""
+        return
+
+
+class Split(SampleRow):
     """The training or the validation samples, in the order in which a run visits them.
 
     Sample n has its meaning from n alone: epoch n // len(split), and a place in that epoch's order. A run's position is
@@ -83,12 +139,24 @@ class Split:
         """Samples in an epoch."""
         return len(self._members)
 
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """Tokens of the sample that a run takes as its number `index` (0-based, no upper limit), int64 [seq_len + 1].
+    @property
+    def is_marked(self) -> bool:
+        """Whether the source has marks."""
+        return isinstance(self._source, MarkedSource)
+
+    def marked_sample(self, index: int) -> MarkedSample:
+        """The sample that a run takes as its number `index` (0-based, no upper limit); no marks if the source has none.
 
         Raises:
             ConfigError: the split is empty, or the data holds an id that the model has no row for.
         """
+        number = self._number(index)
+        if isinstance(self._source, MarkedSource):
+            return self._source.marked_sample(number)
+        return MarkedSample(self._source.sample(number))
+
+    def _number(self, index: int) -> int:
+        """The number in the source of the sample that a run takes as its `index`-th."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
         if not len(self):
@@ -97,18 +165,7 @@ class Split:
                 "or train.eval_every=0 to train without evaluation"
             )
         epoch, place = divmod(index, len(self))
-        return self._source.sample(self._members[self._place_in_order(epoch, place)])
-
-    def batch(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Samples first .. first+count-1 of the run.
-
-        Returns:
-            (inputs, labels), both int64 [count, seq_len]; labels are the inputs shifted by one token.
-        """
-        tokens = np.empty((count, self.seq_len + 1), dtype=np.int64)
-        for i in range(count):
-            tokens[i] = self.sample(first + i)
-        return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+        return self._members[self._place_in_order(epoch, place)]
 
     def _place_in_order(self, epoch: int, place: int) -> int:
         if self._order_key is None:

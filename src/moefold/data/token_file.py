@@ -1,5 +1,6 @@
 """Token ids in files, mapped into memory: a run touches only the pages that its samples lie on."""
 
+import json
 import os
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from moefold.data.path import data_paths, files_below, refuse_repeats
 from moefold.errors import ConfigError
 
 SUFFIXES = (".bin", ".npy")
+NOTE = "tokenize.json"
+"""What `moefold tokenize` says of a folder of tokens."""
 # A mapping holds a file descriptor, and data sets of thousands of shards exist.
 _MAX_MAPPED_FILES = 64
 _PROBED_TOKENS = 2**24
@@ -52,6 +55,7 @@ class TokenFiles:
         self._files = files
         self._ends = tuple(accumulate(file.num_tokens for file in files))
         self._vocab_size = vocab_size
+        self._document_ends = lru_cache(maxsize=_MAX_MAPPED_FILES)(lambda which: map_document_ends(files[which].path))
         self._map = lru_cache(maxsize=_MAX_MAPPED_FILES)(lambda which: files[which].map())
 
     def __len__(self) -> int:
@@ -75,6 +79,31 @@ class TokenFiles:
             tokens[done : done + len(part)] = part
             which, done = which + 1, done + len(part)
         return tokens
+
+    def begins(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Which of the tokens start .. stop-1 is the first of a document, [stop - start].
+
+        Raises:
+            ConfigError: a file has no index of its documents beside it.
+        """
+        begins = np.zeros(stop - start, dtype=np.bool_)
+        which, done = bisect_right(self._ends, start), 0
+        while done < len(begins):
+            first = self._ends[which] - self._files[which].num_tokens
+            offset = start + done - first
+            length = min(len(begins) - done, self._files[which].num_tokens - offset)
+            begins[done : done + length] = self._begins_in_file(which, offset, offset + length)
+            which, done = which + 1, done + length
+        return begins
+
+    def _begins_in_file(self, which: int, start: int, stop: int) -> NDArray[np.bool_]:
+        begins = np.zeros(stop - start, dtype=np.bool_)
+        ends = self._document_ends(which)
+        within = ends[np.searchsorted(ends, start) : np.searchsorted(ends, stop)]
+        begins[within - start] = True
+        if start == 0:
+            begins[0] = True
+        return begins
 
     def probe(self) -> None:
         """Read up to 16 Mi tokens, spread evenly, so that most strange ids are found before a run starts.
@@ -106,6 +135,8 @@ def token_files(data: DataConfig) -> tuple[TokenFile, ...]:
         ConfigError: a path is missing, named twice, or not of these two forms; all are empty.
     """
     roots = data_paths(data.path, "tokens")
+    for root in roots:
+        _refuse_unfinished(root)
     paths = tuple(file for root in roots for file in files_below(root) if not root.is_dir() or file.suffix in SUFFIXES)
     if not paths:
         raise ConfigError(f"data.path={roots[0]} holds no .bin or .npy file; name token files or a folder with some")
@@ -114,6 +145,28 @@ def token_files(data: DataConfig) -> tuple[TokenFile, ...]:
     if not files:
         raise ConfigError(f"data.path={roots[0]} is empty: no token in {len(paths)} file(s); name files with tokens")
     return files
+
+
+def document_ends_path(path: Path) -> Path:
+    """Where the index of a token file's documents stands, if it has one: int64 little-endian, no header."""
+    return path.with_suffix(".ends")
+
+
+def map_document_ends(path: Path) -> NDArray[np.int64]:
+    """The index beside a token file: one past the last token of each document, ascending, [documents].
+
+    Raises:
+        ConfigError: there is none, or it is broken.
+    """
+    index = document_ends_path(path)
+    try:
+        ends: NDArray[np.int64] = np.memmap(index, dtype=np.dtype("<i8"), mode="r")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"data.document_index=true needs an index of documents beside {path}, and {index.name} is none ({error}); "
+            "tokenise with `moefold tokenize`, or set data.document_end to the token that ends documents"
+        ) from error
+    return ends
 
 
 def look_at_npy(path: Path) -> TokenFile:
@@ -134,6 +187,20 @@ def look_at_npy(path: Path) -> TokenFile:
     if array.ndim != 1:
         raise ConfigError(f"{path} has shape {list(array.shape)}, but token ids are one row; save array.reshape(-1)")
     return TokenFile(path, len(array), None)
+
+
+def _refuse_unfinished(folder: Path) -> None:
+    """Raise ConfigError if `moefold tokenize` has not finished the folder."""
+    try:
+        note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / NOTE} is broken ({error}); tokenise anew into another folder") from error
+    if not isinstance(note, dict) or not note.get("is_complete"):
+        raise ConfigError(
+            f"data.path={folder} is not finished; give the same `moefold tokenize` command again, which goes on"
+        )
 
 
 def _look_at(path: Path, token_dtype: str) -> TokenFile:

@@ -51,6 +51,14 @@ class Tokenizer(Protocol):
         ...
 
 
+class PlacingTokenizer(Tokenizer, Protocol):
+    """A tokenizer of text that also says where in the text each id begins."""
+
+    def encode_with_places(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """For each text its ids, [tokens], and the character at which each of them begins, [tokens]."""
+        ...
+
+
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 .. 255; byte 0, which text does not hold, separates documents."""
 
@@ -65,6 +73,15 @@ class ByteTokenizer:
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """The UTF-8 bytes of several texts."""
         return [self.encode(text) for text in texts]
+
+    def encode_with_places(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """The bytes of several texts, and the character that each belongs to."""
+        pairs = []
+        for text in texts:
+            octets = self.encode(text)
+            # Bytes 10xxxxxx go on with a character, all others begin one.
+            pairs.append((octets, np.cumsum((octets & 0xC0) != 0x80) - 1))
+        return pairs
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of bytes; what is no UTF-8, and ids above 255, show as the replacement character."""
@@ -107,6 +124,8 @@ class JsonTokenizer:
         # A file may ask for both (sentence models do); they would cut and fill documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        # No special tokens are added, so what is left of a post-processor is that it may move the places of ids.
+        self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ConfigError(f"data.tokenizer={str(file)!r} has an empty vocabulary; name a trained tokenizer.json")
@@ -125,6 +144,11 @@ class JsonTokenizer:
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """The ids of several texts, on all cores."""
         return [_ids(encoding) for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def encode_with_places(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """The ids of several texts, and the character at which each begins, on all cores."""
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [(_ids(e), np.array([start for start, _ in e.offsets], dtype=np.int64)) for e in encodings]
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of ids, special tokens included."""

@@ -25,6 +25,8 @@ class StepMetrics:
     """Load-balancing loss as it was optimised: the sum over layers, times its coefficient."""
     z_loss: float
     """Router z-loss as it was optimised: the sum over layers, times its coefficient."""
+    mtp_loss: float = 0.0
+    """Loss of the further tokens as it was optimised: the mean over the depths, times its coefficient."""
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float
@@ -45,6 +47,8 @@ class StepMetrics:
     """For each MoE layer: tokens of its fullest expert over the mean of its experts; 1 is perfect balance."""
     dropped_fraction: float
     """Dropped token copies over all of them; 0 without a capacity factor."""
+    save_s: float = 0.0
+    """Time that saving checkpoints has kept training waiting since the step before, outside step_time_s."""
     moe_layers: tuple[MoELayerMetrics, ...] = ()
     """Each MoE layer by itself, in the order of the model."""
     eval_loss: float | None = None

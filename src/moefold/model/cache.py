@@ -42,17 +42,19 @@ class CachedAttention:
         self._whole = CausalAttention()
         self._kept: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
         """Keep the new keys and values, then attend; local.
 
         Args:
             q: queries, [S, B, A, D].
             k: keys of the same tokens, [S, B, G, D].
             v: values, [S, B, G, D].
+            starts: None: a text that is continued is one document.
 
         Returns:
             [S, B, A, D].
         """
+        assert starts is None, "a text that is continued is one document"
         if self._kept is None:
             self._kept = self._zeros(k), self._zeros(v)
         samples_B = torch.arange(k.shape[1], device=k.device)

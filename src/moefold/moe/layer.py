@@ -78,12 +78,15 @@ class MoELayer(nn.Module):
         x_TH = x.flatten(0, 1)
         routing = self.router(x_TH, places)
         assignment = self._assign(routing, places)
-        rows_RH, plan = self.dispatcher.dispatch(x_TH, assignment)
+        y_shared = None
+        if self.shared is None:
+            rows_RH, plan = self.dispatcher.dispatch(x_TH, assignment)
+        else:
+            rows_RH, plan, y_shared = self.dispatcher.dispatch_beside(x_TH, assignment, lambda: self._shared(x))
         y_RH = self.experts(rows_RH, plan.rows_per_expert, self.dispatcher.loan(plan))
-        y_TH = self.dispatcher.combine(y_RH, plan)
-        y = y_TH.view_as(x)
-        if self.shared is not None:
-            y = y + self._shared(x)
+        y = self.dispatcher.combine(y_RH, plan).view_as(x)
+        if y_shared is not None:
+            y = y + y_shared
         return self._attach_losses(y, routing, assignment, places) if self.training else y
 
     def _assign(self, routing: Routing, places: TokenPlaces) -> Assignment:

@@ -73,6 +73,11 @@ def swap_dims(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tenso
     return _SwapDims.apply(x, group, split_dim % x.dim(), concat_dim % x.dim())
 
 
+def sum_over(x: Tensor, group: Group) -> Tensor:
+    """The sum over the members, on each of them. Adjoint: the same, as each member's use of the sum counts."""
+    return x if group.size == 1 else _SumOver.apply(x, group)
+
+
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     """The sum over the members, without a gradient; `x` is left as it is."""
     total = x.detach().clone()
@@ -130,23 +135,41 @@ def receive(x: Tensor, group: Group, member: int) -> Tensor:
     return x
 
 
-def _gather(x: Tensor, group: Group) -> Tensor:
+def begin_all_gather(x: Tensor, group: Group, *, asynchronous: bool = True) -> tuple[Tensor, dist.Work | None]:
+    """Concatenate equal-shaped tensors along dim 0; if asynchronous, the result is there once the work is done.
+
+    Like the other `begin_*` without a gradient.
+    """
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    _all_gather(out, x.contiguous(), group=group.handle)
-    return out
+    return out, _all_gather(out, x.contiguous(), group=group.handle, async_op=asynchronous)
+
+
+def begin_reduce(x: Tensor, group: Group, *, asynchronous: bool = True) -> tuple[Tensor, dist.Work | None]:
+    """Sum tensors, of which I keep my part along dim 0."""
+    assert x.shape[0] % group.size == 0, (x.shape, group.size)
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    return out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=asynchronous)
+
+
+def begin_exchange(
+    x: Tensor, group: Group, send_rows: list[int], receive_rows: list[int], *, asynchronous: bool = True
+) -> tuple[Tensor, dist.Work | None]:
+    """All-to-all of rows."""
+    out = x.new_empty((sum(receive_rows), *x.shape[1:]))
+    counts = receive_rows, send_rows
+    return out, dist.all_to_all_single(out, x.contiguous(), *counts, group=group.handle, async_op=asynchronous)
+
+
+def _gather(x: Tensor, group: Group) -> Tensor:
+    return begin_all_gather(x, group, asynchronous=False)[0]
 
 
 def _reduce(x: Tensor, group: Group) -> Tensor:
-    assert x.shape[0] % group.size == 0, (x.shape, group.size)
-    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    _reduce_scatter(out, x.contiguous(), group=group.handle)
-    return out
+    return begin_reduce(x, group, asynchronous=False)[0]
 
 
 def _exchange(x: Tensor, group: Group, send_rows: list[int], receive_rows: list[int]) -> Tensor:
-    out = x.new_empty((sum(receive_rows), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), receive_rows, send_rows, group=group.handle)
-    return out
+    return begin_exchange(x, group, send_rows, receive_rows, asynchronous=False)[0]
 
 
 def _gather_rows(x: Tensor, group: Group, rows: list[int]) -> Tensor:
@@ -188,6 +211,17 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _gather(grad, ctx.group), None
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_reduce_sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(grad, ctx.group), None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -122,6 +122,14 @@ class ParallelGroups:
             expert_mesh=_expert_mesh(layout, rank, moe_groups, group(attention), device),
         )
 
+    def beside_training(self) -> Group:
+        """All ranks, for work on the CPU that runs beside training in a thread of its own. Collective.
+
+        Collectives of two threads must not share a group: their order would differ between ranks.
+        """
+        ranks = self.world.ranks
+        return Group(ranks, self.rank, dist.new_group(list(ranks), backend="gloo"))
+
 
 def _process_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():

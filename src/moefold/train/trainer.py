@@ -11,8 +11,9 @@ from typing import Self
 import numpy as np
 import torch
 
-from moefold.checkpoint.folder import sample_order
-from moefold.checkpoint.store import agree_on_resume, load_checkpoint, save_checkpoint
+from moefold.checkpoint.folder import Position, sample_order
+from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
+from moefold.checkpoint.store import Resume, agree_on_resume, checkpoint_state, load_checkpoint
 from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.data import open_dataset
@@ -41,6 +42,7 @@ class Trainer:
         model = parallelize(cfg, groups)
         self._training = TrainingStep(model, cfg)
         data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+        self._row = data.train
         self._batches = BatchLoader(data.train, cfg, groups, model.positions)
         self._held_out = BatchLoader(data.validation, cfg, groups, model.positions)
         self._step = self._samples = self._tokens = 0
@@ -50,6 +52,11 @@ class Trainer:
             _device_peak(groups.device) if cfg.run.dtype == "bfloat16" else None
         )
         self._is_first_rank = groups.rank == 0
+        self._saver = CheckpointSaver(cfg)
+        if cfg.checkpoint.async_save:
+            group = groups.beside_training().handle
+            self._saver = BackgroundSaver(cfg, group, is_on_gpu=groups.device.type == "cuda")
+        self._save_s = 0.0
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step, or until a signal; returns the exit status. Collective.
@@ -69,18 +76,21 @@ class Trainer:
                 report = stack.enter_context(_Report(self._cfg, first_step, resume, self._training.model.note))
             while self._step < self._cfg.run.steps and status == 0:
                 status = self._one_step(report, stop)
+            self._saver.finish()
             if report is not None:
                 report.end(status, self._step)
         return status
 
-    def _resume(self) -> Path | None:
+    def _resume(self) -> Resume:
         resume = agree_on_resume(self._cfg)
-        if resume is not None:
+        if resume.path is not None:
             training = self._training
-            meta = load_checkpoint(resume, training.parameters, training.buffers, training.optimizer)
+            meta = load_checkpoint(resume.path, training.parameters, training.buffers, training.optimizer)
             self._step, self._tokens = meta.step, meta.tokens
             # A checkpoint that was named may be continued on other data, from its start.
-            self._samples = meta.samples if meta.order == sample_order(self._cfg) else 0
+            if meta.order == sample_order(self._cfg):
+                self._samples = meta.samples
+                self._row.restore(meta.stream)
         return resume
 
     def _one_step(self, report: "_Report | None", stop: StopSignals) -> int:
@@ -88,6 +98,7 @@ class Trainer:
         started_s = time.perf_counter()
         result = self._training.run(self._batches.batch(self._samples), self._step + 1, lambda: stop.flags)
         step_time_s = time.perf_counter() - started_s
+        self._saver.check()
         self._step += 1
         self._samples += self._cfg.train.global_batch_size
         self._tokens += self._cfg.tokens_per_step
@@ -100,6 +111,7 @@ class Trainer:
             tape.save(self._step, None if report is None else report.trace)
         if report is not None:
             report.write(self._metrics(result, step_time_s, eval_loss), result.expert_counts)
+        self._save_s = 0.0
         if _is_due(self._cfg.checkpoint.every, self._step, is_last or bool(raised)):
             self._save()
         return SIGNAL_STATUS + raised[0] if raised and not is_last else 0
@@ -108,16 +120,11 @@ class Trainer:
         return self._training.evaluate(self._held_out.evaluation(self._cfg.train.eval_samples))
 
     def _save(self) -> None:
-        save_checkpoint(
-            self._cfg,
-            self._training.parameters,
-            self._training.buffers,
-            self._training.optimizer,
-            step=self._step,
-            samples=self._samples,
-            tokens=self._tokens,
-            is_first_rank=self._is_first_rank,
-        )
+        training = self._training
+        state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
+        stream = self._row.state(self._samples)
+        position = Position(step=self._step, samples=self._samples, tokens=self._tokens, stream=stream)
+        self._save_s += self._saver.save(state, position)
 
     def _metrics(self, result: StepResult, step_time_s: float, eval_loss: float | None) -> StepMetrics:
         tokens_per_s = self._cfg.tokens_per_step / step_time_s
@@ -127,6 +134,7 @@ class Trainer:
             loss=result.loss,
             aux_loss=result.aux_loss,
             z_loss=result.z_loss,
+            mtp_loss=result.mtp_loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
             tokens=self._tokens,
@@ -137,6 +145,7 @@ class Trainer:
             memory_gib=result.peak_memory_gib,
             expert_load=result.expert_load,
             dropped_fraction=result.dropped_fraction,
+            save_s=self._save_s,
             moe_layers=result.moe_layers,
             eval_loss=eval_loss,
         )
@@ -145,7 +154,7 @@ class Trainer:
 class _Report:
     """The run folder and the progress line, on the one rank that keeps them."""
 
-    def __init__(self, cfg: Config, first_step: int, resume: Path | None, note: str) -> None:
+    def __init__(self, cfg: Config, first_step: int, resume: Resume, note: str) -> None:
         self._cfg = cfg
         self._dir = Path(cfg.run.dir)
         self._first_step = first_step
@@ -167,8 +176,10 @@ class _Report:
             self._progress = stack.enter_context(Progress(cfg.run.steps, self._first_step, sys.stdout))
             if self._note:
                 self._progress.message(self._note)
-            if self._resume is not None:
-                self._progress.message(f"resumed from {self._resume} at step {done}{_repeats(writer.removed_lines)}")
+            for skipped in self._resume.skipped:
+                self._progress.message(f"skipped a damaged checkpoint, {skipped}")
+            if (path := self._resume.path) is not None:
+                self._progress.message(f"resumed from {path} at step {done}{_repeats(writer.removed_lines)}")
             self._stack = stack.pop_all()
         return self
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
-from moefold.data import Split, open_dataset
+from moefold.data import SampleRow, open_dataset
 from moefold.metrics.moe import MoELayerMetrics
 from moefold.model.init import initialise
 from moefold.model.transformer import build_model
 from moefold.parallel.context import sequence_positions
 from moefold.verify.mapping import MappingRecord
-from moefold.verify.oracle import Oracle, OracleStep, Weights
+from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def differences(oracle: OracleRecord, ranks: Sequence[MappingRecord]) -> list[Di
     found = []
     for rank, record in enumerate(ranks):
         for i, (mine, theirs) in enumerate(zip(record.steps, oracle.steps, strict=True)):
-            for term in ("loss", "aux_loss", "z_loss", "grad_norm"):
+            for term in ("loss", "aux_loss", "z_loss", "mtp_loss", "grad_norm"):
                 name = f"step {i + 1} {term} (rank {rank})"
                 found.append(Difference(name, _relative(getattr(mine, term), getattr(theirs, term))))
             found += _layer_differences(f"step {i + 1}", f"(rank {rank})", mine.moe_layers, theirs.moe_layers)
@@ -79,10 +79,17 @@ def token_chunks(cfg: Config) -> list[list[int]]:
     return chunks
 
 
-def _samples(split: Split, cfg: Config, index: int) -> Tensor:
-    size = cfg.train.global_batch_size
-    inputs, labels = split.batch(index * size, size)
-    return torch.from_numpy(np.concatenate((inputs, labels[:, -1:]), axis=1))
+def _samples(split: SampleRow, cfg: Config, index: int) -> OracleBatch:
+    """A global batch, sample by sample."""
+    size, length = cfg.train.global_batch_size, cfg.train.seq_len
+    samples = [split.marked_sample(index * size + i) for i in range(size)]
+    documents = [np.zeros(length + 1) if sample.documents is None else sample.documents for sample in samples]
+    weights = [np.ones(length) if sample.weights is None else sample.weights for sample in samples]
+    return OracleBatch(
+        torch.from_numpy(np.stack([sample.tokens for sample in samples])),
+        torch.from_numpy(np.stack(documents)),
+        torch.from_numpy(np.stack(weights)).double(),
+    )
 
 
 def _layer_differences(

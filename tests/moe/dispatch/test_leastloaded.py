@@ -322,3 +322,19 @@ def _evaluate(case: str) -> bool:
 @pytest.mark.parity
 def test_evaluation_needs_no_backward(pool):
     assert pool.run(2, _evaluate, "95 %") == [True, True]
+
+
+def _bfloat16_gradient() -> float:
+    """Rank 0 lends its expert to the three others: it has a gradient of 256 for it, and they one of 1 each."""
+    groups = ParallelGroups.create(fold(world_size=4, ep=4), torch.device("cpu"))
+    shares_PE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]).numpy()
+    weight = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    (own,), (borrowed,) = loan.ExpertLoan.of(shares_PE, groups.moe.ep).exchange([weight])
+    (own.sum() * 256 + borrowed.sum()).backward()
+    assert weight.grad is not None
+    return weight.grad[0, 0].item()
+
+
+def test_bfloat16_gradients_of_many_borrowers_are_rounded_once(pool):
+    # One after another, 256 + 1 would be 256 each time: bfloat16 has 8 bits.
+    assert pool.run(4, _bfloat16_gradient) == [260.0, 256.0, 256.0, 256.0]

@@ -1,6 +1,6 @@
 """Every rank sees the tokens of all ranks and serves those that chose its experts: simple, best for small ep * etp."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,6 +9,7 @@ from moefold.moe.dispatch.base import Assignment, Dispatcher
 from moefold.moe.permute import Permutation, permute, plan_permutation, unpermute
 from moefold.parallel.collectives import all_gather, reduce_scatter
 from moefold.parallel.groups import Group
+from moefold.parallel.in_flight import start_all_gather
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,14 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
     def dispatch_communicate(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
         """Gather the tokens of all ranks, [N*T, H]."""
         return all_gather(rows, self._experts)
+
+    def dispatch_communicate_beside(
+        self, rows: Tensor, plan: AllGatherPlan, compute: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute while the tokens are gathered."""
+        in_flight = start_all_gather(rows, self._experts)
+        computed = compute()
+        return in_flight.wait(), computed
 
     def dispatch_postprocess(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
         """Take my experts' copies, sorted."""

@@ -1,6 +1,6 @@
 """Each copy travels to its expert and back: an uneven all-to-all over ep, then a gather over the etp parts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from moefold.moe.dispatch.base import Assignment, Dispatcher, Loan
 from moefold.moe.permute import Permutation, order_by_expert, permute, plan_permutation, reorder, unpermute
 from moefold.parallel.collectives import all_gather, all_gather_rows, all_to_all, reduce_scatter_rows
 from moefold.parallel.groups import Group
+from moefold.parallel.in_flight import start_all_to_all
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,14 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
         """Send each row to the ep rank of its expert, then share it among the expert's etp parts."""
         rows = all_to_all(rows, self._ep, plan.send_rows, plan.receive_rows)
         return all_gather_rows(rows, self._etp, plan.etp_rows)
+
+    def dispatch_communicate_beside(
+        self, rows: Tensor, plan: AllToAllPlan, compute: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute while the rows travel over ep."""
+        in_flight = start_all_to_all(rows, self._ep, plan.send_rows, plan.receive_rows)
+        computed = compute()
+        return all_gather_rows(in_flight.wait(), self._etp, plan.etp_rows), computed
 
     def dispatch_postprocess(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
         """Sort by expert; within one, by the source."""

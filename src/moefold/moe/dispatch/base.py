@@ -1,7 +1,7 @@
 """What every dispatcher does: bring copies of tokens to their experts, and the results home."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -88,10 +88,28 @@ class Dispatcher(ABC, Generic[PlanT]):
         """The experts that change ranks for this micro-batch; None, for all or for none of the ranks, if none does."""
         return None
 
+    def dispatch_communicate_beside(
+        self, rows: Tensor, plan: PlanT, compute: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Exchange rows while something is computed that does not need them: (the rows, what was computed).
+
+        This one does the one after the other.
+        """
+        computed = compute()
+        return self.dispatch_communicate(rows, plan), computed
+
     def dispatch(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, PlanT]:
         """The three phases to the experts: ([R, H] sorted by expert, plan)."""
         rows, plan = self.dispatch_preprocess(x_TH, assignment)
         return self.dispatch_postprocess(self.dispatch_communicate(rows, plan), plan), plan
+
+    def dispatch_beside(
+        self, x_TH: Tensor, assignment: Assignment, compute: Callable[[], Tensor]
+    ) -> tuple[Tensor, PlanT, Tensor]:
+        """`dispatch`, with something to compute while the rows travel: ([R, H], plan, what was computed)."""
+        rows, plan = self.dispatch_preprocess(x_TH, assignment)
+        rows, computed = self.dispatch_communicate_beside(rows, plan, compute)
+        return self.dispatch_postprocess(rows, plan), plan, computed
 
     def combine(self, y_RH: Tensor, plan: PlanT) -> Tensor:
         """The three phases back: [T, H]."""

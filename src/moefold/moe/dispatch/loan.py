@@ -80,10 +80,12 @@ class _Exchange(torch.autograd.Function):
         if not loan.lent:
             return None, *own
         totals = [grad.clone() for grad in own]
+        wide = torch.promote_types(own[0].dtype, torch.float32)
         for total, column in zip(totals, _columns(returned, ctx.shapes), strict=True):
-            # One after another: an expert may have several borrowers, and the order of the sum is to be fixed.
-            for row, expert in enumerate(loan.lent):
-                total[expert] += column[row]
+            for expert in sorted(set(loan.lent)):
+                # An expert may have several borrowers: round their sum once, as one product over all rows would.
+                rows = [row for row, lent in enumerate(loan.lent) if lent == expert]
+                total[expert] = total[expert].to(wide) + column[rows].sum(0, dtype=wide)
         return None, *totals
 
 

@@ -1,0 +1,125 @@
+"""What a checkpoint holds, tensor by tensor, read in one process without a model."""
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from moefold.checkpoint.metadata_file import SafeReader, read_metadata
+from moefold.checkpoint.store import explained
+
+BATCH_BYTES = 1 << 28
+"""So much of each checkpoint is in memory at a time, or one tensor."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One logical tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    num_chunks: int
+    """Parts that the ranks wrote."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one tensor differs between two checkpoints."""
+
+    name: str
+    what: str
+    max_abs: float | None = None
+    """Largest difference of two values; None if they cannot be compared."""
+
+
+def stored_tensors(path: Path) -> list[StoredTensor]:
+    """The tensors of a checkpoint, by name.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    return [
+        StoredTensor(
+            name=name,
+            shape=tuple(stored.size),
+            dtype=str(stored.properties.dtype).removeprefix("torch."),
+            size_bytes=math.prod(stored.size) * stored.properties.dtype.itemsize,
+            num_chunks=len(stored.chunks),
+        )
+        for name, stored in sorted(_index(path).items())
+    ]
+
+
+def differing_tensors(path: Path, other: Path, prefix: str = "") -> list[Difference]:
+    """Compare all tensors whose names begin with a prefix; bits count, so -0 and 0 differ, and NaNs may be equal.
+
+    Raises:
+        ConfigError: one of the checkpoints cannot be read.
+    """
+    here, there = _index(path), _index(other)
+    names = sorted(name for name in here.keys() | there.keys() if name.startswith(prefix))
+    found, same = [], []
+    for name in names:
+        if name not in there or name not in here:
+            found.append(Difference(name, f"only in the {'first' if name in here else 'second'}"))
+        elif here[name].size != there[name].size:
+            found.append(Difference(name, f"shape {list(here[name].size)} | {list(there[name].size)}"))
+        elif here[name].properties.dtype != there[name].properties.dtype:
+            found.append(Difference(name, f"type {here[name].properties.dtype} | {there[name].properties.dtype}"))
+        else:
+            same.append(name)
+    for batch in _batches(same, here):
+        mine, theirs = _read(path, batch, here), _read(other, batch, there)
+        found += [
+            _compare(name, mine[name], theirs[name]) for name in batch if not _is_bit_equal(mine[name], theirs[name])
+        ]
+    return found
+
+
+def _index(path: Path) -> dict[str, TensorStorageMetadata]:
+    with explained(f"checkpoint {str(path)!r} cannot be read"):
+        stored = read_metadata(path).state_dict_metadata
+    return {name: tensor for name, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
+
+
+def _read(path: Path, names: list[str], index: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    state = {name: torch.empty(index[name].size, dtype=index[name].properties.dtype) for name in names}
+    with explained(f"checkpoint {str(path)!r} cannot be read"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
+        dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
+    return state
+
+
+def _batches(names: list[str], index: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    total = 0
+    for name in names:
+        size = math.prod(index[name].size) * index[name].properties.dtype.itemsize
+        if batch and total + size > BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(name)
+        total += size
+    if batch:
+        yield batch
+
+
+def _is_bit_equal(here: Tensor, there: Tensor) -> bool:
+    return torch.equal(here.contiguous().flatten().view(torch.uint8), there.contiguous().flatten().view(torch.uint8))
+
+
+def _compare(name: str, here: Tensor, there: Tensor) -> Difference:
+    apart = (here.double() - there.double()).abs()
+    max_abs = apart.max().item()
+    scale = max(here.double().abs().max().item(), there.double().abs().max().item())
+    count = int((here != there).sum())
+    what = f"{count} of {here.numel()} values, by at most {max_abs:.3g} (largest value {scale:.3g})"
+    return Difference(name, what, max_abs)

@@ -1,0 +1,90 @@
+"""What the files of a checkpoint have to be: `manifest.json` gives the size and the hash of each. Torch-free.
+
+It is written from what was read back from the disk, so a checkpoint that has one was once complete and readable.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MANIFEST_FILE = "manifest.json"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file."""
+
+    size_bytes: int
+    sha256: str
+
+
+def record_file(path: Path) -> FileRecord:
+    """Read a whole file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(file.tell(), digest)
+
+
+def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
+    """Write the manifest of a checkpoint folder, by file name."""
+    files = {name: asdict(record) for name, record in sorted(records.items())}
+    (folder / MANIFEST_FILE).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """Read the manifest of a checkpoint folder.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no manifest, or names a file outside the folder.
+    """
+    tree = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+    try:
+        records = {
+            name: FileRecord(int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in tree["files"].items()
+        }
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError("it is no manifest") from None
+    for name in records:
+        check_name(folder, name)
+    return records
+
+
+def check_name(folder: Path, name: str) -> None:
+    """Refuse a file name that leads out of a folder, by itself or through a link.
+
+    Raises:
+        ValueError: it does.
+    """
+    if not name or name != Path(name).name or name == ".." or (folder / name).resolve().parent != folder.resolve():
+        raise ValueError(f"file name {name!r} leads out of the folder")
+
+
+def size_faults(folder: Path, manifest: Mapping[str, FileRecord]) -> list[str]:
+    """What is missing or has another size; quick."""
+    faults = []
+    for name, record in manifest.items():
+        path = folder / name
+        if not path.is_file():
+            faults.append(f"file {name} is missing")
+        elif (size := path.stat().st_size) != record.size_bytes:
+            faults.append(f"file {name} has {size} of {record.size_bytes} bytes")
+    return faults
+
+
+def hash_faults(folder: Path, manifest: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
+    """Which of the named files have other content than was written; reads them whole."""
+    faults = []
+    for name in names:
+        try:
+            if record_file(folder / name) != manifest[name]:
+                faults.append(f"file {name} has other content than was written")
+        except OSError as error:
+            faults.append(f"file {name} cannot be read: {error.strerror}")
+    return faults

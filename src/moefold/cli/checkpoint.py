@@ -1,0 +1,188 @@
+"""`moefold checkpoint`: what checkpoints there are and what is in them, whether they are sound, where two differ."""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from moefold.checkpoint.folder import (
+    CheckpointMeta,
+    complete_checkpoints,
+    locate_checkpoint,
+    locate_folder,
+    quick_faults,
+    read_meta,
+    remove,
+    step_of,
+)
+from moefold.checkpoint.manifest import hash_faults, read_manifest
+from moefold.cli.checkpoint_table import Listed
+from moefold.errors import ConfigError
+
+DIFFERENCES_SHOWN = 20
+"""Tensors of a `diff` that are printed without --json."""
+
+EPILOG = """CKPT: a folder step-000100; or a run, or its folder of checkpoints, for the newest complete one in it
+
+examples:
+  moefold checkpoint list runs/quickstart
+  moefold checkpoint verify runs/quickstart
+  moefold checkpoint diff runs/a/checkpoints/step-000100 runs/b/checkpoints/step-000100
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Run one of the actions; 0: done, or sound, or equal. 1: damaged, or different.
+
+    Raises:
+        ConfigError: a folder holds no checkpoint, or one that cannot be read.
+    """
+    arguments = _parser().parse_args(argv)
+    action: Callable[[argparse.Namespace], int] = arguments.action
+    return action(arguments)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    folder = locate_folder(arguments.folder)
+    rows = [
+        Listed(path, read_meta(path), _size_bytes(path), quick_faults(path)) for path in complete_checkpoints(folder)
+    ]
+    if arguments.json:
+        print(json.dumps([asdict(row) | {"path": str(row.path)} for row in rows]))
+        return 0
+    from rich.console import Console
+
+    from moefold.cli.checkpoint_table import print_list
+
+    print_list(Console(highlight=False), folder, rows)
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    path = locate_checkpoint(arguments.checkpoint)
+    meta = read_meta(path)
+    from moefold.checkpoint.content import stored_tensors
+
+    tensors = stored_tensors(path)
+    if arguments.json:
+        print(json.dumps({"path": str(path), **asdict(meta), "tensors": [asdict(tensor) for tensor in tensors]}))
+        return 0
+    from rich.console import Console
+
+    from moefold.cli.checkpoint_table import print_content
+
+    print_content(Console(highlight=False), path, meta, tensors, all_of_them=arguments.tensors)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    status = 0
+    for path in _all_or_one(arguments.checkpoint):
+        faults = quick_faults(path)
+        if not faults:
+            manifest = read_manifest(path)
+            faults = hash_faults(path, manifest, manifest)
+        print(f"{path}: {'; '.join(faults) if faults else 'sound'}")
+        status |= bool(faults)
+    return int(status)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    paths = locate_checkpoint(arguments.checkpoint), locate_checkpoint(arguments.other)
+    metas = read_meta(paths[0]), read_meta(paths[1])
+    from moefold.checkpoint.content import differing_tensors
+
+    described = _meta_differences(*metas)
+    tensors = differing_tensors(*paths, prefix="model." if arguments.weights else "")
+    if arguments.json:
+        print(json.dumps({"description": described, "tensors": [asdict(difference) for difference in tensors]}))
+        return int(bool(described or tensors))
+    for key, (here, there) in described.items():
+        print(f"{key}: {here} | {there}")
+    for difference in tensors[:DIFFERENCES_SHOWN]:
+        print(f"{difference.name}: {difference.what}")
+    if len(tensors) > DIFFERENCES_SHOWN:
+        print(f"and {len(tensors) - DIFFERENCES_SHOWN} more tensors; --json lists them")
+    if not tensors:
+        print("all tensors are equal")
+    return int(bool(described or tensors))
+
+
+def _rm(arguments: argparse.Namespace) -> int:
+    # All are looked at before the first one goes.
+    for path in arguments.checkpoints:
+        if step_of(path.resolve()) < 0:
+            raise ConfigError(f"{str(path)!r} is not named like a checkpoint, step-000100; name the folder itself")
+        read_meta(path)
+    doomed = {path.resolve() for path in arguments.checkpoints}
+    for folder in sorted({path.parent for path in doomed}):
+        if not arguments.force and not set(complete_checkpoints(folder)) - doomed:
+            raise ConfigError(f"that would leave no complete checkpoint in {str(folder)!r}; add --force if you mean it")
+    for path in sorted(doomed):
+        remove(path)
+        print(f"removed {path}")
+    return 0
+
+
+def _all_or_one(path: Path) -> list[Path]:
+    """The checkpoint that a path names, or all of a folder of them."""
+    if step_of(path.resolve()) >= 0:
+        return [locate_checkpoint(path)]
+    if not (found := complete_checkpoints(locate_folder(path))):
+        raise ConfigError(f"{str(path)!r} holds no complete checkpoint")
+    return found
+
+
+def _meta_differences(here: CheckpointMeta, there: CheckpointMeta) -> dict[str, tuple[object, object]]:
+    flat = [_flat(asdict(here)), _flat(asdict(there))]
+    keys = sorted(flat[0].keys() | flat[1].keys())
+    return {key: (flat[0].get(key), flat[1].get(key)) for key in keys if flat[0].get(key) != flat[1].get(key)}
+
+
+def _flat(tree: dict[str, object]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= {f"{key}.{inner}": part for inner, part in value.items()}
+        else:
+            found[key] = value
+    return found
+
+
+def _size_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold checkpoint",
+        description="List, show, verify, compare and remove checkpoints.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+
+    def add(name: str, action: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        made.set_defaults(action=action)
+        return made
+
+    listed = add("list", _list, "the complete checkpoints of a run: step, size, mapping that wrote it")
+    listed.add_argument("folder", type=Path, metavar="RUN", help="a run, or a folder of checkpoints")
+    listed.add_argument("--json", action="store_true", help="print one JSON array")
+    shown = add("show", _show, "what one checkpoint holds")
+    shown.add_argument("checkpoint", type=Path, metavar="CKPT")
+    shown.add_argument("--tensors", action="store_true", help="every tensor, not the sums alone")
+    shown.add_argument("--json", action="store_true", help="print one JSON object, every tensor included")
+    verified = add("verify", _verify, "compare every file with what was written; exit 1 if one differs")
+    verified.add_argument("checkpoint", type=Path, metavar="CKPT|RUN", help="one checkpoint, or all of a run")
+    compared = add("diff", _diff, "where two checkpoints differ, in description and values; exit 1 if they do")
+    compared.add_argument("checkpoint", type=Path, metavar="CKPT")
+    compared.add_argument("other", type=Path, metavar="OTHER")
+    compared.add_argument("--weights", action="store_true", help="compare weights and buffers, not the optimizer")
+    compared.add_argument("--json", action="store_true", help="print one JSON object")
+    removed = add("rm", _rm, "remove checkpoints, but not the last complete one")
+    removed.add_argument("checkpoints", type=Path, nargs="+", metavar="CKPT", help="folders step-000100")
+    removed.add_argument("--force", action="store_true", help="the last complete one too")
+    return parser

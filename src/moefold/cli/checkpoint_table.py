@@ -1,0 +1,81 @@
+"""Checkpoints as tables in the terminal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from moefold.checkpoint.folder import CheckpointMeta
+
+if TYPE_CHECKING:
+    from moefold.checkpoint.content import StoredTensor
+
+DEGREES = ("tp", "cp", "pp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A checkpoint of a folder."""
+
+    path: Path
+    meta: CheckpointMeta
+    size_bytes: int
+    faults: list[str]
+
+
+def print_list(console: Console, folder: Path, rows: Sequence[Listed]) -> None:
+    """Print the complete checkpoints of a folder, oldest first."""
+    if not rows:
+        console.print(f"{folder} holds no complete checkpoint")
+        return
+    table = Table("checkpoint", "tokens", "samples", "MiB", "written by", "files", box=None, pad_edge=False)
+    for row in rows:
+        state = "; ".join(row.faults) if row.faults else "there"
+        size_mib = f"{row.size_bytes / 2**20:,.1f}"
+        table.add_row(
+            row.path.name, f"{row.meta.tokens:,}", f"{row.meta.samples:,}", size_mib, mapping(row.meta), state
+        )
+    console.print(table)
+
+
+def print_content(
+    console: Console, path: Path, meta: CheckpointMeta, tensors: "Sequence[StoredTensor]", *, all_of_them: bool
+) -> None:
+    """Print what a checkpoint holds."""
+    console.print(
+        f"{path}: after step {meta.step:,}, {meta.samples:,} samples and {meta.tokens:,} tokens", soft_wrap=True
+    )
+    console.print(f"written by {mapping(meta)}")
+    model = {key: meta.model[key] for key in ("num_layers", "hidden_size", "num_experts", "top_k", "vocab_size")}
+    console.print("model: " + ", ".join(f"{key} {value}" for key, value in model.items()))
+    table = Table("tensors", "shape", "type", "MiB", "parts", box=None, pad_edge=False)
+    for name, part in _parts(tensors).items():
+        size_mib = sum(tensor.size_bytes for tensor in part) / 2**20
+        table.add_row(
+            f"{name}: {len(part)}", "", "", f"{size_mib:,.1f}", str(sum(tensor.num_chunks for tensor in part))
+        )
+        for tensor in part if all_of_them else ():
+            shape = "x".join(map(str, tensor.shape))
+            table.add_row(
+                f"  {tensor.name}", shape, tensor.dtype, f"{tensor.size_bytes / 2**20:,.2f}", str(tensor.num_chunks)
+            )
+    console.print(table)
+
+
+def mapping(meta: CheckpointMeta) -> str:
+    """The mapping that wrote a checkpoint, in one line."""
+    found = meta.parallel
+    if not found:
+        return "no training run"
+    degrees = " ".join(f"{name}={found[name]}" for name in DEGREES if found.get(name, 1) != 1)
+    return f"{found.get('world_size', 1)} rank{'s' if found.get('world_size', 1) != 1 else ''} {degrees}".rstrip()
+
+
+def _parts(tensors: "Sequence[StoredTensor]") -> "dict[str, list[StoredTensor]]":
+    parts: dict[str, list[StoredTensor]] = {}
+    for tensor in tensors:
+        parts.setdefault(tensor.name.split(".", 1)[0], []).append(tensor)
+    return parts

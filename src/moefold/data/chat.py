@@ -1,0 +1,224 @@
+"""Chat templates: a conversation as the text that a model sees, and which parts of it the model has to write.
+
+A template is a Jinja program that comes with a tokenizer. It runs in Jinja's sandbox for untrusted templates, without
+files, imports or attributes of Python objects, and knows no date: the same conversation is the same text every day.
+"""
+
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moefold.config.schema import DataConfig
+from moefold.data.path import existing_path
+from moefold.errors import ConfigError
+
+BYTES_TEMPLATE = """\
+{% for message in messages %}
+<|im_start|>{{ message.role }}
+{{ message.content or "" }}<|im_end|>
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}
+"""
+"""ChatML, for the tokenizer "bytes", which has no special tokens: its marks are plain text there."""
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as text."""
+
+    text: str
+    responses: tuple[range, ...]
+    """The characters of each assistant turn with its end mark, in order."""
+
+
+class ChatTemplate:
+    """Renders conversations and finds the assistant's turns in them.
+
+    A template that marks them itself (`{% generation %}`, as transformers reads it) is believed. In others, a turn is
+    what the conversation up to it adds to the conversation before it with the generation prompt; whitespace behind the
+    turn's end mark is not part of it.
+    """
+
+    def __init__(self, source: str, *, place: str, special_tokens: Mapping[str, str]) -> None:
+        """Compile a template.
+
+        Args:
+            source: the Jinja program.
+            place: where it comes from, for messages.
+            special_tokens: `bos_token` and the like, as the tokenizer spells them.
+
+        Raises:
+            ConfigError: it is not a Jinja template.
+        """
+        self.identity = hashlib.sha256(json.dumps([source, sorted(special_tokens.items())]).encode()).hexdigest()
+        self._place = place
+        self._special_tokens = dict(special_tokens)
+        self._marks = (f"\0{uuid.uuid4().hex}\0", f"\0{uuid.uuid4().hex}\0")
+        self._has_marks = bool(_GENERATION.search(source))
+        self._render_raw = _compile(source, place, self._marks)
+
+    def render(self, messages: Sequence[Message], tools: Any, place: str) -> RenderedChat:
+        """Render a conversation.
+
+        Args:
+            messages: the turns, each with a `role` and a `content`.
+            tools: descriptions of tools, for templates that know some; None for none.
+            place: FILE:LINE of the conversation, for messages.
+
+        Raises:
+            ConfigError: the template refuses the conversation, or writes an earlier turn otherwise once others follow.
+        """
+        if self._has_marks:
+            return self._split_at_marks(self._render(messages, tools, place, prompts=False))
+        text = self._render(messages, tools, place, prompts=False)
+        responses = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:i], tools, place, prompts=True)
+            after = self._render(messages[: i + 1], tools, place, prompts=False).rstrip()
+            if not (text.startswith(after) and text.startswith(before)):
+                raise ConfigError(
+                    f"{place}: the chat template of {self._place} writes turn {i + 1} otherwise when others follow, so "
+                    "that its place cannot be found; put {% generation %} and {% endgeneration %} around what the "
+                    "assistant writes, in a template of your own: data.chat_template=FILE"
+                )
+            responses.append(range(min(len(before), len(after)), len(after)))
+        return RenderedChat(text, tuple(responses))
+
+    def _render(self, messages: Sequence[Message], tools: Any, place: str, *, prompts: bool) -> str:
+        values = self._special_tokens | {"messages": messages, "tools": tools, "add_generation_prompt": prompts}
+        return self._render_raw(values, place)
+
+    def _split_at_marks(self, marked: str) -> RenderedChat:
+        begin, end = self._marks
+        text, responses = "", []
+        for part in marked.split(begin):
+            inside, found, rest = part.partition(end)
+            if found:
+                responses.append(range(len(text), len(text) + len(inside)))
+            text += inside + rest
+        return RenderedChat(text, tuple(responses))
+
+
+def load_chat_template(data: DataConfig) -> ChatTemplate:
+    """The template of a recipe: `data.chat_template`, else the tokenizer's, else ChatML for bytes.
+
+    Beside a tokenizer.json it is `chat_template.jinja`, else "chat_template" in tokenizer_config.json (of several, the
+    one named "default").
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    folder = None
+    if data.tokenizer != "bytes":
+        tokenizer = existing_path("data.tokenizer", data.tokenizer)
+        folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    settings = {} if folder is None else _tokenizer_settings(folder / "tokenizer_config.json")
+    special_tokens = {name: token for name in _SPECIAL_TOKENS if (token := _spelled(settings.get(name))) is not None}
+    if data.chat_template:
+        file = existing_path("data.chat_template", data.chat_template)
+        return ChatTemplate(_read(file), place=str(file), special_tokens=special_tokens)
+    if folder is None:
+        return ChatTemplate(BYTES_TEMPLATE, place="bytes", special_tokens={})
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return ChatTemplate(_read(file), place=str(file), special_tokens=special_tokens)
+    source = _default_template(settings.get("chat_template"))
+    if source is None:
+        raise ConfigError(
+            f"data.tokenizer={data.tokenizer!r} has no chat template: neither chat_template.jinja nor a chat_template "
+            f"in tokenizer_config.json stands in {folder}; set data.chat_template to a file with one"
+        )
+    return ChatTemplate(source, place=str(folder / "tokenizer_config.json"), special_tokens=special_tokens)
+
+
+def _compile(source: str, place: str, marks: tuple[str, str]) -> Callable[[Mapping[str, Any], str], str]:
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %} ... {% endgeneration %}` around what the assistant writes."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Callable[[], str]) -> str:
+            return marks[0] + caller() + marks[1]
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    try:
+        template = environment.from_string(source)
+    except TemplateError as error:
+        raise ConfigError(f"the chat template of {place} is not a Jinja template ({error}); mend it") from error
+
+    def render(values: Mapping[str, Any], conversation: str) -> str:
+        try:
+            return template.render(**values)
+        # A template of a stranger may fail in any way that an expression can.
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{conversation}: the chat template of {place} refuses the conversation ({error}); mend the "
+                "conversation, take it out, or set data.chat_template"
+            ) from error
+
+    return render
+
+
+def _tokenizer_settings(file: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not a readable tokenizer_config.json ({error}); mend or remove it") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{file} is not a tokenizer_config.json: it holds no object; mend or remove it")
+    return settings
+
+
+def _default_template(declared: object) -> str | None:
+    if isinstance(declared, list):
+        named = {entry.get("name"): entry.get("template") for entry in declared if isinstance(entry, dict)}
+        declared = named.get("default")
+    return declared if isinstance(declared, str) else None
+
+
+def _spelled(token: object) -> str | None:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not readable text ({error}); name a chat template in UTF-8") from error

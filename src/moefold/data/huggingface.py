@@ -1,0 +1,261 @@
+"""Text from whatever the package `datasets` reads: parquet, arrow, JSON lines, CSV, saved sets, names on the hub.
+
+Rows are always read one after another, so no second copy of the data is made and memory stays bounded. Nothing here
+runs code that comes with the data: the package's own readers read the files, and since version 4 it runs no scripts.
+"""
+
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moefold.config.keys import nearest
+from moefold.config.schema import DataConfig
+from moefold.data.document import Piece
+from moefold.data.jsonl import is_jsonl, jsonl_records, unknown_column
+from moefold.data.path import existing_path, files_below, refuse_repeats
+from moefold.errors import ConfigError
+
+if TYPE_CHECKING:
+    import datasets
+
+READERS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
+"""The reader of the package for each form of file."""
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_SAVED = ("state.json", "dataset_dict.json")
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """One source: a column of one split of a file, of a folder or of a data set on the hub."""
+
+    name: str
+    """As the recipe has it."""
+    path: Path | None
+    """The file or folder; None: a name on the hub."""
+    split: str
+    column: str
+    subset: str
+    revision: str
+
+    @property
+    def identity(self) -> list[str | int]:
+        """What must stay the same for a tokenised copy to stay valid.
+
+        Paths, sizes and times of local files. Of a data set on the hub its name and revision: without a revision, a
+        copy stays as it was when it was made.
+        """
+        found: list[str | int] = [self.split, self.column, self.subset]
+        if self.path is None:
+            return [*found, self.name, self.revision]
+        for file in files_below(self.path):
+            status = file.stat()
+            found += [str(file), status.st_size, status.st_mtime_ns]
+        return found
+
+    def open(self) -> "datasets.IterableDataset":
+        """The rows, with the text column alone.
+
+        Raises:
+            ConfigError: the source, its split or the column does not exist, or cannot be read.
+        """
+        rows = self._open()
+        if rows.column_names is not None and self.column not in rows.column_names:
+            raise ConfigError(
+                f"data.column={self.column!r}: {self.name} has {unknown_column(self.column, rows.column_names)}"
+            )
+        return rows.select_columns([self.column]) if rows.column_names is not None else rows
+
+    def text(self, row: dict[str, Any], number: int) -> str:
+        """The text of row `number` (0-based, for the message).
+
+        Raises:
+            ConfigError: the row has no such column, or no text in it.
+        """
+        if self.column not in row:
+            raise ConfigError(f"data.column={self.column!r}: {self.name} has {unknown_column(self.column, row)}")
+        text = row[self.column]
+        if not isinstance(text, str):
+            what = "nothing" if text is None else f"{type(text).__name__}"
+            raise ConfigError(
+                f"data.column={self.column!r} of {self.name} holds {what}, not text, in row {number + 1}; "
+                "name a column of text"
+            )
+        return text
+
+    def explain(self, error: Exception) -> ConfigError:
+        """The package's error in the words of a recipe; a broken JSON line is looked for, and named."""
+        if self.path is not None:
+            for file in files_below(self.path):
+                if is_jsonl(file):
+                    _find_broken_line(file)
+        detail = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return ConfigError(
+            f"data.path={self.name!r} (split {self.split!r}) cannot be read by the package datasets: {detail}; "
+            "check data.path, data.split and data.subset"
+        )
+
+    def _open(self) -> "datasets.IterableDataset":
+        import datasets
+
+        datasets.utils.logging.set_verbosity(logging.CRITICAL)
+        datasets.disable_progress_bars()
+        try:
+            if self.path is not None and _is_saved(self.path):
+                return self._open_saved()
+            if self.path is not None and self.path.is_file():
+                reader = READERS[_suffix(self.path)]
+                options = {"delimiter": "\t"} if _suffix(self.path) == ".tsv" else {}
+                files = {"train": str(self.path)}
+                return datasets.load_dataset(reader, data_files=files, split="train", streaming=True, **options)
+            where = self.name if self.path is None else str(self.path)
+            subset, revision = self.subset or None, self.revision or None
+            return datasets.load_dataset(where, subset, split=self.split, revision=revision, streaming=True)
+        except ConfigError:
+            raise
+        except Exception as error:
+            # Whatever the package, its file readers and its network library raise.
+            raise self.explain(error) from error
+
+    def _open_saved(self) -> "datasets.IterableDataset":
+        import datasets
+
+        saved = datasets.load_from_disk(str(self.path))
+        if isinstance(saved, datasets.DatasetDict):
+            if self.split not in saved:
+                guess = nearest(self.split, saved)
+                hint = f"did you mean {guess!r}?" if guess else f"the splits are {', '.join(sorted(saved))}"
+                raise ConfigError(f"data.split={self.split!r} is not in {self.name}; {hint}")
+            saved = saved[self.split]
+        return saved.to_iterable_dataset()
+
+
+@dataclass(frozen=True, slots=True)
+class TextTables:
+    """Sources one after another: each row is a document. What the token cache and a stream read."""
+
+    tables: tuple[TextTable, ...]
+    kind: str = "huggingface"
+    size_bytes: int | None = None
+    """Unknown: files are compressed, and of the hub nothing is known."""
+
+    @property
+    def identity(self) -> list[list[str | int]]:
+        """What must stay the same for a tokenised copy to stay valid."""
+        return [table.identity for table in self.tables]
+
+    def pieces(self) -> Iterator[Piece]:
+        """All documents.
+
+        Raises:
+            ConfigError: a source is missing, or a row holds no text.
+        """
+        for text, _ in self.documents(None):
+            yield Piece(text, ends_document=True, size_bytes=len(text))
+
+    def documents(self, state: Any) -> Iterator[tuple[str, Any]]:
+        """The documents from a state on (None: from the first), each with the state that leads to it; no empty ones.
+
+        A state is plain data that JSON keeps: the number of the source, of the row, and the package's own state.
+        """
+        first, number, inner = (0, 0, None) if state is None else state
+        for which in range(first, len(self.tables)):
+            table = self.tables[which]
+            rows = table.open()
+            if inner is not None:
+                rows.load_state_dict(inner)
+            try:
+                # The state is taken before the row that it leads to.
+                for row in rows:
+                    text = table.text(row, number)
+                    if text:
+                        yield text, (which, number, inner)
+                    inner, number = rows.state_dict(), number + 1
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise table.explain(error) from error
+            number, inner = 0, None
+
+
+def text_tables(data: DataConfig, split: str) -> TextTables:
+    """The sources that data.path names, for one split.
+
+    A name that exists is a file or folder; one that looks like `owner/name` and does not is a data set on the hub.
+
+    Raises:
+        ConfigError: a file or folder does not exist, is named twice, or has no form that the package reads.
+    """
+    names = [name for name in ((data.path,) if isinstance(data.path, str) else data.path) if name]
+    if not names:
+        raise ConfigError(
+            'data.path is empty, but data.kind="huggingface" reads from it; name files, folders or data sets on the hub'
+        )
+    paths = [_local(name) for name in names]
+    refuse_repeats(tuple(path for path in paths if path is not None))
+    for name, path in zip(names, paths, strict=True):
+        _refuse_unreadable(name, path, split)
+    return TextTables(
+        tuple(
+            TextTable(name, path, split, data.column, data.subset, data.revision)
+            for name, path in zip(names, paths, strict=True)
+        )
+    )
+
+
+def check_package() -> None:
+    """Raise ConfigError if the package `datasets` is missing."""
+    if importlib.util.find_spec("datasets") is None:
+        raise ConfigError(
+            'data.kind="huggingface" needs the package datasets, which is not installed; install the extra hf: '
+            "pip install 'moefold[hf]'"
+        )
+
+
+def _local(name: str) -> Path | None:
+    looks_local = name.startswith((".", "/", "~")) or _suffix(Path(name)) in READERS
+    if looks_local or os.path.exists(name) or not _HUB_NAME.fullmatch(name):
+        return existing_path("data.path", name)
+    return None
+
+
+def _refuse_unreadable(name: str, path: Path | None, split: str) -> None:
+    if path is None or path.is_dir():
+        return
+    if _suffix(path) not in READERS:
+        raise ConfigError(
+            f"data.path={name!r} must end in {', '.join(READERS)}, be a folder or a name on the hub; "
+            'use data.kind="text" for plain text'
+        )
+    if split != "train":
+        raise ConfigError(
+            f"data.path={name!r} is one file, whose only split is 'train', not {split!r}; name a folder that has splits"
+        )
+
+
+def _suffix(path: Path) -> str:
+    """The form of a file, compression aside."""
+    return path.with_suffix("").suffix if path.suffix in (".gz", ".zst", ".bz2", ".xz") else path.suffix
+
+
+def _is_saved(path: Path) -> bool:
+    return any((path / name).is_file() for name in _SAVED)
+
+
+def _find_broken_line(file: Path) -> None:
+    """Raise ConfigError with file and line if a line is not JSON."""
+    for _ in jsonl_records(file):
+        pass

@@ -1,0 +1,111 @@
+"""JSON lines: one object a line, with the file and the line in every complaint."""
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from moefold.config.keys import nearest
+from moefold.errors import ConfigError
+
+SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One object and where it stands."""
+
+    place: str
+    """FILE:LINE, 1-based."""
+    fields: dict[str, Any]
+    size_bytes: int
+    """Length of the line, its end included, as it is after decompression."""
+
+
+def is_jsonl(path: Path) -> bool:
+    """Whether a file's name says that it holds JSON lines."""
+    return path.name.lower().endswith(SUFFIXES)
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """Open a file for reading, decompressed if its name ends in .gz.
+
+    Raises:
+        ConfigError: it is not readable.
+    """
+    try:
+        return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"{path} is not readable ({error.strerror}); give read access or leave it out") from error
+
+
+def jsonl_records(path: Path) -> Iterator[Record]:
+    """The objects of a file in order; empty lines are skipped.
+
+    Raises:
+        ConfigError: the file is not readable, or a line is not one JSON object in UTF-8; file and line are named.
+    """
+    with open_lines(path) as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if record := parse_line(line, path, number):
+                    yield record
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise ConfigError(f"{path} is not a complete gzip file ({error}); copy it anew") from error
+
+
+def parse_line(line: bytes, path: Path, number: int) -> Record | None:
+    """The object of line `number` (1-based) of a file; None if the line is empty.
+
+    Raises:
+        ConfigError: it is not one JSON object in UTF-8.
+    """
+    place = f"{path}:{number}"
+    text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+    if not text.strip():
+        return None
+    try:
+        fields = json.loads(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place} is not UTF-8 ({error.reason} at byte {error.start} of the line); mend it") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        where = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
+        raise ConfigError(f"{place} is not JSON ({where}); mend the line or take it out") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{place} holds {_kind(fields)}, but every line must be an object such as {{...}}; mend it")
+    return Record(place, fields, len(line))
+
+
+def column_text(fields: Mapping[str, Any], column: str, place: str) -> str:
+    """The text of one column of an object.
+
+    Raises:
+        ConfigError: the column is absent (the nearest name is given) or holds no text.
+    """
+    if column not in fields:
+        raise ConfigError(f"{place}: {unknown_column(column, fields)}")
+    text = fields[column]
+    if not isinstance(text, str):
+        raise ConfigError(f"{place}: column {column!r} holds {_kind(text)}, not text; mend it or take the line out")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{place}: column {column!r} is not Unicode text ({error.reason}); mend it") from None
+    return text
+
+
+def unknown_column(column: str, columns: Mapping[str, Any] | list[str]) -> str:
+    """The words for a column that is not there, with the nearest name or those that there are."""
+    names = sorted(columns)
+    guess = nearest(column, names)
+    shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+    hint = f"did you mean {guess!r}?" if guess else f"the columns are {shown}" if names else "there are no columns"
+    return f"no column {column!r}; {hint}"
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

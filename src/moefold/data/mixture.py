@@ -1,0 +1,104 @@
+"""Several data sets in one row, each with its share; which sample comes from where follows from its number alone.
+
+Sample n belongs to the part whose interval holds frac(n * g + 1/2), g the golden ratio: the parts' intervals divide
+[0, 1) by their shares. Such multiples are spread as evenly as can be (V. T. Sos, 1958), so every stretch of the row has
+the shares to within a few samples. How many of the first n samples came from a part is a sum of floors: O(log n).
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from moefold.data.marked import MarkedSample
+from moefold.data.sampling import SampleRow
+
+_TURN = 2**64
+_GOLDEN = 0x9E3779B97F4A7C15
+_OFFSET = _TURN // 2
+
+
+class Mixture(SampleRow):
+    """Rows joined by their shares; each goes on by itself, through epochs of its own."""
+
+    def __init__(self, parts: Sequence[SampleRow], shares: Sequence[float]) -> None:
+        """Join rows.
+
+        Args:
+            parts: the rows, all of the same sequence length.
+            shares: the share of each, above 0, in any unit.
+        """
+        self.seq_len = parts[0].seq_len
+        self._parts = tuple(parts)
+        total = sum(shares)
+        self._shares = tuple(share / total for share in shares)
+        ends = [round(end / total * _TURN) for end in accumulate(shares)]
+        self._ends = [*ends[:-1], _TURN]
+
+    def __len__(self) -> int:
+        """Samples until a part would come twice: an epoch of the mixture."""
+        if not all(len(part) for part in self._parts):
+            return 0
+        first = int(min(len(part) / share for part, share in zip(self._parts, self._shares, strict=True)))
+        # The counts differ from the shares by a few samples.
+        while any(self._count(which, first) > len(part) for which, part in enumerate(self._parts)):
+            first -= 1
+        return first
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The part that sample `index` comes from, and the sample's number there."""
+        if index < 0:
+            raise IndexError(f"sample index {index} must not be negative")
+        which = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _TURN)
+        return which, self._count(which, index)
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether any part has marks."""
+        return any(part.is_marked for part in self._parts)
+
+    def marked_sample(self, index: int) -> MarkedSample:
+        """The sample that a run takes as its number `index`."""
+        which, number = self.place(index)
+        return self._parts[which].marked_sample(number)
+
+    def state(self, index: int) -> Any:
+        """The states of the parts, None if none has any."""
+        states = [part.state(self._count(which, index)) for which, part in enumerate(self._parts)]
+        return None if all(state is None for state in states) else states
+
+    def restore(self, state: Any) -> None:
+        """Give each part its state."""
+        for part, mine in zip(self._parts, state or [], strict=False):
+            part.restore(mine)
+
+    def _count(self, which: int, num_samples: int) -> int:
+        """How many of the first samples come from a part."""
+        start = self._ends[which - 1] if which else 0
+        return _count_below(self._ends[which], num_samples) - _count_below(start, num_samples)
+
+
+def _count_below(end: int, num_samples: int) -> int:
+    """How many n < num_samples have (n * _GOLDEN + _OFFSET) mod _TURN below `end`, 0 <= end <= _TURN."""
+    if end == 0:
+        return 0
+    # floor(y) - floor(y - t) is 1 where frac(y) < t, for 0 < t <= 1.
+    whole = floor_sum(num_samples, _TURN, _GOLDEN, _OFFSET)
+    return whole - floor_sum(num_samples, _TURN, _GOLDEN, _OFFSET - end + _TURN) + num_samples
+
+
+def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:
+    """Sum of (factor * i + offset) // modulus over i < count, for non-negative numbers; O(log modulus).
+
+    Each round takes the whole multiples out and swaps the roles of the axes, as in Euclid's algorithm (Graham, Knuth,
+    Patashnik: Concrete Mathematics, sec. 3.5).
+    """
+    total = 0
+    while count > 0:
+        total += (count - 1) * count // 2 * (factor // modulus) + count * (offset // modulus)
+        factor, offset = factor % modulus, offset % modulus
+        top = factor * count + offset
+        if top < modulus:
+            break
+        count, offset, modulus, factor = top // modulus, top % modulus, factor, modulus
+    return total

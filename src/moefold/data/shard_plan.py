@@ -1,0 +1,183 @@
+"""The input of a tokenisation cut into shards: by the input alone, so that the output is, too."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from moefold.data.document import Corpus, Piece, TextFile
+from moefold.data.jsonl import column_text, is_jsonl, jsonl_records, parse_line, unknown_column
+from moefold.data.path import existing_path, files_below, refuse_repeats
+from moefold.errors import ConfigError
+
+Form = Literal["text", "jsonl", "parquet"]
+FORMS: tuple[Form, ...] = ("text", "jsonl", "parquet")
+_BLOCK_BYTES = 2**20
+_PARQUET_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """A part of a file: bytes of JSON lines, row groups of parquet, or the whole of a text or compressed file."""
+
+    path: Path
+    form: Form
+    start: int
+    stop: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What becomes one token file."""
+
+    number: int
+    portions: tuple[Portion, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of input."""
+        return sum(portion.size_bytes for portion in self.portions)
+
+
+def input_files(names: Sequence[str], form: str) -> tuple[tuple[Path, Form], ...]:
+    """The files that are named, folders recursively, each with its form.
+
+    Args:
+        names: files and folders.
+        form: one of FORMS, or "auto": by a file's name, and text for names that say nothing.
+
+    Raises:
+        ConfigError: a name does not exist or comes twice, or there is no file with anything in it.
+    """
+    roots = [existing_path("INPUT", name) for name in names]
+    paths = [file for root in roots for file in files_below(root)]
+    refuse_repeats(tuple(path.resolve() for path in paths))
+    paths = [path for path in paths if path.stat().st_size]
+    if not paths:
+        raise ConfigError(f"INPUT={names[0]!r} holds no file with anything in it; name text, JSON lines or parquet")
+    return tuple((path, _form_of(path) if form == "auto" else cast(Form, form)) for path in paths)
+
+
+def plan_shards(files: Sequence[tuple[Path, Form]], shard_bytes: int) -> tuple[Shard, ...]:
+    """Cut files into shards of about so many bytes of input, in order; a document is never cut.
+
+    Raises:
+        ConfigError: a parquet file cannot be read.
+    """
+    shards: list[Shard] = []
+    portions: list[Portion] = []
+    filled = 0
+    for path, form in files:
+        for portion in _portions(path, form, shard_bytes):
+            portions.append(portion)
+            filled += portion.size_bytes
+            if filled >= shard_bytes:
+                shards.append(Shard(len(shards), tuple(portions)))
+                portions, filled = [], 0
+    if portions:
+        shards.append(Shard(len(shards), tuple(portions)))
+    return tuple(shards)
+
+
+def portion_pieces(portion: Portion, column: str) -> Iterator[Piece]:
+    """The documents of a portion, long texts in pieces; empty ones are left out.
+
+    Raises:
+        ConfigError: something is not text, or has not the column; file and line (row) are named.
+    """
+    if portion.form == "text":
+        status = portion.path.stat()
+        file = TextFile(portion.path, status.st_size, status.st_mtime_ns, is_named=True)
+        yield from Corpus("text", (file,)).pieces()
+        return
+    documents = _parquet_documents if portion.form == "parquet" else _jsonl_documents
+    for text, size_bytes in documents(portion, column):
+        if text:
+            yield Piece(text, ends_document=True, size_bytes=size_bytes)
+
+
+def _form_of(path: Path) -> Form:
+    if path.suffix == ".parquet":
+        return "parquet"
+    return "jsonl" if is_jsonl(path) or path.suffix == ".json" else "text"
+
+
+def _portions(path: Path, form: Form, shard_bytes: int) -> Iterator[Portion]:
+    size_bytes = path.stat().st_size
+    if form == "parquet":
+        metadata = _open_parquet(path).metadata
+        for group in range(metadata.num_row_groups):
+            yield Portion(path, form, group, group + 1, metadata.row_group(group).total_byte_size)
+    elif form == "text" or path.suffix == ".gz":
+        yield Portion(path, form, 0, size_bytes, size_bytes)
+    else:
+        # A line belongs to the portion that its first byte lies in.
+        for start in range(0, size_bytes, shard_bytes):
+            stop = min(start + shard_bytes, size_bytes)
+            yield Portion(path, form, start, stop, stop - start)
+
+
+def _jsonl_documents(portion: Portion, column: str) -> Iterator[tuple[str, int]]:
+    if portion.path.suffix == ".gz":
+        for record in jsonl_records(portion.path):
+            # Progress counts the bytes of the compressed file, of which nobody knows which ones a line was.
+            yield column_text(record.fields, column, record.place), 0
+        return
+    with portion.path.open("rb") as file:
+        if portion.start:
+            file.seek(portion.start - 1)
+            file.readline()
+        while (at := file.tell()) < portion.stop and (line := file.readline()):
+            try:
+                text = _line_text(line, portion.path, 2 if at else 1, column)
+            except ConfigError:
+                # Only now is the number of the line worth reading the file for.
+                _line_text(line, portion.path, 1 + _count_lines(portion.path, at), column)
+                raise
+            yield text, len(line)
+
+
+def _line_text(line: bytes, path: Path, number: int, column: str) -> str:
+    record = parse_line(line, path, number)
+    return column_text(record.fields, column, record.place) if record else ""
+
+
+def _count_lines(path: Path, stop: int) -> int:
+    """Line ends among the first `stop` bytes."""
+    count = 0
+    with path.open("rb") as file:
+        while stop > 0 and (block := file.read(min(stop, _BLOCK_BYTES))):
+            count += block.count(b"\n")
+            stop -= len(block)
+    return count
+
+
+def _parquet_documents(portion: Portion, column: str) -> Iterator[tuple[str, int]]:
+    file = _open_parquet(portion.path)
+    if column not in file.schema_arrow.names:
+        raise ConfigError(f"--column {column}: {portion.path} has {unknown_column(column, file.schema_arrow.names)}")
+    groups = range(portion.start, portion.stop)
+    row = sum(file.metadata.row_group(group).num_rows for group in range(portion.start))
+    num_rows = max(1, sum(file.metadata.row_group(group).num_rows for group in groups))
+    for batch in file.iter_batches(_PARQUET_ROWS, row_groups=list(groups), columns=[column]):
+        for text in batch.column(0).to_pylist():
+            row += 1
+            if not isinstance(text, str):
+                what = "nothing" if text is None else type(text).__name__
+                raise ConfigError(f"{portion.path}: column {column!r} holds {what}, not text, in row {row}")
+            yield text, portion.size_bytes // num_rows
+
+
+def _open_parquet(path: Path) -> Any:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs the package pyarrow, which is not installed; install the extra hf: pip install 'moefold[hf]'"
+        ) from error
+    try:
+        return ParquetFile(path)
+    except (OSError, ArrowException) as error:
+        raise ConfigError(f"{path} is not a complete parquet file ({error}); copy it anew or leave it out") from error

@@ -1,0 +1,128 @@
+"""A whole tokenisation: plan, shards, and a note of what they were made from, so that it can go on after a kill."""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moefold.data.progress import ReadProgress
+from moefold.data.shard_plan import Shard, input_files, plan_shards
+from moefold.data.shard_writer import DRAFTS, ShardSize, ShardWriter
+from moefold.data.token_file import NOTE
+from moefold.data.worker_pool import run_tasks
+from moefold.errors import ConfigError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenization:
+    """What came of it."""
+
+    num_documents: int
+    num_tokens: int
+    num_shards: int
+    num_new_tokens: int
+    """Tokens that this call made, and no earlier one that was stopped."""
+
+
+def tokenize_files(
+    inputs: Sequence[str], writer: ShardWriter, *, form: str, shard_bytes: int, num_processes: int
+) -> Tokenization:
+    """Tokenise files into a folder that data.kind="tokens" reads.
+
+    The shards and every byte of them depend on the input, the tokenizer and shard_bytes, not on the number of
+    processes. A call that was stopped is taken up by the next one with the same arguments: finished shards stay.
+
+    Args:
+        inputs: files and folders.
+        writer: the folder, the tokenizer and the column.
+        form: of the files: "text", "jsonl", "parquet", or "auto".
+        shard_bytes: input of one shard.
+        num_processes: processes at once.
+
+    Raises:
+        ConfigError: the input cannot be used (file and line are named), or the folder holds something else.
+    """
+    tokenizer = writer.load_tokenizer()
+    files = input_files(inputs, form)
+    shards = plan_shards(files, shard_bytes)
+    note: dict[str, Any] = {
+        "format": FORMAT_VERSION,
+        "tokenizer": tokenizer.identity,
+        "vocab_size": tokenizer.vocab_size,
+        "separator_id": tokenizer.separator_id,
+        "column": writer.column,
+        "shard_bytes": shard_bytes,
+        "files": [[str(path), kind, path.stat().st_size, path.stat().st_mtime_ns] for path, kind in files],
+        "num_shards": len(shards),
+    }
+    with _claim(writer.out):
+        _refuse_other(writer.out, note)
+        _write_note(writer.out, note | {"is_complete": False})
+        for draft in writer.out.glob(DRAFTS):
+            draft.unlink()
+        done = {shard.number: size for shard in shards if (size := writer.find(shard.number)) is not None}
+        new = _write_missing(writer, [shard for shard in shards if shard.number not in done], num_processes)
+        sizes = [*done.values(), *new]
+        result = Tokenization(
+            num_documents=sum(size.num_documents for size in sizes),
+            num_tokens=sum(size.num_tokens for size in sizes),
+            num_shards=len(shards),
+            num_new_tokens=sum(size.num_tokens for size in new),
+        )
+        totals = {"num_documents": result.num_documents, "num_tokens": result.num_tokens}
+        _write_note(writer.out, note | totals | {"is_complete": True})
+    return result
+
+
+def _write_missing(writer: ShardWriter, shards: list[Shard], num_processes: int) -> list[ShardSize]:
+    total_bytes = sum(shard.size_bytes for shard in shards)
+    with ReadProgress("Tokenising", total_bytes) as progress:
+        return [size for _, size in run_tasks(writer.write, shards, num_processes, progress.advance)]
+
+
+@contextlib.contextmanager
+def _claim(out: Path) -> Iterator[None]:
+    """Make the folder and keep others from writing to it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / ".lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+    except BlockingIOError:
+        raise ConfigError(f"--out {out} is being written by another `moefold tokenize`; wait for it") from None
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out} cannot be written ({error.strerror or error}); choose another folder"
+        ) from error
+
+
+def _refuse_other(out: Path, note: dict[str, Any]) -> None:
+    try:
+        found = json.loads((out / NOTE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if any(path.name != ".lock" for path in out.iterdir()):
+            raise ConfigError(f"--out {out} is not empty and holds no tokens of this program; choose another") from None
+        return
+    except ValueError:
+        found = {}
+    wrong = [key for key, value in note.items() if found.get(key) != value]
+    if wrong:
+        raise ConfigError(
+            f"--out {out} holds tokens of other input or settings (another {wrong[0]}); choose another folder or "
+            "remove it"
+        )
+
+
+def _write_note(out: Path, note: dict[str, Any]) -> None:
+    draft = out / f".{NOTE}.partial"
+    with draft.open("w", encoding="utf-8") as file:
+        json.dump(note, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(out / NOTE)

@@ -1,0 +1,108 @@
+"""Tasks over processes that end with the one that started them, even if that is killed."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from moefold.errors import ConfigError
+
+Report = Callable[[int], None]
+Work = Callable[[Any, Report], Any]
+
+
+def run_tasks(work: Work, tasks: Sequence[Any], num_processes: int, report: Report) -> Iterator[tuple[int, Any]]:
+    """Do the work of every task, in any order.
+
+    Args:
+        work: called with a task and with a function that takes progress; both have to be picklable.
+        tasks: what to do.
+        num_processes: at most so many at once; 1 works in this process.
+        report: told the progress of all.
+
+    Yields:
+        The number of a finished task, and what the work returned.
+
+    Raises:
+        ConfigError: as the work does, or a process was killed.
+    """
+    if num_processes == 1 or len(tasks) < 2:
+        for number, task in enumerate(tasks):
+            yield number, work(task, report)
+        return
+    context = multiprocessing.get_context("spawn")
+    processes = {}
+    try:
+        for _ in range(min(num_processes, len(tasks))):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+            process.start()
+            theirs.close()
+            processes[ours] = process
+        yield from _distribute(processes, tasks, report)
+    finally:
+        for connection, process in processes.items():
+            connection.close()
+            process.terminate()
+            process.join()
+
+
+def _distribute(processes: dict[Connection, Any], tasks: Sequence[Any], report: Report) -> Iterator[tuple[int, Any]]:
+    waiting = list(enumerate(tasks))[::-1]
+    idle = list(processes)
+    busy: set[Connection] = set()
+    while waiting or busy:
+        while waiting and idle:
+            connection = idle.pop()
+            connection.send(waiting.pop())
+            busy.add(connection)
+        for ready in wait(list(busy)):
+            assert isinstance(ready, Connection)
+            try:
+                kind, value = ready.recv()
+            except (EOFError, OSError):
+                process = processes[ready]
+                process.join()
+                raise ConfigError(
+                    f"a process that tokenises was ended by something else (exit code {process.exitcode}), perhaps for "
+                    "want of memory; the same command goes on, with a smaller --processes if need be"
+                ) from None
+            if kind == "progress":
+                report(value)
+            elif kind == "refused":
+                raise ConfigError(value)
+            elif kind == "failed":
+                raise RuntimeError(f"a process that tokenises failed:\n{value}")
+            else:
+                busy.remove(ready)
+                idle.append(ready)
+                yield value
+
+
+def _serve(connection: Connection, work: Work) -> None:
+    """Do tasks until the other side hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The processes already use all cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def report(progress: int) -> None:
+        connection.send(("progress", progress))
+
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            number, task = connection.recv()
+            try:
+                answer: tuple[str, Any] = ("done", (number, work(task, report)))
+            except ConfigError as error:
+                answer = ("refused", str(error))
+            except BrokenPipeError:
+                return
+            except OSError as error:
+                answer = ("refused", f"a token file cannot be written: {error}")
+            except Exception:  # noqa: BLE001
+                answer = ("failed", traceback.format_exc())
+            connection.send(answer)

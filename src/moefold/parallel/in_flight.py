@@ -1,0 +1,104 @@
+"""Exchanges that run while the rank computes something else, forward and backward.
+
+An exchange is two nodes of the autograd graph: one begins it, the other waits for it. What is computed between the two
+hides it. Backward the second node begins the exchange of the gradients and the first one waits, and because autograd
+takes the later-made of two ready nodes first, the gradients of what was computed between hide that one too.
+
+A rank must begin and await its exchanges in the same order as the other members.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from moefold.parallel.collectives import begin_all_gather, begin_exchange, begin_reduce
+from moefold.parallel.groups import Group
+
+Begin = Callable[[Tensor], tuple[Tensor, dist.Work | None]]
+"""Begins an exchange of a tensor; returns what will hold the result, and what to wait for."""
+
+
+@dataclass
+class _Exchange:
+    """Both directions of one exchange, and what is under way of them."""
+
+    forward: Begin
+    backward: Begin
+    under_way: tuple[Tensor, dist.Work | None] | None = None
+
+    def wait(self) -> Tensor:
+        """What was exchanged, which is forgotten here."""
+        assert self.under_way is not None, "begun before it is awaited, and awaited once"
+        buffer, work = self.under_way
+        self.under_way = None
+        if work is not None:
+            work.wait()
+        return buffer
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """An exchange under way."""
+
+    _ticket: Tensor
+    _exchange: _Exchange | None
+
+    def wait(self) -> Tensor:
+        """The result; to be asked for once."""
+        if self._exchange is None:
+            return self._ticket
+        received: Tensor = _Await.apply(self._ticket, self._exchange)
+        return received
+
+
+def start_all_to_all(x: Tensor, group: Group, send_rows: Sequence[int], receive_rows: Sequence[int]) -> InFlight:
+    """Begin `collectives.all_to_all`; `x` must not change before the wait."""
+    sent, received = list(send_rows), list(receive_rows)
+    return _start(
+        x,
+        group,
+        lambda rows: begin_exchange(rows, group, sent, received),
+        lambda grad: begin_exchange(grad, group, received, sent),
+    )
+
+
+def start_all_gather(x: Tensor, group: Group) -> InFlight:
+    """Begin `collectives.all_gather`; `x` must not change before the wait."""
+    return _start(x, group, lambda rows: begin_all_gather(rows, group), lambda grad: begin_reduce(grad, group))
+
+
+def _start(x: Tensor, group: Group, forward: Begin, backward: Begin) -> InFlight:
+    if group.size == 1:
+        return InFlight(x, None)
+    exchange = _Exchange(forward, backward)
+    return InFlight(_Begin.apply(x, exchange), exchange)
+
+
+class _Begin(Function):
+    """Gives an empty tensor, the ticket, which ties the two nodes together: the gradient has another shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.under_way = exchange.forward(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.wait(), None
+
+
+class _Await(Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.under_way = ctx.exchange.backward(grad)
+        return grad.new_empty(0), None

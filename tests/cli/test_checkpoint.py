@@ -1,0 +1,141 @@
+"""`moefold checkpoint` as a user sees it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moefold.cli.main import main
+from tests.train.test_trainer import _train, recipe
+
+pytestmark = pytest.mark.parity
+
+STEPS = ("step-000002", "step-000004")
+
+
+@pytest.fixture(scope="module")
+def run(pool, tmp_path_factory) -> Path:
+    """A run of two ranks, saved after steps 2 and 4."""
+    run_dir = tmp_path_factory.mktemp("run")
+    pool.run(2, _train, recipe(run_dir, 4, dtype="float32", world_size=2, ep=2))
+    return run_dir
+
+
+@pytest.fixture
+def copy(run, tmp_path) -> Path:
+    """The same run, to be damaged."""
+    for file in run.rglob("*"):
+        if file.is_file():
+            target = tmp_path / file.relative_to(run)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def _flip(checkpoint: Path) -> None:
+    file = checkpoint / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def _words(*words: object) -> list[str]:
+    return ["checkpoint", *map(str, words)]
+
+
+def test_list(run, capsys):
+    assert main(_words("list", run)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["checkpoint", *STEPS]
+    assert lines[1].split()[1:3] == ["128", "8"]
+    assert "2 ranks ep=2" in lines[1]
+
+
+def test_list_as_json(run, capsys):
+    assert main(_words("list", run / "checkpoints", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(Path(row["path"]).name, row["meta"]["step"], row["faults"]) for row in found] == [
+        (STEPS[0], 2, []),
+        (STEPS[1], 4, []),
+    ]
+    assert found[0]["size_bytes"] == sum(file.stat().st_size for file in (run / "checkpoints" / STEPS[0]).iterdir())
+
+
+def test_show_takes_the_newest_of_a_run(run, capsys):
+    assert main(_words("show", run, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 4
+    experts = next(tensor for tensor in found["tensors"] if tensor["name"] == "model.layers.1.ffn.experts.w_up")
+    assert (experts["shape"], experts["dtype"], experts["num_chunks"]) == ([8, 16, 8], "float32", 2)
+    assert experts["size_bytes"] == 8 * 16 * 8 * 4
+    assert main(_words("show", run / "checkpoints" / STEPS[0], "--tensors")) == 0
+    text = capsys.readouterr().out
+    assert "after step 2, 8 samples and 128 tokens" in text
+    assert "layers.1.ffn.experts.w_up" in text
+
+
+def test_verify_names_what_is_damaged(copy, capsys):
+    assert main(_words("verify", copy)) == 0
+    assert [line.rsplit(": ", 1)[1] for line in capsys.readouterr().out.splitlines()] == ["sound", "sound"]
+    damaged = copy / "checkpoints" / STEPS[0]
+    _flip(damaged)
+    assert main(_words("verify", damaged)) == 1
+    assert capsys.readouterr().out == f"{damaged}: file __1_0.distcp has other content than was written\n"
+    assert main(_words("verify", copy)) == 1
+    assert capsys.readouterr().out.splitlines()[1].endswith(f"{STEPS[1]}: sound")
+
+
+def test_diff_of_equals_and_of_others(run, copy, capsys):
+    assert main(_words("diff", run, copy)) == 0
+    assert capsys.readouterr().out == "all tensors are equal\n"
+    assert main(_words("diff", run / "checkpoints" / STEPS[0], run, "--json", "--weights")) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["description"]["step"] == [2, 4]
+    names = [difference["name"] for difference in found["tensors"]]
+    assert "model.layers.1.ffn.experts.w_up" in names
+    assert not any(name.startswith("optimizer.") for name in names)
+    assert all(0 < difference["max_abs"] < 0.1 for difference in found["tensors"])
+
+
+def test_diff_of_other_sizes(pool, run, tmp_path, capsys):
+    cfg = recipe(tmp_path, 2)
+    pool.run(1, _train, replace(cfg, model=replace(cfg.model, num_layers=1, vocab_size=64)))
+    assert main(_words("diff", run / "checkpoints" / STEPS[0], tmp_path, "--json")) == 1
+    what = {d["name"]: d["what"] for d in json.loads(capsys.readouterr().out)["tensors"]}
+    assert what["model.layers.1.attention.wq"] == "only in the first"
+    assert what["model.embedding.weight"].startswith("shape [32, 16] | [64, 16]")
+    assert what["model.layers.0.attention.wq"] == "type torch.float32 | torch.float64"
+
+
+def test_rm_leaves_the_last_one_unless_forced(copy, capsys):
+    first, last = (copy / "checkpoints" / step for step in STEPS)
+    assert main(_words("rm", first, last)) == 2
+    assert "that would leave no complete checkpoint" in capsys.readouterr().err
+    assert first.is_dir()
+    assert main(_words("rm", first)) == 0
+    assert sorted(path.name for path in first.parent.iterdir()) == [STEPS[1]]
+    assert main(_words("rm", last, "--force")) == 0
+    assert not list(first.parent.iterdir())
+
+
+def test_wrong_folders_are_one_message(run, tmp_path, capsys):
+    for words, message in (
+        (("list", tmp_path / "nope"), "does not exist; name a run, or a folder of checkpoints"),
+        (("show", tmp_path), "is no complete checkpoint and holds none"),
+        (("verify", tmp_path), "holds no complete checkpoint"),
+        (("rm", run), "is not named like a checkpoint, step-000100"),
+    ):
+        assert main(_words(*words)) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_listing_needs_no_torch(run):
+    code = (
+        "import sys; from moefold.cli.main import main; "
+        f"main(['checkpoint', 'list', {str(run)!r}]); main(['checkpoint', 'verify', {str(run)!r}]); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,45 @@
+"""`moefold tokenize` as a user sees it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moefold.cli.main import main
+
+
+def test_it_says_what_it_made_and_goes_on_from_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [json.dumps({"body": "x" * i}) for i in range(1, 20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    words = ["tokenize", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    words += ["--column", "body", "--processes", "1"]
+    assert main(words) == 0
+    assert "19 documents, 209 tokens in 1 shards; 209 of them new" in capsys.readouterr().out
+    assert main(words) == 0
+    assert "209 tokens in 1 shards; 0 of them new" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["missing.jsonl"], "INPUT='missing.jsonl' does not exist"),
+        (["a.jsonl", "--column", "txt"], "a.jsonl:1: no column 'txt'; did you mean 'text'"),
+        (["a.jsonl", "--tokenizer", "none.json"], "--tokenizer='none.json' does not exist"),
+        (["a.jsonl", "--processes", "0"], "--processes 0 must be at least 1"),
+        (["a.jsonl", "--shard-mb", "0"], "--shard-mb 0 must be at least 1"),
+        (["a.jsonl", "--format", "parquet"], "a.jsonl is not a complete parquet file"),
+        (["empty.txt"], "holds no file with anything in it"),
+    ],
+)
+def test_user_errors(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+):
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"text": "a"}\n')
+    Path("empty.txt").touch()
+    assert main(["tokenize", "--tokenizer", "bytes", "--out", "out", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,128 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from moefold.config.schema import DataConfig
+from moefold.data.chat import BYTES_TEMPLATE, ChatTemplate, load_chat_template
+from moefold.errors import ConfigError
+
+CHAT = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "Two.\nThree."},
+    {"role": "user", "content": "Four?"},
+    {"role": "assistant", "content": " Five."},
+]
+RESPONSES = ["Two.\nThree.<|im_end|>", " Five.<|im_end|>"]
+MARKED = """\
+{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}
+A:{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}
+{% else %}
+U:{{ m.content }}
+{% endif %}{% endfor %}"""
+FORGETS = """\
+{% for m in messages %}[{{ m.role }}]{% if loop.last %}<thought>{% endif %}{{ m.content }};{% endfor %}
+{% if add_generation_prompt %}[assistant]{% endif %}"""
+
+
+def template(source: str = BYTES_TEMPLATE, **special: str) -> ChatTemplate:
+    return ChatTemplate(source, place="here", special_tokens=special)
+
+
+def spans(chat: ChatTemplate, messages: list) -> list[str]:
+    rendered = chat.render(messages, None, "f:1")
+    return [rendered.text[span.start : span.stop] for span in rendered.responses]
+
+
+def test_chat_ml_of_bytes():
+    rendered = template().render(CHAT[:3], None, "f:1")
+    assert rendered.text == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n"
+        "<|im_start|>assistant\nTwo.\nThree.<|im_end|>\n"
+    )
+    assert spans(template(), CHAT) == RESPONSES
+
+
+def test_turns_that_the_template_marks_are_believed():
+    chat = template(MARKED, bos_token="<s>", eos_token="</s>")
+    rendered = chat.render(CHAT[1:], None, "f:1")
+    assert rendered.text == "<s>U:One?\nA:Two.\nThree.</s>U:Four?\nA: Five.</s>"
+    assert spans(chat, CHAT[1:]) == ["Two.\nThree.</s>", " Five.</s>"]
+
+
+def test_a_template_that_writes_turns_otherwise_later_is_refused():
+    assert spans(template(FORGETS), CHAT[:1]) == []
+    with pytest.raises(ConfigError, match=r"f:1: .* writes turn 3 otherwise .*\{% generation %\}"):
+        template(FORGETS).render(CHAT, None, "f:1")
+
+
+def test_it_renders_as_transformers_does():
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    for source in (BYTES_TEMPLATE, MARKED):
+        chat = template(source, bos_token="<s>", eos_token="</s>")
+        texts, indices = utils.render_jinja_template(
+            [CHAT],
+            chat_template=source,
+            return_assistant_tokens_mask="generation" in source,
+            bos_token="<s>",
+            eos_token="</s>",
+        )
+        assert chat.render(CHAT, None, "f:1").text == texts[0]
+        if source == MARKED:
+            marked = [range(*span) for span in indices[0]]
+            assert chat.render(CHAT, None, "f:1").responses == tuple(marked)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__()[0].__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages.append({}) }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{{ raise_exception.__globals__.json }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(attack: str):
+    with pytest.raises(ConfigError, match="refuses the conversation"):
+        template("{{ messages[0].content }}" + attack).render(CHAT, None, "f:1")
+
+
+def test_what_the_template_refuses_is_said_with_the_line():
+    with pytest.raises(ConfigError, match=r"f:1: .*only users"):
+        template("{{ raise_exception('only users') }}").render(CHAT, None, "f:1")
+    with pytest.raises(ConfigError, match="not a Jinja template"):
+        template("{% for m in %}")
+
+
+def tokenizer_folder(folder: Path, **settings: object) -> DataConfig:
+    (folder / "tokenizer.json").write_text("{}")
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return DataConfig(kind="sft", tokenizer=str(folder))
+
+
+def test_where_templates_come_from(tmp_path: Path):
+    data = tokenizer_folder(tmp_path, chat_template="config {{ eos_token }}", eos_token={"content": "E"})
+    assert load_chat_template(data).render(CHAT, None, "").text == "config E"
+    several = [{"name": "rag", "template": "r"}, {"name": "default", "template": "several"}]
+    assert (
+        load_chat_template(tokenizer_folder(tmp_path, chat_template=several)).render(CHAT, None, "").text == "several"
+    )
+    (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}")
+    assert load_chat_template(data).render(CHAT, None, "").text == "file "
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("mine")
+    chosen = DataConfig(kind="sft", tokenizer=str(tmp_path), chat_template=str(mine))
+    assert load_chat_template(chosen).render(CHAT, None, "").text == "mine"
+
+
+def test_a_tokenizer_without_a_template(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"has no chat template: .*data.chat_template"):
+        load_chat_template(tokenizer_folder(tmp_path))
+    with pytest.raises(ConfigError, match=r"has no chat template"):
+        load_chat_template(tokenizer_folder(tmp_path, chat_template=[{"name": "rag", "template": "r"}]))

@@ -1,0 +1,38 @@
+import pytest
+
+from moefold.data.conversation import conversation_of
+from moefold.data.jsonl import Record
+from moefold.errors import ConfigError
+
+
+def read(fields: dict):
+    return conversation_of(Record("f.jsonl:7", fields, 0))
+
+
+def test_both_forms():
+    turns = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"})
+    assert read({"messages": list(turns)}).messages == turns
+    assert read({"prompt": "hi", "response": "ho"}).messages == turns
+    assert read({"prompt": "hi", "completion": "ho", "id": 3}).messages == turns
+    assert read({"messages": list(turns), "tools": [1]}).tools == [1]
+    assert read({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}).messages
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": [{"content": "hi"}]}, "message 1 has no role"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}, "message 2 has no text"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 has no text"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": "hi"}, "at least one message"),
+        ({"messages": ["hi"]}, "message 1 must be an object"),
+        ({"message": []}, "'message' has another name"),
+        ({"prompt": "hi", "responce": "x"}, "did you mean 'responce'"),
+        ({"a": 1}, "is no conversation"),
+    ],
+)
+def test_what_is_no_conversation(fields: dict, words: str):
+    with pytest.raises(ConfigError, match=words) as error:
+        read(fields)
+    assert "f.jsonl:7" in str(error.value)

@@ -1,0 +1,104 @@
+"""Fine-tuning on packed conversations: as if each were alone, and the same mean under every mapping."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moefold.config.schema import Config, DataConfig
+from moefold.data import open_dataset
+from moefold.model.init import initialise
+from moefold.model.transformer import Transformer, build_model
+from moefold.verify.compare import differences, run_oracle
+from moefold.verify.mapping import MappingRecord, run_mapping
+from tests.verify.recipes import tiny
+
+S = 48
+TEMPLATE = """\
+{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a{% endif %}"""
+
+
+def fine_tuning(folder: Path, **changes: object) -> Config:
+    """A recipe on conversations of 6 to 60 bytes, whose answers have 1 to 30."""
+    template, file = folder / "template.jinja", folder / "chats.jsonl"
+    template.write_text(TEMPLATE)
+    with file.open("w") as lines:
+        for i in range(40):
+            turns = [("user", f"q{i}"), ("assistant", "b" * (1 + i * i % 30)), ("user", "w"), ("assistant", f"{i}")]
+            messages = [{"role": role, "content": content} for role, content in turns[: 2 + 2 * (i % 2)]]
+            lines.write(json.dumps({"messages": messages}) + "\n")
+    cfg = tiny(model={"vocab_size": 256}, train={"seq_len": S, "global_batch_size": 4}, **changes)
+    data = DataConfig(kind="sft", path=str(file), chat_template=str(template), validation_fraction=0.2)
+    return replace(cfg, data=data)
+
+
+def _mapping(cfg: Config, num_steps: int, cache: str) -> MappingRecord:
+    os.environ["XDG_CACHE_HOME"] = cache
+    return run_mapping(cfg, num_steps)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "mapping",
+    [{"world_size": 2}, {"world_size": 2, "cp": 2, "ep": 2}, {"world_size": 2, "tp": 2}, {"world_size": 4, "cp": 2}],
+    ids=str,
+)
+def test_mappings_equal_the_oracle(pool, mapping, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cfg = fine_tuning(tmp_path, **mapping)
+    split = open_dataset(cfg.data, seq_len=S, vocab_size=256, seed=cfg.run.seed).train
+    targets = [int(sample.weights.sum()) for sample in (split.marked_sample(i) for i in range(4))]
+    assert sum(targets[:2]) != sum(targets[2:]), "the ranks of dp must not have as many targets"
+    ranks = pool.run(cfg.parallel.world_size, _mapping, cfg, 2, str(tmp_path))
+    worst = differences(run_oracle(replace(cfg, parallel=replace(cfg.parallel, **ONE)), 2), ranks)[0]
+    assert worst.error <= 1e-9, worst
+
+
+ONE = {"world_size": 1, "tp": 1, "cp": 1, "ep": 1}
+
+
+def _model(cfg: Config) -> Transformer:
+    model = build_model(cfg).double()
+    initialise(model, cfg.model, cfg.run.seed)
+    return model.train()
+
+
+def test_packed_conversations_equal_each_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cfg = fine_tuning(tmp_path)
+    cfg = replace(cfg, moe=replace(cfg.moe, aux_loss=0.0, z_loss=0.0))
+    batch = open_dataset(cfg.data, seq_len=S, vocab_size=256, seed=0).train.batch(0, 4)
+    inputs, labels = torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels)
+    weights, starts = batch.target_weights(), batch.starts()
+    assert weights is not None
+    share = torch.from_numpy(weights / weights.sum())
+    packed, alone = _model(cfg), _model(cfg)
+    packed.place(torch.arange(S))
+    loss = packed(inputs, labels, share, starts=torch.from_numpy(starts))
+    loss.backward()
+    # Each conversation by itself: its mean over its own targets counts as many times as it has targets.
+    num_targets, total = 0, 0.0
+    for row in range(4):
+        for document in np.unique(batch.documents[row]):
+            tokens = torch.from_numpy(batch.tokens[row : row + 1, batch.documents[row] == document])
+            inside = (batch.documents[row, 1:] == document) & (batch.documents[row, :-1] == document)
+            mine = torch.from_numpy(batch.weights[row : row + 1, inside])
+            if not mine.any():
+                continue
+            alone.place(torch.arange(tokens.shape[1] - 1))
+            part = alone(tokens[:, :-1], tokens[:, 1:], mine / mine.sum()) * mine.sum() / weights.sum()
+            part.backward()
+            total += float(part.detach())
+            num_targets += int(mine.sum())
+    assert num_targets == int(weights.sum()) > 50
+    assert float(loss.detach()) == pytest.approx(total, rel=1e-12)
+    gradients = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    for name, parameter in packed.named_parameters():
+        error = (parameter.grad - gradients[name]).abs().max()
+        assert error <= 1e-11 * gradients[name].abs().max(), name
+    crossing = packed(inputs, labels, share)
+    assert abs(float(crossing.detach()) - total) > 1e-4
