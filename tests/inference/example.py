@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from moefold.checkpoint.store import save_checkpoint
+from moefold.checkpoint.folder import Position
+from moefold.checkpoint.store import checkpoint_state
+from moefold.checkpoint.store import write_checkpoint as write
 from moefold.config.checks import check_config
 from moefold.config.load import config_from_dict, write_config_json
 from moefold.config.schema import Config
@@ -36,11 +38,40 @@ def recipe(family: str, run_dir: Path, dtype: str = "float32", moe: dict[str, An
     )
 
 
+LATENT = {
+    "attention": "mla",
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 14,
+    "num_query_groups": 4,
+    "head_dim": 0,
+    "layer_pattern": "DMM",
+    "router_score": "sigmoid",
+    "expert_bias": True,
+    "mtp_layers": 1,
+}
+"""Multi-head latent attention with heads of two widths, a layer for further tokens, and a router with a bias."""
+
+
+def latent_recipe(run_dir: Path) -> Config:
+    """A small model of the kind of DeepSeek-V3, float64."""
+    return config_from_dict(
+        {
+            "run": {"dtype": "float64", "seed": 6, "dir": str(run_dir)},
+            "model": SIZES | LATENT,
+            "train": {"seq_len": 24, "global_batch_size": 2, "micro_batch_size": 2},
+            "data": {"kind": "synthetic"},
+        }
+    )
+
+
 def write_checkpoint(cfg: Config) -> None:
     """Save the initial weights as step 7 of a run; on one rank of a process group."""
     training = TrainingStep(parallelize(cfg, ParallelGroups.create(check_config(cfg), CPU)), cfg)
-    numbers = {"step": 7, "samples": 0, "tokens": 0}
-    save_checkpoint(cfg, training.parameters, training.buffers, training.optimizer, **numbers, is_first_rank=True)
+    state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
+    write(cfg, state, Position(step=7, samples=0, tokens=0))
     write_config_json(cfg, Path(cfg.run.dir) / "config.json")
 
 

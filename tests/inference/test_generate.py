@@ -93,6 +93,24 @@ def test_greedy_with_a_cache_equals_greedy_without(pool, qwen3):
     assert len({tuple(found.tokens) for found in with_cache}) == len(PROMPTS)
 
 
+def run_whole(path: Path, num_tokens: int) -> torch.Tensor:
+    """Logits [S, B, V] of two given rows of ids, without a cache."""
+    model = opened(path, "evaluate", {}, num_tokens, 2).model
+    model.stage.place(torch.arange(num_tokens))
+    logits = model.forward(torch.from_numpy(row_of_ids(2 * num_tokens).astype("int64")).view(2, -1))
+    assert logits is not None
+    return logits
+
+
+@pytest.mark.parametrize("mapping", [MAPPINGS[0], MAPPINGS[1], MAPPINGS[3]], ids=name)
+def test_latent_attention_decodes_with_a_cache(pool, latent, mapping):
+    pieces = [5, 1, 3, 1, 1]
+    whole = pool.run(1, run_whole, latent, sum(pieces))[0]
+    ends = torch.tensor(pieces).cumsum(0) - 1
+    for found in pool.run(mapping.get("world_size", 1), run_in_pieces, latent, mapping, pieces):
+        torch.testing.assert_close(found, whole[ends], rtol=1e-9, atol=1e-9)
+
+
 def test_draws_are_the_same_under_every_mapping_and_others_for_another_seed(pool, mixtral):
     drawn = [
         pool.run(mapping.get("world_size", 1), run_generation, mixtral, mapping, Sampling(temperature=2.0, seed=seed))

@@ -174,7 +174,8 @@ class Decoder:
             num_keys: one more than the largest position.
 
         Returns:
-            Logits [B, V], float32 or wider, the same on every rank of the last stage; elsewhere zeros of that shape.
+            Logits [B, V], float32 or wider, the same on every rank of the last stage; elsewhere zeros of that shape and
+            type.
         """
         model, device = self._model, self._model.groups.device
         num_tokens = tokens.shape[1]
@@ -186,6 +187,7 @@ class Decoder:
             self._picked.rows_B = picked_B.to(device)
         model.stage.place(positions_SB)
         logits = model.forward(tokens.to(device), self._tokens.begin(num_tokens))
+        dtype = torch.promote_types(model.stage.dtype, torch.float32)
         if logits is None:
-            return torch.zeros(tokens.shape[0], model.cfg.model.vocab_size, device=device)
-        return model.whole_logits(logits[0]).to(torch.promote_types(logits.dtype, torch.float32))
+            return torch.zeros(tokens.shape[0], model.cfg.model.vocab_size, dtype=dtype, device=device)
+        return model.whole_logits(logits[0]).to(dtype)
