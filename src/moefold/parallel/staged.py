@@ -8,6 +8,7 @@ from moefold.config.schema import Config
 from moefold.model.attention import Attention
 from moefold.model.cache import CachedAttention, Span
 from moefold.model.core_attention import CoreAttention
+from moefold.model.latent_attention import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.seams import Tokens
 from moefold.model.transformer import Embedding, Head
@@ -142,15 +143,16 @@ class Decoder:
         self._span = Span(torch.zeros(0, 0, dtype=torch.int64, device=device), 0, True)
         self._tokens = UnevenTokens(model.groups.attn.tp)
         self._picked: PickedTokens | None = None
-        self._cores: list[tuple[Attention, CoreAttention]] = []
-        self._seams: list[tuple[Attention | SwiGLU | Embedding | Head, Tokens]] = []
+        self._cores: list[tuple[Attention | LatentAttention, CoreAttention]] = []
+        self._seams: list[tuple[Attention | LatentAttention | SwiGLU | Embedding | Head, Tokens]] = []
 
     def __enter__(self) -> "Decoder":
         for module in self._model.stage.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, Attention | LatentAttention):
                 self._cores.append((module, module.core))
-                module.core = CachedAttention(self._span, self._capacity)
-            if isinstance(module, Attention | SwiGLU | Embedding | Head):
+                window = module.window if isinstance(module, Attention) else 0
+                module.core = CachedAttention(self._span, self._capacity, window)
+            if isinstance(module, Attention | LatentAttention | SwiGLU | Embedding | Head):
                 self._seams.append((module, module.tokens))
                 if self._model.groups.attn.tp.size > 1:
                     module.tokens = self._tokens
