@@ -5,13 +5,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moefold.config.schema import Config
-from moefold.model.attention import Attention
 from moefold.model.cache import CachedAttention, Span
-from moefold.model.core_attention import CoreAttention
-from moefold.model.latent_attention import LatentAttention
-from moefold.model.mlp import SwiGLU
 from moefold.model.seams import Tokens
-from moefold.model.transformer import Embedding, Head
+from moefold.model.transformer import Head
 from moefold.parallel.collectives import all_gather, broadcast, gather_to_first, receive, start_send
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import cut_model
@@ -143,30 +139,30 @@ class Decoder:
         self._span = Span(torch.zeros(0, 0, dtype=torch.int64, device=device), 0, True)
         self._tokens = UnevenTokens(model.groups.attn.tp)
         self._picked: PickedTokens | None = None
-        self._cores: list[tuple[Attention | LatentAttention, CoreAttention]] = []
-        self._seams: list[tuple[Attention | LatentAttention | SwiGLU | Embedding | Head, Tokens]] = []
+        self._before: list[tuple[nn.Module, str, object]] = []
 
     def __enter__(self) -> "Decoder":
         for module in self._model.stage.modules():
-            if isinstance(module, Attention | LatentAttention):
-                self._cores.append((module, module.core))
-                window = module.window if isinstance(module, Attention) else 0
-                module.core = CachedAttention(self._span, self._capacity, window)
-            if isinstance(module, Attention | LatentAttention | SwiGLU | Embedding | Head):
-                self._seams.append((module, module.tokens))
-                if self._model.groups.attn.tp.size > 1:
-                    module.tokens = self._tokens
+            # Whatever attention or feed-forward layer it is: it has the seam or it has not.
+            if hasattr(module, "core"):
+                self._replace(module, "core", CachedAttention(self._span, self._capacity, module.window))
             if isinstance(module, Head):
-                module.tokens = self._picked = PickedTokens(module.tokens)
+                inner: Tokens = self._tokens if self._model.groups.attn.tp.size > 1 else module.tokens
+                self._picked = PickedTokens(inner)
+                self._replace(module, "tokens", self._picked)
+            elif hasattr(module, "tokens") and self._model.groups.attn.tp.size > 1:
+                self._replace(module, "tokens", self._tokens)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._model.finish()
-        for attention, core in self._cores:
-            attention.core = core
-        for module, tokens in self._seams:
-            module.tokens = tokens
+        for module, seam, before in self._before:
+            setattr(module, seam, before)
         self._model.stage.place(self._model.positions)
+
+    def _replace(self, module: nn.Module, seam: str, now: object) -> None:
+        self._before.append((module, seam, getattr(module, seam)))
+        setattr(module, seam, now)
 
     def forward(self, tokens: Tensor, first_B: Tensor, picked_B: Tensor, num_keys: int) -> Tensor:
         """Run the next tokens of every sample; collective over all ranks.
