@@ -154,11 +154,6 @@ def latent_faults(cfg: Config) -> Iterator[str]:
     ):
         if getattr(model, key):
             yield f"model.{key}=true does not go with model.attention='mla', {why}; set {key}=false, or attention='gqa'"
-    if "W" in model.attention_pattern:
-        yield (
-            f"model.attention_pattern={model.attention_pattern!r} does not go with model.attention='mla', which has no "
-            "windows; choose attention_pattern='F', or attention='gqa'"
-        )
 
 
 def window_faults(cfg: Config) -> Iterator[str]:

@@ -185,5 +185,4 @@ def _apply_expert_parallel(
 def _apply_context_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config) -> None:
     for module in stage.modules():
         if isinstance(module, Attention | LatentAttention):
-            window = module.window if isinstance(module, Attention) else 0
-            module.core = context_attention(cfg.parallel.context, groups.attn.cp, window)
+            module.core = context_attention(cfg.parallel.context, groups.attn.cp, module.window)
