@@ -53,10 +53,23 @@ IDLE = (
         "model.rope_scaling_factor",
         lambda cfg: cfg.model.rope_scaling == "none",
         "model.rope_scaling='none' stretches nothing",
-        "choose model.rope_scaling='linear' or 'llama3'",
+        "choose model.rope_scaling='linear', 'llama3' or 'yarn'",
     ),
     Idle(
-        "model.rope_original_seq_len model.rope_low_freq_factor model.rope_high_freq_factor",
+        "model.rope_original_seq_len",
+        lambda cfg: cfg.model.rope_scaling not in ("llama3", "yarn"),
+        "only model.rope_scaling='llama3' and 'yarn' read it",
+        "choose one of these",
+    ),
+    Idle(
+        "model.rope_beta_fast model.rope_beta_slow model.rope_truncate model.rope_attention_factor model.rope_mscale "
+        "model.rope_mscale_all_dim",
+        lambda cfg: cfg.model.rope_scaling != "yarn",
+        "only model.rope_scaling='yarn' reads it",
+        "choose model.rope_scaling='yarn'",
+    ),
+    Idle(
+        "model.rope_low_freq_factor model.rope_high_freq_factor",
         lambda cfg: cfg.model.rope_scaling != "llama3",
         "only model.rope_scaling='llama3' reads it",
         "choose model.rope_scaling='llama3'",

@@ -1,5 +1,6 @@
 """Rules between the sizes of the model."""
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -90,6 +91,39 @@ def rope_scaling_faults(cfg: Config) -> Iterator[str]:
         yield (
             f"model.rope_low_freq_factor={model.rope_low_freq_factor} must be below "
             f"model.rope_high_freq_factor={model.rope_high_freq_factor}; the published pair is 1.0 and 4.0"
+        )
+    if model.rope_scaling == "yarn":
+        yield from _yarn_faults(model)
+
+
+def _yarn_faults(model: ModelConfig) -> Iterator[str]:
+    """The slowest wave is stretched, the blend lies within the head, and the factors do not contradict each other."""
+    fast, slow, seq_len = model.rope_beta_fast, model.rope_beta_slow, model.rope_original_seq_len
+    if slow >= fast:
+        yield (
+            f"model.rope_beta_slow={slow} must be below model.rope_beta_fast={fast}; the published pair is 1.0 and 32.0"
+        )
+        return
+    least, most = math.floor(2 * math.pi * slow) + 1, math.ceil(2 * math.pi * fast * model.rope_theta) - 1
+    if not least <= seq_len <= most:
+        yield (
+            f"model.rope_original_seq_len={seq_len} must be above 2*pi*rope_beta_slow and below "
+            f"2*pi*rope_beta_fast*rope_theta, so that some wave is stretched and some is not; choose {least} to {most}"
+        )
+    if model.rope_attention_factor and model.rope_mscale:
+        yield (
+            f"model.rope_mscale={model.rope_mscale} has no effect beside model.rope_attention_factor="
+            f"{model.rope_attention_factor}, which it would only derive; leave one of them out"
+        )
+    if model.rope_mscale and not model.rope_mscale_all_dim:
+        yield (
+            f"model.rope_mscale={model.rope_mscale} is divided by that of model.rope_mscale_all_dim, not given; "
+            "give both or neither"
+        )
+    if model.rope_mscale_all_dim and not model.rope_mscale:
+        yield (
+            f"model.rope_mscale_all_dim={model.rope_mscale_all_dim} divides that of model.rope_mscale, which is not "
+            "given; give both or neither"
         )
 
 

@@ -33,6 +33,13 @@ RANGES = (
     Range("must be at least 0 (0: hidden_size/num_attention_heads)", lambda size: size >= 0, "model", "head_dim"),
     Range("must be at least 0 (0: none)", lambda size: size >= 0, "model", "shared_expert_ffn_hidden_size"),
     Range(*POSITIVE, "model", "norm_eps init_std rope_low_freq_factor rope_high_freq_factor"),
+    Range(*POSITIVE, "model", "rope_beta_fast rope_beta_slow"),
+    Range(
+        "must be at least 0 (0: not given)",
+        lambda factor: factor >= 0,
+        "model",
+        "rope_attention_factor rope_mscale rope_mscale_all_dim",
+    ),
     Range("must be greater than 1", lambda base: base > 1, "model", "rope_theta"),
     Range("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "model", "rope_fraction"),
     Range(*_at_least(1), "model", "rope_scaling_factor"),

@@ -83,16 +83,31 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rope_fraction: float = 1.0
     """Part of each head that is rotated, in (0, 1]."""
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    rope_interleaved: bool = False
+    """Which dims make a pair: neighbours, 2i and 2i+1 (DeepSeek), or, if false, i and i + half (Llama)."""
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """Stretch of the rotary frequencies for contexts longer than the original one."""
     rope_scaling_factor: float = 1.0
     """Factor of the stretch, at least 1."""
     rope_original_seq_len: int = 8192
-    """Context length before the stretch (llama3)."""
+    """Context length before the stretch (llama3, yarn)."""
     rope_low_freq_factor: float = 1.0
     """Wavelengths above original/low are stretched in full (llama3)."""
     rope_high_freq_factor: float = 4.0
     """Wavelengths below original/high are left alone (llama3)."""
+    rope_beta_fast: float = 32.0
+    """Pairs that turn more often than this in the original context are left alone (yarn, arXiv:2309.00071)."""
+    rope_beta_slow: float = 1.0
+    """Pairs that turn less often than this in the original context are stretched in full (yarn)."""
+    rope_truncate: bool = True
+    """Round the pairs between which yarn blends outwards to whole ones (gpt-oss does not)."""
+    rope_attention_factor: float = 0.0
+    """Factor of the rotated parts of queries and keys (yarn); 0: m(rope_mscale) / m(rope_mscale_all_dim) where both
+    are given, else m(1), with m(x) = 0.1 * x * ln(rope_scaling_factor) + 1."""
+    rope_mscale: float = 0.0
+    """See rope_attention_factor; 0: not given."""
+    rope_mscale_all_dim: float = 0.0
+    """See rope_attention_factor; 0: not given."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
 
@@ -100,6 +115,11 @@ class ModelConfig:
     def head_size(self) -> int:
         """Width of one head, D."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotated_size(self) -> int:
+        """Dims of one head that RoPE turns."""
+        return round(self.head_size * self.rope_fraction)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

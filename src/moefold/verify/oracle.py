@@ -1,7 +1,8 @@
 """The reference that every mapping must equal: one process, float64, plain maths, no line shared with the trainer.
 
 Written to be read beside `docs/notation.md`, not to be fast: attention with an explicit mask, every expert over every
-token, AdamW by hand. It knows parameters by their names alone. What a router does is in `oracle_routing`.
+token, AdamW by hand. It knows parameters by their names alone. What a router does is in
+`oracle_routing`, and how heads are turned in `oracle_rotation`.
 """
 
 import math
@@ -14,6 +15,7 @@ from torch import Tensor
 from moefold.config.schema import Config
 from moefold.metrics.moe import MoELayerMetrics
 from moefold.train.lr_schedule import learning_rate
+from moefold.verify.oracle_rotation import rotate
 from moefold.verify.oracle_routing import Moment, OracleRouter, RoutedBatch
 
 Weights = dict[str, Tensor]
@@ -147,7 +149,7 @@ class Oracle:
         key, value = heads("k", model.num_query_groups), heads("v", model.num_query_groups)
         if model.qk_norm:
             query, key = self._norm(f"{name}.query_norm", query), self._norm(f"{name}.key_norm", key)
-        query, key = self._rotate(query), self._rotate(key)
+        query, key = rotate(model, query, model.rotated_size), rotate(model, key, model.rotated_size)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         outputs = []
         for head in range(model.num_attention_heads):
@@ -155,35 +157,6 @@ class Oracle:
             scores = query[:, :, head] @ key[:, :, group].mT / math.sqrt(model.head_size)
             outputs.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ value[:, :, group])
         return torch.cat(outputs, -1) @ self.weights[f"{name}.wo"].T
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        """Turn pair (i, i + half) of each head at position p by the angle p * frequency_i."""
-        rotated = round(self.cfg.model.head_size * self.cfg.model.rope_fraction)
-        half = rotated // 2
-        frequency = torch.tensor([self._frequency(i, rotated) for i in range(half)], dtype=torch.float64)
-        angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency
-        turn = torch.polar(torch.ones_like(angle), angle)[:, None, :]
-        turned = torch.complex(x[..., :half], x[..., half:rotated]) * turn
-        return torch.cat((turned.real, turned.imag, x[..., rotated:]), -1)
-
-    def _frequency(self, i: int, rotated: int) -> float:
-        model = self.cfg.model
-        frequency = 1.0 / model.rope_theta ** (2 * i / rotated)
-        if model.rope_scaling == "none":
-            return frequency
-        if model.rope_scaling == "linear":
-            return frequency / model.rope_scaling_factor
-        wavelength = 2 * math.pi / frequency
-        longest = model.rope_original_seq_len / model.rope_low_freq_factor
-        shortest = model.rope_original_seq_len / model.rope_high_freq_factor
-        if wavelength < shortest:
-            return frequency
-        if wavelength > longest:
-            return frequency / model.rope_scaling_factor
-        smooth = (model.rope_original_seq_len / wavelength - model.rope_low_freq_factor) / (
-            model.rope_high_freq_factor - model.rope_low_freq_factor
-        )
-        return (1 - smooth) * frequency / model.rope_scaling_factor + smooth * frequency
 
     def _moe(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
