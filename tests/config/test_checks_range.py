@@ -35,6 +35,7 @@ CASES = [
     ("model.rope_mscale=-1", "must be at least 0 (0: not given)"),
     ("model.rope_mscale_all_dim=-1", "must be at least 0 (0: not given)"),
     ("model.rope_high_freq_factor=0", "must be greater than 0"),
+    ("data.document_end=-2", "must be at least 0, or -1 (a sample is one document)"),
     ("model.rope_theta=1", "must be greater than 1"),
     ("model.rope_fraction=0", "must lie in (0, 1]: above 0 and at most 1"),
     ("model.rope_fraction=1.5", "must lie in (0, 1]: above 0 and at most 1"),

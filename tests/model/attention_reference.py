@@ -4,14 +4,27 @@ import torch
 from torch import Tensor
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-    """[Sq, B, A, D] from q [Sq, B, A, D], k and v [Sk, B, G, D]: each query sees the keys at or before its position."""
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """[Sq, B, A, D] from q [Sq, B, A, D], k and v [Sk, B, G, D]: each query sees the keys at or before its position.
+
+    `starts`, [Sq, B], is the first position that each query sees.
+    """
+    hidden = (key_positions > query_positions[:, None])[None]
+    if starts is not None:
+        hidden = hidden | (key_positions < starts.t()[:, :, None])
     share = q.shape[2] // k.shape[2]
     heads = []
     for a in range(q.shape[2]):
         key, value = k[:, :, a // share], v[:, :, a // share]
         scores = torch.einsum("sbd,tbd->bst", q[:, :, a], key) / q.shape[3] ** 0.5
-        scores = scores.masked_fill(key_positions > query_positions[:, None], float("-inf"))
+        scores = scores.masked_fill(hidden, float("-inf"))
         heads.append(torch.einsum("bst,tbd->sbd", torch.softmax(scores, -1), value))
     return torch.stack(heads, 2)
 
@@ -35,3 +48,12 @@ def relative_errors(given: list[Tensor], expected: list[Tensor]) -> list[float]:
     """Largest difference over the largest value, for each pair."""
     assert [x.shape for x in given] == [y.shape for y in expected]
     return [((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(given, expected, strict=True)]
+
+
+def random_starts(seed: int, seq_len: int, batch: int) -> Tensor:
+    """Documents of random lengths, one of them a single token: the start of each token's, int64 [S, B]."""
+    generator = torch.Generator().manual_seed(seed)
+    is_first = torch.rand(seq_len, batch, generator=generator) < 0.2
+    is_first[0] = True
+    is_first[4:6] = True
+    return (torch.arange(seq_len)[:, None] * is_first).cummax(0).values

@@ -6,6 +6,7 @@ import torch
 from moefold.model.core_attention import CausalAttention
 from tests.model.attention_reference import (
     random_attention,
+    random_starts,
     reference_attention,
     relative_errors,
     with_gradients,
@@ -57,3 +58,18 @@ def test_strides_do_not_matter():
     out = CausalAttention()(*leaf.split((4, 2, 2), 2))
     (gradient,) = torch.autograd.grad(out, leaf, grad_out)
     torch.testing.assert_close([out.detach(), *gradient.split((4, 2, 2), 2)], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", HEADS[:2], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
+def test_documents_do_not_see_each_other(heads, dtype, tolerance):
+    grad_out, q, k, v = (x.to(dtype) for x in random_attention(4, 37, 2, heads))
+    positions, starts = torch.arange(37), random_starts(5, 37, 2)
+    expected = with_gradients(
+        lambda *x: reference_attention(*x, positions, positions, starts), *(x.double() for x in (grad_out, q, k, v))
+    )
+    given = with_gradients(lambda *x: CausalAttention()(*x, starts), grad_out, q, k, v)
+    assert max(relative_errors(given, expected)) < tolerance
+    assert relative_errors([CausalAttention()(q, k, v)], expected[:1])[0] > 0.1

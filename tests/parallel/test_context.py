@@ -1,6 +1,7 @@
 """Context-parallel attention equals attention over the whole sequence, whatever the way of communicating."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from moefold.parallel.layout import fold
 from moefold.testing.pool import WorkerError
 from tests.model.attention_reference import (
     random_attention,
+    random_starts,
     reference_attention,
     relative_errors,
     with_gradients,
@@ -27,7 +29,7 @@ CASES: list[Case] = [(heads, batch) for heads in HEADS for batch in (1, 2)]
 
 
 def _attend_on_shards(
-    kind: str, sizes: dict[str, int], cases: list[Case], dtype: torch.dtype, cut_as: str
+    kind: str, sizes: dict[str, int], cases: list[Case], dtype: torch.dtype, cut_as: str, documents: bool
 ) -> list[list[np.ndarray]]:
     """On each rank: [out, dq, dk, dv] in float64 of its positions, for each case. The data differ along tp."""
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
@@ -37,37 +39,51 @@ def _attend_on_shards(
     results = []
     for heads, batch in cases:
         shards = [x[positions].to(dtype) for x in random_attention(groups.attn.tp.rank, SEQ_LEN, batch, heads)]
-        results.append([x.double().numpy() for x in with_gradients(core, *shards)])
+        starts = random_starts(groups.attn.tp.rank, SEQ_LEN, batch) if documents else None
+        results.append([x.double().numpy() for x in with_gradients(partial(core, starts=starts), *shards)])
     return results
 
 
 def _largest_errors(
-    pool, kind: str, sizes: dict[str, int], *, dtype: torch.dtype = torch.float64, cut_as: str = "", cases=CASES
+    pool, kind: str, sizes: dict[str, int], *, dtype=torch.float64, cut_as: str = "", cases=CASES, documents=False
 ) -> list[float]:
     """For out, dq, dk and dv: the largest error over the cases, each relative to the largest value of the tensor."""
     layout, cut_as = fold(**sizes), cut_as or kind
-    ranks = pool.run(layout.world_size, _attend_on_shards, kind, sizes, cases, dtype, cut_as)
+    ranks = pool.run(layout.world_size, _attend_on_shards, kind, sizes, cases, dtype, cut_as, documents)
     order = torch.cat([sequence_positions(cut_as, SEQ_LEN, layout.cp, rank) for rank in range(layout.cp)])
     errors = []
     for tp_rank, (i, (heads, batch)) in itertools.product(range(layout.tp), enumerate(cases)):
         # The reference sees what the rank sees: numbers of the narrow type.
         inputs = [x.to(dtype).double() for x in random_attention(tp_rank, SEQ_LEN, batch, heads)]
-        expected = with_gradients(_attend_to_whole, *inputs)
+        starts = random_starts(tp_rank, SEQ_LEN, batch) if documents else None
+        expected = with_gradients(partial(_attend_to_whole, starts=starts), *inputs)
         members = layout.attention.group(tp_rank, "cp")
         found = [np.concatenate(shards) for shards in zip(*(ranks[rank][i] for rank in members), strict=True)]
         errors.append(relative_errors([torch.from_numpy(x) for x in found], [x[order] for x in expected]))
     return [max(column) for column in zip(*errors, strict=True)]
 
 
-def _attend_to_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attend_to_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts=None) -> torch.Tensor:
     positions = torch.arange(SEQ_LEN)
-    return reference_attention(q, k, v, positions, positions)
+    return reference_attention(q, k, v, positions, positions, starts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_equals_the_whole_sequence(pool, kind, cp):
     assert max(_largest_errors(pool, kind, {"world_size": cp, "cp": cp})) < 1e-10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_documents_do_not_see_each_other(pool, kind, cp):
+    assert max(_largest_errors(pool, kind, {"world_size": cp, "cp": cp}, documents=True)) < 1e-10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_in_bfloat16(pool, kind):
+    sizes = {"world_size": 2, "cp": 2}
+    assert max(_largest_errors(pool, kind, sizes, dtype=torch.bfloat16, documents=True)) < 3e-2
 
 
 @pytest.mark.parametrize("kind", KINDS)

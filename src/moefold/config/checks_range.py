@@ -66,6 +66,7 @@ RANGES = (
     Range("must be at least 0 (0: off)", lambda norm: norm >= 0, "train", "clip_grad"),
     Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "train", "eval_every"),
     Range(*PART, "data", "validation_fraction"),
+    Range("must be at least 0, or -1 (a sample is one document)", lambda token: token >= -1, "data", "document_end"),
     Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
     Range("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
     Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "moe", "trace_every"),

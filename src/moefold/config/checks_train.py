@@ -28,10 +28,20 @@ def evaluation_faults(cfg: Config) -> Iterator[str]:
         )
 
 
+def document_faults(cfg: Config) -> Iterator[str]:
+    """The token that ends documents is one of the vocabulary."""
+    end, vocab_size = cfg.data.document_end, cfg.model.vocab_size
+    if end >= vocab_size:
+        yield (
+            f"data.document_end={end} must be below model.vocab_size={vocab_size}; choose an id of the vocabulary, "
+            "or -1 for samples of one document"
+        )
+
+
 def resume_faults(cfg: Config) -> Iterator[str]:
     """An empty resume says neither."""
     if not cfg.checkpoint.resume:
         yield "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"
 
 
-TRAIN_RULES = (learning_rate_faults, evaluation_faults, resume_faults)
+TRAIN_RULES = (learning_rate_faults, evaluation_faults, document_faults, resume_faults)

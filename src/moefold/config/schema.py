@@ -295,6 +295,9 @@ class DataConfig:
     """Type of the ids in a .bin file; .npy files carry their own."""
     validation_fraction: float = 0.05
     """Part of the tokens held out for evaluation."""
+    document_end: int = -1
+    """Id of the token that ends a document, 0 with the tokenizer "bytes": attention then stays within a document, and
+    its first token is no target. -1: a sample counts as one document."""
     shuffle: bool = True
     """Visit the samples of each epoch in an order drawn from run.seed."""
 

@@ -37,12 +37,13 @@ class Attention(nn.Module):
         self.core: CoreAttention = CausalAttention()
         self.key_value_rows = slice(None)
 
-    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, starts: Tensor | None = None) -> Tensor:
         """Attend over the whole sequence.
 
         Args:
             x: [S/(cp*tp), B, H].
             rotation: of the positions of this rank's context shard, S/cp tokens.
+            starts: see `CoreAttention`, int64 [S, B].
 
         Returns:
             [S/(cp*tp), B, H].
@@ -53,7 +54,7 @@ class Attention(nn.Module):
         value = self._project(x, self.wv, self.bv, self.key_value_rows)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        attended = self.core(rotation(query), rotation(key), value)
+        attended = self.core(rotation(query), rotation(key), value, starts)
         return self.tokens.scatter(linear(attended.flatten(2), local(self.wo, x.dtype)))
 
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:

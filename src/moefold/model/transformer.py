@@ -31,9 +31,11 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.ffn = _moe_layer(cfg, number) if is_moe else SwiGLU(model.hidden_size, model.ffn_hidden_size)
 
-    def forward(self, x: Tensor, rotation: Rotation, samples: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation, samples: Tensor | None = None, starts: Tensor | None = None
+    ) -> Tensor:
         """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]; an MoE layer may want to know which samples these are."""
-        x = x + self.attention(self.attention_norm(x), rotation)
+        x = x + self.attention(self.attention_norm(x), rotation, starts)
         normed = self.ffn_norm(x)
         return x + (self.ffn(normed, samples) if isinstance(self.ffn, MoELayer) else self.ffn(normed))
 
@@ -89,10 +91,12 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in layers})
         if is_last:
             self.head = Head(model)
+        self.positions: Tensor | None = None
         self.rotation: Rotation | None = None
 
     def place(self, positions: Tensor) -> None:
         """Say which positions of a sample this rank's tokens have, int64 [S/cp]; needed once before `forward`."""
+        self.positions = positions
         self.rotation = rotation(self.cfg.model, positions, self.dtype)
 
     def forward(
@@ -101,6 +105,7 @@ class Transformer(nn.Module):
         labels: Tensor | None = None,
         weights: Tensor | None = None,
         samples: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """Run the layers of this stage.
 
@@ -111,16 +116,18 @@ class Transformer(nn.Module):
             weights: share of each token in the loss, [B, S/cp]: 1/(target tokens of the global batch), 0 where masked.
             samples: place of each sample in the global batch, int64 [B]; what a layer knows
             about a sample goes by it.
+            starts: position at which the document of each token begins, int64 [B, S], of whole samples: attention stays
+            within a document, and its positions count from there. None: a sample is one document.
 
         Returns:
             Hidden states [S/(cp*tp), B, H]; from the last stage the weighted sum of the token losses, [1], or, without
             labels, the logits [S/cp, B, V/tp].
         """
-        assert self.rotation is not None, "place() comes before forward()"
+        turn, starts_SB = self._rotation(starts), None if starts is None else starts.t()
         if self.is_first:
             x = self.embedding(x)
         for block in self.layers.values():
-            x = block(x, self.rotation, samples)
+            x = block(x, turn, samples, starts_SB)
         if not self.is_last:
             return x
         tied = self.embedding.weight if self.cfg.model.tie_embeddings else None
@@ -131,6 +138,16 @@ class Transformer(nn.Module):
         if weights is not None:
             losses = losses * weights.t()
         return losses.flatten().sum(0, keepdim=True)
+
+    def _rotation(self, starts: Tensor | None) -> Rotation:
+        assert self.positions is not None, "place() comes before forward()"
+        if starts is None:
+            assert self.rotation is not None
+            return self.rotation
+        # RoPE is relative: to restart its positions changes no score, but lets a document be computed with the very
+        # numbers that it would have alone, in narrow types too.
+        positions_SB = self.positions[:, None] - starts.t()[self.positions]
+        return rotation(self.cfg.model, positions_SB, self.dtype)
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """The MoE layers of this stage by their number in the whole model."""

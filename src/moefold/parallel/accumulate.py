@@ -14,13 +14,16 @@ class Batch:
     """This rank's part of a global batch; the micro-batches follow each other along dim 0.
 
     tokens and labels are int64 [num_micro_batches * B, S/cp], weights [same] the share of each token in the loss,
-    samples int64 [num_micro_batches * B] the place of each sample in the global batch.
+    samples int64 [num_micro_batches * B] the place of each sample in the global batch. starts, where samples hold
+    several documents, is the position at which the document of each token begins, int64 [num_micro_batches * B, S]: of
+    whole samples, on every rank, as attention looks beyond the rank's own tokens.
     """
 
     tokens: Tensor
     labels: Tensor
     weights: Tensor
     samples: Tensor
+    starts: Tensor | None = None
 
 
 class Accumulation:
@@ -36,7 +39,7 @@ class Accumulation:
         total = batch.weights.new_zeros(1)
         for i, micro in enumerate(self._micro_batches(batch)):
             self._prepare_backward(is_last=i == self._num_micro_batches - 1)
-            loss = self._model(micro.tokens, micro.labels, micro.weights, micro.samples)
+            loss = self._model(micro.tokens, micro.labels, micro.weights, micro.samples, micro.starts)
             loss.backward()
             total += loss.detach()
         return total
@@ -46,12 +49,14 @@ class Accumulation:
         """The weighted loss of my tokens, [1], without gradients."""
         total = batch.weights.new_zeros(1)
         for micro in self._micro_batches(batch):
-            total += self._model(micro.tokens, micro.labels, micro.weights)
+            total += self._model(micro.tokens, micro.labels, micro.weights, starts=micro.starts)
         return total
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
-        parts = (x.chunk(self._num_micro_batches) for x in (batch.tokens, batch.labels, batch.weights, batch.samples))
-        return [Batch(*part) for part in zip(*parts, strict=True)]
+        count = self._num_micro_batches
+        tensors = (batch.tokens, batch.labels, batch.weights, batch.samples)
+        starts = [None] * count if batch.starts is None else batch.starts.chunk(count)
+        return [Batch(*part) for part in zip(*(x.chunk(count) for x in tensors), starts, strict=True)]
 
     def _prepare_backward(self, *, is_last: bool) -> None:
         if isinstance(self._model, FSDPModule):

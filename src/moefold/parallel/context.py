@@ -2,10 +2,11 @@
 
 Three ways with one signature, `(q [S/cp, B, A/tp, D], k [S/cp, B, G/tp, D], v likewise) -> [S/cp, B, A/tp, D]`; cut by
 `sequence_positions`, they compute what `CausalAttention` computes on the whole sequence. Keys and values travel with
-their own heads, never expanded to the query heads.
+their own heads, never expanded to the query heads. Where documents begin is known to every rank for the whole sample,
+so what a query sees of a block is decided where the query is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import gcd
 from typing import Any, Literal
 
@@ -14,8 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.model.attention_block import accumulation_dtype, attention_block, attention_block_backward, merge_block_
+from moefold.model.attention_block import (
+    Seen,
+    accumulation_dtype,
+    attention_block,
+    attention_block_backward,
+    merge_block_,
+)
 from moefold.model.core_attention import CausalAttention, CoreAttention
+from moefold.model.sight import Sight
 from moefold.parallel.collectives import all_gather, reduce_scatter, swap_dims
 from moefold.parallel.groups import Group
 
@@ -75,9 +83,9 @@ class RingAttention:
     def __init__(self, cp: Group) -> None:
         self._cp = cp
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
         """Attend; see the module for the shapes. Communicates with the neighbours in cp."""
-        return _RingFunction.apply(q, torch.stack((k, v), 1), self._cp)
+        return _RingFunction.apply(q, torch.stack((k, v), 1), self._cp, Sight(starts=starts))
 
 
 class AllGatherAttention:
@@ -90,9 +98,9 @@ class AllGatherAttention:
     def __init__(self, cp: Group) -> None:
         self._cp = cp
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
         """Attend; see the module for the shapes. Communicates over cp."""
-        return _AllGatherFunction.apply(q, torch.stack((k, v), 1), self._cp)
+        return _AllGatherFunction.apply(q, torch.stack((k, v), 1), self._cp, Sight(starts=starts))
 
 
 class UlyssesAttention:
@@ -105,7 +113,7 @@ class UlyssesAttention:
         self._cp = cp
         self._attend = CausalAttention()
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
         """Attend; see the module for the shapes. Two all-to-alls over cp."""
         cp, kv_heads = self._cp, k.shape[2]
         repeats = cp.size // gcd(kv_heads, cp.size)
@@ -114,110 +122,165 @@ class UlyssesAttention:
         # One message: the query, key and value heads of one destination side by side.
         heads = torch.cat([x.unflatten(2, (cp.size, -1)) for x in (q, k, v)], 3).flatten(2, 3)
         sizes = [x.shape[2] // cp.size for x in (q, k, v)]
-        out = self._attend(*swap_dims(heads, cp, 2, 0).split(sizes, 2))
+        q, k, v = swap_dims(heads, cp, 2, 0).split(sizes, 2)
+        out = self._attend(q, k, v, starts)
         return swap_dims(out, cp, 0, 2)
+
+
+class _Blocks:
+    """Which (query, key) pairs of the chunks of the sequence this rank computes, and what of them is seen."""
+
+    def __init__(self, q: Tensor, cp: Group, sight: Sight) -> None:
+        self._own = _zigzag(cp.size, cp.rank)
+        self._size = q.shape[0] // 2
+        self._sight = sight
+        self._device = q.device
+        self._is_limited = sight.is_limited(q.shape[0] * cp.size)
+
+    def own(self) -> Seen:
+        """What my queries see of my own keys."""
+        return self._seen(slice(None), self._own) if self._is_limited else "causal"
+
+    def before(self, chunks: Sequence[int]) -> Iterator[tuple[slice, slice, Seen]]:
+        """Blocks over the keys of some chunks of other ranks, ascending, that hold every pair that is seen.
+
+        Yields:
+            (rows of my queries, rows of the keys of `chunks`, which of the pairs are seen)
+        """
+        spans = [self._span(mine, chunks) for mine in self._own]
+        whole = [(slice(None), spans[0])] if spans[0] == spans[1] else []
+        halves = zip((slice(self._size), slice(self._size, None)), spans, strict=True)
+        for rows, span in whole or halves:
+            if span:
+                keys = slice(span.start * self._size, span.stop * self._size)
+                yield rows, keys, self._seen(rows, chunks[span.start : span.stop]) if self._is_limited else "all"
+
+    def _span(self, mine: int, chunks: Sequence[int]) -> range:
+        """The places in `chunks` of those that a chunk of mine looks back to: neighbours, as chunks ascend."""
+        places = [
+            i
+            for i, chunk in enumerate(chunks)
+            if chunk < mine and self._sight.reaches((mine - chunk - 1) * self._size + 1)
+        ]
+        return range(places[0], places[-1] + 1) if places else range(0)
+
+    def _seen(self, rows: slice, chunks: Sequence[int]) -> Tensor:
+        return self._sight.mask(self._positions(self._own)[rows], self._positions(chunks))
+
+    def _positions(self, chunks: Sequence[int]) -> Tensor:
+        return torch.cat([torch.arange(i * self._size, (i + 1) * self._size, device=self._device) for i in chunks])
 
 
 class _Attended:
     """Local queries and what they have gathered so far, beginning with the local keys and values."""
 
-    def __init__(self, q: Tensor, kv: Tensor) -> None:
-        out, self.lse = attention_block(q, kv[:, 0], kv[:, 1], causal=True)
+    def __init__(self, q: Tensor, kv: Tensor, blocks: _Blocks) -> None:
+        out, self.lse = attention_block(q, kv[:, 0], kv[:, 1], seen=blocks.own())
         self.q, self.out = q, out.to(accumulation_dtype(q.dtype))
+        self._blocks = blocks
 
-    def see(self, kv: Tensor, first_query: int) -> None:
-        """Attend to keys that lie before every local query from `first_query` on."""
-        rows = slice(first_query, None)
-        out, lse = attention_block(self.q[rows], kv[:, 0], kv[:, 1], causal=False)
-        merge_block_(self.out[rows], self.lse[rows], out, lse)
+    def see(self, kv: Tensor, chunks: Sequence[int]) -> None:
+        """Attend to the keys of some chunks of other ranks."""
+        for rows, keys, seen in self._blocks.before(chunks):
+            out, lse = attention_block(self.q[rows], kv[keys, 0], kv[keys, 1], seen=seen)
+            merge_block_(self.out[rows], self.lse[rows], out, lse)
 
 
 class _Gradients:
     """The gradient of the local queries summed over blocks, beginning with the local keys and values."""
 
-    def __init__(self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> None:
-        self._given = grad_out, q, out, lse
-        dq, dk, dv = attention_block_backward(grad_out, q, kv[:, 0], kv[:, 1], out, lse, causal=True)
+    def __init__(self, given: tuple[Tensor, Tensor, Tensor, Tensor], kv: Tensor, blocks: _Blocks) -> None:
+        self._given = given
+        self._blocks = blocks
+        grad_out, q, out, lse = given
+        dq, dk, dv = attention_block_backward(grad_out, q, kv[:, 0], kv[:, 1], out, lse, seen=blocks.own())
         self.dq = dq.to(accumulation_dtype(q.dtype))
         self.own_dkv = torch.stack((dk, dv), 1)
 
-    def through(self, kv: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
-        """Add the block's share to dq; return (dk, dv) of its keys and values from the local queries."""
-        rows = slice(first_query, None)
-        grad_out, q, out, lse = (x[rows] for x in self._given)
-        dq, dk, dv = attention_block_backward(grad_out, q, kv[:, 0], kv[:, 1], out, lse, causal=False)
-        self.dq[rows] += dq
-        return dk, dv
+    def through(self, kv: Tensor, chunks: Sequence[int]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Add the share of each block to dq; yield (rows of kv, dk, dv) from the local queries."""
+        for rows, keys, seen in self._blocks.before(chunks):
+            grad_out, q, out, lse = (x[rows] for x in self._given)
+            dq, dk, dv = attention_block_backward(grad_out, q, kv[keys, 0], kv[keys, 1], out, lse, seen=seen)
+            self.dq[rows] += dq
+            yield keys, dk, dv
 
 
 class _RingFunction(torch.autograd.Function):
     """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D]) -> [S/cp, B, A, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, cp: Group) -> Tensor:
+    def forward(ctx: Any, q: Tensor, kv: Tensor, cp: Group, sight: Sight) -> Tensor:
         kv = kv.contiguous()
         arriving = _travel(kv, cp)
         next(arriving)
-        attended = _Attended(q, kv)
+        attended = _Attended(q, kv, _Blocks(q, cp, sight))
         for source, held in arriving:
-            attended.see(*_seen_part(held, source, cp))
+            attended.see(held, _zigzag(cp.size, source))
         out = attended.out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, attended.lse)
-        ctx.cp = cp
+        ctx.args = cp, sight
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None, None]:
         q, kv, out, lse = ctx.saved_tensors
-        cp = ctx.cp
+        cp, sight = ctx.args
         arriving = _travel(kv, cp)
         next(arriving)
-        gradients = _Gradients(grad_out, q, kv, out, lse)
+        gradients = _Gradients((grad_out, q, out, lse), kv, _Blocks(q, cp, sight))
         dkv = gradients.own_dkv.to(gradients.dq.dtype)
         incoming = torch.empty_like(dkv)
         under_way = _pass_on(dkv, incoming, cp, GRADIENT_TAG)
         for source, held in arriving:
-            dk, dv = gradients.through(*_seen_part(held, source, cp))
+            shares = list(gradients.through(held, _zigzag(cp.size, source)))
             _wait(under_way)
             dkv, incoming = incoming, dkv
-            dkv[: dk.shape[0], 0] += dk
-            dkv[: dv.shape[0], 1] += dv
+            _add_shares(dkv, shares)
             under_way = _pass_on(dkv, incoming, cp, GRADIENT_TAG)
         _wait(under_way)
-        return gradients.dq.to(q.dtype), incoming.to(kv.dtype), None
+        return gradients.dq.to(q.dtype), incoming.to(kv.dtype), None, None
 
 
 class _AllGatherFunction(torch.autograd.Function):
     """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D]) -> [S/cp, B, A, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, cp: Group) -> Tensor:
+    def forward(ctx: Any, q: Tensor, kv: Tensor, cp: Group, sight: Sight) -> Tensor:
         chunks = _gather_chunks(kv, cp)
-        attended = _Attended(q, kv)
-        for seen, first_query in _seen_chunks(cp, kv.shape[0] // 2):
-            attended.see(torch.cat([chunks[i] for i in seen]), first_query)
+        attended = _Attended(q, kv, _Blocks(q, cp, sight))
+        for seen in _seen_chunks(cp):
+            attended.see(torch.cat([chunks[i] for i in seen]), seen)
         out = attended.out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, attended.lse)
-        ctx.cp = cp
+        ctx.args = cp, sight
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None, None]:
         q, kv, out, lse = ctx.saved_tensors
-        cp = ctx.cp
+        cp, sight = ctx.args
         size = kv.shape[0] // 2
         chunks = _gather_chunks(kv, cp)
-        gradients = _Gradients(grad_out, q, kv, out, lse)
+        gradients = _Gradients((grad_out, q, out, lse), kv, _Blocks(q, cp, sight))
         grads = dict(zip(_zigzag(cp.size, cp.rank), gradients.own_dkv.split(size), strict=True))
-        for seen, first_query in _seen_chunks(cp, size):
-            dkv = torch.stack(gradients.through(torch.cat([chunks[i] for i in seen]), first_query), 1)
+        for seen in _seen_chunks(cp):
+            held = torch.cat([chunks[i] for i in seen])
+            dkv = torch.zeros_like(held, dtype=gradients.dq.dtype)
+            _add_shares(dkv, gradients.through(held, seen))
             grads |= zip(seen, dkv.split(size), strict=True)
         unseen = torch.zeros_like(kv[:size])
         by_rank = [grads.get(i, unseen) for rank in range(cp.size) for i in _zigzag(cp.size, rank)]
-        dkv = reduce_scatter(torch.cat(by_rank).to(gradients.dq.dtype), cp)
-        return gradients.dq.to(q.dtype), dkv.to(kv.dtype), None
+        dkv = reduce_scatter(torch.cat([grad.to(gradients.dq.dtype) for grad in by_rank]), cp)
+        return gradients.dq.to(q.dtype), dkv.to(kv.dtype), None, None
+
+
+def _add_shares(dkv: Tensor, shares: Iterable[tuple[slice, Tensor, Tensor]]) -> None:
+    for rows, dk, dv in shares:
+        dkv[rows, 0] += dk
+        dkv[rows, 1] += dv
 
 
 def _zigzag(cp: int, rank: int) -> tuple[int, int]:
@@ -232,23 +295,10 @@ def _gather_chunks(kv: Tensor, cp: Group) -> dict[int, Tensor]:
     return dict(zip(numbers, parts, strict=True))
 
 
-def _seen_chunks(cp: Group, size: int) -> list[tuple[Sequence[int], int]]:
-    """The chunks of other ranks that lie before my queries, and the first query that sees them.
-
-    Both my chunks see the chunks before my first one; my second chunk, from row `size` on, sees those between the two.
-    """
+def _seen_chunks(cp: Group) -> list[range]:
+    """The chunks of other ranks that lie before my queries: those that both of mine see, those that the second does."""
     first, second = _zigzag(cp.size, cp.rank)
-    return [(seen, row) for seen, row in ((range(first), 0), (range(first + 1, second), size)) if seen]
-
-
-def _seen_part(kv: Tensor, source: int, cp: Group) -> tuple[Tensor, int]:
-    """The part of another member's keys and values that my queries see, and the first query that sees it.
-
-    A member before me has its first chunk before all my queries and its second behind them; a member behind me has both
-    chunks between my two.
-    """
-    half = kv.shape[0] // 2
-    return (kv[:half], 0) if source < cp.rank else (kv, half)
+    return [seen for seen in (range(first), range(first + 1, second)) if seen]
 
 
 def _travel(kv: Tensor, cp: Group) -> Iterator[tuple[int, Tensor]]:

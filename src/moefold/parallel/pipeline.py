@@ -149,7 +149,8 @@ def _weighted_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _targets(batch: Batch) -> dict[str, Any]:
-    return {"labels": batch.labels, "weights": batch.weights, "samples": batch.samples}
+    targets = {"labels": batch.labels, "weights": batch.weights, "samples": batch.samples}
+    return targets if batch.starts is None else targets | {"starts": batch.starts}
 
 
 def _loss_dtype(compute: torch.dtype) -> torch.dtype:

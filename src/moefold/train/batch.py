@@ -2,12 +2,17 @@
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.data import Split
+from moefold.data.marked import SampleBatch
 from moefold.parallel.accumulate import Batch
+from moefold.parallel.collectives import all_reduce_sum
 from moefold.parallel.groups import ParallelGroups
+
+Weights = NDArray[np.float64]
 
 
 class BatchLoader:
@@ -22,36 +27,57 @@ class BatchLoader:
         self._size = cfg.train.global_batch_size
         self._count = cfg.num_micro_batches * cfg.train.micro_batch_size
         self._first = groups.attn.dp.rank * self._count
+        self._dp = groups.attn.dp
         self._positions = positions.cpu().numpy()
         self._device = groups.device
         self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
 
     def batch(self, first_sample: int) -> Batch:
-        """This rank's part of the global batch that starts at sample `first_sample` of the run."""
-        return self._part(first_sample, first_sample + self._size, self._size)
+        """This rank's part of the global batch that starts at sample `first_sample` of the run.
+
+        Collective over dp where samples have marks: the mean is over the targets that count, on whichever rank.
+        """
+        (batch,) = self._weighted([self._part(first_sample, first_sample + self._size)], self._size)
+        return batch
 
     def evaluation(self, num_samples: int) -> list[Batch]:
         """This rank's part of the first `num_samples` of the split, each taken once: of a smaller split, all.
 
         The weights of all batches and ranks sum to 1. A global batch that the samples do not fill goes on with samples
-        that weigh nothing, so the mean does not depend on the size of the batch.
+        that weigh nothing, so the mean does not depend on the size of the batch. Collective as `batch`.
         """
         # An empty split explains itself when it is asked for a sample.
         num_samples = max(1, min(num_samples, len(self._split)))
-        return [self._part(first, num_samples, num_samples) for first in range(0, num_samples, self._size)]
+        parts = [self._part(first, num_samples) for first in range(0, num_samples, self._size)]
+        return self._weighted(parts, num_samples)
 
-    def _part(self, first_sample: int, end: int, num_samples: int) -> Batch:
-        """This rank's part of one global batch, whose samples before `end` weigh as in a mean over `num_samples`."""
+    def _part(self, first_sample: int, end: int) -> tuple[SampleBatch, Weights]:
+        """This rank's samples of one global batch, and the weights of their targets, [count, S]: 0 from `end` on."""
         first = first_sample + self._first
-        inputs, labels = self._split.batch(first, self._count)
-        share = 1.0 / (num_samples * self._split.seq_len)
-        shares = [share if first + i < end else 0.0 for i in range(self._count)]
-        tokens = self._local(inputs)
-        weights = (
-            torch.tensor(shares, dtype=self._dtype, device=self._device)[:, None].expand(tokens.shape).contiguous()
-        )
-        samples = self._first + torch.arange(self._count, device=self._device)
-        return Batch(tokens, self._local(labels), weights, samples)
+        samples = self._split.batch(first, self._count)
+        is_taken = np.arange(first, first + self._count) < end
+        weights = samples.target_weights()
+        if weights is None:
+            weights = np.ones(samples.inputs.shape)
+        return samples, weights * is_taken[:, None]
 
-    def _local(self, ids: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(ids[:, self._positions])).to(self._device)
+    def _weighted(self, parts: list[tuple[SampleBatch, Weights]], num_samples: int) -> list[Batch]:
+        """Batches whose weights sum to 1 over all parts and ranks, or to 0 if no target counts."""
+        total = float(num_samples * self._split.seq_len)
+        if self._split.is_marked:
+            mine = torch.tensor(sum(weights.sum() for _, weights in parts), dtype=torch.float64, device=self._device)
+            total = float(all_reduce_sum(mine, self._dp)) or 1.0
+        return [self._batch(samples, weights / total) for samples, weights in parts]
+
+    def _batch(self, samples: SampleBatch, weights: Weights) -> Batch:
+        starts = samples.starts()
+        return Batch(
+            self._local(samples.inputs),
+            self._local(samples.labels),
+            self._local(weights).to(self._dtype),
+            self._first + torch.arange(self._count, device=self._device),
+            None if starts is None else torch.from_numpy(starts).to(self._device),
+        )
+
+    def _local(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values[:, self._positions])).to(self._device)

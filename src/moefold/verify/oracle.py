@@ -35,6 +35,18 @@ class OracleStep:
 
 
 @dataclass(frozen=True)
+class OracleBatch:
+    """Some samples."""
+
+    tokens: Tensor
+    """int64 [n, S+1]."""
+    documents: Tensor
+    """Number of the document of each token, [n, S+1]."""
+    weights: Tensor
+    """Weight of each target, float64 [n, S]; the first token of a document counts for nothing all the same."""
+
+
+@dataclass(frozen=True)
 class _Terms:
     """The terms of the loss over a global batch, and what routed it: for each MoE layer its micro-batches."""
 
@@ -64,11 +76,11 @@ class Oracle:
         self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.weights.items()}
         self._steps = 0
 
-    def step(self, samples: Tensor) -> OracleStep:
-        """One optimizer step on a global batch, int64 [global_batch_size, S+1]."""
+    def step(self, batch: OracleBatch) -> OracleStep:
+        """One optimizer step on a global batch."""
         for weight in self.weights.values():
             weight.grad = None
-        terms = self.loss(samples, is_training=True)
+        terms = self.loss(batch, is_training=True)
         terms.total().backward()
         gradients = {name: _gradient(w) for name, w in self.weights.items()}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
@@ -88,20 +100,24 @@ class Oracle:
             moe_layers=tuple(layers),
         )
 
-    def evaluate(self, samples: Tensor) -> float:
-        """Mean cross-entropy over the target tokens of int64 [n, S+1]."""
+    def evaluate(self, batch: OracleBatch) -> float:
+        """Weighted mean of the cross-entropies of the targets."""
         with torch.no_grad():
-            return float(self.loss(samples, is_training=False).lm)
+            return float(self.loss(batch, is_training=False).lm)
 
-    def loss(self, samples: Tensor, *, is_training: bool) -> _Terms:
+    def loss(self, batch: OracleBatch, *, is_training: bool) -> _Terms:
         """The terms of the loss, each as docs/notation.md defines it."""
         size = self.cfg.train.micro_batch_size
         lm = torch.zeros((), dtype=torch.float64)
         routed: dict[int, list[RoutedBatch]] = {}
-        for number, micro in enumerate(samples.split(size)):
-            logits = self._logits(micro[:, :-1], Moment(self._steps + 1, number * size, is_training), routed)
-            chosen = logits.log_softmax(-1).gather(-1, micro[:, 1:, None])
-            lm = lm - chosen.sum() / samples[:, 1:].numel()
+        is_within = batch.documents[:, :-1] == batch.documents[:, 1:]
+        weights = torch.where(is_within, batch.weights, 0.0)
+        for number, micro in enumerate(batch.tokens.split(size)):
+            mine = slice(number * size, (number + 1) * size)
+            moment = Moment(self._steps + 1, number * size, is_training)
+            logits = self._logits(micro[:, :-1], batch.documents[mine, :-1], moment, routed)
+            chosen = logits.log_softmax(-1).gather(-1, micro[:, 1:, None]).squeeze(-1)
+            lm = lm - (chosen * weights[mine]).sum() / weights.sum()
         aux = {layer: self.cfg.moe.aux_loss * self.router.aux(batches) for layer, batches in routed.items()}
         z = {
             layer: self.cfg.moe.z_loss * torch.stack([b.logits.logsumexp(-1).square().mean() for b in batches]).mean()
@@ -109,13 +125,15 @@ class Oracle:
         }
         return _Terms(lm, aux, z, routed)
 
-    def _logits(self, tokens: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
+    def _logits(
+        self, tokens: Tensor, documents: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]
+    ) -> Tensor:
         """[B, S] -> [B, S, V]; adds what each MoE layer decided."""
         model = self.cfg.model
         x = self.weights["embedding.weight"][tokens]
         for i, kind in enumerate(model.layer_kinds):
             name = f"layers.{i}"
-            x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x))
+            x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x), documents)
             normed = self._norm(f"{name}.ffn_norm", x)
             if kind == "D":
                 x = x + self._swiglu(f"{name}.ffn", normed)
@@ -135,7 +153,7 @@ class Oracle:
         gated = x @ gate.T
         return (gated * torch.sigmoid(gated) * (x @ up.T)) @ down.T
 
-    def _attention(self, name: str, x: Tensor) -> Tensor:
+    def _attention(self, name: str, x: Tensor, documents: Tensor) -> Tensor:
         model = self.cfg.model
         batch, length, _ = x.shape
 
@@ -151,6 +169,7 @@ class Oracle:
             query, key = self._norm(f"{name}.query_norm", query), self._norm(f"{name}.key_norm", key)
         query, key = rotate(model, query, model.rotated_size), rotate(model, key, model.rotated_size)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        hidden = hidden | (documents[:, :, None] != documents[:, None, :])
         outputs = []
         for head in range(model.num_attention_heads):
             group = head * model.num_query_groups // model.num_attention_heads

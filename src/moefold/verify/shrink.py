@@ -61,7 +61,7 @@ def _small(cfg: Config, parallel: ParallelConfig) -> Config:
         model=_model(cfg.model, parallel),
         moe=replace(cfg.moe, replay=""),
         train=_train(cfg.train, parallel),
-        data=DataConfig(kind="synthetic"),
+        data=DataConfig(kind="synthetic", document_end=min(cfg.data.document_end, 0)),
     )
     if parallel.dispatcher == "leastloaded":
         # No expert of the small recipe has as many copies as one of the large.
