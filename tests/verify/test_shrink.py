@@ -12,7 +12,15 @@ from moefold.metrics.flops import count_parameters
 from moefold.verify.shrink import shrink
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
-PRESETS = ("mixtral-8x7b", "mixtral-8x22b", "qwen2-57b-a14b", "qwen3-30b-a3b", "qwen3-235b-a22b", "quickstart")
+PRESETS = (
+    "mixtral-8x7b",
+    "mixtral-8x22b",
+    "qwen2-57b-a14b",
+    "qwen3-30b-a3b",
+    "qwen3-235b-a22b",
+    "gpt-oss-20b",
+    "quickstart",
+)
 KEPT = (
     "tp",
     "cp",

@@ -32,6 +32,8 @@ RANGES = (
     Range(*_at_least(1), "model", "vocab_size num_experts top_k moe_ffn_hidden_size rope_original_seq_len"),
     Range("must be at least 0 (0: hidden_size/num_attention_heads)", lambda size: size >= 0, "model", "head_dim"),
     Range("must be at least 0 (0: none)", lambda size: size >= 0, "model", "shared_expert_ffn_hidden_size"),
+    Range("must be at least 0 (0: no layer of kind W)", lambda window: window >= 0, "model", "sliding_window"),
+    Range(*POSITIVE, "model", "swiglu_alpha swiglu_limit"),
     Range(*POSITIVE, "model", "norm_eps init_std rope_low_freq_factor rope_high_freq_factor"),
     Range(*POSITIVE, "model", "rope_beta_fast rope_beta_slow"),
     Range(

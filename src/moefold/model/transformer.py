@@ -27,7 +27,7 @@ class Block(nn.Module):
         model = cfg.model
         is_moe = model.layer_kinds[number] == "M"
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.attention = Attention(model)
+        self.attention = Attention(model, model.layer_windows[number])
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.ffn = _moe_layer(cfg, number) if is_moe else SwiGLU(model.hidden_size, model.ffn_hidden_size)
 
