@@ -38,19 +38,22 @@ def test_starts_and_weights_worked_by_hand():
     batch = stack_samples([MarkedSample(tokens, d, w) for d, w in zip(documents, weights, strict=True)], 6)
     assert batch.starts().tolist() == [[0, 0, 0, 3, 3, 3], [0, 1, 2, 2, 2, 2]]
     assert batch.target_weights().tolist() == [[1, 0, 0, 1, 1, 0], [0, 0, 0.5, 0, 1, 3]]
+    # Two tokens ahead: of the targets at i + 1, those in the document of token i.
+    assert batch.target_weights(1).tolist() == [[0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 3, 0]]
+    assert batch.further_labels(2)[0].tolist() == [[2, 3, 4, 5, 6, 0], [3, 4, 5, 6, 0, 0]]
     assert batch.inputs.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
 
 
 def test_a_sample_without_marks_is_one_document_that_counts():
     batch = stack_samples([MarkedSample(np.arange(5))], 4)
     assert batch.starts().tolist() == [[0, 0, 0, 0]]
-    assert batch.target_weights().tolist() == [[1, 1, 1, 1]]
+    assert [batch.target_weights(further).tolist() for further in (0, 1)] == [[[1, 1, 1, 1]], [[1, 1, 1, 0]]]
 
 
 def test_a_source_without_marks_pays_nothing():
     batch = Split(PackedSamples(Stream(), 12), Runs((range(5),)), order_key=None).batch(0, 3)
     assert batch.starts() is None
-    assert batch.target_weights() is None
+    assert batch.target_weights().all()
 
 
 @pytest.mark.parametrize("part", ["train", "validation"])

@@ -47,6 +47,8 @@ def _pattern_faults(cfg: Config, key: str, kinds: str) -> Iterator[str]:
 def head_faults(cfg: Config) -> Iterator[str]:
     """Heads divide the hidden size where head_dim is left open, and query groups divide the heads."""
     model = cfg.model
+    if model.attention == "mla":
+        return
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
     if model.head_dim == 0 and hidden % heads:
         yield (
@@ -64,6 +66,13 @@ def head_faults(cfg: Config) -> Iterator[str]:
 def rope_faults(cfg: Config) -> Iterator[str]:
     """RoPE turns pairs: the head and its rotated part are even, and a stretch stretches."""
     model = cfg.model
+    if model.attention == "mla":
+        if model.qk_rope_head_dim % 2:
+            yield (
+                f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even, because RoPE turns pairs; "
+                f"choose {nearest_multiples(model.qk_rope_head_dim, 2)}"
+            )
+        return
     size = model.head_size
     source = f"model.head_dim={size}"
     if model.head_dim == 0:
@@ -142,4 +151,20 @@ def window_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-MODEL_RULES = (layer_pattern_faults, window_faults, head_faults, rope_faults, rope_scaling_faults)
+def latent_faults(cfg: Config) -> Iterator[str]:
+    """Latent attention has norms of its own and no biases."""
+    model = cfg.model
+    if model.attention != "mla":
+        return
+    reasons = {
+        "qk_norm": "which normalises its latents",
+        "qkv_bias": "which has no biases",
+        "attention_output_bias": "which has no biases",
+        "attention_sinks": "which has no sinks",
+    }
+    for key, why in reasons.items():
+        if getattr(model, key):
+            yield f"model.{key}=true does not go with model.attention='mla', {why}; set {key}=false, or attention='gqa'"
+
+
+MODEL_RULES = (layer_pattern_faults, window_faults, head_faults, latent_faults, rope_faults, rope_scaling_faults)

@@ -41,12 +41,27 @@ class ModelConfig:
     """Key/value heads; equal to num_attention_heads for plain multi-head attention."""
     head_dim: int = 0
     """Width of one head, D; 0 means hidden_size / num_attention_heads."""
+    attention: Literal["gqa", "mla"] = "gqa"
+    """gqa: groups of heads share keys and values. mla: one latent makes those of all heads (DeepSeek-V2)."""
+    q_lora_rank: int = 0
+    """Width of the latent from which queries come (mla); 0: straight from the hidden state."""
+    kv_lora_rank: int = 64
+    """Width of the latent from which keys and values come (mla)."""
+    qk_nope_head_dim: int = 32
+    """Width of the part of a query and key head that RoPE leaves alone (mla)."""
+    qk_rope_head_dim: int = 16
+    """Width of the rotated part, whose key all heads share (mla)."""
+    v_head_dim: int = 32
+    """Width of a value head (mla)."""
     ffn_hidden_size: int = 1024
     """Inner width of the SwiGLU of dense layers."""
     vocab_size: int = 256
     """Rows of the embedding, V."""
     layer_pattern: str = "M"
     """D (dense) and M (mixture of experts), each with an optional count; repeats to num_layers: M, DM, D3M58."""
+    mtp_layers: int = 0
+    """Further tokens that each position predicts at training, each through a layer of its own behind the others, of
+    the kind of the last one (multi-token prediction, arXiv:2412.19437 sec. 2.2); 0: none."""
     num_experts: int = 8
     """Experts of one MoE layer, E."""
     top_k: int = 2
@@ -82,7 +97,9 @@ class ModelConfig:
     shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head before RoPE (Qwen3)."""
+    """RMSNorm over the queries and over the keys before RoPE (Qwen3)."""
+    qk_norm_width: Literal["head", "all_heads"] = "head"
+    """What one root mean square is of: each head by itself, or all heads of a token together (OLMoE)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     attention_output_bias: bool = False
@@ -125,19 +142,26 @@ class ModelConfig:
     rope_mscale: float = 0.0
     """See rope_attention_factor; 0: not given."""
     rope_mscale_all_dim: float = 0.0
-    """See rope_attention_factor; 0: not given."""
+    """See rope_attention_factor; 0: not given. With mla, m(rope_mscale_all_dim) squared scales the scores."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
 
     @property
     def head_size(self) -> int:
-        """Width of one head, D."""
+        """Width of one query and key head, D."""
+        if self.attention == "mla":
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def rotated_size(self) -> int:
         """Dims of one head that RoPE turns."""
-        return round(self.head_size * self.rope_fraction)
+        return self.qk_rope_head_dim if self.attention == "mla" else round(self.head_size * self.rope_fraction)
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key/value heads that attention sees: the query groups, or with mla as many as there are query heads."""
+        return self.num_attention_heads if self.attention == "mla" else self.num_query_groups
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -150,6 +174,26 @@ class ModelConfig:
         """Tokens that a token sees at most in each layer, in order; 0: all before it."""
         unit = expand_layer_pattern(self.attention_pattern, ATTENTION_KINDS)
         return tuple(self.sliding_window if unit[i % len(unit)] == "W" else 0 for i in range(self.num_layers))
+
+    @property
+    def all_layer_kinds(self) -> tuple[str, ...]:
+        """`layer_kinds`, and behind them those of the layers of multi-token prediction."""
+        return self.layer_kinds + self.layer_kinds[-1:] * self.mtp_layers
+
+    @property
+    def moe_layer_numbers(self) -> tuple[int, ...]:
+        """The layers that route tokens to experts, those of multi-token prediction included."""
+        return tuple(i for i, kind in enumerate(self.all_layer_kinds) if kind == "M")
+
+    @property
+    def embeds_twice(self) -> bool:
+        """Whether the last pipeline stage needs the embedding as well as the first."""
+        return self.tie_embeddings or self.mtp_layers > 0
+
+    @property
+    def all_layer_windows(self) -> tuple[int, ...]:
+        """`layer_windows`, and behind them those of the layers of multi-token prediction."""
+        return self.layer_windows + self.layer_windows[-1:] * self.mtp_layers
 
 
 LAYER_KINDS = "DM"
@@ -306,6 +350,8 @@ class TrainConfig:
     """Epsilon of AdamW."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    mtp_loss: float = 0.3
+    """Coefficient of the mean loss of the further tokens (model.mtp_layers)."""
     eval_every: int = 0
     """Evaluate on held-out text every so many steps and after the last; 0 never."""
     eval_samples: int = 16

@@ -84,12 +84,28 @@ class SampleBatch:
         starts: NDArray[np.int64] = np.maximum.accumulate(places, axis=1)
         return starts
 
-    def target_weights(self) -> NDArray[np.float64] | None:
-        """Weight of each target, [count, S], 0 where it begins a document; None without marks, where each weighs 1."""
-        if self.documents is None or self.weights is None:
-            return None
-        weights: NDArray[np.float64] = self.weights * (self.documents[:, 1:] == self.documents[:, :-1])
+    def target_weights(self, further: int = 0) -> NDArray[np.float64]:
+        """Weight of the token that lies 1 + further places behind each input, [count, S].
+
+        0 where it lies in another document than the input, or behind the sample; without marks, else 1.
+        """
+        weights: NDArray[np.float64] = np.zeros(self.inputs.shape)
+        row = weights[:, : weights.shape[1] - further]
+        row[:] = 1.0 if self.weights is None else self.weights[:, further:]
+        if self.documents is not None:
+            row *= self.documents[:, further + 1 :] == self.documents[:, : row.shape[1]]
         return weights
+
+    def further_labels(self, further: int) -> NDArray[np.int64]:
+        """The tokens 2, 3, ... places ahead of each input, [count, further, S]; token 0 behind the sample.
+
+        They come from the sample itself, so that a rank needs nothing of those that hold the positions behind its own.
+        """
+        labels = self.labels
+        ahead = np.zeros((labels.shape[0], further, labels.shape[1]), dtype=np.int64)
+        for depth in range(1, further + 1):
+            ahead[:, depth - 1, :-depth] = labels[:, depth:]
+        return ahead
 
 
 def stack_samples(samples: list[MarkedSample], seq_len: int) -> SampleBatch:

@@ -70,6 +70,13 @@ def attention_factor(cfg: ModelConfig) -> float:
     return _temperature(cfg, 1.0)
 
 
+def softmax_factor(cfg: ModelConfig) -> float:
+    """Factor of the scores of latent attention beside 1/sqrt(D): the temperature on all dims, squared (DeepSeek-V2)."""
+    if cfg.rope_scaling != "yarn" or not cfg.rope_mscale_all_dim:
+        return 1.0
+    return _temperature(cfg, cfg.rope_mscale_all_dim) ** 2
+
+
 def _temperature(cfg: ModelConfig, weight: float) -> float:
     return 0.1 * weight * math.log(cfg.rope_scaling_factor) + 1.0
 

@@ -1,5 +1,7 @@
 """This rank's part of each global batch."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,6 +30,7 @@ class BatchLoader:
         self._count = cfg.num_micro_batches * cfg.train.micro_batch_size
         self._first = groups.attn.dp.rank * self._count
         self._dp = groups.attn.dp
+        self._depths = cfg.model.mtp_layers
         self._positions = positions.cpu().numpy()
         self._device = groups.device
         self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
@@ -52,32 +55,35 @@ class BatchLoader:
         return self._weighted(parts, num_samples)
 
     def _part(self, first_sample: int, end: int) -> tuple[SampleBatch, Weights]:
-        """This rank's samples of one global batch, and the weights of their targets, [count, S]: 0 from `end` on."""
+        """This rank's samples of one global batch, and the weights of their targets by depth: 0 from `end` on."""
         first = first_sample + self._first
         samples = self._split.batch(first, self._count)
         is_taken = np.arange(first, first + self._count) < end
-        weights = samples.target_weights()
-        if weights is None:
-            weights = np.ones(samples.inputs.shape)
-        return samples, weights * is_taken[:, None]
+        weights = np.stack([samples.target_weights(further) for further in range(1 + self._depths)], 1)
+        return samples, weights * is_taken[:, None, None]
 
     def _weighted(self, parts: list[tuple[SampleBatch, Weights]], num_samples: int) -> list[Batch]:
-        """Batches whose weights sum to 1 over all parts and ranks, or to 0 if no target counts."""
-        total = float(num_samples * self._split.seq_len)
+        """Batches whose weights sum to 1 at each depth over all parts and ranks, or to 0 if no target counts."""
+        totals = num_samples * (self._split.seq_len - np.arange(1.0 + self._depths))
         if self._split.is_marked:
-            mine = torch.tensor(sum(weights.sum() for _, weights in parts), dtype=torch.float64, device=self._device)
-            total = float(all_reduce_sum(mine, self._dp)) or 1.0
-        return [self._batch(samples, weights / total) for samples, weights in parts]
+            mine = np.sum([weights.sum((0, 2)) for _, weights in parts], 0)
+            totals = all_reduce_sum(torch.from_numpy(mine).to(self._device), self._dp).cpu().numpy()
+            totals[totals == 0] = 1.0
+        return [self._batch(samples, weights / totals[:, None]) for samples, weights in parts]
 
     def _batch(self, samples: SampleBatch, weights: Weights) -> Batch:
         starts = samples.starts()
-        return Batch(
+        batch = Batch(
             self._local(samples.inputs),
             self._local(samples.labels),
-            self._local(weights).to(self._dtype),
+            self._local(weights[:, 0]).to(self._dtype),
             self._first + torch.arange(self._count, device=self._device),
-            None if starts is None else torch.from_numpy(starts).to(self._device),
+            starts=None if starts is None else torch.from_numpy(starts).to(self._device),
         )
+        if self._depths == 0:
+            return batch
+        further = self._local(samples.further_labels(self._depths)), self._local(weights[:, 1:]).to(self._dtype)
+        return replace(batch, further_labels=further[0], further_weights=further[1])
 
     def _local(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values[:, self._positions])).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(values[..., self._positions])).to(self._device)

@@ -2,7 +2,8 @@
 
 Written to be read beside `docs/notation.md`, not to be fast: attention with an explicit mask, every expert over every
 token, AdamW by hand. It knows parameters by their names alone. What a router does is in
-`oracle_routing`, and how heads are turned in `oracle_rotation`.
+`oracle_routing`, and how heads are turned in `oracle_rotation`; heads of latent attention come from
+`oracle_latent`.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import Tensor
 from moefold.config.schema import Config
 from moefold.metrics.moe import MoELayerMetrics
 from moefold.train.lr_schedule import learning_rate
+from moefold.verify.oracle_latent import latent_heads, score_scale
 from moefold.verify.oracle_rotation import rotate
 from moefold.verify.oracle_routing import Moment, OracleRouter, RoutedBatch
 
@@ -23,11 +25,12 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class OracleStep:
-    """One optimizer step: the three terms of the loss, the gradient norm before clipping, and every gradient."""
+    """One optimizer step: the terms of the loss, the gradient norm before clipping, and every gradient."""
 
     loss: float
     aux_loss: float
     z_loss: float
+    mtp_loss: float
     grad_norm: float
     dropped: int
     gradients: Weights
@@ -45,6 +48,11 @@ class OracleBatch:
     weights: Tensor
     """Weight of each target, float64 [n, S]; the first token of a document counts for nothing all the same."""
 
+    def weights_of(self, ahead: int) -> Tensor:
+        """What the tokens `ahead` places behind an input weigh, [n, S + 1 - ahead]: nothing in another document."""
+        is_within = self.documents[:, ahead:] == self.documents[:, :-ahead]
+        return torch.where(is_within, self.weights[:, ahead - 1 :], 0.0)
+
 
 @dataclass(frozen=True)
 class _Terms:
@@ -53,11 +61,12 @@ class _Terms:
     lm: Tensor
     aux: dict[int, Tensor]
     z: dict[int, Tensor]
+    further: Tensor
     routed: dict[int, list[RoutedBatch]]
 
     def total(self) -> Tensor:
         """What is optimised."""
-        return torch.stack([self.lm, *self.aux.values(), *self.z.values()]).sum()
+        return torch.stack([self.lm, self.further, *self.aux.values(), *self.z.values()]).sum()
 
 
 class Oracle:
@@ -94,6 +103,7 @@ class Oracle:
             loss=float(terms.lm.detach()),
             aux_loss=sum(layer.aux_loss for layer in layers),
             z_loss=sum(layer.z_loss for layer in layers),
+            mtp_loss=float(terms.further.detach()),
             grad_norm=norm,
             dropped=sum(batch.dropped for batches in terms.routed.values() for batch in batches),
             gradients=gradients,
@@ -108,42 +118,72 @@ class Oracle:
     def loss(self, batch: OracleBatch, *, is_training: bool) -> _Terms:
         """The terms of the loss, each as docs/notation.md defines it."""
         size = self.cfg.train.micro_batch_size
-        lm = torch.zeros((), dtype=torch.float64)
+        lm = further = torch.zeros((), dtype=torch.float64)
         routed: dict[int, list[RoutedBatch]] = {}
-        is_within = batch.documents[:, :-1] == batch.documents[:, 1:]
-        weights = torch.where(is_within, batch.weights, 0.0)
-        for number, micro in enumerate(batch.tokens.split(size)):
+        for number, tokens in enumerate(batch.tokens.split(size)):
             mine = slice(number * size, (number + 1) * size)
+            micro = OracleBatch(tokens, batch.documents[mine], batch.weights[mine])
             moment = Moment(self._steps + 1, number * size, is_training)
-            logits = self._logits(micro[:, :-1], batch.documents[mine, :-1], moment, routed)
-            chosen = logits.log_softmax(-1).gather(-1, micro[:, 1:, None]).squeeze(-1)
-            lm = lm - (chosen * weights[mine]).sum() / weights.sum()
+            hidden = self._hidden(micro, moment, routed)
+            lm = lm + self._cross_entropy(hidden, micro, 1, batch)
+            if is_training:
+                further = further + self._further(micro, hidden, moment, routed, batch)
         aux = {layer: self.cfg.moe.aux_loss * self.router.aux(batches) for layer, batches in routed.items()}
         z = {
             layer: self.cfg.moe.z_loss * torch.stack([b.logits.logsumexp(-1).square().mean() for b in batches]).mean()
             for layer, batches in routed.items()
         }
-        return _Terms(lm, aux, z, routed)
+        return _Terms(lm, aux, z, further, routed)
 
-    def _logits(
-        self, tokens: Tensor, documents: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]
+    def _hidden(self, batch: OracleBatch, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
+        """[B, S, H] behind the last norm; adds what each MoE layer decided."""
+        x = self.weights["embedding.weight"][batch.tokens[:, :-1]]
+        for i in range(self.cfg.model.num_layers):
+            x = self._layer(i, x, batch.documents[:, :-1], moment, routed)
+        return self._norm("head.norm", x)
+
+    def _layer(
+        self, i: int, x: Tensor, documents: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
-        """[B, S] -> [B, S, V]; adds what each MoE layer decided."""
-        model = self.cfg.model
-        x = self.weights["embedding.weight"][tokens]
-        for i, kind in enumerate(model.layer_kinds):
-            name = f"layers.{i}"
-            x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x), documents, i)
-            normed = self._norm(f"{name}.ffn_norm", x)
-            if kind == "D":
-                x = x + self._swiglu(f"{name}.ffn", normed)
-                continue
-            weight, bias = self.weights[f"{name}.ffn.router.weight"], self.weights.get(f"{name}.ffn.router.bias")
-            batch = self.router.route(i, normed, weight, bias, moment)
-            routed.setdefault(i, []).append(batch)
-            x = x + self._moe(f"{name}.ffn", normed, batch)
-        head = "embedding.weight" if model.tie_embeddings else "head.weight"
-        return self._norm("head.norm", x) @ self.weights[head].T
+        name = f"layers.{i}"
+        x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x), documents, i)
+        normed = self._norm(f"{name}.ffn_norm", x)
+        if self.cfg.model.all_layer_kinds[i] == "D":
+            return x + self._swiglu(f"{name}.ffn", normed)
+        weight, bias = self.weights[f"{name}.ffn.router.weight"], self.weights.get(f"{name}.ffn.router.bias")
+        batch = self.router.route(i, normed, weight, bias, moment)
+        routed.setdefault(i, []).append(batch)
+        return x + self._moe(f"{name}.ffn", normed, batch)
+
+    def _cross_entropy(self, hidden: Tensor, micro: OracleBatch, ahead: int, whole: OracleBatch) -> Tensor:
+        """A micro-batch's part of the mean cross-entropy of the tokens `ahead` places behind each input."""
+        head = "embedding.weight" if self.cfg.model.tie_embeddings else "head.weight"
+        log_probs = (hidden @ self.weights[head].T).log_softmax(-1)[:, : hidden.shape[1] - ahead + 1]
+        chosen = log_probs.gather(-1, micro.tokens[:, ahead:, None]).squeeze(-1)
+        return -(chosen * micro.weights_of(ahead)).sum() / whole.weights_of(ahead).sum()
+
+    def _further(
+        self,
+        micro: OracleBatch,
+        hidden: Tensor,
+        moment: Moment,
+        routed: dict[int, list[RoutedBatch]],
+        whole: OracleBatch,
+    ) -> Tensor:
+        """A micro-batch's part of the loss of multi-token prediction."""
+        model, total = self.cfg.model, torch.zeros((), dtype=torch.float64)
+        tokens = micro.tokens
+        for depth in range(1, model.mtp_layers + 1):
+            name = f"layers.{model.num_layers + depth - 1}"
+            # Position i reads token i + depth; where there is none, token 0.
+            read = torch.cat((tokens[:, depth:-1], tokens[:, -1:], torch.zeros_like(tokens[:, : depth - 1])), 1)
+            embedded = self._norm(f"{name}.embedding_norm", self.weights["embedding.weight"][read])
+            both = torch.cat((embedded, self._norm(f"{name}.hidden_norm", hidden)), -1)
+            x = both @ self.weights[f"{name}.projection"].T
+            hidden = self._layer(model.num_layers + depth - 1, x, micro.documents[:, :-1], moment, routed)
+            hidden = self._norm(f"{name}.output_norm", hidden)
+            total = total + self._cross_entropy(hidden, micro, depth + 1, whole)
+        return total * self.cfg.train.mtp_loss / max(1, model.mtp_layers)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         mean_square = x.square().mean(-1, keepdim=True)
@@ -158,26 +198,31 @@ class Oracle:
         model = self.cfg.model
         batch, length, _ = x.shape
 
-        def heads(letter: str, count: int) -> Tensor:
+        def heads(letter: str, count: int, norm: str = "") -> Tensor:
             y = x @ self.weights[f"{name}.w{letter}"].T
             if model.qkv_bias:
                 y = y + self.weights[f"{name}.b{letter}"]
-            return y.view(batch, length, count, model.head_size)
+            if norm and model.qk_norm_width == "all_heads":
+                y = self._norm(f"{name}.{norm}", y)
+            y = y.view(batch, length, count, model.head_size)
+            return self._norm(f"{name}.{norm}", y) if norm and model.qk_norm_width == "head" else y
 
-        query = heads("q", model.num_attention_heads)
-        key, value = heads("k", model.num_query_groups), heads("v", model.num_query_groups)
-        if model.qk_norm:
-            query, key = self._norm(f"{name}.query_norm", query), self._norm(f"{name}.key_norm", key)
-        query, key = rotate(model, query, model.rotated_size), rotate(model, key, model.rotated_size)
+        if model.attention == "mla":
+            query, key, value = latent_heads(model, self.weights, name, x)
+        else:
+            norms = ("query_norm", "key_norm") if model.qk_norm else ("", "")
+            query = rotate(model, heads("q", model.num_attention_heads, norms[0]), model.rotated_size)
+            key = rotate(model, heads("k", model.num_query_groups, norms[1]), model.rotated_size)
+            value = heads("v", model.num_query_groups)
+        scale = score_scale(model)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-        if model.layer_windows[layer]:
-            hidden = hidden | torch.ones(length, length, dtype=torch.bool).tril(-model.layer_windows[layer])
+        if model.all_layer_windows[layer]:
+            hidden = hidden | torch.ones(length, length, dtype=torch.bool).tril(-model.all_layer_windows[layer])
         hidden = hidden | (documents[:, :, None] != documents[:, None, :])
         outputs = []
         for head in range(model.num_attention_heads):
-            group = head * model.num_query_groups // model.num_attention_heads
-            scores = query[:, :, head] @ key[:, :, group].mT / math.sqrt(model.head_size)
-            scores = scores.masked_fill(hidden, -math.inf)
+            group = head * key.shape[2] // model.num_attention_heads
+            scores = (query[:, :, head] @ key[:, :, group].mT * scale).masked_fill(hidden, -math.inf)
             if model.attention_sinks:
                 sink = self.weights[f"{name}.sinks"][head].expand(batch, length, 1)
                 outputs.append(torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ value[:, :, group])
