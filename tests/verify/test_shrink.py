@@ -112,3 +112,17 @@ def test_groups_of_experts_survive(ep, num_experts):
     )
     small = shrink(cfg).model
     assert (small.num_experts, small.num_groups, small.top_groups, small.top_k) == (num_experts, 8, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("data", "document_end"),
+    [
+        (DataConfig(kind="sft", path="chats.jsonl"), 0),
+        (DataConfig(kind="tokens", path="tokens", document_index=True), 0),
+        (DataConfig(kind="text", path="texts", document_end=3), 0),
+        (DataConfig(kind="text", path="texts"), -1),
+    ],
+)
+def test_documents_stay_apart_where_they_were(data: DataConfig, document_end: int):
+    small = shrink(replace(preset("quickstart", 8), data=data))
+    assert small.data == DataConfig(kind="synthetic", document_end=document_end)
