@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from moefold.checkpoint.store import save_checkpoint
+from moefold.checkpoint.folder import Position
+from moefold.checkpoint.store import checkpoint_state, write_checkpoint
 from moefold.config.checks import check_config
 from moefold.config.load import config_from_dict, write_config_json
 from moefold.config.schema import Config
@@ -39,8 +40,8 @@ def recipe(family: str, run_dir: Path, dtype: str = "float32", moe: dict[str, An
 def write_checkpoint(cfg: Config) -> None:
     """Save the initial weights as step 7 of a run; on one rank of a process group."""
     training = TrainingStep(parallelize(cfg, ParallelGroups.create(check_config(cfg), CPU)), cfg)
-    numbers = {"step": 7, "samples": 0, "tokens": 0}
-    save_checkpoint(cfg, training.parameters, training.buffers, training.optimizer, **numbers, is_first_rank=True)
+    state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
+    write_checkpoint(cfg, state, Position(step=7, samples=0, tokens=0))
     write_config_json(cfg, Path(cfg.run.dir) / "config.json")
 
 

@@ -83,6 +83,12 @@ def sample_order(cfg: Config) -> dict[str, Any]:
     return plain
 
 
+def other_order(meta: CheckpointMeta, cfg: Config) -> str:
+    """How the samples of a checkpoint's run differ from those of a recipe, in words; empty if they are the same."""
+    # A checkpoint of a version that did not know a key yet is of a run with its default.
+    return _differences(sample_order(Config()) | meta.order, sample_order(cfg))
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first."""
     complete = [path for path in folder.glob("step-*") if step_of(path) >= 0 and (path / META_FILE).is_file()]
@@ -255,8 +261,7 @@ def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
 
 
 def _refuse_other_data(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
-    wrong = _differences(meta.order, sample_order(cfg))
-    if wrong:
+    if wrong := other_order(meta, cfg):
         raise ConfigError(
             f"checkpoint {str(path)!r} took its samples from other data: {wrong}; give the recipe its settings, set "
             f"checkpoint.resume={str(path)!r} to go on with the new data from its start, or set another run.dir"

@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from moefold.checkpoint.folder import Position, sample_order
+from moefold.checkpoint.folder import Position, other_order
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.checkpoint.store import Resume, agree_on_resume, checkpoint_state, load_checkpoint
 from moefold.config.load import config_to_dict, write_config_json
@@ -88,7 +88,7 @@ class Trainer:
             meta = load_checkpoint(resume.path, training.parameters, training.buffers, training.optimizer)
             self._step, self._tokens = meta.step, meta.tokens
             # A checkpoint that was named may be continued on other data, from its start.
-            if meta.order == sample_order(self._cfg):
+            if not other_order(meta, self._cfg):
                 self._samples = meta.samples
                 self._row.restore(meta.stream)
         return resume

@@ -63,12 +63,17 @@ def _small(cfg: Config, parallel: ParallelConfig) -> Config:
         model=_model(cfg.model, parallel),
         moe=replace(cfg.moe, replay=""),
         train=_train(cfg.train, parallel),
-        data=DataConfig(kind="synthetic", document_end=min(cfg.data.document_end, 0)),
+        data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
     )
     if parallel.dispatcher == "leastloaded":
         # No expert of the small recipe has as many copies as one of the large.
         small = replace(small, moe=replace(small.moe, llep_min_tokens=1))
     return small
+
+
+def _has_documents(cfg: Config) -> bool:
+    """Whether attention stays within documents."""
+    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind == "sft"
 
 
 def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
