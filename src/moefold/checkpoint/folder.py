@@ -158,14 +158,21 @@ def _refuse_later(complete: list[Path], step: int, cfg: Config) -> None:
         )
 
 
-def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
-    ours = model_sizes(cfg.model)
+def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
+    """How a model that was stored (`model_sizes`) computes something else than another one; empty if it does not."""
     unused = _FREE_MODEL_KEYS
-    unused |= frozenset() if "D" in cfg.model.layer_kinds else _DENSE_KEYS
-    unused |= frozenset() if "M" in cfg.model.layer_kinds else _MOE_KEYS
+    unused |= frozenset() if "D" in model.layer_kinds else _DENSE_KEYS
+    unused |= frozenset() if "M" in model.layer_kinds else _MOE_KEYS
     # A checkpoint of a version that did not know a key yet is of a model with its default.
-    theirs = model_sizes(ModelConfig()) | meta.model
-    wrong = _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
+    theirs = model_sizes(ModelConfig()) | stored
+    ours = model_sizes(model)
+    for sizes in (theirs, ours):
+        sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
+    return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
+
+
+def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
+    wrong = model_differences(meta.model, cfg.model)
     if wrong:
         raise ConfigError(
             f"checkpoint {str(path)!r} is of another model: {wrong}; give the recipe its sizes, or set another run.dir"

@@ -31,7 +31,7 @@ def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
 
 def _logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
     """(name, whole shape, my slices of it, my memory of it) of each logical tensor that I hold a part of."""
-    values, starts = _local_region(parameter)
+    values, starts = local_region(parameter)
     index = tuple(slice(start, start + size) for start, size in zip(starts, values.shape, strict=True))
     if not name.endswith(EXPERT_WEIGHTS):
         return [(name, tuple(parameter.shape), index, values)]
@@ -40,8 +40,8 @@ def _logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, .
     return [(f"{name}.{first + i}", whole, index[1:], values[i]) for i in range(values.shape[0])]
 
 
-def _local_region(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The local values and where they start in the logical tensor."""
+def local_region(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The values that this rank holds of a plain tensor or DTensor, and where they start in the logical tensor."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
     values = parameter.to_local()

@@ -1,0 +1,252 @@
+"""What keys of a config.json mean for the section [model], in both directions. Torch-free.
+
+Each kind of entry reads some keys of a config.json into keys of [model], and writes them back.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from moefold.config.schema import ModelConfig, expand_layer_pattern
+from moefold.errors import ConfigError
+
+Json = Mapping[str, Any]
+REQUIRED = object()
+_TYPES: dict[str, Any] = {field.name: type(field.default) for field in fields(ModelConfig)}
+
+
+class Entry(Protocol):
+    """One line of a family's description."""
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """Keys of [model]; ConfigError where config.json lacks one or asks for what moefold does not compute."""
+        ...
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Keys of config.json."""
+        ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """The same number or switch under two names. What an absent or null key means is `default`."""
+
+    theirs: str
+    ours: str
+    default: Any = REQUIRED
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """Convert to the type of our key, exactly."""
+        value = theirs.get(self.theirs)
+        if value is None:
+            if self.default is REQUIRED:
+                raise ConfigError(f"config.json lacks {self.theirs}")
+            value = self.default
+        kind = _TYPES[self.ours]
+        if isinstance(value, bool) != (kind is bool) or not isinstance(value, int | float) or value != kind(value):
+            raise ConfigError(f"config.json has {self.theirs}={value!r}, which should be {_word(kind)}")
+        return {self.ours: kind(value)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """As it stands."""
+        return {self.theirs: getattr(model, self.ours)}
+
+
+@dataclass(frozen=True)
+class Only:
+    """A key of config.json with the values that moefold computes, the first of which is written.
+
+    A key that is absent means the first as well.
+    """
+
+    theirs: str
+    values: tuple[Any, ...]
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """Refuse other values."""
+        value = theirs.get(self.theirs, self.values[0])
+        if value not in self.values:
+            legal = " or ".join(map(repr, self.values))
+            raise ConfigError(f"config.json has {self.theirs}={value!r}, which moefold does not compute; only {legal}")
+        return {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The first value."""
+        return {self.theirs: self.values[0]}
+
+
+@dataclass(frozen=True)
+class Always:
+    """A key of [model] that the family has by its nature."""
+
+    ours: str
+    value: Any
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """The value."""
+        return {self.ours: self.value}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Nothing: their code knows."""
+        return {}
+
+
+@dataclass(frozen=True)
+class KeyValueHeads:
+    """num_key_value_heads; absent, as many as query heads."""
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """Query groups."""
+        heads = theirs.get("num_attention_heads")
+        return Same("num_key_value_heads", "num_query_groups", heads).read(theirs)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """As it stands."""
+        return {"num_key_value_heads": model.num_query_groups}
+
+
+@dataclass(frozen=True)
+class HeadSize:
+    """head_dim; absent, `default`, of which 0 stands for hidden_size / num_attention_heads."""
+
+    default: int = 0
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """Width of a head."""
+        return Same("head_dim", "head_dim", self.default).read(theirs)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Always spelled out."""
+        return {"head_dim": model.head_size}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding: `rope_parameters`, or, in older folders, `rope_theta` and `rope_scaling`."""
+
+    theta: float
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """Base and stretch."""
+        given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"config.json has rope_parameters={given!r}, which should be an object")
+        found: dict[str, Any] = {"rope_theta": self.theta, "rope_type": "default"}
+        found |= {"rope_theta": theirs["rope_theta"]} if theirs.get("rope_theta") is not None else {}
+        found |= {"rope_type": given["type"]} if "type" in given else {}
+        found |= given
+        kind = found["rope_type"]
+        if found.get("partial_rotary_factor", theirs.get("partial_rotary_factor")) not in (None, 1, 1.0):
+            raise ConfigError("config.json has a partial_rotary_factor, which moefold does not read for this family")
+        keys = {"rope_theta": float(found["rope_theta"])}
+        if kind == "default":
+            return keys
+        if kind not in ("linear", "llama3"):
+            raise ConfigError(
+                f"config.json has rope_type={kind!r}, which moefold does not compute for this family; "
+                "only 'default', 'linear' or 'llama3'"
+            )
+        names = {"factor": "rope_scaling_factor"}
+        if kind == "llama3":
+            names |= _LLAMA3_KEYS
+        read = [Same(theirs_key, ours).read(found) for theirs_key, ours in names.items()]
+        return {**keys, "rope_scaling": kind, **{key: value for part in read for key, value in part.items()}}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """`rope_parameters`, as transformers 5 writes it."""
+        if model.rope_scaling == "none":
+            return {"rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"}}
+        values: dict[str, Any] = {"rope_type": model.rope_scaling, "rope_theta": model.rope_theta}
+        names = {"factor": "rope_scaling_factor"} | (_LLAMA3_KEYS if model.rope_scaling == "llama3" else {})
+        return {"rope_parameters": values | {key: getattr(model, ours) for key, ours in names.items()}}
+
+
+_LLAMA3_KEYS = {
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_seq_len",
+}
+
+
+@dataclass(frozen=True)
+class SparseLayers:
+    """Which layers have experts: `mlp_only_layers`, and every `decoder_sparse_step`-th of the others."""
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """The layer pattern."""
+        step, dense = theirs.get("decoder_sparse_step") or 1, theirs.get("mlp_only_layers") or []
+        count = theirs.get("num_hidden_layers")
+        if not isinstance(count, int) or not isinstance(step, int) or step < 1 or not isinstance(dense, list):
+            raise ConfigError("config.json has decoder_sparse_step or mlp_only_layers that make no sense")
+        kinds = ["D" if i in dense or (i + 1) % step else "M" for i in range(count)]
+        return {"layer_pattern": short_pattern("".join(kinds))}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The dense layers one by one."""
+        dense = [i for i, kind in enumerate(model.layer_kinds) if kind == "D"]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+@dataclass(frozen=True)
+class AllLayers:
+    """All layers are of one kind."""
+
+    kind: str
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """The layer pattern."""
+        return {"layer_pattern": self.kind}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
+class FullAttention:
+    """`layer_types`, where it is there, has no window."""
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """Refuse windows."""
+        kinds = theirs.get("layer_types") or ["full_attention"]
+        if not isinstance(kinds, list) or set(kinds) != {"full_attention"}:
+            raise ConfigError("config.json has layer_types other than full_attention, which moefold does not compute")
+        return {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Nothing: without windows it follows."""
+        return {}
+
+
+@dataclass(frozen=True)
+class TopKNormalised:
+    """norm_topk_prob of a softmax router: whether the chosen probabilities are made to sum to 1; absent, `default`."""
+
+    default: bool
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """Softmax over all experts, or over the chosen ones, which is the same as normalising."""
+        return {"router_softmax": "post" if theirs.get("norm_topk_prob", self.default) else "pre"}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The switch."""
+        return {"norm_topk_prob": model.router_softmax == "post"}
+
+
+def short_pattern(kinds: str) -> str:
+    """The shortest layer pattern that spells the kind of every layer: "DMMMMM" -> "DM5", "DMDM" -> "DM"."""
+    for size in range(1, len(kinds)):
+        if all(kind == kinds[i % size] for i, kind in enumerate(kinds)):
+            kinds = kinds[:size]
+            break
+    spelled, i = "", 0
+    while i < len(kinds):
+        count = len(kinds[i:]) - len(kinds[i:].lstrip(kinds[i]))
+        spelled += kinds[i] + (str(count) if count > 1 else "")
+        i += count
+    assert expand_layer_pattern(spelled) == kinds
+    return spelled
+
+
+def _word(kind: Any) -> str:
+    return {bool: "true or false", int: "a whole number"}.get(kind, "a number")

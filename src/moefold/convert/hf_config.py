@@ -1,0 +1,115 @@
+"""The config.json of a Hugging Face folder: which family it is, and which model that makes. Torch-free."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moefold.checkpoint.folder import model_differences, model_sizes
+from moefold.config.checks import check_config
+from moefold.config.keys import nearest
+from moefold.config.load import config_from_dict
+from moefold.config.schema import ModelConfig
+from moefold.convert.families import FAMILIES, Family
+from moefold.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether a path is a folder with the config.json of a model, rather than a checkpoint of moefold."""
+    return (path / CONFIG_FILE).is_file() and "model_type" in _keys_of(path / CONFIG_FILE)
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The section [model] of a Hugging Face folder.
+
+    Raises:
+        ConfigError: config.json is missing or broken, of a family that moefold does not know, or asks for maths that
+            it does not do.
+    """
+    return model_of(read_hf_config(folder), folder)
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """The keys of config.json.
+
+    Raises:
+        ConfigError: it is missing or broken.
+    """
+    path = folder / CONFIG_FILE
+    if not folder.is_dir():
+        raise ConfigError(f"{str(folder)!r} does not exist or is no folder; name a folder with a {CONFIG_FILE}")
+    if not path.is_file():
+        raise ConfigError(f"{str(folder)!r} is no Hugging Face folder: it has no {CONFIG_FILE}")
+    keys = _keys_of(path)
+    if not keys:
+        raise ConfigError(f"{str(path)!r} is not a JSON object")
+    return keys
+
+
+def family_of(keys: Mapping[str, Any], folder: Path) -> Family:
+    """The family that a config.json names.
+
+    Raises:
+        ConfigError: moefold does not know it, or the weights are quantised.
+    """
+    name = keys.get("model_type")
+    if name not in FAMILIES:
+        guess = nearest(name, FAMILIES) if isinstance(name, str) else None
+        hint = f"; did you mean {guess!r}?" if guess else ""
+        raise ConfigError(
+            f"{str(folder)!r} is of model_type {name!r}, which moefold does not know; "
+            f"it knows {', '.join(FAMILIES)}{hint}"
+        )
+    if keys.get("quantization_config") is not None:
+        raise ConfigError(
+            f"{str(folder)!r} has quantised weights (quantization_config); convert them to bfloat16 first"
+        )
+    return FAMILIES[name]
+
+
+def model_of(keys: Mapping[str, Any], folder: Path) -> ModelConfig:
+    """The section [model] that a config.json means.
+
+    Raises:
+        ConfigError: as `read_model_config`.
+    """
+    family = family_of(keys, folder)
+    model: dict[str, Any] = {}
+    try:
+        for entry in family.entries:
+            model |= entry.read(keys)
+        cfg = config_from_dict({"model": model})
+        check_config(cfg)
+    except ConfigError as error:
+        raise ConfigError(f"{str(folder)!r} ({family.name}): {error}") from None
+    return cfg.model
+
+
+def families_for(model: ModelConfig) -> list[Family]:
+    """The families whose config.json can say exactly what a model computes."""
+    return [family for family in FAMILIES.values() if not what_family_lacks(family, model)]
+
+
+def what_family_lacks(family: Family, model: ModelConfig) -> str:
+    """How the model differs from what the family's config.json can say of it; empty if it says all.
+
+    A family says what a model computes if reading what it writes gives the same model.
+    """
+    try:
+        back = model_of(family.write(model), Path(family.name))
+    except ConfigError as error:
+        return str(error)
+    return model_differences(model_sizes(model), replace(back, init_std=model.init_std))
+
+
+def _keys_of(path: Path) -> dict[str, Any]:
+    try:
+        keys = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{str(path)!r} is not JSON") from None
+    return keys if isinstance(keys, dict) else {}

@@ -1,0 +1,173 @@
+"""Weights by our names, wherever they are: a source gives any part of any parameter of a model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moefold.config.schema import Config, ModelConfig
+from moefold.convert.families import Family, Table
+from moefold.convert.hf_folder import HfFolder, open_hf_folder, some
+from moefold.convert.piece import Piece, Plan, Region, Shape, make_plan
+from moefold.convert.safetensors_file import DTYPES, Stored, read_part
+from moefold.errors import ConfigError
+from moefold.model.init import local_region
+from moefold.model.transformer import build_model
+
+
+class WeightSource(Protocol):
+    """Somewhere that holds the weights of a whole model."""
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Every parameter and buffer by its name in the whole model."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """How a tensor is stored."""
+        ...
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """The values of a region of a tensor, as they are stored, on the CPU."""
+        ...
+
+
+class HfSource:
+    """The tensors of a Hugging Face folder as our parameters.
+
+    Raises:
+        ConfigError: a tensor of either side has no counterpart, or another shape; the message names it.
+    """
+
+    def __init__(self, folder: HfFolder) -> None:
+        self.folder = folder
+        self.plan = _matching_plan(folder)
+        self.shapes = self.plan.our_shapes
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which the folder stores it."""
+        return DTYPES[self.stored(self.plan.by_ours[name][0].theirs).dtype]
+
+    def stored(self, theirs: str) -> Stored:
+        """Where a tensor of the folder is."""
+        return self.folder.tensors[theirs]
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """Read exactly the rows of the files that the region needs."""
+        values = torch.empty([part.stop - part.start for part in region], dtype=self.dtype(name))
+        for piece in self.plan.by_ours[name]:
+            part = piece.part(region)
+            if part is None:
+                continue
+            box = tuple(
+                slice(a - r.start, a - r.start + n) for a, n, r in zip(part.our_start, part.size, region, strict=True)
+            )
+            theirs = read_part(self.stored(part.theirs), part.their_region())
+            values[box] = theirs.permute(part.order()).reshape(part.size)
+        return values
+
+
+def load_hf_weights(
+    folder: Path, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
+) -> None:
+    """Fill this rank's shards of a model with the weights of a Hugging Face folder; no communication.
+
+    Each rank reads the parts that it holds, and no others.
+
+    Args:
+        folder: config.json and safetensors files; its model must be the one that the parameters are of.
+        parameters: by their names in the whole model: plain tensors, or DTensors under any mapping.
+        buffers: the same, for what has no gradient.
+
+    Raises:
+        ConfigError: the folder cannot be read, or holds another model.
+    """
+    fill(HfSource(open_hf_folder(folder)), {**parameters, **(buffers or {})}, str(folder))
+
+
+@torch.no_grad()
+def fill(source: WeightSource, tensors: Mapping[str, Tensor], name_of_source: str) -> None:
+    """Copy into this rank's shards what a source holds of them; no communication.
+
+    Raises:
+        ConfigError: the source lacks a tensor, or has another shape of it.
+    """
+    faults = [
+        f"{name} of shape {list(tensor.shape)}, it has {list(source.shapes[name]) if name in source.shapes else 'none'}"
+        for name, tensor in tensors.items()
+        if source.shapes.get(name) != tuple(tensor.shape)
+    ]
+    if faults:
+        raise ConfigError(f"{name_of_source!r} is of another model: it lacks {some(faults)}")
+    for name, tensor in tensors.items():
+        values, starts = local_region(tensor)
+        if values.numel():
+            region = tuple(slice(a, a + n) for a, n in zip(starts, values.shape, strict=True))
+            values.copy_(source.read(name, region))
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Every parameter and buffer of a model, by name."""
+    with torch.device("meta"):
+        whole_model = build_model(Config(model=model))
+    tensors = {**dict(whole_model.named_parameters()), **dict(whole_model.named_buffers())}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def plan_for(model: ModelConfig, table: Table, family: Family) -> Plan:
+    """Where each parameter of a model is in a folder of a family.
+
+    Raises:
+        ConfigError: the family has no place for a parameter.
+    """
+    shapes = parameter_shapes(model)
+    pieces: list[Piece] = []
+    homeless = []
+    for name, shape in shapes.items():
+        layer = name.split(".")[1] if name.startswith("layers.") else ""
+        row = table.get(name.replace(f"layers.{layer}.", "layers.{l}.", 1) if layer else name)
+        if row is None:
+            homeless.append(name)
+        else:
+            pieces += row.pieces(name, shape, layer, model)
+    if homeless:
+        raise ConfigError(f"family {family.name} has no place for {some(homeless)}")
+    return make_plan(pieces, shapes)
+
+
+def _matching_plan(folder: HfFolder) -> Plan:
+    """The plan of the layout that the folder has; refuses a folder that differs from all."""
+    found = dict(folder.tensors)
+    plans = [plan_for(folder.model, table, folder.family) for table in folder.family.layouts]
+    plan = min(plans, key=lambda plan: len(plan.their_shapes.keys() ^ found.keys()))
+    faults = [f"tensor {name} is missing" for name in sorted(plan.their_shapes.keys() - found.keys())]
+    for name in sorted(found.keys() - plan.their_shapes.keys()):
+        if not folder.family.is_unused(name) and not _echoes_embedding(folder, name):
+            faults.append(f"tensor {name} has no place in this {folder.family.name} model")
+    for name, shape in plan.their_shapes.items():
+        if name in found and found[name].shape != shape:
+            faults.append(f"tensor {name} has shape {list(found[name].shape)}, config.json means {list(shape)}")
+    for name, parts in plan.by_ours.items():
+        kinds = {found[piece.theirs].dtype for piece in parts if piece.theirs in found}
+        if len(kinds) > 1:
+            faults.append(f"the parts of {name} have different types: {', '.join(sorted(kinds))}")
+    if faults:
+        raise ConfigError(f"{str(folder.path)!r}: {some(faults)}")
+    return plan
+
+
+def _echoes_embedding(folder: HfFolder, name: str) -> bool:
+    """Whether a tensor is the head of a model with tied embeddings, equal to the embedding as it should be."""
+    embedding = folder.tensors.get("model.embed_tokens.weight")
+    head = folder.tensors[name]
+    if (
+        name != "lm_head.weight"
+        or not folder.model.tie_embeddings
+        or embedding is None
+        or head.shape != embedding.shape
+    ):
+        return False
+    values = [read_part(stored, tuple(slice(0, n, 1) for n in stored.shape)) for stored in (head, embedding)]
+    return torch.equal(*values)

@@ -1,0 +1,89 @@
+"""Hugging Face folders read into models: the logits are those of transformers, under any mapping."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
+
+from moefold.config.checks import check_config
+from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
+from moefold.convert.hf_config import read_model_config
+from moefold.convert.hf_folder import open_hf_folder
+from moefold.convert.piece import whole
+from moefold.convert.weights import HfSource, load_hf_weights
+from moefold.model.transformer import build_model
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.parallelize import parallelize
+from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of
+
+SEQ_LEN = 16
+TOLERANCE = 1e-5
+
+
+def recipe(folder: Path, **parallel: object) -> Config:
+    """A float32 recipe for the model of a folder."""
+    return Config(
+        run=RunConfig(device="cpu", dtype="float32"),
+        model=read_model_config(folder),
+        parallel=ParallelConfig(**parallel),
+        train=TrainConfig(seq_len=SEQ_LEN, micro_batch_size=1, global_batch_size=4),
+    )
+
+
+def our_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, S, V] of our model with the weights of a folder, on one process."""
+    model = build_model(recipe(folder))
+    model.place(torch.arange(tokens.shape[1]))
+    load_hf_weights(folder, dict(model.named_parameters()), dict(model.named_buffers()))
+    with torch.no_grad():
+        return model.eval()(tokens).transpose(0, 1)
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_logits_equal_those_of_transformers(tmp_path, name):
+    theirs = make_model(name)
+    folder = save_model(theirs, tmp_path / name)
+    tokens = tokens_of(2, SEQ_LEN)
+    torch.testing.assert_close(our_logits(folder, tokens), logits_of(theirs, tokens), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_shards_and_bfloat16_are_read(tmp_path):
+    theirs = make_model("qwen3-moe")
+    folder = save_model(theirs, tmp_path / "model", dtype=torch.bfloat16, shard="10KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    tokens = tokens_of(2, SEQ_LEN)
+    torch.testing.assert_close(our_logits(folder, tokens), logits_of(theirs, tokens), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _loaded_everywhere(cfg: Config, folder: Path) -> str:
+    """The first parameter whose shard on this rank is not its part of the folder's tensor; empty if all are."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    model = parallelize(cfg, groups)
+    load_hf_weights(folder, model.named_parameters, model.named_buffers)
+    source = HfSource(open_hf_folder(folder))
+    for name, parameter in model.named_parameters.items():
+        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        if not torch.equal(full.float(), source.read(name, whole(source.shapes[name])).float()):
+            return f"rank {dist.get_rank()}: {name}"
+    return ""
+
+
+MAPPINGS = [
+    {"world_size": 2, "tp": 2, "ep": 2},
+    {"world_size": 2, "cp": 2, "zero": 3},
+    {"world_size": 2, "pp": 2},
+    {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2},
+]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mapping", MAPPINGS, ids=lambda m: "-".join(f"{k}{v}" for k, v in m.items()))
+@pytest.mark.parametrize("name", ["mixtral-tied", "qwen2-moe"])
+def test_every_rank_reads_its_part(pool, tmp_path, name, mapping):
+    folder = save_model(make_model(name, num_hidden_layers=2), tmp_path / name)
+    cfg = replace(recipe(folder), parallel=ParallelConfig(**mapping))
+    assert pool.run(mapping["world_size"], _loaded_everywhere, cfg, folder) == [""] * mapping["world_size"]
