@@ -4,8 +4,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import transformers
+
+transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
 SIZES = {
     "vocab_size": 66,

@@ -37,6 +37,10 @@ class CheckpointMeta:
     model: dict[str, Any]
     parallel: dict[str, Any]
     """The mapping that wrote it, for the reader: any other one can load it."""
+    dtype: str = ""
+    """run.dtype of the run that wrote it; empty if no run did, or one of a version that did not say."""
+    origin: str = ""
+    """Where weights come from that no run trained: "import" or "upcycle" and a folder. They have no moments."""
 
 
 def checkpoint_folder(cfg: Config) -> Path:
@@ -116,6 +120,11 @@ def find_resume(cfg: Config) -> Path | None:
         path = None if wish == "never" else Path(wish)
     meta = None if path is None else read_meta(path)
     if path is not None and meta is not None:
+        if meta.origin:
+            raise ConfigError(
+                f"checkpoint {str(path)!r} holds weights alone ({meta.origin}), no run to resume; "
+                f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
+            )
         _refuse_other_model(path, meta, cfg)
         if wish == "auto":
             _refuse_other_data(path, meta, cfg)

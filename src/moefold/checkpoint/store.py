@@ -73,7 +73,7 @@ def save_checkpoint(
     """
     folder = checkpoint_folder(cfg)
     draft, final = draft_path(folder, step), step_path(folder, step)
-    with _explained(f"the checkpoint of step {step} cannot be written to {str(folder)!r}"):
+    with explained(f"the checkpoint of step {step} cannot be written to {str(folder)!r}"):
         if is_first_rank:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
@@ -93,6 +93,7 @@ def save_checkpoint(
             order=sample_order(cfg),
             model=model_sizes(cfg.model),
             parallel=asdict(cfg.parallel),
+            dtype=cfg.run.dtype,
         )
         write_meta(draft, meta)
         _flush(draft)
@@ -115,7 +116,7 @@ def load_checkpoint(
     """
     meta = read_meta(path)
     state = _state(parameters, buffers, optimizer)
-    with _explained(f"checkpoint {str(path)!r} cannot be read"):
+    with explained(f"checkpoint {str(path)!r} cannot be read"):
         _refuse_incomplete(path, state)
         dcp.load(state, checkpoint_id=path)
     set_step_count(optimizer, meta.step)
@@ -149,6 +150,16 @@ def _refuse_incomplete(path: Path, state: Mapping[str, Tensor]) -> None:
         )
 
 
+def refuse_broken_files(path: Path, metadata: Metadata) -> None:
+    """Look for the files of a checkpoint without reading them.
+
+    Raises:
+        ConfigError: one is missing or too short.
+    """
+    if faults := _broken_files(path, metadata):
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {_some(faults)}")
+
+
 def _broken_files(path: Path, metadata: Metadata) -> list[str]:
     """The files that should hold tensors and do not, or are too short."""
     needed_bytes: dict[str, int] = {}
@@ -167,12 +178,14 @@ def _some(faults: list[str]) -> str:
 
 
 @contextmanager
-def _explained(failure: str) -> Iterator[None]:
+def explained(failure: str) -> Iterator[None]:
     """Turn what a disk or a broken file raises into the user's error."""
     try:
         yield
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, ConfigError):
+            raise cause from None
         if not isinstance(cause, OSError | EOFError | pickle.UnpicklingError | RuntimeError | ValueError):
             raise
         raise ConfigError(f"{failure}: {_one_line(cause)}") from error

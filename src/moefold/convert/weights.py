@@ -43,7 +43,7 @@ class HfSource:
 
     def __init__(self, folder: HfFolder) -> None:
         self.folder = folder
-        self.plan = _matching_plan(folder)
+        self.plan, self.layout = _matching_plan(folder)
         self.shapes = self.plan.our_shapes
 
     def dtype(self, name: str) -> torch.dtype:
@@ -137,11 +137,12 @@ def plan_for(model: ModelConfig, table: Table, family: Family) -> Plan:
     return make_plan(pieces, shapes)
 
 
-def _matching_plan(folder: HfFolder) -> Plan:
-    """The plan of the layout that the folder has; refuses a folder that differs from all."""
+def _matching_plan(folder: HfFolder) -> tuple[Plan, int]:
+    """The plan of the layout that the folder has, and its number; refuses a folder that differs from all."""
     found = dict(folder.tensors)
     plans = [plan_for(folder.model, table, folder.family) for table in folder.family.layouts]
     plan = min(plans, key=lambda plan: len(plan.their_shapes.keys() ^ found.keys()))
+    layout = plans.index(plan)
     faults = [f"tensor {name} is missing" for name in sorted(plan.their_shapes.keys() - found.keys())]
     for name in sorted(found.keys() - plan.their_shapes.keys()):
         if not folder.family.is_unused(name) and not _echoes_embedding(folder, name):
@@ -155,7 +156,7 @@ def _matching_plan(folder: HfFolder) -> Plan:
             faults.append(f"the parts of {name} have different types: {', '.join(sorted(kinds))}")
     if faults:
         raise ConfigError(f"{str(folder.path)!r}: {some(faults)}")
-    return plan
+    return plan, layout
 
 
 def _echoes_embedding(folder: HfFolder, name: str) -> bool:
