@@ -16,7 +16,9 @@ from moefold.errors import ConfigError
 META_FILE = "moefold.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
-_FREE_MODEL_KEYS = frozenset({"preset", "init_std", "layer_pattern"})
+_FREE_MODEL_KEYS = frozenset(
+    {"preset", "init_std", "layer_pattern", "upcycle_from", "upcycle_router", "upcycle_scaling", "upcycle_noise"}
+)
 """Keys of [model] that do not change what the stored tensors mean, or are compared by their effect."""
 _DENSE_KEYS = frozenset({"ffn_hidden_size"})
 _MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax"})

@@ -21,6 +21,7 @@ COMMANDS = {
     "inspect": "show how evenly the experts of a run were used",
     "import": "make a checkpoint of a Hugging Face folder",
     "export": "make a Hugging Face folder of a checkpoint",
+    "upcycle": "make a model with experts of a dense one",
     "bench": "measure the training step against a plain implementation",
 }
 

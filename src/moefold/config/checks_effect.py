@@ -30,7 +30,7 @@ IDLE = (
         "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher "
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens "
         "model.router_score model.router_normalize model.router_scaling_factor model.num_groups model.top_groups "
-        "model.expert_bias moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
+        "model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
         "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
         "metrics.expert_counts_every",
         lambda cfg: not has_moe_layers(cfg.model),
@@ -42,6 +42,12 @@ IDLE = (
         lambda cfg: not has_dense_layers(cfg.model),
         "no layer of model.layer_pattern is D",
         "choose a pattern with D, or set model.moe_ffn_hidden_size, the width of an expert",
+    ),
+    Idle(
+        "model.upcycle_router model.upcycle_scaling model.upcycle_noise",
+        lambda cfg: not cfg.model.upcycle_from,
+        "only model.upcycle_from reads it",
+        "set model.upcycle_from",
     ),
     Idle(
         "model.shared_expert_gate",

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from moefold import __version__
 from moefold.checkpoint.folder import CheckpointMeta, model_differences, model_sizes
 from moefold.checkpoint.stream import CheckpointSource
-from moefold.config.load import config_from_dict
 from moefold.config.schema import ModelConfig
 from moefold.convert.compare import assemble, compare_with_folder, share_groups, work_order
 from moefold.convert.draft import agree, drafted
@@ -31,6 +30,7 @@ from moefold.convert.manifest import (
 )
 from moefold.convert.piece import Plan
 from moefold.convert.safetensors_file import DTYPES, NAMES, FileWriter, Layout, begin_file, bytes_of, plan_file
+from moefold.convert.start_check import model_in
 from moefold.convert.weights import HfSource, plan_for
 from moefold.errors import ConfigError
 from moefold.launch.crew import Crew
@@ -72,7 +72,7 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
             left written.
     """
     source = CheckpointSource(checkpoint)
-    model = stored_model(source.meta, checkpoint)
+    model = model_in(checkpoint)
     companions = find_companions(checkpoint)
     before = read_manifest(companions) if companions is not None else None
     family = _choose_family(model, wish.family, companions)
@@ -102,21 +102,6 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
             compare_with_folder(source, HfSource(open_hf_folder(draft)), crew, None)
     size = sum(stored.num_bytes for layout in layouts.values() for stored in layout.tensors.values())
     return Conversion(len(dtypes), size, tuple(sorted(path.name for path in out.iterdir() if path.is_file())))
-
-
-def stored_model(meta: CheckpointMeta, checkpoint: Path) -> ModelConfig:
-    """The section [model] that a checkpoint was written with.
-
-    Raises:
-        ConfigError: it has keys that this version does not know.
-    """
-    known = {field.name for field in fields(ModelConfig)} - {"preset"}
-    unknown = meta.model.keys() - known - {"preset", "layer_kinds"}
-    if unknown:
-        raise ConfigError(
-            f"checkpoint {str(checkpoint)!r} has a model of a newer version: {', '.join(sorted(unknown))}"
-        )
-    return config_from_dict({"model": {key: value for key, value in meta.model.items() if key in known}}).model
 
 
 def _choose_family(model: ModelConfig, wish: str, companions: Path | None) -> Family:

@@ -1,14 +1,15 @@
 """A Hugging Face folder made a checkpoint, tensor by tensor, by any number of processes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from moefold.checkpoint.folder import FORMAT, CheckpointMeta, model_sizes, write_meta
 from moefold.checkpoint.stream import CheckpointSource, Chunk, chunks_of, write_chunks
-from moefold.config.schema import ModelConfig
+from moefold.config.checks_effect import check_explicit
+from moefold.config.schema import Config, ModelConfig
 from moefold.convert.compare import compare_with_folder
 from moefold.convert.draft import agree, drafted
 from moefold.convert.hf_folder import HfFolder, open_hf_folder, some
@@ -86,8 +87,13 @@ def import_folder(
 def write_weights(source: WeightSource, draft: Path, crew: Crew, advance: Advance) -> None:
     """Write all tensors of a source as a checkpoint's; collective. In memory is one chunk at a time."""
     dtypes = {name: source.dtype(name) for name in source.shapes}
+    last = ""
 
     def read(chunk: Chunk) -> torch.Tensor:
+        nonlocal last
+        if chunk.name != last:
+            source.forget()
+        last = chunk.name
         region = (slice(chunk.start, chunk.stop), *(slice(0, size) for size in source.shapes[chunk.name][1:]))
         values = source.read(chunk.name, region).contiguous()
         advance(values.nbytes)
@@ -109,23 +115,38 @@ def finish_checkpoint(draft: Path, out: Path, model: ModelConfig, origin: str) -
         origin=origin,
     )
     write_meta(draft, meta)
-    (draft / RECIPE_FILE).write_text(recipe_text(model, out.absolute()), encoding="utf-8")
+    tokenizer = "tokenizer.json" if (draft / COMPANIONS / "tokenizer.json").is_file() else ""
+    (draft / RECIPE_FILE).write_text(recipe_text(model, out.absolute(), tokenizer), encoding="utf-8")
 
 
-def recipe_text(model: ModelConfig, checkpoint: Path) -> str:
+def recipe_text(model: ModelConfig, checkpoint: Path, tokenizer: str) -> str:
     """A recipe that trains a model from a checkpoint: the settings that follow from the weights, and no others."""
-    default = asdict(ModelConfig())
-    # What a switch is off for has no effect, and a recipe that sets it is refused.
-    given = {field.name: getattr(model, field.name) for field in fields(model)}
-    lines = [f"{key} = {_toml(value)}" for key, value in given.items() if value != default[key]]
-    return (
-        "# Trains on from imported weights. Add [parallel], [train] and [data] as you like:\n"
-        "#   moefold train recipe.toml data.path=TEXT run.steps=1000\n\n"
-        f'[run]\ndir = "runs/{checkpoint.name}"\n\n'
-        "[model]\n" + "\n".join(lines) + "\n\n"
-        f"[checkpoint]\ninit_from = {_toml(str(checkpoint))}\n"
-        + (f"\n[data]\ntokenizer = {_toml(str(checkpoint / COMPANIONS / 'tokenizer.json'))}\n")
-    )
+    default, ours = asdict(ModelConfig()), asdict(model)
+    sizes = [
+        f"{key} = {_toml(value)}"
+        for key, value in ours.items()
+        if value != default[key] and _has_effect(f"model.{key}", model)
+    ]
+    lines = [
+        "# Trains on from these weights; the rest is as you like it:",
+        "#   moefold train recipe.toml data.kind=text data.path=TEXT run.steps=1000",
+        "",
+        *("[run]", f"dir = {_toml(f'runs/{checkpoint.name}')}", ""),
+        *("[model]", *sizes, ""),
+        *("[checkpoint]", f"init_from = {_toml(str(checkpoint))}"),
+    ]
+    if tokenizer:
+        lines += ["", "[data]", f"tokenizer = {_toml(str(checkpoint / COMPANIONS / tokenizer))}"]
+    return "\n".join(lines) + "\n"
+
+
+def _has_effect(key: str, model: ModelConfig) -> bool:
+    """Whether a recipe may give a key of [model]: what nothing would read is refused there."""
+    try:
+        check_explicit(frozenset({key}), Config(model=model))
+    except ConfigError:
+        return False
+    return True
 
 
 def share(chunks: Sequence[Chunk], source: WeightSource, crew: Crew) -> list[Chunk]:

@@ -33,6 +33,10 @@ class WeightSource(Protocol):
         """The values of a region of a tensor, as they are stored, on the CPU."""
         ...
 
+    def forget(self) -> None:
+        """Free what was kept for the next read."""
+        ...
+
 
 class HfSource:
     """The tensors of a Hugging Face folder as our parameters.
@@ -53,6 +57,9 @@ class HfSource:
     def stored(self, theirs: str) -> Stored:
         """Where a tensor of the folder is."""
         return self.folder.tensors[theirs]
+
+    def forget(self) -> None:
+        """Nothing is kept."""
 
     def read(self, name: str, region: Region) -> Tensor:
         """Read exactly the rows of the files that the region needs."""
@@ -106,6 +113,7 @@ def fill(source: WeightSource, tensors: Mapping[str, Tensor], name_of_source: st
         if values.numel():
             region = tuple(slice(a, a + n) for a, n in zip(starts, values.shape, strict=True))
             values.copy_(source.read(name, region))
+            source.forget()
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:

@@ -15,6 +15,7 @@ from moefold.checkpoint.folder import sample_order
 from moefold.checkpoint.store import agree_on_resume, load_checkpoint, save_checkpoint
 from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
+from moefold.convert.start import start_weights
 from moefold.data import open_dataset
 from moefold.launch.status import SIGNAL_STATUS
 from moefold.metrics.expert_counts import ExpertCountsWriter, truncate_expert_counts
@@ -50,6 +51,7 @@ class Trainer:
             _device_peak(groups.device) if cfg.run.dtype == "bfloat16" else None
         )
         self._is_first_rank = groups.rank == 0
+        self._start = ""
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step, or until a signal; returns the exit status. Collective.
@@ -66,7 +68,8 @@ class Trainer:
             stack.enter_context(stop)
             report = None
             if self._is_first_rank:
-                report = stack.enter_context(_Report(self._cfg, first_step, resume, self._training.model.note))
+                notes = (self._training.model.note, self._start)
+                report = stack.enter_context(_Report(self._cfg, first_step, resume, notes))
             while self._step < self._cfg.run.steps and status == 0:
                 status = self._one_step(report, stop)
             if report is not None:
@@ -81,6 +84,8 @@ class Trainer:
             self._step, self._tokens = meta.step, meta.tokens
             # A checkpoint that was named may be continued on other data, from its start.
             self._samples = meta.samples if meta.order == sample_order(self._cfg) else 0
+        else:
+            self._start = start_weights(self._cfg, self._training.model, is_first_rank=self._is_first_rank)
         return resume
 
     def _one_step(self, report: "_Report | None", stop: StopSignals) -> int:
@@ -145,12 +150,12 @@ class Trainer:
 class _Report:
     """The run folder and the progress line, on the one rank that keeps them."""
 
-    def __init__(self, cfg: Config, first_step: int, resume: Path | None, note: str) -> None:
+    def __init__(self, cfg: Config, first_step: int, resume: Path | None, notes: tuple[str, ...]) -> None:
         self._cfg = cfg
         self._dir = Path(cfg.run.dir)
         self._first_step = first_step
         self._resume = resume
-        self._note = note
+        self._notes = notes
         self._stack = ExitStack()
         self._counts: ExpertCountsWriter | None = None
         self.trace: TraceWriter | None = None
@@ -165,8 +170,8 @@ class _Report:
             self._writer = stack.enter_context(writer)
             self._open_routing(stack, done)
             self._progress = stack.enter_context(Progress(cfg.run.steps, self._first_step, sys.stdout))
-            if self._note:
-                self._progress.message(self._note)
+            for note in filter(None, self._notes):
+                self._progress.message(note)
             if self._resume is not None:
                 self._progress.message(f"resumed from {self._resume} at step {done}{_repeats(writer.removed_lines)}")
             self._stack = stack.pop_all()
