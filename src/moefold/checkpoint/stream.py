@@ -32,7 +32,7 @@ from moefold.checkpoint.folder import CheckpointMeta, read_meta
 from moefold.checkpoint.store import explained, refuse_broken_files
 from moefold.errors import ConfigError
 
-CHUNK_BYTES = 1 << 26
+CHUNK_BYTES = 1 << 25
 """Tensors are written in chunks of whole rows of about this size: what a reader has to read for a part of them."""
 
 Region = tuple[slice, ...]
