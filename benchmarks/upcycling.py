@@ -3,8 +3,8 @@
     python benchmarks/upcycling.py [--steps 300] [--dir DIR]
 
 Trains a small dense model on python-docs (bytes), and goes on from its weights in four ways with the same data, batches
-and learning rates: as it is; with experts that are copies; with slices (granularity 2), in virtual groups or with a random
-router row each. Prints the held-out loss of each, by step.
+and learning rates: as it is; with experts that are copies; with slices (granularity 2), in virtual groups or with a
+random router row each. Prints the held-out loss of each, by step.
 """
 
 import argparse

@@ -37,7 +37,20 @@ PAIRS = [
 ]
 
 
-def _recipe(name: str, run_dir: Path) -> Config:
+LATENT = {
+    "tie_embeddings": False,
+    "qk_norm": False,
+    "attention": "mla",
+    "q_lora_rank": 5,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+    "mtp_layers": 1,
+}
+
+
+def _recipe(name: str, run_dir: Path, **model: object) -> Config:
     cfg = tiny(
         model={
             "tie_embeddings": True,
@@ -46,6 +59,7 @@ def _recipe(name: str, run_dir: Path) -> Config:
             "num_experts": 4,
             "router_score": "sigmoid",
             "expert_bias": True,
+            **model,
         },
         moe={"bias_update_rate": 0.1},
         train={"global_batch_size": 8},
@@ -90,5 +104,14 @@ def test_resume_under_another_mapping_equals_the_uninterrupted_oracle(pool, tmp_
     losses = pool.run(first.parallel.world_size, _train, first, 0, 2, "")[0]
     saved = str(tmp_path / "checkpoints" / "step-000002")
     losses += pool.run(second.parallel.world_size, _train, second, 2, 4, saved)[0]
+    expected = [step.loss for step in run_oracle(without_mapping(first), 4).steps]
+    assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_latents_and_multi_token_prediction_resume_under_another_mapping(pool, tmp_path):
+    """The last stage of a pipeline has the embedding too, and the checkpoint has it once."""
+    first, second = (_recipe(name, tmp_path, **LATENT) for name in ("tensor and pipeline", "context, experts, zero 3"))
+    losses = pool.run(4, _train, first, 0, 2, "")[0]
+    losses += pool.run(4, _train, second, 2, 4, str(tmp_path / "checkpoints" / "step-000002"))[0]
     expected = [step.loss for step in run_oracle(without_mapping(first), 4).steps]
     assert losses == pytest.approx(expected, rel=1e-9)

@@ -35,6 +35,41 @@ CASES = [
         ["model.rope_scaling=llama3", "model.rope_scaling_factor=8", "model.rope_low_freq_factor=4"],
         "model.rope_low_freq_factor=4.0 must be below model.rope_high_freq_factor=4.0; the published pair is 1.0",
     ),
+    (
+        ["model.rope_scaling=yarn", "model.rope_scaling_factor=8", "model.rope_beta_slow=40"],
+        "model.rope_beta_slow=40.0 must be below model.rope_beta_fast=32.0; the published pair is 1.0 and 32.0",
+    ),
+    (
+        ["model.rope_scaling=yarn", "model.rope_scaling_factor=8", "model.rope_original_seq_len=6"],
+        "so that some wave is stretched and some is not; choose 7 to 2010619",
+    ),
+    (
+        ["model.rope_scaling=yarn", "model.rope_scaling_factor=8", "model.rope_mscale=1"],
+        "model.rope_mscale=1.0 is divided by that of model.rope_mscale_all_dim, not given",
+    ),
+    (
+        ["model.rope_scaling=yarn", "model.rope_scaling_factor=8", "model.rope_mscale_all_dim=1"],
+        "model.rope_mscale_all_dim=1.0 divides that of model.rope_mscale, which is not given",
+    ),
+    (
+        [
+            *("model.rope_scaling=yarn", "model.rope_scaling_factor=8", "model.rope_attention_factor=1.1"),
+            *("model.rope_mscale=1", "model.rope_mscale_all_dim=1"),
+        ],
+        "model.rope_mscale=1.0 has no effect beside model.rope_attention_factor=1.1",
+    ),
+    (
+        ["model.attention=mla", "model.qk_rope_head_dim=5"],
+        "model.qk_rope_head_dim=5 must be even, because RoPE turns pairs; choose 4 or 6",
+    ),
+    (
+        ["model.attention=mla", "model.qk_norm=true"],
+        "model.qk_norm=true does not go with model.attention='mla', which normalises its latents; set qk_norm=false",
+    ),
+    (
+        ["model.attention=mla", "model.qkv_bias=true"],
+        "model.qkv_bias=true does not go with model.attention='mla', which has no biases; set qkv_bias=false",
+    ),
     (["model.layer_pattern="], "model.layer_pattern: an empty layer pattern; use D and M"),
     (["model.layer_pattern=MX"], "model.layer_pattern: unexpected 'X' in layer pattern 'MX'; use D and M"),
     (["model.layer_pattern=3M"], "model.layer_pattern: unexpected '3' in layer pattern '3M'"),
@@ -68,6 +103,13 @@ def test_sizes_that_do_not_fit_are_refused_with_the_nearest_that_do(overrides, m
         ["model.head_dim=100", "model.rope_fraction=0.58"],
         ["model.rope_scaling=linear", "model.rope_scaling_factor=2"],
         ["model.rope_scaling=llama3", "model.rope_scaling_factor=8", "model.rope_original_seq_len=4096"],
+        [
+            "model.rope_scaling=yarn",
+            "model.rope_scaling_factor=8",
+            "model.rope_mscale=1",
+            "model.rope_mscale_all_dim=1",
+        ],
+        ["model.attention=mla", "model.hidden_size=100", "model.num_attention_heads=3"],
         ["model.layer_pattern=DM"],
         ["model.layer_pattern=DM3"],
         ["model.layer_pattern=DMM"],

@@ -16,6 +16,10 @@ CASES = [
         "train.eval_every=5 needs held-out text, and data.validation_fraction=0.0 holds out none; "
         "choose validation_fraction=0.05, or eval_every=0",
     ),
+    (
+        ["model.mtp_layers=16", "train.seq_len=16"],
+        "model.mtp_layers=16 must be below train.seq_len=16: no position has a target so far ahead; choose 0 to 15",
+    ),
     (["checkpoint.resume="], "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"),
 ]
 

@@ -25,6 +25,11 @@ def test_every_preset_is_a_model_that_can_run(name):
         ("qwen2-57b-a14b", 57.41e9, 14.2e9),
         ("qwen3-30b-a3b", 30_532_122_624, 3.3e9),
         ("qwen3-235b-a22b", 235_093_634_560, 22.2e9),
+        # transformers counts the same; for DeepSeek-V3 671,026,404,352 without the layer of multi-token prediction.
+        ("deepseek-v2-lite", 15_706_484_224, 2.4e9 + 102400 * 2048),
+        ("deepseek-v2", 235_741_434_880, 21.4e9),
+        ("deepseek-v3", 671_026_404_352 + 11_610_067_968, 37.6e9),
+        ("olmoe-1b-7b", 6_919_161_856, 1.28e9),
     ],
 )
 def test_published_models_have_their_published_number_of_parameters(name, total, active):

@@ -56,6 +56,15 @@ def test_routing_state_follows_the_device():
         assert gpu == pytest.approx(cpu, rel=1e-4)
 
 
+def test_latent_attention_and_further_tokens_equal_those_of_the_cpu():
+    cfg = _recipe("float32")
+    sizes = {"attention": "mla", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+    model = replace(cfg.model, v_head_dim=24, mtp_layers=1, rope_interleaved=True, **sizes)
+    latent = replace(cfg, model=model)
+    cpu, gpu = _losses(latent, "cpu", 5, 29519), _losses(latent, "cuda", 5, 29520)
+    assert gpu == pytest.approx(cpu, rel=1e-4)
+
+
 def test_bfloat16_trains_and_follows_float32():
     half, single = (_losses(_recipe(dtype), "cuda", 20, 29513 + i) for i, dtype in enumerate(("bfloat16", "float32")))
     assert half == pytest.approx(single, rel=2e-2)

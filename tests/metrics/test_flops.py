@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moefold.config.schema import ModelConfig
+from moefold.config.schema import Config, ModelConfig
 from moefold.metrics.flops import count_parameters, train_flops_per_token
+from moefold.model.transformer import build_model
 
 MIXTRAL_8X7B = ModelConfig(
     num_layers=32,
@@ -198,6 +199,63 @@ def run_products(model: ModelConfig, seq_len: int, batch: int) -> torch.Tensor:
         shared = swiglu(x_TH, model.shared_expert_ffn_hidden_size) * (x_TH @ weight(hidden, 1))
         x_TH = x_TH + routed + shared
     return (x_TH @ weight(hidden, model.vocab_size)).sum()
+
+
+LATENT = replace(
+    SMALL,
+    attention="mla",
+    qkv_bias=False,
+    qk_norm=False,
+    q_lora_rank=6,
+    kv_lora_rank=5,
+    qk_nope_head_dim=3,
+    qk_rope_head_dim=2,
+    v_head_dim=4,
+)
+
+
+def test_latent_attention_by_hand() -> None:
+    """Four heads: 5 dims of queries and keys, 4 of values; latents of 6 and 5 (arXiv:2405.04434 sec. 2.1)."""
+    weights = 12 * 6 + 6 * 4 * 5 + 12 * (5 + 2) + 5 * 4 * (3 + 4) + 4 * 4 * 12
+    count, flops = count_parameters(LATENT), train_flops_per_token(LATENT, 16)
+    assert count.attention == 3 * weights
+    assert count.norms == 3 * (2 * 12 + 6 + 5) + 12
+    assert flops.attention_projections == 3 * 2 * weights
+    assert flops.attention_core == 3 * 2 * 16 * 4 * (5 + 4)
+    straight = count_parameters(replace(LATENT, q_lora_rank=0))
+    assert count.attention - straight.attention == 3 * (12 * 6 + 6 * 4 * 5 - 12 * 4 * 5)
+
+
+def test_multi_token_prediction_by_hand() -> None:
+    """Each further token: a layer as the last one, a projection, three norms, and the head once more."""
+    further = replace(SMALL, mtp_layers=2)
+    plain, count = count_parameters(SMALL), count_parameters(further)
+    layer = plain.attention // 3 + (plain.router + plain.experts + plain.shared_experts) // 2 + 2 * 12 + 2 * 5
+    assert count.multi_token == 2 * (layer + 2 * 12 * 12 + 3 * 12)
+    assert count.total == plain.total + count.multi_token
+    assert count.active == plain.active
+    base, flops = train_flops_per_token(SMALL, 16), train_flops_per_token(further, 16)
+    once = (base.attention_projections + base.attention_core) // 3 + base.head + 2 * 2 * 12 * 12
+    once += (base.router + base.experts + base.shared_experts) // 2
+    assert flops.multi_token == 2 * once
+    assert flops.forward == base.forward + 2 * once
+    half = train_flops_per_token(further, 16, causal=True)
+    assert flops.multi_token - half.multi_token == 2 * base.attention_core // 6
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        SMALL,
+        LATENT,
+        replace(LATENT, q_lora_rank=0, mtp_layers=2),
+        replace(SMALL, qk_norm_width="all_heads", tie_embeddings=True, mtp_layers=1),
+    ],
+)
+def test_the_model_has_as_many_parameters_as_are_counted(model: ModelConfig) -> None:
+    with torch.device("meta"):
+        built = build_model(Config(model=replace(model, head_dim=6)))
+    assert sum(p.numel() for p in built.parameters()) == count_parameters(replace(model, head_dim=6)).total
 
 
 def test_does_not_import_torch() -> None:

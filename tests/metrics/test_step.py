@@ -14,6 +14,7 @@ KEYS = [
     "loss",
     "aux_loss",
     "z_loss",
+    "mtp_loss",
     "grad_norm",
     "lr",
     "tokens",

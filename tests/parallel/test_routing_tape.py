@@ -32,6 +32,7 @@ MAPPINGS = [
 ]
 MODELS = {
     "plain": {"num_layers": 4},
+    "further tokens": {"num_layers": 3, "mtp_layers": 2},
     "dense-and-moe": {"num_layers": 4, "layer_pattern": "DM"},
     "many experts": {"num_layers": 4, "num_experts": 264, "moe_ffn_hidden_size": 8},
 }

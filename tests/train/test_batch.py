@@ -60,6 +60,21 @@ def test_ranks_read_the_parts_of_one_batch(pool, mapping, micro_batch_size):
     assert torch.equal(expected.tokens[:, 1:], expected.labels[:, :-1])
 
 
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+def test_further_tokens_come_from_the_sample_and_end_with_it(pool, context):
+    cfg = tiny(model={"mtp_layers": 3}, world_size=2, cp=2, context=context)
+    ((_, _, whole),) = pool.run(1, _read, tiny(model={"mtp_layers": 3}), 24)
+    for depth in (1, 2, 3):
+        labels, weights = whole.further_labels[:, depth - 1], whole.further_weights[:, depth - 1]
+        assert torch.equal(labels[:, :-depth], whole.labels[:, depth:])
+        assert torch.count_nonzero(weights[:, -depth:]) == 0
+        # Four samples of 16 positions: as many targets as positions that have one.
+        assert weights[:, :-depth].unique().tolist() == pytest.approx([1 / (4 * (16 - depth))])
+    for _, positions, part in pool.run(2, _read, cfg, 24):
+        assert torch.equal(part.further_labels, whole.further_labels[..., positions])
+        assert torch.equal(part.further_weights, whole.further_weights[..., positions])
+
+
 def test_consecutive_batches_take_consecutive_samples(pool):
     cfg = tiny(train={"global_batch_size": 4})
     whole = tiny(train={"global_batch_size": 8})

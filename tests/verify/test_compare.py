@@ -12,7 +12,7 @@ from tests.verify.recipes import tiny
 
 @pytest.fixture(scope="module")
 def oracle() -> OracleRecord:
-    return run_oracle(tiny(), 2)
+    return run_oracle(tiny(model={"mtp_layers": 1}), 2)
 
 
 def perfect(oracle: OracleRecord) -> MappingRecord:
@@ -22,6 +22,7 @@ def perfect(oracle: OracleRecord) -> MappingRecord:
             loss=step.loss,
             aux_loss=step.aux_loss,
             z_loss=step.z_loss,
+            mtp_loss=step.mtp_loss,
             grad_norm=step.grad_norm,
             lr=0.0,
             expert_load=(),
@@ -40,10 +41,10 @@ def test_equal_sides_have_no_difference(oracle):
     found = differences(oracle, [perfect(oracle)])
     assert {d.error for d in found} == {0.0}
     of_layers = sum(len(fields(layer)) for step in oracle.steps for layer in step.moe_layers)
-    assert len(found) == 3 * len(oracle.weights) + 2 * 4 + of_layers + 1
+    assert len(found) == 3 * len(oracle.weights) + 2 * 5 + of_layers + 1
 
 
-@pytest.mark.parametrize("term", ["loss", "aux_loss", "z_loss", "grad_norm"])
+@pytest.mark.parametrize("term", ["loss", "aux_loss", "z_loss", "mtp_loss", "grad_norm"])
 def test_a_number_of_any_step_counts(oracle, term):
     record = perfect(oracle)
     wrong = replace(record.steps[1], **{term: getattr(record.steps[1], term) * 1.5})

@@ -52,6 +52,22 @@ def _run_with_local_routing_counts(cfg: Config) -> MappingRecord:
     return run_mapping(cfg, 1)
 
 
+def _run_with_own_gradient_of_a_sum(cfg: Config) -> MappingRecord:
+    """As if a sum over the heads of all ranks were used by this rank alone."""
+    from moefold.parallel import collectives
+
+    collectives._SumOver.backward = staticmethod(lambda ctx, grad: (grad, None))
+    return run_mapping(cfg, 1)
+
+
+def _run_without_embedding_exchange(cfg: Config) -> MappingRecord:
+    """As if the last stage's use of the embedding stayed its own."""
+    from moefold.parallel import parallelize
+
+    parallelize.share_embedding_gradient = lambda stages, pp: None
+    return run_mapping(cfg, 1)
+
+
 def _worst(pool, broken, **parallel: object) -> list[Difference]:
     cfg = tiny(world_size=4, **parallel)
     return [d for d in differences(run_oracle(without_mapping(cfg), 1), pool.run(4, broken, cfg)) if d.error > 1e-9]
@@ -78,6 +94,18 @@ def test_balance_loss_of_local_counts_is_noticed(pool):
     names = {d.name for d in _worst(pool, _run_with_local_routing_counts, cp=2, tp=2)}
     assert "step 1 aux_loss (rank 0)" in names
     assert any("router" in name for name in names)
+
+
+def test_norm_over_all_heads_without_the_gradient_of_its_sum_is_named(pool):
+    model = {"qk_norm": True, "qk_norm_width": "all_heads"}
+    names = {d.name for d in _worst(pool, _run_with_own_gradient_of_a_sum, tp=2, model=model)}
+    assert "gradients layers.1.attention.wq" in names
+    assert not any("step 1 loss" in name or "head." in name for name in names if not name.startswith("weights"))
+
+
+def test_embedding_gradients_of_one_stage_alone_are_named(pool):
+    names = {d.name for d in _worst(pool, _run_without_embedding_exchange, pp=2, model={"mtp_layers": 1})}
+    assert {name for name in names if name.startswith("gradients")} == {"gradients embedding.weight"}
 
 
 def test_missing_tensor_is_an_infinite_difference(pool):

@@ -129,6 +129,15 @@ MODELS: dict[str, dict[str, object]] = {
     "tied": {"tie_embeddings": True, "shared_expert_ffn_hidden_size": 16},
     "dense-and-moe": {"layer_pattern": "DM", "rope_fraction": 0.5, "qk_norm": True},
     "stretched": {"rope_scaling": "llama3", "rope_scaling_factor": 4.0, "rope_original_seq_len": 12, "top_k": 8},
+    "yarn": {
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 4.0,
+        "rope_original_seq_len": 12,
+        "rope_theta": 30.0,
+        "rope_beta_fast": 2.0,
+        "rope_beta_slow": 0.5,
+        "rope_interleaved": True,
+    },
     "few-experts": {
         "num_experts": 2,
         "top_k": 1,

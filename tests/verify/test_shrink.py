@@ -13,6 +13,7 @@ from moefold.verify.shrink import shrink
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 PRESETS = ("mixtral-8x7b", "mixtral-8x22b", "qwen2-57b-a14b", "qwen3-30b-a3b", "qwen3-235b-a22b", "quickstart")
+PRESETS += ("deepseek-v2-lite", "deepseek-v3", "olmoe-1b-7b")
 KEPT = (
     "tp",
     "cp",
@@ -112,3 +113,17 @@ def test_groups_of_experts_survive(ep, num_experts):
     )
     small = shrink(cfg).model
     assert (small.num_experts, small.num_groups, small.top_groups, small.top_k) == (num_experts, 8, 4, 8)
+
+
+@pytest.mark.parametrize(("name", "has_query_latent"), [("deepseek-v2-lite", False), ("deepseek-v3", True)])
+def test_latent_attention_survives(name, has_query_latent):
+    cfg = preset(name, world_size=32, tp=4, cp=2, ep=8)
+    small = shrink(cfg).model
+    assert (small.attention, small.q_lora_rank > 0, small.mtp_layers) == ("mla", has_query_latent, cfg.model.mtp_layers)
+    assert small.v_head_dim not in (small.head_size, cfg.model.v_head_dim)
+    assert small.num_attention_heads == 8
+
+
+def test_several_further_tokens_become_two():
+    cfg = preset("quickstart")
+    assert shrink(replace(cfg, model=replace(cfg.model, mtp_layers=5))).model.mtp_layers == 2

@@ -56,13 +56,44 @@ IDLE = (
         "set model.shared_expert_ffn_hidden_size",
     ),
     Idle(
+        "model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim",
+        lambda cfg: cfg.model.attention != "mla",
+        "only model.attention='mla' reads it",
+        "choose model.attention='mla'",
+    ),
+    Idle(
+        "model.num_query_groups model.head_dim model.rope_fraction",
+        lambda cfg: cfg.model.attention == "mla",
+        "model.attention='mla' has heads of another make",
+        "set model.kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
+    ),
+    Idle(
+        "model.qk_norm_width",
+        lambda cfg: not cfg.model.qk_norm,
+        "model.qk_norm=false normalises nothing",
+        "set model.qk_norm=true",
+    ),
+    Idle(
         "model.rope_scaling_factor",
         lambda cfg: cfg.model.rope_scaling == "none",
         "model.rope_scaling='none' stretches nothing",
-        "choose model.rope_scaling='linear' or 'llama3'",
+        "choose model.rope_scaling='linear', 'llama3' or 'yarn'",
     ),
     Idle(
-        "model.rope_original_seq_len model.rope_low_freq_factor model.rope_high_freq_factor",
+        "model.rope_original_seq_len",
+        lambda cfg: cfg.model.rope_scaling not in ("llama3", "yarn"),
+        "only model.rope_scaling='llama3' and 'yarn' read it",
+        "choose one of these",
+    ),
+    Idle(
+        "model.rope_beta_fast model.rope_beta_slow model.rope_truncate model.rope_attention_factor model.rope_mscale "
+        "model.rope_mscale_all_dim",
+        lambda cfg: cfg.model.rope_scaling != "yarn",
+        "only model.rope_scaling='yarn' reads it",
+        "choose model.rope_scaling='yarn'",
+    ),
+    Idle(
+        "model.rope_low_freq_factor model.rope_high_freq_factor",
         lambda cfg: cfg.model.rope_scaling != "llama3",
         "only model.rope_scaling='llama3' reads it",
         "choose model.rope_scaling='llama3'",
@@ -126,6 +157,12 @@ IDLE = (
         lambda cfg: cfg.parallel.dispatcher != "leastloaded",
         "only parallel.dispatcher='leastloaded' reads it",
         "choose parallel.dispatcher='leastloaded'",
+    ),
+    Idle(
+        "train.mtp_loss",
+        lambda cfg: cfg.model.mtp_layers == 0,
+        "model.mtp_layers=0 predicts no further tokens",
+        "set model.mtp_layers",
     ),
     Idle(
         "train.min_lr",

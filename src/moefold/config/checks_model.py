@@ -1,5 +1,6 @@
 """Rules between the sizes of the model."""
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -41,6 +42,8 @@ def layer_pattern_faults(cfg: Config) -> Iterator[str]:
 def head_faults(cfg: Config) -> Iterator[str]:
     """Heads divide the hidden size where head_dim is left open, and query groups divide the heads."""
     model = cfg.model
+    if model.attention == "mla":
+        return
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
     if model.head_dim == 0 and hidden % heads:
         yield (
@@ -58,6 +61,13 @@ def head_faults(cfg: Config) -> Iterator[str]:
 def rope_faults(cfg: Config) -> Iterator[str]:
     """RoPE turns pairs: the head and its rotated part are even, and a stretch stretches."""
     model = cfg.model
+    if model.attention == "mla":
+        if model.qk_rope_head_dim % 2:
+            yield (
+                f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even, because RoPE turns pairs; "
+                f"choose {nearest_multiples(model.qk_rope_head_dim, 2)}"
+            )
+        return
     size = model.head_size
     source = f"model.head_dim={size}"
     if model.head_dim == 0:
@@ -91,6 +101,49 @@ def rope_scaling_faults(cfg: Config) -> Iterator[str]:
             f"model.rope_low_freq_factor={model.rope_low_freq_factor} must be below "
             f"model.rope_high_freq_factor={model.rope_high_freq_factor}; the published pair is 1.0 and 4.0"
         )
+    if model.rope_scaling == "yarn":
+        yield from _yarn_faults(model)
 
 
-MODEL_RULES = (layer_pattern_faults, head_faults, rope_faults, rope_scaling_faults)
+def _yarn_faults(model: ModelConfig) -> Iterator[str]:
+    """The slowest wave is stretched, the blend lies within the head, and the factors do not contradict each other."""
+    fast, slow, seq_len = model.rope_beta_fast, model.rope_beta_slow, model.rope_original_seq_len
+    if slow >= fast:
+        yield (
+            f"model.rope_beta_slow={slow} must be below model.rope_beta_fast={fast}; the published pair is 1.0 and 32.0"
+        )
+        return
+    least, most = math.floor(2 * math.pi * slow) + 1, math.ceil(2 * math.pi * fast * model.rope_theta) - 1
+    if not least <= seq_len <= most:
+        yield (
+            f"model.rope_original_seq_len={seq_len} must be above 2*pi*rope_beta_slow and below "
+            f"2*pi*rope_beta_fast*rope_theta, so that some wave is stretched and some is not; choose {least} to {most}"
+        )
+    if model.rope_attention_factor and model.rope_mscale:
+        yield (
+            f"model.rope_mscale={model.rope_mscale} has no effect beside model.rope_attention_factor="
+            f"{model.rope_attention_factor}, which it would only derive; leave one of them out"
+        )
+    if model.rope_mscale and not model.rope_mscale_all_dim:
+        yield (
+            f"model.rope_mscale={model.rope_mscale} is divided by that of model.rope_mscale_all_dim, not given; "
+            "give both or neither"
+        )
+    if model.rope_mscale_all_dim and not model.rope_mscale:
+        yield (
+            f"model.rope_mscale_all_dim={model.rope_mscale_all_dim} divides that of model.rope_mscale, which is not "
+            "given; give both or neither"
+        )
+
+
+def latent_faults(cfg: Config) -> Iterator[str]:
+    """Latent attention has norms of its own and no biases."""
+    model = cfg.model
+    if model.attention != "mla":
+        return
+    for key, why in (("qk_norm", "which normalises its latents"), ("qkv_bias", "which has no biases")):
+        if getattr(model, key):
+            yield f"model.{key}=true does not go with model.attention='mla', {why}; set {key}=false, or attention='gqa'"
+
+
+MODEL_RULES = (layer_pattern_faults, head_faults, latent_faults, rope_faults, rope_scaling_faults)

@@ -28,8 +28,8 @@ def _cut(name: str, degree: int, key: str, size: int, *, up_only: bool = False) 
 def _tp_cuts(cfg: Config, tp: int) -> Iterator[str]:
     model = cfg.model
     yield from _cut("tp", tp, "model.num_attention_heads", model.num_attention_heads)
-    groups = model.num_query_groups
-    if groups % tp and tp % groups:
+    groups = model.num_key_value_heads
+    if groups % tp and model.attention == "gqa" and tp % groups:
         yield (
             f"parallel.tp={tp} must divide model.num_query_groups={groups}, or be a multiple of it "
             f"(key and value heads are then replicated); choose model.num_query_groups={nearest_multiples(groups, tp)}"
@@ -45,7 +45,7 @@ def _tp_cuts(cfg: Config, tp: int) -> Iterator[str]:
 def _cp_cuts(cfg: Config, cp: int) -> Iterator[str]:
     if cfg.parallel.context != "ulysses" or cp == 1:
         return
-    tp, heads, groups = cfg.parallel.tp, cfg.model.num_attention_heads, cfg.model.num_query_groups
+    tp, heads, groups = cfg.parallel.tp, cfg.model.num_attention_heads, cfg.model.num_key_value_heads
     if heads % tp or (groups % tp and tp % groups):
         return
     if heads // tp % cp:

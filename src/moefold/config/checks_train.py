@@ -28,6 +28,15 @@ def evaluation_faults(cfg: Config) -> Iterator[str]:
         )
 
 
+def further_token_faults(cfg: Config) -> Iterator[str]:
+    """Some position of a sample has a target at every depth."""
+    if cfg.model.mtp_layers >= cfg.train.seq_len:
+        yield (
+            f"model.mtp_layers={cfg.model.mtp_layers} must be below train.seq_len={cfg.train.seq_len}: no position has "
+            f"a target so far ahead; choose 0 to {cfg.train.seq_len - 1}"
+        )
+
+
 def resume_faults(cfg: Config) -> Iterator[str]:
     """An empty resume says neither."""
     if not cfg.checkpoint.resume:
@@ -49,4 +58,4 @@ def start_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-TRAIN_RULES = (learning_rate_faults, evaluation_faults, resume_faults, start_faults)
+TRAIN_RULES = (learning_rate_faults, evaluation_faults, further_token_faults, resume_faults, start_faults)

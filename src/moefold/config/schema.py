@@ -41,12 +41,27 @@ class ModelConfig:
     """Key/value heads; equal to num_attention_heads for plain multi-head attention."""
     head_dim: int = 0
     """Width of one head, D; 0 means hidden_size / num_attention_heads."""
+    attention: Literal["gqa", "mla"] = "gqa"
+    """gqa: groups of heads share keys and values. mla: one latent makes those of all heads (DeepSeek-V2)."""
+    q_lora_rank: int = 0
+    """Width of the latent from which queries come (mla); 0: straight from the hidden state."""
+    kv_lora_rank: int = 64
+    """Width of the latent from which keys and values come (mla)."""
+    qk_nope_head_dim: int = 32
+    """Width of the part of a query and key head that RoPE leaves alone (mla)."""
+    qk_rope_head_dim: int = 16
+    """Width of the rotated part, whose key all heads share (mla)."""
+    v_head_dim: int = 32
+    """Width of a value head (mla)."""
     ffn_hidden_size: int = 1024
     """Inner width of the SwiGLU of dense layers."""
     vocab_size: int = 256
     """Rows of the embedding, V."""
     layer_pattern: str = "M"
     """D (dense) and M (mixture of experts), each with an optional count; repeats to num_layers: M, DM, D3M58."""
+    mtp_layers: int = 0
+    """Further tokens that each position predicts at training, each through a layer of its own behind the others, of
+    the kind of the last one (multi-token prediction, arXiv:2412.19437 sec. 2.2); 0: none."""
     num_experts: int = 8
     """Experts of one MoE layer, E."""
     top_k: int = 2
@@ -72,7 +87,9 @@ class ModelConfig:
     shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head before RoPE (Qwen3)."""
+    """RMSNorm over the queries and over the keys before RoPE (Qwen3)."""
+    qk_norm_width: Literal["head", "all_heads"] = "head"
+    """What one root mean square is of: each head by itself, or all heads of a token together (OLMoE)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     tie_embeddings: bool = False
@@ -83,16 +100,31 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rope_fraction: float = 1.0
     """Part of each head that is rotated, in (0, 1]."""
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    rope_interleaved: bool = False
+    """Which dims make a pair: neighbours, 2i and 2i+1 (DeepSeek), or, if false, i and i + half (Llama)."""
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """Stretch of the rotary frequencies for contexts longer than the original one."""
     rope_scaling_factor: float = 1.0
     """Factor of the stretch, at least 1."""
     rope_original_seq_len: int = 8192
-    """Context length before the stretch (llama3)."""
+    """Context length before the stretch (llama3, yarn)."""
     rope_low_freq_factor: float = 1.0
     """Wavelengths above original/low are stretched in full (llama3)."""
     rope_high_freq_factor: float = 4.0
     """Wavelengths below original/high are left alone (llama3)."""
+    rope_beta_fast: float = 32.0
+    """Pairs that turn more often than this in the original context are left alone (yarn, arXiv:2309.00071)."""
+    rope_beta_slow: float = 1.0
+    """Pairs that turn less often than this in the original context are stretched in full (yarn)."""
+    rope_truncate: bool = True
+    """Round the pairs between which yarn blends outwards to whole ones (gpt-oss does not)."""
+    rope_attention_factor: float = 0.0
+    """Factor of the rotated parts of queries and keys (yarn); 0: m(rope_mscale) / m(rope_mscale_all_dim) where both
+    are given, else m(1), with m(x) = 0.1 * x * ln(rope_scaling_factor) + 1."""
+    rope_mscale: float = 0.0
+    """See rope_attention_factor; 0: not given."""
+    rope_mscale_all_dim: float = 0.0
+    """See rope_attention_factor; 0: not given. With mla, m(rope_mscale_all_dim) squared scales the scores."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
 
@@ -107,14 +139,41 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """Width of one head, D."""
+        """Width of one query and key head, D."""
+        if self.attention == "mla":
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotated_size(self) -> int:
+        """Dims of one head that RoPE turns."""
+        return self.qk_rope_head_dim if self.attention == "mla" else round(self.head_size * self.rope_fraction)
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key/value heads that attention sees: the query groups, or with mla as many as there are query heads."""
+        return self.num_attention_heads if self.attention == "mla" else self.num_query_groups
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         """Kind of each layer in order, "D" or "M"."""
         unit = expand_layer_pattern(self.layer_pattern)
         return tuple(unit[i % len(unit)] for i in range(self.num_layers))
+
+    @property
+    def all_layer_kinds(self) -> tuple[str, ...]:
+        """`layer_kinds`, and behind them those of the layers of multi-token prediction."""
+        return self.layer_kinds + self.layer_kinds[-1:] * self.mtp_layers
+
+    @property
+    def moe_layer_numbers(self) -> tuple[int, ...]:
+        """The layers that route tokens to experts, those of multi-token prediction included."""
+        return tuple(i for i, kind in enumerate(self.all_layer_kinds) if kind == "M")
+
+    @property
+    def embeds_twice(self) -> bool:
+        """Whether the last pipeline stage needs the embedding as well as the first."""
+        return self.tie_embeddings or self.mtp_layers > 0
 
 
 def expand_layer_pattern(pattern: str) -> str:
@@ -264,6 +323,8 @@ class TrainConfig:
     """Epsilon of AdamW."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    mtp_loss: float = 0.3
+    """Coefficient of the mean loss of the further tokens (model.mtp_layers)."""
     eval_every: int = 0
     """Evaluate on held-out text every so many steps and after the last; 0 never."""
     eval_samples: int = 16

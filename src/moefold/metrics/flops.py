@@ -15,7 +15,7 @@ Conventions:
   compare with its numbers (0.007 % for Mixtral-8x22B, 0.3 % for the many small experts of Qwen3-30B-A3B).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moefold.config.schema import ModelConfig
 
@@ -25,14 +25,14 @@ TRAIN_TO_FORWARD = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterCount:
-    """Parameters of a whole model, by part. The fields from `embedding` to `norms` add up to `total`."""
+    """Parameters of a whole model, by part. The fields from `embedding` to `multi_token` add up to `total`."""
 
     embedding: int
     """Token embedding, V*H."""
     head: int
     """Output head, V*H; 0 where it shares the embedding."""
     attention: int
-    """Query, key, value and output projections of all layers, with the biases there are."""
+    """Projections of all layers (queries, keys, values, latents, output), with the biases there are."""
     dense_mlp: int
     """SwiGLU of the dense layers."""
     router: int
@@ -42,7 +42,9 @@ class ParameterCount:
     shared_experts: int
     """Shared experts and their gates."""
     norms: int
-    """Two norms a layer, the query and key norms where there are any, and the final norm."""
+    """Two norms a layer, those inside attention (queries and keys, latents) where there are any, and the final norm."""
+    multi_token: int
+    """Layers of multi-token prediction: each a layer as the last one, a projection of 2*H to H and three norms."""
     active_experts: int
     """The part of `experts` that one token meets: top_k of num_experts."""
 
@@ -50,12 +52,15 @@ class ParameterCount:
     def total(self) -> int:
         """All parameters; shared ones count once."""
         trunk = self.attention + self.dense_mlp + self.router + self.shared_experts + self.norms
-        return self.embedding + self.head + trunk + self.experts
+        return self.embedding + self.head + trunk + self.experts + self.multi_token
 
     @property
     def active(self) -> int:
-        """Parameters that one token meets, embedding and head included: what the "A3B" of a model's name means."""
-        return self.total - self.experts + self.active_experts
+        """Parameters that one token meets, embedding and head included: what the "A3B" of a model's name means.
+
+        Those of multi-token prediction are left out, as they are after training.
+        """
+        return self.total - self.multi_token - self.experts + self.active_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +68,7 @@ class FlopCount:
     """Floating-point operations of one token: each part of the forward pass, and their sums."""
 
     attention_projections: int
-    """Query, key, value and output projections."""
+    """Projections of queries, keys, values and output, through latents where there are any."""
     attention_core: int
     """Scores and their product with the values; the one part that grows with seq_len."""
     dense_mlp: int
@@ -76,12 +81,16 @@ class FlopCount:
     """Shared experts and their gates."""
     head: int
     """Output logits."""
+    multi_token: int
+    """Multi-token prediction at training: its layers, their projections, and the output logits once more for each."""
 
     @property
     def forward(self) -> int:
         """One token through the forward pass."""
         attention = self.attention_projections + self.attention_core
-        return attention + self.dense_mlp + self.router + self.experts + self.shared_experts + self.head
+        return (
+            attention + self.dense_mlp + self.router + self.experts + self.shared_experts + self.head + self.multi_token
+        )
 
     @property
     def total(self) -> int:
@@ -92,20 +101,18 @@ class FlopCount:
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of a model, over all ranks."""
     hidden, layers, dense_layers, moe_layers = _sizes(model)
-    qkv_width = _qkv_width(model)
-    attention = hidden * qkv_width + model.num_attention_heads * model.head_size * hidden
-    attention += qkv_width if model.qkv_bias else 0
-    head_norms = 2 * model.head_size if model.qk_norm else 0
+    biases = (model.num_attention_heads + 2 * model.num_query_groups) * model.head_size if model.qkv_bias else 0
     expert = _swiglu(hidden, model.moe_ffn_hidden_size)
     return ParameterCount(
         embedding=model.vocab_size * hidden,
         head=0 if model.tie_embeddings else model.vocab_size * hidden,
-        attention=layers * attention,
+        attention=layers * (_attention_weights(model) + biases),
         dense_mlp=dense_layers * _swiglu(hidden, model.ffn_hidden_size),
         router=moe_layers * hidden * model.num_experts,
         experts=moe_layers * model.num_experts * expert,
         shared_experts=moe_layers * _shared_experts(model),
-        norms=layers * (2 * hidden + head_norms) + hidden,
+        norms=layers * (2 * hidden + _attention_norms(model)) + hidden,
+        multi_token=_multi_token_parameters(model) if model.mtp_layers else 0,
         active_experts=moe_layers * model.top_k * expert,
     )
 
@@ -118,17 +125,35 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
         causal: count half of the attention core, as its causal mask leaves, instead of all of it.
     """
     hidden, layers, dense_layers, moe_layers = _sizes(model)
-    query_width = model.num_attention_heads * model.head_size
-    core = 2 * 2 * seq_len * query_width
+    value_size = model.v_head_dim if model.attention == "mla" else model.head_size
+    core = 2 * seq_len * model.num_attention_heads * (model.head_size + value_size)
     return FlopCount(
-        attention_projections=2 * layers * hidden * (_qkv_width(model) + query_width),
+        attention_projections=2 * layers * _attention_weights(model),
         attention_core=layers * (core // 2 if causal else core),
         dense_mlp=2 * dense_layers * _swiglu(hidden, model.ffn_hidden_size),
         router=2 * moe_layers * hidden * model.num_experts,
         experts=2 * moe_layers * model.top_k * _swiglu(hidden, model.moe_ffn_hidden_size),
         shared_experts=2 * moe_layers * _shared_experts(model),
         head=2 * hidden * model.vocab_size,
+        multi_token=_multi_token_flops(model, seq_len, causal=causal) if model.mtp_layers else 0,
     )
+
+
+def _last_layer(model: ModelConfig) -> ModelConfig:
+    """A model of one layer, as those of multi-token prediction."""
+    return replace(model, mtp_layers=0, num_layers=1, layer_pattern=model.layer_kinds[-1])
+
+
+def _multi_token_parameters(model: ModelConfig) -> int:
+    one, hidden = count_parameters(_last_layer(model)), model.hidden_size
+    # The final norm of the model of one layer stands for the one behind each of these.
+    layer = one.total - one.embedding - one.head
+    return model.mtp_layers * (layer + 2 * hidden * hidden + 2 * hidden)
+
+
+def _multi_token_flops(model: ModelConfig, seq_len: int, *, causal: bool) -> int:
+    one = train_flops_per_token(_last_layer(model), seq_len, causal=causal)
+    return model.mtp_layers * (one.forward + 2 * 2 * model.hidden_size**2)
 
 
 def _sizes(model: ModelConfig) -> tuple[int, int, int, int]:
@@ -137,8 +162,26 @@ def _sizes(model: ModelConfig) -> tuple[int, int, int, int]:
     return model.hidden_size, model.num_layers, model.num_layers - moe_layers, moe_layers
 
 
-def _qkv_width(model: ModelConfig) -> int:
-    return (model.num_attention_heads + 2 * model.num_query_groups) * model.head_size
+def _attention_weights(model: ModelConfig) -> int:
+    """Weights of the projections of one layer, each of which a token meets once."""
+    hidden, heads, head = model.hidden_size, model.num_attention_heads, model.head_size
+    if model.attention == "gqa":
+        return hidden * (heads + 2 * model.num_query_groups) * head + heads * head * hidden
+    rank = model.q_lora_rank
+    query = (hidden + heads * head) * rank if rank else hidden * heads * head
+    down = hidden * (model.kv_lora_rank + model.qk_rope_head_dim)
+    up = model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
+    return query + down + up + heads * model.v_head_dim * hidden
+
+
+def _attention_norms(model: ModelConfig) -> int:
+    """Weights of the norms inside the attention of one layer."""
+    if model.attention == "mla":
+        return model.q_lora_rank + model.kv_lora_rank
+    if not model.qk_norm:
+        return 0
+    heads = model.num_attention_heads + model.num_query_groups if model.qk_norm_width == "all_heads" else 2
+    return heads * model.head_size
 
 
 def _swiglu(hidden_size: int, ffn_hidden_size: int) -> int:

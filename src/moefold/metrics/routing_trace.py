@@ -71,7 +71,7 @@ class TraceShape:
 def trace_shape(cfg: Config) -> TraceShape:
     """The shape of the trace that a run writes."""
     return TraceShape(
-        layers=tuple(i for i, kind in enumerate(cfg.model.layer_kinds) if kind == "M"),
+        layers=cfg.model.moe_layer_numbers,
         num_experts=cfg.model.num_experts,
         top_k=cfg.model.top_k,
         global_batch_size=cfg.train.global_batch_size,

@@ -25,6 +25,8 @@ class StepMetrics:
     """Load-balancing loss as it was optimised: the sum over layers, times its coefficient."""
     z_loss: float
     """Router z-loss as it was optimised: the sum over layers, times its coefficient."""
+    mtp_loss: float = 0.0
+    """Loss of the further tokens as it was optimised: the mean over the depths, times its coefficient."""
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float

@@ -14,6 +14,7 @@ _SCALARS = (
     ("train/loss", "loss"),
     ("train/aux_loss", "aux_loss"),
     ("train/z_loss", "z_loss"),
+    ("train/mtp_loss", "mtp_loss"),
     ("train/grad_norm", "grad_norm"),
     ("train/lr", "lr"),
     ("train/tokens", "tokens"),

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from moefold.config.schema import ModelConfig
 from moefold.model.core_attention import CausalAttention, CoreAttention
 from moefold.model.linear import linear
-from moefold.model.norm import RMSNorm
+from moefold.model.norm import AllHeadsNorm, RMSNorm
 from moefold.model.parameter import local
 from moefold.model.rope import Rotation
 from moefold.model.seams import Tokens, WholeTokens
@@ -31,8 +31,8 @@ class Attention(nn.Module):
         self.bq = nn.Parameter(torch.empty(query)) if cfg.qkv_bias else None
         self.bk = nn.Parameter(torch.empty(key_value)) if cfg.qkv_bias else None
         self.bv = nn.Parameter(torch.empty(key_value)) if cfg.qkv_bias else None
-        self.query_norm = RMSNorm(head, cfg.norm_eps) if cfg.qk_norm else None
-        self.key_norm = RMSNorm(head, cfg.norm_eps) if cfg.qk_norm else None
+        self.query_norm = _head_norm(cfg, query)
+        self.key_norm = _head_norm(cfg, key_value)
         self.tokens: Tokens = WholeTokens()
         self.core: CoreAttention = CausalAttention()
         self.key_value_rows = slice(None)
@@ -51,7 +51,9 @@ class Attention(nn.Module):
         query = self._project(x, self.wq, self.bq, slice(None))
         key = self._project(x, self.wk, self.bk, self.key_value_rows)
         value = self._project(x, self.wv, self.bv, self.key_value_rows)
-        if self.query_norm is not None and self.key_norm is not None:
+        if isinstance(self.query_norm, AllHeadsNorm) and isinstance(self.key_norm, AllHeadsNorm):
+            query, key = self.query_norm(query, slice(None)), self.key_norm(key, self.key_value_rows)
+        elif self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         attended = self.core(rotation(query), rotation(key), value)
         return self.tokens.scatter(linear(attended.flatten(2), local(self.wo, x.dtype)))
@@ -60,3 +62,11 @@ class Attention(nn.Module):
         """[S, B, H] -> [S, B, heads of this rank, D]."""
         offset = None if bias is None else local(bias, x.dtype)[rows]
         return linear(x, local(weight, x.dtype)[rows], offset).unflatten(-1, (-1, self.head_size))
+
+
+def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:
+    if not cfg.qk_norm:
+        return None
+    if cfg.qk_norm_width == "all_heads":
+        return AllHeadsNorm(width, cfg.norm_eps)
+    return RMSNorm(cfg.head_size, cfg.norm_eps)

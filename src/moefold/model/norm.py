@@ -1,5 +1,7 @@
 """Root-mean-square normalisation (arXiv:1910.07467)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,3 +20,33 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., size]; no communication."""
         return F.rms_norm(x, x.shape[-1:], local(self.weight, x.dtype), self.eps)
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm over all heads of a token together, weight [heads * D] (OLMoE, arXiv:2409.02060 sec. 4.2.5).
+
+    `parallelize` replaces `sum_of_squares` where tensor parallelism spreads the heads over ranks.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.size = size
+        self.eps = eps
+        self.sum_of_squares: Callable[[Tensor], Tensor] = _all_mine
+
+    def forward(self, x: Tensor, rows: slice) -> Tensor:
+        """Normalise [S, B, heads of this rank, D]; communicates through `sum_of_squares`.
+
+        Args:
+            x: queries or keys.
+            rows: those of the local weight that belong to these heads.
+        """
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        total = self.sum_of_squares(wide.square().sum((-2, -1), keepdim=True))
+        normed = (wide * torch.rsqrt(total / self.size + self.eps)).to(x.dtype)
+        return normed * local(self.weight, x.dtype)[rows].view(x.shape[-2:])
+
+
+def _all_mine(squares: Tensor) -> Tensor:
+    return squares

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864), partial and scaled, in the two-halves form of Llama."""
+"""Rotary position embedding (arXiv:2104.09864), partial and scaled, with pairs of halves or of neighbours."""
 
 import math
 from dataclasses import dataclass
@@ -15,11 +15,19 @@ class Rotation:
 
     cos: Tensor
     sin: Tensor
+    is_interleaved: bool = False
+    """Pairs are neighbours."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate the first dims of each head of x [S, B, heads, D]; the rest passes through."""
+        """Rotate the first dims of each head of x [S, B, heads, D]; the rest passes through.
+
+        Of interleaved pairs the firsts come out before the seconds: another order of the dims, the same for queries
+        and keys, so their products are the same.
+        """
         rotated = self.cos.shape[-1]
         part = x[..., :rotated]
+        if self.is_interleaved:
+            part = torch.cat((part[..., ::2], part[..., 1::2]), dim=-1)
         first, second = part.chunk(2, dim=-1)
         turned = part * self.cos + torch.cat((-second, first), dim=-1) * self.sin
         return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
@@ -35,18 +43,58 @@ def rotation(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotatio
     """
     angles = positions.to(torch.float64).outer(frequencies(cfg).to(positions.device))
     angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
-    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+    scale = attention_factor(cfg)
+    return Rotation((scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype), cfg.rope_interleaved)
 
 
 def frequencies(cfg: ModelConfig) -> Tensor:
     """Angle per position of each rotated pair, float64 [rotated dims / 2], after scaling."""
-    rotated = round(cfg.head_size * cfg.rope_fraction)
+    rotated = cfg.rotated_size
     plain = cfg.rope_theta ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     if cfg.rope_scaling == "none":
         return plain
     if cfg.rope_scaling == "linear":
         return plain / cfg.rope_scaling_factor
-    return _llama3(cfg, plain)
+    return _yarn(cfg, plain) if cfg.rope_scaling == "yarn" else _llama3(cfg, plain)
+
+
+def attention_factor(cfg: ModelConfig) -> float:
+    """Factor of the rotated parts of queries and keys: the temperature of YaRN (arXiv:2309.00071 sec. 3.4)."""
+    if cfg.rope_scaling != "yarn":
+        return 1.0
+    if cfg.rope_attention_factor:
+        return cfg.rope_attention_factor
+    if cfg.rope_mscale and cfg.rope_mscale_all_dim:
+        return _temperature(cfg, cfg.rope_mscale) / _temperature(cfg, cfg.rope_mscale_all_dim)
+    return _temperature(cfg, 1.0)
+
+
+def softmax_factor(cfg: ModelConfig) -> float:
+    """Factor of the scores of latent attention beside 1/sqrt(D): the temperature on all dims, squared (DeepSeek-V2)."""
+    if cfg.rope_scaling != "yarn" or not cfg.rope_mscale_all_dim:
+        return 1.0
+    return _temperature(cfg, cfg.rope_mscale_all_dim) ** 2
+
+
+def _temperature(cfg: ModelConfig, weight: float) -> float:
+    return 0.1 * weight * math.log(cfg.rope_scaling_factor) + 1.0
+
+
+def _yarn(cfg: ModelConfig, plain: Tensor) -> Tensor:
+    """Stretch the pairs that turn seldom, keep those that turn often, blend between (arXiv:2309.00071 sec. 3.2)."""
+    pairs = len(plain)
+
+    def pair_that_turns(times: float) -> float:
+        """The pair, a fraction included, that turns so many times in the original context."""
+        return pairs * math.log(cfg.rope_original_seq_len / (2 * math.pi * times)) / math.log(cfg.rope_theta)
+
+    first, last = pair_that_turns(cfg.rope_beta_fast), pair_that_turns(cfg.rope_beta_slow)
+    if cfg.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    # The smallest width is that of transformers: a blend within one pair.
+    stretched = ((torch.arange(pairs, dtype=torch.float64) - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
+    return plain * (1 - stretched + stretched / cfg.rope_scaling_factor)
 
 
 def _llama3(cfg: ModelConfig, plain: Tensor) -> Tensor:

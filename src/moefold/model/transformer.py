@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from moefold.config.schema import Config, ModelConfig
 from moefold.model.attention import Attention
 from moefold.model.init import named_seed
+from moefold.model.latent_attention import LatentAttention
 from moefold.model.linear import linear
 from moefold.model.mlp import SwiGLU
 from moefold.model.norm import RMSNorm
@@ -25,9 +26,9 @@ class Block(nn.Module):
     def __init__(self, cfg: Config, number: int) -> None:
         super().__init__()
         model = cfg.model
-        is_moe = model.layer_kinds[number] == "M"
+        is_moe = model.all_layer_kinds[number] == "M"
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.attention = Attention(model)
+        self.attention = LatentAttention(model) if model.attention == "mla" else Attention(model)
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.ffn = _moe_layer(cfg, number) if is_moe else SwiGLU(model.hidden_size, model.ffn_hidden_size)
 
@@ -36,6 +37,30 @@ class Block(nn.Module):
         x = x + self.attention(self.attention_norm(x), rotation)
         normed = self.ffn_norm(x)
         return x + (self.ffn(normed, samples) if isinstance(self.ffn, MoELayer) else self.ffn(normed))
+
+
+class FurtherTokenBlock(Block):
+    """A layer that predicts one token further ahead than the one before it (arXiv:2412.19437 sec. 2.2).
+
+    It reads what its predecessor made of the tokens up to i, and the token after the one that that predicted.
+    """
+
+    def __init__(self, cfg: Config, number: int) -> None:
+        super().__init__(cfg, number)
+        hidden, eps = cfg.model.hidden_size, cfg.model.norm_eps
+        self.embedding_norm = RMSNorm(hidden, eps)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
+        self.output_norm = RMSNorm(hidden, eps)
+
+    def forward(
+        self, x: Tensor, rotation: Rotation, samples: Tensor | None = None, embedded: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states behind a norm and token vectors, both [S/(cp*tp), B, H] -> the same, behind a norm again."""
+        assert embedded is not None
+        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), -1)
+        x = super().forward(linear(both, local(self.projection, x.dtype)), rotation, samples)
+        return self.output_norm(x)
 
 
 class Embedding(nn.Module):
@@ -66,16 +91,21 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, tied: Tensor | None) -> Tensor:
         """[S/(cp*tp), B, H] -> logits [S/cp, B, V/tp]."""
+        return self.logits(self.norm(x), tied)
+
+    def logits(self, x: Tensor, tied: Tensor | None) -> Tensor:
+        """The same of hidden states that are behind a norm already."""
         weight = tied if self.weight is None else self.weight
         assert weight is not None
-        x = self.tokens.gather(self.norm(x))
+        x = self.tokens.gather(x)
         return linear(x, local(weight, x.dtype))
 
 
 class Transformer(nn.Module):
     """Some consecutive layers of the model, with the embedding if they are the first and the head if the last.
 
-    Layers are named by their number in the whole model, so parameter names do not depend on the pipeline.
+    Layers are named by their number in the whole model, so parameter names do not depend on the pipeline. Those of
+    multi-token prediction come behind all others, on the last stage.
     """
 
     def __init__(self, cfg: Config, layers: Iterable[int], *, is_first: bool, is_last: bool) -> None:
@@ -84,11 +114,13 @@ class Transformer(nn.Module):
         self.cfg = cfg
         self.dtype = TORCH_DTYPES[cfg.run.dtype]
         self.is_first, self.is_last = is_first, is_last
-        if is_first or (is_last and model.tie_embeddings):
+        if is_first or (is_last and model.embeds_twice):
             self.embedding = Embedding(model.vocab_size, model.hidden_size, self.dtype)
         self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in layers})
         if is_last:
             self.head = Head(model)
+            further = range(model.num_layers, model.num_layers + model.mtp_layers)
+            self.layers.update({str(i): FurtherTokenBlock(cfg, i) for i in further})
         self.rotation: Rotation | None = None
 
     def place(self, positions: Tensor) -> None:
@@ -101,6 +133,8 @@ class Transformer(nn.Module):
         labels: Tensor | None = None,
         weights: Tensor | None = None,
         samples: Tensor | None = None,
+        further_labels: Tensor | None = None,
+        further_weights: Tensor | None = None,
     ) -> Tensor:
         """Run the layers of this stage.
 
@@ -111,23 +145,45 @@ class Transformer(nn.Module):
             weights: share of each token in the loss, [B, S/cp]: 1/(target tokens of the global batch), 0 where masked.
             samples: place of each sample in the global batch, int64 [B]; what a layer knows
             about a sample goes by it.
+            further_labels: the tokens behind the next, int64 [B, mtp_layers, S/cp], for multi-token prediction.
+            further_weights: share of each in the loss of its depth, [B, mtp_layers, S/cp]; 0 behind the sample's end.
 
         Returns:
-            Hidden states [S/(cp*tp), B, H]; from the last stage the weighted sum of the token losses, [1], or, without
-            labels, the logits [S/cp, B, V/tp].
+            Hidden states [S/(cp*tp), B, H]; from the last stage the terms of the loss, each a weighted sum of token
+            losses, [loss_terms]; or, without labels, the logits [S/cp, B, V/tp].
         """
         assert self.rotation is not None, "place() comes before forward()"
         if self.is_first:
             x = self.embedding(x)
         for block in self.layers.values():
-            x = block(x, self.rotation, samples)
+            if not isinstance(block, FurtherTokenBlock):
+                x = block(x, self.rotation, samples)
         if not self.is_last:
             return x
         tied = self.embedding.weight if self.cfg.model.tie_embeddings else None
-        logits = self.head(x, tied)
         if labels is None:
-            return logits
-        losses = self.head.vocabulary.cross_entropy(logits, labels.t())
+            return self.head(x, tied)
+        normed = self.head.norm(x)
+        loss = self._loss(normed, tied, labels, weights)
+        if self.cfg.model.mtp_layers == 0:
+            return loss
+        if not self.training:
+            return torch.cat((loss, torch.zeros_like(loss)))
+        assert further_labels is not None, "multi-token prediction needs the tokens behind the next"
+        further_loss = loss.new_zeros(1)
+        read = labels
+        for i in range(self.cfg.model.mtp_layers):
+            block = self.layers[str(self.cfg.model.num_layers + i)]
+            normed = block(normed, self.rotation, samples, self.embedding(read))
+            read = further_labels[:, i]
+            further_loss = further_loss + self._loss(
+                normed, tied, read, None if further_weights is None else further_weights[:, i]
+            )
+        return torch.cat((loss, further_loss * (self.cfg.train.mtp_loss / self.cfg.model.mtp_layers)))
+
+    def _loss(self, normed: Tensor, tied: Tensor | None, labels: Tensor, weights: Tensor | None) -> Tensor:
+        """Weighted sum of the cross-entropies of labels [B, S/cp], [1]."""
+        losses = self.head.vocabulary.cross_entropy(self.head.logits(normed, tied), labels.t())
         if weights is not None:
             losses = losses * weights.t()
         return losses.flatten().sum(0, keepdim=True)
@@ -135,6 +191,11 @@ class Transformer(nn.Module):
     def moe_layers(self) -> dict[int, MoELayer]:
         """The MoE layers of this stage by their number in the whole model."""
         return {int(i): block.ffn for i, block in self.layers.items() if isinstance(block.ffn, MoELayer)}
+
+
+def loss_terms(model: ModelConfig) -> int:
+    """Terms of the loss that the last stage returns: that of the next token, and that of the further ones if any."""
+    return 2 if model.mtp_layers else 1
 
 
 def build_model(cfg: Config) -> Transformer:

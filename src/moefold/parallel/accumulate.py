@@ -1,12 +1,16 @@
 """A step without a pipeline: micro-batches one after another, gradients reduced as the zero level says."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from moefold.model.transformer import Transformer
+from moefold.model.transformer import Transformer, loss_terms
+
+TARGETS = ("labels", "weights", "samples", "further_labels", "further_weights")
 
 
 @dataclass(frozen=True)
@@ -14,13 +18,22 @@ class Batch:
     """This rank's part of a global batch; the micro-batches follow each other along dim 0.
 
     tokens and labels are int64 [num_micro_batches * B, S/cp], weights [same] the share of each token in the loss,
-    samples int64 [num_micro_batches * B] the place of each sample in the global batch.
+    samples int64 [num_micro_batches * B] the place of each sample in the global batch. For multi-token prediction,
+    further_labels and further_weights [num_micro_batches * B, mtp_layers, S/cp] are the tokens behind the next and the
+    share of each in the loss of its depth.
     """
 
     tokens: Tensor
     labels: Tensor
     weights: Tensor
     samples: Tensor
+    further_labels: Tensor | None = None
+    further_weights: Tensor | None = None
+
+    def targets(self) -> dict[str, Any]:
+        """All but the tokens, by the names that the model knows them by."""
+        parts = {name: getattr(self, name) for name in TARGETS}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 class Accumulation:
@@ -32,26 +45,27 @@ class Accumulation:
         self._zero = zero
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Add the gradients of the batch to the parameters; returns the weighted loss of my tokens, [1]."""
-        total = batch.weights.new_zeros(1)
-        for i, micro in enumerate(self._micro_batches(batch)):
+        """Add the gradients of the batch to the parameters; returns the terms of the loss of my tokens, [terms]."""
+        total = batch.weights.new_zeros(loss_terms(self._model.cfg.model))
+        for i, (tokens, targets) in enumerate(self._micro_batches(batch)):
             self._prepare_backward(is_last=i == self._num_micro_batches - 1)
-            loss = self._model(micro.tokens, micro.labels, micro.weights, micro.samples)
-            loss.backward()
+            loss = self._model(tokens, **targets)
+            loss.sum().backward()
             total += loss.detach()
         return total
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """The weighted loss of my tokens, [1], without gradients."""
-        total = batch.weights.new_zeros(1)
-        for micro in self._micro_batches(batch):
-            total += self._model(micro.tokens, micro.labels, micro.weights)
+        """The terms of the loss of my tokens, [terms], without gradients."""
+        total = batch.weights.new_zeros(loss_terms(self._model.cfg.model))
+        for tokens, targets in self._micro_batches(batch):
+            total += self._model(tokens, **targets)
         return total
 
-    def _micro_batches(self, batch: Batch) -> list[Batch]:
-        parts = (x.chunk(self._num_micro_batches) for x in (batch.tokens, batch.labels, batch.weights, batch.samples))
-        return [Batch(*part) for part in zip(*parts, strict=True)]
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        targets = {name: part.chunk(self._num_micro_batches) for name, part in batch.targets().items()}
+        for i, tokens in enumerate(batch.tokens.chunk(self._num_micro_batches)):
+            yield tokens, {name: parts[i] for name, parts in targets.items()}
 
     def _prepare_backward(self, *, is_last: bool) -> None:
         if isinstance(self._model, FSDPModule):

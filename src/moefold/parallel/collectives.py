@@ -71,6 +71,11 @@ def swap_dims(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tenso
     return _SwapDims.apply(x, group, split_dim % x.dim(), concat_dim % x.dim())
 
 
+def sum_over(x: Tensor, group: Group) -> Tensor:
+    """The sum over the members, on each of them. Adjoint: the same, as each member's use of the sum counts."""
+    return x if group.size == 1 else _SumOver.apply(x, group)
+
+
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     """The sum over the members, without a gradient; `x` is left as it is."""
     total = x.detach().clone()
@@ -158,6 +163,17 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _gather(grad, ctx.group), None
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_reduce_sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(grad, ctx.group), None
 
 
 class _AllToAll(torch.autograd.Function):

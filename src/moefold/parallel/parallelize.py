@@ -7,10 +7,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from moefold.config.schema import Config
+from moefold.config.schema import Config, ModelConfig
 from moefold.model.attention import Attention
 from moefold.model.init import initialise
+from moefold.model.latent_attention import LatentAttention
 from moefold.model.mlp import SwiGLU
+from moefold.model.norm import AllHeadsNorm
 from moefold.model.transformer import Embedding, Head, Transformer
 from moefold.moe.dispatch import Dispatcher, GroupScope, make_dispatcher
 from moefold.moe.dispatch.deepep import open_buffer
@@ -20,21 +22,21 @@ from moefold.moe.layer import MoELayer
 from moefold.parallel.accumulate import Accumulation, Batch
 from moefold.parallel.context import context_attention, sequence_positions
 from moefold.parallel.gradients import sum_replicated_gradients
-from moefold.parallel.groups import ParallelGroups
-from moefold.parallel.pipeline import Pipeline, share_tied_gradient, stage_layers, stage_numbers
+from moefold.parallel.groups import Group, ParallelGroups
+from moefold.parallel.pipeline import Pipeline, share_embedding_gradient, stage_layers, stage_numbers
 from moefold.parallel.sharding import master_dtype, shard_data_parallel, shard_model_parallel
-from moefold.parallel.tensor import ShardedTokens, ShardedVocabulary, key_value_rows, local_positions
+from moefold.parallel.tensor import HeadSquares, ShardedTokens, ShardedVocabulary, key_value_rows, local_positions
 
 
 class Runner(Protocol):
     """How a batch goes through the stages of this rank."""
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Accumulate gradients; returns my part of the loss, [1]."""
+        """Accumulate gradients; returns my part of the terms of the loss, [terms]."""
         ...
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """My part of the loss, [1], without gradients."""
+        """My part of the terms of the loss, [terms], without gradients."""
         ...
 
 
@@ -61,11 +63,11 @@ class ParallelModel:
         return {name: buffer for stage in self.stages for name, buffer in stage.named_buffers()}
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Add the gradients of the batch, reduced over every axis; returns my part of the loss, [1]."""
+        """Add the gradients of the batch, reduced over every axis; returns my part of the loss, [terms]."""
         loss = self.runner.forward_backward(batch)
         sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
-        if self.stages[0].cfg.model.tie_embeddings:
-            share_tied_gradient(self.stages, self.groups.pp)
+        if self.stages[0].cfg.model.embeds_twice:
+            share_embedding_gradient(self.stages, self.groups.pp)
         return loss
 
     def moe_layers(self) -> dict[int, MoELayer]:
@@ -117,12 +119,20 @@ def _apply_tensor_parallel(stage: Transformer, groups: ParallelGroups) -> None:
         return
     vocabulary = ShardedVocabulary(tp, stage.cfg.model.vocab_size)
     for module in stage.modules():
-        if isinstance(module, Attention | SwiGLU | Embedding | Head):
+        if isinstance(module, Attention | LatentAttention | SwiGLU | Embedding | Head):
             module.tokens = ShardedTokens(tp)
         if isinstance(module, Embedding | Head):
             module.vocabulary = vocabulary
         if isinstance(module, Attention):
             module.key_value_rows = key_value_rows(stage.cfg.model, tp)
+            _sum_squares_over_tp(module, stage.cfg.model, tp)
+
+
+def _sum_squares_over_tp(attention: Attention, cfg: ModelConfig, tp: Group) -> None:
+    heads = ((attention.query_norm, cfg.num_attention_heads), (attention.key_norm, cfg.num_query_groups))
+    for norm, num_heads in heads:
+        if isinstance(norm, AllHeadsNorm):
+            norm.sum_of_squares = HeadSquares(tp, num_heads)
 
 
 def _dispatcher(name: str, cfg: Config, groups: ParallelGroups) -> Dispatcher[Any]:
@@ -145,5 +155,5 @@ def _apply_expert_parallel(
 
 def _apply_context_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config) -> None:
     for module in stage.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | LatentAttention):
             module.core = context_attention(cfg.parallel.context, groups.attn.cp)

@@ -1,6 +1,6 @@
 """Pipeline parallelism through torch.distributed.pipelining: the cut into stages, the schedule, tied embeddings."""
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 
 from moefold.config.schema import Config
-from moefold.model.transformer import Transformer
+from moefold.model.transformer import Transformer, loss_terms
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.groups import Group, ParallelGroups
 
@@ -50,7 +50,8 @@ class Pipeline:
         tokens = torch.empty(
             (cfg.train.micro_batch_size, cfg.train.seq_len // layout.cp), dtype=torch.int64, device="meta"
         )
-        loss = torch.empty(1, dtype=_loss_dtype(stages[0].dtype), device="meta", requires_grad=True)
+        self._num_terms = loss_terms(cfg.model)
+        loss = torch.empty(self._num_terms, dtype=_loss_dtype(stages[0].dtype), device="meta", requires_grad=True)
         for module in stages:
             if self._zero == 2 and isinstance(module, FSDPModule):
                 # Gradients are reduced with each micro-batch, but parameters stay until the step is through.
@@ -73,43 +74,47 @@ class Pipeline:
 
         # Each schedule has stages of its own: torch 2.11 decides once, when a schedule first runs, whether what its
         # stages receive needs gradients. An evaluation on the stages of training would switch them off for good.
-        self._schedule = _schedule(cfg.parallel.schedule, build(), cfg.num_micro_batches)
-        self._evaluation = _schedule(cfg.parallel.schedule, build(), cfg.num_micro_batches)
+        self._terms: list[Tensor] = []
+        self._schedule = _schedule(cfg.parallel.schedule, build(), cfg.num_micro_batches, self._total)
+        self._evaluation = _schedule(cfg.parallel.schedule, build(), cfg.num_micro_batches, self._total)
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Add the gradients of the batch to the parameters; returns my weighted loss, [1], 0 off the last stage."""
-        losses: list[Tensor] = []
-        self._schedule.step(
-            *self._inputs(batch), target=batch.labels, losses=losses, return_outputs=False, **_targets(batch)
-        )
+        """Add the gradients of the batch to the parameters; returns the terms of my loss, 0 off the last stage."""
+        self._terms.clear()
+        self._schedule.step(*self._inputs(batch), target=batch.labels, return_outputs=False, **batch.targets())
         for module in self._modules:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
-        return self._sum(losses, batch)
+        return self._sum(batch)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """The weighted loss of my tokens, [1], without gradients; 0 off the last stage."""
-        losses: list[Tensor] = []
-        self._evaluation.eval(*self._inputs(batch), target=batch.labels, losses=losses, **_targets(batch))
-        return self._sum(losses, batch)
+        """The terms of the loss of my tokens, [terms], without gradients; 0 off the last stage."""
+        self._terms.clear()
+        self._evaluation.eval(*self._inputs(batch), target=batch.labels, **batch.targets())
+        return self._sum(batch)
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         return (batch.tokens,) if self._is_first else ()
 
-    def _sum(self, losses: list[Tensor], batch: Batch) -> Tensor:
+    def _sum(self, batch: Batch) -> Tensor:
         if not self._is_last:
-            return batch.weights.new_zeros(1)
-        return torch.stack([loss.detach() for loss in losses]).sum(0).view(1)
+            return batch.weights.new_zeros(self._num_terms)
+        return torch.stack(self._terms).sum(0)
+
+    def _total(self, output: Tensor, target: Tensor) -> Tensor:
+        """The last stage has computed its terms already: keep them, and give the schedule their sum to minimise."""
+        self._terms.append(output.detach())
+        return output.sum()
 
 
-def share_tied_gradient(stages: list[Transformer], pp: Group) -> None:
-    """Add the gradients of the two copies of a tied embedding, which the first and the last pipeline rank hold."""
+def share_embedding_gradient(stages: list[Transformer], pp: Group) -> None:
+    """Add the gradients of the two copies of an embedding that the first and the last pipeline rank hold."""
     if pp.size == 1 or pp.rank not in (0, pp.size - 1):
         return
-    tied = [stage.embedding.weight.grad for stage in stages if hasattr(stage, "embedding")]
-    (grad,) = tied
+    copies = [stage.embedding.weight.grad for stage in stages if hasattr(stage, "embedding")]
+    (grad,) = copies
     assert isinstance(grad, DTensor)
     mine = grad.to_local()
     theirs = torch.empty_like(mine)
@@ -135,21 +140,12 @@ class _OwnReduction(nn.Module):
 
 
 def _schedule(
-    name: str, stages: list[_PipelineStageBase], num_micro_batches: int
+    name: str, stages: list[_PipelineStageBase], num_micro_batches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     if name == "interleaved":
-        return ScheduleInterleaved1F1B(stages, num_micro_batches, loss_fn=_weighted_loss, scale_grads=False)
+        return ScheduleInterleaved1F1B(stages, num_micro_batches, loss_fn=loss_fn, scale_grads=False)
     kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name]
-    return kind(stages[0], num_micro_batches, loss_fn=_weighted_loss, scale_grads=False)
-
-
-def _weighted_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage has computed its loss already."""
-    return output.sum()
-
-
-def _targets(batch: Batch) -> dict[str, Any]:
-    return {"labels": batch.labels, "weights": batch.weights, "samples": batch.samples}
+    return kind(stages[0], num_micro_batches, loss_fn=loss_fn, scale_grads=False)
 
 
 def _loss_dtype(compute: torch.dtype) -> torch.dtype:

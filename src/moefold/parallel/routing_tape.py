@@ -46,6 +46,8 @@ class RoutingTape:
         num_stages = model.groups.layout.pp * cfg.parallel.virtual_stages
         ranges = stage_layers(cfg.model.num_layers, num_stages)
         self._owners = {i: stage % model.groups.layout.pp for stage, layers in enumerate(ranges) for i in layers}
+        further = range(cfg.model.num_layers, cfg.model.num_layers + cfg.model.mtp_layers)
+        self._owners |= dict.fromkeys(further, model.groups.layout.pp - 1)
         first = model.groups.attn.dp.rank * self._num_samples
         self._choices = {number: StepChoices(first) for number in model.moe_layers()}
         for number, layer in model.moe_layers().items():

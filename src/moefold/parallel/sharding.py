@@ -15,10 +15,12 @@ from moefold.moe.layer import MoELayer
 from moefold.moe.router import Routing
 from moefold.parallel.groups import ParallelGroups
 
-DENSE_SHARDED_DIM = {"wq": 0, "bq": 0, "wo": 1, "w_gate": 0, "w_up": 0, "w_down": 1}
+DENSE_SHARDED_DIM = {"wq": 0, "bq": 0, "wq_up": 0, "wkv_up": 0, "wo": 1, "w_gate": 0, "w_up": 0, "w_down": 1}
 """Dim of each dense parameter that tensor parallelism cuts, by the last part of its name."""
 
 KEY_VALUE = ("wk", "wv", "bk", "bv")
+ALL_HEADS_NORMS = ("attention.query_norm.weight", "attention.key_norm.weight")
+"""Where they span all heads they are cut as a bias of these heads."""
 VOCABULARY = ("embedding.weight", "head.weight")
 EXPERT_PLACEMENTS: dict[str, tuple[Placement, Placement]] = {
     "w_gate": (Shard(0), Shard(2)),
@@ -90,6 +92,8 @@ def master_dtype(cfg: Config) -> torch.dtype:
 def _dense_placement(name: str, leaf: str, cfg: ModelConfig, tp: int) -> Placement:
     if name in VOCABULARY:
         return Shard(0)
+    if cfg.qk_norm_width == "all_heads" and name.endswith(ALL_HEADS_NORMS):
+        leaf = "bq" if name.endswith(ALL_HEADS_NORMS[0]) else "bk"
     if leaf in KEY_VALUE and cfg.num_query_groups % tp == 0:
         return Shard(0)
     return Shard(DENSE_SHARDED_DIM[leaf]) if leaf in DENSE_SHARDED_DIM else Replicate()

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from moefold.config.schema import ModelConfig
 from moefold.model.cross_entropy import cross_entropy
-from moefold.parallel.collectives import all_gather, all_reduce_max, all_reduce_sum, reduce_scatter
+from moefold.parallel.collectives import all_gather, all_reduce_max, all_reduce_sum, reduce_scatter, sum_over
 from moefold.parallel.groups import Group
 
 
@@ -57,6 +57,19 @@ def key_value_rows(cfg: ModelConfig, tp: Group) -> slice:
         return slice(None)
     group = tp.rank * cfg.num_query_groups // tp.size
     return slice(group * cfg.head_size, (group + 1) * cfg.head_size)
+
+
+class HeadSquares:
+    """Squares of a token's heads, summed over those of all tp ranks; see `AllHeadsNorm`."""
+
+    def __init__(self, tp: Group, num_heads: int) -> None:
+        self._tp = tp
+        # Where tp is larger than the number of heads, so many neighbours hold the same one.
+        self._copies = max(1, tp.size // num_heads)
+
+    def __call__(self, squares: Tensor) -> Tensor:
+        """Sum over tp, each head once."""
+        return sum_over(squares, self._tp) / self._copies
 
 
 def local_positions(positions: Tensor, tp: Group) -> Tensor:

@@ -22,6 +22,7 @@ class BatchLoader:
         self._size = cfg.train.global_batch_size
         self._count = cfg.num_micro_batches * cfg.train.micro_batch_size
         self._first = groups.attn.dp.rank * self._count
+        self._depths = cfg.model.mtp_layers
         self._positions = positions.cpu().numpy()
         self._device = groups.device
         self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
@@ -51,7 +52,25 @@ class BatchLoader:
             torch.tensor(shares, dtype=self._dtype, device=self._device)[:, None].expand(tokens.shape).contiguous()
         )
         samples = self._first + torch.arange(self._count, device=self._device)
-        return Batch(tokens, self._local(labels), weights, samples)
+        return Batch(tokens, self._local(labels), weights, samples, *self._further(labels, shares))
+
+    def _further(self, labels: np.ndarray, shares: list[float]) -> tuple[Tensor, Tensor] | tuple[()]:
+        """The tokens 2, 3, ... places ahead of each position and their shares in the loss of their depth.
+
+        They come from the sample itself, so that a rank needs nothing of those that hold the positions behind its own.
+        Behind the sample's end stands token 0 with a share of 0.
+        """
+        if self._depths == 0:
+            return ()
+        length = self._split.seq_len
+        ahead = np.zeros((len(labels), self._depths, length), dtype=labels.dtype)
+        weights = np.zeros(ahead.shape)
+        for depth in range(1, self._depths + 1):
+            ahead[:, depth - 1, :-depth] = labels[:, depth:]
+            # As many samples share the loss as at the next token, with fewer targets each.
+            weights[:, depth - 1, :-depth] = np.array(shares)[:, None] * (length / (length - depth))
+        mine = torch.from_numpy(np.ascontiguousarray(weights[..., self._positions]))
+        return self._local(ahead), mine.to(self._device, self._dtype)
 
     def _local(self, ids: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(ids[:, self._positions])).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(ids[..., self._positions])).to(self._device)

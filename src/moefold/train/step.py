@@ -31,6 +31,8 @@ class StepResult:
     aux_loss: float
     """As optimised: summed over layers, coefficient included. So is z_loss."""
     z_loss: float
+    mtp_loss: float
+    """As optimised: mean over the depths, coefficient included; 0 without multi-token prediction."""
     grad_norm: float
     lr: float
     expert_load: tuple[float, ...]
@@ -58,10 +60,10 @@ class TrainingStep:
         self.optimizer = build_optimizer(self.parameters, cfg.train)
         self.tape = RoutingTape(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
         self._cfg = cfg
-        self._moe_numbers = [i for i, kind in enumerate(cfg.model.layer_kinds) if kind == "M"]
+        self._moe_numbers = cfg.model.moe_layer_numbers
         layout, groups = model.groups.layout, model.groups
-        # Off the first stage an embedding is the tied copy of one that the first stage counts.
-        holds_copy = layout.pp > 1 and cfg.model.tie_embeddings and groups.pp.rank == layout.pp - 1
+        # Off the first stage an embedding is the copy of one that the first stage counts.
+        holds_copy = layout.pp > 1 and cfg.model.embeds_twice and groups.pp.rank == layout.pp - 1
         self._not_counted = frozenset({"embedding.weight"} if holds_copy else ())
         self._speaks_for_tp = groups.attn.tp.rank == 0
         self._speaks_for_stage = groups.attn.stage.rank == 0
@@ -100,7 +102,7 @@ class TrainingStep:
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Weighted sum of the cross-entropies of held-out tokens, in nats; collective."""
         self.model.train(False)
-        total = torch.stack([self.model.runner.evaluate(batch) for batch in batches]).sum().view(1)
+        total = torch.stack([self.model.runner.evaluate(batch)[:1] for batch in batches]).sum(0)
         self.model.train(True)
         return float(all_reduce_sum(self._my_share(total.double()), self.model.groups.world))
 
@@ -111,7 +113,7 @@ class TrainingStep:
     def _agree(self, loss: Tensor, norm: Tensor, rate: float, flags: Sequence[bool]) -> StepResult:
         """Sum everything that is counted over the ranks, in one all-reduce, and balance the expert bias by it."""
         world, device = self.model.groups.world, loss.device
-        mine = self._my_share(loss.detach().double()).view(1)
+        mine = self._my_share(loss.detach().double())
         raised = torch.tensor(flags, dtype=torch.float64, device=device)
         # A slot for each rank turns a maximum into a sum.
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
@@ -125,9 +127,10 @@ class TrainingStep:
         aux, z, copies, dropped, _ = scalars.sum(0).tolist()
         layers = self._layer_metrics(scalars.tolist(), counts.tolist(), biases.tolist())
         return StepResult(
-            loss=float(total[0]),
+            loss=float(total[0][0]),
             aux_loss=aux,
             z_loss=z,
+            mtp_loss=float(total[0][1:].sum()),
             grad_norm=float(norm),
             lr=rate,
             expert_load=tuple(layer.load for layer in layers),

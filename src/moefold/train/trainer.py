@@ -132,6 +132,7 @@ class Trainer:
             loss=result.loss,
             aux_loss=result.aux_loss,
             z_loss=result.z_loss,
+            mtp_loss=result.mtp_loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
             tokens=self._tokens,

@@ -59,7 +59,7 @@ def differences(oracle: OracleRecord, ranks: Sequence[MappingRecord]) -> list[Di
     found = []
     for rank, record in enumerate(ranks):
         for i, (mine, theirs) in enumerate(zip(record.steps, oracle.steps, strict=True)):
-            for term in ("loss", "aux_loss", "z_loss", "grad_norm"):
+            for term in ("loss", "aux_loss", "z_loss", "mtp_loss", "grad_norm"):
                 name = f"step {i + 1} {term} (rank {rank})"
                 found.append(Difference(name, _relative(getattr(mine, term), getattr(theirs, term))))
             found += _layer_differences(f"step {i + 1}", f"(rank {rank})", mine.moe_layers, theirs.moe_layers)

@@ -1,7 +1,9 @@
 """The reference that every mapping must equal: one process, float64, plain maths, no line shared with the trainer.
 
 Written to be read beside `docs/notation.md`, not to be fast: attention with an explicit mask, every expert over every
-token, AdamW by hand. It knows parameters by their names alone. What a router does is in `oracle_routing`.
+token, AdamW by hand. It knows parameters by their names alone. What a router does is in
+`oracle_routing`, and how heads are turned in `oracle_rotation`; heads of latent attention come from
+`oracle_latent`.
 """
 
 import math
@@ -14,6 +16,8 @@ from torch import Tensor
 from moefold.config.schema import Config
 from moefold.metrics.moe import MoELayerMetrics
 from moefold.train.lr_schedule import learning_rate
+from moefold.verify.oracle_latent import latent_heads, score_scale
+from moefold.verify.oracle_rotation import rotate
 from moefold.verify.oracle_routing import Moment, OracleRouter, RoutedBatch
 
 Weights = dict[str, Tensor]
@@ -21,11 +25,12 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class OracleStep:
-    """One optimizer step: the three terms of the loss, the gradient norm before clipping, and every gradient."""
+    """One optimizer step: the terms of the loss, the gradient norm before clipping, and every gradient."""
 
     loss: float
     aux_loss: float
     z_loss: float
+    mtp_loss: float
     grad_norm: float
     dropped: int
     gradients: Weights
@@ -39,11 +44,12 @@ class _Terms:
     lm: Tensor
     aux: dict[int, Tensor]
     z: dict[int, Tensor]
+    further: Tensor
     routed: dict[int, list[RoutedBatch]]
 
     def total(self) -> Tensor:
         """What is optimised."""
-        return torch.stack([self.lm, *self.aux.values(), *self.z.values()]).sum()
+        return torch.stack([self.lm, self.further, *self.aux.values(), *self.z.values()]).sum()
 
 
 class Oracle:
@@ -80,6 +86,7 @@ class Oracle:
             loss=float(terms.lm.detach()),
             aux_loss=sum(layer.aux_loss for layer in layers),
             z_loss=sum(layer.z_loss for layer in layers),
+            mtp_loss=float(terms.further.detach()),
             grad_norm=norm,
             dropped=sum(batch.dropped for batches in terms.routed.values() for batch in batches),
             gradients=gradients,
@@ -94,35 +101,61 @@ class Oracle:
     def loss(self, samples: Tensor, *, is_training: bool) -> _Terms:
         """The terms of the loss, each as docs/notation.md defines it."""
         size = self.cfg.train.micro_batch_size
-        lm = torch.zeros((), dtype=torch.float64)
+        lm = further = torch.zeros((), dtype=torch.float64)
         routed: dict[int, list[RoutedBatch]] = {}
         for number, micro in enumerate(samples.split(size)):
-            logits = self._logits(micro[:, :-1], Moment(self._steps + 1, number * size, is_training), routed)
-            chosen = logits.log_softmax(-1).gather(-1, micro[:, 1:, None])
+            moment = Moment(self._steps + 1, number * size, is_training)
+            hidden = self._hidden(micro[:, :-1], moment, routed)
+            chosen = self._log_probs(hidden).gather(-1, micro[:, 1:, None])
             lm = lm - chosen.sum() / samples[:, 1:].numel()
+            if is_training:
+                further = further + self._further(micro, hidden, moment, routed) * len(micro) / len(samples)
         aux = {layer: self.cfg.moe.aux_loss * self.router.aux(batches) for layer, batches in routed.items()}
         z = {
             layer: self.cfg.moe.z_loss * torch.stack([b.logits.logsumexp(-1).square().mean() for b in batches]).mean()
             for layer, batches in routed.items()
         }
-        return _Terms(lm, aux, z, routed)
+        return _Terms(lm, aux, z, further, routed)
 
-    def _logits(self, tokens: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
-        """[B, S] -> [B, S, V]; adds what each MoE layer decided."""
-        model = self.cfg.model
+    def _hidden(self, tokens: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
+        """[B, S] -> [B, S, H] behind the last norm; adds what each MoE layer decided."""
         x = self.weights["embedding.weight"][tokens]
-        for i, kind in enumerate(model.layer_kinds):
-            name = f"layers.{i}"
-            x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x))
-            normed = self._norm(f"{name}.ffn_norm", x)
-            if kind == "D":
-                x = x + self._swiglu(f"{name}.ffn", normed)
-                continue
-            batch = self.router.route(i, normed, self.weights[f"{name}.ffn.router.weight"], moment)
-            routed.setdefault(i, []).append(batch)
-            x = x + self._moe(f"{name}.ffn", normed, batch)
-        head = "embedding.weight" if model.tie_embeddings else "head.weight"
-        return self._norm("head.norm", x) @ self.weights[head].T
+        for i in range(self.cfg.model.num_layers):
+            x = self._layer(i, x, moment, routed)
+        return self._norm("head.norm", x)
+
+    def _layer(self, i: int, x: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
+        name = f"layers.{i}"
+        x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x))
+        normed = self._norm(f"{name}.ffn_norm", x)
+        if self.cfg.model.all_layer_kinds[i] == "D":
+            return x + self._swiglu(f"{name}.ffn", normed)
+        batch = self.router.route(i, normed, self.weights[f"{name}.ffn.router.weight"], moment)
+        routed.setdefault(i, []).append(batch)
+        return x + self._moe(f"{name}.ffn", normed, batch)
+
+    def _log_probs(self, hidden: Tensor) -> Tensor:
+        head = "embedding.weight" if self.cfg.model.tie_embeddings else "head.weight"
+        return (hidden @ self.weights[head].T).log_softmax(-1)
+
+    def _further(self, micro: Tensor, hidden: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
+        """Loss of multi-token prediction of a micro-batch, int64 [B, S+1], as if it were the global batch."""
+        model, total = self.cfg.model, torch.zeros((), dtype=torch.float64)
+        length = micro.shape[1] - 1
+        for depth in range(1, model.mtp_layers + 1):
+            name = f"layers.{model.num_layers + depth - 1}"
+            # Position i reads token i + depth; where there is none, token 0.
+            read = torch.cat((micro[:, depth:-1], micro[:, -1:], torch.zeros_like(micro[:, : depth - 1])), 1)
+            embedded = self._norm(f"{name}.embedding_norm", self.weights["embedding.weight"][read])
+            both = torch.cat((embedded, self._norm(f"{name}.hidden_norm", hidden)), -1)
+            hidden = self._layer(
+                model.num_layers + depth - 1, both @ self.weights[f"{name}.projection"].T, moment, routed
+            )
+            hidden = self._norm(f"{name}.output_norm", hidden)
+            targets = micro[:, depth + 1 :]
+            chosen = self._log_probs(hidden[:, : length - depth]).gather(-1, targets[..., None])
+            total = total - chosen.mean()
+        return total * self.cfg.train.mtp_loss / max(1, model.mtp_layers)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         mean_square = x.square().mean(-1, keepdim=True)
@@ -137,53 +170,30 @@ class Oracle:
         model = self.cfg.model
         batch, length, _ = x.shape
 
-        def heads(letter: str, count: int) -> Tensor:
+        def heads(letter: str, count: int, norm: str = "") -> Tensor:
             y = x @ self.weights[f"{name}.w{letter}"].T
             if model.qkv_bias:
                 y = y + self.weights[f"{name}.b{letter}"]
-            return y.view(batch, length, count, model.head_size)
+            if norm and model.qk_norm_width == "all_heads":
+                y = self._norm(f"{name}.{norm}", y)
+            y = y.view(batch, length, count, model.head_size)
+            return self._norm(f"{name}.{norm}", y) if norm and model.qk_norm_width == "head" else y
 
-        query = heads("q", model.num_attention_heads)
-        key, value = heads("k", model.num_query_groups), heads("v", model.num_query_groups)
-        if model.qk_norm:
-            query, key = self._norm(f"{name}.query_norm", query), self._norm(f"{name}.key_norm", key)
-        query, key = self._rotate(query), self._rotate(key)
+        if model.attention == "mla":
+            query, key, value = latent_heads(model, self.weights, name, x)
+        else:
+            norms = ("query_norm", "key_norm") if model.qk_norm else ("", "")
+            query = rotate(model, heads("q", model.num_attention_heads, norms[0]), model.rotated_size)
+            key = rotate(model, heads("k", model.num_query_groups, norms[1]), model.rotated_size)
+            value = heads("v", model.num_query_groups)
+        scale = score_scale(model)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         outputs = []
         for head in range(model.num_attention_heads):
-            group = head * model.num_query_groups // model.num_attention_heads
-            scores = query[:, :, head] @ key[:, :, group].mT / math.sqrt(model.head_size)
+            group = head * key.shape[2] // model.num_attention_heads
+            scores = query[:, :, head] @ key[:, :, group].mT * scale
             outputs.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ value[:, :, group])
         return torch.cat(outputs, -1) @ self.weights[f"{name}.wo"].T
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        """Turn pair (i, i + half) of each head at position p by the angle p * frequency_i."""
-        rotated = round(self.cfg.model.head_size * self.cfg.model.rope_fraction)
-        half = rotated // 2
-        frequency = torch.tensor([self._frequency(i, rotated) for i in range(half)], dtype=torch.float64)
-        angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency
-        turn = torch.polar(torch.ones_like(angle), angle)[:, None, :]
-        turned = torch.complex(x[..., :half], x[..., half:rotated]) * turn
-        return torch.cat((turned.real, turned.imag, x[..., rotated:]), -1)
-
-    def _frequency(self, i: int, rotated: int) -> float:
-        model = self.cfg.model
-        frequency = 1.0 / model.rope_theta ** (2 * i / rotated)
-        if model.rope_scaling == "none":
-            return frequency
-        if model.rope_scaling == "linear":
-            return frequency / model.rope_scaling_factor
-        wavelength = 2 * math.pi / frequency
-        longest = model.rope_original_seq_len / model.rope_low_freq_factor
-        shortest = model.rope_original_seq_len / model.rope_high_freq_factor
-        if wavelength < shortest:
-            return frequency
-        if wavelength > longest:
-            return frequency / model.rope_scaling_factor
-        smooth = (model.rope_original_seq_len / wavelength - model.rope_low_freq_factor) / (
-            model.rope_high_freq_factor - model.rope_low_freq_factor
-        )
-        return (1 - smooth) * frequency / model.rope_scaling_factor + smooth * frequency
 
     def _moe(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model

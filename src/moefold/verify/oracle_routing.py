@@ -61,7 +61,7 @@ class OracleRouter:
     def __init__(self, cfg: Config, chunks: Sequence[Sequence[int]]) -> None:
         self._cfg = cfg
         self._chunks = chunks
-        self._numbers = [i for i, kind in enumerate(cfg.model.layer_kinds) if kind == "M"]
+        self._numbers = cfg.model.moe_layer_numbers
         zeros = torch.zeros(cfg.model.num_experts, dtype=torch.float32)
         names = [bias_name(i) for i in self._numbers] if cfg.model.expert_bias else []
         self.biases = {name: zeros.clone() for name in names}

@@ -73,10 +73,11 @@ def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     stages = p.pp * p.virtual_stages
     # An uneven cut into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
-    groups = p.tp if model.num_query_groups % p.tp == 0 else model.num_query_groups
+    key_value_heads = model.num_key_value_heads
+    groups = p.tp if key_value_heads % p.tp == 0 else key_value_heads
     if p.context == "ulysses":
-        groups = lcm(groups, p.cp * p.tp) if model.num_query_groups % (p.cp * p.tp) == 0 else groups
-    heads = lcm(groups, p.tp * p.cp) * min(2, model.num_attention_heads // model.num_query_groups)
+        groups = lcm(groups, p.cp * p.tp) if key_value_heads % (p.cp * p.tp) == 0 else groups
+    heads = lcm(groups, p.tp * p.cp) * min(2, model.num_attention_heads // key_value_heads)
     num_experts = _num_experts(model, p)
     return replace(
         model,
@@ -87,8 +88,14 @@ def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         num_attention_heads=heads,
         num_query_groups=groups,
         head_dim=HEAD_SIZE,
+        q_lora_rank=HEAD_SIZE + 4 if model.q_lora_rank else 0,
+        kv_lora_rank=HEAD_SIZE + 2,
+        qk_nope_head_dim=HEAD_SIZE - 2,
+        qk_rope_head_dim=HEAD_SIZE // 2,
+        v_head_dim=HEAD_SIZE,
         ffn_hidden_size=WIDTH_OF_A_SHARD * p.tp,
         vocab_size=ROWS_OF_A_SHARD * p.tp,
+        mtp_layers=min(model.mtp_layers, 2),
         num_experts=num_experts,
         moe_ffn_hidden_size=WIDTH_OF_A_SHARD * p.etp,
         shared_expert_ffn_hidden_size=WIDTH_OF_A_SHARD * p.tp if model.shared_expert_ffn_hidden_size else 0,

@@ -1,0 +1,94 @@
+"""Rotary frequencies and pairs, against those of transformers and against the definition."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.config.load import config_from_dict
+from moefold.config.schema import ModelConfig
+from moefold.model.rope import attention_factor, frequencies, rotation
+from moefold.verify.oracle_rotation import rotate
+
+transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
+
+
+def _model(**keys: Any) -> ModelConfig:
+    return config_from_dict({"model": keys, "train": {"global_batch_size": 1}}).model
+
+
+def _random_yarn(seed: int) -> tuple[ModelConfig, dict[str, Any]]:
+    """A legal setting in our words and in those of transformers."""
+    rng = random.Random(seed)
+    theirs: dict[str, Any] = {
+        "rope_type": "yarn",
+        "rope_theta": rng.uniform(20.0, 200000.0),
+        "factor": rng.uniform(1.5, 64.0),
+        "beta_fast": rng.uniform(8.0, 64.0),
+        "beta_slow": rng.uniform(0.3, 6.0),
+        "truncate": rng.random() < 0.5,
+        "original_max_position_embeddings": rng.randint(40, 8192),
+        "partial_rotary_factor": rng.choice([0.25, 0.5, 1.0]),
+    }
+    kind = rng.choice(["derived", "given", "mscale"])
+    if kind == "given":
+        theirs["attention_factor"] = rng.uniform(0.5, 2.0)
+    elif kind == "mscale":
+        theirs |= {"mscale": rng.uniform(0.2, 2.0), "mscale_all_dim": rng.uniform(0.2, 2.0)}
+    names = {"factor": "scaling_factor", "original_max_position_embeddings": "original_seq_len"}
+    names |= {"rope_theta": "theta", "partial_rotary_factor": "fraction"}
+    ours = {f"rope_{names.get(key, key)}": value for key, value in theirs.items() if key != "rope_type"}
+    return _model(
+        hidden_size=64, num_attention_heads=2, rope_scaling="yarn", head_dim=rng.choice([8, 24, 64]), **ours
+    ), theirs
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_yarn_equals_that_of_transformers(seed):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    cfg, theirs = _random_yarn(seed)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=2,
+        head_dim=cfg.head_dim,
+        max_position_embeddings=9000,
+        rope_parameters=theirs,
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    # transformers computes in float32.
+    torch.testing.assert_close(frequencies(cfg), expected.double(), rtol=3e-5, atol=1e-10)
+    assert attention_factor(cfg) == pytest.approx(factor, rel=1e-12)
+
+
+def test_yarn_by_hand():
+    """Four pairs of base 16 turn 64, 32, 16 and 8 times in 402 positions: the betas 32 and 16 blend from 1 to 2."""
+    seq_len = round(64 * 2 * math.pi)
+    keys = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_seq_len": seq_len, "rope_theta": 16.0}
+    cfg = _model(head_dim=8, rope_beta_fast=32.0, rope_beta_slow=16.0, rope_truncate=False, **keys)
+    expected = torch.tensor([1.0, 1 / 2, 1 / 16, 1 / 32], dtype=torch.float64)
+    torch.testing.assert_close(frequencies(cfg), expected, rtol=2e-3, atol=0)
+    assert attention_factor(cfg) == 1 + math.log(4) / 10
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_scores_equal_those_of_the_oracle(is_interleaved, fraction):
+    """The order in which pairs come out is free, the products of queries and keys are not."""
+    keys = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_seq_len": 20, "rope_theta": 50.0}
+    cfg = _model(head_dim=8, rope_interleaved=is_interleaved, rope_fraction=fraction, **keys)
+    generator = torch.Generator().manual_seed(1)
+    query, key = (torch.randn(5, 2, 3, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    turn = rotation(cfg, torch.arange(5), torch.float64)
+    given = torch.einsum("sbhd,tbhd->bhst", turn(query), turn(key))
+    query, key = (rotate(cfg, x.transpose(0, 1), cfg.rotated_size) for x in (query, key))
+    torch.testing.assert_close(given, torch.einsum("bshd,bthd->bhst", query, key), rtol=1e-12, atol=1e-12)
+
+
+def test_the_two_kinds_of_pairs_differ():
+    cfg = [_model(head_dim=8, rope_interleaved=flag) for flag in (False, True)]
+    query = torch.randn(5, 1, 1, 8, generator=torch.Generator().manual_seed(2))
+    scores = [torch.einsum("sbhd,tbhd->st", *[rotation(c, torch.arange(5), torch.float32)(query)] * 2) for c in cfg]
+    assert float((scores[0] - scores[1]).abs().max()) > 0.1
