@@ -194,6 +194,16 @@ def test_a_head_beside_tied_embeddings_must_equal_them(tmp_path, capsys):
     assert "tensor lm_head.weight has no place" in capsys.readouterr().err
 
 
+def test_multi_token_prediction_is_left_out_on_request_only(tmp_path, capsys):
+    """Released folders of DeepSeek-V3 hold a layer more than config.json counts."""
+    folder = add_tokenizer(save_model(make_model("deepseek-v3"), tmp_path / "hf"))
+    further = "model.layers.3.eh_proj.weight"
+    _edit_tensors(folder, lambda t: t.update({further: torch.zeros(24, 48)}))
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 2
+    assert f"tensor {further} is of multi-token prediction" in capsys.readouterr().err
+    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--without-mtp", "--check"]) == 0
+
+
 def test_what_exists_is_not_overwritten(sound, tmp_path, capsys):
     (tmp_path / "ckpt").mkdir()
     assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 2

@@ -14,6 +14,8 @@ TORCH_FREE_MODULES = (
     "metrics.expert_counts",
     "metrics.routing_trace",
     "train.lr_schedule",
+    "convert.hf_config",
+    "convert.start_check",
 )
 TORCH_FREE_COMMANDS = "cli"
 

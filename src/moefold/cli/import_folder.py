@@ -12,11 +12,10 @@ def run(argv: list[str]) -> int:
     folder, out = Path(args.folder), Path(args.out)
     with conversion_job("import") as (crew, advance):
         # torch takes seconds to import: a wrong word is answered without it.
-        from moefold.convert.import_folder import import_folder
+        from moefold.convert.import_folder import ImportWish, import_folder
 
-        done = import_folder(
-            folder, out, crew, check=args.check, needs_tokenizer=not args.no_tokenizer, advance=advance
-        )
+        wish = ImportWish(args.check, not args.no_tokenizer, args.without_mtp)
+        done = import_folder(folder, out, crew, wish, advance=advance)
         if crew.is_first:
             print(conversion_summary(done, out, args.check))
             print(f"train from it: moefold train {out / 'recipe.toml'}")
@@ -34,4 +33,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
     parser.add_argument("--check", action="store_true", help="read the result again and compare every byte")
     parser.add_argument("--no-tokenizer", action="store_true", help="accept a folder without a tokenizer")
+    parser.add_argument("--without-mtp", action="store_true", help="leave layers of multi-token prediction out")
     return parser

@@ -135,12 +135,15 @@ def _refuse_differences(plan: Plan, source: CheckpointSource, checkpoint: Path) 
 
 
 def _their_dtypes(plan: Plan, source: CheckpointSource, wish: ExportWish) -> dict[str, str]:
-    """The type of each tensor of theirs, as the format spells it."""
-    if wish.dtype != "auto":
-        return dict.fromkeys(plan.their_shapes, NAMES[EXPORT_DTYPES[wish.dtype]])
-    if source.meta.origin:
+    """The type of each tensor of theirs, as the format spells it. A bias of the choice of experts is never rounded."""
+    if wish.dtype == "auto" and source.meta.origin:
         return {theirs: NAMES[source.dtype(pieces[0].ours)] for theirs, pieces in plan.by_theirs.items()}
-    return dict.fromkeys(plan.their_shapes, {"float32": "F32", "float64": "F64"}.get(source.meta.dtype, "BF16"))
+    run_dtype = {"float32": "F32", "float64": "F64"}.get(source.meta.dtype, "BF16")
+    dtype = run_dtype if wish.dtype == "auto" else NAMES[EXPORT_DTYPES[wish.dtype]]
+    return {
+        theirs: NAMES[source.dtype(pieces[0].ours)] if pieces[0].ours.endswith(".expert_bias") else dtype
+        for theirs, pieces in plan.by_theirs.items()
+    }
 
 
 def _files(

@@ -35,6 +35,18 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
+class ImportWish:
+    """What the user may leave open."""
+
+    check: bool = False
+    """Read the result again and compare each byte."""
+    needs_tokenizer: bool = True
+    """Refuse a folder without one."""
+    leaves_out_mtp: bool = False
+    """Leave the layers of multi-token prediction out rather than refuse them."""
+
+
+@dataclass(frozen=True)
 class Conversion:
     """What a conversion did."""
 
@@ -45,7 +57,7 @@ class Conversion:
 
 
 def import_folder(
-    folder: Path, out: Path, crew: Crew, *, check: bool = False, needs_tokenizer: bool = True, advance: Advance
+    folder: Path, out: Path, crew: Crew, wish: ImportWish | None = None, *, advance: Advance
 ) -> Conversion:
     """Write the checkpoint of a Hugging Face folder; collective over the crew.
 
@@ -56,15 +68,15 @@ def import_folder(
         folder: the Hugging Face folder.
         out: the checkpoint; must not exist.
         crew: the processes that share the work.
-        check: read the result again and compare each byte.
-        needs_tokenizer: refuse a folder without one.
+        wish: what the user may leave open.
         advance: told of the progress of this process.
 
     Raises:
         ConfigError: the folder or `out` cannot be used; nothing is left written.
     """
-    source = HfSource(open_hf_folder(folder))
-    if needs_tokenizer and not has_tokenizer(folder):
+    wish = wish or ImportWish()
+    source = HfSource(open_hf_folder(folder), leaves_out_mtp=wish.leaves_out_mtp)
+    if wish.needs_tokenizer and not has_tokenizer(folder):
         raise ConfigError(
             f"{str(folder)!r} has no tokenizer (such as tokenizer.json), so the model could read no text; "
             "add its files, or say --no-tokenizer to train on token ids"
@@ -78,10 +90,10 @@ def import_folder(
             write_manifest(draft / COMPANIONS, manifest)
             finish_checkpoint(draft, out, source.folder.model, f"import of {folder}")
         agree(crew, "")
-        if check:
+        if wish.check:
             compare_with_folder(CheckpointSource(draft), source, crew, None)
-    size = sum(stored.num_bytes for stored in source.folder.tensors.values())
-    return Conversion(len(source.folder.tensors), size, companions)
+    taken = [source.stored(name) for name in source.plan.their_shapes]
+    return Conversion(len(taken), sum(stored.num_bytes for stored in taken), companions)
 
 
 def write_weights(source: WeightSource, draft: Path, crew: Crew, advance: Advance) -> None:

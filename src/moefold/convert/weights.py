@@ -1,5 +1,6 @@
 """Weights by our names, wherever they are: a source gives any part of any parameter of a model."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -41,13 +42,18 @@ class WeightSource(Protocol):
 class HfSource:
     """The tensors of a Hugging Face folder as our parameters.
 
+    Args:
+        folder: the folder.
+        leaves_out_mtp: pass over the layers of multi-token prediction behind the others (DeepSeek-V3), which have no
+            place here; else they are refused.
+
     Raises:
         ConfigError: a tensor of either side has no counterpart, or another shape; the message names it.
     """
 
-    def __init__(self, folder: HfFolder) -> None:
+    def __init__(self, folder: HfFolder, *, leaves_out_mtp: bool = False) -> None:
         self.folder = folder
-        self.plan, self.layout = _matching_plan(folder)
+        self.plan, self.layout = _matching_plan(folder, leaves_out_mtp)
         self.shapes = self.plan.our_shapes
 
     def dtype(self, name: str) -> torch.dtype:
@@ -81,7 +87,8 @@ def load_hf_weights(
 ) -> None:
     """Fill this rank's shards of a model with the weights of a Hugging Face folder; no communication.
 
-    Each rank reads the parts that it holds, and no others.
+    Each rank reads the parts that it holds, and no others. For a model that is used, not trained: layers of
+    multi-token prediction are passed over.
 
     Args:
         folder: config.json and safetensors files; its model must be the one that the parameters are of.
@@ -91,7 +98,7 @@ def load_hf_weights(
     Raises:
         ConfigError: the folder cannot be read, or holds another model.
     """
-    fill(HfSource(open_hf_folder(folder)), {**parameters, **(buffers or {})}, str(folder))
+    fill(HfSource(open_hf_folder(folder), leaves_out_mtp=True), {**parameters, **(buffers or {})}, str(folder))
 
 
 @torch.no_grad()
@@ -145,7 +152,7 @@ def plan_for(model: ModelConfig, table: Table, family: Family) -> Plan:
     return make_plan(pieces, shapes)
 
 
-def _matching_plan(folder: HfFolder) -> tuple[Plan, int]:
+def _matching_plan(folder: HfFolder, leaves_out_mtp: bool) -> tuple[Plan, int]:
     """The plan of the layout that the folder has, and its number; refuses a folder that differs from all."""
     found = dict(folder.tensors)
     plans = [plan_for(folder.model, table, folder.family) for table in folder.family.layouts]
@@ -153,8 +160,12 @@ def _matching_plan(folder: HfFolder) -> tuple[Plan, int]:
     layout = plans.index(plan)
     faults = [f"tensor {name} is missing" for name in sorted(plan.their_shapes.keys() - found.keys())]
     for name in sorted(found.keys() - plan.their_shapes.keys()):
-        if not folder.family.is_unused(name) and not _echoes_embedding(folder, name):
+        if folder.family.is_unused(name) or _echoes_embedding(folder, name):
+            continue
+        if not _is_further_layer(folder, name):
             faults.append(f"tensor {name} has no place in this {folder.family.name} model")
+        elif not leaves_out_mtp:
+            faults.append(f"tensor {name} is of multi-token prediction; import with --without-mtp to leave that out")
     for name, shape in plan.their_shapes.items():
         if name in found and found[name].shape != shape:
             faults.append(f"tensor {name} has shape {list(found[name].shape)}, config.json means {list(shape)}")
@@ -165,6 +176,12 @@ def _matching_plan(folder: HfFolder) -> tuple[Plan, int]:
     if faults:
         raise ConfigError(f"{str(folder.path)!r}: {some(faults)}")
     return plan, layout
+
+
+def _is_further_layer(folder: HfFolder, name: str) -> bool:
+    """Whether a tensor is in a layer behind the last one, where DeepSeek-V3 has its multi-token prediction."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and folder.family.has_mtp and int(found[1]) >= folder.model.num_layers
 
 
 def _echoes_embedding(folder: HfFolder, name: str) -> bool:
