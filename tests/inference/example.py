@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from moefold.checkpoint.folder import Position
-from moefold.checkpoint.store import checkpoint_state, write_checkpoint
+from moefold.checkpoint.store import checkpoint_state
+from moefold.checkpoint.store import write_checkpoint as write
 from moefold.config.checks import check_config
 from moefold.config.load import config_from_dict, write_config_json
 from moefold.config.schema import Config
@@ -41,7 +42,7 @@ def write_checkpoint(cfg: Config) -> None:
     """Save the initial weights as step 7 of a run; on one rank of a process group."""
     training = TrainingStep(parallelize(cfg, ParallelGroups.create(check_config(cfg), CPU)), cfg)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-    write_checkpoint(cfg, state, Position(step=7, samples=0, tokens=0))
+    write(cfg, state, Position(step=7, samples=0, tokens=0))
     write_config_json(cfg, Path(cfg.run.dir) / "config.json")
 
 

@@ -32,7 +32,7 @@ IDLE = (
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens "
         "model.router_score model.router_normalize model.router_scaling_factor model.num_groups model.top_groups "
         "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
-        "model.expert_bias moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
+        "model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
         "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
         "metrics.expert_counts_every",
         lambda cfg: not has_moe_layers(cfg.model),
@@ -56,6 +56,12 @@ IDLE = (
         lambda cfg: cfg.model.moe_activation != "clamped_swiglu",
         "only model.moe_activation='clamped_swiglu' reads it",
         "choose model.moe_activation='clamped_swiglu'",
+    ),
+    Idle(
+        "model.upcycle_router model.upcycle_scaling model.upcycle_noise",
+        lambda cfg: not cfg.model.upcycle_from,
+        "only model.upcycle_from reads it",
+        "set model.upcycle_from",
     ),
     Idle(
         "model.shared_expert_gate",

@@ -61,6 +61,7 @@ RANGES = (
     Range(*_at_least(1), "moe", "sinkhorn_iterations"),
     Range(*POSITIVE, "moe", "bias_update_rate"),
     Range(*POSITIVE, "model", "router_scaling_factor"),
+    Range("must be at least 0 (0: none)", lambda noise: noise >= 0, "model", "upcycle_noise"),
     Range(*_at_least(1), "model", "num_groups top_groups"),
     Range(*_at_least(1), "moe", "llep_threshold llep_capacity llep_min_tokens"),
     Range(*_at_least(1), "train", "seq_len micro_batch_size global_batch_size eval_samples"),

@@ -146,6 +146,15 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
 
+    upcycle_from: str = ""
+    """A dense checkpoint or Hugging Face folder, whose feed-forward layers the experts are copies or slices of."""
+    upcycle_router: Literal["group", "expert", "zero"] = "group"
+    """The new routers: one random row for each whole copy of the dense layer, one for each expert, or zeros."""
+    upcycle_scaling: bool = True
+    """Scale the copies so that those a token is sent to add up to the dense layer (arXiv:2410.07524)."""
+    upcycle_noise: float = 0.0
+    """Add normal noise of so many standard deviations of each copy to it; 0 adds none."""
+
     @property
     def head_size(self) -> int:
         """Width of one query and key head, D."""
@@ -418,6 +427,8 @@ class CheckpointConfig:
     """Write while training goes on, from a copy in host memory: as much again as a rank's weights and moments."""
     resume: str = "auto"
     """auto: the newest complete checkpoint of dir, if any. never: start anew. Else the path of a checkpoint."""
+    init_from: str = ""
+    """Weights to start a new run with: an imported or any other checkpoint, or a Hugging Face folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

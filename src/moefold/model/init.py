@@ -25,7 +25,7 @@ def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
     """
     for name, parameter in module.named_parameters():
         for whole_name, shape, index, part in _logical_parts(name, parameter):
-            part.copy_(_draw(whole_name, shape, cfg, seed)[index])
+            part.copy_(initial_values(whole_name, shape, cfg, seed)[index])
     for part_of_it in module.modules():
         for leaf, buffer in list(part_of_it.named_buffers(recurse=False)):
             setattr(part_of_it, leaf, torch.zeros(buffer.shape, dtype=torch.float32, device=buffer.device))
@@ -54,7 +54,8 @@ def local_region(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return values, tuple(chunk.offsets)
 
 
-def _draw(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: int) -> Tensor:
+def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: int) -> Tensor:
+    """The whole logical tensor of a name: the same on every rank, and under every mapping."""
     leaf = [part for part in name.split(".") if not part.isdigit()][-1]
     if "norm" in name:
         return torch.ones(shape)
