@@ -13,6 +13,7 @@ from moefold.checkpoint.folder import (
     draft_path,
     find_resume,
     model_sizes,
+    other_order,
     put_in_place,
     quick_faults,
     read_meta,
@@ -224,3 +225,11 @@ def test_sizes_that_nothing_reads_and_other_spellings_of_a_pattern_are_the_same_
 def test_another_batch_size_takes_the_same_samples(tmp_path):
     path = write(tmp_path, 5)
     assert find_resume(replace(recipe(tmp_path), train=TrainConfig(global_batch_size=64))) == path
+
+
+def test_a_checkpoint_from_before_a_key_was_known_has_its_default():
+    old = meta(5)
+    old.order.pop("document_end")
+    assert other_order(old, recipe(Path("c"))) == ""
+    marked = replace(recipe(Path("c")), data=DataConfig(document_end=3))
+    assert other_order(old, marked) == "document_end -1 there, 3 here"

@@ -4,8 +4,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import transformers
+
+transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
 SIZES = {
     "vocab_size": 66,
@@ -40,6 +42,40 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe": ("Qwen3Moe", {**QWEN_EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 6}),
 }
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 11,
+    "q_lora_rank": 7,
+    "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 5,
+    "intermediate_size": 20,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+}
+EVEN = {"kv_lora_rank": 10, "qk_nope_head_dim": 4}
+"""The complex rotation that transformers has for DeepSeek-V2 wants even strides."""
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 3.0}
+MODELS |= {
+    "olmoe": ("Olmoe", {"intermediate_size": 12, "num_experts": 7, "num_experts_per_tok": 3}),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**LATENT, **EVEN, "rope_parameters": YARN | MSCALE, "routed_scaling_factor": 3.7, "topk_method": "greedy"},
+    ),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        {**LATENT, **EVEN, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, "rope_parameters": YARN, "n_group": 3, "topk_group": 2}),
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        {**LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False, "norm_topk_prob": False},
+    ),
+}
 MODEL_NAMES = tuple(MODELS)
 
 
@@ -57,6 +93,9 @@ def make_model(name: str, **sizes: Any) -> Any:
                 parameter += 0.1 * torch.randn(parameter.shape)
             elif "mlp.experts" in parameter_name or parameter_name.endswith("mlp.gate.weight"):
                 parameter.normal_(0.0, 0.3)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
     return model
 
 

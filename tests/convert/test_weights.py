@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
-
 from moefold.config.checks import check_config
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.convert.hf_config import read_model_config

@@ -166,3 +166,30 @@ def test_a_tokenizer_without_a_template_is_refused_before_anything_is_read(
         check_data(data, seq_len=S, vocab_size=512)
     with pytest.raises(ConfigError, match="holds no .jsonl file"):
         check_data(DataConfig(kind="sft", path=str(Path(data.tokenizer).parent)), seq_len=S, vocab_size=512)
+
+
+@pytest.mark.parametrize("has_marks", [True, False])
+def test_tokens_and_targets_are_those_of_transformers(
+    tmp_path: Path, make_tokenizer_file: Callable[..., Path], has_marks: bool
+):
+    transformers = pytest.importorskip("transformers")
+    file = make_tokenizer_file("</s>", "<|user|>", "<|assistant|>", "<|end|>")
+    marked = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    )
+    (file.parent / "chat_template.jinja").write_text(marked if has_marks else TEMPLATE)
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file), chat_template=marked)
+    for i in range(5):
+        record = chat(i, 1 + i % 3)
+        path = write(tmp_path / f"{i}.jsonl", [record])
+        sample = open_chats(path, tokenizer=str(file), validation_fraction=0.0).train.marked_sample(0)
+        encoded = reference.apply_chat_template(
+            record["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        length = len(encoded["input_ids"])
+        assert sample.tokens[:length].tolist() == encoded["input_ids"]
+        assert sample.weights[: length - 1].tolist() == [bool(x) for x in encoded["assistant_masks"][1:]]
+        assert not sample.weights[length - 1 :].any()
+        assert 3 < sum(encoded["assistant_masks"]) < length - 3

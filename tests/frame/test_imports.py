@@ -19,6 +19,8 @@ TORCH_FREE_MODULES = (
     "inference.sampling",
     "inference.text",
     "inference.token_row",
+    "convert.hf_config",
+    "convert.start_check",
 )
 TORCH_FREE_COMMANDS = "cli"
 

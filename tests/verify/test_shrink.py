@@ -13,7 +13,7 @@ from moefold.verify.shrink import shrink
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 PRESETS = ("mixtral-8x7b", "mixtral-8x22b", "qwen2-57b-a14b", "qwen3-30b-a3b", "qwen3-235b-a22b", "quickstart")
-PRESETS += ("deepseek-v2-lite", "deepseek-v3", "olmoe-1b-7b")
+PRESETS += ("deepseek-v2-lite", "deepseek-v3", "olmoe-1b-7b", "gpt-oss-20b")
 KEPT = (
     "tp",
     "cp",
@@ -127,3 +127,17 @@ def test_latent_attention_survives(name, has_query_latent):
 def test_several_further_tokens_become_two():
     cfg = preset("quickstart")
     assert shrink(replace(cfg, model=replace(cfg.model, mtp_layers=5))).model.mtp_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "document_end"),
+    [
+        (DataConfig(kind="sft", path="chats.jsonl"), 0),
+        (DataConfig(kind="tokens", path="tokens", document_index=True), 0),
+        (DataConfig(kind="text", path="texts", document_end=3), 0),
+        (DataConfig(kind="text", path="texts"), -1),
+    ],
+)
+def test_documents_stay_apart_where_they_were(data: DataConfig, document_end: int):
+    small = shrink(replace(preset("quickstart", 8), data=data))
+    assert small.data == DataConfig(kind="synthetic", document_end=document_end)

@@ -18,7 +18,9 @@ from moefold.errors import ConfigError
 META_FILE = "moefold.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
-_FREE_MODEL_KEYS = frozenset({"preset", "init_std", "layer_pattern"})
+_FREE_MODEL_KEYS = frozenset(
+    {"preset", "init_std", "layer_pattern", "upcycle_from", "upcycle_router", "upcycle_scaling", "upcycle_noise"}
+)
 """Keys of [model] that do not change what the stored tensors mean, or are compared by their effect."""
 _DENSE_KEYS = frozenset({"ffn_hidden_size"})
 _MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax"})
@@ -48,6 +50,10 @@ class CheckpointMeta(Position):
     model: dict[str, Any]
     parallel: dict[str, Any]
     """The mapping that wrote it, for the reader: any other one can load it."""
+    dtype: str = ""
+    """run.dtype of the run that wrote it; empty if no run did, or one of a version that did not say."""
+    origin: str = ""
+    """Where weights come from that no run trained: "import" or "upcycle" and a folder. They have no moments."""
 
 
 def checkpoint_folder(cfg: Config) -> Path:
@@ -81,6 +87,12 @@ def sample_order(cfg: Config) -> dict[str, Any]:
     order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **asdict(cfg.data)}
     plain: dict[str, Any] = json.loads(json.dumps(order))
     return plain
+
+
+def other_order(meta: CheckpointMeta, cfg: Config) -> str:
+    """How the samples of a checkpoint's run differ from those of a recipe, in words; empty if they are the same."""
+    # A checkpoint of a version that did not know a key yet is of a run with its default.
+    return _differences(sample_order(Config()) | meta.order, sample_order(cfg))
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -185,6 +197,11 @@ def refuse_unfit(path: Path | None, cfg: Config) -> None:
     wish = cfg.checkpoint.resume
     meta = None if path is None else read_meta(path)
     if path is not None and meta is not None:
+        if meta.origin:
+            raise ConfigError(
+                f"checkpoint {str(path)!r} holds weights alone ({meta.origin}), no run to resume; "
+                f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
+            )
         _refuse_other_model(path, meta, cfg)
         if wish == "auto":
             _refuse_other_data(path, meta, cfg)
@@ -255,8 +272,7 @@ def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
 
 
 def _refuse_other_data(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
-    wrong = _differences(meta.order, sample_order(cfg))
-    if wrong:
+    if wrong := other_order(meta, cfg):
         raise ConfigError(
             f"checkpoint {str(path)!r} took its samples from other data: {wrong}; give the recipe its settings, set "
             f"checkpoint.resume={str(path)!r} to go on with the new data from its start, or set another run.dir"

@@ -134,6 +134,7 @@ def write_checkpoint(
             order=sample_order(cfg),
             model=model_sizes(cfg.model),
             parallel=asdict(cfg.parallel),
+            dtype=cfg.run.dtype,
             **asdict(position),
         )
         write_meta(draft, meta)
@@ -229,6 +230,16 @@ def _refuse_incomplete(path: Path, state: Mapping[str, Tensor]) -> None:
         raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {_some(found)}; {_OTHER}")
 
 
+def refuse_broken_files(path: Path, metadata: Metadata) -> None:
+    """Look for the files of a checkpoint without reading them.
+
+    Raises:
+        ConfigError: one is missing or too short.
+    """
+    if faults := _broken_files(path, metadata):
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {_some(faults)}")
+
+
 def _broken_files(path: Path, metadata: Metadata) -> list[str]:
     """The files that should hold tensors and do not, or are too short."""
     needed_bytes: dict[str, int] = {}
@@ -255,6 +266,8 @@ def explained(failure: str) -> Iterator[None]:
         raise
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, ConfigError):
+            raise cause from None
         if not isinstance(cause, OSError | EOFError | pickle.UnpicklingError | RuntimeError | ValueError):
             raise
         raise ConfigError(f"{failure}: {_one_line(cause)}") from error

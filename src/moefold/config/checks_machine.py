@@ -64,6 +64,21 @@ def check_resume(cfg: Config) -> None:
     raise ConfigError(f"{name} does not exist; {hint}")
 
 
+def check_start(cfg: Config) -> None:
+    """The weights that a new run starts with exist, and are of the recipe's model, or of one to upcycle to it.
+
+    Raises:
+        ConfigError: they cannot be used.
+    """
+    starts = {"checkpoint.init_from": cfg.checkpoint.init_from, "model.upcycle_from": cfg.model.upcycle_from}
+    for key, path in starts.items():
+        if path:
+            from moefold.convert.start_check import start_fault
+
+            if fault := start_fault(cfg, Path(path)):
+                raise ConfigError(f"{key}={path!r}: {fault}")
+
+
 def check_replay(cfg: Config) -> None:
     """The trace to replay exists, is of this model and batch, holds all steps, and is not the one being written.
 
@@ -104,4 +119,4 @@ def _probe(key: str, folder: Path) -> None:
         raise ConfigError(f"{name} cannot be written: {error.strerror} in {str(standing)!r}; choose another") from None
 
 
-MACHINE_RULES = (check_writable, check_resume, check_packages, check_replay, check_data_source)
+MACHINE_RULES = (check_writable, check_resume, check_start, check_packages, check_replay, check_data_source)

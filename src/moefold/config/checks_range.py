@@ -34,6 +34,8 @@ RANGES = (
     Range("must be at least 0 (0: none)", lambda size: size >= 0, "model", "shared_expert_ffn_hidden_size"),
     Range("must be at least 0 (0: no latent)", lambda rank: rank >= 0, "model", "q_lora_rank"),
     Range(*_at_least(1), "model", "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
+    Range("must be at least 0 (0: no layer of kind W)", lambda window: window >= 0, "model", "sliding_window"),
+    Range(*POSITIVE, "model", "swiglu_alpha swiglu_limit"),
     Range(*POSITIVE, "model", "norm_eps init_std rope_low_freq_factor rope_high_freq_factor"),
     Range(*POSITIVE, "model", "rope_beta_fast rope_beta_slow"),
     Range(
@@ -59,6 +61,7 @@ RANGES = (
     Range(*_at_least(1), "moe", "sinkhorn_iterations"),
     Range(*POSITIVE, "moe", "bias_update_rate"),
     Range(*POSITIVE, "model", "router_scaling_factor"),
+    Range("must be at least 0 (0: none)", lambda noise: noise >= 0, "model", "upcycle_noise"),
     Range(*_at_least(1), "model", "num_groups top_groups"),
     Range(*_at_least(1), "moe", "llep_threshold llep_capacity llep_min_tokens"),
     Range(*_at_least(1), "train", "seq_len micro_batch_size global_batch_size eval_samples"),

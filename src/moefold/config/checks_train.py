@@ -61,4 +61,26 @@ def resume_faults(cfg: Config) -> Iterator[str]:
         yield "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"
 
 
-TRAIN_RULES = (learning_rate_faults, evaluation_faults, further_token_faults, document_faults, resume_faults)
+def start_faults(cfg: Config) -> Iterator[str]:
+    """A new run starts with one set of weights, and virtual groups of experts are not cut by groups of the router."""
+    start, dense = cfg.checkpoint.init_from, cfg.model.upcycle_from
+    if start and dense:
+        yield (
+            f"checkpoint.init_from={start!r} and model.upcycle_from={dense!r} both give the first weights; "
+            "leave one of them out"
+        )
+    if dense and cfg.model.num_groups > 1:
+        yield (
+            f"model.upcycle_from={dense!r} makes groups of experts of its own, and model.num_groups="
+            f"{cfg.model.num_groups} would choose between their members; set model.num_groups=1"
+        )
+
+
+TRAIN_RULES = (
+    learning_rate_faults,
+    evaluation_faults,
+    further_token_faults,
+    document_faults,
+    resume_faults,
+    start_faults,
+)

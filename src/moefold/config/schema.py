@@ -84,6 +84,16 @@ class ModelConfig:
     """Add a bias to the scores of each expert for the choice alone, kept in balance (arXiv:2408.15664)."""
     shared_expert_ffn_hidden_size: int = 0
     """Inner width of the expert that sees every token; 0 means none."""
+    moe_bias: bool = False
+    """Biases on the gate, up and down projections of each routed expert (gpt-oss)."""
+    moe_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    """Of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate, l)."""
+    swiglu_alpha: float = 1.702
+    """Gain a of the sigmoid of clamped_swiglu; the default is that of gpt-oss."""
+    swiglu_limit: float = 7.0
+    """Limit l of clamped_swiglu; the default is that of gpt-oss."""
+    router_bias: bool = False
+    """A learned bias on the router's logits (gpt-oss)."""
     shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
     qk_norm: bool = False
@@ -92,6 +102,14 @@ class ModelConfig:
     """What one root mean square is of: each head by itself, or all heads of a token together (OLMoE)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
+    attention_output_bias: bool = False
+    """A bias on the output projection of attention (gpt-oss)."""
+    attention_sinks: bool = False
+    """A learned logit for each head that takes its share of the softmax and gives nothing (gpt-oss)."""
+    attention_pattern: str = "F"
+    """F (full) and W (within model.sliding_window), each with an optional count; repeats to num_layers: F, WF, W5F."""
+    sliding_window: int = 0
+    """Tokens that a token sees in a layer of kind W, itself and those right before it; 0 means no such layers."""
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
     norm_eps: float = 1e-6
@@ -127,6 +145,15 @@ class ModelConfig:
     """See rope_attention_factor; 0: not given. With mla, m(rope_mscale_all_dim) squared scales the scores."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
+
+    upcycle_from: str = ""
+    """A dense checkpoint or Hugging Face folder, whose feed-forward layers the experts are copies or slices of."""
+    upcycle_router: Literal["group", "expert", "zero"] = "group"
+    """The new routers: one random row for each whole copy of the dense layer, one for each expert, or zeros."""
+    upcycle_scaling: bool = True
+    """Scale the copies so that those a token is sent to add up to the dense layer (arXiv:2410.07524)."""
+    upcycle_noise: float = 0.0
+    """Add normal noise of so many standard deviations of each copy to it; 0 adds none."""
 
     @property
     def head_size(self) -> int:
@@ -166,12 +193,27 @@ class ModelConfig:
         """Whether the last pipeline stage needs the embedding as well as the first."""
         return self.tie_embeddings or self.mtp_layers > 0
 
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """Tokens that a token sees at most in each layer, in order; 0: all before it."""
+        unit = expand_layer_pattern(self.attention_pattern, ATTENTION_KINDS)
+        return tuple(self.sliding_window if unit[i % len(unit)] == "W" else 0 for i in range(self.num_layers))
 
-def expand_layer_pattern(pattern: str) -> str:
+    @property
+    def all_layer_windows(self) -> tuple[int, ...]:
+        """`layer_windows`, and behind them those of the layers of multi-token prediction."""
+        return self.layer_windows + self.layer_windows[-1:] * self.mtp_layers
+
+
+LAYER_KINDS = "DM"
+ATTENTION_KINDS = "FW"
+
+
+def expand_layer_pattern(pattern: str, kinds: str = LAYER_KINDS) -> str:
     """Spell a layer pattern out: "D3M2" -> "DDDMM".
 
     Raises:
-        ValueError: the pattern is empty or holds anything but D, M and positive counts behind them.
+        ValueError: the pattern is empty or holds anything but the two `kinds` and positive counts behind them.
     """
     spelled, digits = "", ""
     for char in pattern + "\0":
@@ -185,14 +227,17 @@ def expand_layer_pattern(pattern: str) -> str:
             digits = ""
         if char == "\0":
             break
-        if char not in "DM":
-            raise ValueError(
-                f"unexpected {char!r} in layer pattern {pattern!r}; use D and M, with counts: M, DM, D3M58"
-            )
+        if char not in kinds:
+            raise ValueError(f"unexpected {char!r} in layer pattern {pattern!r}; {_spelling(kinds)}")
         spelled += char
     if not spelled:
-        raise ValueError("an empty layer pattern; use D and M, with counts: M, DM, D3M58")
+        raise ValueError(f"an empty layer pattern; {_spelling(kinds)}")
     return spelled
+
+
+def _spelling(kinds: str) -> str:
+    first, second = kinds[0], kinds[1]
+    return f"use {first} and {second}, with counts: {second}, {first}{second}, {first}3{second}58"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -382,6 +427,8 @@ class CheckpointConfig:
     """Write while training goes on, from a copy in host memory: as much again as a rank's weights and moments."""
     resume: str = "auto"
     """auto: the newest complete checkpoint of dir, if any. never: start anew. Else the path of a checkpoint."""
+    init_from: str = ""
+    """Weights to start a new run with: an imported or any other checkpoint, or a Hugging Face folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

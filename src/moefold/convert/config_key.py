@@ -141,15 +141,12 @@ class Rope:
         keys = {"rope_theta": float(found["rope_theta"])}
         if kind == "default":
             return keys
-        if kind not in ("linear", "llama3"):
-            raise ConfigError(
-                f"config.json has rope_type={kind!r}, which moefold does not compute for this family; "
-                "only 'default', 'linear' or 'llama3'"
-            )
-        names = {"factor": "rope_scaling_factor"}
-        if kind == "llama3":
-            names |= _LLAMA3_KEYS
-        read = [Same(theirs_key, ours).read(found) for theirs_key, ours in names.items()]
+        if kind not in _STRETCHES:
+            legal = ", ".join(map(repr, ("default", *_STRETCHES)))
+            raise ConfigError(f"config.json has rope_type={kind!r}, which moefold does not compute; only {legal}")
+        # transformers takes the context of the model for the original one where none is given.
+        found.setdefault("original_max_position_embeddings", theirs.get("max_position_embeddings"))
+        read = [entry.read(found) for entry in _STRETCHES[kind]]
         return {**keys, "rope_scaling": kind, **{key: value for part in read for key, value in part.items()}}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -157,15 +154,34 @@ class Rope:
         if model.rope_scaling == "none":
             return {"rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"}}
         values: dict[str, Any] = {"rope_type": model.rope_scaling, "rope_theta": model.rope_theta}
-        names = {"factor": "rope_scaling_factor"} | (_LLAMA3_KEYS if model.rope_scaling == "llama3" else {})
-        return {"rope_parameters": values | {key: getattr(model, ours) for key, ours in names.items()}}
+        for entry in _STRETCHES[model.rope_scaling]:
+            if entry.default is REQUIRED or getattr(model, entry.ours) != entry.default:
+                values |= entry.write(model)
+        return {"rope_parameters": values}
 
 
-_LLAMA3_KEYS = {
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_seq_len",
+_FACTOR = Same("factor", "rope_scaling_factor")
+_ORIGINAL = Same("original_max_position_embeddings", "rope_original_seq_len")
+_STRETCHES: dict[str, tuple[Same, ...]] = {
+    "linear": (_FACTOR,),
+    "llama3": (
+        _FACTOR,
+        _ORIGINAL,
+        Same("low_freq_factor", "rope_low_freq_factor"),
+        Same("high_freq_factor", "rope_high_freq_factor"),
+    ),
+    "yarn": (
+        _FACTOR,
+        _ORIGINAL,
+        Same("beta_fast", "rope_beta_fast", 32.0),
+        Same("beta_slow", "rope_beta_slow", 1.0),
+        Same("truncate", "rope_truncate", True),
+        Same("attention_factor", "rope_attention_factor", 0.0),
+        Same("mscale", "rope_mscale", 0.0),
+        Same("mscale_all_dim", "rope_mscale_all_dim", 0.0),
+    ),
 }
+"""What each stretch has beside the base, under the keys of `rope_parameters`."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +201,88 @@ class SparseLayers:
         """The dense layers one by one."""
         dense = [i for i, kind in enumerate(model.layer_kinds) if kind == "D"]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+@dataclass(frozen=True)
+class FirstDense:
+    """`first_k_dense_replace`: so many dense layers come first, all others have experts."""
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """The layer pattern."""
+        dense, count = theirs.get("first_k_dense_replace") or 0, theirs.get("num_hidden_layers")
+        if not isinstance(count, int) or not isinstance(dense, int) or not 0 <= dense < count:
+            raise ConfigError(f"config.json has first_k_dense_replace={dense!r} of num_hidden_layers={count!r}")
+        return {"layer_pattern": short_pattern("D" * dense + "M" * (count - dense))}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The dense layers in front."""
+        kinds = "".join(model.layer_kinds)
+        return {"first_k_dense_replace": len(kinds) - len(kinds.lstrip("D")), "moe_layer_freq": 1}
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """`n_shared_experts` of the width of a routed one, which together are one wide expert."""
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """Their common width."""
+        count, width = theirs.get("n_shared_experts"), theirs.get("moe_intermediate_size")
+        if not isinstance(count, int) or not isinstance(width, int) or count < 1:
+            raise ConfigError(f"config.json has n_shared_experts={count!r} of moe_intermediate_size={width!r}")
+        return {"shared_expert_ffn_hidden_size": count * width}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The number; what does not divide reads back as another width."""
+        return {"n_shared_experts": model.shared_expert_ffn_hidden_size // model.moe_ffn_hidden_size}
+
+
+@dataclass(frozen=True)
+class QueryLatent:
+    """`q_lora_rank`, null where queries come straight from the hidden state."""
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """The width of the latent, 0 for none."""
+        return Same("q_lora_rank", "q_lora_rank", 0).read(theirs)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Null for none."""
+        return {"q_lora_rank": model.q_lora_rank or None}
+
+
+@dataclass(frozen=True)
+class RouterGroups:
+    """`n_group` and `topk_group`; with `has_method`, only `topk_method` "group_limited_greedy" reads them."""
+
+    has_method: bool = False
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """Groups of experts, and how many of them a token may choose from."""
+        method = theirs.get("topk_method") or "greedy"
+        if self.has_method and method not in ("greedy", "group_limited_greedy"):
+            raise ConfigError(f"config.json has topk_method={method!r}, which moefold does not compute")
+        if (self.has_method and method == "greedy") or (theirs.get("n_group") or 1) == 1:
+            return {}
+        return {**Same("n_group", "num_groups").read(theirs), **Same("topk_group", "top_groups").read(theirs)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The method where the family has one."""
+        keys: dict[str, Any] = {"n_group": model.num_groups, "topk_group": model.top_groups}
+        if self.has_method:
+            keys["topk_method"] = "group_limited_greedy" if model.num_groups > 1 else "greedy"
+        return keys
+
+
+@dataclass(frozen=True)
+class AllHeads:
+    """num_key_value_heads of an attention that has as many as query heads."""
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """Refuse another number."""
+        return Only("num_key_value_heads", (theirs.get("num_attention_heads"), None)).read(theirs)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """As many."""
+        return {"num_key_value_heads": model.num_attention_heads}
 
 
 @dataclass(frozen=True)

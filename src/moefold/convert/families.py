@@ -12,15 +12,20 @@ from typing import Any
 
 from moefold.config.schema import ModelConfig
 from moefold.convert.config_key import (
+    AllHeads,
     AllLayers,
     Always,
     Entry,
+    FirstDense,
     FullAttention,
     HeadSize,
     KeyValueHeads,
     Only,
+    QueryLatent,
     Rope,
+    RouterGroups,
     Same,
+    SharedExperts,
     SparseLayers,
     TopKNormalised,
 )
@@ -38,6 +43,7 @@ class Family:
         architecture: the class of transformers that computes it.
         entries: what the keys of config.json mean.
         layouts: for each layout of the experts, the table of all tensors.
+        has_mtp: whether layers of multi-token prediction may follow the others.
         unused: tensors that some folders hold and nothing reads, as regular expressions.
     """
 
@@ -45,6 +51,7 @@ class Family:
     architecture: str
     entries: tuple[Entry, ...]
     layouts: tuple[Table, ...]
+    has_mtp: bool = False
     unused: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
     def is_unused(self, name: str) -> bool:
@@ -112,14 +119,31 @@ _MIXTRAL_EXPERTS: dict[str, Row] = {
 }
 
 
+_LATENT = _layer(
+    {
+        "attention.wq_down": "self_attn.q_a_proj.weight",
+        "attention.query_norm.weight": "self_attn.q_a_layernorm.weight",
+        "attention.wq_up": "self_attn.q_b_proj.weight",
+        "attention.wkv_down": "self_attn.kv_a_proj_with_mqa.weight",
+        "attention.key_value_norm.weight": "self_attn.kv_a_layernorm.weight",
+        "attention.wkv_up": "self_attn.kv_b_proj.weight",
+        **{f"ffn.shared.w_{x}": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")},
+        "ffn.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    }
+)
+
+
 def _sizes(*, norm_eps: float, rope_theta: float, head_size: int = 0) -> tuple[Entry, ...]:
-    """What all families have, with what an absent key means in this one."""
+    """What the families with plain attention have, with what an absent key means in this one."""
+    return (*_backbone_sizes(norm_eps, rope_theta), KeyValueHeads(), HeadSize(head_size))
+
+
+def _backbone_sizes(norm_eps: float, rope_theta: float) -> tuple[Entry, ...]:
+    """What all families have."""
     return (
         Same("num_hidden_layers", "num_layers"),
         Same("hidden_size", "hidden_size"),
         Same("num_attention_heads", "num_attention_heads"),
-        KeyValueHeads(),
-        HeadSize(head_size),
         Same("vocab_size", "vocab_size"),
         Same("rms_norm_eps", "norm_eps", norm_eps),
         Same("tie_word_embeddings", "tie_embeddings", False),
@@ -154,6 +178,25 @@ class _NumExperts:
         """The one that the released folders have."""
         return {self.written: model.num_experts}
 
+
+_DEEPSEEK: tuple[Entry, ...] = (
+    *_backbone_sizes(1e-6, 1e4),
+    AllHeads(),
+    Always("attention", "mla"),
+    QueryLatent(),
+    Same("kv_lora_rank", "kv_lora_rank"),
+    Same("qk_nope_head_dim", "qk_nope_head_dim"),
+    Same("qk_rope_head_dim", "qk_rope_head_dim"),
+    Same("v_head_dim", "v_head_dim"),
+    Only("attention_bias", (False,)),
+    FirstDense(),
+    Only("moe_layer_freq", (1,)),
+    Same("intermediate_size", "ffn_hidden_size"),
+    Same("n_routed_experts", "num_experts"),
+    Same("num_experts_per_tok", "top_k"),
+    Same("moe_intermediate_size", "moe_ffn_hidden_size"),
+    SharedExperts(),
+)
 
 FAMILIES = {
     family.name: family
@@ -243,6 +286,54 @@ FAMILIES = {
             tuple(
                 _table(_BACKBONE, _HEAD_NORMS, _DENSE_FFN, _ROUTER, experts) for experts in (EACH_EXPERT, ALL_EXPERTS)
             ),
+        ),
+        Family(
+            "olmoe",
+            "OlmoeForCausalLM",
+            (
+                *_sizes(norm_eps=1e-5, rope_theta=1e4),
+                AllLayers("M"),
+                _NumExperts("num_experts"),
+                Same("num_experts_per_tok", "top_k"),
+                Same("intermediate_size", "moe_ffn_hidden_size"),
+                TopKNormalised(default=False),
+                Only("attention_bias", (False,)),
+                Only("clip_qkv", (None,)),
+                Always("qk_norm", True),
+                Always("qk_norm_width", "all_heads"),
+            ),
+            tuple(_table(_BACKBONE, _HEAD_NORMS, _ROUTER, experts) for experts in (EACH_EXPERT, ALL_EXPERTS)),
+        ),
+        Family(
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            (
+                *_DEEPSEEK,
+                Same("routed_scaling_factor", "router_scaling_factor", 1.0),
+                RouterGroups(has_method=True),
+                Always("rope_interleaved", True),
+                Always("router_softmax", "pre"),
+                Only("norm_topk_prob", (False, None)),
+                Only("scoring_func", ("softmax",)),
+            ),
+            tuple(_table(_BACKBONE, _LATENT, _DENSE_FFN, _ROUTER, experts) for experts in (EACH_EXPERT, ALL_EXPERTS)),
+        ),
+        Family(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            (
+                *_DEEPSEEK,
+                Same("routed_scaling_factor", "router_scaling_factor", 2.5),
+                RouterGroups(),
+                Same("rope_interleave", "rope_interleaved", True),
+                Same("norm_topk_prob", "router_normalize", True),
+                Always("router_score", "sigmoid"),
+                Always("expert_bias", True),
+                Only("scoring_func", ("sigmoid",)),
+                Only("topk_method", ("noaux_tc",)),
+            ),
+            tuple(_table(_BACKBONE, _LATENT, _DENSE_FFN, _ROUTER, experts) for experts in (EACH_EXPERT, ALL_EXPERTS)),
+            has_mtp=True,
         ),
     )
 }

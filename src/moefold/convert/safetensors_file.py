@@ -60,6 +60,8 @@ def read_header(file: Path) -> dict[str, Stored]:
             if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
                 raise ConfigError(f"{str(file)!r} is no safetensors file, or was cut off in its header")
             header = json.loads(opened.read(length))
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error.strerror}") from None
     except ValueError:
@@ -78,6 +80,8 @@ def read_header(file: Path) -> dict[str, Stored]:
             if first != end or last - first != found[name].num_bytes:
                 raise ConfigError(f"{str(file)!r}: tensor {name} does not fill the bytes that the header gives it")
             end = last
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError):
         raise ConfigError(f"{str(file)!r} is no safetensors file: its header makes no sense") from None
     if size != 8 + length + end:

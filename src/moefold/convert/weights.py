@@ -1,5 +1,6 @@
 """Weights by our names, wherever they are: a source gives any part of any parameter of a model."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -33,17 +34,26 @@ class WeightSource(Protocol):
         """The values of a region of a tensor, as they are stored, on the CPU."""
         ...
 
+    def forget(self) -> None:
+        """Free what was kept for the next read."""
+        ...
+
 
 class HfSource:
     """The tensors of a Hugging Face folder as our parameters.
+
+    Args:
+        folder: the folder.
+        leaves_out_mtp: pass over the layers of multi-token prediction behind the others (DeepSeek-V3), which have no
+            place here; else they are refused.
 
     Raises:
         ConfigError: a tensor of either side has no counterpart, or another shape; the message names it.
     """
 
-    def __init__(self, folder: HfFolder) -> None:
+    def __init__(self, folder: HfFolder, *, leaves_out_mtp: bool = False) -> None:
         self.folder = folder
-        self.plan = _matching_plan(folder)
+        self.plan, self.layout = _matching_plan(folder, leaves_out_mtp)
         self.shapes = self.plan.our_shapes
 
     def dtype(self, name: str) -> torch.dtype:
@@ -53,6 +63,9 @@ class HfSource:
     def stored(self, theirs: str) -> Stored:
         """Where a tensor of the folder is."""
         return self.folder.tensors[theirs]
+
+    def forget(self) -> None:
+        """Nothing is kept."""
 
     def read(self, name: str, region: Region) -> Tensor:
         """Read exactly the rows of the files that the region needs."""
@@ -74,7 +87,8 @@ def load_hf_weights(
 ) -> None:
     """Fill this rank's shards of a model with the weights of a Hugging Face folder; no communication.
 
-    Each rank reads the parts that it holds, and no others.
+    Each rank reads the parts that it holds, and no others. For a model that is used, not trained: layers of
+    multi-token prediction are passed over.
 
     Args:
         folder: config.json and safetensors files; its model must be the one that the parameters are of.
@@ -84,7 +98,7 @@ def load_hf_weights(
     Raises:
         ConfigError: the folder cannot be read, or holds another model.
     """
-    fill(HfSource(open_hf_folder(folder)), {**parameters, **(buffers or {})}, str(folder))
+    fill(HfSource(open_hf_folder(folder), leaves_out_mtp=True), {**parameters, **(buffers or {})}, str(folder))
 
 
 @torch.no_grad()
@@ -106,6 +120,7 @@ def fill(source: WeightSource, tensors: Mapping[str, Tensor], name_of_source: st
         if values.numel():
             region = tuple(slice(a, a + n) for a, n in zip(starts, values.shape, strict=True))
             values.copy_(source.read(name, region))
+            source.forget()
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -137,15 +152,20 @@ def plan_for(model: ModelConfig, table: Table, family: Family) -> Plan:
     return make_plan(pieces, shapes)
 
 
-def _matching_plan(folder: HfFolder) -> Plan:
-    """The plan of the layout that the folder has; refuses a folder that differs from all."""
+def _matching_plan(folder: HfFolder, leaves_out_mtp: bool) -> tuple[Plan, int]:
+    """The plan of the layout that the folder has, and its number; refuses a folder that differs from all."""
     found = dict(folder.tensors)
     plans = [plan_for(folder.model, table, folder.family) for table in folder.family.layouts]
     plan = min(plans, key=lambda plan: len(plan.their_shapes.keys() ^ found.keys()))
+    layout = plans.index(plan)
     faults = [f"tensor {name} is missing" for name in sorted(plan.their_shapes.keys() - found.keys())]
     for name in sorted(found.keys() - plan.their_shapes.keys()):
-        if not folder.family.is_unused(name) and not _echoes_embedding(folder, name):
+        if folder.family.is_unused(name) or _echoes_embedding(folder, name):
+            continue
+        if not _is_further_layer(folder, name):
             faults.append(f"tensor {name} has no place in this {folder.family.name} model")
+        elif not leaves_out_mtp:
+            faults.append(f"tensor {name} is of multi-token prediction; import with --without-mtp to leave that out")
     for name, shape in plan.their_shapes.items():
         if name in found and found[name].shape != shape:
             faults.append(f"tensor {name} has shape {list(found[name].shape)}, config.json means {list(shape)}")
@@ -155,7 +175,13 @@ def _matching_plan(folder: HfFolder) -> Plan:
             faults.append(f"the parts of {name} have different types: {', '.join(sorted(kinds))}")
     if faults:
         raise ConfigError(f"{str(folder.path)!r}: {some(faults)}")
-    return plan
+    return plan, layout
+
+
+def _is_further_layer(folder: HfFolder, name: str) -> bool:
+    """Whether a tensor is in a layer behind the last one, where DeepSeek-V3 has its multi-token prediction."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and folder.family.has_mtp and int(found[1]) >= folder.model.num_layers
 
 
 def _echoes_embedding(folder: HfFolder, name: str) -> bool:

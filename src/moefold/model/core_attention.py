@@ -1,18 +1,23 @@
 """Causal attention over a whole sequence: the core that a layer calls between its projections."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from moefold.model.attention_block import Seen, attention_block, attention_block_backward
+from moefold.model.attention_sink import fold_in_sinks, sink_gradient
 from moefold.model.sight import Sight
 
 
 class CoreAttention(Protocol):
     """Attention over all tokens of the samples, of which this rank may hold a part."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -21,6 +26,7 @@ class CoreAttention(Protocol):
             v: values, [S, B, G, D].
             starts: position at which the document of each token begins, int64 [S, B], of the *whole* sample on every
                 rank; None: a sample is one document.
+            sinks: a logit for each query head that takes its share of the softmax, [A]; see `attention_sink`.
 
         Returns:
             [S, B, A, D].
@@ -33,24 +39,33 @@ class CausalAttention:
 
     Query heads share key/value heads in groups (arXiv:2305.13245): head a reads key/value head a // (A/G).
     Local: no communication, no parameters.
+
+    Args:
+        window: keys that a query sees at most, its own and those right before it; 0: no limit.
     """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
+    def __init__(self, window: int = 0) -> None:
+        self._window = window
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend.
 
         Args:
             q: queries, [S, B, A, D], any strides.
             k: keys, [S, B, G, D]; G divides A.
             v: values, [S, B, G, D].
-            starts: see `CoreAttention`.
+            starts: see `CoreAttention`; so for `sinks`.
 
         Returns:
             [S, B, A, D]; a view of a tensor with the batch outermost, as the kernel writes it.
         """
-        sight, mask = Sight(starts=starts), None
+        sight, mask = Sight(self._window, starts), None
+        if sinks is not None:
+            return _SinkAttention.apply(q, k, v, sinks, sight)
         if sight.is_limited(q.shape[0]):
-            positions = torch.arange(q.shape[0], device=q.device)
-            mask = sight.mask(positions, positions).unsqueeze(1)
+            mask = _whole_mask(sight, q).unsqueeze(1)
         # enable_gqa lets the kernel read each key/value head in place: no copy for its A/G query heads. With equal head
         # counts it would only rule kernels out.
         out = F.scaled_dot_product_attention(
@@ -62,3 +77,30 @@ class CausalAttention:
             enable_gqa=q.shape[2] != k.shape[2],
         )
         return out.permute(2, 0, 1, 3)
+
+
+class _SinkAttention(torch.autograd.Function):
+    """(q [S, B, A, D], k [S, B, G, D], v [S, B, G, D], sinks [A]) -> [S, B, A, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, sight: Sight) -> Tensor:
+        out, lse = fold_in_sinks(*attention_block(q, k, v, seen=_seen(sight, q)), sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.sight = sight
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        gradients = attention_block_backward(grad_out, q, k, v, out, lse, seen=_seen(ctx.sight, q))
+        return *gradients, sink_gradient(grad_out, out, lse, sinks), None
+
+
+def _seen(sight: Sight, q: Tensor) -> Seen:
+    return _whole_mask(sight, q) if sight.is_limited(q.shape[0]) else "causal"
+
+
+def _whole_mask(sight: Sight, q: Tensor) -> Tensor:
+    positions = torch.arange(q.shape[0], device=q.device)
+    return sight.mask(positions, positions)

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from moefold.config.schema import ModelConfig
 
 EXPERT_WEIGHTS = ("experts.w_gate", "experts.w_up", "experts.w_down")
+EXPERT_PARTS = (*EXPERT_WEIGHTS, "experts.b_gate", "experts.b_up", "experts.b_down")
+BIASES = ("bq", "bk", "bv", "bo", "bias", "b_gate", "b_up", "b_down")
 OUTPUT_WEIGHTS = ("wo", "w_down")
 
 
@@ -23,7 +25,7 @@ def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
     """
     for name, parameter in module.named_parameters():
         for whole_name, shape, index, part in _logical_parts(name, parameter):
-            part.copy_(_draw(whole_name, shape, cfg, seed)[index])
+            part.copy_(initial_values(whole_name, shape, cfg, seed)[index])
     for part_of_it in module.modules():
         for leaf, buffer in list(part_of_it.named_buffers(recurse=False)):
             setattr(part_of_it, leaf, torch.zeros(buffer.shape, dtype=torch.float32, device=buffer.device))
@@ -33,7 +35,7 @@ def _logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, .
     """(name, whole shape, my slices of it, my memory of it) of each logical tensor that I hold a part of."""
     values, starts = local_region(parameter)
     index = tuple(slice(start, start + size) for start, size in zip(starts, values.shape, strict=True))
-    if not name.endswith(EXPERT_WEIGHTS):
+    if not name.endswith(EXPERT_PARTS):
         return [(name, tuple(parameter.shape), index, values)]
     first = starts[0]
     whole = tuple(parameter.shape[1:])
@@ -52,11 +54,12 @@ def local_region(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return values, tuple(chunk.offsets)
 
 
-def _draw(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: int) -> Tensor:
+def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: int) -> Tensor:
+    """The whole logical tensor of a name: the same on every rank, and under every mapping."""
     leaf = [part for part in name.split(".") if not part.isdigit()][-1]
     if "norm" in name:
         return torch.ones(shape)
-    if leaf in ("bq", "bk", "bv"):
+    if leaf in BIASES:
         return torch.zeros(shape)
     std = cfg.init_std / math.sqrt(2 * cfg.num_layers) if leaf in OUTPUT_WEIGHTS else cfg.init_std
     generator = torch.Generator().manual_seed(named_seed(seed, name))

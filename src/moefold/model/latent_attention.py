@@ -21,9 +21,13 @@ class LatentAttention(nn.Module):
     rows of `wq_up` (or `wq`) and `wkv_up`.
 
     `parallelize` replaces `tokens` (sequence parallelism) and `core` (context parallelism).
+
+    Args:
+        cfg: sizes and scaling.
+        window: keys that a query of this layer sees at most, its own included; 0: no limit.
     """
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
         super().__init__()
         heads, hidden = cfg.num_attention_heads, cfg.hidden_size
         self.rotated_size = cfg.qk_rope_head_dim
@@ -39,7 +43,8 @@ class LatentAttention(nn.Module):
         self.key_value_norm = RMSNorm(cfg.kv_lora_rank, cfg.norm_eps)
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
         self.tokens: Tokens = WholeTokens()
-        self.core: CoreAttention = CausalAttention()
+        self.window = window
+        self.core: CoreAttention = CausalAttention(window)
         # The core wants one width for all heads, and divides the scores by the root of that of the queries.
         self._width = max(cfg.head_size, cfg.v_head_dim)
         self._query_factor = softmax_factor(cfg) * (self._width / cfg.head_size) ** 0.5

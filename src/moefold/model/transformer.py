@@ -28,7 +28,8 @@ class Block(nn.Module):
         model = cfg.model
         is_moe = model.all_layer_kinds[number] == "M"
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.attention = LatentAttention(model) if model.attention == "mla" else Attention(model)
+        window = model.all_layer_windows[number]
+        self.attention = LatentAttention(model, window) if model.attention == "mla" else Attention(model, window)
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.ffn = _moe_layer(cfg, number) if is_moe else SwiGLU(model.hidden_size, model.ffn_hidden_size)
 

@@ -22,6 +22,7 @@ from moefold.model.attention_block import (
     attention_block_backward,
     merge_block_,
 )
+from moefold.model.attention_sink import fold_in_sinks, sink_gradient
 from moefold.model.core_attention import CausalAttention, CoreAttention
 from moefold.model.sight import Sight
 from moefold.parallel.collectives import all_gather, reduce_scatter, swap_dims
@@ -35,16 +36,22 @@ GRADIENT_TAG = 1
 """Tag of their gradients, which are under way at the same time."""
 
 
-def context_attention(kind: ContextKind, cp: Group) -> CoreAttention:
-    """The attention core of a context-parallel rank; the plain one where cp is 1."""
+def context_attention(kind: ContextKind, cp: Group, window: int = 0) -> CoreAttention:
+    """The attention core of a context-parallel rank; the plain one where cp is 1.
+
+    Args:
+        kind: how attention sees the whole sequence.
+        cp: the ranks of a sample.
+        window: keys that a query sees at most, its own included; 0: no limit.
+    """
     if cp.size == 1:
-        return CausalAttention()
+        return CausalAttention(window)
     if kind == "ring":
-        return RingAttention(cp)
+        return RingAttention(cp, window)
     if kind == "allgather":
-        return AllGatherAttention(cp)
+        return AllGatherAttention(cp, window)
     if kind == "ulysses":
-        return UlyssesAttention(cp)
+        return UlyssesAttention(cp, window)
     raise ValueError(f"context kind {kind!r} must be one of 'ring', 'allgather', 'ulysses'")
 
 
@@ -80,12 +87,15 @@ class RingAttention:
     the keys and values travel with them, one step behind, and come home with the last step.
     """
 
-    def __init__(self, cp: Group) -> None:
+    def __init__(self, cp: Group, window: int = 0) -> None:
         self._cp = cp
+        self._window = window
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend; see the module for the shapes. Communicates with the neighbours in cp."""
-        return _RingFunction.apply(q, torch.stack((k, v), 1), self._cp, Sight(starts=starts))
+        return _RingFunction.apply(q, torch.stack((k, v), 1), sinks, self._cp, Sight(self._window, starts))
 
 
 class AllGatherAttention:
@@ -95,12 +105,15 @@ class AllGatherAttention:
     backward pass is local; the keys and values are gathered again.
     """
 
-    def __init__(self, cp: Group) -> None:
+    def __init__(self, cp: Group, window: int = 0) -> None:
         self._cp = cp
+        self._window = window
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend; see the module for the shapes. Communicates over cp."""
-        return _AllGatherFunction.apply(q, torch.stack((k, v), 1), self._cp, Sight(starts=starts))
+        return _AllGatherFunction.apply(q, torch.stack((k, v), 1), sinks, self._cp, Sight(self._window, starts))
 
 
 class UlyssesAttention:
@@ -109,11 +122,13 @@ class UlyssesAttention:
     Key/value heads that cp does not divide are repeated as often as it takes; cp divides A/tp.
     """
 
-    def __init__(self, cp: Group) -> None:
+    def __init__(self, cp: Group, window: int = 0) -> None:
         self._cp = cp
-        self._attend = CausalAttention()
+        self._attend = CausalAttention(window)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend; see the module for the shapes. Two all-to-alls over cp."""
         cp, kv_heads = self._cp, k.shape[2]
         repeats = cp.size // gcd(kv_heads, cp.size)
@@ -123,7 +138,8 @@ class UlyssesAttention:
         heads = torch.cat([x.unflatten(2, (cp.size, -1)) for x in (q, k, v)], 3).flatten(2, 3)
         sizes = [x.shape[2] // cp.size for x in (q, k, v)]
         q, k, v = swap_dims(heads, cp, 2, 0).split(sizes, 2)
-        out = self._attend(q, k, v, starts)
+        sinks = None if sinks is None else sinks.chunk(cp.size)[cp.rank]
+        out = self._attend(q, k, v, starts, sinks)
         return swap_dims(out, cp, 0, 2)
 
 
@@ -185,6 +201,11 @@ class _Attended:
             out, lse = attention_block(self.q[rows], kv[keys, 0], kv[keys, 1], seen=seen)
             merge_block_(self.out[rows], self.lse[rows], out, lse)
 
+    def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out in the type of the queries, lse), both with the sinks, which come in once."""
+        out, lse = fold_in_sinks(self.out, self.lse, sinks)
+        return out.to(self.q.dtype), lse
+
 
 class _Gradients:
     """The gradient of the local queries summed over blocks, beginning with the local keys and values."""
@@ -207,25 +228,25 @@ class _Gradients:
 
 
 class _RingFunction(torch.autograd.Function):
-    """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D]) -> [S/cp, B, A, D]."""
+    """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D], sinks [A] or None) -> [S/cp, B, A, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, cp: Group, sight: Sight) -> Tensor:
+    def forward(ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, cp: Group, sight: Sight) -> Tensor:
         kv = kv.contiguous()
         arriving = _travel(kv, cp)
         next(arriving)
         attended = _Attended(q, kv, _Blocks(q, cp, sight))
         for source, held in arriving:
             attended.see(held, _zigzag(cp.size, source))
-        out = attended.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, attended.lse)
+        out, lse = attended.result(sinks)
+        ctx.save_for_backward(q, kv, out, lse, sinks)
         ctx.args = cp, sight
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        q, kv, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        q, kv, out, lse, sinks = ctx.saved_tensors
         cp, sight = ctx.args
         arriving = _travel(kv, cp)
         next(arriving)
@@ -240,27 +261,27 @@ class _RingFunction(torch.autograd.Function):
             _add_shares(dkv, shares)
             under_way = _pass_on(dkv, incoming, cp, GRADIENT_TAG)
         _wait(under_way)
-        return gradients.dq.to(q.dtype), incoming.to(kv.dtype), None, None
+        return gradients.dq.to(q.dtype), incoming.to(kv.dtype), sink_gradient(grad_out, out, lse, sinks), None, None
 
 
 class _AllGatherFunction(torch.autograd.Function):
-    """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D]) -> [S/cp, B, A, D]."""
+    """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D], sinks [A] or None) -> [S/cp, B, A, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, cp: Group, sight: Sight) -> Tensor:
+    def forward(ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, cp: Group, sight: Sight) -> Tensor:
         chunks = _gather_chunks(kv, cp)
         attended = _Attended(q, kv, _Blocks(q, cp, sight))
         for seen in _seen_chunks(cp):
             attended.see(torch.cat([chunks[i] for i in seen]), seen)
-        out = attended.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, attended.lse)
+        out, lse = attended.result(sinks)
+        ctx.save_for_backward(q, kv, out, lse, sinks)
         ctx.args = cp, sight
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        q, kv, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        q, kv, out, lse, sinks = ctx.saved_tensors
         cp, sight = ctx.args
         size = kv.shape[0] // 2
         chunks = _gather_chunks(kv, cp)
@@ -274,7 +295,7 @@ class _AllGatherFunction(torch.autograd.Function):
         unseen = torch.zeros_like(kv[:size])
         by_rank = [grads.get(i, unseen) for rank in range(cp.size) for i in _zigzag(cp.size, rank)]
         dkv = reduce_scatter(torch.cat([grad.to(gradients.dq.dtype) for grad in by_rank]), cp)
-        return gradients.dq.to(q.dtype), dkv.to(kv.dtype), None, None
+        return gradients.dq.to(q.dtype), dkv.to(kv.dtype), sink_gradient(grad_out, out, lse, sinks), None, None
 
 
 def _add_shares(dkv: Tensor, shares: Iterable[tuple[slice, Tensor, Tensor]]) -> None:

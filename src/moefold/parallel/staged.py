@@ -144,8 +144,8 @@ class Decoder:
     def __enter__(self) -> "Decoder":
         for module in self._model.stage.modules():
             # Whatever attention or feed-forward layer it is: it has the seam or it has not.
-            if hasattr(module, "core"):
-                self._replace(module, "core", CachedAttention(self._span, self._capacity))
+            if isinstance(window := getattr(module, "window", None), int):
+                self._replace(module, "core", CachedAttention(self._span, self._capacity, window))
             if isinstance(module, Head):
                 inner: Tokens = self._tokens if self._model.groups.attn.tp.size > 1 else module.tokens
                 self._picked = PickedTokens(inner)

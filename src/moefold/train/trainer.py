@@ -11,11 +11,12 @@ from typing import Self
 import numpy as np
 import torch
 
-from moefold.checkpoint.folder import Position, sample_order
+from moefold.checkpoint.folder import Position, other_order
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.checkpoint.store import Resume, agree_on_resume, checkpoint_state, load_checkpoint
 from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
+from moefold.convert.start import start_weights
 from moefold.data import open_dataset
 from moefold.launch.status import SIGNAL_STATUS
 from moefold.metrics.expert_counts import ExpertCountsWriter, truncate_expert_counts
@@ -57,6 +58,7 @@ class Trainer:
             group = groups.beside_training().handle
             self._saver = BackgroundSaver(cfg, group, is_on_gpu=groups.device.type == "cuda")
         self._save_s = 0.0
+        self._start = ""
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step, or until a signal; returns the exit status. Collective.
@@ -73,7 +75,8 @@ class Trainer:
             stack.enter_context(stop)
             report = None
             if self._is_first_rank:
-                report = stack.enter_context(_Report(self._cfg, first_step, resume, self._training.model.note))
+                notes = (self._training.model.note, self._start)
+                report = stack.enter_context(_Report(self._cfg, first_step, resume, notes))
             while self._step < self._cfg.run.steps and status == 0:
                 status = self._one_step(report, stop)
             self._saver.finish()
@@ -88,9 +91,11 @@ class Trainer:
             meta = load_checkpoint(resume.path, training.parameters, training.buffers, training.optimizer)
             self._step, self._tokens = meta.step, meta.tokens
             # A checkpoint that was named may be continued on other data, from its start.
-            if meta.order == sample_order(self._cfg):
+            if not other_order(meta, self._cfg):
                 self._samples = meta.samples
                 self._row.restore(meta.stream)
+        else:
+            self._start = start_weights(self._cfg, self._training.model, is_first_rank=self._is_first_rank)
         return resume
 
     def _one_step(self, report: "_Report | None", stop: StopSignals) -> int:
@@ -154,12 +159,12 @@ class Trainer:
 class _Report:
     """The run folder and the progress line, on the one rank that keeps them."""
 
-    def __init__(self, cfg: Config, first_step: int, resume: Resume, note: str) -> None:
+    def __init__(self, cfg: Config, first_step: int, resume: Resume, notes: tuple[str, ...]) -> None:
         self._cfg = cfg
         self._dir = Path(cfg.run.dir)
         self._first_step = first_step
         self._resume = resume
-        self._note = note
+        self._notes = notes
         self._stack = ExitStack()
         self._counts: ExpertCountsWriter | None = None
         self.trace: TraceWriter | None = None
@@ -174,8 +179,8 @@ class _Report:
             self._writer = stack.enter_context(writer)
             self._open_routing(stack, done)
             self._progress = stack.enter_context(Progress(cfg.run.steps, self._first_step, sys.stdout))
-            if self._note:
-                self._progress.message(self._note)
+            for note in filter(None, self._notes):
+                self._progress.message(note)
             for skipped in self._resume.skipped:
                 self._progress.message(f"skipped a damaged checkpoint, {skipped}")
             if (path := self._resume.path) is not None:

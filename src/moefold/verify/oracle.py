@@ -152,11 +152,12 @@ class Oracle:
         self, i: int, x: Tensor, documents: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
         name = f"layers.{i}"
-        x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x), documents)
+        x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x), documents, i)
         normed = self._norm(f"{name}.ffn_norm", x)
         if self.cfg.model.all_layer_kinds[i] == "D":
             return x + self._swiglu(f"{name}.ffn", normed)
-        batch = self.router.route(i, normed, self.weights[f"{name}.ffn.router.weight"], moment)
+        weight, bias = self.weights[f"{name}.ffn.router.weight"], self.weights.get(f"{name}.ffn.router.bias")
+        batch = self.router.route(i, normed, weight, bias, moment)
         routed.setdefault(i, []).append(batch)
         return x + self._moe(f"{name}.ffn", normed, batch)
 
@@ -199,7 +200,7 @@ class Oracle:
         gated = x @ gate.T
         return (gated * torch.sigmoid(gated) * (x @ up.T)) @ down.T
 
-    def _attention(self, name: str, x: Tensor, documents: Tensor) -> Tensor:
+    def _attention(self, name: str, x: Tensor, documents: Tensor, layer: int) -> Tensor:
         model = self.cfg.model
         batch, length, _ = x.shape
 
@@ -221,22 +222,41 @@ class Oracle:
             value = heads("v", model.num_query_groups)
         scale = score_scale(model)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        if model.all_layer_windows[layer]:
+            hidden = hidden | torch.ones(length, length, dtype=torch.bool).tril(-model.all_layer_windows[layer])
         hidden = hidden | (documents[:, :, None] != documents[:, None, :])
         outputs = []
         for head in range(model.num_attention_heads):
             group = head * key.shape[2] // model.num_attention_heads
             scores = query[:, :, head] @ key[:, :, group].mT * scale
-            outputs.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ value[:, :, group])
-        return torch.cat(outputs, -1) @ self.weights[f"{name}.wo"].T
+            scores = scores.masked_fill(hidden, -math.inf)
+            if model.attention_sinks:
+                sink = self.weights[f"{name}.sinks"][head].expand(batch, length, 1)
+                outputs.append(torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ value[:, :, group])
+            else:
+                outputs.append(scores.softmax(-1) @ value[:, :, group])
+        result = torch.cat(outputs, -1) @ self.weights[f"{name}.wo"].T
+        return result + self.weights[f"{name}.bo"] if model.attention_output_bias else result
 
     def _moe(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
         y = torch.zeros_like(x)
         for expert in range(model.num_experts):
             gate, up, down = (self.weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
-            gated = x @ gate
+            gated, raised = x @ gate, x @ up
+            if model.moe_bias:
+                gated = gated + self.weights[f"{name}.experts.b_gate"][expert]
+                raised = raised + self.weights[f"{name}.experts.b_up"][expert]
+            gain = 1.0
+            if model.moe_activation == "clamped_swiglu":
+                limit, gain = model.swiglu_limit, model.swiglu_alpha
+                gated = torch.where(gated > limit, limit, gated)
+                raised = torch.where(raised.abs() > limit, limit * raised.sign(), raised) + 1
+            result = (gated * torch.sigmoid(gain * gated) * raised) @ down
+            if model.moe_bias:
+                result = result + self.weights[f"{name}.experts.b_down"][expert]
             weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)
-            y = y + weight * ((gated * torch.sigmoid(gated) * (x @ up)) @ down)
+            y = y + weight * result
         if model.shared_expert_ffn_hidden_size:
             shared = self._swiglu(f"{name}.shared", x)
             if model.shared_expert_gate:
@@ -257,7 +277,8 @@ class Oracle:
             second.mul_(train.beta2).add_((1 - train.beta2) * gradient.square())
             mean = first / (1 - train.beta1**self._steps)
             spread = (second / (1 - train.beta2**self._steps)).sqrt()
-            decay = train.weight_decay if weight.dim() > 1 else 0.0
+            is_matrix = weight.dim() > 1 and ".experts.b_" not in name
+            decay = train.weight_decay if is_matrix else 0.0
             weight.copy_(weight * (1 - rate * decay) - rate * mean / (spread + train.eps))
 
 

@@ -13,6 +13,8 @@ HEAD_SIZE = 8
 WIDTH_OF_A_SHARD = 8
 ROWS_OF_A_SHARD = 32
 SHORTEST_SEQUENCE = 16
+SHORT_WINDOW = 5
+"""Well below the shortest sequence, and no divisor of anything."""
 LEARNING_RATE = 1e-2
 """Large enough that three steps move every weight."""
 MANY_RANKS = 16
@@ -61,12 +63,17 @@ def _small(cfg: Config, parallel: ParallelConfig) -> Config:
         model=_model(cfg.model, parallel),
         moe=replace(cfg.moe, replay=""),
         train=_train(cfg.train, parallel),
-        data=DataConfig(kind="synthetic", document_end=min(cfg.data.document_end, 0)),
+        data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
     )
     if parallel.dispatcher == "leastloaded":
         # No expert of the small recipe has as many copies as one of the large.
         small = replace(small, moe=replace(small.moe, llep_min_tokens=1))
     return small
+
+
+def _has_documents(cfg: Config) -> bool:
+    """Whether attention stays within documents."""
+    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind == "sft"
 
 
 def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
@@ -84,7 +91,9 @@ def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         preset="",
         num_layers=num_layers,
         layer_pattern=_pattern(model.layer_kinds, num_layers),
-        hidden_size=HEAD_SIZE * 4,
+        hidden_size=lcm(HEAD_SIZE * 4, p.etp),
+        attention_pattern=_windows(model, num_layers),
+        sliding_window=min(model.sliding_window, SHORT_WINDOW),
         num_attention_heads=heads,
         num_query_groups=groups,
         head_dim=HEAD_SIZE,
@@ -118,6 +127,11 @@ def _pattern(kinds: tuple[str, ...], num_layers: int) -> str:
     if num_layers > 1 and len(set(kinds)) == 2 and len(set(picked)) == 1:
         picked[0] = "D" if picked[0] == "M" else "M"
     return "".join(picked)
+
+
+def _windows(model: ModelConfig, num_layers: int) -> str:
+    """The first layers' kinds of attention: patterns alternate quickly."""
+    return "".join("W" if window else "F" for window in model.layer_windows[:num_layers])
 
 
 def _train(train: TrainConfig, p: ParallelConfig) -> TrainConfig:

@@ -1,0 +1,48 @@
+"""What import, export and upcycle share: the ranks of a launcher, the progress line, the summary."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moefold.launch.place import find_place
+
+if TYPE_CHECKING:
+    from moefold.convert.import_folder import Conversion
+    from moefold.launch.crew import Crew
+
+
+@contextmanager
+def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
+    """Join the ranks that a launcher started, if it did, and show the bytes that go through this one."""
+    place = find_place()
+    # torch takes seconds to import: a wrong environment is answered without it.
+    from moefold.launch.crew import joined_crew
+    from moefold.launch.failure import FailingRank
+    from moefold.launch.ranks import joined
+
+    with ExitStack() as stack:
+        if place is not None and place.world_size > 1:
+            stack.enter_context(FailingRank(place, lambda: False))
+            stack.enter_context(joined(place, "cpu"))
+        crew = joined_crew()
+        yield crew, stack.enter_context(_progress(what, crew))
+
+
+def conversion_summary(done: "Conversion", out: Path, was_checked: bool) -> str:
+    """One line on what was written."""
+    checked = ", read again and equal" if was_checked else ""
+    return f"{out}: {done.tensors} tensors, {done.num_bytes / 1e9:.3g} GB{checked}; {len(done.companions)} other files"
+
+
+@contextmanager
+def _progress(what: str, crew: "Crew") -> Iterator[Callable[[int], None]]:
+    if not crew.is_first or not sys.stdout.isatty():
+        yield lambda _: None
+        return
+    from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    with Progress(TextColumn(what), DownloadColumn(), TransferSpeedColumn(), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda count: bar.advance(task, count)

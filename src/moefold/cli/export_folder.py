@@ -1,0 +1,60 @@
+"""`moefold export`: a checkpoint made a Hugging Face folder."""
+
+import argparse
+import re
+from pathlib import Path
+
+from moefold.cli.conversion import conversion_job, conversion_summary
+from moefold.convert.families import FAMILIES
+from moefold.errors import ConfigError
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def run(argv: list[str]) -> int:
+    """Export; returns the exit status."""
+    args = _parser().parse_args(argv)
+    shard_bytes = None if args.shard_size is None else _bytes(args.shard_size)
+    out = Path(args.out)
+    with conversion_job("export") as (crew, advance):
+        # torch takes seconds to import: a wrong word is answered without it.
+        from moefold.convert.export_folder import ExportWish, export_folder
+
+        wish = ExportWish(dtype=args.dtype, family=args.family, shard_bytes=shard_bytes, check=args.check)
+        done = export_folder(Path(args.checkpoint), out, crew, wish, advance=advance)
+        if crew.is_first:
+            print(conversion_summary(done, out, args.check))
+    return 0
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", text)
+    if found is None:
+        raise ConfigError(f"--shard-size {text} must be a number of bytes, or with KB, MB or GB: 5GB; 0 for one file")
+    return int(found[1]) * UNITS[found[2]]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold export",
+        description="Make a Hugging Face folder of a checkpoint: config.json, safetensors files, the tokenizer that "
+        "came with the weights, and moefold-manifest.json with shapes, types and SHA-256 hashes.",
+        epilog="Under torchrun the ranks share the work. In memory is one parameter at a time, never the model.",
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, such as runs/x/checkpoints/step-000100")
+    parser.add_argument("out", metavar="HF_DIR", help="the folder to write; must not exist")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="type of the tensors; auto: imported weights keep theirs, trained ones have the run's run.dtype",
+    )
+    parser.add_argument(
+        "--family",
+        choices=("auto", *FAMILIES),
+        default="auto",
+        help="auto: the family that the weights came from, else the first that computes the same",
+    )
+    parser.add_argument("--shard-size", metavar="SIZE", help="largest file, such as 500MB; 0: one file (default 5GB)")
+    parser.add_argument("--check", action="store_true", help="read the result again and compare every byte")
+    return parser

@@ -1,0 +1,37 @@
+"""`moefold import`: a Hugging Face folder made a checkpoint to train from."""
+
+import argparse
+from pathlib import Path
+
+from moefold.cli.conversion import conversion_job, conversion_summary
+
+
+def run(argv: list[str]) -> int:
+    """Import; returns the exit status."""
+    args = _parser().parse_args(argv)
+    folder, out = Path(args.folder), Path(args.out)
+    with conversion_job("import") as (crew, advance):
+        # torch takes seconds to import: a wrong word is answered without it.
+        from moefold.convert.import_folder import ImportWish, import_folder
+
+        wish = ImportWish(args.check, not args.no_tokenizer, args.without_mtp)
+        done = import_folder(folder, out, crew, wish, advance=advance)
+        if crew.is_first:
+            print(conversion_summary(done, out, args.check))
+            print(f"train from it: moefold train {out / 'recipe.toml'}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold import",
+        description="Make a checkpoint of a Hugging Face folder (config.json and safetensors files). OUT holds the "
+        "weights in their own type, recipe.toml to train from them, and hf/ with the tokenizer and a manifest.",
+        epilog="Under torchrun the ranks share the work. In memory is one tensor at a time, never the model.",
+    )
+    parser.add_argument("folder", metavar="HF_DIR", help="the folder to read")
+    parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
+    parser.add_argument("--check", action="store_true", help="read the result again and compare every byte")
+    parser.add_argument("--no-tokenizer", action="store_true", help="accept a folder without a tokenizer")
+    parser.add_argument("--without-mtp", action="store_true", help="leave layers of multi-token prediction out")
+    return parser

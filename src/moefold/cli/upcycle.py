@@ -1,0 +1,74 @@
+"""`moefold upcycle`: a dense model made one with experts, to train on."""
+
+import argparse
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+from moefold.cli.conversion import conversion_job, conversion_summary
+from moefold.config.checks import check_config
+from moefold.config.load import config_from_dict, load_config
+from moefold.config.schema import Config, ModelConfig
+from moefold.convert.start_check import model_in
+from moefold.convert.upcycle_rule import MOE_KEYS, starts_equal, upcycle_fault
+from moefold.errors import ConfigError
+
+
+def run(argv: list[str]) -> int:
+    """Upcycle; returns the exit status."""
+    args = _parser().parse_intermixed_args(argv)
+    dense, out = Path(args.dense), Path(args.out)
+    model = upcycled_model(dense, args.overrides, args.granularity)
+    with conversion_job("upcycle") as (crew, advance):
+        # torch takes seconds to import: a wrong word is answered without it.
+        from moefold.convert.upcycle_folder import upcycle_folder
+
+        done = upcycle_folder(dense, out, model, args.seed, crew, advance=advance)
+        if crew.is_first:
+            print(conversion_summary(done, out, False))
+            equal = "computes at first what the dense model does" if starts_equal(model) else "does not start equal"
+            print(f"{model.num_experts} experts, top {model.top_k}, of width {model.moe_ffn_hidden_size}: {equal}")
+            print(f"train from it: moefold train {out / 'recipe.toml'}")
+    return 0
+
+
+def upcycled_model(dense: Path, overrides: list[str], slices: int) -> ModelConfig:
+    """The model that the words of the command line make of a dense one.
+
+    Raises:
+        ConfigError: a word is wrong, or the dense model cannot become that.
+    """
+    for word in overrides:
+        if not word.startswith("model."):
+            raise ConfigError(f"{word!r} is no key of [model]; overrides are such as model.num_experts=8")
+    before = model_in(dense)
+    if before.ffn_hidden_size % slices or slices < 1:
+        raise ConfigError(f"--granularity {slices} must divide the width {before.ffn_hidden_size} of {str(dense)!r}")
+    kept = {field.name: getattr(before, field.name) for field in fields(before) if field.name not in MOE_KEYS}
+    kept |= {"moe_ffn_hidden_size": before.ffn_hidden_size // slices, "upcycle_from": str(dense)}
+    # The overrides alone, over the defaults, say what was given: the dense model's keys win over defaults only.
+    given = {word.removeprefix("model.").partition("=")[0] for word in overrides}
+    asked = asdict(load_config(None, [*overrides, f"model.upcycle_from={dense}"]).model)
+    model = config_from_dict({"model": {**kept, **{key: asked[key] for key in given}}}).model
+    check_config(Config(model=model))
+    if fault := upcycle_fault(before, model):
+        raise ConfigError(f"{str(dense)!r}: {fault}")
+    return replace(model, preset="")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold upcycle",
+        description="Make a model with experts of a dense one: each expert is a copy of the feed-forward layer, or, "
+        "with --granularity G, one of G slices of it, and the router begins with whole copies "
+        "(arXiv:2410.07524). OUT is a checkpoint with recipe.toml. To do so at the start of a run, set "
+        "model.upcycle_from.",
+        epilog="example: moefold upcycle llama OUT model.num_experts=16 model.top_k=4 --granularity 2",
+    )
+    parser.add_argument("dense", metavar="DENSE", help="a Hugging Face folder or a checkpoint of a dense model")
+    parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="model.key=value", help="num_experts, top_k, router_softmax, upcycle_noise ..."
+    )
+    parser.add_argument("--granularity", type=int, default=1, help="slices of a copy; num_experts counts slices")
+    parser.add_argument("--seed", type=int, default=0, help="of the router and the noise (default 0)")
+    return parser

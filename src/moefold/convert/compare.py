@@ -1,0 +1,76 @@
+"""Whether a checkpoint and a Hugging Face folder hold the same, tensor by tensor, byte by byte."""
+
+import torch
+from torch import Tensor
+
+from moefold.checkpoint.stream import CheckpointSource
+from moefold.convert.draft import agree
+from moefold.convert.hf_folder import some
+from moefold.convert.piece import Plan
+from moefold.convert.safetensors_file import DTYPES, bytes_of, read_part
+from moefold.convert.weights import HfSource, WeightSource
+from moefold.launch.crew import Crew
+
+
+def assemble(source: WeightSource, plan: Plan, theirs: str, dtype: torch.dtype) -> Tensor:
+    """A tensor of theirs from the weights of a source, contiguous, in a type."""
+    shape = plan.their_shapes[theirs]
+    values = torch.empty(shape, dtype=dtype)
+    for piece in plan.by_theirs[theirs]:
+        ours = source.read(piece.ours, piece.our_region())
+        sizes = [size for size, dim in zip(piece.size, piece.dims, strict=True) if dim is not None]
+        values[piece.their_region()] = ours.reshape(sizes).permute(piece.reverse_order()).to(dtype)
+    return values
+
+
+def work_order(plan: Plan) -> list[tuple[str, ...]]:
+    """The tensors of theirs in groups that are made of the same parameters of ours, in the order of the model."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    rank = {name: i for i, name in enumerate(plan.our_shapes)}
+    for theirs, pieces in plan.by_theirs.items():
+        ours = tuple(sorted({piece.ours for piece in pieces}, key=rank.__getitem__))
+        groups.setdefault(ours, []).append(theirs)
+    return [tuple(groups[ours]) for ours in sorted(groups, key=lambda ours: rank[ours[0]])]
+
+
+def share_groups(plan: Plan, crew: Crew) -> list[tuple[str, ...]]:
+    """My part of `work_order`: neighbours, of about as many values as the others'."""
+    groups = work_order(plan)
+    sizes = [sum(_count(plan.their_shapes[name]) for name in group) for group in groups]
+    total, done, mine = sum(sizes), 0, []
+    for group, size in zip(groups, sizes, strict=True):
+        if min(crew.size - 1, done * crew.size // max(1, total)) == crew.rank:
+            mine.append(group)
+        done += size
+    return mine
+
+
+def compare_with_folder(source: CheckpointSource, folder: HfSource, crew: Crew, dtype: torch.dtype | None) -> None:
+    """Read both sides and compare; collective over the crew.
+
+    Args:
+        source: the checkpoint.
+        folder: the folder.
+        crew: shares the tensors.
+        dtype: type to which the export rounded; None: that of the checkpoint.
+
+    Raises:
+        ConfigError: a tensor differs; the message names it.
+    """
+    wrong = []
+    for group in share_groups(folder.plan, crew):
+        for theirs in group:
+            stored = folder.stored(theirs)
+            values = read_part(stored, tuple(slice(0, size, 1) for size in stored.shape))
+            expected = assemble(source, folder.plan, theirs, dtype or DTYPES[stored.dtype])
+            if values.dtype != expected.dtype or bytes_of(values) != bytes_of(expected):
+                wrong.append(theirs)
+        source.forget()
+    agree(crew, f"read again, these tensors differ: {some(wrong)}" if wrong else "")
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,121 @@
+"""The list of the tensors of a Hugging Face folder with shapes, types and hashes, and the files that travel along."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from moefold.checkpoint.folder import checkpoint_folder
+from moefold.config.schema import Config
+from moefold.convert.hf_folder import INDEX_FILE
+from moefold.convert.safetensors_file import BLOCK_BYTES, Stored
+from moefold.errors import ConfigError
+
+MANIFEST_FILE = "moefold-manifest.json"
+COMPANIONS = "hf"
+"""Folder in a checkpoint, or beside the checkpoints of a run, with what came with the weights from Hugging Face."""
+TRAVELS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken")
+"""Suffixes of the files that travel: tokenizer, templates, configs. Code and weights do not."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+NO_COMPANIONS = (INDEX_FILE, MANIFEST_FILE)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One tensor of a folder."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder holds, in the order of its files."""
+
+    family: str
+    layout: int
+    """Which of the family's layouts the experts have."""
+    tensors: dict[str, Listed]
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write it into a folder."""
+    text = json.dumps({"format": 1, **asdict(manifest)}, indent=1)
+    (path / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest of a folder; None if it has none.
+
+    Raises:
+        ConfigError: it is broken.
+    """
+    try:
+        fields = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
+        listed = {
+            name: Listed(entry["file"], entry["dtype"], tuple(entry["shape"]), entry["sha256"])
+            for name, entry in fields["tensors"].items()
+        }
+        return Manifest(fields["family"], fields["layout"], listed)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{str(path / MANIFEST_FILE)!r} is broken; remove it, and tensors are not compared") from None
+
+
+def hash_stored(stored: Stored) -> str:
+    """SHA-256 of the bytes of a tensor in a file, a block at a time."""
+    digest = hashlib.sha256()
+    left = stored.num_bytes
+    with stored.file.open("rb", buffering=0) as opened:
+        opened.seek(stored.start)
+        while left:
+            block = opened.read(min(left, BLOCK_BYTES))
+            if not block:
+                raise ConfigError(f"{str(stored.file)!r} ends before its tensors do")
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
+
+
+def changed_tensors(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
+    """The tensors whose bytes are not those that the manifest lists."""
+    known = manifest.tensors
+    return [name for name, found in hashes.items() if name in known and known[name].sha256 != found]
+
+
+def copy_companions(source: Path, target: Path) -> list[str]:
+    """Copy tokenizer, templates and configs; returns their names. Links are followed, as caches are full of them."""
+    target.mkdir(exist_ok=True)
+    copied = []
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in TRAVELS and file.name not in NO_COMPANIONS:
+            shutil.copyfile(file, target / file.name)
+            copied.append(file.name)
+    return copied
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds the files of a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZERS) or any(folder.glob("*.tiktoken"))
+
+
+def find_companions(checkpoint: Path) -> Path | None:
+    """The folder of what came with a checkpoint's weights: in it, or beside it; None if there is none."""
+    for folder in (checkpoint / COMPANIONS, checkpoint.parent / COMPANIONS):
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def keep_companions(source: Path, cfg: Config) -> None:
+    """Put what came with the weights that a run starts from beside the run's checkpoints."""
+    found = source if (source / "config.json").is_file() else find_companions(source)
+    target = checkpoint_folder(cfg) / COMPANIONS
+    if found is not None and not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        copy_companions(found, target)

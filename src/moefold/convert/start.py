@@ -1,0 +1,44 @@
+"""The weights that a run starts with, where they are not drawn at random: imported, of another run, or upcycled."""
+
+from pathlib import Path
+
+from moefold.checkpoint.stream import CheckpointSource
+from moefold.config.schema import Config
+from moefold.convert.hf_config import is_hf_folder
+from moefold.convert.hf_folder import open_hf_folder
+from moefold.convert.manifest import keep_companions
+from moefold.convert.upcycle import UpcycledSource
+from moefold.convert.weights import HfSource, WeightSource, fill
+from moefold.parallel.parallelize import ParallelModel
+
+
+def open_weights(path: Path) -> WeightSource:
+    """The weights of a checkpoint or of a Hugging Face folder.
+
+    Raises:
+        ConfigError: it is neither, or damaged.
+    """
+    return HfSource(open_hf_folder(path)) if is_hf_folder(path) else CheckpointSource(path)
+
+
+def start_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> str:
+    """Fill this rank's shards as `checkpoint.init_from` or `model.upcycle_from` says; no communication.
+
+    The first rank puts the tokenizer that came with the weights beside the run's checkpoints.
+
+    Returns:
+        What happened, in words; "" where the recipe leaves the initial weights random.
+
+    Raises:
+        ConfigError: the weights cannot be read, or are of another model.
+    """
+    path = cfg.checkpoint.init_from or cfg.model.upcycle_from
+    if not path:
+        return ""
+    source = open_weights(Path(path))
+    if cfg.model.upcycle_from:
+        source = UpcycledSource(source, cfg.model, cfg.run.seed)
+    fill(source, {**model.named_parameters, **model.named_buffers}, path)
+    if is_first_rank and cfg.checkpoint.every:
+        keep_companions(Path(path), cfg)
+    return f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"

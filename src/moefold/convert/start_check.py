@@ -1,0 +1,42 @@
+"""Whether the weights that a run is to start with are of its model. Torch-free."""
+
+from pathlib import Path
+
+from moefold.checkpoint.folder import model_differences, model_sizes, read_meta
+from moefold.config.load import config_from_dict
+from moefold.config.schema import Config, ModelConfig
+from moefold.convert.hf_config import is_hf_folder, read_model_config
+from moefold.convert.upcycle_rule import upcycle_fault
+from moefold.errors import ConfigError
+
+NOT_A_KEY = ("preset", "layer_kinds")
+
+
+def model_in(path: Path) -> ModelConfig:
+    """The section [model] of a checkpoint or of a Hugging Face folder.
+
+    Raises:
+        ConfigError: it is neither, or of a kind or version that this one does not know.
+    """
+    if is_hf_folder(path):
+        return read_model_config(path)
+    keys = {key: value for key, value in read_meta(path).model.items() if key not in NOT_A_KEY}
+    try:
+        return config_from_dict({"model": keys}).model
+    except ConfigError as error:
+        raise ConfigError(f"checkpoint {str(path)!r} has a model that this version does not know: {error}") from None
+
+
+def start_fault(cfg: Config, path: Path) -> str:
+    """Why a recipe cannot start with the weights of a folder; empty if it can.
+
+    Raises:
+        ConfigError: the folder holds no weights that moefold knows.
+    """
+    if not path.is_dir():
+        return "it does not exist or is no folder"
+    theirs = model_in(path)
+    if cfg.model.upcycle_from:
+        return upcycle_fault(theirs, cfg.model)
+    different = model_differences(model_sizes(theirs), cfg.model)
+    return f"it is of another model: {different}; give the recipe its sizes" if different else ""

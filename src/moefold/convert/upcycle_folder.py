@@ -1,0 +1,46 @@
+"""A dense model made a checkpoint with experts, by any number of processes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from moefold.checkpoint.stream import seal
+from moefold.config.schema import ModelConfig
+from moefold.convert.draft import agree, drafted
+from moefold.convert.hf_config import is_hf_folder
+from moefold.convert.import_folder import Advance, Conversion, finish_checkpoint, write_weights
+from moefold.convert.manifest import COMPANIONS, copy_companions, find_companions
+from moefold.convert.start import open_weights
+from moefold.convert.upcycle import UpcycledSource
+from moefold.launch.crew import Crew
+
+
+def upcycle_folder(
+    dense: Path, out: Path, model: ModelConfig, seed: int, crew: Crew, *, advance: Advance
+) -> Conversion:
+    """Write the checkpoint of an upcycled model; collective over the crew.
+
+    Args:
+        dense: a Hugging Face folder or a checkpoint.
+        out: the checkpoint; must not exist.
+        model: what to make of it, with `upcycle_from` set.
+        seed: of router, noise and shared expert.
+        crew: the processes that share the work.
+        advance: told of the progress of this process.
+
+    Raises:
+        ConfigError: `dense` or `out` cannot be used; nothing is left written.
+    """
+    source = UpcycledSource(open_weights(dense), model, seed)
+    companions = dense if is_hf_folder(dense) else find_companions(dense)
+    copied: tuple[str, ...] = ()
+    with drafted(out, crew) as draft:
+        write_weights(source, draft, crew, advance)
+        if crew.is_first:
+            if companions is not None:
+                copied = tuple(copy_companions(companions, draft / COMPANIONS))
+            done = replace(model, upcycle_from="", upcycle_router="group", upcycle_scaling=True, upcycle_noise=0.0)
+            finish_checkpoint(draft, out, done, f"upcycle of {dense}")
+        agree(crew, "")
+        seal(draft, crew)
+    size = sum(path.stat().st_size for path in out.glob("*.distcp"))
+    return Conversion(len(source.shapes), size, copied)

@@ -1,0 +1,73 @@
+"""Which dense model makes which model with experts, and when the two start equal. Torch-free."""
+
+import math
+from dataclasses import replace
+
+from moefold.checkpoint.folder import model_differences, model_sizes
+from moefold.config.schema import ModelConfig
+
+MOE_KEYS = (
+    "layer_pattern",
+    "num_experts",
+    "top_k",
+    "moe_ffn_hidden_size",
+    "router_softmax",
+    "router_score",
+    "router_normalize",
+    "router_scaling_factor",
+    "num_groups",
+    "top_groups",
+    "expert_bias",
+    "shared_expert_ffn_hidden_size",
+    "shared_expert_gate",
+)
+"""Keys of [model] that a dense model says nothing of."""
+
+
+def granularity(dense_width: int, model: ModelConfig) -> int:
+    """Slices that the feed-forward layer of a dense model is cut into."""
+    return dense_width // model.moe_ffn_hidden_size
+
+
+def scale_of(model: ModelConfig, slices: int) -> float:
+    """The factor that makes the chosen copies of a slice add up to one, for equal logits of all experts.
+
+    Of weights that are made to sum to 1, each slice gets 1/slices, whatever the logits are; other weights are those of
+    equal logits.
+    """
+    copies = model.top_k / slices
+    if _sums_to_one(model):
+        return slices / model.router_scaling_factor
+    weight = {"softmax": 1 / model.num_experts, "sigmoid": 0.5, "sqrtsoftplus": math.sqrt(math.log(2))}
+    return 1 / (copies * weight[model.router_score] * model.router_scaling_factor)
+
+
+def starts_equal(model: ModelConfig) -> bool:
+    """Whether the upcycled model promises to compute at first what the dense one does."""
+    # Without the weights summing to 1, only equal logits have a weight that is known.
+    router = model.upcycle_router == "zero" or (model.upcycle_router == "group" and _sums_to_one(model))
+    return router and model.upcycle_noise == 0 and model.upcycle_scaling
+
+
+def upcycle_fault(dense: ModelConfig, model: ModelConfig) -> str:
+    """Why a dense model cannot become a model with experts; empty if it can."""
+    if "M" in dense.layer_kinds:
+        return "it has experts already; name a dense model, or set checkpoint.init_from"
+    width, inner = dense.ffn_hidden_size, model.moe_ffn_hidden_size
+    if width % inner:
+        return f"model.moe_ffn_hidden_size={inner} must divide its feed-forward width {width}"
+    slices = width // inner
+    if model.num_experts % slices or model.top_k % slices:
+        return (
+            f"its width {width} is {slices} experts of model.moe_ffn_hidden_size={inner}, so model.num_experts="
+            f"{model.num_experts} and model.top_k={model.top_k} must be multiples of {slices}"
+        )
+    comparable = replace(model, **{key: getattr(dense, key) for key in MOE_KEYS})
+    if "D" not in model.layer_kinds:
+        comparable = replace(comparable, ffn_hidden_size=width)
+    different = model_differences(model_sizes(dense), comparable)
+    return f"it is of another shape: {different}" if different else ""
+
+
+def _sums_to_one(model: ModelConfig) -> bool:
+    return model.router_softmax == "post" if model.router_score == "softmax" else model.router_normalize

@@ -1,0 +1,111 @@
+"""config.json against [model]: families, presets, and the spellings of older folders. No torch."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moefold.config.load import config_from_dict
+from moefold.config.presets import preset_names
+from moefold.config.schema import ModelConfig
+from moefold.convert.config_key import Rope, SparseLayers, short_pattern
+from moefold.convert.families import FAMILIES
+from moefold.convert.hf_config import families_for, read_model_config, what_family_lacks
+from moefold.errors import ConfigError
+
+FAMILY_OF = {"mixtral": "mixtral", "qwen2-57b": "qwen2_moe", "qwen3": "qwen3_moe", "olmoe": "olmoe"}
+FAMILY_OF |= {"deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
+
+
+def model_of(**keys: object) -> ModelConfig:
+    return config_from_dict({"model": keys}).model
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pattern"),
+    [("M", "M"), ("MMMM", "M"), ("DMMM", "DM3"), ("DMDM", "DM"), ("DDDMM", "D3M2"), ("DMMDMM", "DM2"), ("MD", "MD")],
+)
+def test_patterns_are_short(kinds, pattern):
+    assert short_pattern(kinds) == pattern
+
+
+@pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith(tuple(FAMILY_OF))])
+def test_presets_have_the_family_of_their_name(preset):
+    # The layers of multi-token prediction of DeepSeek-V3 have no place in a folder.
+    model = replace(model_of(preset=preset), mtp_layers=0)
+    expected = next(family for start, family in FAMILY_OF.items() if preset.startswith(start))
+    assert [family.name for family in families_for(model)] == [expected]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_family_writes_reads_back(tmp_path, family):
+    """From a random config of each family: the same model, and the same keys."""
+    keys = FAMILIES[family].write(_model_for(family))
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    model = read_model_config(tmp_path)
+    assert FAMILIES[family].write(model) == keys
+
+
+def _model_for(family: str) -> ModelConfig:
+    sizes = {"num_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "num_query_groups": 3, "head_dim": 8}
+    sizes |= {"num_experts": 6, "rope_theta": 123.0, "norm_eps": 1e-4, "init_std": 0.1, "ffn_hidden_size": 96}
+    if family in ("llama", "qwen2", "qwen3"):
+        sizes["layer_pattern"] = "D"
+    if family.startswith("deepseek"):
+        sizes |= {"attention": "mla", "shared_expert_ffn_hidden_size": 1024, "layer_pattern": "DM2"}
+    return ModelConfig(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"qk_norm": True}, "qk_norm True there, False here"),
+        ({"router_score": "sigmoid"}, "router_score"),
+        ({"shared_expert_ffn_hidden_size": 8}, "shared_expert_ffn_hidden_size"),
+        ({"layer_pattern": "DM"}, "layer_kinds"),
+        ({"rope_fraction": 0.5}, "rope_fraction"),
+    ],
+)
+def test_a_family_refuses_what_it_cannot_say(change, reason):
+    model = replace(ModelConfig(), **change)
+    assert what_family_lacks(FAMILIES["mixtral"], ModelConfig()) == ""
+    assert reason in what_family_lacks(FAMILIES["mixtral"], model)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, {"rope_theta": 1e4}),
+        ({"rope_theta": 5e5}, {"rope_theta": 5e5}),
+        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_theta": 5e5}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_theta": 5e5, "rope_scaling": "linear", "rope_scaling_factor": 2.0},
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7}}, {"rope_theta": 7.0}),
+    ],
+)
+def test_rotations_of_new_and_older_folders(keys, expected):
+    assert Rope(1e4).read(keys) == expected
+
+
+def test_yarn_takes_the_models_context_where_none_is_given():
+    keys = {
+        "max_position_embeddings": 64,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": None},
+    }
+    assert Rope(1e4).read(keys)["rope_original_seq_len"] == 64
+
+
+def test_sparse_layers_come_by_step_and_by_list():
+    keys = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert model_of(num_layers=6, **SparseLayers().read(keys)).layer_kinds == tuple("DMDDDM")
+
+
+def test_a_folder_of_the_wrong_family_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match="is of model_type 'gpt2', which moefold does not know; it knows llama, "):
+        read_model_config(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist or is no folder"):
+        read_model_config(Path(tmp_path / "gone"))

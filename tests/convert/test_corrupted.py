@@ -1,0 +1,234 @@
+"""Folders that cannot be imported: one message that names the fault, and nothing written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moefold.cli.main import main
+from tests.convert.hf_models import make_model, save_model
+from tests.convert.test_round_trip import add_tokenizer
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+EXPERT = "model.layers.1.block_sparse_moe.experts.4.w2.weight"
+
+
+def _edit_config(folder: Path, **keys: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def _edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def _edit_header(folder: Path, change: Callable[[dict], object]) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def _cut(folder: Path, size: int) -> None:
+    with (folder / WEIGHTS).open("r+b") as opened:
+        opened.truncate(size)
+
+
+def _shard(folder: Path, files: dict[str, list[str]], weight_map: dict[str, str] | None = None) -> None:
+    """Spread the tensors over files, `files` first and the rest in rest.safetensors, with an index."""
+    tensors = load_file(folder / WEIGHTS)
+    named = {name for names in files.values() for name in names}
+    rest = {"rest.safetensors": [name for name in tensors if name not in named]}
+    for file, names in {**files, **rest}.items():
+        save_file({name: tensors[name] for name in names}, folder / file)
+    right = {name: file for file, names in {**files, **rest}.items() for name in names}
+    (folder / INDEX).write_text(json.dumps({"weight_map": right | (weight_map or {})}))
+    (folder / WEIGHTS).unlink()
+
+
+def _index_outside(folder: Path) -> None:
+    _shard(folder, {"part.safetensors": [EXPERT]}, {EXPERT: "../part.safetensors"})
+    (folder / "part.safetensors").rename(folder.parent / "part.safetensors")
+
+
+def _pickled(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated data": (lambda f: _cut(f, (f / WEIGHTS).stat().st_size - 10), "lacks 10 bytes at its end"),
+    "truncated header": (lambda f: _cut(f, 100), "was cut off in its header"),
+    "empty file": (lambda f: _cut(f, 0), "is no safetensors file"),
+    "bytes too many": (
+        lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes() + b"123"),
+        "has 3 bytes at its end that no tensor owns",
+    ),
+    "header of another size": (
+        lambda f: _edit_header(f, lambda header: header[EXPERT].update(shape=[24, 19])),
+        f"tensor {EXPERT} does not fill the bytes",
+    ),
+    "expert removed": (lambda f: _edit_tensors(f, lambda t: t.pop(EXPERT)), f"tensor {EXPERT} is missing"),
+    "tensor too many": (
+        lambda f: _edit_tensors(f, lambda t: t.update({"model.extra.weight": torch.zeros(2)})),
+        "tensor model.extra.weight has no place in this mixtral model",
+    ),
+    "tensor of another shape": (
+        lambda f: _edit_tensors(f, lambda t: t.update({EXPERT: torch.zeros(24, 19)})),
+        f"tensor {EXPERT} has shape [24, 19], config.json means [24, 20]",
+    ),
+    "tensor of another type": (
+        lambda f: _edit_tensors(f, lambda t: t.update({EXPERT: t[EXPERT].half()})),
+        "the parts of layers.1.ffn.experts.w_down have different types: F16, F32",
+    ),
+    "quantised type": (
+        lambda f: _edit_tensors(f, lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)})),
+        f"tensor {EXPERT} has type F8_E4M3",
+    ),
+    "config of another width": (lambda f: _edit_config(f, intermediate_size=21), "config.json means [21, 24]"),
+    "config of fewer experts": (lambda f: _edit_config(f, num_local_experts=5), "experts.5.w1.weight has no place"),
+    "config lacks a key": (lambda f: _edit_config(f, hidden_size=None), "config.json lacks hidden_size"),
+    "config that cannot be": (lambda f: _edit_config(f, num_key_value_heads=4), "num_query_groups=4 must divide"),
+    "config of a wrong kind": (
+        lambda f: _edit_config(f, hidden_size="24"),
+        "hidden_size='24', which should be a whole",
+    ),
+    "other activation": (lambda f: _edit_config(f, hidden_act="gelu"), "hidden_act='gelu', which moefold does not"),
+    "sliding window": (lambda f: _edit_config(f, sliding_window=8), "sliding_window=8, which moefold does not compute"),
+    "other rope": (
+        lambda f: _edit_config(f, rope_parameters={"rope_type": "longrope", "rope_theta": 1.0}),
+        "rope_type='longrope', which moefold does not compute",
+    ),
+    "quantised": (lambda f: _edit_config(f, quantization_config={"quant_method": "fp8"}), "has quantised weights"),
+    "unknown family": (lambda f: _edit_config(f, model_type="mixtrel"), "did you mean 'mixtral'?"),
+    "config not JSON": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
+    "no config": (lambda f: (f / "config.json").unlink(), "it has no config.json"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
+    "pickled weights": (_pickled, "holds pickled weights (pytorch_model.bin)"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "holds no weights"),
+    "index and single file": (lambda f: (f / INDEX).write_text("{}"), "has both model.safetensors and"),
+    "index outside the folder": (_index_outside, "names files outside its folder: ../part.safetensors"),
+    "index names a missing file": (
+        lambda f: _shard(f, {}, {"other.weight": "gone.safetensors"}),
+        "file gone.safetensors, which the index names, is missing",
+    ),
+    "index names a missing tensor": (
+        lambda f: _shard(f, {}, {"other.weight": "rest.safetensors"}),
+        "tensor other.weight is in the index but not in rest.safetensors",
+    ),
+    "tensor in the wrong file": (
+        lambda f: _shard(f, {"part.safetensors": [EXPERT, "lm_head.weight"]}, {EXPERT: "rest.safetensors"}),
+        f"tensor {EXPERT} of part.safetensors is not in the index",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return add_tokenizer(save_model(make_model("mixtral"), tmp_path_factory.mktemp("sound") / "hf"))
+
+
+def _copy(sound: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "work" / "hf"
+    folder.mkdir(parents=True)
+    for file in sound.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_folder_is_one_message_and_nothing_written(sound, tmp_path, capsys, fault):
+    break_it, message = FAULTS[fault]
+    folder = _copy(sound, tmp_path)
+    break_it(folder)
+    (tmp_path / "out").mkdir()
+    assert main(["import", str(folder), str(tmp_path / "out" / "ckpt")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("moefold: error: ")
+    assert error.count("\n") == 1
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_tensor_in_two_files_is_refused(sound, tmp_path, capsys):
+    folder = _copy(sound, tmp_path)
+    tensors = load_file(folder / WEIGHTS)
+    _shard(folder, {"part.safetensors": [EXPERT]})
+    save_file({EXPERT: tensors[EXPERT], "lm_head.weight": tensors["lm_head.weight"]}, folder / "part.safetensors")
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 2
+    assert "tensor lm_head.weight is in two files, part.safetensors and rest.safetensors" in capsys.readouterr().err
+
+
+def test_a_folder_without_tokenizer_is_imported_on_request(sound, tmp_path):
+    folder = _copy(sound, tmp_path)
+    (folder / "tokenizer.json").unlink()
+    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--no-tokenizer"]) == 0
+
+
+def test_a_flipped_bit_is_found_where_there_is_a_manifest(sound, tmp_path, capsys):
+    assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf")]) == 0
+    weights = tmp_path / "hf" / WEIGHTS
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "again")]) == 2
+    assert "changed since its manifest was written: model.norm.weight" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_head_beside_tied_embeddings_must_equal_them(tmp_path, capsys):
+    folder = add_tokenizer(save_model(make_model("llama-tied"), tmp_path / "hf"))
+    _edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
+    _edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
+    assert main(["import", str(folder), str(tmp_path / "other")]) == 2
+    assert "tensor lm_head.weight has no place" in capsys.readouterr().err
+
+
+def test_multi_token_prediction_is_left_out_on_request_only(tmp_path, capsys):
+    """Released folders of DeepSeek-V3 hold a layer more than config.json counts."""
+    folder = add_tokenizer(save_model(make_model("deepseek-v3"), tmp_path / "hf"))
+    further = "model.layers.3.eh_proj.weight"
+    _edit_tensors(folder, lambda t: t.update({further: torch.zeros(24, 48)}))
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 2
+    assert f"tensor {further} is of multi-token prediction" in capsys.readouterr().err
+    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--without-mtp", "--check"]) == 0
+
+
+def test_what_exists_is_not_overwritten(sound, tmp_path, capsys):
+    (tmp_path / "ckpt").mkdir()
+    assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 2
+    assert "exists; name another folder, or remove it" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_not_exported(sound, tmp_path, capsys):
+    assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 0
+    (file,) = (tmp_path / "ckpt").glob("*.distcp")
+    with file.open("r+b") as opened:
+        opened.truncate(1000)
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf")]) == 2
+    assert f"is damaged, it lacks the end of file {file.name}" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "hf"), str(tmp_path / "again")]) == 2
+    assert "is no moefold checkpoint" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*hf*"))
+
+
+def test_bytes_that_change_while_reading_leave_nothing(sound, tmp_path, capsys):
+    """The zip of a chunk is broken, which only reading it shows, in the middle of the export."""
+    assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 0
+    (file,) = (tmp_path / "ckpt").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    file.write_bytes(data)
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf")]) == 2
+    assert "cannot be read: " in capsys.readouterr().err
+    assert not list(tmp_path.glob("*hf*"))

@@ -1,0 +1,122 @@
+"""Import, then export: every byte is there again, and transformers loads it."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moefold.cli.main import main
+from moefold.convert.manifest import MANIFEST_FILE
+from moefold.launch.crew import joined_crew
+from tests.convert.hf_models import MODEL_NAMES, make_model, save_model, transformers
+
+
+def add_tokenizer(folder: Path) -> Path:
+    """What a folder has beside the model."""
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "modeling_custom.py").write_text("raise SystemExit")
+    return folder
+
+
+def folder_of(tmp_path: Path, name: str, **how: object) -> Path:
+    return add_tokenizer(save_model(make_model(name), tmp_path / "hf", **how))
+
+
+def assert_same_folder(first: Path, second: Path, *, but: tuple[str, ...] = ("modeling_custom.py",)) -> None:
+    """Both folders hold the same files, to the byte; the second has a manifest."""
+    names = {path.name for path in first.iterdir()} - set(but)
+    assert {path.name for path in second.iterdir()} == names | {MANIFEST_FILE}
+    for name in sorted(names):
+        assert (second / name).read_bytes() == (first / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_import_then_export_gives_the_same_files(tmp_path, capsys, name):
+    folder = folder_of(tmp_path, name, dtype=torch.bfloat16 if "moe" in name else torch.float32)
+    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
+    assert_same_folder(folder, tmp_path / "again")
+    assert "read again and equal" in capsys.readouterr().out
+
+
+def test_shards_come_back_as_they_were(tmp_path):
+    folder = folder_of(tmp_path, "qwen2-moe", shard="8KB")
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again")]) == 0
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    assert_same_folder(folder, tmp_path / "again")
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "one"), "--shard-size", "0", "--check"]) == 0
+    assert [path.name for path in (tmp_path / "one").glob("*.safetensors*")] == ["model.safetensors"]
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "cut"), "--shard-size", "9KB", "--check"]) == 0
+    tensors = {name: t for file in (tmp_path / "cut").glob("*.safetensors") for name, t in load_file(file).items()}
+    whole = load_file(tmp_path / "one" / "model.safetensors")
+    assert tensors.keys() == whole.keys()
+    assert all(torch.equal(tensors[name], whole[name]) for name in whole)
+    assert max(path.stat().st_size for path in (tmp_path / "cut").glob("*.safetensors")) < 12_000
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe"])
+def test_stacked_experts_come_back_stacked(tmp_path, name):
+    """Some tools write the experts of a layer as one tensor, as transformers has them in memory."""
+    model = make_model(name)
+    folder = add_tokenizer(save_model(model, tmp_path / "hf"))
+    stacked = {key: value.contiguous() for key, value in model.state_dict().items()}
+    save_file(stacked, folder / "model.safetensors", metadata={"format": "pt"})
+    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
+    assert_same_folder(folder, tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_transformers_loads_an_export_without_complaint(tmp_path, name, dtype):
+    model = make_model(name)
+    folder = add_tokenizer(save_model(model, tmp_path / "hf"))
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--dtype", dtype, "--check"]) == 0
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert not any(info.values()), info
+    assert loaded.dtype == getattr(torch, dtype)
+    found, expected = loaded.state_dict(), model.state_dict()
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        # The bias of the choice of experts is never rounded.
+        assert value.dtype == torch.float32 if key.endswith("correction_bias") else loaded.dtype
+        assert torch.equal(value, expected[key].to(value.dtype)), key
+
+
+def test_the_manifest_lists_every_tensor_with_its_hash(tmp_path):
+    folder = folder_of(tmp_path, "mixtral")
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again")]) == 0
+    manifest = json.loads((tmp_path / "again" / MANIFEST_FILE).read_text())
+    assert manifest == json.loads((tmp_path / "ckpt" / "hf" / MANIFEST_FILE).read_text())
+    tensors = load_file(tmp_path / "again" / "model.safetensors")
+    assert manifest["tensors"].keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        listed = manifest["tensors"][name]
+        assert listed["shape"] == list(tensor.shape)
+        assert listed["dtype"] == "F32"
+        assert listed["sha256"] == hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+def _convert(folder: Path, ckpt: Path, again: Path) -> None:
+    from moefold.convert.export_folder import ExportWish, export_folder
+    from moefold.convert.import_folder import ImportWish, import_folder
+
+    crew = joined_crew()
+    import_folder(folder, ckpt, crew, ImportWish(check=True), advance=lambda _: None)
+    export_folder(ckpt, again, crew, ExportWish(check=True), advance=lambda _: None)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_the_work(pool, tmp_path, world_size):
+    folder = folder_of(tmp_path, "qwen2-moe", dtype=torch.bfloat16, shard="30KB")
+    pool.run(world_size, _convert, folder, tmp_path / "ckpt", tmp_path / "again")
+    assert_same_folder(folder, tmp_path / "again")
+    assert len(list((tmp_path / "ckpt").glob("*.distcp"))) == world_size

@@ -1,0 +1,222 @@
+"""Dense models made models with experts: equal at first where that is promised, and not by accident."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.checkpoint.folder import read_meta
+from moefold.checkpoint.stream import CheckpointSource
+from moefold.cli.main import main
+from moefold.config.checks import check_config
+from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.convert.hf_config import read_model_config
+from moefold.convert.hf_folder import open_hf_folder
+from moefold.convert.start import start_weights
+from moefold.convert.upcycle import UpcycledSource
+from moefold.convert.upcycle_rule import starts_equal, upcycle_fault
+from moefold.convert.weights import HfSource, fill
+from moefold.model.transformer import build_model
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.parallelize import parallelize
+from tests.convert.hf_models import logits_of, make_model, save_model, tokens_of, transformers
+from tests.convert.test_round_trip import add_tokenizer
+
+SEQ_LEN = 16
+SETTINGS: dict[str, dict[str, object]] = {
+    "copies": {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 36},
+    "one of copies": {
+        "num_experts": 4,
+        "top_k": 1,
+        "moe_ffn_hidden_size": 36,
+        "router_softmax": "pre",
+        "upcycle_router": "zero",
+    },
+    "slices": {"num_experts": 12, "top_k": 6, "moe_ffn_hidden_size": 12},
+    "scaled router": {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 18, "router_scaling_factor": 2.5},
+    "sigmoid": {
+        "num_experts": 8,
+        "top_k": 4,
+        "moe_ffn_hidden_size": 18,
+        "router_score": "sigmoid",
+        "expert_bias": True,
+    },
+    "shared": {
+        "num_experts": 4,
+        "top_k": 2,
+        "moe_ffn_hidden_size": 36,
+        "shared_expert_ffn_hidden_size": 8,
+        "shared_expert_gate": True,
+    },
+    "some layers": {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 36, "layer_pattern": "DM2"},
+    "zero router, probabilities": {
+        "num_experts": 12,
+        "top_k": 6,
+        "moe_ffn_hidden_size": 12,
+        "router_softmax": "pre",
+        "upcycle_router": "zero",
+    },
+    "zero router, sigmoid": {
+        "num_experts": 4,
+        "top_k": 2,
+        "moe_ffn_hidden_size": 36,
+        "router_score": "sigmoid",
+        "router_normalize": False,
+        "upcycle_router": "zero",
+    },
+    "zero router, sqrtsoftplus": {
+        "num_experts": 6,
+        "top_k": 3,
+        "moe_ffn_hidden_size": 12,
+        "router_score": "sqrtsoftplus",
+        "router_normalize": False,
+        "upcycle_router": "zero",
+    },
+}
+"""Settings that promise to start equal."""
+
+BREAKS: dict[str, dict[str, object]] = {
+    "noise": {"upcycle_noise": 0.05},
+    "router of each expert": {"upcycle_router": "expert"},
+    "no scaling": {"upcycle_scaling": False},
+    "probabilities of a random router": {"router_softmax": "pre"},
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A Llama of transformers and its folder; width 36."""
+    model = make_model("llama-tied")
+    return model, add_tokenizer(save_model(model, tmp_path_factory.mktemp("dense") / "hf"))
+
+
+def model_of(folder: Path, settings: dict[str, object]) -> ModelConfig:
+    base = {"layer_pattern": "M", "upcycle_from": str(folder)}
+    return replace(read_model_config(folder), **{**base, **settings})
+
+
+def upcycled_logits(folder: Path, model: ModelConfig, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, S, V] of the upcycled model on one process."""
+    assert upcycle_fault(read_model_config(folder), model) == ""
+    cfg = Config(run=RunConfig(dtype="float32"), model=model, train=TrainConfig(seq_len=SEQ_LEN))
+    check_config(cfg)
+    module = build_model(cfg)
+    module.place(torch.arange(SEQ_LEN))
+    source = UpcycledSource(HfSource(open_hf_folder(folder)), model, seed=3)
+    fill(source, {**dict(module.named_parameters()), **dict(module.named_buffers())}, "dense")
+    with torch.no_grad():
+        return module.eval()(tokens).transpose(0, 1)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_what_promises_to_start_equal_does(dense, kind):
+    theirs, folder = dense
+    model = model_of(folder, SETTINGS[kind])
+    assert starts_equal(model)
+    tokens = tokens_of(2, SEQ_LEN)
+    found = upcycled_logits(folder, model, tokens)
+    torch.testing.assert_close(found, logits_of(theirs, tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_what_does_not_promise_it_does_not(dense, kind):
+    theirs, folder = dense
+    model = model_of(folder, SETTINGS["slices"] | BREAKS[kind])
+    assert not starts_equal(model)
+    tokens = tokens_of(2, SEQ_LEN)
+    assert (upcycled_logits(folder, model, tokens) - logits_of(theirs, tokens)).abs().max() > 1e-2
+
+
+def test_virtual_groups_hold_one_copy_each(dense):
+    theirs, folder = dense
+    model = model_of(folder, SETTINGS["slices"] | {"upcycle_scaling": False})
+    source = UpcycledSource(HfSource(open_hf_folder(folder)), model, seed=3)
+    whole = slice(None)
+    router = source.read("layers.1.ffn.router.weight", (slice(0, 12), slice(0, 24)))
+    assert torch.equal(router[0:1].expand(3, -1), router[0:3])
+    assert not torch.equal(router[2], router[3])
+    up = source.read("layers.1.ffn.experts.w_up", (slice(0, 12), slice(0, 24), slice(0, 12)))
+    down = source.read("layers.1.ffn.experts.w_down", (slice(0, 12), slice(0, 12), slice(0, 24)))
+    mlp = theirs.model.layers[1].mlp
+    for group in range(4):
+        experts = range(3 * group, 3 * group + 3)
+        assert torch.equal(torch.cat([up[e] for e in experts], 1).T, mlp.up_proj.weight[whole])
+        assert torch.equal(torch.cat([down[e] for e in experts], 0).T, mlp.down_proj.weight[whole])
+
+
+def test_noise_has_the_size_asked_for_and_differs_by_expert(dense):
+    theirs, folder = dense
+    model = model_of(folder, SETTINGS["copies"] | {"upcycle_noise": 0.1})
+    source = UpcycledSource(HfSource(open_hf_folder(folder)), model, seed=3)
+    gate = source.read("layers.0.ffn.experts.w_gate", (slice(0, 4), slice(0, 24), slice(0, 36)))
+    noise = gate - theirs.model.layers[0].mlp.gate_proj.weight.T
+    assert noise[1].std().item() == pytest.approx(0.1 * gate[1].std().item(), rel=0.1)
+    assert not torch.equal(noise[0], noise[1])
+
+
+def _upcycled_parts(cfg: Config) -> dict[str, torch.Tensor]:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    model = parallelize(cfg, groups)
+    assert start_weights(cfg, model, is_first_rank=False).startswith("upcycled from")
+    return {
+        name: parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+        for name, parameter in model.named_parameters.items()
+    }
+
+
+@pytest.mark.parity
+def test_every_mapping_upcycles_to_the_same_weights(pool, dense):
+    _, folder = dense
+    model = model_of(folder, SETTINGS["slices"] | {"upcycle_noise": 0.1, "tie_embeddings": True})
+    cfg = Config(run=RunConfig(device="cpu", dtype="float32", seed=3), model=model, train=TrainConfig(seq_len=SEQ_LEN))
+    (expected,) = pool.run(1, _upcycled_parts, cfg)
+    mapped = replace(cfg, parallel=ParallelConfig(world_size=4, tp=2, pp=2, etp=2))
+    for rank, found in enumerate(pool.run(4, _upcycled_parts, mapped)):
+        assert found
+        for name, values in found.items():
+            assert torch.equal(values, expected[name]), (rank, name)
+
+
+def test_the_command_makes_a_checkpoint_that_exports_and_trains(dense, tmp_path, monkeypatch, capsys):
+    """A Llama becomes a Mixtral that transformers loads, with the same logits."""
+    theirs, folder = dense
+    monkeypatch.chdir(tmp_path)
+    assert main(["upcycle", str(folder), "moe", "model.num_experts=4", "model.top_k=2"]) == 0
+    assert "computes at first what the dense model does" in capsys.readouterr().out
+    assert read_meta(Path("moe")).origin.startswith("upcycle of ")
+    assert CheckpointSource(Path("moe")).shapes["layers.0.ffn.experts.w_up"] == (4, 24, 36)
+    assert main(["export", "moe", "mixtral", "--check"]) == 0
+    assert Path("mixtral/tokenizer.json").is_file()
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained("mixtral", output_loading_info=True)
+    assert type(loaded).__name__ == "MixtralForCausalLM"
+    assert not any(info.values()), info
+    tokens = tokens_of(2, SEQ_LEN)
+    torch.testing.assert_close(logits_of(loaded, tokens), logits_of(theirs, tokens), rtol=1e-5, atol=1e-5)
+    words = ["run.device=cpu", "run.dtype=float32", "data.kind=synthetic", "data.tokenizer=bytes"]
+    words += ["train.seq_len=16", "train.global_batch_size=2", "run.steps=1"]
+    assert main(["train", "moe/recipe.toml", *words]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.num_experts=6", "model.top_k=3", "--granularity", "2"], "must be multiples of 2"),
+        (["--granularity", "5"], "--granularity 5 must divide the width 36"),
+        (["model.hidden_size=32"], "it is of another shape: "),
+        (["model.num_experts=4", "model.num_groups=2"], "choose between their members"),
+        (["train.lr=1"], "is no key of [model]"),
+        (["model.num_expert=4"], "did you mean"),
+    ],
+)
+def test_what_cannot_be_upcycled_is_one_message(dense, tmp_path, capsys, words, message):
+    _, folder = dense
+    assert main(["upcycle", str(folder), str(tmp_path / "moe"), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_experts_is_not_upcycled(tmp_path, capsys):
+    folder = add_tokenizer(save_model(make_model("mixtral"), tmp_path / "hf"))
+    assert main(["upcycle", str(folder), str(tmp_path / "moe"), "model.num_experts=4"]) == 2
+    assert "it has experts already" in capsys.readouterr().err
