@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference.example import latent_recipe, recipe, write_checkpoint
+from tests.inference.example import recipe, write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -20,12 +20,4 @@ def qwen3(pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a small Qwen3-MoE, of which the first layer is dense, in float32."""
     run_dir = tmp_path_factory.mktemp("qwen3") / "run"
     pool.run(1, write_checkpoint, recipe("qwen3-moe", run_dir))
-    return run_dir
-
-
-@pytest.fixture(scope="session")
-def latent(pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a small model with latent attention and multi-token prediction, in float64."""
-    run_dir = tmp_path_factory.mktemp("latent") / "run"
-    pool.run(1, write_checkpoint, latent_recipe(run_dir))
     return run_dir

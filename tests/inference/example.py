@@ -38,29 +38,43 @@ def recipe(family: str, run_dir: Path, dtype: str = "float32", moe: dict[str, An
     )
 
 
-LATENT = {
-    "attention": "mla",
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 14,
-    "num_query_groups": 4,
-    "head_dim": 0,
-    "layer_pattern": "DMM",
-    "router_score": "sigmoid",
-    "expert_bias": True,
-    "mtp_layers": 1,
+KINDS: dict[str, dict[str, Any]] = {
+    "deepseek-v3": {
+        "attention": "mla",
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 14,
+        "num_query_groups": 4,
+        "head_dim": 0,
+        "layer_pattern": "DMM",
+        "router_score": "sigmoid",
+        "expert_bias": True,
+        "mtp_layers": 1,
+    },
+    "gpt-oss": {
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "attention_sinks": True,
+        "attention_pattern": "WF",
+        "sliding_window": 4,
+        "moe_bias": True,
+        "moe_activation": "clamped_swiglu",
+        "swiglu_limit": 0.3,
+        "router_bias": True,
+    },
+    "windows": {"attention_pattern": "WF", "sliding_window": 3, "qk_norm": True, "qk_norm_width": "all_heads"},
 }
-"""Multi-head latent attention with heads of two widths, a layer for further tokens, and a router with a bias."""
+"""Kinds of attention that decoding must bear: latent, with sinks and windows, with windows alone."""
 
 
-def latent_recipe(run_dir: Path) -> Config:
-    """A small model of the kind of DeepSeek-V3, float64."""
+def recipe_of_kind(kind: str, run_dir: Path) -> Config:
+    """A small model in float64."""
     return config_from_dict(
         {
             "run": {"dtype": "float64", "seed": 6, "dir": str(run_dir)},
-            "model": SIZES | LATENT,
+            "model": SIZES | KINDS[kind],
             "train": {"seq_len": 24, "global_batch_size": 2, "micro_batch_size": 2},
             "data": {"kind": "synthetic"},
         }

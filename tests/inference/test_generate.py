@@ -8,7 +8,7 @@ import torch
 from moefold.inference.generate import Continuation, generate
 from moefold.inference.sampling import Sampling
 from moefold.parallel.staged import Decoder
-from tests.inference.example import opened, recipe, row_of_ids, theirs
+from tests.inference.example import KINDS, opened, recipe, recipe_of_kind, row_of_ids, theirs, write_checkpoint
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 pytestmark = pytest.mark.parity
@@ -102,13 +102,15 @@ def run_whole(path: Path, num_tokens: int) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("mapping", [MAPPINGS[0], MAPPINGS[1], MAPPINGS[3]], ids=name)
-def test_latent_attention_decodes_with_a_cache(pool, latent, mapping):
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_attention_decodes_with_a_cache(pool, tmp_path, kind):
+    pool.run(1, write_checkpoint, recipe_of_kind(kind, tmp_path))
     pieces = [5, 1, 3, 1, 1]
-    whole = pool.run(1, run_whole, latent, sum(pieces))[0]
+    whole = pool.run(1, run_whole, tmp_path, sum(pieces))[0]
     ends = torch.tensor(pieces).cumsum(0) - 1
-    for found in pool.run(mapping.get("world_size", 1), run_in_pieces, latent, mapping, pieces):
-        torch.testing.assert_close(found, whole[ends], rtol=1e-9, atol=1e-9)
+    for mapping in ({}, {"world_size": 4, "tp": 2, "pp": 2, "ep": 2}):
+        for found in pool.run(mapping.get("world_size", 1), run_in_pieces, tmp_path, mapping, pieces):
+            torch.testing.assert_close(found, whole[ends], rtol=1e-9, atol=1e-9)
 
 
 def test_draws_are_the_same_under_every_mapping_and_others_for_another_seed(pool, mixtral):
