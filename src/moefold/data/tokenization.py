@@ -64,8 +64,7 @@ def tokenize_files(
     with _claim(writer.out):
         _refuse_other(writer.out, note)
         _write_note(writer.out, note | {"is_complete": False})
-        for draft in writer.out.glob(DRAFTS):
-            draft.unlink()
+        _clear_drafts(writer.out)
         done = {shard.number: size for shard in shards if (size := writer.find(shard.number)) is not None}
         new = _write_missing(writer, [shard for shard in shards if shard.number not in done], num_processes)
         sizes = [*done.values(), *new]
@@ -82,8 +81,17 @@ def tokenize_files(
 
 def _write_missing(writer: ShardWriter, shards: list[Shard], num_processes: int) -> list[ShardSize]:
     total_bytes = sum(shard.size_bytes for shard in shards)
-    with ReadProgress("Tokenising", total_bytes) as progress:
-        return [size for _, size in run_tasks(writer.write, shards, num_processes, progress.advance)]
+    try:
+        with ReadProgress("Tokenising", total_bytes) as progress:
+            return [size for _, size in run_tasks(writer.write, shards, num_processes, progress.advance)]
+    finally:
+        # Processes that are ended when one fails leave theirs.
+        _clear_drafts(writer.out)
+
+
+def _clear_drafts(out: Path) -> None:
+    for draft in out.glob(DRAFTS):
+        draft.unlink()
 
 
 @contextlib.contextmanager
