@@ -5,12 +5,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -19,18 +21,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from moefold.checkpoint.folder import CheckpointMeta, read_meta
 from moefold.checkpoint.manifest import FileRecord, record_file, write_manifest
-from moefold.checkpoint.metadata_file import SafeReader
+from moefold.checkpoint.metadata_file import read_metadata
 from moefold.checkpoint.store import explained, refuse_broken_files
 from moefold.errors import ConfigError
 from moefold.launch.crew import Crew
@@ -39,6 +38,7 @@ CHUNK_BYTES = 1 << 25
 """Tensors are written in chunks of whole rows of about this size: what a reader has to read for a part of them."""
 
 Region = tuple[slice, ...]
+Offsets = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def chunks_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[C
 class CheckpointSource:
     """The weights in a checkpoint; no process group is needed.
 
-    Rows of the last tensors that were read are kept, as far as their chunks go, until `forget`.
+    The chunks that the last read of a tensor touched are kept until `forget`.
 
     Raises:
         ConfigError: the folder is no complete checkpoint.
@@ -70,54 +70,57 @@ class CheckpointSource:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.meta: CheckpointMeta = read_meta(path)
-        self._reader = SafeReader(path)
         with self._explained():
-            self._metadata: Metadata = self._reader.read_metadata()
+            self._metadata: Metadata = read_metadata(path)
             refuse_broken_files(path, self._metadata)
-            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._stored = {
             name.removeprefix("model."): stored
             for name, stored in self._metadata.state_dict_metadata.items()
             if name.startswith("model.") and isinstance(stored, TensorStorageMetadata)
         }
         self.shapes = {name: tuple(stored.size) for name, stored in self._stored.items()}
-        self._kept: dict[str, tuple[int, Tensor]] = {}
+        self._kept: dict[str, dict[Offsets, Tensor]] = {}
 
     def dtype(self, name: str) -> torch.dtype:
         """How a tensor is stored."""
         return self._stored[name].properties.dtype
 
     def read(self, name: str, region: Region) -> Tensor:
-        """The values of a region, read with all rows of the chunks that it touches."""
-        if not region:
-            return self._read(name, ())
-        rows = region[0]
-        start, kept = self._kept.get(name, (0, None))
-        if kept is None or rows.start < start or rows.stop > start + len(kept):
-            self._kept.pop(name, None)
-            start, stop = self._whole_chunks(name, rows)
-            full = tuple(slice(0, size) for size in self.shapes[name][1:])
-            kept = self._read(name, (slice(start, stop), *full))
-            self._kept[name] = (start, kept)
-        return kept[(slice(rows.start - start, rows.stop - start), *region[1:])]
+        """The values of a region; a view of a chunk where it lies within one."""
+        boxes = {
+            tuple(chunk.offsets): common
+            for chunk in self._stored[name].chunks
+            if (common := _common(region, tuple(chunk.offsets), tuple(chunk.sizes))) is not None
+        }
+        kept = self._kept.get(name, {})
+        self._kept[name] = {offsets: kept[offsets] for offsets in boxes if offsets in kept}
+        kept = {}
+        for offsets in boxes:
+            if offsets not in self._kept[name]:
+                self._kept[name][offsets] = self._load(name, offsets)
+        parts = {offsets: self._kept[name][offsets][_within(box, offsets)] for offsets, box in boxes.items()}
+        sizes = [part.stop - part.start for part in region]
+        if len(parts) == 1 and list(next(iter(parts.values())).shape) == sizes:
+            return next(iter(parts.values()))
+        values = torch.empty(sizes, dtype=self.dtype(name))
+        start = tuple(part.start for part in region)
+        for offsets, part in parts.items():
+            values[_within(boxes[offsets], start)] = part
+        return values
 
     def forget(self) -> None:
         """Free what was kept."""
         self._kept.clear()
 
-    def _whole_chunks(self, name: str, rows: slice) -> tuple[int, int]:
-        spans = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in self._stored[name].chunks]
-        touched = [span for span in spans if span[0] < rows.stop and span[1] > rows.start]
-        return min(first for first, _ in touched), max(last for _, last in touched)
-
-    def _read(self, name: str, region: Region) -> Tensor:
-        sizes = [part.stop - part.start for part in region]
-        values = torch.empty(sizes, dtype=self.dtype(name))
-        box = ChunkStorageMetadata(torch.Size([part.start for part in region]), torch.Size(sizes))
-        items = create_read_items_for_chunk_list(f"model.{name}", self._stored[name], [box])
+    def _load(self, name: str, offsets: Offsets) -> Tensor:
+        """One chunk. DCP's own reader would copy it once more."""
+        places = self._metadata.storage_data
+        assert places is not None
+        place = places[MetadataIndex(f"model.{name}", torch.Size(offsets))]
         try:
-            with self._explained():
-                self._reader.read_data(LoadPlan(items), _IntoOne(values)).wait()
+            with self._explained(), (self.path / place.relative_path).open("rb") as opened:
+                window: Any = _Window(opened, place.offset, place.length)
+                values: Tensor = torch.load(window, weights_only=True)
         except RuntimeError as error:
             # What torch says of a broken archive.
             raise ConfigError(f"checkpoint {str(self.path)!r} is damaged: {name} cannot be read: {error}") from error
@@ -127,17 +130,47 @@ class CheckpointSource:
         return explained(f"checkpoint {str(self.path)!r} cannot be read")
 
 
-class _IntoOne(DefaultLoadPlanner):
-    """Puts what is read into one tensor."""
+class _Window(RawIOBase):
+    """A part of a file as a file."""
 
-    def __init__(self, values: Tensor) -> None:
-        super().__init__()
-        self._values = values
+    def __init__(self, opened: BinaryIO, start: int, size: int) -> None:
+        self._opened, self._start, self._size = opened, start, size
+        opened.seek(start)
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The place of one box."""
-        place = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self._values[tuple(slice(start, start + size) for start, size in place)]
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Place in the part."""
+        return self._opened.tell() - self._start
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        """Go to a place in the part."""
+        base = {SEEK_SET: 0, SEEK_CUR: self.tell(), SEEK_END: self._size}[whence]
+        return self._opened.seek(self._start + base + offset) - self._start
+
+    def readinto(self, buffer: Any) -> int:
+        """Read on, up to the end of the part."""
+        target = memoryview(buffer)[: max(0, self._size - self.tell())]
+        return self._opened.readinto(target)  # type: ignore[attr-defined, no-any-return]
+
+
+def _common(region: Region, start: Offsets, size: Offsets) -> Region | None:
+    """The part of a region that lies in a box; None if they do not meet."""
+    common = tuple(
+        slice(max(part.start, a), min(part.stop, a + n)) for part, a, n in zip(region, start, size, strict=True)
+    )
+    return None if any(part.start >= part.stop for part in common) else common
+
+
+def _within(region: Region, start: Offsets) -> Region:
+    """A region counted from a start."""
+    return tuple(slice(part.start - a, part.stop - a) for part, a in zip(region, start, strict=True))
 
 
 def write_chunks(

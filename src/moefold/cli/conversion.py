@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 
 @contextmanager
 def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
-    """Join the ranks that a launcher started, if it did, and show the bytes that go through this one."""
+    """Join the ranks that a launcher started, if it did, and show the bytes that go through this one.
+
+    One of several ranks ends here, with status 0, when it is done.
+    """
     place = find_place()
     # torch takes seconds to import: a wrong environment is answered without it.
     from moefold.launch.crew import joined_crew
-    from moefold.launch.failure import FailingRank
+    from moefold.launch.failure import FailingRank, leave
     from moefold.launch.ranks import joined
 
     with ExitStack() as stack:
@@ -28,6 +31,8 @@ def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
             stack.enter_context(joined(place, "cpu"))
         crew = joined_crew()
         yield crew, stack.enter_context(_progress(what, crew))
+    if crew.size > 1:
+        leave(0)
 
 
 def conversion_summary(done: "Conversion", out: Path, was_checked: bool) -> str:

@@ -30,9 +30,6 @@ COMMANDS = {
     "bench": "measure the training step against a plain implementation",
 }
 
-MODULES = {"import": "import_folder", "export": "export_folder"}
-"""Where a command is not the module of its name: `import` is a word of Python's."""
-
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -76,7 +73,7 @@ def _dispatch(words: list[str]) -> int:
         if name.startswith("-"):
             _parser().parse_args(words)
             return EXIT_USER_ERROR
-        return int(importlib.import_module(f"moefold.cli.{MODULES.get(name, name)}").run(words[1:]))
+        return int(importlib.import_module(f"moefold.cli.{name}").run(words[1:]))
     except SystemExit as leave:
         # argparse ends so, after its help (0) and after its own message on a wrong word (2).
         return leave.code if isinstance(leave.code, int) else 0 if leave.code is None else EXIT_USER_ERROR

@@ -1,0 +1,36 @@
+"""Several ranks of torchrun convert together, and end quietly."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.convert.hf_models import make_model, save_model
+from tests.convert.test_round_trip import add_tokenizer, assert_same_folder
+
+pytestmark = pytest.mark.e2e
+
+
+def _torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moefold"]
+    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_two_ranks_import_and_export(tmp_path):
+    folder = add_tokenizer(save_model(make_model("qwen3-moe"), tmp_path / "hf", shard="20KB"))
+    done = _torchrun("import", str(folder), str(tmp_path / "ckpt"), "--check")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("read again and equal") == 1
+    done = _torchrun("export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check")
+    assert done.returncode == 0, done.stderr
+    assert_same_folder(folder, tmp_path / "again")
+
+
+def test_a_fault_ends_both_with_one_message(tmp_path):
+    folder = add_tokenizer(save_model(make_model("qwen3-moe"), tmp_path / "hf"))
+    (folder / "tokenizer.json").unlink()
+    done = _torchrun("import", str(folder), str(tmp_path / "ckpt"))
+    assert done.returncode != 0
+    assert done.stderr.count("moefold: error: ") == 1
+    assert "has no tokenizer" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
