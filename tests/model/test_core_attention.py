@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from moefold.model.band import Band
 from moefold.model.core_attention import CausalAttention
+from moefold.model.sight import Sight
 from tests.model.attention_reference import (
     random_attention,
     random_sinks,
@@ -115,3 +117,24 @@ def test_a_sink_takes_its_share():
     v = torch.randn(1, 1, 1, 4)
     out = CausalAttention()(torch.zeros_like(v), v, v, None, torch.tensor([3.0]).log())
     torch.testing.assert_close(out, v / 4)
+
+
+@pytest.mark.parametrize("window", [1, 40, 65, 66, 72])
+@pytest.mark.parametrize("limits", ["sinks", "documents", "neither"])
+@pytest.mark.parametrize("length", [288, 301])
+def test_long_runs_go_tile_by_tile(window, limits, length):
+    given = random_attention(6, length, 2, (4, 2, 4))
+    positions = torch.arange(length)
+    starts = random_starts(7, length, 2) if limits == "documents" else None
+    if limits == "sinks":
+        given.append(random_sinks(8, 4))
+    assert isinstance(Sight(window, starts).of_run(0, length, given[0].device), Band)
+
+    def expected(q, k, v, sinks=None):
+        return reference_attention(q, k, v, positions, positions, starts, window, sinks)
+
+    def attend(q, k, v, sinks=None):
+        return CausalAttention(window)(q, k, v, starts, sinks)
+
+    for mine, theirs in zip(with_gradients(attend, *given), with_gradients(expected, *given), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)

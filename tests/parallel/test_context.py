@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moefold.model.band import Band
 from moefold.model.core_attention import CausalAttention
 from moefold.parallel.context import context_attention, sequence_positions
 from moefold.parallel.groups import ParallelGroups
@@ -37,6 +38,7 @@ class Limits:
     documents: bool = False
     window: int = 0
     sinks: bool = False
+    seq_len: int = SEQ_LEN
 
 
 NO_LIMITS = Limits()
@@ -48,12 +50,12 @@ def _attend_on_shards(
     """On each rank: [out, dq, dk, dv] in float64 of its positions, for each case. The data differ along tp."""
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     cp = groups.attn.cp
-    positions = sequence_positions(cut_as, SEQ_LEN, cp.size, cp.rank)
+    positions = sequence_positions(cut_as, limits.seq_len, cp.size, cp.rank)
     core = context_attention(kind, cp, limits.window)
     results = []
     for heads, batch in cases:
-        shards = [x[positions].to(dtype) for x in random_attention(groups.attn.tp.rank, SEQ_LEN, batch, heads)]
-        starts = random_starts(groups.attn.tp.rank, SEQ_LEN, batch) if limits.documents else None
+        shards = [x[positions].to(dtype) for x in random_attention(groups.attn.tp.rank, limits.seq_len, batch, heads)]
+        starts = random_starts(groups.attn.tp.rank, limits.seq_len, batch) if limits.documents else None
         attend = partial(core, starts=starts)
         if limits.sinks:
             shards.append(random_sinks(groups.attn.tp.rank, heads[0]).to(dtype))
@@ -68,12 +70,12 @@ def _largest_errors(
     """For out, dq, dk and dv: the largest error over the cases, each relative to the largest value of the tensor."""
     layout, cut_as = fold(**sizes), cut_as or kind
     ranks = pool.run(layout.world_size, _attend_on_shards, kind, sizes, cases, dtype, cut_as, limits)
-    order = torch.cat([sequence_positions(cut_as, SEQ_LEN, layout.cp, rank) for rank in range(layout.cp)])
+    order = torch.cat([sequence_positions(cut_as, limits.seq_len, layout.cp, rank) for rank in range(layout.cp)])
     errors = []
     for tp_rank, (i, (heads, batch)) in itertools.product(range(layout.tp), enumerate(cases)):
         # The reference sees what the rank sees: numbers of the narrow type.
-        inputs = [x.to(dtype).double() for x in random_attention(tp_rank, SEQ_LEN, batch, heads)]
-        starts = random_starts(tp_rank, SEQ_LEN, batch) if limits.documents else None
+        inputs = [x.to(dtype).double() for x in random_attention(tp_rank, limits.seq_len, batch, heads)]
+        starts = random_starts(tp_rank, limits.seq_len, batch) if limits.documents else None
         attend = partial(_attend_to_whole, starts=starts, window=limits.window)
         if limits.sinks:
             inputs.append(random_sinks(tp_rank, heads[0]).to(dtype).double())
@@ -91,7 +93,7 @@ def _largest_errors(
 
 
 def _attend_to_whole(q, k, v, starts=None, window=0, sinks=None) -> torch.Tensor:
-    positions = torch.arange(SEQ_LEN)
+    positions = torch.arange(len(q))
     return reference_attention(q, k, v, positions, positions, starts, window, sinks)
 
 
@@ -127,6 +129,14 @@ LIMITS = [
 def test_windows_and_sinks(pool, kind, limits):
     cases = [((8, 4, 8), 2), ((4, 1, 5), 1)]
     assert max(_largest_errors(pool, kind, {"world_size": 4, "cp": 4}, cases=cases, limits=limits)) < 1e-10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("limits", [Limits(window=20, sinks=True, seq_len=1040), Limits(True, 3, False, 1040)], ids=str)
+def test_a_long_sequence_goes_tile_by_tile(pool, kind, limits):
+    cases = [((2, 1, 4), 2)]
+    assert Band.pays(limits.window, limits.seq_len // 4)
+    assert max(_largest_errors(pool, kind, {"world_size": 2, "cp": 2}, cases=cases, limits=limits)) < 1e-10
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -241,5 +251,8 @@ def test_the_core_follows_the_kind(pool):
 @pytest.mark.parametrize("kind", ["ring", "allgather"])
 def test_chunks_outside_the_window_are_not_computed(pool, kind):
     pairs = pool.run(4, _count_pairs, kind, 4, 4)
-    # Each of two chunks of three sees itself and the one before it: 9 pairs a block; own blocks are one of 6 x 6.
-    assert pairs == [(36 + 9, 36 + 9), (36 + 18, 36 + 18), (36 + 18, 36 + 18), (36 + 9, 36 + 9)]
+    # Each of eight chunks of three tokens has the triangle with itself and the square with the one before it.
+    assert pairs == [(6 + 6 + 9,) * 2, *[(6 + 9 + 6 + 9,) * 2] * 3]
+    pairs = pool.run(4, _count_pairs, kind, 4, 2)
+    # Of two tokens, the second is the neighbour: the square with the chunk before is one pair; within, there is a mask.
+    assert pairs == [(9 + 9 + 1,) * 2, *[(9 + 1 + 9 + 1,) * 2] * 3]

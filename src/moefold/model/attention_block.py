@@ -13,23 +13,27 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from moefold.model.band import Band
+
 CUDA_FLASH_MAX_HEAD_SIZE = 256
 """Largest head of the CUDA flash kernel (torch: sdp_utils.cpp, check_head_dim_size_flash)."""
 CUDA_FLASH_HEAD_MULTIPLE = 8
 """Heads of the CUDA flash kernel are multiples of this size (torch: flash_api.cpp, mha_fwd)."""
 
-Seen = Literal["all", "causal"] | Tensor
+Mask = Literal["all", "causal"] | Tensor
 """Which keys the queries of a block see: all; query i keys 0..i, with Sq = Sk; or those of a bool [B or 1, Sq, Sk]."""
+Seen = Mask | Band
+"""The same, or the last keys before each query, with Sq = Sk."""
 
 
 class BlockKernel(Protocol):
     """One way to compute a block."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
 
@@ -48,6 +52,10 @@ def attention_block(q: Tensor, k: Tensor, v: Tensor, *, seen: Seen) -> tuple[Ten
         query that sees nothing has out = 0 and lse = -inf.
     """
     assert not _is_causal(seen) or q.shape[0] == k.shape[0], (q.shape, k.shape)
+    if isinstance(seen, Band):
+        q_tiles, k_tiles, v_tiles, mask = seen.cut(q, k, v)
+        out, lse = attention_block(q_tiles, k_tiles, v_tiles, seen=mask)
+        return seen.join(out, len(q)), seen.join(lse, len(q))
     return block_kernel(q, seen).forward(_unit_stride(q), _unit_stride(k), _unit_stride(v), seen)
 
 
@@ -68,6 +76,12 @@ def attention_block_backward(
     Returns:
         (dq, dk, dv): the block's share of the gradient of q; the gradients of its keys and values from these queries.
     """
+    if isinstance(seen, Band):
+        q_tiles, k_tiles, v_tiles, mask = seen.cut(q, k, v)
+        # Behind the run there is no gradient, so its log-sum-exp there has only to be finite.
+        given = seen.tiles(grad_out), q_tiles, k_tiles, v_tiles, seen.tiles(out), seen.tiles(lse)
+        dq, dk, dv = attention_block_backward(*given, seen=mask)
+        return seen.join(dq, len(q)), seen.join_keys(dk, len(q)), seen.join_keys(dv, len(q))
     grad_out, q, k, v, out = (_unit_stride(x) for x in (grad_out, q, k, v, out))
     return block_kernel(q, seen).backward(grad_out, q, k, v, out, lse, seen)
 
@@ -85,7 +99,7 @@ def merge_block_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor)
     torch.logaddexp(lse, block_lse, out=lse)
 
 
-def block_kernel(q: Tensor, seen: Seen) -> BlockKernel:
+def block_kernel(q: Tensor, seen: Mask) -> BlockKernel:
     """The fastest kernel that computes exactly this device, type, head size and sight."""
     if q.device.type == "cpu" and q.is_floating_point():
         return CpuFlash()
@@ -103,7 +117,7 @@ def block_kernel(q: Tensor, seen: Seen) -> BlockKernel:
 class CpuFlash:
     """The CPU flash kernel; every floating type, no [Sq, Sk] matrix in memory."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         heads_first = (_heads_first(q), _heads_first(k), _heads_first(v))
@@ -114,7 +128,7 @@ class CpuFlash:
         return _sequence_first(out), lse.permute(2, 0, 1)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -127,14 +141,14 @@ class CpuFlash:
 class CudaFlash:
     """The CUDA flash kernel; bfloat16 and float16."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out, lse, *_ = flash(_heads_first(q), _heads_first(k), _heads_first(v), 0.0, _is_causal(seen))
         return _sequence_first(out), lse.permute(2, 0, 1)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -150,7 +164,7 @@ class CudaFlash:
 class Plain:
     """The same in plain tensor maths, for every device and type; holds one [B, A, Sq, Sk] matrix."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         q_SBGRD, k_SBGD, v_SBGD = _grouped(q, k), _wide(k), _wide(v)
         scores = _scores(q_SBGRD, k_SBGD, seen)
@@ -161,7 +175,7 @@ class Plain:
         return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2).permute(2, 0, 1)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
         q_SBGRD, grad_SBGRD, k_SBGD, v_SBGD = _grouped(q, k), _grouped(grad_out, k), _wide(k), _wide(v)
@@ -185,14 +199,14 @@ def _is_causal(seen: Seen) -> bool:
     return isinstance(seen, str) and seen == "causal"
 
 
-def _additive(seen: Seen, dtype: torch.dtype) -> Tensor | None:
+def _additive(seen: Mask, dtype: torch.dtype) -> Tensor | None:
     """What is added to the scores, [B, 1, Sq, Sk]: 0, or -inf for a hidden key."""
     if not isinstance(seen, Tensor):
         return None
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf")).unsqueeze(1)
 
 
-def _scores(q_SBGRD: Tensor, k_SBGD: Tensor, seen: Seen) -> Tensor:
+def _scores(q_SBGRD: Tensor, k_SBGD: Tensor, seen: Mask) -> Tensor:
     scores = torch.einsum("sbgrd,tbgd->bgrst", q_SBGRD * q_SBGRD.shape[-1] ** -0.5, k_SBGD)
     if isinstance(seen, Tensor):
         return scores.masked_fill_(~seen[:, None, None], float("-inf"))

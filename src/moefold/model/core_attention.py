@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from moefold.model.attention_block import Seen, attention_block, attention_block_backward
 from moefold.model.attention_sink import fold_in_sinks, sink_gradient
+from moefold.model.band import Band
 from moefold.model.sight import Sight
 
 
@@ -61,11 +62,11 @@ class CausalAttention:
         Returns:
             [S, B, A, D]; a view of a tensor with the batch outermost, as the kernel writes it.
         """
-        sight, mask = Sight(self._window, starts), None
-        if sinks is not None:
-            return _SinkAttention.apply(q, k, v, sinks, sight)
-        if sight.is_limited(q.shape[0]):
-            mask = _whole_mask(sight, q).unsqueeze(1)
+        seen, mask = Sight(self._window, starts).of_run(0, q.shape[0], q.device), None
+        if sinks is not None or isinstance(seen, Band):
+            return _BlockAttention.apply(q, k, v, sinks, seen)
+        if isinstance(seen, Tensor):
+            mask = seen.unsqueeze(1)
         # enable_gqa lets the kernel read each key/value head in place: no copy for its A/G query heads. With equal head
         # counts it would only rule kernels out.
         out = F.scaled_dot_product_attention(
@@ -79,28 +80,19 @@ class CausalAttention:
         return out.permute(2, 0, 1, 3)
 
 
-class _SinkAttention(torch.autograd.Function):
-    """(q [S, B, A, D], k [S, B, G, D], v [S, B, G, D], sinks [A]) -> [S, B, A, D]."""
+class _BlockAttention(torch.autograd.Function):
+    """(q [S, B, A, D], k [S, B, G, D], v [S, B, G, D], sinks [A] or None) -> [S, B, A, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, sight: Sight) -> Tensor:
-        out, lse = fold_in_sinks(*attention_block(q, k, v, seen=_seen(sight, q)), sinks)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Seen) -> Tensor:
+        out, lse = fold_in_sinks(*attention_block(q, k, v, seen=seen), sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.sight = sight
+        ctx.seen = seen
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        gradients = attention_block_backward(grad_out, q, k, v, out, lse, seen=_seen(ctx.sight, q))
+        gradients = attention_block_backward(grad_out, q, k, v, out, lse, seen=ctx.seen)
         return *gradients, sink_gradient(grad_out, out, lse, sinks), None
-
-
-def _seen(sight: Sight, q: Tensor) -> Seen:
-    return _whole_mask(sight, q) if sight.is_limited(q.shape[0]) else "causal"
-
-
-def _whole_mask(sight: Sight, q: Tensor) -> Tensor:
-    positions = torch.arange(q.shape[0], device=q.device)
-    return sight.mask(positions, positions)

@@ -1,9 +1,12 @@
 """Which keys a query sees: its own, and those before it in the same document and within the window."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from moefold.model.band import Band
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,22 @@ class Sight:
     def is_limited(self, seq_len: int) -> bool:
         """Whether any query of a sample of this length may see less than all that is before it."""
         return self.starts is not None or 0 < self.window < seq_len
+
+    def of_run(self, first: int, length: int, device: torch.device) -> "Literal['causal'] | Tensor | Band":
+        """What the queries of a run of tokens see of the keys of that run, for `attention_block`.
+
+        Args:
+            first: position of the first token.
+            length: number of tokens.
+            device: of a mask.
+        """
+        if not self.is_limited(length):
+            return "causal"
+        if Band.pays(self.window, length):
+            starts = None if self.starts is None else self.starts[first : first + length] - first
+            return Band(self.window, starts)
+        positions = torch.arange(first, first + length, device=device)
+        return self.mask(positions, positions)
 
     def reaches(self, distance: int) -> bool:
         """Whether a query sees the key so many positions before it, documents aside."""

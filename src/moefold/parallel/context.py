@@ -147,15 +147,25 @@ class _Blocks:
     """Which (query, key) pairs of the chunks of the sequence this rank computes, and what of them is seen."""
 
     def __init__(self, q: Tensor, cp: Group, sight: Sight) -> None:
-        self._own = _zigzag(cp.size, cp.rank)
+        self.own_chunks = _zigzag(cp.size, cp.rank)
         self._size = q.shape[0] // 2
         self._sight = sight
         self._device = q.device
         self._is_limited = sight.is_limited(q.shape[0] * cp.size)
 
-    def own(self) -> Seen:
-        """What my queries see of my own keys."""
-        return self._seen(slice(None), self._own) if self._is_limited else "causal"
+    def own(self) -> list[tuple[slice, Seen]]:
+        """Blocks over my own keys: their rows, and what each sees of itself; with a window each chunk by itself.
+
+        With two blocks, what the second sees of the first is in `before(own_chunks)`.
+        """
+        if not self._is_limited:
+            return [(slice(None), "causal")]
+        if not self._sight.window:
+            positions = self._positions(self.own_chunks)
+            return [(slice(None), self._sight.mask(positions, positions))]
+        halves = (slice(self._size), slice(self._size, None))
+        runs = [self._sight.of_run(chunk * self._size, self._size, self._device) for chunk in self.own_chunks]
+        return list(zip(halves, runs, strict=True))
 
     def before(self, chunks: Sequence[int]) -> Iterator[tuple[slice, slice, Seen]]:
         """Blocks over the keys of some chunks of other ranks, ascending, that hold every pair that is seen.
@@ -163,13 +173,28 @@ class _Blocks:
         Yields:
             (rows of my queries, rows of the keys of `chunks`, which of the pairs are seen)
         """
-        spans = [self._span(mine, chunks) for mine in self._own]
-        whole = [(slice(None), spans[0])] if spans[0] == spans[1] else []
-        halves = zip((slice(self._size), slice(self._size, None)), spans, strict=True)
-        for rows, span in whole or halves:
+        spans = [self._span(mine, chunks) for mine in self.own_chunks]
+        if not self._sight.window and spans[0] == spans[1]:
+            blocks = [(slice(2 * self._size), spans[0])]
+        else:
+            blocks = [(slice(i * self._size, (i + 1) * self._size), span) for i, span in enumerate(spans)]
+        for rows, span in blocks:
             if span:
-                keys = slice(span.start * self._size, span.stop * self._size)
-                yield rows, keys, self._seen(rows, chunks[span.start : span.stop]) if self._is_limited else "all"
+                yield self._block(rows, span, chunks)
+
+    def _block(self, rows: slice, span: range, chunks: Sequence[int]) -> tuple[slice, slice, Seen]:
+        """Of the rows of one chunk, or of all mine, those that see any key of a span, and of these keys those seen."""
+        keys, window = slice(span.start * self._size, span.stop * self._size), self._sight.window
+        if not self._is_limited:
+            return rows, keys, "all"
+        queries, positions = self._positions(self.own_chunks), self._positions(chunks)
+        if window:
+            first_query = self.own_chunks[rows.start // self._size] * self._size
+            last_key = (chunks[span.stop - 1] + 1) * self._size - 1
+            rows = slice(rows.start, min(rows.stop, rows.start + last_key + window - first_query))
+            unseen = max(0, first_query - window + 1 - chunks[span.start] * self._size)
+            keys = slice(keys.start + unseen, keys.stop)
+        return rows, keys, self._sight.mask(queries[rows], positions[keys])
 
     def _span(self, mine: int, chunks: Sequence[int]) -> range:
         """The places in `chunks` of those that a chunk of mine looks back to: neighbours, as chunks ascend."""
@@ -180,9 +205,6 @@ class _Blocks:
         ]
         return range(places[0], places[-1] + 1) if places else range(0)
 
-    def _seen(self, rows: slice, chunks: Sequence[int]) -> Tensor:
-        return self._sight.mask(self._positions(self._own)[rows], self._positions(chunks))
-
     def _positions(self, chunks: Sequence[int]) -> Tensor:
         return torch.cat([torch.arange(i * self._size, (i + 1) * self._size, device=self._device) for i in chunks])
 
@@ -191,9 +213,13 @@ class _Attended:
     """Local queries and what they have gathered so far, beginning with the local keys and values."""
 
     def __init__(self, q: Tensor, kv: Tensor, blocks: _Blocks) -> None:
-        out, self.lse = attention_block(q, kv[:, 0], kv[:, 1], seen=blocks.own())
+        own = blocks.own()
+        parts = [attention_block(q[rows], kv[rows, 0], kv[rows, 1], seen=seen) for rows, seen in own]
+        out, self.lse = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         self.q, self.out = q, out.to(accumulation_dtype(q.dtype))
         self._blocks = blocks
+        if len(own) > 1:
+            self.see(kv, blocks.own_chunks)
 
     def see(self, kv: Tensor, chunks: Sequence[int]) -> None:
         """Attend to the keys of some chunks of other ranks."""
@@ -213,10 +239,16 @@ class _Gradients:
     def __init__(self, given: tuple[Tensor, Tensor, Tensor, Tensor], kv: Tensor, blocks: _Blocks) -> None:
         self._given = given
         self._blocks = blocks
-        grad_out, q, out, lse = given
-        dq, dk, dv = attention_block_backward(grad_out, q, kv[:, 0], kv[:, 1], out, lse, seen=blocks.own())
+        own, parts = blocks.own(), []
+        for rows, seen in own:
+            grad_out, q, out, lse = (x[rows] for x in given)
+            parts.append(attention_block_backward(grad_out, q, kv[rows, 0], kv[rows, 1], out, lse, seen=seen))
+        dq, dk, dv = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         self.dq = dq.to(accumulation_dtype(q.dtype))
         self.own_dkv = torch.stack((dk, dv), 1)
+        if len(own) > 1:
+            self.own_dkv = self.own_dkv.to(self.dq.dtype)
+            _add_shares(self.own_dkv, self.through(kv, blocks.own_chunks))
 
     def through(self, kv: Tensor, chunks: Sequence[int]) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Add the share of each block to dq; yield (rows of kv, dk, dv) from the local queries."""
@@ -289,8 +321,12 @@ class _AllGatherFunction(torch.autograd.Function):
         grads = dict(zip(_zigzag(cp.size, cp.rank), gradients.own_dkv.split(size), strict=True))
         for seen in _seen_chunks(cp):
             held = torch.cat([chunks[i] for i in seen])
-            dkv = torch.zeros_like(held, dtype=gradients.dq.dtype)
-            _add_shares(dkv, gradients.through(held, seen))
+            shares = list(gradients.through(held, seen))
+            if len(shares) == 1 and len(shares[0][1]) == len(held):
+                dkv = torch.stack(shares[0][1:], 1)
+            else:
+                dkv = torch.zeros_like(held, dtype=gradients.dq.dtype)
+                _add_shares(dkv, shares)
             grads |= zip(seen, dkv.split(size), strict=True)
         unseen = torch.zeros_like(kv[:size])
         by_rank = [grads.get(i, unseen) for rank in range(cp.size) for i in _zigzag(cp.size, rank)]
