@@ -1,4 +1,4 @@
-"""What documents, windows and sinks cost: forward and backward pass of the attention core beside plain causal attention.
+"""What documents, windows and sinks cost: forward and backward pass of attention beside that of plain causal attention.
 
 `python benchmarks/attention_limits.py [cpu|cuda]` prints one line for each sequence length and type, in milliseconds.
 """
