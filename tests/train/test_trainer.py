@@ -2,7 +2,9 @@
 
 import json
 import signal
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,24 @@ def test_a_resume_with_another_batch_goes_on_at_the_next_sample(pool, tmp_path):
     assert last["tokens"] == (2 * 4 + 8) * 16
     (elsewhere,) = pool.run(1, _loss_of_samples, larger, saved, 2 * 8)
     assert elsewhere != pytest.approx(expected, rel=1e-3)
+
+
+def _train_loudly(cfg: Config) -> str:
+    """What the rank prints."""
+    printed = StringIO()
+    with redirect_stdout(printed):
+        _train(cfg)
+    return printed.getvalue()
+
+
+def test_a_resume_with_another_dp_is_noted_where_the_loss_depends_on_it(pool, tmp_path):
+    def note(kind: str, world_size: int, steps: int) -> bool:
+        cfg = recipe(tmp_path / kind, steps, world_size=world_size)
+        cfg = replace(cfg, moe=replace(cfg.moe, aux_kind=kind))
+        return "depends on dp, which was 1 and is 2" in pool.run(world_size, _train_loudly, cfg)[0]
+
+    assert [note("global_batch", *run) for run in ((1, 2), (1, 4), (2, 6))] == [False, False, True]
+    assert [note("last_global_batch", *run) for run in ((1, 2), (2, 4))] == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "sqrtsoftplus": ({"router_score": "sqrtsoftplus"}, {}),
     "softmax with bias": ({"expert_bias": True}, {"bias_update_rate": 0.02, "aux_loss": 0.0}),
     "global batch": ({}, {"aux_kind": "global_batch", "aux_loss": 0.5}),
+    "last global batch": ({}, {"aux_kind": "last_global_batch", "aux_loss": 0.5, "capacity_factor": 1.0}),
     "sinkhorn": ({"router_score": "sigmoid"}, {"choice": "sinkhorn", "sinkhorn_iterations": 5, "aux_loss": 0.0}),
     "quantile": ({"router_score": "sigmoid", "expert_bias": True}, {"choice": "quantile"}),
     "quantile of softmax": ({"expert_bias": True, "router_softmax": "pre"}, {"choice": "quantile"}),
@@ -120,7 +121,9 @@ def _run_recomputing(cfg: Config, num_steps: int) -> MappingRecord:
     return run_mapping(cfg, num_steps)
 
 
-@pytest.mark.parametrize("kind", ["global batch", "deepseek-v3", "quantile", "jitter", "drop positions"])
+@pytest.mark.parametrize(
+    "kind", ["global batch", "last global batch", "deepseek-v3", "quantile", "jitter", "drop positions"]
+)
 @pytest.mark.parametrize("mapping", [{"tp": 2, "ep": 4}, {"pp": 2, "cp": 2, "etp": 2}], ids=_name)
 def test_recompute_changes_nothing(pool, kind, mapping):
     cfg = _recipe(kind, {"world_size": 4, **mapping})
@@ -187,6 +190,27 @@ def test_the_global_batch_loss_depends_on_dp_and_on_no_other_axis(pool):
     # All of the batch at once: the loss of the whole batch, without a prefix.
     others = [_aux_and_norm(pool, recipe(world_size=dp)) for dp in (1, 4)]
     assert all(abs(other[0] - same[0][0]) > 1e-6 for other in others)
+
+
+def test_the_loss_of_the_last_global_batch_depends_on_no_axis_and_on_no_cut_into_micro_batches(pool):
+    def steps(size: int, **mapping: int) -> list[tuple[float, float]]:
+        moe = {"aux_kind": "last_global_batch", "aux_loss": 0.5}
+        cfg = tiny(moe=moe, train={"global_batch_size": 8, "micro_batch_size": size}, **mapping)
+        record = pool.run(cfg.parallel.world_size, run_mapping, cfg, 3)[0]
+        return [(step.aux_loss, step.grad_norm) for step in record.steps]
+
+    one = steps(1)
+    # An even load costs its coefficient in each of the two layers; what follows looks back at what was routed.
+    assert one[0][0] == pytest.approx(2 * 0.5, rel=TOLERANCE)
+    assert all(aux > 2 * 0.5 + 1e-3 for aux, _ in one[1:])
+    for size, mapping in (
+        (4, {}),
+        (1, {"world_size": 4}),
+        (1, {"world_size": 4, "tp": 2, "ep": 4}),
+        (2, {"world_size": 4, "pp": 2, "etp": 2}),
+        (8, {"world_size": 4, "cp": 4, "ep": 2}),
+    ):
+        assert steps(size, **mapping) == [pytest.approx(step, rel=TOLERANCE) for step in one]
 
 
 def test_the_loss_of_each_sample_does_not_depend_on_the_cut_into_micro_batches(pool):

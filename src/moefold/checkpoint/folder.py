@@ -47,6 +47,15 @@ class CheckpointMeta(Position):
     parallel: dict[str, Any]
     """The mapping that wrote it, for the reader: any other one can load it."""
 
+    @property
+    def dp(self) -> int | None:
+        """Data-parallel degree of the mapping that wrote it; None if it does not say."""
+        try:
+            world_size, tp, cp, pp = (int(self.parallel[name]) for name in ("world_size", "tp", "cp", "pp"))
+        except KeyError:
+            return None
+        return world_size // (tp * cp * pp)
+
 
 def checkpoint_folder(cfg: Config) -> Path:
     """Where a run keeps its checkpoints."""

@@ -195,8 +195,9 @@ class MoEConfig:
     """Give every expert exactly its capacity, padding with zeros: static shapes."""
     aux_loss: float = 0.01
     """Coefficient of the load-balancing loss (arXiv:2101.03961); 0 turns it off."""
-    aux_kind: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
-    """Over which tokens the load is to be even: a micro-batch, each sample, or the global batch (arXiv:2501.11873)."""
+    aux_kind: Literal["micro_batch", "sequence", "global_batch", "last_global_batch"] = "micro_batch"
+    """Over which tokens the load is to be even: a micro-batch, each sample, or the global batch (arXiv:2501.11873),
+    as far as it has come (depends on dp) or as it was in the last step (last_global_batch; the same for every dp)."""
     llep_threshold: float = 1.3
     """Dispatcher leastloaded: move copies where the busiest ep rank has more than this times the mean load."""
     llep_capacity: float = 1.1

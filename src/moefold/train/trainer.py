@@ -14,6 +14,7 @@ import torch
 from moefold.checkpoint.folder import Position, sample_order
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.checkpoint.store import Resume, agree_on_resume, checkpoint_state, load_checkpoint
+from moefold.config.checks_model import has_moe_layers
 from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.data import open_dataset
@@ -56,6 +57,7 @@ class Trainer:
             group = groups.beside_training().handle
             self._saver = BackgroundSaver(cfg, group, is_on_gpu=groups.device.type == "cuda")
         self._save_s = 0.0
+        self._saved_dp: int | None = None
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step, or until a signal; returns the exit status. Collective.
@@ -72,7 +74,7 @@ class Trainer:
             stack.enter_context(stop)
             report = None
             if self._is_first_rank:
-                report = stack.enter_context(_Report(self._cfg, first_step, resume, self._training.model.note))
+                report = stack.enter_context(_Report(self._cfg, first_step, resume, self._notes()))
             while self._step < self._cfg.run.steps and status == 0:
                 status = self._one_step(report, stop)
             self._saver.finish()
@@ -88,7 +90,20 @@ class Trainer:
             self._step, self._tokens = meta.step, meta.tokens
             # A checkpoint that was named may be continued on other data, from its start.
             self._samples = meta.samples if meta.order == sample_order(self._cfg) else 0
+            self._saved_dp = meta.dp
         return resume
+
+    def _notes(self) -> tuple[str, ...]:
+        """What the log is to say before the first step."""
+        moe, dp = self._cfg.moe, self._cfg.parallel.dp
+        notes = [note for note in (self._training.model.note,) if note]
+        looks_at_dp = moe.aux_loss > 0 and moe.aux_kind == "global_batch" and has_moe_layers(self._cfg.model)
+        if looks_at_dp and self._saved_dp not in (None, dp):
+            notes.append(
+                f"moe.aux_kind='global_batch' depends on dp, which was {self._saved_dp} and is {dp}: the loss "
+                "goes on from other rounds; 'last_global_batch' does not depend on it"
+            )
+        return tuple(notes)
 
     def _one_step(self, report: "_Report | None", stop: StopSignals) -> int:
         """Train, evaluate and save as the recipe says; returns the exit status if the run is to end, else 0."""
@@ -149,12 +164,12 @@ class Trainer:
 class _Report:
     """The run folder and the progress line, on the one rank that keeps them."""
 
-    def __init__(self, cfg: Config, first_step: int, resume: Resume, note: str) -> None:
+    def __init__(self, cfg: Config, first_step: int, resume: Resume, notes: tuple[str, ...]) -> None:
         self._cfg = cfg
         self._dir = Path(cfg.run.dir)
         self._first_step = first_step
         self._resume = resume
-        self._note = note
+        self._notes = notes
         self._stack = ExitStack()
         self._counts: ExpertCountsWriter | None = None
         self.trace: TraceWriter | None = None
@@ -169,8 +184,8 @@ class _Report:
             self._writer = stack.enter_context(writer)
             self._open_routing(stack, done)
             self._progress = stack.enter_context(Progress(cfg.run.steps, self._first_step, sys.stdout))
-            if self._note:
-                self._progress.message(self._note)
+            for note in self._notes:
+                self._progress.message(note)
             for skipped in self._resume.skipped:
                 self._progress.message(f"skipped a damaged checkpoint, {skipped}")
             if (path := self._resume.path) is not None:

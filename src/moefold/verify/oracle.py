@@ -75,7 +75,7 @@ class Oracle:
         for layer, batches in terms.routed.items():
             aux, z = float(terms.aux[layer].detach()), float(terms.z[layer].detach())
             layers.append(self.router.metrics(layer, batches, aux, z))
-            self.router.update_bias(layer, batches)
+            self.router.end_step(layer, batches)
         return OracleStep(
             loss=float(terms.lm.detach()),
             aux_loss=sum(layer.aux_loss for layer in layers),
@@ -100,7 +100,7 @@ class Oracle:
             logits = self._logits(micro[:, :-1], Moment(self._steps + 1, number * size, is_training), routed)
             chosen = logits.log_softmax(-1).gather(-1, micro[:, 1:, None])
             lm = lm - chosen.sum() / samples[:, 1:].numel()
-        aux = {layer: self.cfg.moe.aux_loss * self.router.aux(batches) for layer, batches in routed.items()}
+        aux = {layer: self.cfg.moe.aux_loss * self.router.aux(layer, batches) for layer, batches in routed.items()}
         z = {
             layer: self.cfg.moe.z_loss * torch.stack([b.logits.logsumexp(-1).square().mean() for b in batches]).mean()
             for layer, batches in routed.items()
