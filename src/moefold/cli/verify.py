@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moefold.config.checks import check_config
 from moefold.config.checks_dispatch import check_dispatch_device
-from moefold.config.checks_machine import check_data_source, check_replay
+from moefold.config.checks_machine import check_data_source, check_replay, check_replay_content
 from moefold.config.checks_model import has_moe_layers
 from moefold.config.load import load_config
 from moefold.config.schema import Config
@@ -52,7 +52,9 @@ def run(argv: list[str]) -> int:
     _refuse_too_large(cfg)
     check_data_source(cfg)
     cfg = replace(cfg, run=replace(cfg.run, dtype="float64", device="cpu", steps=max(cfg.run.steps, args.steps)))
-    check_replay(replace(cfg, run=replace(cfg.run, steps=args.steps)))
+    replayed = replace(cfg, run=replace(cfg.run, steps=args.steps))
+    check_replay(replayed)
+    check_replay_content(replayed)
     check_dispatch_device(cfg, "cpu")
     return verify(cfg, args.steps, _run_on_ranks)
 
@@ -108,7 +110,7 @@ def _header(cfg: Config) -> str:
         ("batch", f"{train.global_batch_size} samples of {train.seq_len} tokens, {train.micro_batch_size} at a time"),
     )
     moe = cfg.moe
-    if moe.aux_kind == "global_batch" and moe.aux_loss > 0 and has_moe_layers(model):
+    if moe.aux_kind == "global_batch" and moe.aux_coefficient > 0 and has_moe_layers(model):
         rows += (("note", f"moe.aux_kind='global_batch' depends on dp: the oracle takes the recipe's, dp={p.dp}"),)
     return "\n".join(f"{name:13}{text}" for name, text in rows) + "\n"
 

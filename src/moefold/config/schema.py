@@ -192,9 +192,10 @@ class MoEConfig:
     drop_scope: Literal["full_sequence", "sub_sequence"] = "full_sequence"
     """Decide over the whole micro-batch (same drops under every mapping), or over the rank's own tokens."""
     pad_to_capacity: bool = False
-    """Give every expert exactly its capacity, padding with zeros: static shapes."""
+    """Give every expert its capacity of rows from each rank, zeros behind the copies: static shapes. Where cp*tp > 1
+    with drop_scope "sub_sequence" alone, as ranks that share a capacity would each have to make room for all of it."""
     aux_loss: float = 0.01
-    """Coefficient of the load-balancing loss (arXiv:2101.03961); 0 turns it off."""
+    """Coefficient of the load-balancing loss (arXiv:2101.03961); 0 turns it off, and so does a choice but topk."""
     aux_kind: Literal["micro_batch", "sequence", "global_batch", "last_global_batch"] = "micro_batch"
     """Over which tokens the load is to be even: a micro-batch, each sample, or the global batch (arXiv:2501.11873),
     as far as it has come (depends on dp) or as it was in the last step (last_global_batch; the same for every dp)."""
@@ -222,6 +223,11 @@ class MoEConfig:
     """Write each token's experts into RUN_DIR/routing every so many steps, a byte or two for each choice; 0 never."""
     replay: str = ""
     """A run with a trace, whose choices to use again, step by step; their weights are computed from the live scores."""
+
+    @property
+    def aux_coefficient(self) -> float:
+        """`aux_loss` where the experts are chosen by their scores alone; else the choice balances, and this is 0."""
+        return self.aux_loss if self.choice == "topk" else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

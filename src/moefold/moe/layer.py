@@ -57,10 +57,10 @@ class MoELayer(nn.Module):
         self.stats = RoutingTotals(model.num_experts)
         self._num_experts = model.num_experts
         self._aux_kind = moe.aux_kind
-        self._aux_scale = moe.aux_loss * loss_scale
+        self._aux_scale = moe.aux_coefficient * loss_scale
         self._z_scale = moe.z_loss * loss_scale
         self._running_load = RunningLoad(rounds, model.num_experts)
-        looks_back = moe.aux_loss > 0 and moe.aux_kind == "last_global_batch"
+        looks_back = moe.aux_coefficient > 0 and moe.aux_kind == "last_global_batch"
         last_counts_E = torch.zeros(model.num_experts, dtype=torch.int64) if looks_back else None
         self.register_buffer("last_counts_E", last_counts_E)
         self._rounds = rounds

@@ -24,7 +24,7 @@ from moefold.metrics.flops import train_flops_per_token
 from moefold.metrics.peak import peak_bf16_tflops
 from moefold.metrics.plot import plot_loss
 from moefold.metrics.progress import Progress
-from moefold.metrics.routing_trace import TraceWriter, trace_shape, truncate_trace
+from moefold.metrics.routing_trace import TRACE_FOLDER, TraceWriter, trace_shape, truncate_trace
 from moefold.metrics.step import StepMetrics
 from moefold.metrics.writer import MetricsWriter
 from moefold.parallel.groups import ParallelGroups
@@ -97,7 +97,7 @@ class Trainer:
         """What the log is to say before the first step."""
         moe, dp = self._cfg.moe, self._cfg.parallel.dp
         notes = [note for note in (self._training.model.note,) if note]
-        looks_at_dp = moe.aux_loss > 0 and moe.aux_kind == "global_batch" and has_moe_layers(self._cfg.model)
+        looks_at_dp = moe.aux_coefficient > 0 and moe.aux_kind == "global_batch" and has_moe_layers(self._cfg.model)
         if looks_at_dp and self._saved_dp not in (None, dp):
             notes.append(
                 f"moe.aux_kind='global_batch' depends on dp, which was {self._saved_dp} and is {dp}: the loss "
@@ -221,6 +221,9 @@ class _Report:
             self._counts = stack.enter_context(counts)
         if cfg.moe.trace_every:
             self.trace = TraceWriter(self._dir, shape, resume_step=resume_step)
+            if count := self.trace.num_dropped:
+                steps = f"{count} step{'s' if count > 1 else ''}"
+                self._notes += (f"removed {steps} from {TRACE_FOLDER}/: of another batch, sequence length or model",)
 
     def _farewell(self, status: int, step: int) -> str:
         steps, saves = self._cfg.run.steps, self._cfg.checkpoint.every > 0

@@ -100,7 +100,9 @@ class Oracle:
             logits = self._logits(micro[:, :-1], Moment(self._steps + 1, number * size, is_training), routed)
             chosen = logits.log_softmax(-1).gather(-1, micro[:, 1:, None])
             lm = lm - chosen.sum() / samples[:, 1:].numel()
-        aux = {layer: self.cfg.moe.aux_loss * self.router.aux(layer, batches) for layer, batches in routed.items()}
+        aux = {
+            layer: self.cfg.moe.aux_coefficient * self.router.aux(layer, batches) for layer, batches in routed.items()
+        }
         z = {
             layer: self.cfg.moe.z_loss * torch.stack([b.logits.logsumexp(-1).square().mean() for b in batches]).mean()
             for layer, batches in routed.items()

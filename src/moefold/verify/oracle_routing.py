@@ -65,7 +65,7 @@ class OracleRouter:
         zeros = torch.zeros(cfg.model.num_experts, dtype=torch.float32)
         names = [bias_name(i) for i in self._numbers] if cfg.model.expert_bias else []
         self.biases = {name: zeros.clone() for name in names}
-        looks_back = cfg.moe.aux_loss > 0 and cfg.moe.aux_kind == "last_global_batch"
+        looks_back = cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch"
         empty = torch.zeros(cfg.model.num_experts, dtype=torch.int64)
         self.last_counts = {last_counts_name(i): empty.clone() for i in self._numbers} if looks_back else {}
 
