@@ -188,7 +188,8 @@ class MoEConfig:
     eval_capacity_factor: float = -1.0
     """The capacity factor of evaluation; -1: that of training. 0: dropless."""
     drop_policy: Literal["probs", "position"] = "probs"
-    """What an over-full expert keeps: the most probable copies, or the first by position."""
+    """What an over-full expert keeps: the most probable copies (a later token may then displace an earlier one: not
+    causal), or the first by position. Evaluate "probs" with eval_capacity_factor=0."""
     drop_scope: Literal["full_sequence", "sub_sequence"] = "full_sequence"
     """Decide over the whole micro-batch (same drops under every mapping), or over the rank's own tokens."""
     pad_to_capacity: bool = False
@@ -210,7 +211,8 @@ class MoEConfig:
     bias_update_rate: float = 1e-3
     """Step of model.expert_bias: up for an expert with fewer copies than the mean of the step, down for more."""
     choice: Literal["topk", "sinkhorn", "quantile", "round_robin", "skewed"] = "topk"
-    """topk: best scores. sinkhorn, quantile: balanced in training. round_robin, skewed: forced, for benchmarks."""
+    """topk: best scores. sinkhorn, quantile: balanced in training, where a token's experts then depend on later tokens
+    too (not causal). round_robin, skewed: forced, for benchmarks."""
     sinkhorn_iterations: int = 20
     """Rounds of row and column scaling of the logits of a micro-batch (choice "sinkhorn")."""
     skew: float = 0.8
