@@ -103,7 +103,7 @@ def _looking_back(name: str, run_dir: Path) -> Config:
     return replace(cfg, moe=replace(cfg.moe, **LOOKS_BACK))
 
 
-@pytest.mark.parametrize("after", ["tensor and pipeline", "replicated data"])
+@pytest.mark.parametrize("after", ["context, experts, zero 3", "replicated data"])
 def test_a_loss_that_looks_back_at_the_last_step_resumes_under_another_dp(pool, tmp_path, after):
     first, second = _looking_back("one rank", tmp_path), _looking_back(after, tmp_path)
     assert second.parallel.dp != first.parallel.dp

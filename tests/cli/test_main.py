@@ -55,7 +55,7 @@ def test_version(capsys):
     ("word", "message"),
     [
         ("trian", "moefold: error: unknown command 'trian'; did you mean 'train'?\n"),
-        ("zzz", "moefold: error: unknown command 'zzz'; the commands are train, layout, verify, inspect, bench\n"),
+        ("zzz", f"moefold: error: unknown command 'zzz'; the commands are {', '.join(COMMANDS)}\n"),
     ],
 )
 def test_an_unknown_command_suggests_the_nearest(capsys, word, message):
