@@ -79,6 +79,9 @@ def _recipe(name: str, run_dir: Path, **model: object) -> Config:
     return replace(cfg, run=run)
 
 
+LOOKS_BACK = {"aux_kind": "last_global_batch", "aux_loss": 0.5}
+
+
 def _train(cfg: Config, first: int, last: int, resume: str) -> list[float]:
     """Train steps first+1 .. last after loading `resume`, save, and return the losses."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
@@ -116,3 +119,28 @@ def test_latents_and_multi_token_prediction_resume_under_another_mapping(pool, t
     losses += pool.run(4, _train, second, 2, 4, str(tmp_path / "checkpoints" / "step-000002"))[0]
     expected = [step.loss for step in run_oracle(without_mapping(first), 4).steps]
     assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def _looking_back(name: str, run_dir: Path) -> Config:
+    cfg = _recipe(name, run_dir)
+    return replace(cfg, moe=replace(cfg.moe, **LOOKS_BACK))
+
+
+@pytest.mark.parametrize("after", ["context, experts, zero 3", "replicated data"])
+def test_a_loss_that_looks_back_at_the_last_step_resumes_under_another_dp(pool, tmp_path, after):
+    first, second = _looking_back("one rank", tmp_path), _looking_back(after, tmp_path)
+    assert second.parallel.dp != first.parallel.dp
+    expected = [step.loss for step in run_oracle(without_mapping(first), 5).steps]
+    losses = pool.run(1, _train, first, 0, 2, "")[0]
+    saved = str(tmp_path / "checkpoints" / "step-000002")
+    losses += pool.run(4, _train, second, 2, 5, saved)[0]
+    assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_loss_that_looks_back_may_begin_at_a_resume(pool, tmp_path, expected):
+    pool.run(1, _train, _recipe("one rank", tmp_path), 0, 2, "")
+    saved = str(tmp_path / "checkpoints" / "step-000002")
+    losses = pool.run(4, _train, _looking_back("replicated data", tmp_path), 2, 4, saved)[0]
+    # The step's own loss comes of the weights that were saved; the one after it has seen another gradient.
+    assert losses[0] == pytest.approx(expected[2], rel=1e-9)
+    assert losses[1] != pytest.approx(expected[3], rel=1e-6)

@@ -57,6 +57,13 @@ def test_an_equal_mapping_exits_0(runner, capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_a_loss_that_depends_on_dp_is_noted(runner, capsys):
+    for kind in ("global_batch", "last_global_batch"):
+        assert verify(tiny(moe={"aux_kind": kind}), 1, runner(lambda record: record)) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    assert notes == ["note         moe.aux_kind='global_batch' depends on dp: the oracle takes the recipe's, dp=1"]
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("gradients", "layers.0.ffn.experts.w_gate"), ("weights", "head.norm.weight"), ("initial", "embedding.weight")],

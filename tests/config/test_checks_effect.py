@@ -64,6 +64,12 @@ CASES = [
     ("model.expert_bias=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.eval_capacity_factor=1.5", [], ["train.eval_every=10"]),
     ("moe.aux_kind=sequence", ["moe.aux_loss=0.0"], ["moe.aux_loss=0.1"]),
+    ("moe.aux_kind=sequence", ["moe.choice=sinkhorn"], ["moe.aux_loss=0.1"]),
+    ("moe.aux_loss=0.1", ["moe.choice=sinkhorn"], []),
+    ("moe.aux_loss=0.1", ["moe.choice=quantile", "model.expert_bias=true"], ["model.expert_bias=true"]),
+    ("moe.aux_loss=0.1", ["moe.choice=skewed"], ["moe.choice=topk"]),
+    ("moe.aux_loss=0.1", ["moe.choice=round_robin"], ["moe.choice=topk"]),
+    ("moe.trace_every=5", ["run.steps=4"], ["run.steps=5"]),
     ("moe.bias_update_rate=0.1", [], ["model.expert_bias=true"]),
     ("moe.choice=sinkhorn", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.sinkhorn_iterations=4", [], ["moe.choice=sinkhorn"]),
@@ -138,3 +144,9 @@ def test_what_a_preset_brings_along_is_not_asked_for():
 def test_only_given_keys_are_judged():
     cfg = load_config(None, ["model.layer_pattern=DM", "model.ffn_hidden_size=64"])
     check_explicit(frozenset(), Config(model=cfg.model))
+
+
+def test_a_choice_that_balances_turns_the_default_loss_off_without_a_word():
+    assert load_config(None, []).moe.aux_coefficient == 0.01
+    for words in (["moe.choice=round_robin"], ["moe.choice=sinkhorn", "moe.aux_loss=0.0"]):
+        assert load_config(None, words).moe.aux_coefficient == 0

@@ -8,6 +8,7 @@ from moefold.config.checks_machine import (
     check_data_source,
     check_packages,
     check_replay,
+    check_replay_content,
     check_resume,
     check_writable,
 )
@@ -119,7 +120,7 @@ def make_trace(run_dir: Path, *overrides: str, steps: int = 2) -> None:
     shape = trace_shape(config(*REPLAY, *overrides))
     writer = TraceWriter(run_dir, shape)
     for step in range(1, steps + 1):
-        writer.write(step, iter(np.zeros(shape.array, shape.dtype)))
+        writer.write(step, iter(np.broadcast_to(np.arange(shape.top_k, dtype=shape.dtype), shape.array)))
 
 
 def test_a_trace_of_this_recipe_can_be_replayed(tmp_path):
@@ -147,6 +148,22 @@ def test_a_trace_of_another_recipe_is_refused(tmp_path, word, message):
 def test_a_trace_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"moe\.replay='.*absent' does not exist"):
         check_replay(config(*REPLAY, f"moe.replay={tmp_path / 'absent'}"))
+
+
+def test_the_choices_of_a_trace_are_read_before_the_run(tmp_path):
+    make_trace(tmp_path)
+    cfg = config(*REPLAY, f"moe.replay={tmp_path}")
+    check_replay_content(config(*REPLAY))
+    check_replay_content(cfg)
+    path = tmp_path / "routing" / "step-000001.npy"
+    choices = np.load(path)
+    choices[..., 0] = choices[..., 1]
+    np.save(path, choices)
+    check_replay(cfg)
+    with pytest.raises(
+        ConfigError, match=r"moe\.replay='.*' sends position 0 of sample 0 twice to one expert in step 1"
+    ):
+        check_replay_content(cfg)
 
 
 def test_a_run_cannot_replay_itself(tmp_path):

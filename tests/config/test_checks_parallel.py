@@ -113,6 +113,15 @@ CASES = [
         "choose 'alltoall' or 'allgather'",
     ),
     (
+        ranks(2, tp=2, dispatcher="allgather"),
+        "parallel.dispatcher='allgather' carries copies between the ranks of ep and etp, and parallel.ep=1, "
+        "parallel.etp=1; choose 'alltoall' or 'auto', or ep or etp of 2 or more",
+    ),
+    (
+        ranks(1, dispatcher="deepep"),
+        "parallel.dispatcher='deepep' carries copies between the ranks of ep and etp, and parallel.ep=1",
+    ),
+    (
         ranks(2, etp=2, dispatcher="leastloaded"),
         "parallel.dispatcher='leastloaded' moves copies between the ranks of ep, and parallel.ep=1; "
         "choose 'alltoall', or ep of 2 or more",

@@ -83,6 +83,27 @@ CASES = [
         "are tokens, so some would reach no expert; choose 0.34 or more, or 0.0 (dropless)",
     ),
     (
+        ["moe.capacity_factor=4.0"],
+        "moe.capacity_factor=4.0 lets every expert take every token, and so drops nothing; choose less than "
+        "num_experts/top_k=4, or 0.0 (dropless)",
+    ),
+    (
+        ["moe.eval_capacity_factor=5.0", "train.eval_every=5"],
+        "moe.eval_capacity_factor=5.0 lets every expert take every token, and so drops nothing; choose less than",
+    ),
+    (
+        [
+            "moe.capacity_factor=1.0",
+            "moe.pad_to_capacity=true",
+            "parallel.world_size=8",
+            "parallel.cp=2",
+            "parallel.tp=4",
+        ],
+        "moe.pad_to_capacity=true with moe.drop_scope='full_sequence' would pad to cp*tp=8 times the rows: the ranks "
+        "share one capacity, and each of them must have room for all of it; choose drop_scope='sub_sequence', or "
+        "pad_to_capacity=false",
+    ),
+    (
         ["moe.pad_to_capacity=true"],
         "moe.pad_to_capacity=true needs a capacity, and moe.capacity_factor=0.0 sets none; set moe.capacity_factor=1.0",
     ),
@@ -110,6 +131,15 @@ def test_routing_that_contradicts_itself_is_refused_with_a_way_out(overrides, me
         ["moe.choice=round_robin"],
         ["moe.choice=skewed", "moe.skew=1.0", "model.top_k=7"],
         ["moe.capacity_factor=0.5"],
+        ["moe.capacity_factor=3.9"],
+        ["moe.capacity_factor=4.0", "moe.pad_to_capacity=true"],
+        [
+            "moe.capacity_factor=1.0",
+            "moe.pad_to_capacity=true",
+            "moe.drop_scope=sub_sequence",
+            "parallel.world_size=2",
+            "parallel.tp=2",
+        ],
         ["moe.capacity_factor=1.0", "moe.pad_to_capacity=true", "moe.drop_policy=position"],
         ["moe.eval_capacity_factor=1.0", "train.eval_every=5", "moe.drop_policy=position"],
         ["moe.input_jitter=0.01", "moe.router_dtype=float64"],

@@ -101,6 +101,22 @@ def test_counts_that_are_rarer_than_metrics(tmp_path):
     assert balance.summaries()[0].router_entropy == 101
 
 
+def test_counts_that_end_early_bound_what_metrics_say_of_the_end(tmp_path):
+    write_counts(tmp_path, range(1, 21))
+    write_metrics(tmp_path, range(1, 61))
+    balance = read_balance(tmp_path)
+    assert balance.cut_short == "counts end at step 20 of 60"
+    # The end is steps 19 and 20, not 19 to 60.
+    assert balance.summaries()[0].router_entropy == 20.5
+
+
+def test_counts_that_keep_their_pace_are_not_cut_short(tmp_path):
+    write_counts(tmp_path, range(10, 101, 10))
+    for last, said in ((100, ""), (109, ""), (110, "counts end at step 100 of 110")):
+        write_metrics(tmp_path, range(1, last + 1))
+        assert read_balance(tmp_path).cut_short == said
+
+
 def test_spans_cover_everything_once():
     for count in (1, 2, 7, 100):
         for bins in (1, 3, 7, 1000):

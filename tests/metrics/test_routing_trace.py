@@ -22,7 +22,12 @@ SHAPE = TraceShape(layers=(1, 3), num_experts=8, top_k=2, global_batch_size=4, s
 
 
 def _choices(step: int, shape: TraceShape = SHAPE) -> np.ndarray:
-    return np.random.default_rng(step).integers(0, shape.num_experts, shape.array).astype(shape.dtype)
+    """Random experts, no two of a token the same."""
+    first, *others = shape.array
+    tokens = int(np.prod([first, *others[:2]]))
+    draw = np.random.default_rng(step)
+    chosen = [draw.choice(shape.num_experts, shape.top_k, replace=False) for _ in range(tokens)]
+    return np.array(chosen).reshape(shape.array).astype(shape.dtype)
 
 
 def _write(run_dir, steps, shape: TraceShape = SHAPE) -> Trace:
@@ -69,6 +74,25 @@ def test_a_resumed_run_repeats_the_steps_past_its_checkpoint(tmp_path):
     ]
     truncate_trace(tmp_path, 0)
     assert traced_steps(tmp_path / TRACE_FOLDER) == []
+
+
+@pytest.mark.parametrize("change", [{"global_batch_size": 8}, {"seq_len": 12}, {"num_experts": 300}])
+def test_steps_of_another_shape_go(tmp_path, change):
+    _write(tmp_path, [1, 2, 3])
+    shape = replace(SHAPE, **change)
+    writer = TraceWriter(tmp_path, shape, resume_step=2)
+    assert writer.num_dropped == 2
+    writer.write(3, iter(_choices(3, shape)))
+    trace = Trace(tmp_path, "run")
+    assert (trace.shape, trace.steps) == (shape, [3])
+    np.testing.assert_array_equal(trace.step(3), _choices(3, shape))
+
+
+def test_steps_of_the_same_shape_stay_and_those_without_a_manifest_go(tmp_path):
+    _write(tmp_path, [1, 2, 3])
+    assert TraceWriter(tmp_path, SHAPE, resume_step=3).num_dropped == 0
+    (tmp_path / TRACE_FOLDER / MANIFEST).write_text("torn")
+    assert TraceWriter(tmp_path, SHAPE, resume_step=3).num_dropped == 3
 
 
 def test_a_run_without_a_trace_has_nothing_to_truncate(tmp_path):
@@ -127,6 +151,30 @@ def test_damaged_files_are_refused(tmp_path):
         trace.step(2)
     with pytest.raises(ConfigError, match="has no step 4"):
         trace.step(4)
+
+
+def _spoil(run_dir, step: int, value: int) -> Trace:
+    path = run_dir / TRACE_FOLDER / f"step-{step:06d}.npy"
+    choices = np.load(path)
+    choices[1, 3, 5, 0] = choices[1, 3, 5, 1] if value < 0 else value
+    np.save(path, choices)
+    return Trace(run_dir, "moe.replay")
+
+
+def test_the_content_of_every_step_is_read_before_the_run(tmp_path):
+    _write(tmp_path, [1, 2, 3]).check_content(3)
+    trace = _spoil(tmp_path, 3, 9)
+    trace.check_content(2)
+    with pytest.raises(ConfigError, match=r"moe.replay='.*' names expert 9 in step 3, and there are 8"):
+        trace.check_content(3)
+
+
+def test_a_token_that_has_an_expert_twice_is_refused(tmp_path):
+    _write(tmp_path, [1, 2, 3])
+    trace = _spoil(tmp_path, 2, -1)
+    trace.check_replay(SHAPE, 3)
+    with pytest.raises(ConfigError, match="position 5 of sample 3 twice to one expert in step 2, layer 3: the 2 choic"):
+        trace.check_content(3)
 
 
 @pytest.mark.parametrize("number", [8, 255])

@@ -25,6 +25,7 @@ KEYS = [
     "memory_gib",
     "expert_load",
     "dropped_fraction",
+    "save_s",
     "moe_layers",
     "eval_loss",
 ]

@@ -84,13 +84,15 @@ def test_tensorboard_holds_every_curve_and_hides_repeated_steps(tmp_path: Path) 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
     assert [(e.step, e.value) for e in events.Scalars("eval/loss")] == [(3, 2.75)]
-    assert events.Scalars("expert_load/moe_layer_001")[0].value == 1.25
+    # The only MoE layer that the step tells of is number 1 of the model.
+    assert events.Scalars("expert_load/layer_001")[0].value == 1.25
     assert events.Scalars("moe/worst_expert_load")[0].value == 1.5
     curves = {"expert_load_cv": 0.5, "dead_experts": 2, "dropped_fraction": 0.125, "router_entropy": 1.75}
     curves |= {"expert_bias_min": -0.25, "router_z_loss": 0.0}
-    assert {name: events.Scalars(f"{name}/moe_layer_000")[0].value for name in curves} == curves
+    assert {name: events.Scalars(f"{name}/layer_001")[0].value for name in curves} == curves
     # What a layer does not have has no curve.
-    assert "expert_bias_max/moe_layer_000" not in events.Tags()["scalars"]
+    assert "expert_bias_max/layer_001" not in events.Tags()["scalars"]
+    assert not any("layer_000" in name for name in events.Tags()["scalars"])
     assert events.Scalars("speed/mfu")[-1].value == 0.5
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from moefold.data.random_bits import draw_bits, mix
-from moefold.moe.jitter import uniform_noise
+from moefold.moe.jitter import CPU_CHUNK, uniform_noise
 
 SAMPLES, POSITIONS = torch.arange(4), torch.arange(32)
 
@@ -45,3 +45,21 @@ def test_it_is_uniform_and_its_features_are_uncorrelated():
     histogram = noise.flatten().histc(16, 0, 1) / noise.numel()
     assert (histogram - 1 / 16).abs().max() < 0.005
     assert (noise.T.corrcoef() - torch.eye(8)).abs().max() < 0.06
+
+
+def test_chunks_do_not_show():
+    samples, positions, width = torch.arange(3), torch.arange(50), CPU_CHUNK // 20
+    whole = uniform_noise(5, 3, samples, positions, width).view(50, 3, width)
+    for position in (0, 6, 7, 49):
+        alone = uniform_noise(5, 3, samples, positions[position : position + 1], width)
+        assert torch.equal(alone, whole[position])
+    wide = uniform_noise(5, 3, samples[:2], positions[:2], CPU_CHUNK + 1)
+    assert torch.equal(wide[:, :width], whole[:2, :2].flatten(0, 1))
+
+
+def test_scale_shift_and_type_round_once():
+    noise = uniform_noise(5, 3, SAMPLES, POSITIONS, 16)
+    scaled = uniform_noise(5, 3, SAMPLES, POSITIONS, 16, scale=0.6, shift=0.7, dtype=torch.float32)
+    assert scaled.dtype == torch.float32
+    assert torch.equal(scaled, (0.7 + 0.6 * noise).float())
+    assert uniform_noise(5, 3, SAMPLES[:0], POSITIONS, 16).shape == (0, 16)

@@ -144,6 +144,7 @@ ROUTERS = {
     "quantile": ({"router_score": "sigmoid", "expert_bias": True}, {"choice": "quantile"}),
     "jitter": ({}, {"input_jitter": 0.2}),
     "global batch": ({}, {"aux_kind": "global_batch"}),
+    "last global batch": ({}, {"aux_kind": "last_global_batch"}),
     "skewed": ({}, {"choice": "skewed", "capacity_factor": 0.8}),
 }
 

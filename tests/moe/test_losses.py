@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moefold.moe.losses import RunningLoad, attach, count_copies, load_balancing_part, z_part
+from moefold.moe.losses import RunningLoad, attach, count_copies, even_if_none, load_balancing_part, z_part
 
 
 def test_even_load_costs_one_and_one_hot_load_costs_the_number_of_experts():
@@ -75,3 +75,8 @@ def test_the_running_load_counts_each_round_once_however_often_it_comes():
     assert [load.include(rounds[i], torch.tensor(i)).tolist() for i in (2, 0, 1)] == [seen[2], seen[0], seen[1]]
     # The next step overwrites before it reads.
     assert load.include(torch.tensor([[5, 5]]), torch.tensor(0)).tolist() == [[5, 5]]
+
+
+def test_no_copies_at_all_stand_for_an_even_load():
+    assert even_if_none(torch.tensor([0, 0, 0])).tolist() == [1, 1, 1]
+    assert even_if_none(torch.tensor([0, 7, 0])).tolist() == [0, 7, 0]

@@ -2,7 +2,9 @@
 
 import json
 import signal
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from moefold.checkpoint.store import load_checkpoint
 from moefold.config.checks import check_config
 from moefold.config.schema import CheckpointConfig, Config, RunConfig
 from moefold.data import open_dataset
+from moefold.metrics.routing_trace import Trace
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchLoader
@@ -75,6 +78,34 @@ def test_a_resume_with_another_batch_goes_on_at_the_next_sample(pool, tmp_path):
     assert last["tokens"] == (2 * 4 + 8) * 16
     (elsewhere,) = pool.run(1, _loss_of_samples, larger, saved, 2 * 8)
     assert elsewhere != pytest.approx(expected, rel=1e-3)
+
+
+def _train_loudly(cfg: Config) -> str:
+    """What the rank prints."""
+    printed = StringIO()
+    with redirect_stdout(printed):
+        _train(cfg)
+    return printed.getvalue()
+
+
+def test_a_resume_with_another_dp_is_noted_where_the_loss_depends_on_it(pool, tmp_path):
+    def note(kind: str, world_size: int, steps: int) -> bool:
+        cfg = recipe(tmp_path / kind, steps, world_size=world_size)
+        cfg = replace(cfg, moe=replace(cfg.moe, aux_kind=kind))
+        return "depends on dp, which was 1 and is 2" in pool.run(world_size, _train_loudly, cfg)[0]
+
+    assert [note("global_batch", *run) for run in ((1, 2), (1, 4), (2, 6))] == [False, False, True]
+    assert [note("last_global_batch", *run) for run in ((1, 2), (2, 4))] == [False, False]
+
+
+def test_a_resume_with_another_batch_begins_its_trace_anew_and_says_so(pool, tmp_path):
+    for steps, size, expected in ((2, 4, [1, 2]), (4, 4, [1, 2, 3, 4]), (6, 8, [5, 6])):
+        cfg = recipe(tmp_path, steps, train={"global_batch_size": size})
+        (printed,) = pool.run(1, _train_loudly, replace(cfg, moe=replace(cfg.moe, trace_every=1)))
+        assert ("removed 4 steps from routing/: of another batch" in printed) == (size == 8)
+        trace = Trace(tmp_path, "run")
+        assert trace.steps == expected
+        assert trace.step(steps).shape == trace.shape.array == (2, size, 16, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every mapping equals the one-process float64 oracle: loss terms, norm, every gradient, weights after three steps."""
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -8,8 +9,11 @@ import torch
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
+from moefold.data import open_dataset
+from moefold.parallel.parallelize import parallelize
+from moefold.train.batch import BatchLoader
 from moefold.verify.compare import Difference, OracleRecord, differences, run_oracle
-from moefold.verify.mapping import run_mapping
+from moefold.verify.mapping import make_groups, run_mapping
 from moefold.verify.shrink import shrink
 from tests.verify.recipes import legal_mappings, tiny, without_mapping
 
@@ -53,6 +57,8 @@ def _with_rotating_kinds(mappings: list[dict[str, int]]) -> list[dict[str, objec
     spread = []
     for i, mapping in enumerate(mappings):
         kinds: dict[str, object] = {"zero": i % 4, "dispatcher": DISPATCHERS[i // 4 % 2], "context": CONTEXTS[i % 3]}
+        if mapping["ep"] * mapping["etp"] == 1:
+            kinds["dispatcher"] = "alltoall"
         if mapping["tp"] * mapping["cp"] > 4 and kinds["context"] == "ulysses":
             kinds["context"] = "ring"
         spread.append({**mapping, **kinds})
@@ -180,13 +186,37 @@ def test_schedules(pool, schedule, zero):
 @pytest.mark.parity
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("policy", ["probs", "position"])
-@pytest.mark.parametrize("scope", ["full_sequence", "sub_sequence"])
-@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize(("scope", "pads"), [("full_sequence", False), ("sub_sequence", False), ("sub_sequence", True)])
 def test_dropping(pool, dispatcher, policy, scope, pads):
     moe = {"capacity_factor": 0.75, "drop_policy": policy, "drop_scope": scope, "pad_to_capacity": pads}
     cfg = tiny(moe=moe, train={"micro_batch_size": 2}, world_size=4, tp=2, cp=2, ep=2, etp=2, dispatcher=dispatcher)
     assert_equals_oracle(pool, cfg)
     assert _oracle(cfg).steps[0].dropped > 0
+
+
+def _rows_per_expert(cfg: Config) -> set[int]:
+    """How many rows the experts of this rank got in one step."""
+    model, seen = parallelize(cfg, make_groups(cfg)), set()
+    for layer in model.moe_layers().values():
+        layer.experts.register_forward_pre_hook(lambda _, args: seen.update(args[1]))
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    model.forward_backward(BatchLoader(data.train, cfg, model.groups, model.positions).batch(0))
+    return seen
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize(
+    ("scope", "mapping"),
+    [("sub_sequence", {"cp": 2, "tp": 2, "ep": 4}), ("full_sequence", {"ep": 4}), ("full_sequence", {"etp": 4})],
+)
+def test_a_padded_expert_gets_its_capacity_from_each_rank_and_no_more(pool, dispatcher, scope, mapping):
+    moe = {"capacity_factor": 0.75, "drop_scope": scope, "pad_to_capacity": True}
+    cfg = tiny(moe=moe, train={"micro_batch_size": 2, "global_batch_size": 8}, world_size=4, **mapping)
+    cfg = replace(cfg, parallel=replace(cfg.parallel, dispatcher=dispatcher))
+    tokens = 2 * 16 // (cfg.parallel.cp * cfg.parallel.tp)
+    # Two of eight experts for each token; four ranks send to every expert.
+    assert pool.run(4, _rows_per_expert, cfg) == [{4 * math.ceil(tokens * 2 / 8 * 0.75)}] * 4
 
 
 @pytest.mark.parity

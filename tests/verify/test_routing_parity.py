@@ -26,11 +26,12 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "sqrtsoftplus": ({"router_score": "sqrtsoftplus"}, {}),
     "softmax with bias": ({"expert_bias": True}, {"bias_update_rate": 0.02, "aux_loss": 0.0}),
     "global batch": ({}, {"aux_kind": "global_batch", "aux_loss": 0.5}),
+    "last global batch": ({}, {"aux_kind": "last_global_batch", "aux_loss": 0.5, "capacity_factor": 1.0}),
     "sinkhorn": ({"router_score": "sigmoid"}, {"choice": "sinkhorn", "sinkhorn_iterations": 5, "aux_loss": 0.0}),
     "quantile": ({"router_score": "sigmoid", "expert_bias": True}, {"choice": "quantile"}),
     "quantile of softmax": ({"expert_bias": True, "router_softmax": "pre"}, {"choice": "quantile"}),
     "jitter": ({}, {"input_jitter": 0.3}),
-    "round robin": ({}, {"choice": "round_robin", "aux_kind": "global_batch"}),
+    "round robin": ({}, {"choice": "round_robin"}),
     "skewed": ({}, {"choice": "skewed", "skew": 0.7, "capacity_factor": 1.0}),
     "drop at evaluation": ({"router_score": "sigmoid"}, {"capacity_factor": 2.0, "eval_capacity_factor": 0.6}),
     "drop positions": ({}, {"capacity_factor": 0.75, "drop_policy": "position", "eval_capacity_factor": 0.0}),
@@ -59,9 +60,12 @@ QUICK = 3
 
 def _recipe(kind: str, mapping: dict[str, object]) -> Config:
     model, moe = KINDS[kind]
-    # Two samples in a micro-batch tell a loss of each sample from one of the micro-batch.
-    pairs = moe.get("aux_kind") == "sequence"
-    train = {"micro_batch_size": 2 if pairs else 1, "global_batch_size": 16 if pairs else 8}
+    # Two samples in a micro-batch tell a loss of each sample from one of the micro-batch, and queues of drops that go
+    # by position from those that go by sample.
+    pairs = moe.get("aux_kind") == "sequence" or "capacity_factor" in moe
+    shards = int(mapping.get("tp", 1)) * int(mapping.get("cp", 1)) * int(mapping.get("pp", 1))
+    dp = int(mapping["world_size"]) // shards
+    train = {"micro_batch_size": 2 if pairs else 1, "global_batch_size": 16 if pairs and dp > 2 else 8}
     return tiny(model=model, moe=moe, train=train, **mapping)
 
 
@@ -104,29 +108,52 @@ def test_every_kind_of_routing_under_eight_ranks(pool, mapping):
     assert {kind: found for kind, found in worst.items() if found.error > TOLERANCE} == {}
 
 
-def _run_recomputing(cfg: Config, num_steps: int) -> MappingRecord:
-    """As `run_mapping`, but every MoE layer runs its forward pass once more in the backward pass."""
+def _recompute(*, blocks: bool) -> None:
+    """From here on every MoE layer, or every block, runs its forward pass once more in the backward pass."""
     from moefold.verify import mapping
 
     whole = mapping.parallelize
 
     def recomputing(cfg: Config, groups: ParallelGroups) -> ParallelModel:
         model = whole(cfg, groups)
-        for layer in model.moe_layers().values():
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        modules = [block for stage in model.stages for block in stage.layers.values()]
+        for module in modules if blocks else model.moe_layers().values():
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         return model
 
     mapping.parallelize = recomputing
+
+
+def _run_recomputing(cfg: Config, num_steps: int) -> MappingRecord:
+    _recompute(blocks=False)
     return run_mapping(cfg, num_steps)
 
 
-@pytest.mark.parametrize("kind", ["global batch", "deepseek-v3", "quantile", "jitter", "drop positions"])
-@pytest.mark.parametrize("mapping", [{"tp": 2, "ep": 4}, {"pp": 2, "cp": 2, "etp": 2}], ids=_name)
+def _run_all_recomputing_blocks(cfgs: list[Config]) -> list[MappingRecord]:
+    _recompute(blocks=True)
+    return _run_all(cfgs)
+
+
+@pytest.mark.parametrize(
+    "kind", ["global batch", "last global batch", "deepseek-v3", "quantile", "jitter", "drop positions"]
+)
+@pytest.mark.parametrize("mapping", [{"pp": 2, "cp": 2, "etp": 2}], ids=_name)
 def test_recompute_changes_nothing(pool, kind, mapping):
     cfg = _recipe(kind, {"world_size": 4, **mapping})
     ranks = pool.run(4, _run_recomputing, cfg, STEPS)
     worst = differences(_oracle(cfg), ranks)[0]
     assert worst.error <= TOLERANCE, worst
+
+
+def test_recompute_of_whole_blocks_under_eight_ranks_changes_nothing(pool):
+    mapping = {"world_size": 8, "tp": 2, "cp": 2, "ep": 4, "etp": 2}
+    kinds = ["global batch", "last global batch", "deepseek-v3", "quantile", "jitter", "drop on each rank"]
+    cfgs = [_recipe(kind, mapping) for kind in kinds]
+    ranks = pool.run(8, _run_all_recomputing_blocks, cfgs, timeout_s=280.0)
+    worst = {}
+    for i, (kind, cfg) in enumerate(zip(kinds, cfgs, strict=True)):
+        worst[kind] = differences(_oracle(cfg), [records[i] for records in ranks])[0]
+    assert {kind: found for kind, found in worst.items() if found.error > TOLERANCE} == {}
 
 
 @pytest.mark.parametrize("mapping", [{"ep": 2}, {"pp": 2, "ep": 2, "zero": 3}], ids=_name)
@@ -189,6 +216,27 @@ def test_the_global_batch_loss_depends_on_dp_and_on_no_other_axis(pool):
     assert all(abs(other[0] - same[0][0]) > 1e-6 for other in others)
 
 
+def test_the_loss_of_the_last_global_batch_depends_on_no_axis_and_on_no_cut_into_micro_batches(pool):
+    def steps(size: int, **mapping: int) -> list[tuple[float, float]]:
+        moe = {"aux_kind": "last_global_batch", "aux_loss": 0.5}
+        cfg = tiny(moe=moe, train={"global_batch_size": 8, "micro_batch_size": size}, **mapping)
+        record = pool.run(cfg.parallel.world_size, run_mapping, cfg, 3)[0]
+        return [(step.aux_loss, step.grad_norm) for step in record.steps]
+
+    one = steps(1)
+    # An even load costs its coefficient in each of the two layers; what follows looks back at what was routed.
+    assert one[0][0] == pytest.approx(2 * 0.5, rel=TOLERANCE)
+    assert all(aux > 2 * 0.5 + 1e-3 for aux, _ in one[1:])
+    for size, mapping in (
+        (4, {}),
+        (1, {"world_size": 4}),
+        (1, {"world_size": 4, "tp": 2, "ep": 4}),
+        (2, {"world_size": 4, "pp": 2, "etp": 2}),
+        (8, {"world_size": 4, "cp": 4, "ep": 2}),
+    ):
+        assert steps(size, **mapping) == [pytest.approx(step, rel=TOLERANCE) for step in one]
+
+
 def test_the_loss_of_each_sample_does_not_depend_on_the_cut_into_micro_batches(pool):
     def recipe(size: int, kind: str) -> Config:
         train = {"global_batch_size": 8, "micro_batch_size": size}
@@ -214,8 +262,8 @@ def _run_with_shifted_noise(cfg: Config) -> MappingRecord:
     from moefold.moe import router
 
     whole = router.uniform_noise
-    router.uniform_noise = lambda seed, step, samples, positions, width: whole(
-        seed, step, samples, positions - positions[0], width
+    router.uniform_noise = lambda seed, step, samples, positions, width, **how: whole(
+        seed, step, samples, positions - positions[0], width, **how
     )
     return run_mapping(cfg, STEPS)
 

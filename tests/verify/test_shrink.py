@@ -99,6 +99,14 @@ def test_kinds_of_layers_and_an_uneven_cut_stay():
     assert shrink(replace(cfg, model=replace(model, layer_pattern="M"))).model.layer_kinds == ("M",) * 5
 
 
+def test_a_capacity_that_few_experts_would_void_still_drops():
+    cfg = preset("qwen3-30b-a3b", world_size=8, ep=4)
+    cfg = replace(cfg, moe=replace(cfg.moe, capacity_factor=4.0, eval_capacity_factor=1.25))
+    small = shrink(cfg)
+    assert cfg.model.num_experts / cfg.model.top_k > 4 >= small.model.num_experts / small.model.top_k
+    assert (small.moe.capacity_factor, small.moe.eval_capacity_factor) == (1.0, 1.25)
+
+
 def test_an_illegal_recipe_is_refused_as_it_stands():
     with pytest.raises(ConfigError, match="parallel.tp=3 must divide"):
         shrink(replace(preset("quickstart"), parallel=ParallelConfig(world_size=8, tp=3)))

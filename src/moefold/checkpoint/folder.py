@@ -55,6 +55,15 @@ class CheckpointMeta(Position):
     origin: str = ""
     """Where weights come from that no run trained: "import" or "upcycle" and a folder. They have no moments."""
 
+    @property
+    def dp(self) -> int | None:
+        """Data-parallel degree of the mapping that wrote it; None if it does not say."""
+        try:
+            world_size, tp, cp, pp = (int(self.parallel[name]) for name in ("world_size", "tp", "cp", "pp"))
+        except KeyError:
+            return None
+        return world_size // (tp * cp * pp)
+
 
 def checkpoint_folder(cfg: Config) -> Path:
     """Where a run keeps its checkpoints."""

@@ -47,6 +47,8 @@ from moefold.train.optimizer import named_moments, set_step_count
 
 NAMED_FAULTS = 3
 """So many of a checkpoint's faults are spelled out."""
+FRESH_WHERE_ABSENT = ".last_counts_E"
+"""Buffers of this name are those of a loss that a run may turn on at any step: an older checkpoint may lack them."""
 _OTHER = "name another one with checkpoint.resume, or move it away"
 
 
@@ -155,6 +157,8 @@ def load_checkpoint(
 ) -> CheckpointMeta:
     """Read weights, buffers and moments into this rank's shards; collective over all ranks.
 
+    What is `FRESH_WHERE_ABSENT` and absent stays as it is.
+
     Raises:
         ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
     """
@@ -176,7 +180,10 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Ma
 
 def _load(path: Path, state: dict[str, Tensor]) -> None:
     with explained(f"checkpoint {str(path)!r} cannot be read"):
-        _refuse_incomplete(path, state)
+        metadata = read_metadata(path)
+        stored = metadata.state_dict_metadata
+        state = {n: t for n, t in state.items() if n in stored or not n.endswith(FRESH_WHERE_ABSENT)}
+        _refuse_incomplete(path, metadata, state)
         dcp.load(state, storage_reader=SafeReader(path))
 
 
@@ -216,9 +223,8 @@ def _collect(faults: list[str]) -> list[str]:
     return list(dict.fromkeys(fault for faults in of_ranks for fault in faults))
 
 
-def _refuse_incomplete(path: Path, state: Mapping[str, Tensor]) -> None:
+def _refuse_incomplete(path: Path, metadata: Metadata, state: Mapping[str, Tensor]) -> None:
     """Find out together what is missing: a rank that left alone would leave the others waiting for it."""
-    metadata = read_metadata(path)
     faults = _broken_files(path, metadata) if dist.get_rank() == 0 else []
     for name, tensor in state.items():
         stored = metadata.state_dict_metadata.get(name)

@@ -44,6 +44,7 @@ def run(argv: list[str]) -> int:
             "first_step": int(balance.steps[0]),
             "last_step": int(balance.steps[-1]),
             "recorded_steps": len(balance.steps),
+            "cut_short": balance.cut_short,
             "num_experts": balance.num_experts,
             "layers": [asdict(summary) for summary in balance.summaries()],
         }

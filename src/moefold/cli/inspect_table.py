@@ -34,6 +34,8 @@ def print_balance(console: Console, balance: Balance, layer: int | None) -> None
     layers = f"{len(balance.layers)} MoE layer{'s' if len(balance.layers) > 1 else ''}{experts}"
     console.print(Text(f"{balance.run_dir}: {layers}", style="bold"))
     console.print(Text(steps, style="dim"))
+    if balance.cut_short:
+        console.print(Text(f"{balance.cut_short}: the end is the end of the counts", style=WARM))
     console.print()
     console.print(_numbers(summaries))
     columns = max(8, min(MAX_COLUMNS, console.width - 16))

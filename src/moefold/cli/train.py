@@ -8,6 +8,7 @@ from moefold.checkpoint.folder import find_resume, read_meta
 from moefold.cli.one_voice import one_voice
 from moefold.config.checks import check_config, check_machine
 from moefold.config.checks_dispatch import check_dispatch_device
+from moefold.config.checks_machine import check_replay_content
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -50,6 +51,7 @@ def _train(cfg: Config, place: Place | None) -> int:
     device_type = choose_device(cfg.run.device, world_size, place)
     check_dispatch_device(cfg, device_type)
     if place is None or place.local_rank == 0:
+        check_replay_content(cfg)
         prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     if place is not None:
         leave(train_rank(cfg, place, device_type))

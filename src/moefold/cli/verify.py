@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from moefold.config.checks import check_config
 from moefold.config.checks_dispatch import check_dispatch_device
-from moefold.config.checks_machine import check_data_source, check_replay
+from moefold.config.checks_machine import check_data_source, check_replay, check_replay_content
+from moefold.config.checks_model import has_moe_layers
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -51,7 +52,9 @@ def run(argv: list[str]) -> int:
     _refuse_too_large(cfg)
     check_data_source(cfg)
     cfg = replace(cfg, run=replace(cfg.run, dtype="float64", device="cpu", steps=max(cfg.run.steps, args.steps)))
-    check_replay(replace(cfg, run=replace(cfg.run, steps=args.steps)))
+    replayed = replace(cfg, run=replace(cfg.run, steps=args.steps))
+    check_replay(replayed)
+    check_replay_content(replayed)
     check_dispatch_device(cfg, "cpu")
     return verify(cfg, args.steps, _run_on_ranks)
 
@@ -95,7 +98,7 @@ def _header(cfg: Config) -> str:
         f"schedule {p.schedule}": p.pp,
     }
     ranks = "1 rank" if p.world_size == 1 else f"{p.world_size} ranks"
-    rows = (
+    rows: tuple[tuple[str, str], ...] = (
         ("mapping", ", ".join([ranks, *(way for way, degree in ways.items() if degree > 1)])),
         ("  attention", f"tp={p.tp} cp={p.cp} dp={p.dp} pp={p.pp}, order {p.order}"),
         ("  experts", f"etp={p.etp} ep={p.ep} edp={p.edp} pp={p.pp}, order {p.moe_order}"),
@@ -106,6 +109,9 @@ def _header(cfg: Config) -> str:
         ),
         ("batch", f"{train.global_batch_size} samples of {train.seq_len} tokens, {train.micro_batch_size} at a time"),
     )
+    moe = cfg.moe
+    if moe.aux_kind == "global_batch" and moe.aux_coefficient > 0 and has_moe_layers(model):
+        rows += (("note", f"moe.aux_kind='global_batch' depends on dp: the oracle takes the recipe's, dp={p.dp}"),)
     return "\n".join(f"{name:13}{text}" for name, text in rows) + "\n"
 
 

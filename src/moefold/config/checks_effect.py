@@ -143,10 +143,22 @@ IDLE = (
         "set model.expert_bias=true with moe.choice='topk'",
     ),
     Idle(
+        "moe.aux_loss",
+        lambda cfg: cfg.moe.aux_loss > 0 and cfg.moe.aux_coefficient == 0,
+        "a moe.choice other than 'topk' settles the balance by itself",
+        "choose moe.choice='topk'",
+    ),
+    Idle(
         "moe.aux_kind",
-        lambda cfg: cfg.moe.aux_loss == 0,
-        "moe.aux_loss=0.0 turns the loss off",
-        "set moe.aux_loss above 0",
+        lambda cfg: cfg.moe.aux_coefficient == 0,
+        "moe.aux_loss=0.0 turns the loss off, and so does a moe.choice other than 'topk'",
+        "set moe.aux_loss above 0 with moe.choice='topk'",
+    ),
+    Idle(
+        "moe.trace_every",
+        lambda cfg: cfg.moe.trace_every > cfg.run.steps,
+        "the run ends before, after run.steps",
+        "choose at most run.steps",
     ),
     Idle(
         "moe.sinkhorn_iterations",

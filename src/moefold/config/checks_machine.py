@@ -99,6 +99,21 @@ def check_replay(cfg: Config) -> None:
     trace.check_replay(trace_shape(cfg), cfg.run.steps)
 
 
+def check_replay_content(cfg: Config) -> None:
+    """Every choice of the trace to replay can be one; reads all of it, so one process of a machine does.
+
+    For a trace that passed `check_replay`.
+
+    Raises:
+        ConfigError: a choice is no expert, or a token has an expert twice.
+    """
+    if not cfg.moe.replay:
+        return
+    from moefold.metrics.routing_trace import Trace
+
+    Trace(Path(cfg.moe.replay), "moe.replay").check_content(cfg.run.steps)
+
+
 def _checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 

@@ -152,8 +152,13 @@ def sequence_faults(cfg: Config) -> Iterator[str]:
 
 
 def dispatcher_faults(cfg: Config) -> Iterator[str]:
-    """The local dispatcher has no communication."""
+    """The local dispatcher has no communication, and those that are named for theirs have some."""
     p = cfg.parallel
+    if p.dispatcher in ("allgather", "deepep") and p.ep * p.etp == 1 and has_moe_layers(cfg.model):
+        yield (
+            f"parallel.dispatcher={p.dispatcher!r} carries copies between the ranks of ep and etp, and parallel.ep=1, "
+            "parallel.etp=1; choose 'alltoall' or 'auto', or ep or etp of 2 or more"
+        )
     if p.dispatcher == "local" and p.ep * p.etp > 1:
         yield (
             f"parallel.dispatcher='local' needs ep=etp=1, and parallel.ep={p.ep}, parallel.etp={p.etp}; "

@@ -26,6 +26,7 @@ def routing_faults(cfg: Config) -> Iterator[str]:
     yield from _group_faults(cfg.model)
     yield from _choice_faults(cfg.model, cfg.moe)
     yield from _capacity_faults(cfg.model, cfg.moe)
+    yield from _padding_faults(cfg)
     yield from _replay_faults(cfg.moe)
 
 
@@ -117,7 +118,7 @@ def _choice_faults(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
 
 
 def _capacity_faults(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
-    """A capacity lets every token reach an expert, and only a capacity can be padded to."""
+    """A capacity lets every token reach an expert, and can be reached."""
     for key in ("capacity_factor", "eval_capacity_factor"):
         factor = getattr(moe, key)
         if factor > 0 and factor * model.top_k < 1:
@@ -126,6 +127,24 @@ def _capacity_faults(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
                 f"moe.{key}={factor} with model.top_k={model.top_k} gives all experts together room for fewer copies "
                 f"than there are tokens, so some would reach no expert; choose {least} or more, or 0.0 (dropless)"
             )
+            continue
+        enough = model.num_experts / model.top_k
+        if factor >= enough and not moe.pad_to_capacity:
+            yield (
+                f"moe.{key}={factor} lets every expert take every token, and so drops nothing; choose less than "
+                f"num_experts/top_k={enough:g}, or 0.0 (dropless)"
+            )
+
+
+def _padding_faults(cfg: Config) -> Iterator[str]:
+    """Only a capacity can be padded to, and only one that a rank has to itself."""
+    moe, p = cfg.moe, cfg.parallel
+    if moe.pad_to_capacity and moe.drop_scope == "full_sequence" and p.cp * p.tp > 1:
+        yield (
+            f"moe.pad_to_capacity=true with moe.drop_scope='full_sequence' would pad to cp*tp={p.cp * p.tp} times the "
+            "rows: the ranks share one capacity, and each of them must have room for all of it; choose "
+            "drop_scope='sub_sequence', or pad_to_capacity=false"
+        )
     if moe.pad_to_capacity and moe.capacity_factor == 0:
         yield (
             "moe.pad_to_capacity=true needs a capacity, and moe.capacity_factor=0.0 sets none; "

@@ -292,15 +292,18 @@ class MoEConfig:
     eval_capacity_factor: float = -1.0
     """The capacity factor of evaluation; -1: that of training. 0: dropless."""
     drop_policy: Literal["probs", "position"] = "probs"
-    """What an over-full expert keeps: the most probable copies, or the first by position."""
+    """What an over-full expert keeps: the most probable copies (a later token may then displace an earlier one: not
+    causal), or the first by position. Evaluate "probs" with eval_capacity_factor=0."""
     drop_scope: Literal["full_sequence", "sub_sequence"] = "full_sequence"
     """Decide over the whole micro-batch (same drops under every mapping), or over the rank's own tokens."""
     pad_to_capacity: bool = False
-    """Give every expert exactly its capacity, padding with zeros: static shapes."""
+    """Give every expert its capacity of rows from each rank, zeros behind the copies: static shapes. Where cp*tp > 1
+    with drop_scope "sub_sequence" alone, as ranks that share a capacity would each have to make room for all of it."""
     aux_loss: float = 0.01
-    """Coefficient of the load-balancing loss (arXiv:2101.03961); 0 turns it off."""
-    aux_kind: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
-    """Over which tokens the load is to be even: a micro-batch, each sample, or the global batch (arXiv:2501.11873)."""
+    """Coefficient of the load-balancing loss (arXiv:2101.03961); 0 turns it off, and so does a choice but topk."""
+    aux_kind: Literal["micro_batch", "sequence", "global_batch", "last_global_batch"] = "micro_batch"
+    """Over which tokens the load is to be even: a micro-batch, each sample, or the global batch (arXiv:2501.11873),
+    as far as it has come (depends on dp) or as it was in the last step (last_global_batch; the same for every dp)."""
     llep_threshold: float = 1.3
     """Dispatcher leastloaded: move copies where the busiest ep rank has more than this times the mean load."""
     llep_capacity: float = 1.1
@@ -312,7 +315,8 @@ class MoEConfig:
     bias_update_rate: float = 1e-3
     """Step of model.expert_bias: up for an expert with fewer copies than the mean of the step, down for more."""
     choice: Literal["topk", "sinkhorn", "quantile", "round_robin", "skewed"] = "topk"
-    """topk: best scores. sinkhorn, quantile: balanced in training. round_robin, skewed: forced, for benchmarks."""
+    """topk: best scores. sinkhorn, quantile: balanced in training, where a token's experts then depend on later tokens
+    too (not causal). round_robin, skewed: forced, for benchmarks."""
     sinkhorn_iterations: int = 20
     """Rounds of row and column scaling of the logits of a micro-batch (choice "sinkhorn")."""
     skew: float = 0.8
@@ -325,6 +329,11 @@ class MoEConfig:
     """Write each token's experts into RUN_DIR/routing every so many steps, a byte or two for each choice; 0 never."""
     replay: str = ""
     """A run with a trace, whose choices to use again, step by step; their weights are computed from the live scores."""
+
+    @property
+    def aux_coefficient(self) -> float:
+        """`aux_loss` where the experts are chosen by their scores alone; else the choice balances, and this is 0."""
+        return self.aux_loss if self.choice == "topk" else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,6 +66,13 @@ class Balance:
     """Entropy of a token's scores in nats, float64 [M, L], NaN where it was not written."""
 
     @property
+    def cut_short(self) -> str:
+        """Says that the loads end before the run's metrics do, by more than their own pace; empty if they do not."""
+        last, end = int(self.steps[-1]), int(self.drop_steps[-1]) if len(self.drop_steps) else 0
+        pace = int(self.steps[-1] - self.steps[-2]) if len(self.steps) > 1 else 1
+        return f"counts end at step {last} of {end}" if end - last >= pace else ""
+
+    @property
     def num_experts(self) -> int | None:
         """E; None without counts."""
         return None if self.counts is None else int(self.counts.shape[2])
@@ -83,7 +90,7 @@ class Balance:
         """Each layer by itself."""
         n = max(1, len(self.steps) // END_PART)
         end = None if self.counts is None else np.asarray(self.counts[-n:], dtype=np.float64)
-        last = self.drop_steps > self.steps[-n] - 1
+        last = (self.drop_steps >= self.steps[-n]) & (self.drop_steps <= self.steps[-1])
         return [self._summary(i, n, end, last) for i in range(len(self.layers))]
 
     def _summary(self, i: int, n: int, end: Array | None, last: Array) -> LayerSummary:
@@ -158,7 +165,9 @@ def _count_trace(run_dir: Path) -> ExpertCounts | None:
     counts = np.zeros((len(trace.steps), len(shape.layers), shape.num_experts), dtype=np.uint32)
     for i, step in enumerate(trace.steps):
         for j, choices in enumerate(trace.step(step)):
-            counts[i, j] = np.bincount(shape.check_choices(choices, step).ravel(), minlength=shape.num_experts)
+            counts[i, j] = np.bincount(
+                shape.check_choices(choices, step, "the trace").ravel(), minlength=shape.num_experts
+            )
     return ExpertCounts(layers=shape.layers, steps=np.array(trace.steps, dtype=np.int64), counts=counts)
 
 

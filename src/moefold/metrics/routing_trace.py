@@ -52,8 +52,13 @@ class TraceShape:
         """Shape of the file of a step."""
         return len(self.layers), self.global_batch_size, self.seq_len, self.top_k
 
-    def check_choices(self, choices: Choices, step: int) -> Choices:
+    def check_choices(self, choices: Choices, step: int, key: str = "moe.replay") -> Choices:
         """A copy of some choices of a step, every one the number of an expert.
+
+        Args:
+            choices: any of them.
+            step: for the message.
+            key: what the user calls the trace, for the message.
 
         Raises:
             ConfigError: a number is out of range.
@@ -62,7 +67,7 @@ class TraceShape:
         if copy.size and not 0 <= copy.min() <= copy.max() < self.num_experts:
             wrong = copy.max() if copy.max() >= self.num_experts else copy.min()
             raise ConfigError(
-                f"moe.replay names expert {wrong} in step {step}, and there are {self.num_experts}; "
+                f"{key} names expert {wrong} in step {step}, and there are {self.num_experts}; "
                 "its files are damaged: trace the run anew"
             )
         return copy
@@ -90,7 +95,8 @@ def choice_dtype(num_experts: int) -> np.dtype[Any]:
 class TraceWriter:
     """Writes a trace into a run folder, one file a step; made on one rank only.
 
-    Opening it drops the steps past `resume_step`, as a resumed run repeats them.
+    Opening it drops the steps past `resume_step`, as a resumed run repeats them; and all steps, if they are of another
+    shape, as of a run that was resumed with another batch: `num_dropped` of them.
 
     Args:
         run_dir: folder of the run.
@@ -103,6 +109,10 @@ class TraceWriter:
         self._folder = run_dir / TRACE_FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
         truncate_trace(run_dir, resume_step)
+        fits = _has_shape(self._folder / MANIFEST, shape)
+        self.num_dropped = 0 if fits else len(traced_steps(self._folder))
+        if not fits:
+            truncate_trace(run_dir, 0)
         _replace(self._folder / MANIFEST, lambda path: path.write_text(_manifest(shape) + "\n", encoding="utf-8"))
 
     def write(self, step: int, layers: Iterable[Choices]) -> None:
@@ -203,6 +213,24 @@ class Trace:
         for step in range(1, steps + 1):
             self.step(step)
 
+    def check_content(self, steps: int) -> None:
+        """Read every choice of steps 1 to `steps` once, from the files as they are mapped, a layer at a time.
+
+        Raises:
+            ConfigError: a number is none of an expert, or a token has an expert twice.
+        """
+        for step in range(1, steps + 1):
+            for number, choices in zip(self.shape.layers, self.step(step), strict=True):
+                ordered = self.shape.check_choices(choices, step, self._key).copy()
+                ordered.sort(axis=-1)
+                repeats = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+                if repeats.any():
+                    sample, position = np.argwhere(repeats)[0]
+                    raise ConfigError(
+                        f"{self._key} sends position {position} of sample {sample} twice to one expert in step {step}, "
+                        f"layer {number}: the {self.shape.top_k} choices of a token must differ; trace the run anew"
+                    )
+
     def _what_it_has(self) -> str:
         if not self.steps:
             return "it holds no step"
@@ -246,6 +274,13 @@ def _read_manifest(text: str) -> TraceShape:
         raise ValueError("its format is another one")
     sizes = {name: int(record[name]) for name in ("num_experts", "top_k", "global_batch_size", "seq_len")}
     return TraceShape(layers=tuple(int(layer) for layer in record["layers"]), **sizes)
+
+
+def _has_shape(manifest: Path, shape: TraceShape) -> bool:
+    try:
+        return _read_manifest(manifest.read_text(encoding="utf-8")) == shape
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _brief(value: int | Sequence[int]) -> str:

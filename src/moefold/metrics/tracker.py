@@ -29,6 +29,7 @@ _SCALARS = (
 )
 
 _LAYER_SCALARS = (
+    ("expert_load", "load"),
     ("expert_load_cv", "load_cv"),
     ("dead_experts", "dead_experts"),
     ("dropped_fraction", "dropped_fraction"),
@@ -38,7 +39,7 @@ _LAYER_SCALARS = (
     ("expert_bias_min", "bias_min"),
     ("expert_bias_max", "bias_max"),
 )
-"""Curves that each MoE layer has one of, beside its load."""
+"""Curves that each MoE layer has one of, under the number that it has in the model."""
 
 
 class Tracker(Protocol):
@@ -134,9 +135,8 @@ class WandbTracker:
 def _scalars(metrics: StepMetrics) -> dict[str, float]:
     """Everything that this step knows, under the names of the curves."""
     scalars = {name: getattr(metrics, key) for name, key in _SCALARS}
-    scalars |= {f"expert_load/moe_layer_{i:03d}": load for i, load in enumerate(metrics.expert_load)}
-    for i, layer in enumerate(metrics.moe_layers):
-        scalars |= {f"{curve}/moe_layer_{i:03d}": getattr(layer, key) for curve, key in _LAYER_SCALARS}
+    for layer in metrics.moe_layers:
+        scalars |= {f"{curve}/layer_{layer.layer:03d}": getattr(layer, key) for curve, key in _LAYER_SCALARS}
     return {name: value for name, value in scalars.items() if value is not None}
 
 

@@ -17,7 +17,9 @@ OUTPUT_WEIGHTS = ("wo", "w_down")
 
 @torch.no_grad()
 def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
-    """Fill the local parts of all parameters, and all buffers with float32 zeros; no communication.
+    """Fill the local parts of all parameters, and all buffers with zeros; no communication.
+
+    Buffers of whole numbers keep their type, all others are float32, whatever the type of the weights.
 
     Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one,
     biases zero. Each logical tensor, each expert by itself, comes from a generator of its own, seeded by (seed, name)
@@ -28,7 +30,8 @@ def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
             part.copy_(initial_values(whole_name, shape, cfg, seed)[index])
     for part_of_it in module.modules():
         for leaf, buffer in list(part_of_it.named_buffers(recurse=False)):
-            setattr(part_of_it, leaf, torch.zeros(buffer.shape, dtype=torch.float32, device=buffer.device))
+            dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
+            setattr(part_of_it, leaf, torch.zeros(buffer.shape, dtype=dtype, device=buffer.device))
 
 
 def _logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:

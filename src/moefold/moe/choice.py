@@ -35,8 +35,9 @@ def limit_to_groups(values_TE: Tensor, num_groups: int, top_groups: int, *, sums
         values_TE: what experts are chosen by.
         num_groups: groups of E/num_groups neighbouring experts each.
         top_groups: groups that stay open.
-        sums_two: a group is as good as its two best experts together (DeepSeek-V3, arXiv:2412.19437 sec. 2.1.2); else
-            as its best one (DeepSeek-V2, arXiv:2405.04434 sec. 2.2.2).
+        sums_two: a group is as good as its two best experts together, as in the code that DeepSeek-V3 was released with
+            and in transformers (arXiv:2412.19437 sec. 2.1.2 sums the K/top_groups best: two for V3, with 8 experts of 4
+            nodes); else as its best one (DeepSeek-V2, arXiv:2405.04434 sec. 2.2.2).
 
     Returns:
         values_TE with -inf in closed groups.

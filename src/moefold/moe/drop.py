@@ -26,9 +26,12 @@ class DropRule:
         return max(1, math.ceil(num_tokens * top_k / num_experts * self.capacity_factor))
 
     def slots(self, num_tokens: int, top_k: int, num_experts: int, scope: TokenScope) -> int:
-        """Most copies that an expert can keep from the `num_tokens` tokens of one rank: the length to pad to."""
-        whole = num_tokens * scope.size if self.scope == "full_sequence" else num_tokens
-        return min(self.capacity(whole, top_k, num_experts), num_tokens)
+        """Most copies that an expert can keep from the `num_tokens` tokens of one rank: the length to pad to.
+
+        Only where each rank decides by itself: of a capacity that ranks share, every one could need all of it.
+        """
+        assert self.scope == "sub_sequence" or scope.size == 1, "config/checks_routing.py refuses it"
+        return min(self.capacity(num_tokens, top_k, num_experts), num_tokens)
 
     def keep(self, ids_TK: Tensor, probs_TK: Tensor, keys_T: Tensor, num_experts: int, scope: TokenScope) -> Tensor:
         """Which copies of my tokens stay.

@@ -12,7 +12,7 @@ from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.drop import DropRule
 from moefold.moe.experts import Experts
 from moefold.moe.gate import expert_gate
-from moefold.moe.losses import RunningLoad, attach, count_copies, load_balancing_part, z_part
+from moefold.moe.losses import RunningLoad, attach, count_copies, even_if_none, load_balancing_part, z_part
 from moefold.moe.router import Router, Routing
 from moefold.moe.scope import LocalScope, TokenPlaces, TokenScope
 from moefold.moe.stats import RoutingTotals
@@ -20,6 +20,9 @@ from moefold.moe.stats import RoutingTotals
 
 class MoELayer(nn.Module):
     """A sparse feed-forward layer: plain maths on this rank's tokens.
+
+    `last_counts_E` are the copies of the whole global batch of the step before, int64 [E], all 0 before the first one;
+    None unless the load-balancing loss looks back at them.
 
     `parallelize` replaces `dispatcher` (where the experts are) and `scope` (who shares the micro-batch).
 
@@ -31,6 +34,8 @@ class MoELayer(nn.Module):
         jitter_seed: 64 bits; the router's noise comes from it.
         shared: an expert that sees every token, [S/(cp*tp), B, H] -> same.
     """
+
+    last_counts_E: Tensor | None
 
     def __init__(
         self,
@@ -59,9 +64,12 @@ class MoELayer(nn.Module):
         self.stats = RoutingTotals(model.num_experts)
         self._num_experts = model.num_experts
         self._aux_kind = moe.aux_kind
-        self._aux_scale = moe.aux_loss * loss_scale
+        self._aux_scale = moe.aux_coefficient * loss_scale
         self._z_scale = moe.z_loss * loss_scale
         self._running_load = RunningLoad(rounds, model.num_experts)
+        looks_back = moe.aux_coefficient > 0 and moe.aux_kind == "last_global_batch"
+        last_counts_E = torch.zeros(model.num_experts, dtype=torch.int64) if looks_back else None
+        self.register_buffer("last_counts_E", last_counts_E)
         self._rounds = rounds
         self._drop_rule = _drop_rule(moe, moe.capacity_factor)
         has_own_factor = moe.eval_capacity_factor >= 0
@@ -72,6 +80,18 @@ class MoELayer(nn.Module):
         """Forget what was counted; all that follows belongs to this optimizer step."""
         self.stats.reset()
         self.router.step = step
+
+    @torch.no_grad()
+    def end_step(self, copies_E: Tensor, thresholds_E: Tensor) -> None:
+        """Balance the bias, and keep the counts for a loss that looks back.
+
+        Args:
+            copies_E: copies of the whole global batch that chose each expert.
+            thresholds_E: of quantile balancing, the mean over the micro-batches of the global batch.
+        """
+        self.router.update_bias(copies_E, thresholds_E)
+        if self.last_counts_E is not None:
+            self.last_counts_E.copy_(copies_E)
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
         """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]; communicates through `dispatcher`, `scope` and `shared`.
@@ -144,6 +164,8 @@ class MoELayer(nn.Module):
 
     def _load(self, routed_XE: Tensor, places: TokenPlaces) -> Tensor:
         """The copies that count together for the balance loss of this micro-batch."""
+        if self.last_counts_E is not None:
+            return even_if_none(self.last_counts_E).unsqueeze(0)
         if self._aux_kind != "global_batch":
             return self.scope.sum(routed_XE)
         # A data-parallel rank has consecutive micro-batches of the global batch, `rounds` of them.

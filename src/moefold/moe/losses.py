@@ -47,6 +47,11 @@ def count_copies(ids_TK: Tensor, num_experts: int, num_samples: int = 1) -> Tens
     return counts.scatter_add_(0, cells, torch.ones_like(cells)).view(num_samples, num_experts)
 
 
+def even_if_none(counts_E: Tensor) -> Tensor:
+    """The counts, or one for each expert where all are 0, as before the first step; waits for no device."""
+    return torch.where(counts_E.any(), counts_E, torch.ones_like(counts_E))
+
+
 class RunningLoad:
     """The load of a step so far: the counts of each round of micro-batches, kept by round (arXiv:2501.11873 sec. 2).
 

@@ -108,8 +108,17 @@ class Router(nn.Module):
         width = self._moe.input_jitter
         if width == 0 or not self.training:
             return x_TH
-        noise_TH = uniform_noise(self._jitter_seed, self.step, places.samples_B, places.positions(), x_TH.shape[1])
-        return x_TH * (1 - width + 2 * width * noise_TH).to(x_TH.dtype)
+        noise_TH = uniform_noise(
+            self._jitter_seed,
+            self.step,
+            places.samples_B,
+            places.positions(),
+            x_TH.shape[1],
+            scale=2 * width,
+            shift=1 - width,
+            dtype=x_TH.dtype,
+        )
+        return x_TH * noise_TH
 
     def _score(self, logits_TE: Tensor) -> Tensor:
         match self._model.router_score:

@@ -158,11 +158,11 @@ class TrainingStep:
         return rows
 
     def _balance(self, counts: Tensor, thresholds: Tensor) -> None:
-        """Update the expert biases from the totals of the global batch, [MoE layers, E]."""
+        """Tell every MoE layer its totals of the global batch, [MoE layers, E]."""
         num_micro_batches = self._cfg.train.global_batch_size // self._cfg.train.micro_batch_size
         for number, layer in self.model.moe_layers().items():
             i = self._moe_numbers.index(number)
-            layer.router.update_bias(counts[i], thresholds[i] / num_micro_batches)
+            layer.end_step(counts[i], thresholds[i] / num_micro_batches)
 
     def _layer_metrics(
         self, scalars: list[list[float]], counts: list[list[float]], biases: list[list[float]]

@@ -14,6 +14,7 @@ import torch
 from moefold.checkpoint.folder import Position, other_order
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.checkpoint.store import Resume, agree_on_resume, checkpoint_state, load_checkpoint
+from moefold.config.checks_model import has_moe_layers
 from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.convert.start import start_weights
@@ -24,7 +25,7 @@ from moefold.metrics.flops import train_flops_per_token
 from moefold.metrics.peak import peak_bf16_tflops
 from moefold.metrics.plot import plot_loss
 from moefold.metrics.progress import Progress
-from moefold.metrics.routing_trace import TraceWriter, trace_shape, truncate_trace
+from moefold.metrics.routing_trace import TRACE_FOLDER, TraceWriter, trace_shape, truncate_trace
 from moefold.metrics.step import StepMetrics
 from moefold.metrics.writer import MetricsWriter
 from moefold.parallel.groups import ParallelGroups
@@ -59,6 +60,7 @@ class Trainer:
             self._saver = BackgroundSaver(cfg, group, is_on_gpu=groups.device.type == "cuda")
         self._save_s = 0.0
         self._start = ""
+        self._saved_dp: int | None = None
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step, or until a signal; returns the exit status. Collective.
@@ -75,8 +77,7 @@ class Trainer:
             stack.enter_context(stop)
             report = None
             if self._is_first_rank:
-                notes = (self._training.model.note, self._start)
-                report = stack.enter_context(_Report(self._cfg, first_step, resume, notes))
+                report = stack.enter_context(_Report(self._cfg, first_step, resume, self._notes()))
             while self._step < self._cfg.run.steps and status == 0:
                 status = self._one_step(report, stop)
             self._saver.finish()
@@ -94,9 +95,22 @@ class Trainer:
             if not other_order(meta, self._cfg):
                 self._samples = meta.samples
                 self._row.restore(meta.stream)
+            self._saved_dp = meta.dp
         else:
             self._start = start_weights(self._cfg, self._training.model, is_first_rank=self._is_first_rank)
         return resume
+
+    def _notes(self) -> tuple[str, ...]:
+        """What the log is to say before the first step."""
+        moe, dp = self._cfg.moe, self._cfg.parallel.dp
+        notes = [note for note in (self._training.model.note, self._start) if note]
+        looks_at_dp = moe.aux_coefficient > 0 and moe.aux_kind == "global_batch" and has_moe_layers(self._cfg.model)
+        if looks_at_dp and self._saved_dp not in (None, dp):
+            notes.append(
+                f"moe.aux_kind='global_batch' depends on dp, which was {self._saved_dp} and is {dp}: the loss "
+                "goes on from other rounds; 'last_global_batch' does not depend on it"
+            )
+        return tuple(notes)
 
     def _one_step(self, report: "_Report | None", stop: StopSignals) -> int:
         """Train, evaluate and save as the recipe says; returns the exit status if the run is to end, else 0."""
@@ -179,7 +193,7 @@ class _Report:
             self._writer = stack.enter_context(writer)
             self._open_routing(stack, done)
             self._progress = stack.enter_context(Progress(cfg.run.steps, self._first_step, sys.stdout))
-            for note in filter(None, self._notes):
+            for note in self._notes:
                 self._progress.message(note)
             for skipped in self._resume.skipped:
                 self._progress.message(f"skipped a damaged checkpoint, {skipped}")
@@ -216,6 +230,9 @@ class _Report:
             self._counts = stack.enter_context(counts)
         if cfg.moe.trace_every:
             self.trace = TraceWriter(self._dir, shape, resume_step=resume_step)
+            if count := self.trace.num_dropped:
+                steps = f"{count} step{'s' if count > 1 else ''}"
+                self._notes += (f"removed {steps} from {TRACE_FOLDER}/: of another batch, sequence length or model",)
 
     def _farewell(self, status: int, step: int) -> str:
         steps, saves = self._cfg.run.steps, self._cfg.checkpoint.every > 0

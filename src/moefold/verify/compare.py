@@ -43,10 +43,10 @@ def run_oracle(cfg: Config, num_steps: int) -> OracleRecord:
     initialise(model, cfg.model, cfg.run.seed)
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
     oracle = Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg))
-    initial |= {name: bias.clone() for name, bias in oracle.router.biases.items()}
+    initial |= {name: buffer.clone() for name, buffer in oracle.router.buffers().items()}
     steps = tuple(oracle.step(_samples(data.train, cfg, i)) for i in range(num_steps))
     eval_loss = oracle.evaluate(_samples(data.validation, cfg, 0))
-    weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.biases
+    weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.buffers()
     return OracleRecord(initial, steps[0].gradients, weights, steps, eval_loss)
 
 

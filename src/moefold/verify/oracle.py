@@ -93,7 +93,7 @@ class Oracle:
         for layer, batches in terms.routed.items():
             aux, z = float(terms.aux[layer].detach()), float(terms.z[layer].detach())
             layers.append(self.router.metrics(layer, batches, aux, z))
-            self.router.update_bias(layer, batches)
+            self.router.end_step(layer, batches)
         return OracleStep(
             loss=float(terms.lm.detach()),
             aux_loss=sum(layer.aux_loss for layer in layers),
@@ -126,7 +126,9 @@ class Oracle:
                 further = further + self._further(
                     micro, documents, hidden, [share[mine] for share in shares], moment, routed
                 )
-        aux = {layer: self.cfg.moe.aux_loss * self.router.aux(batches) for layer, batches in routed.items()}
+        aux = {
+            layer: self.cfg.moe.aux_coefficient * self.router.aux(layer, batches) for layer, batches in routed.items()
+        }
         z = {
             layer: self.cfg.moe.z_loss * torch.stack([b.logits.logsumexp(-1).square().mean() for b in batches]).mean()
             for layer, batches in routed.items()

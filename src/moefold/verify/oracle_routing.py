@@ -65,6 +65,13 @@ class OracleRouter:
         zeros = torch.zeros(cfg.model.num_experts, dtype=torch.float32)
         names = [bias_name(i) for i in self._numbers] if cfg.model.expert_bias else []
         self.biases = {name: zeros.clone() for name in names}
+        looks_back = cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch"
+        empty = torch.zeros(cfg.model.num_experts, dtype=torch.int64)
+        self.last_counts = {last_counts_name(i): empty.clone() for i in self._numbers} if looks_back else {}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """All that is kept from step to step, by name."""
+        return self.biases | self.last_counts
 
     def route(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, moment: Moment) -> RoutedBatch:
         """Route [B, S, H] by the router weight [E, H] and, where there is one, the bias [E] of the logits."""
@@ -100,10 +107,16 @@ class OracleRouter:
         choices = np.load(folder / f"step-{moment.step:06d}.npy")[self._numbers.index(layer)]
         return torch.from_numpy(choices[moment.first_sample :][:batch_size].astype(np.int64))
 
-    def aux(self, batches: Sequence[RoutedBatch]) -> Tensor:
+    def aux(self, layer: int, batches: Sequence[RoutedBatch]) -> Tensor:
         """Mean over the micro-batches of a global batch of the load-balancing loss of one layer."""
         kind, rounds = self._cfg.moe.aux_kind, self._cfg.num_micro_batches
         total = torch.zeros((), dtype=torch.float64)
+        if kind == "last_global_batch" and self.last_counts:
+            counts = self.last_counts[last_counts_name(layer)].double()
+            even = torch.full_like(counts, 1 / len(counts))
+            share = counts / counts.sum() if counts.any() else even
+            scores = torch.cat([batch.scores.flatten(0, 1) for batch in batches])
+            return len(counts) * (share * scores.mean(0)).sum()
         for number, batch in enumerate(batches):
             num_experts = batch.scores.shape[-1]
             if kind == "sequence":
@@ -139,15 +152,17 @@ class OracleRouter:
             bias_max=None if bias is None else float(bias.max()),
         )
 
-    def update_bias(self, layer: int, batches: Sequence[RoutedBatch]) -> None:
-        """Balance the bias of one layer after a step."""
+    def end_step(self, layer: int, batches: Sequence[RoutedBatch]) -> None:
+        """Balance the bias of one layer after a step, and keep the counts that the next one looks back at."""
+        counts = torch.stack([batch.counts().sum(0) for batch in batches]).sum(0)
+        if last_counts_name(layer) in self.last_counts:
+            self.last_counts[last_counts_name(layer)] = counts.long()
         name = bias_name(layer)
         if name not in self.biases:
             return
         if self._cfg.moe.choice == "quantile":
             self.biases[name] = -torch.stack([batch.thresholds for batch in batches]).mean(0).float()
             return
-        counts = torch.stack([batch.counts().sum(0) for batch in batches]).sum(0)
         for expert, count in enumerate(counts):
             if count != counts.mean():
                 up = bool(count < counts.mean())
@@ -226,6 +241,11 @@ class OracleRouter:
 def bias_name(layer: int) -> str:
     """The name of a layer's expert bias in the whole model."""
     return f"layers.{layer}.ffn.router.expert_bias"
+
+
+def last_counts_name(layer: int) -> str:
+    """The name, in the whole model, of the counts of a layer in the step before."""
+    return f"layers.{layer}.ffn.last_counts_E"
 
 
 def _raw_scores(kind: str, logits: Tensor) -> Tensor:

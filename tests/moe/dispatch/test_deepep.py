@@ -198,8 +198,7 @@ def test_named_it_is_refused_on_a_cpu(pool):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(("name", "expected"), [("auto", "local"), ("allgather", "allgather"), ("deepep", "deepep")])
-def test_where_there_is_nowhere_to_go_nothing_is_asked(pool, name, expected):
-    recipe = tiny(world_size=1)
-    recipe = replace(recipe, parallel=replace(recipe.parallel, dispatcher=name))
-    assert pool.run(1, _selected, recipe) == [(expected, "")]
+def test_where_there_is_nowhere_to_go_auto_stays_and_says_so(pool):
+    note = "parallel.dispatcher='auto' took local: ep = etp = 1, so no copy leaves its rank"
+    assert pool.run(1, _selected, tiny(world_size=1, dispatcher="auto")) == [("local", note)]
+    assert pool.run(1, _selected, tiny(world_size=1)) == [("alltoall", "")]

@@ -48,9 +48,9 @@ CASES = {
     "position full": _drop(0.6, "position", "full_sequence"),
     "probs sub": _drop(0.6, "probs", "sub_sequence"),
     "position sub": _drop(0.6, "position", "sub_sequence"),
-    "probs full padded": _drop(0.6, "probs", "full_sequence", pads=True),
+    "probs sub padded": _drop(0.6, "probs", "sub_sequence", pads=True),
     "position sub padded": _drop(0.6, "position", "sub_sequence", pads=True),
-    "roomy padded": _drop(4.0, "probs", "full_sequence", pads=True),
+    "roomy padded": _drop(4.0, "probs", "sub_sequence", pads=True),
 }
 
 LAYOUTS = [

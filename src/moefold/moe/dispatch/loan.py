@@ -79,6 +79,8 @@ class _Exchange(torch.autograd.Function):
         returned = all_to_all(sent, loan.ep, loan.borrowed_from, loan.lent_to)
         if not loan.lent:
             return None, *own
+        # A copy of all my experts, also where one is lent: autograd may share what it passes in, so nothing is added in
+        # place, and one gradient has to come out for each stack of experts.
         totals = [grad.clone() for grad in own]
         wide = torch.promote_types(own[0].dtype, torch.float32)
         for total, column in zip(totals, _columns(returned, ctx.shapes), strict=True):

@@ -30,8 +30,10 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> Selection:
         ConfigError: "deepep" on a device that cannot run it, or without its package.
     """
     name = cfg.parallel.dispatcher
-    if name not in ("auto", "deepep") or groups.moe.experts.size == 1:
-        return Selection("local" if name == "auto" else name)
+    if name == "auto" and groups.moe.experts.size == 1:
+        return Selection("local", "parallel.dispatcher='auto' took local: ep = etp = 1, so no copy leaves its rank")
+    if name not in ("auto", "deepep"):
+        return Selection(name)
     reason = next(deepep_obstacles(cfg), "") or _machine_obstacle(groups.device)
     if name == "deepep":
         if reason:
