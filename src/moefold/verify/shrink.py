@@ -65,11 +65,11 @@ def _small(cfg: Config, parallel: ParallelConfig) -> Config:
         train=_train(cfg.train, parallel),
         data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
     )
-    room = small.model.num_experts / small.model.top_k
-    for key in ("capacity_factor", "eval_capacity_factor"):
-        if getattr(small.moe, key) >= room and not small.moe.pad_to_capacity:
-            # With so few experts the factor of the large recipe drops nothing, which is refused.
-            small = replace(small, moe=replace(small.moe, **{key: 1.0}))
+    moe, room = small.moe, small.model.num_experts / small.model.top_k
+    if not moe.pad_to_capacity:
+        # With so few experts the factors of the large recipe may drop nothing, which is refused.
+        factor, of_evaluation = (1.0 if f >= room else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
+        small = replace(small, moe=replace(moe, capacity_factor=factor, eval_capacity_factor=of_evaluation))
     if parallel.dispatcher == "leastloaded":
         # No expert of the small recipe has as many copies as one of the large.
         small = replace(small, moe=replace(small.moe, llep_min_tokens=1))
