@@ -74,6 +74,13 @@ CASES = [
     (["model.layer_pattern=MX"], "model.layer_pattern: unexpected 'X' in layer pattern 'MX'; use D and M"),
     (["model.layer_pattern=3M"], "model.layer_pattern: unexpected '3' in layer pattern '3M'"),
     (["model.layer_pattern=DM0"], "model.layer_pattern: a count of 0 in layer pattern 'DM0'"),
+    (["model.attention_pattern=D"], "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F and W"),
+    (["model.attention_pattern=F5"], "model.attention_pattern='F5' repeats a layer 5 times, more than"),
+    (
+        ["model.attention_pattern=WF"],
+        "model.attention_pattern='WF' has layers of kind W, which see model.sliding_window=0 tokens; "
+        "set model.sliding_window, or choose 'F'",
+    ),
     (
         ["model.layer_pattern=D3M2"],
         "model.layer_pattern='D3M2' spells 5 layers, more than model.num_layers=4; shorten it or set model.num_layers",

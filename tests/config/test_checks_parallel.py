@@ -28,6 +28,10 @@ def accepts(*overrides: str) -> bool:
 
 CASES = [
     (
+        [*ranks(4, etp=4), "model.hidden_size=66", "model.head_dim=8", "model.moe_bias=true"],
+        "parallel.etp=4 must divide model.hidden_size=66; choose model.hidden_size=64 or 68, or parallel.etp=1 or 2",
+    ),
+    (
         [*ranks(8, tp=8), "model.num_attention_heads=12", "model.num_query_groups=2", "model.head_dim=32"],
         "parallel.tp=8 must divide model.num_attention_heads=12; "
         "choose model.num_attention_heads=8 or 16, or parallel.tp=1, 2 or 4",

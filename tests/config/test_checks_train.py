@@ -5,6 +5,11 @@ from moefold.config.load import load_config
 from moefold.errors import ConfigError
 
 CASES = [
+    (
+        ["data.document_end=256"],
+        "data.document_end=256 must be below model.vocab_size=256; choose an id of the vocabulary, "
+        "or -1 for samples of one document",
+    ),
     (["train.min_lr=1e-3"], "train.min_lr=0.001 must be at most train.lr=0.0003; choose 0.0 to 0.0003"),
     (["train.warmup_steps=101"], "train.warmup_steps=101 must be at most run.steps=100; choose 0 to 100"),
     (
@@ -39,6 +44,7 @@ def test_settings_that_contradict_each_other_are_refused(overrides, message):
         ["train.lr_schedule=wsd", "train.warmup_steps=50", "train.decay_steps=50"],
         ["data.validation_fraction=0"],
         ["train.eval_every=1000"],
+        ["data.document_end=255"],
     ],
     ids="+".join,
 )

@@ -38,6 +38,25 @@ def test_published_models_have_their_published_number_of_parameters(name, total,
     assert count.active == pytest.approx(active, rel=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("name", "total", "active"), [("gpt-oss-20b", 20.91e9, 3.61e9), ("gpt-oss-120b", 116.83e9, 5.13e9)]
+)
+def test_gpt_oss_counts_as_its_card_does(name, total, active):
+    """arXiv:2508.10925 table 1, which leaves the embedding out of the active parameters."""
+    count = count_parameters(load_config(None, [f"model.preset={name}"]).model)
+    assert round(count.total, -7) == total
+    assert round(count.active - count.embedding, -7) == active
+
+
+def test_gpt_oss_20b_by_hand():
+    attention = 2880 * 4096 + 4096 + 2 * (2880 * 512 + 512) + 4096 * 2880 + 2880 + 64
+    expert = 3 * 2880 * 2880 + 3 * 2880
+    layer = attention + 32 * expert + 32 * 2880 + 32 + 2 * 2880
+    expected = 24 * layer + 2 * 201088 * 2880 + 2880
+    assert count_parameters(load_config(None, ["model.preset=gpt-oss-20b"]).model).total == expected
+    assert expected == 20_914_757_184
+
+
 def test_mixtral_8x7b_by_hand():
     attention = 2 * 4096 * 4096 + 2 * 4096 * 1024
     layer = attention + 8 * 3 * 4096 * 14336 + 4096 * 8 + 2 * 4096

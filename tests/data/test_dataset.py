@@ -73,7 +73,8 @@ def test_python_docs_with_defaults(tmp_path: Path):
     assert len(dataset.train) > 10_000
     share = len(dataset.validation) / (len(dataset.train) + len(dataset.validation))
     assert 0.045 < share < 0.055
-    inputs, labels = dataset.train.batch(0, 8)
+    batch = dataset.train.batch(0, 8)
+    inputs, labels = batch.inputs, batch.labels
     assert inputs.shape == labels.shape == (8, 256)
     assert 1 <= inputs.max() < 256
 

@@ -72,20 +72,22 @@ def test_global_batch_is_the_same_for_every_dp(dp: int):
     for step in (0, 3, 9):
         expected = whole.batch(step * 12, 12)
         parts = [split.batch(step * 12 + r * 12 // dp, 12 // dp) for r in range(dp)]
-        for i in range(2):
-            assert np.array_equal(np.concatenate([part[i] for part in parts]), expected[i])
-        assert expected[0].shape == expected[1].shape == (12, S)
+        for name in ("inputs", "labels"):
+            given = np.concatenate([getattr(part, name) for part in parts])
+            assert np.array_equal(given, getattr(expected, name))
+            assert given.shape == (12, S)
 
 
 def test_batches_continue_one_another_whatever_their_size():
     split = make_split()
-    small = [split.batch(step * 4, 4)[0] for step in range(6)]
-    large = [split.batch(step * 8, 8)[0] for step in range(3)]
+    small = [split.batch(step * 4, 4).inputs for step in range(6)]
+    large = [split.batch(step * 8, 8).inputs for step in range(3)]
     assert np.array_equal(np.concatenate(small), np.concatenate(large))
 
 
 def test_labels_are_inputs_shifted_by_one():
-    inputs, labels = make_split().batch(7, 2)
+    batch = make_split().batch(7, 2)
+    inputs, labels = batch.inputs, batch.labels
     assert inputs.dtype == labels.dtype == np.int64
     assert np.array_equal(inputs + 1, labels)
     assert inputs.flags.c_contiguous
@@ -94,7 +96,8 @@ def test_labels_are_inputs_shifted_by_one():
 
 
 def test_empty_count_gives_an_empty_batch():
-    inputs, labels = make_split().batch(3, 0)
+    batch = make_split().batch(3, 0)
+    inputs, labels = batch.inputs, batch.labels
     assert inputs.shape == labels.shape == (0, S)
 
 

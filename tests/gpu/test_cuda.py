@@ -65,6 +65,22 @@ def test_latent_attention_and_further_tokens_equal_those_of_the_cpu():
     assert gpu == pytest.approx(cpu, rel=1e-4)
 
 
+@pytest.mark.parametrize(("document_end", "port"), [(-1, 29521), (2, 29525)])
+def test_gpt_oss_equals_that_of_the_cpu(document_end, port):
+    """Sinks, windows tile by tile and by mask, biases and the clamped gate; with and without documents."""
+    cfg = _recipe("float32")
+    attention = {"attention_sinks": True, "attention_pattern": "WF", "attention_output_bias": True, "qkv_bias": True}
+    experts = {"moe_bias": True, "moe_activation": "clamped_swiglu", "swiglu_limit": 0.1, "router_bias": True}
+    for offset, window, seq_len in ((0, 5, 64), (2, 9, 320)):
+        model = replace(cfg.model, vocab_size=8, sliding_window=window, **attention, **experts)
+        train, data = replace(cfg.train, seq_len=seq_len), replace(cfg.data, document_end=document_end)
+        limited = replace(cfg, model=model, train=train, data=data)
+        cpu, gpu = (_losses(limited, kind, 5, port + offset + i) for i, kind in enumerate(("cpu", "cuda")))
+        assert gpu == pytest.approx(cpu, rel=1e-4)
+        half = _losses(replace(limited, run=replace(limited.run, dtype="bfloat16")), "cuda", 5, port + offset + 10)
+        assert half == pytest.approx(cpu, rel=2e-2)
+
+
 def test_bfloat16_trains_and_follows_float32():
     half, single = (_losses(_recipe(dtype), "cuda", 20, 29513 + i) for i, dtype in enumerate(("bfloat16", "float32")))
     assert half == pytest.approx(single, rel=2e-2)

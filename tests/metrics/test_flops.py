@@ -153,6 +153,27 @@ def test_causal_counts_half_of_the_core_and_nothing_else() -> None:
     assert replace(full, attention_core=full.attention_core // 2) == causal
 
 
+def test_a_window_counts_the_keys_that_it_leaves() -> None:
+    windowed = replace(SMALL, attention_pattern="WFW", sliding_window=4)
+    plain, causal = train_flops_per_token(windowed, 16), train_flops_per_token(windowed, 16, causal=True)
+    keys = 4 - 4 * 4 / 32
+    assert plain.attention_core == 4 * 20 * (2 * keys + 16)
+    assert causal.attention_core == 4 * 20 * (2 * keys + 8)
+    assert plain.attention_projections == train_flops_per_token(SMALL, 16).attention_projections
+    wide = replace(windowed, sliding_window=16)
+    assert train_flops_per_token(wide, 16) == train_flops_per_token(SMALL, 16)
+
+
+def test_biases_and_sinks_are_parameters() -> None:
+    added = replace(SMALL, attention_output_bias=True, attention_sinks=True, moe_bias=True, router_bias=True)
+    plain, count = count_parameters(SMALL), count_parameters(added)
+    assert count.attention - plain.attention == 3 * (12 + 4)
+    assert count.router - plain.router == 2 * 6
+    assert count.experts - plain.experts == 2 * 6 * (2 * 7 + 12)
+    assert count.active_experts - plain.active_experts == 2 * 2 * (2 * 7 + 12)
+    assert count.total - plain.total == 48 + 12 + 312
+
+
 def test_matches_the_flop_counter_of_torch() -> None:
     """Run the products of SMALL, forward and backward, and compare what torch counts with the formula."""
     seq_len, batch = 8, 2

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moefold.moe.experts import Experts, grouped_swiglu, looped_swiglu
+from moefold.moe.experts import Experts, ExpertWeights, grouped_experts, looped_experts
+from moefold.moe.gate import ClampedGate, SiluGate
 from tests.moe.reference import swiglu
 
 COUNTS = [[3, 0, 5, 2], [0, 0, 0, 7], [1, 1, 1, 1], [0, 0, 0, 0]]
@@ -16,9 +17,77 @@ def _tensors(rows: int, dtype: torch.dtype, hidden: int = 8, ffn: int = 16, scal
     return [t.to(dtype).requires_grad_() for t in tensors]
 
 
+def looped_swiglu(x, gate, up, down, counts):
+    return looped_experts(x, ExpertWeights(gate, up, down), counts)
+
+
+def grouped_swiglu(x, gate, up, down, counts):
+    return grouped_experts(x, ExpertWeights(gate, up, down), counts)
+
+
 def _expected(x, gate, up, down, counts):
     parts = [swiglu(rows, gate[e], up[e], down[e]) for e, rows in enumerate(x.split(counts))]
     return torch.cat(parts)
+
+
+CLAMPED = ClampedGate(alpha=1.702, limit=0.7)
+COLUMNS = slice(2, 6)
+"""Those that the bias of the down projection belongs to, as on a rank of etp."""
+
+
+def _with_biases(rows: int, dtype: torch.dtype, scale: float = 1.0):
+    """As `_tensors`, with the biases of the three projections; many values lie beyond the limits of the gate."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(4, 16), (4, 16), (4, 4)]
+    biases = [torch.randn(shape, dtype=torch.float64, generator=generator) * scale for shape in shapes]
+    return [*_tensors(rows, dtype, scale=scale), *(b.to(dtype).requires_grad_() for b in biases)]
+
+
+def _clamped(x, gate, up, down, gate_bias, up_bias, down_bias, counts):
+    """gpt-oss, spelled out."""
+    parts = []
+    for e, rows in enumerate(x.split(counts)):
+        g = torch.minimum(rows @ gate[e] + gate_bias[e], torch.tensor(0.7, dtype=x.dtype))
+        u = (rows @ up[e] + up_bias[e]).clamp(-0.7, 0.7)
+        y = ((u + 1) * g / (1 + torch.exp(-1.702 * g))) @ down[e]
+        parts.append(y + torch.nn.functional.pad(down_bias[e], (2, 2)))
+    return torch.cat(parts)
+
+
+def _looped_clamped(x, *rest):
+    return looped_experts(x, ExpertWeights(*rest[:-1]), rest[-1], CLAMPED, COLUMNS)
+
+
+def _grouped_clamped(x, *rest):
+    return grouped_experts(x, ExpertWeights(*rest[:-1]), rest[-1], CLAMPED, COLUMNS)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_clamped_experts_with_biases_equal_the_definition(counts):
+    tensors = _with_biases(sum(counts), torch.float64)
+    actual = _with_gradients(_looped_clamped, tensors, counts)
+    for a, e in zip(actual, _with_gradients(_clamped, tensors, counts), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("counts", COUNTS[:3], ids=str)
+def test_grouped_clamped_experts_equal_the_loop(counts):
+    tensors = _with_biases(sum(counts), torch.float32)
+    looped = _with_gradients(_looped_clamped, tensors, counts)
+    for a, e in zip(_with_gradients(_grouped_clamped, tensors, counts), looped, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gate", [SiluGate(), CLAMPED], ids=lambda gate: type(gate).__name__)
+def test_a_gates_own_gradient_is_that_of_autograd(gate):
+    g, u, grad = torch.randn(3, 40, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    leaves = [g.clone().requires_grad_(), u.clone().requires_grad_()]
+    hidden = gate.forward(*leaves)
+    expected = [hidden.detach(), *torch.autograd.grad(hidden, leaves, grad)]
+    for a, e in zip(gate.backward(grad.clone(), g, u), expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+    assert (g.abs() > 0.7).any()
+    assert (g < 0).any()
 
 
 def _with_gradients(function, tensors, counts):

@@ -14,6 +14,7 @@ def parameters() -> dict[str, nn.Parameter]:
         "layers.0.attention.wq": nn.Parameter(torch.randn(4, 4)),
         "layers.0.attention.bq": nn.Parameter(torch.randn(4)),
         "layers.0.ffn.experts.w_up": nn.Parameter(torch.randn(2, 4, 4)),
+        "layers.0.ffn.experts.b_up": nn.Parameter(torch.randn(2, 4)),
         "layers.0.ffn_norm.weight": nn.Parameter(torch.ones(4)),
     }
 
@@ -32,6 +33,7 @@ def test_matrices_and_experts_decay_norms_and_biases_do_not():
         "layers.0.attention.wq": 0.5,
         "layers.0.attention.bq": 0.0,
         "layers.0.ffn.experts.w_up": 0.5,
+        "layers.0.ffn.experts.b_up": 0.0,
         "layers.0.ffn_norm.weight": 0.0,
     }
 

@@ -13,7 +13,7 @@ from moefold.verify.shrink import shrink
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 PRESETS = ("mixtral-8x7b", "mixtral-8x22b", "qwen2-57b-a14b", "qwen3-30b-a3b", "qwen3-235b-a22b", "quickstart")
-PRESETS += ("deepseek-v2-lite", "deepseek-v3", "olmoe-1b-7b")
+PRESETS += ("deepseek-v2-lite", "deepseek-v3", "olmoe-1b-7b", "gpt-oss-20b")
 KEPT = (
     "tp",
     "cp",

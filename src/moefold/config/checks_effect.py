@@ -30,6 +30,7 @@ IDLE = (
         "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher "
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens "
         "model.router_score model.router_normalize model.router_scaling_factor model.num_groups model.top_groups "
+        "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
         "model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
         "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
         "metrics.expert_counts_every",
@@ -42,6 +43,18 @@ IDLE = (
         lambda cfg: not has_dense_layers(cfg.model),
         "no layer of model.layer_pattern is D",
         "choose a pattern with D, or set model.moe_ffn_hidden_size, the width of an expert",
+    ),
+    Idle(
+        "model.sliding_window",
+        lambda cfg: "W" not in cfg.model.attention_pattern,
+        "no layer of model.attention_pattern is W",
+        "choose a pattern with W",
+    ),
+    Idle(
+        "model.swiglu_alpha model.swiglu_limit",
+        lambda cfg: cfg.model.moe_activation != "clamped_swiglu",
+        "only model.moe_activation='clamped_swiglu' reads it",
+        "choose model.moe_activation='clamped_swiglu'",
     ),
     Idle(
         "model.upcycle_router model.upcycle_scaling model.upcycle_noise",

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from moefold.config.choices import any_of, nearest_multiples, nearest_numbers
-from moefold.config.schema import Config, ModelConfig, expand_layer_pattern
+from moefold.config.schema import ATTENTION_KINDS, LAYER_KINDS, Config, ModelConfig, expand_layer_pattern
 from moefold.parallel.layout import divisors
 
 
@@ -20,17 +20,22 @@ def has_dense_layers(model: ModelConfig) -> bool:
 
 
 def layer_pattern_faults(cfg: Config) -> Iterator[str]:
-    """The pattern is spelled right and no part of it falls behind the last layer."""
-    pattern, num_layers = cfg.model.layer_pattern, cfg.model.num_layers
-    name = f"model.layer_pattern={pattern!r}"
+    """The patterns are spelled right and no part of them falls behind the last layer."""
+    yield from _pattern_faults(cfg, "layer_pattern", LAYER_KINDS)
+    yield from _pattern_faults(cfg, "attention_pattern", ATTENTION_KINDS)
+
+
+def _pattern_faults(cfg: Config, key: str, kinds: str) -> Iterator[str]:
+    pattern, num_layers = getattr(cfg.model, key), cfg.model.num_layers
+    name = f"model.{key}={pattern!r}"
     counts = [int(digits) for digits in re.findall(r"[0-9]+", pattern)]
     if max(counts, default=0) > num_layers:
         yield f"{name} repeats a layer {max(counts)} times, more than model.num_layers={num_layers}; shorten it"
         return
     try:
-        unit = expand_layer_pattern(pattern)
+        unit = expand_layer_pattern(pattern, kinds)
     except ValueError as error:
-        yield f"model.layer_pattern: {error}"
+        yield f"model.{key}: {error}"
         return
     if len(unit) > num_layers:
         yield (
@@ -136,14 +141,30 @@ def _yarn_faults(model: ModelConfig) -> Iterator[str]:
         )
 
 
+def window_faults(cfg: Config) -> Iterator[str]:
+    """Layers of kind W have a window."""
+    model = cfg.model
+    if "W" in model.attention_pattern and model.sliding_window == 0:
+        yield (
+            f"model.attention_pattern={model.attention_pattern!r} has layers of kind W, which see "
+            "model.sliding_window=0 tokens; set model.sliding_window, or choose 'F'"
+        )
+
+
 def latent_faults(cfg: Config) -> Iterator[str]:
     """Latent attention has norms of its own and no biases."""
     model = cfg.model
     if model.attention != "mla":
         return
-    for key, why in (("qk_norm", "which normalises its latents"), ("qkv_bias", "which has no biases")):
+    reasons = {
+        "qk_norm": "which normalises its latents",
+        "qkv_bias": "which has no biases",
+        "attention_output_bias": "which has no biases",
+        "attention_sinks": "which has no sinks",
+    }
+    for key, why in reasons.items():
         if getattr(model, key):
             yield f"model.{key}=true does not go with model.attention='mla', {why}; set {key}=false, or attention='gqa'"
 
 
-MODEL_RULES = (layer_pattern_faults, head_faults, latent_faults, rope_faults, rope_scaling_faults)
+MODEL_RULES = (layer_pattern_faults, window_faults, head_faults, latent_faults, rope_faults, rope_scaling_faults)

@@ -65,6 +65,8 @@ def _ep_cuts(cfg: Config, ep: int) -> Iterator[str]:
 def _etp_cuts(cfg: Config, etp: int) -> Iterator[str]:
     if has_moe_layers(cfg.model):
         yield from _cut("etp", etp, "model.moe_ffn_hidden_size", cfg.model.moe_ffn_hidden_size)
+        if cfg.model.moe_bias:
+            yield from _cut("etp", etp, "model.hidden_size", cfg.model.hidden_size)
     elif etp > 1:
         yield _without_experts("etp", etp, cfg)
 

@@ -28,6 +28,16 @@ def evaluation_faults(cfg: Config) -> Iterator[str]:
         )
 
 
+def document_faults(cfg: Config) -> Iterator[str]:
+    """The token that ends documents is one of the vocabulary."""
+    end, vocab_size = cfg.data.document_end, cfg.model.vocab_size
+    if end >= vocab_size:
+        yield (
+            f"data.document_end={end} must be below model.vocab_size={vocab_size}; choose an id of the vocabulary, "
+            "or -1 for samples of one document"
+        )
+
+
 def further_token_faults(cfg: Config) -> Iterator[str]:
     """Some position of a sample has a target at every depth."""
     if cfg.model.mtp_layers >= cfg.train.seq_len:
@@ -58,4 +68,11 @@ def start_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-TRAIN_RULES = (learning_rate_faults, evaluation_faults, further_token_faults, resume_faults, start_faults)
+TRAIN_RULES = (
+    learning_rate_faults,
+    evaluation_faults,
+    document_faults,
+    further_token_faults,
+    resume_faults,
+    start_faults,
+)

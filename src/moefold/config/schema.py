@@ -84,6 +84,16 @@ class ModelConfig:
     """Add a bias to the scores of each expert for the choice alone, kept in balance (arXiv:2408.15664)."""
     shared_expert_ffn_hidden_size: int = 0
     """Inner width of the expert that sees every token; 0 means none."""
+    moe_bias: bool = False
+    """Biases on the gate, up and down projections of each routed expert (gpt-oss)."""
+    moe_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    """Of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate, l)."""
+    swiglu_alpha: float = 1.702
+    """Gain a of the sigmoid of clamped_swiglu; the default is that of gpt-oss."""
+    swiglu_limit: float = 7.0
+    """Limit l of clamped_swiglu; the default is that of gpt-oss."""
+    router_bias: bool = False
+    """A learned bias on the router's logits (gpt-oss)."""
     shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
     qk_norm: bool = False
@@ -92,6 +102,14 @@ class ModelConfig:
     """What one root mean square is of: each head by itself, or all heads of a token together (OLMoE)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
+    attention_output_bias: bool = False
+    """A bias on the output projection of attention (gpt-oss)."""
+    attention_sinks: bool = False
+    """A learned logit for each head that takes its share of the softmax and gives nothing (gpt-oss)."""
+    attention_pattern: str = "F"
+    """F (full) and W (within model.sliding_window), each with an optional count; repeats to num_layers: F, WF, W5F."""
+    sliding_window: int = 0
+    """Tokens that a token sees in a layer of kind W, itself and those right before it; 0 means no such layers."""
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
     norm_eps: float = 1e-6
@@ -161,6 +179,12 @@ class ModelConfig:
         return tuple(unit[i % len(unit)] for i in range(self.num_layers))
 
     @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """Tokens that a token sees at most in each layer, in order; 0: all before it."""
+        unit = expand_layer_pattern(self.attention_pattern, ATTENTION_KINDS)
+        return tuple(self.sliding_window if unit[i % len(unit)] == "W" else 0 for i in range(self.num_layers))
+
+    @property
     def all_layer_kinds(self) -> tuple[str, ...]:
         """`layer_kinds`, and behind them those of the layers of multi-token prediction."""
         return self.layer_kinds + self.layer_kinds[-1:] * self.mtp_layers
@@ -175,12 +199,21 @@ class ModelConfig:
         """Whether the last pipeline stage needs the embedding as well as the first."""
         return self.tie_embeddings or self.mtp_layers > 0
 
+    @property
+    def all_layer_windows(self) -> tuple[int, ...]:
+        """`layer_windows`, and behind them those of the layers of multi-token prediction."""
+        return self.layer_windows + self.layer_windows[-1:] * self.mtp_layers
 
-def expand_layer_pattern(pattern: str) -> str:
+
+LAYER_KINDS = "DM"
+ATTENTION_KINDS = "FW"
+
+
+def expand_layer_pattern(pattern: str, kinds: str = LAYER_KINDS) -> str:
     """Spell a layer pattern out: "D3M2" -> "DDDMM".
 
     Raises:
-        ValueError: the pattern is empty or holds anything but D, M and positive counts behind them.
+        ValueError: the pattern is empty or holds anything but the two `kinds` and positive counts behind them.
     """
     spelled, digits = "", ""
     for char in pattern + "\0":
@@ -194,14 +227,17 @@ def expand_layer_pattern(pattern: str) -> str:
             digits = ""
         if char == "\0":
             break
-        if char not in "DM":
-            raise ValueError(
-                f"unexpected {char!r} in layer pattern {pattern!r}; use D and M, with counts: M, DM, D3M58"
-            )
+        if char not in kinds:
+            raise ValueError(f"unexpected {char!r} in layer pattern {pattern!r}; {_spelling(kinds)}")
         spelled += char
     if not spelled:
-        raise ValueError("an empty layer pattern; use D and M, with counts: M, DM, D3M58")
+        raise ValueError(f"an empty layer pattern; {_spelling(kinds)}")
     return spelled
+
+
+def _spelling(kinds: str) -> str:
+    first, second = kinds[0], kinds[1]
+    return f"use {first} and {second}, with counts: {second}, {first}{second}, {first}3{second}58"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -345,6 +381,9 @@ class DataConfig:
     """Type of the ids in a .bin file; .npy files carry their own."""
     validation_fraction: float = 0.05
     """Part of the tokens held out for evaluation."""
+    document_end: int = -1
+    """Id of the token that ends a document, 0 with the tokenizer "bytes": attention then stays within a document, and
+    its first token is no target. -1: a sample counts as one document."""
     shuffle: bool = True
     """Visit the samples of each epoch in an order drawn from run.seed."""
 

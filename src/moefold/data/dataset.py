@@ -6,8 +6,9 @@ from pathlib import Path
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cached_tokens
 from moefold.data.document import Corpus, python_docs_corpus, text_corpus
+from moefold.data.marked import EndMarkedSamples, SampleSource
 from moefold.data.random_bits import combine
-from moefold.data.sampling import PackedSamples, SampleSource, Split
+from moefold.data.sampling import PackedSamples, Split
 from moefold.data.split import split_samples
 from moefold.data.synthetic import SyntheticSamples
 from moefold.data.token_file import TokenFiles, look_at_npy, token_files
@@ -61,6 +62,8 @@ def open_dataset(
         stream = TokenFiles(files, vocab_size=vocab_size)
         refuse_too_few(len(stream), seq_len=seq_len)
         source = PackedSamples(stream, seq_len)
+    if data.document_end >= 0:
+        source = EndMarkedSamples(source, data.document_end)
     training, validation = split_samples(len(source), data.validation_fraction)
     return Dataset(
         Split(source, training, order_key=combine(seed) if data.shuffle else None),

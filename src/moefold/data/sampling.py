@@ -5,24 +5,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.data.marked import MarkedSample, MarkedSource, SampleBatch, SampleSource, stack_samples
 from moefold.data.permutation import Permutation
 from moefold.data.random_bits import combine
 from moefold.data.split import Runs
 from moefold.errors import ConfigError
-
-
-class SampleSource(Protocol):
-    """Numbered samples in the order of the data."""
-
-    seq_len: int
-
-    def __len__(self) -> int:
-        """Samples in all."""
-        ...
-
-    def sample(self, number: int) -> NDArray[np.int64]:
-        """Tokens of one sample, [seq_len + 1]."""
-        ...
 
 
 class TokenStream(Protocol):
@@ -83,12 +70,37 @@ class Split:
         """Samples in an epoch."""
         return len(self._members)
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether samples may say where documents begin and which targets count."""
+        return isinstance(self._source, MarkedSource)
+
     def sample(self, index: int) -> NDArray[np.int64]:
         """Tokens of the sample that a run takes as its number `index` (0-based, no upper limit), int64 [seq_len + 1].
 
         Raises:
             ConfigError: the split is empty, or the data holds an id that the model has no row for.
         """
+        return self._source.sample(self._number(index))
+
+    def marked_sample(self, index: int) -> MarkedSample:
+        """The same sample with its marks; it has none if the source has none."""
+        number = self._number(index)
+        if isinstance(self._source, MarkedSource):
+            return self._source.marked_sample(number)
+        return MarkedSample(self._source.sample(number))
+
+    def batch(self, first: int, count: int) -> SampleBatch:
+        """Samples first .. first+count-1 of the run."""
+        if self.is_marked:
+            return stack_samples([self.marked_sample(first + i) for i in range(count)], self.seq_len)
+        tokens = np.empty((count, self.seq_len + 1), dtype=np.int64)
+        for i in range(count):
+            tokens[i] = self.sample(first + i)
+        return SampleBatch(tokens)
+
+    def _number(self, index: int) -> int:
+        """The number in the source of the sample that a run takes as its `index`-th."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
         if not len(self):
@@ -97,18 +109,7 @@ class Split:
                 "or train.eval_every=0 to train without evaluation"
             )
         epoch, place = divmod(index, len(self))
-        return self._source.sample(self._members[self._place_in_order(epoch, place)])
-
-    def batch(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Samples first .. first+count-1 of the run.
-
-        Returns:
-            (inputs, labels), both int64 [count, seq_len]; labels are the inputs shifted by one token.
-        """
-        tokens = np.empty((count, self.seq_len + 1), dtype=np.int64)
-        for i in range(count):
-            tokens[i] = self.sample(first + i)
-        return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+        return self._members[self._place_in_order(epoch, place)]
 
     def _place_in_order(self, epoch: int, place: int) -> int:
         if self._order_key is None:

@@ -9,7 +9,9 @@ Conventions:
 * A training step is 3 forward passes: the backward pass has two products for each of the forward pass. Recomputation
   does not count, so the same step has the same count however it is run ("model FLOPs", arXiv:2204.02311 app. B).
 * Attention is *full* by default, as in arXiv:2504.14960 and arXiv:2204.02311: each token meets all seq_len keys.
-  `causal=True` counts the half that a causal mask leaves, seq_len / 2 keys for each token.
+  `causal=True` counts the half that a causal mask leaves, seq_len / 2 keys for each token. A layer with a sliding
+  window W counts the keys that its mask leaves either way, W - W*W/(2*seq_len) on average: a kernel for windows
+  computes no others. Document masks, which depend on the data, change no count.
 * Every token runs through top_k experts, whether or not some copies are dropped.
 * The output head is counted, and so is the router, which arXiv:2504.14960 leaves out: subtract `3 * router` to
   compare with its numbers (0.007 % for Mixtral-8x22B, 0.3 % for the many small experts of Qwen3-30B-A3B).
@@ -32,11 +34,11 @@ class ParameterCount:
     head: int
     """Output head, V*H; 0 where it shares the embedding."""
     attention: int
-    """Projections of all layers (queries, keys, values, latents, output), with the biases there are."""
+    """Projections of all layers (queries, keys, values, latents, output), with the biases and sinks there are."""
     dense_mlp: int
     """SwiGLU of the dense layers."""
     router: int
-    """Router of each MoE layer, H*E."""
+    """Router of each MoE layer, H*E, and its bias."""
     experts: int
     """All routed experts."""
     shared_experts: int
@@ -102,13 +104,16 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of a model, over all ranks."""
     hidden, layers, dense_layers, moe_layers = _sizes(model)
     biases = (model.num_attention_heads + 2 * model.num_query_groups) * model.head_size if model.qkv_bias else 0
+    biases += hidden if model.attention_output_bias else 0
+    biases += model.num_attention_heads if model.attention_sinks else 0
     expert = _swiglu(hidden, model.moe_ffn_hidden_size)
+    expert += 2 * model.moe_ffn_hidden_size + hidden if model.moe_bias else 0
     return ParameterCount(
         embedding=model.vocab_size * hidden,
         head=0 if model.tie_embeddings else model.vocab_size * hidden,
         attention=layers * (_attention_weights(model) + biases),
         dense_mlp=dense_layers * _swiglu(hidden, model.ffn_hidden_size),
-        router=moe_layers * hidden * model.num_experts,
+        router=moe_layers * (hidden + model.router_bias) * model.num_experts,
         experts=moe_layers * model.num_experts * expert,
         shared_experts=moe_layers * _shared_experts(model),
         norms=layers * (2 * hidden + _attention_norms(model)) + hidden,
@@ -126,10 +131,10 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
     """
     hidden, layers, dense_layers, moe_layers = _sizes(model)
     value_size = model.v_head_dim if model.attention == "mla" else model.head_size
-    core = 2 * seq_len * model.num_attention_heads * (model.head_size + value_size)
+    keys = sum(_keys(window, seq_len, causal) for window in model.layer_windows)
     return FlopCount(
         attention_projections=2 * layers * _attention_weights(model),
-        attention_core=layers * (core // 2 if causal else core),
+        attention_core=round(2 * keys * model.num_attention_heads * (model.head_size + value_size)),
         dense_mlp=2 * dense_layers * _swiglu(hidden, model.ffn_hidden_size),
         router=2 * moe_layers * hidden * model.num_experts,
         experts=2 * moe_layers * model.top_k * _swiglu(hidden, model.moe_ffn_hidden_size),
@@ -141,7 +146,8 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
 
 def _last_layer(model: ModelConfig) -> ModelConfig:
     """A model of one layer, as those of multi-token prediction."""
-    return replace(model, mtp_layers=0, num_layers=1, layer_pattern=model.layer_kinds[-1])
+    kind, attention = model.layer_kinds[-1], "W" if model.layer_windows[-1] else "F"
+    return replace(model, mtp_layers=0, num_layers=1, layer_pattern=kind, attention_pattern=attention)
 
 
 def _multi_token_parameters(model: ModelConfig) -> int:
@@ -182,6 +188,13 @@ def _attention_norms(model: ModelConfig) -> int:
         return 0
     heads = model.num_attention_heads + model.num_query_groups if model.qk_norm_width == "all_heads" else 2
     return heads * model.head_size
+
+
+def _keys(window: int, seq_len: int, causal: bool) -> float:
+    """Keys that a token of one layer meets, on average over the sequence."""
+    if 0 < window < seq_len:
+        return window - window * window / (2 * seq_len)
+    return seq_len / 2 if causal else seq_len
 
 
 def _swiglu(hidden_size: int, ffn_hidden_size: int) -> int:

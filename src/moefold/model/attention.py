@@ -17,9 +17,13 @@ class Attention(nn.Module):
 
     `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism) and `key_value_rows` (the
     rows of wk and wv that belong to this rank's query heads, where tp exceeds the number of query groups).
+
+    Args:
+        cfg: sizes, norms, biases and sinks.
+        window: keys that a query of this layer sees at most, its own included; 0: no limit.
     """
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
         super().__init__()
         head, hidden = cfg.head_size, cfg.hidden_size
         query, key_value = cfg.num_attention_heads * head, cfg.num_query_groups * head
@@ -31,18 +35,22 @@ class Attention(nn.Module):
         self.bq = nn.Parameter(torch.empty(query)) if cfg.qkv_bias else None
         self.bk = nn.Parameter(torch.empty(key_value)) if cfg.qkv_bias else None
         self.bv = nn.Parameter(torch.empty(key_value)) if cfg.qkv_bias else None
+        self.bo = nn.Parameter(torch.empty(hidden)) if cfg.attention_output_bias else None
+        self.sinks = nn.Parameter(torch.empty(cfg.num_attention_heads)) if cfg.attention_sinks else None
         self.query_norm = _head_norm(cfg, query)
         self.key_norm = _head_norm(cfg, key_value)
         self.tokens: Tokens = WholeTokens()
-        self.core: CoreAttention = CausalAttention()
+        self.window = window
+        self.core: CoreAttention = CausalAttention(window)
         self.key_value_rows = slice(None)
 
-    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, starts: Tensor | None = None) -> Tensor:
         """Attend over the whole sequence.
 
         Args:
             x: [S/(cp*tp), B, H].
             rotation: of the positions of this rank's context shard, S/cp tokens.
+            starts: see `CoreAttention`, int64 [S, B].
 
         Returns:
             [S/(cp*tp), B, H].
@@ -55,8 +63,10 @@ class Attention(nn.Module):
             query, key = self.query_norm(query, slice(None)), self.key_norm(key, self.key_value_rows)
         elif self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        attended = self.core(rotation(query), rotation(key), value)
-        return self.tokens.scatter(linear(attended.flatten(2), local(self.wo, x.dtype)))
+        sinks = None if self.sinks is None else local(self.sinks, x.dtype)
+        attended = self.core(rotation(query), rotation(key), value, starts, sinks)
+        out = self.tokens.scatter(linear(attended.flatten(2), local(self.wo, x.dtype)))
+        return out if self.bo is None else out + local(self.bo, x.dtype)
 
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """[S, B, H] -> [S, B, heads of this rank, D]."""

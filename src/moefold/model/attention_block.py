@@ -8,47 +8,59 @@ Shapes here: q [Sq, B, A, D], k and v [Sk, B, G, D], out [Sq, B, A, D], lse [Sq,
 head a // (A/G). The log-sum-exp and every accumulation are float32, or float64 for float64 inputs.
 """
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from moefold.model.band import Band
 
 CUDA_FLASH_MAX_HEAD_SIZE = 256
 """Largest head of the CUDA flash kernel (torch: sdp_utils.cpp, check_head_dim_size_flash)."""
 CUDA_FLASH_HEAD_MULTIPLE = 8
 """Heads of the CUDA flash kernel are multiples of this size (torch: flash_api.cpp, mha_fwd)."""
 
+Mask = Literal["all", "causal"] | Tensor
+"""Which keys the queries of a block see: all; query i keys 0..i, with Sq = Sk; or those of a bool [B or 1, Sq, Sk]."""
+Seen = Mask | Band
+"""The same, or the last keys before each query, with Sq = Sk."""
+
 
 class BlockKernel(Protocol):
     """One way to compute a block."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
 
 
-def attention_block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def attention_block(q: Tensor, k: Tensor, v: Tensor, *, seen: Seen) -> tuple[Tensor, Tensor]:
     """Attend from the queries to the keys of one block. Without autograd; local.
 
     Args:
         q: queries, [Sq, B, A, D].
         k: keys, [Sk, B, G, D].
         v: values, [Sk, B, G, D].
-        causal: query i sees keys 0..i, with Sq = Sk; else every query sees every key.
+        seen: which keys each query sees.
 
     Returns:
-        (out [Sq, B, A, D] normalised over this block, lse [Sq, B, A] of the scaled scores), strides as they come.
+        (out [Sq, B, A, D] normalised over this block, lse [Sq, B, A] of the scaled scores), strides as they come. A
+        query that sees nothing has out = 0 and lse = -inf.
     """
-    assert not causal or q.shape[0] == k.shape[0], (q.shape, k.shape)
-    return block_kernel(q).forward(_unit_stride(q), _unit_stride(k), _unit_stride(v), causal)
+    assert not _is_causal(seen) or q.shape[0] == k.shape[0], (q.shape, k.shape)
+    if isinstance(seen, Band):
+        q_tiles, k_tiles, v_tiles, mask = seen.cut(q, k, v)
+        out, lse = attention_block(q_tiles, k_tiles, v_tiles, seen=mask)
+        return seen.join(out, len(q)), seen.join(lse, len(q))
+    return block_kernel(q, seen).forward(_unit_stride(q), _unit_stride(k), _unit_stride(v), seen)
 
 
 def attention_block_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, seen: Seen
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients that flow through one block. Local.
 
@@ -58,14 +70,20 @@ def attention_block_backward(
         k: keys of the block, [Sk, B, G, D].
         v: values of the block, [Sk, B, G, D].
         out: final output, merged over all blocks that the queries see, [Sq, B, A, D].
-        lse: log-sum-exp merged over the same blocks, [Sq, B, A].
-        causal: as in the forward pass of this block.
+        lse: log-sum-exp merged over the same blocks, [Sq, B, A]; finite.
+        seen: as in the forward pass of this block.
 
     Returns:
         (dq, dk, dv): the block's share of the gradient of q; the gradients of its keys and values from these queries.
     """
+    if isinstance(seen, Band):
+        q_tiles, k_tiles, v_tiles, mask = seen.cut(q, k, v)
+        # Behind the run there is no gradient, so its log-sum-exp there has only to be finite.
+        given = seen.tiles(grad_out), q_tiles, k_tiles, v_tiles, seen.tiles(out), seen.tiles(lse)
+        dq, dk, dv = attention_block_backward(*given, seen=mask)
+        return seen.join(dq, len(q)), seen.join_keys(dk, len(q)), seen.join_keys(dv, len(q))
     grad_out, q, k, v, out = (_unit_stride(x) for x in (grad_out, q, k, v, out))
-    return block_kernel(q).backward(grad_out, q, k, v, out, lse, causal)
+    return block_kernel(q, seen).backward(grad_out, q, k, v, out, lse, seen)
 
 
 def merge_block_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -73,20 +91,21 @@ def merge_block_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor)
 
     Args:
         out: running output, [Sq, B, A, D], float32 or float64.
-        lse: running log-sum-exp, [Sq, B, A], of the same type.
+        lse: running log-sum-exp, [Sq, B, A], of the same type; finite, as each query sees itself in the first block.
         block_out: output of the block, [Sq, B, A, D], any floating type.
-        block_lse: log-sum-exp of the block, [Sq, B, A].
+        block_lse: log-sum-exp of the block, [Sq, B, A]; -inf changes nothing.
     """
     out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse).unsqueeze(-1))
     torch.logaddexp(lse, block_lse, out=lse)
 
 
-def block_kernel(q: Tensor) -> BlockKernel:
-    """The fastest kernel that computes exactly this device, type and head size."""
+def block_kernel(q: Tensor, seen: Mask) -> BlockKernel:
+    """The fastest kernel that computes exactly this device, type, head size and sight."""
     if q.device.type == "cpu" and q.is_floating_point():
         return CpuFlash()
     if (
         q.device.type == "cuda"
+        and isinstance(seen, str)
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] % CUDA_FLASH_HEAD_MULTIPLE == 0
         and q.shape[-1] <= CUDA_FLASH_MAX_HEAD_SIZE
@@ -98,33 +117,38 @@ def block_kernel(q: Tensor) -> BlockKernel:
 class CpuFlash:
     """The CPU flash kernel; every floating type, no [Sq, Sk] matrix in memory."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = flash(_heads_first(q), _heads_first(k), _heads_first(v), 0.0, causal)
+        heads_first = (_heads_first(q), _heads_first(k), _heads_first(v))
+        out, lse = flash(*heads_first, 0.0, _is_causal(seen), attn_mask=_additive(seen, q.dtype))
+        if isinstance(seen, Tensor):
+            # The kernel leaves 0 where a query sees nothing.
+            lse = lse.masked_fill(~seen.any(-1).unsqueeze(1), float("-inf"))
         return _sequence_first(out), lse.permute(2, 0, 1)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         tensors = (_heads_first(x) for x in (grad_out, q, k, v, out))
-        dq, dk, dv = flash(*tensors, lse.permute(1, 2, 0), 0.0, causal)
+        mask = _additive(seen, q.dtype)
+        dq, dk, dv = flash(*tensors, lse.permute(1, 2, 0), 0.0, _is_causal(seen), attn_mask=mask)
         return _sequence_first(dq), _sequence_first(dk), _sequence_first(dv)
 
 
 class CudaFlash:
     """The CUDA flash kernel; bfloat16 and float16."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        out, lse, *_ = flash(_heads_first(q), _heads_first(k), _heads_first(v), 0.0, causal)
+        out, lse, *_ = flash(_heads_first(q), _heads_first(k), _heads_first(v), 0.0, _is_causal(seen))
         return _sequence_first(out), lse.permute(2, 0, 1)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -133,28 +157,30 @@ class CudaFlash:
         seed, offset = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
         lse = lse.permute(1, 2, 0).contiguous()
         lengths = (None, None, q.shape[0], k.shape[0])
-        dq, dk, dv = flash(*tensors, lse, *lengths, 0.0, causal, seed, offset)
+        dq, dk, dv = flash(*tensors, lse, *lengths, 0.0, _is_causal(seen), seed, offset)
         return _sequence_first(dq), _sequence_first(dk), _sequence_first(dv)
 
 
 class Plain:
     """The same in plain tensor maths, for every device and type; holds one [B, A, Sq, Sk] matrix."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         q_SBGRD, k_SBGD, v_SBGD = _grouped(q, k), _wide(k), _wide(v)
-        scores = _scores(q_SBGRD, k_SBGD, causal)
+        scores = _scores(q_SBGRD, k_SBGD, seen)
         lse = scores.logsumexp(-1)
-        out = torch.einsum("bgrst,tbgd->sbgrd", torch.exp(scores - lse.unsqueeze(-1)), v_SBGD)
+        # Where a query sees nothing, -inf - (-inf) would be no number.
+        probs = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+        out = torch.einsum("bgrst,tbgd->sbgrd", probs, v_SBGD)
         return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2).permute(2, 0, 1)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
         q_SBGRD, grad_SBGRD, k_SBGD, v_SBGD = _grouped(q, k), _grouped(grad_out, k), _wide(k), _wide(v)
         lse_BGRS = lse.permute(1, 2, 0).unflatten(1, (k.shape[2], -1))
-        probs = torch.exp(_scores(q_SBGRD, k_SBGD, causal) - lse_BGRS.unsqueeze(-1))
+        probs = torch.exp(_scores(q_SBGRD, k_SBGD, seen) - lse_BGRS.unsqueeze(-1))
         delta_BGRS = (grad_SBGRD * _grouped(out, k)).sum(-1).permute(1, 2, 3, 0)
         grad_probs = torch.einsum("sbgrd,tbgd->bgrst", grad_SBGRD, v_SBGD)
         grad_scores = probs * (grad_probs - delta_BGRS.unsqueeze(-1)) * q.shape[-1] ** -0.5
@@ -169,9 +195,22 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _scores(q_SBGRD: Tensor, k_SBGD: Tensor, causal: bool) -> Tensor:
+def _is_causal(seen: Seen) -> bool:
+    return isinstance(seen, str) and seen == "causal"
+
+
+def _additive(seen: Mask, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores, [B, 1, Sq, Sk]: 0, or -inf for a hidden key."""
+    if not isinstance(seen, Tensor):
+        return None
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf")).unsqueeze(1)
+
+
+def _scores(q_SBGRD: Tensor, k_SBGD: Tensor, seen: Mask) -> Tensor:
     scores = torch.einsum("sbgrd,tbgd->bgrst", q_SBGRD * q_SBGRD.shape[-1] ** -0.5, k_SBGD)
-    if causal:
+    if isinstance(seen, Tensor):
+        return scores.masked_fill_(~seen[:, None, None], float("-inf"))
+    if seen == "causal":
         rows, columns = scores.shape[-2:]
         future = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill_(future, float("-inf"))

@@ -1,12 +1,38 @@
 """Causal attention over a whole sequence: the core that a layer calls between its projections."""
 
-from collections.abc import Callable
+from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q [S, B, A, D], k [S, B, G, D], v [S, B, G, D]) -> [S, B, A, D]; S, A and G are this rank's own."""
+from moefold.model.attention_block import Seen, attention_block, attention_block_backward
+from moefold.model.attention_sink import fold_in_sinks, sink_gradient
+from moefold.model.band import Band
+from moefold.model.sight import Sight
+
+
+class CoreAttention(Protocol):
+    """Attention over all tokens of the samples, of which this rank may hold a part."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            q: queries, [S, B, A, D], any strides; S, A and G are this rank's own.
+            k: keys, [S, B, G, D].
+            v: values, [S, B, G, D].
+            starts: position at which the document of each token begins, int64 [S, B], of the *whole* sample on every
+                rank; None: a sample is one document.
+            sinks: a logit for each query head that takes its share of the softmax, [A]; see `attention_sink`.
+
+        Returns:
+            [S, B, A, D].
+        """
+        ...
 
 
 class CausalAttention:
@@ -14,26 +40,59 @@ class CausalAttention:
 
     Query heads share key/value heads in groups (arXiv:2305.13245): head a reads key/value head a // (A/G).
     Local: no communication, no parameters.
+
+    Args:
+        window: keys that a query sees at most, its own and those right before it; 0: no limit.
     """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __init__(self, window: int = 0) -> None:
+        self._window = window
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend.
 
         Args:
             q: queries, [S, B, A, D], any strides.
             k: keys, [S, B, G, D]; G divides A.
             v: values, [S, B, G, D].
+            starts: see `CoreAttention`; so for `sinks`.
 
         Returns:
             [S, B, A, D]; a view of a tensor with the batch outermost, as the kernel writes it.
         """
+        seen, mask = Sight(self._window, starts).of_run(0, q.shape[0], q.device), None
+        if sinks is not None or isinstance(seen, Band):
+            return _BlockAttention.apply(q, k, v, sinks, seen)
+        if isinstance(seen, Tensor):
+            mask = seen.unsqueeze(1)
         # enable_gqa lets the kernel read each key/value head in place: no copy for its A/G query heads. With equal head
         # counts it would only rule kernels out.
         out = F.scaled_dot_product_attention(
             q.permute(1, 2, 0, 3),
             k.permute(1, 2, 0, 3),
             v.permute(1, 2, 0, 3),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=q.shape[2] != k.shape[2],
         )
         return out.permute(2, 0, 1, 3)
+
+
+class _BlockAttention(torch.autograd.Function):
+    """(q [S, B, A, D], k [S, B, G, D], v [S, B, G, D], sinks [A] or None) -> [S, B, A, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Seen) -> Tensor:
+        out, lse = fold_in_sinks(*attention_block(q, k, v, seen=seen), sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.seen = seen
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        gradients = attention_block_backward(grad_out, q, k, v, out, lse, seen=ctx.seen)
+        return *gradients, sink_gradient(grad_out, out, lse, sinks), None

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from moefold.config.schema import ModelConfig
 
 EXPERT_WEIGHTS = ("experts.w_gate", "experts.w_up", "experts.w_down")
+EXPERT_PARTS = (*EXPERT_WEIGHTS, "experts.b_gate", "experts.b_up", "experts.b_down")
+BIASES = ("bq", "bk", "bv", "bo", "bias", "b_gate", "b_up", "b_down")
 OUTPUT_WEIGHTS = ("wo", "w_down")
 
 
@@ -33,7 +35,7 @@ def _logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, .
     """(name, whole shape, my slices of it, my memory of it) of each logical tensor that I hold a part of."""
     values, starts = local_region(parameter)
     index = tuple(slice(start, start + size) for start, size in zip(starts, values.shape, strict=True))
-    if not name.endswith(EXPERT_WEIGHTS):
+    if not name.endswith(EXPERT_PARTS):
         return [(name, tuple(parameter.shape), index, values)]
     first = starts[0]
     whole = tuple(parameter.shape[1:])
@@ -57,7 +59,7 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
     leaf = [part for part in name.split(".") if not part.isdigit()][-1]
     if "norm" in name:
         return torch.ones(shape)
-    if leaf in ("bq", "bk", "bv"):
+    if leaf in BIASES:
         return torch.zeros(shape)
     std = cfg.init_std / math.sqrt(2 * cfg.num_layers) if leaf in OUTPUT_WEIGHTS else cfg.init_std
     generator = torch.Generator().manual_seed(named_seed(seed, name))

@@ -21,9 +21,13 @@ class LatentAttention(nn.Module):
     rows of `wq_up` (or `wq`) and `wkv_up`.
 
     `parallelize` replaces `tokens` (sequence parallelism) and `core` (context parallelism).
+
+    Args:
+        cfg: sizes and scaling.
+        window: keys that a query of this layer sees at most, its own included; 0: no limit.
     """
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
         super().__init__()
         heads, hidden = cfg.num_attention_heads, cfg.hidden_size
         self.rotated_size = cfg.qk_rope_head_dim
@@ -39,17 +43,19 @@ class LatentAttention(nn.Module):
         self.key_value_norm = RMSNorm(cfg.kv_lora_rank, cfg.norm_eps)
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
         self.tokens: Tokens = WholeTokens()
-        self.core: CoreAttention = CausalAttention()
+        self.window = window
+        self.core: CoreAttention = CausalAttention(window)
         # The core wants one width for all heads, and divides the scores by the root of that of the queries.
         self._width = max(cfg.head_size, cfg.v_head_dim)
         self._query_factor = softmax_factor(cfg) * (self._width / cfg.head_size) ** 0.5
 
-    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, starts: Tensor | None = None) -> Tensor:
         """Attend over the whole sequence.
 
         Args:
             x: [S/(cp*tp), B, H].
             rotation: of the positions of this rank's context shard, S/cp tokens.
+            starts: see `CoreAttention`, int64 [S, B].
 
         Returns:
             [S/(cp*tp), B, H].
@@ -66,7 +72,7 @@ class LatentAttention(nn.Module):
         key = torch.cat((plain_key, rotated_key), -1)
         if self._query_factor != 1.0:
             query = query * self._query_factor
-        attended = self.core(self._padded(query), self._padded(key), self._padded(value))
+        attended = self.core(self._padded(query), self._padded(key), self._padded(value), starts)
         attended = attended[..., : self.value_size].flatten(2)
         return self.tokens.scatter(linear(attended, local(self.wo, x.dtype)))
 

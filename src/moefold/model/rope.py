@@ -11,7 +11,7 @@ from moefold.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of the positions of some tokens, each [S, 1, 1, rotated dims]."""
+    """Cosines and sines of the positions of some tokens, each [S, 1 or B, 1, rotated dims]."""
 
     cos: Tensor
     sin: Tensor
@@ -38,11 +38,12 @@ def rotation(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotatio
 
     Args:
         cfg: sizes, base and scaling.
-        positions: int64 [S], counted from the start of the sample.
+        positions: int64 [S], counted from the start of the sample, or [S, B], each from the start of its document.
         dtype: type of the result; angles are computed in float64.
     """
-    angles = positions.to(torch.float64).outer(frequencies(cfg).to(positions.device))
-    angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
+    positions_SB = positions.unsqueeze(1) if positions.dim() == 1 else positions
+    angles = positions_SB.to(torch.float64)[:, :, None, None] * frequencies(cfg).to(positions.device)
+    angles = torch.cat((angles, angles), dim=-1)
     scale = attention_factor(cfg)
     return Rotation((scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype), cfg.rope_interleaved)
 

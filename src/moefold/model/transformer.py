@@ -28,13 +28,16 @@ class Block(nn.Module):
         model = cfg.model
         is_moe = model.all_layer_kinds[number] == "M"
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.attention = LatentAttention(model) if model.attention == "mla" else Attention(model)
+        window = model.all_layer_windows[number]
+        self.attention = LatentAttention(model, window) if model.attention == "mla" else Attention(model, window)
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.ffn = _moe_layer(cfg, number) if is_moe else SwiGLU(model.hidden_size, model.ffn_hidden_size)
 
-    def forward(self, x: Tensor, rotation: Rotation, samples: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation, samples: Tensor | None = None, starts: Tensor | None = None
+    ) -> Tensor:
         """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]; an MoE layer may want to know which samples these are."""
-        x = x + self.attention(self.attention_norm(x), rotation)
+        x = x + self.attention(self.attention_norm(x), rotation, starts)
         normed = self.ffn_norm(x)
         return x + (self.ffn(normed, samples) if isinstance(self.ffn, MoELayer) else self.ffn(normed))
 
@@ -54,12 +57,17 @@ class FurtherTokenBlock(Block):
         self.output_norm = RMSNorm(hidden, eps)
 
     def forward(
-        self, x: Tensor, rotation: Rotation, samples: Tensor | None = None, embedded: Tensor | None = None
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        samples: Tensor | None = None,
+        starts: Tensor | None = None,
+        embedded: Tensor | None = None,
     ) -> Tensor:
         """Hidden states behind a norm and token vectors, both [S/(cp*tp), B, H] -> the same, behind a norm again."""
         assert embedded is not None
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), -1)
-        x = super().forward(linear(both, local(self.projection, x.dtype)), rotation, samples)
+        x = super().forward(linear(both, local(self.projection, x.dtype)), rotation, samples, starts)
         return self.output_norm(x)
 
 
@@ -121,10 +129,12 @@ class Transformer(nn.Module):
             self.head = Head(model)
             further = range(model.num_layers, model.num_layers + model.mtp_layers)
             self.layers.update({str(i): FurtherTokenBlock(cfg, i) for i in further})
+        self.positions: Tensor | None = None
         self.rotation: Rotation | None = None
 
     def place(self, positions: Tensor) -> None:
         """Say which positions of a sample this rank's tokens have, int64 [S/cp]; needed once before `forward`."""
+        self.positions = positions
         self.rotation = rotation(self.cfg.model, positions, self.dtype)
 
     def forward(
@@ -135,6 +145,7 @@ class Transformer(nn.Module):
         samples: Tensor | None = None,
         further_labels: Tensor | None = None,
         further_weights: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """Run the layers of this stage.
 
@@ -147,17 +158,19 @@ class Transformer(nn.Module):
             about a sample goes by it.
             further_labels: the tokens behind the next, int64 [B, mtp_layers, S/cp], for multi-token prediction.
             further_weights: share of each in the loss of its depth, [B, mtp_layers, S/cp]; 0 behind the sample's end.
+            starts: position at which the document of each token begins, int64 [B, S], of whole samples: attention stays
+            within a document, and its positions count from there. None: a sample is one document.
 
         Returns:
             Hidden states [S/(cp*tp), B, H]; from the last stage the terms of the loss, each a weighted sum of token
             losses, [loss_terms]; or, without labels, the logits [S/cp, B, V/tp].
         """
-        assert self.rotation is not None, "place() comes before forward()"
+        turn, starts_SB = self._rotation(starts), None if starts is None else starts.t()
         if self.is_first:
             x = self.embedding(x)
         for block in self.layers.values():
             if not isinstance(block, FurtherTokenBlock):
-                x = block(x, self.rotation, samples)
+                x = block(x, turn, samples, starts_SB)
         if not self.is_last:
             return x
         tied = self.embedding.weight if self.cfg.model.tie_embeddings else None
@@ -174,7 +187,7 @@ class Transformer(nn.Module):
         read = labels
         for i in range(self.cfg.model.mtp_layers):
             block = self.layers[str(self.cfg.model.num_layers + i)]
-            normed = block(normed, self.rotation, samples, self.embedding(read))
+            normed = block(normed, turn, samples, starts_SB, self.embedding(read))
             read = further_labels[:, i]
             further_loss = further_loss + self._loss(
                 normed, tied, read, None if further_weights is None else further_weights[:, i]
@@ -187,6 +200,16 @@ class Transformer(nn.Module):
         if weights is not None:
             losses = losses * weights.t()
         return losses.flatten().sum(0, keepdim=True)
+
+    def _rotation(self, starts: Tensor | None) -> Rotation:
+        assert self.positions is not None, "place() comes before forward()"
+        if starts is None:
+            assert self.rotation is not None
+            return self.rotation
+        # RoPE is relative: to restart its positions changes no score, but lets a document be computed with the very
+        # numbers that it would have alone, in narrow types too.
+        positions_SB = self.positions[:, None] - starts.t()[self.positions]
+        return rotation(self.cfg.model, positions_SB, self.dtype)
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """The MoE layers of this stage by their number in the whole model."""

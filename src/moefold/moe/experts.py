@@ -1,6 +1,7 @@
-"""The experts: one SwiGLU (arXiv:2002.05202) each, over rows sorted by expert."""
+"""The experts: one gated feed-forward (arXiv:2002.05202) each, over rows sorted by expert."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -11,28 +12,65 @@ from torch.nn import functional as F
 from moefold.model.gemm import padded_rows, product
 from moefold.model.parameter import local
 from moefold.moe.dispatch.base import Loan
+from moefold.moe.gate import Gate, SiluGate
 
 GROUPED_ALIGNMENT_BYTES = 16
 """grouped_mm wants every stride to be a multiple of this."""
+SILU = SiluGate()
+ALL_COLUMNS = slice(None)
+NUM_WEIGHTS = 6
+"""Fields of `ExpertWeights`."""
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The local weights of some experts, in the compute type; the biases are all there or all absent."""
+
+    gate_EHF: Tensor
+    up_EHF: Tensor
+    down_EFH: Tensor
+    gate_bias_EF: Tensor | None = None
+    up_bias_EF: Tensor | None = None
+    down_bias_EH: Tensor | None = None
+    """Of the columns `bias_columns` of the result, which this rank adds."""
 
 
 class Experts(nn.Module):
-    """w_down(silu(x w_gate) * (x w_up)) for each expert; this rank holds [E/ep, H, F/etp] of them.
+    """w_down(gate(x w_gate, x w_up)) for each expert; this rank holds [E/ep, H, F/etp] of them.
 
-    Every weight gets a gradient on every rank, zero for an expert without rows: the reduction of gradients over ranks
-    counts on it.
+    With biases, b_gate and b_up [E/ep, F/etp] are cut as the columns that they belong to. b_down [E/ep, H/etp] is cut
+    apart too: the results of the etp ranks are added up, so each rank adds the bias of its own columns, and every
+    element is added once. Every weight gets a gradient on every rank, zero for an expert without rows: the reduction of
+    gradients over ranks counts on it.
+
+    `parallelize` replaces `bias_columns`, the columns of H that the local part of b_down belongs to.
 
     Args:
         num_experts: E.
         hidden_size: H.
         ffn_hidden_size: F, inner width of one expert.
+        gate: what is done with the two inner projections; None: SwiGLU.
+        has_bias: whether the three projections have biases.
     """
 
-    def __init__(self, num_experts: int, hidden_size: int, ffn_hidden_size: int) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        gate: Gate | None = None,
+        has_bias: bool = False,
+    ) -> None:
         super().__init__()
         self.w_gate = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_hidden_size))
         self.w_up = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_hidden_size))
         self.w_down = nn.Parameter(torch.empty(num_experts, ffn_hidden_size, hidden_size))
+        self.b_gate = nn.Parameter(torch.empty(num_experts, ffn_hidden_size)) if has_bias else None
+        self.b_up = nn.Parameter(torch.empty(num_experts, ffn_hidden_size)) if has_bias else None
+        self.b_down = nn.Parameter(torch.empty(num_experts, hidden_size)) if has_bias else None
+        self.gate = gate or SILU
+        self.bias_columns = ALL_COLUMNS
 
     def forward(self, x_RH: Tensor, rows_per_expert: Sequence[int], loan: Loan | None = None) -> Tensor:
         """Apply each expert to its rows; local without a loan.
@@ -46,41 +84,60 @@ class Experts(nn.Module):
             [R, H]; under etp the part of the sum over F that this rank's weights give.
         """
         assert sum(rows_per_expert) == x_RH.shape[0], (rows_per_expert, x_RH.shape)
-        own = [local(w, x_RH.dtype) for w in (self.w_gate, self.w_up, self.w_down)]
+        parameters = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
+        own = [local(p, x_RH.dtype) for p in parameters if p is not None]
         if loan is None:
-            return _swiglu(x_RH, own, rows_per_expert)
+            return self._apply_to(x_RH, own, rows_per_expert)
         own, borrowed = loan.exchange(own)
         num_own = own[0].shape[0]
         own_rows, borrowed_rows = rows_per_expert[:num_own], rows_per_expert[num_own:]
         if not borrowed_rows:
-            return _swiglu(x_RH, own, own_rows)
+            return self._apply_to(x_RH, own, own_rows)
         # Two calls rather than one over joined weights: that would copy all of them.
         x_own, x_borrowed = x_RH.split([sum(own_rows), sum(borrowed_rows)])
-        return torch.cat((_swiglu(x_own, own, own_rows), _swiglu(x_borrowed, borrowed, borrowed_rows)))
+        y_own = self._apply_to(x_own, own, own_rows)
+        return torch.cat((y_own, self._apply_to(x_borrowed, borrowed, borrowed_rows)))
+
+    def _apply_to(self, x_RH: Tensor, weights: Sequence[Tensor], rows_per_expert: Sequence[int]) -> Tensor:
+        w = ExpertWeights(*weights)
+        has_kernel = _has_grouped_kernel(x_RH, w.gate_EHF, w.down_EFH)
+        apply = grouped_experts if has_kernel else looped_experts
+        return apply(x_RH, w, rows_per_expert, self.gate, self.bias_columns)
 
 
-def looped_swiglu(
-    x_RH: Tensor, w_gate_EHF: Tensor, w_up_EHF: Tensor, w_down_EFH: Tensor, rows_per_expert: Sequence[int]
+def looped_experts(
+    x_RH: Tensor,
+    weights: ExpertWeights,
+    rows_per_expert: Sequence[int],
+    gate: Gate = SILU,
+    bias_columns: slice = ALL_COLUMNS,
 ) -> Tensor:
     """One expert after another: the reference, and the fastest way on CPU."""
-    return _LoopedSwiGLU.apply(x_RH, w_gate_EHF, w_up_EHF, w_down_EFH, list(rows_per_expert))
+    tensors = [getattr(weights, part.name) for part in fields(weights)]
+    return _LoopedExperts.apply(x_RH, list(rows_per_expert), gate, bias_columns, *tensors)
 
 
-def grouped_swiglu(
-    x_RH: Tensor, w_gate_EHF: Tensor, w_up_EHF: Tensor, w_down_EFH: Tensor, rows_per_expert: Sequence[int]
+def grouped_experts(
+    x_RH: Tensor,
+    weights: ExpertWeights,
+    rows_per_expert: Sequence[int],
+    gate: Gate = SILU,
+    bias_columns: slice = ALL_COLUMNS,
 ) -> Tensor:
-    """All experts in one kernel for each product; the twin of `looped_swiglu` for GPUs. Needs at least one row."""
-    offsets_E = torch.tensor(rows_per_expert, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    offsets_E = offsets_E.to(x_RH.device, non_blocking=True)
-    gate_RF = F.grouped_mm(x_RH, w_gate_EHF, offs=offsets_E)
-    up_RF = F.grouped_mm(x_RH, w_up_EHF, offs=offsets_E)
-    return F.grouped_mm(F.silu(gate_RF) * up_RF, w_down_EFH, offs=offsets_E)
-
-
-def _swiglu(x_RH: Tensor, weights: Sequence[Tensor], rows_per_expert: Sequence[int]) -> Tensor:
-    w_gate, w_up, w_down = weights
-    swiglu = grouped_swiglu if _has_grouped_kernel(x_RH, w_gate, w_down) else looped_swiglu
-    return swiglu(x_RH, w_gate, w_up, w_down, rows_per_expert)
+    """All experts in one kernel for each product; the twin of `looped_experts` for GPUs. Needs at least one row."""
+    counts_E = torch.tensor(rows_per_expert, dtype=torch.int32).to(x_RH.device, non_blocking=True)
+    offsets_E = counts_E.cumsum(0, dtype=torch.int32)
+    gate_RF = F.grouped_mm(x_RH, weights.gate_EHF, offs=offsets_E)
+    up_RF = F.grouped_mm(x_RH, weights.up_EHF, offs=offsets_E)
+    if weights.gate_bias_EF is None or weights.up_bias_EF is None or weights.down_bias_EH is None:
+        return F.grouped_mm(gate.forward(gate_RF, up_RF), weights.down_EFH, offs=offsets_E)
+    # A product with the expert of each row instead of a look-up: its gradient is a sum in a fixed order.
+    row_R = torch.arange(x_RH.shape[0], device=x_RH.device)[:, None]
+    is_mine_RE = ((row_R < offsets_E) & (row_R >= offsets_E - counts_E)).to(x_RH.dtype)
+    hidden_RF = gate.forward(gate_RF + is_mine_RE @ weights.gate_bias_EF, up_RF + is_mine_RE @ weights.up_bias_EF)
+    y_RH = F.grouped_mm(hidden_RF, weights.down_EFH, offs=offsets_E)
+    first, stop, _ = bias_columns.indices(y_RH.shape[1])
+    return y_RH + F.pad(is_mine_RE @ weights.down_bias_EH, (first, y_RH.shape[1] - stop))
 
 
 def _has_grouped_kernel(x_RH: Tensor, *weights: Tensor) -> bool:
@@ -91,51 +148,67 @@ def _has_grouped_kernel(x_RH: Tensor, *weights: Tensor) -> bool:
     return is_aligned and torch.cuda.get_device_capability(x_RH.device) >= (8, 0)
 
 
-class _LoopedSwiGLU(torch.autograd.Function):
+class _LoopedExperts(torch.autograd.Function):
     """Keeps x and the two inner projections for the backward pass; everything else of an expert lives in the cache."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_RH: Tensor, w_gate_EHF: Tensor, w_up_EHF: Tensor, w_down_EFH: Tensor, rows_per_expert: list[int]
+        ctx: Any, x_RH: Tensor, rows_per_expert: list[int], gate: Gate, bias_columns: slice, *tensors: Any
     ) -> Tensor:
+        w = ExpertWeights(*tensors)
         y_RH = torch.empty_like(x_RH)
         inner = []
         for e, rows in _spans(rows_per_expert):
             x = _pad(x_RH[rows])
-            gate, up = product(x, w_gate_EHF[e].t()), product(x, w_up_EHF[e].t())
-            y = product(F.silu(gate).mul_(up), w_down_EFH[e].t())
+            g = _plus(product(x, w.gate_EHF[e].t()), w.gate_bias_EF, e)
+            u = _plus(product(x, w.up_EHF[e].t()), w.up_bias_EF, e)
+            y = product(gate.forward(g, u), w.down_EFH[e].t())
+            _plus(y[:, bias_columns], w.down_bias_EH, e)
             y_RH[rows] = y[: rows.stop - rows.start]
-            inner += [gate, up]
-        ctx.save_for_backward(x_RH, w_gate_EHF, w_up_EHF, w_down_EFH, *inner)
-        ctx.rows_per_expert = rows_per_expert
+            inner += [g, u]
+        ctx.save_for_backward(x_RH, *tensors, *inner)
+        ctx.args = rows_per_expert, gate, bias_columns
         return y_RH
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-        x_RH, w_gate_EHF, w_up_EHF, w_down_EFH, *inner = ctx.saved_tensors
+    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
+        x_RH, *tensors = ctx.saved_tensors
+        tensors, inner = tensors[:NUM_WEIGHTS], tensors[NUM_WEIGHTS:]
+        rows_per_expert, gate, bias_columns = ctx.args
+        grads: list[Any] = [None if w is None else torch.empty_like(w) for w in tensors]
+        w, to = ExpertWeights(*tensors), ExpertWeights(*grads)
         grad_x_RH = torch.empty_like(x_RH)
-        grad_gate_EHF, grad_up_EHF, grad_down_EFH = (torch.empty_like(w) for w in (w_gate_EHF, w_up_EHF, w_down_EFH))
-        for e, count in enumerate(ctx.rows_per_expert):
+        for e, count in enumerate(rows_per_expert):
             if count == 0:
-                for grad in (grad_gate_EHF, grad_up_EHF, grad_down_EFH):
-                    grad[e].zero_()
-        for i, (e, rows) in enumerate(_spans(ctx.rows_per_expert)):
-            gate, up = inner[2 * i : 2 * i + 2]
+                for grad in grads:
+                    if grad is not None:
+                        grad[e].zero_()
+        for i, (e, rows) in enumerate(_spans(rows_per_expert)):
+            g, u = inner[2 * i : 2 * i + 2]
             grad_y = _pad(grad_RH[rows])
+            hidden, grad_g, grad_u = gate.backward(product(grad_y, w.down_EFH[e]), g, u)
             # grad_y has fewer columns than the hidden layer: of the two, it is cheaper to transpose.
-            silu = F.silu(gate)
-            grad_down_EFH[e] = product(grad_y.t(), (silu * up).t()).t()
-            grad_hidden = product(grad_y, w_down_EFH[e])
-            grad_up = silu.mul_(grad_hidden)
-            grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate)
+            to.down_EFH[e] = product(grad_y.t(), hidden.t()).t()
             x_t = _pad(x_RH[rows]).t().contiguous()
-            grad_gate_EHF[e] = product(x_t, grad_gate.t())
-            grad_up_EHF[e] = product(x_t, grad_up.t())
-            by_gate, by_up = product(grad_gate, w_gate_EHF[e]), product(grad_up, w_up_EHF[e])
+            to.gate_EHF[e] = product(x_t, grad_g.t())
+            to.up_EHF[e] = product(x_t, grad_u.t())
+            for bias_grad, rows_grad in (
+                (to.gate_bias_EF, grad_g),
+                (to.up_bias_EF, grad_u),
+                (to.down_bias_EH, grad_y[:, bias_columns]),
+            ):
+                if bias_grad is not None:
+                    torch.sum(rows_grad, 0, out=bias_grad[e])
+            by_gate, by_up = product(grad_g, w.gate_EHF[e]), product(grad_u, w.up_EHF[e])
             count = rows.stop - rows.start
             torch.add(by_gate[:count], by_up[:count], out=grad_x_RH[rows])
-        return grad_x_RH, grad_gate_EHF, grad_up_EHF, grad_down_EFH, None
+        return grad_x_RH, None, None, None, *grads
+
+
+def _plus(y_MN: Tensor, bias_EN: Tensor | None, expert: int) -> Tensor:
+    """Add the bias of an expert in place."""
+    return y_MN if bias_EN is None else y_MN.add_(bias_EN[expert])
 
 
 def _spans(rows_per_expert: Sequence[int]) -> Iterator[tuple[int, slice]]:

@@ -11,6 +11,7 @@ from moefold.moe.dispatch.base import Assignment, Dispatcher
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.drop import DropRule
 from moefold.moe.experts import Experts
+from moefold.moe.gate import expert_gate
 from moefold.moe.losses import RunningLoad, attach, count_copies, load_balancing_part, z_part
 from moefold.moe.router import Router, Routing
 from moefold.moe.scope import LocalScope, TokenPlaces, TokenScope
@@ -43,7 +44,13 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         self.router = Router(model, moe, jitter_seed=jitter_seed)
-        self.experts = Experts(model.num_experts, model.hidden_size, model.moe_ffn_hidden_size)
+        self.experts = Experts(
+            model.num_experts,
+            model.hidden_size,
+            model.moe_ffn_hidden_size,
+            gate=expert_gate(model),
+            has_bias=model.moe_bias,
+        )
         self.shared = shared
         has_gate = shared is not None and model.shared_expert_gate
         self.shared_gate = nn.Parameter(torch.empty(1, model.hidden_size)) if has_gate else None

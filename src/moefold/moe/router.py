@@ -54,6 +54,7 @@ class Router(nn.Module):
     def __init__(self, model: ModelConfig, moe: MoEConfig, *, jitter_seed: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size))
+        self.bias = nn.Parameter(torch.empty(model.num_experts)) if model.router_bias else None
         # Zeros come with the initial weights: a model is built on the meta device.
         bias_E = torch.zeros(model.num_experts, dtype=torch.float32) if model.expert_bias else None
         self.register_buffer("expert_bias", bias_E)
@@ -72,6 +73,8 @@ class Router(nn.Module):
         """
         dtype = torch.promote_types(x_TH.dtype, self._least_dtype)
         logits_TE = self._jittered(x_TH.to(dtype), places) @ local(self.weight, dtype).t()
+        if self.bias is not None:
+            logits_TE = logits_TE + local(self.bias, dtype)
         raw_TE = self._score(logits_TE)
         thresholds_E = None
         if self._moe.choice == "quantile" and self.training:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moefold.model.transformer import Transformer, loss_terms
 
-TARGETS = ("labels", "weights", "samples", "further_labels", "further_weights")
+TARGETS = ("labels", "weights", "samples", "further_labels", "further_weights", "starts")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,9 @@ class Batch:
     tokens and labels are int64 [num_micro_batches * B, S/cp], weights [same] the share of each token in the loss,
     samples int64 [num_micro_batches * B] the place of each sample in the global batch. For multi-token prediction,
     further_labels and further_weights [num_micro_batches * B, mtp_layers, S/cp] are the tokens behind the next and the
-    share of each in the loss of its depth.
+    share of each in the loss of its depth. starts, where samples hold several documents, is the position at which the
+    document of each token begins, int64 [num_micro_batches * B, S]: of whole samples, on every rank, as attention looks
+    beyond the rank's own tokens.
     """
 
     tokens: Tensor
@@ -29,6 +31,7 @@ class Batch:
     samples: Tensor
     further_labels: Tensor | None = None
     further_weights: Tensor | None = None
+    starts: Tensor | None = None
 
     def targets(self) -> dict[str, Any]:
         """All but the tokens, by the names that the model knows them by."""

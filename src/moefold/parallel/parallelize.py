@@ -148,12 +148,15 @@ def _apply_expert_parallel(
 ) -> None:
     attn = groups.attn
     scope = GroupScope(attn.sequence, attn.stage, local_positions(positions, attn.tp))
+    width = stage.cfg.model.hidden_size // groups.moe.etp.size
+    bias_columns = slice(groups.moe.etp.rank * width, (groups.moe.etp.rank + 1) * width)
     for layer in stage.moe_layers().values():
         layer.scope = scope
         layer.dispatcher = dispatcher
+        layer.experts.bias_columns = bias_columns
 
 
 def _apply_context_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config) -> None:
     for module in stage.modules():
         if isinstance(module, Attention | LatentAttention):
-            module.core = context_attention(cfg.parallel.context, groups.attn.cp)
+            module.core = context_attention(cfg.parallel.context, groups.attn.cp, module.window)

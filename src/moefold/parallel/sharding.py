@@ -15,7 +15,17 @@ from moefold.moe.layer import MoELayer
 from moefold.moe.router import Routing
 from moefold.parallel.groups import ParallelGroups
 
-DENSE_SHARDED_DIM = {"wq": 0, "bq": 0, "wq_up": 0, "wkv_up": 0, "wo": 1, "w_gate": 0, "w_up": 0, "w_down": 1}
+DENSE_SHARDED_DIM = {
+    "wq": 0,
+    "bq": 0,
+    "sinks": 0,
+    "wq_up": 0,
+    "wkv_up": 0,
+    "wo": 1,
+    "w_gate": 0,
+    "w_up": 0,
+    "w_down": 1,
+}
 """Dim of each dense parameter that tensor parallelism cuts, by the last part of its name."""
 
 KEY_VALUE = ("wk", "wv", "bk", "bv")
@@ -26,8 +36,11 @@ EXPERT_PLACEMENTS: dict[str, tuple[Placement, Placement]] = {
     "w_gate": (Shard(0), Shard(2)),
     "w_up": (Shard(0), Shard(2)),
     "w_down": (Shard(0), Shard(1)),
+    "b_gate": (Shard(0), Shard(1)),
+    "b_up": (Shard(0), Shard(1)),
+    "b_down": (Shard(0), Shard(1)),
 }
-"""Placement of [E, H, F], [E, H, F] and [E, F, H] over (ep, etp)."""
+"""Placement of [E, H, F], [E, H, F], [E, F, H], [E, F], [E, F] and [E, H] over (ep, etp)."""
 
 # FSDP gathers parameters for the backward pass when a gradient of the module's output arrives: it must find the tensors
 # in what the router returns. torch 2.13 looks into every dataclass for them, 2.11 only into registered ones.

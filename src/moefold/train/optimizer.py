@@ -8,18 +8,21 @@ from torch.distributed.tensor import DTensor
 
 from moefold.config.schema import TrainConfig
 
+EXPERT_BIASES = ("experts.b_gate", "experts.b_up", "experts.b_down")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], cfg: TrainConfig) -> torch.optim.AdamW:
-    """AdamW whose groups keep the two views apart; weight decay skips norms and biases (everything with one dim).
+    """AdamW whose groups keep the two views apart; weight decay skips norms, sinks and biases.
 
     The moments exist from the start, so that a checkpoint can be read into them.
     """
     groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
-    for parameter in parameters.values():
+    for name, parameter in parameters.items():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((mesh, parameter.dim() > 1), []).append(parameter)
+        # The biases of experts have two dims: one row for each expert.
+        decays = parameter.dim() > 1 and not name.endswith(EXPERT_BIASES)
+        groups.setdefault((mesh, decays), []).append(parameter)
     optimizer = torch.optim.AdamW(
         [
             {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0}

@@ -14,7 +14,7 @@ from moefold.model.init import initialise
 from moefold.model.transformer import build_model
 from moefold.parallel.context import sequence_positions
 from moefold.verify.mapping import MappingRecord
-from moefold.verify.oracle import Oracle, OracleStep, Weights
+from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,17 @@ def token_chunks(cfg: Config) -> list[list[int]]:
     return chunks
 
 
-def _samples(split: Split, cfg: Config, index: int) -> Tensor:
-    size = cfg.train.global_batch_size
-    inputs, labels = split.batch(index * size, size)
-    return torch.from_numpy(np.concatenate((inputs, labels[:, -1:]), axis=1))
+def _samples(split: Split, cfg: Config, index: int) -> OracleBatch:
+    """A global batch, sample by sample."""
+    size, length = cfg.train.global_batch_size, cfg.train.seq_len
+    samples = [split.marked_sample(index * size + i) for i in range(size)]
+    documents = [np.zeros(length + 1) if sample.documents is None else sample.documents for sample in samples]
+    weights = [np.ones(length) if sample.weights is None else sample.weights for sample in samples]
+    return OracleBatch(
+        torch.from_numpy(np.stack([sample.tokens for sample in samples])),
+        torch.from_numpy(np.stack(documents)),
+        torch.from_numpy(np.stack(weights)).double(),
+    )
 
 
 def _layer_differences(

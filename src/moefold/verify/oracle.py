@@ -38,6 +38,23 @@ class OracleStep:
 
 
 @dataclass(frozen=True)
+class OracleBatch:
+    """Some samples."""
+
+    tokens: Tensor
+    """int64 [n, S+1]."""
+    documents: Tensor
+    """Number of the document of each token, [n, S+1]."""
+    weights: Tensor
+    """Weight of each target, float64 [n, S]; the first token of a document counts for nothing all the same."""
+
+    def weights_of(self, ahead: int) -> Tensor:
+        """What the tokens `ahead` places behind an input weigh, [n, S + 1 - ahead]: nothing in another document."""
+        is_within = self.documents[:, ahead:] == self.documents[:, :-ahead]
+        return torch.where(is_within, self.weights[:, ahead - 1 :], 0.0)
+
+
+@dataclass(frozen=True)
 class _Terms:
     """The terms of the loss over a global batch, and what routed it: for each MoE layer its micro-batches."""
 
@@ -68,11 +85,11 @@ class Oracle:
         self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.weights.items()}
         self._steps = 0
 
-    def step(self, samples: Tensor) -> OracleStep:
-        """One optimizer step on a global batch, int64 [global_batch_size, S+1]."""
+    def step(self, batch: OracleBatch) -> OracleStep:
+        """One optimizer step on a global batch."""
         for weight in self.weights.values():
             weight.grad = None
-        terms = self.loss(samples, is_training=True)
+        terms = self.loss(batch, is_training=True)
         terms.total().backward()
         gradients = {name: _gradient(w) for name, w in self.weights.items()}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
@@ -93,23 +110,24 @@ class Oracle:
             moe_layers=tuple(layers),
         )
 
-    def evaluate(self, samples: Tensor) -> float:
-        """Mean cross-entropy over the target tokens of int64 [n, S+1]."""
+    def evaluate(self, batch: OracleBatch) -> float:
+        """Weighted mean of the cross-entropies of the targets."""
         with torch.no_grad():
-            return float(self.loss(samples, is_training=False).lm)
+            return float(self.loss(batch, is_training=False).lm)
 
-    def loss(self, samples: Tensor, *, is_training: bool) -> _Terms:
+    def loss(self, batch: OracleBatch, *, is_training: bool) -> _Terms:
         """The terms of the loss, each as docs/notation.md defines it."""
         size = self.cfg.train.micro_batch_size
         lm = further = torch.zeros((), dtype=torch.float64)
         routed: dict[int, list[RoutedBatch]] = {}
-        for number, micro in enumerate(samples.split(size)):
+        for number, tokens in enumerate(batch.tokens.split(size)):
+            mine = slice(number * size, (number + 1) * size)
+            micro = OracleBatch(tokens, batch.documents[mine], batch.weights[mine])
             moment = Moment(self._steps + 1, number * size, is_training)
-            hidden = self._hidden(micro[:, :-1], moment, routed)
-            chosen = self._log_probs(hidden).gather(-1, micro[:, 1:, None])
-            lm = lm - chosen.sum() / samples[:, 1:].numel()
+            hidden = self._hidden(micro, moment, routed)
+            lm = lm + self._cross_entropy(hidden, micro, 1, batch)
             if is_training:
-                further = further + self._further(micro, hidden, moment, routed) * len(micro) / len(samples)
+                further = further + self._further(micro, hidden, moment, routed, batch)
         aux = {layer: self.cfg.moe.aux_loss * self.router.aux(batches) for layer, batches in routed.items()}
         z = {
             layer: self.cfg.moe.z_loss * torch.stack([b.logits.logsumexp(-1).square().mean() for b in batches]).mean()
@@ -117,44 +135,54 @@ class Oracle:
         }
         return _Terms(lm, aux, z, further, routed)
 
-    def _hidden(self, tokens: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
-        """[B, S] -> [B, S, H] behind the last norm; adds what each MoE layer decided."""
-        x = self.weights["embedding.weight"][tokens]
+    def _hidden(self, batch: OracleBatch, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
+        """[B, S, H] behind the last norm; adds what each MoE layer decided."""
+        x = self.weights["embedding.weight"][batch.tokens[:, :-1]]
         for i in range(self.cfg.model.num_layers):
-            x = self._layer(i, x, moment, routed)
+            x = self._layer(i, x, batch.documents[:, :-1], moment, routed)
         return self._norm("head.norm", x)
 
-    def _layer(self, i: int, x: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
+    def _layer(
+        self, i: int, x: Tensor, documents: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]
+    ) -> Tensor:
         name = f"layers.{i}"
-        x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x))
+        x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x), documents, i)
         normed = self._norm(f"{name}.ffn_norm", x)
         if self.cfg.model.all_layer_kinds[i] == "D":
             return x + self._swiglu(f"{name}.ffn", normed)
-        batch = self.router.route(i, normed, self.weights[f"{name}.ffn.router.weight"], moment)
+        weight, bias = self.weights[f"{name}.ffn.router.weight"], self.weights.get(f"{name}.ffn.router.bias")
+        batch = self.router.route(i, normed, weight, bias, moment)
         routed.setdefault(i, []).append(batch)
         return x + self._moe(f"{name}.ffn", normed, batch)
 
-    def _log_probs(self, hidden: Tensor) -> Tensor:
+    def _cross_entropy(self, hidden: Tensor, micro: OracleBatch, ahead: int, whole: OracleBatch) -> Tensor:
+        """A micro-batch's part of the mean cross-entropy of the tokens `ahead` places behind each input."""
         head = "embedding.weight" if self.cfg.model.tie_embeddings else "head.weight"
-        return (hidden @ self.weights[head].T).log_softmax(-1)
+        log_probs = (hidden @ self.weights[head].T).log_softmax(-1)[:, : hidden.shape[1] - ahead + 1]
+        chosen = log_probs.gather(-1, micro.tokens[:, ahead:, None]).squeeze(-1)
+        return -(chosen * micro.weights_of(ahead)).sum() / whole.weights_of(ahead).sum()
 
-    def _further(self, micro: Tensor, hidden: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]) -> Tensor:
-        """Loss of multi-token prediction of a micro-batch, int64 [B, S+1], as if it were the global batch."""
+    def _further(
+        self,
+        micro: OracleBatch,
+        hidden: Tensor,
+        moment: Moment,
+        routed: dict[int, list[RoutedBatch]],
+        whole: OracleBatch,
+    ) -> Tensor:
+        """A micro-batch's part of the loss of multi-token prediction."""
         model, total = self.cfg.model, torch.zeros((), dtype=torch.float64)
-        length = micro.shape[1] - 1
+        tokens = micro.tokens
         for depth in range(1, model.mtp_layers + 1):
             name = f"layers.{model.num_layers + depth - 1}"
             # Position i reads token i + depth; where there is none, token 0.
-            read = torch.cat((micro[:, depth:-1], micro[:, -1:], torch.zeros_like(micro[:, : depth - 1])), 1)
+            read = torch.cat((tokens[:, depth:-1], tokens[:, -1:], torch.zeros_like(tokens[:, : depth - 1])), 1)
             embedded = self._norm(f"{name}.embedding_norm", self.weights["embedding.weight"][read])
             both = torch.cat((embedded, self._norm(f"{name}.hidden_norm", hidden)), -1)
-            hidden = self._layer(
-                model.num_layers + depth - 1, both @ self.weights[f"{name}.projection"].T, moment, routed
-            )
+            x = both @ self.weights[f"{name}.projection"].T
+            hidden = self._layer(model.num_layers + depth - 1, x, micro.documents[:, :-1], moment, routed)
             hidden = self._norm(f"{name}.output_norm", hidden)
-            targets = micro[:, depth + 1 :]
-            chosen = self._log_probs(hidden[:, : length - depth]).gather(-1, targets[..., None])
-            total = total - chosen.mean()
+            total = total + self._cross_entropy(hidden, micro, depth + 1, whole)
         return total * self.cfg.train.mtp_loss / max(1, model.mtp_layers)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -166,7 +194,7 @@ class Oracle:
         gated = x @ gate.T
         return (gated * torch.sigmoid(gated) * (x @ up.T)) @ down.T
 
-    def _attention(self, name: str, x: Tensor) -> Tensor:
+    def _attention(self, name: str, x: Tensor, documents: Tensor, layer: int) -> Tensor:
         model = self.cfg.model
         batch, length, _ = x.shape
 
@@ -188,21 +216,40 @@ class Oracle:
             value = heads("v", model.num_query_groups)
         scale = score_scale(model)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        if model.all_layer_windows[layer]:
+            hidden = hidden | torch.ones(length, length, dtype=torch.bool).tril(-model.all_layer_windows[layer])
+        hidden = hidden | (documents[:, :, None] != documents[:, None, :])
         outputs = []
         for head in range(model.num_attention_heads):
             group = head * key.shape[2] // model.num_attention_heads
-            scores = query[:, :, head] @ key[:, :, group].mT * scale
-            outputs.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ value[:, :, group])
-        return torch.cat(outputs, -1) @ self.weights[f"{name}.wo"].T
+            scores = (query[:, :, head] @ key[:, :, group].mT * scale).masked_fill(hidden, -math.inf)
+            if model.attention_sinks:
+                sink = self.weights[f"{name}.sinks"][head].expand(batch, length, 1)
+                outputs.append(torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ value[:, :, group])
+            else:
+                outputs.append(scores.softmax(-1) @ value[:, :, group])
+        result = torch.cat(outputs, -1) @ self.weights[f"{name}.wo"].T
+        return result + self.weights[f"{name}.bo"] if model.attention_output_bias else result
 
     def _moe(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
         y = torch.zeros_like(x)
         for expert in range(model.num_experts):
             gate, up, down = (self.weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
-            gated = x @ gate
+            gated, raised = x @ gate, x @ up
+            if model.moe_bias:
+                gated = gated + self.weights[f"{name}.experts.b_gate"][expert]
+                raised = raised + self.weights[f"{name}.experts.b_up"][expert]
+            gain = 1.0
+            if model.moe_activation == "clamped_swiglu":
+                limit, gain = model.swiglu_limit, model.swiglu_alpha
+                gated = torch.where(gated > limit, limit, gated)
+                raised = torch.where(raised.abs() > limit, limit * raised.sign(), raised) + 1
+            result = (gated * torch.sigmoid(gain * gated) * raised) @ down
+            if model.moe_bias:
+                result = result + self.weights[f"{name}.experts.b_down"][expert]
             weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)
-            y = y + weight * ((gated * torch.sigmoid(gated) * (x @ up)) @ down)
+            y = y + weight * result
         if model.shared_expert_ffn_hidden_size:
             shared = self._swiglu(f"{name}.shared", x)
             if model.shared_expert_gate:
@@ -223,7 +270,8 @@ class Oracle:
             second.mul_(train.beta2).add_((1 - train.beta2) * gradient.square())
             mean = first / (1 - train.beta1**self._steps)
             spread = (second / (1 - train.beta2**self._steps)).sqrt()
-            decay = train.weight_decay if weight.dim() > 1 else 0.0
+            is_matrix = weight.dim() > 1 and ".experts.b_" not in name
+            decay = train.weight_decay if is_matrix else 0.0
             weight.copy_(weight * (1 - rate * decay) - rate * mean / (spread + train.eps))
 
 

@@ -66,12 +66,12 @@ class OracleRouter:
         names = [bias_name(i) for i in self._numbers] if cfg.model.expert_bias else []
         self.biases = {name: zeros.clone() for name in names}
 
-    def route(self, layer: int, x: Tensor, weight: Tensor, moment: Moment) -> RoutedBatch:
-        """Route [B, S, H] by the router weight [E, H]."""
+    def route(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, moment: Moment) -> RoutedBatch:
+        """Route [B, S, H] by the router weight [E, H] and, where there is one, the bias [E] of the logits."""
         model, moe = self._cfg.model, self._cfg.moe
         if moe.input_jitter and moment.is_training:
             x = x * (1 + moe.input_jitter * (2 * self._noise(layer, x.shape, moment) - 1))
-        logits = x @ weight.T
+        logits = x @ weight.T if bias is None else x @ weight.T + bias
         raw = _raw_scores(model.router_score, logits)
         thresholds = torch.zeros(model.num_experts, dtype=torch.float64)
         if moe.choice == "quantile" and moment.is_training:

@@ -13,6 +13,8 @@ HEAD_SIZE = 8
 WIDTH_OF_A_SHARD = 8
 ROWS_OF_A_SHARD = 32
 SHORTEST_SEQUENCE = 16
+SHORT_WINDOW = 5
+"""Well below the shortest sequence, and no divisor of anything."""
 LEARNING_RATE = 1e-2
 """Large enough that three steps move every weight."""
 MANY_RANKS = 16
@@ -61,7 +63,7 @@ def _small(cfg: Config, parallel: ParallelConfig) -> Config:
         model=_model(cfg.model, parallel),
         moe=replace(cfg.moe, replay=""),
         train=_train(cfg.train, parallel),
-        data=DataConfig(kind="synthetic"),
+        data=DataConfig(kind="synthetic", document_end=min(cfg.data.document_end, 0)),
     )
     if parallel.dispatcher == "leastloaded":
         # No expert of the small recipe has as many copies as one of the large.
@@ -84,7 +86,9 @@ def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         preset="",
         num_layers=num_layers,
         layer_pattern=_pattern(model.layer_kinds, num_layers),
-        hidden_size=HEAD_SIZE * 4,
+        hidden_size=lcm(HEAD_SIZE * 4, p.etp),
+        attention_pattern=_windows(model, num_layers),
+        sliding_window=min(model.sliding_window, SHORT_WINDOW),
         num_attention_heads=heads,
         num_query_groups=groups,
         head_dim=HEAD_SIZE,
@@ -118,6 +122,11 @@ def _pattern(kinds: tuple[str, ...], num_layers: int) -> str:
     if num_layers > 1 and len(set(kinds)) == 2 and len(set(picked)) == 1:
         picked[0] = "D" if picked[0] == "M" else "M"
     return "".join(picked)
+
+
+def _windows(model: ModelConfig, num_layers: int) -> str:
+    """The first layers' kinds of attention: patterns alternate quickly."""
+    return "".join("W" if window else "F" for window in model.layer_windows[:num_layers])
 
 
 def _train(train: TrainConfig, p: ParallelConfig) -> TrainConfig:

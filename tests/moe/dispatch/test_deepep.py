@@ -14,7 +14,7 @@ from moefold.errors import ConfigError
 from moefold.moe.dispatch import Assignment, make_dispatcher
 from moefold.moe.dispatch.deepep import DeepEPDispatcher, open_buffer
 from moefold.moe.dispatch.selection import select_dispatcher
-from moefold.moe.experts import looped_swiglu
+from moefold.moe.experts import ExpertWeights, looped_experts
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
 from moefold.verify.mapping import make_groups
@@ -57,7 +57,7 @@ def _layer(dispatcher: Any, case: str, groups: ParallelGroups) -> dict[str, Tens
     size = E // groups.moe.ep.size
     mine = weights[:, groups.moe.ep.rank * size :][:, :size].clone().requires_grad_()
     rows, plan = dispatcher.dispatch(x, assignment)
-    y = looped_swiglu(rows, mine[0], mine[1], mine[2].mT, plan.rows_per_expert)
+    y = looped_experts(rows, ExpertWeights(mine[0], mine[1], mine[2].mT), plan.rows_per_expert)
     home = dispatcher.combine(y, plan)
     inputs = (x, assignment.probs_TK, mine)
     x_grad, probs_grad, weights_grad = torch.autograd.grad(home, inputs, grad)

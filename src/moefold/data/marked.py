@@ -1,0 +1,156 @@
+"""Samples that say more than their tokens: where documents begin, and which targets count in the loss.
+
+A source of samples that has a `marked_sample` beside its `sample` (a `MarkedSource`) is all it takes: batches, masks
+and the mean of the loss follow.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedSample:
+    """One sample. The input at i predicts the target tokens[i + 1]."""
+
+    tokens: NDArray[np.int64]
+    """[S + 1]."""
+    documents: NDArray[np.int32] | None = None
+    """Number of the document of each token, [S + 1]; ascends, and neighbours with one number are of one document.
+
+    Attention, and the positions that it counts, stay within a document, and no target is predicted from another one:
+    the first token of a document never counts. Padding is a document of its own whose targets weigh nothing. None: all
+    of the sample is one document.
+    """
+    weights: NDArray[Any] | None = None
+    """Weight of each target, bool or floating [S], at least 0: 0 or False leaves it out. None: each weighs 1.
+
+    The loss is the weighted mean over the targets of the global batch.
+    """
+
+
+class SampleSource(Protocol):
+    """Numbered samples in the order of the data."""
+
+    seq_len: int
+
+    def __len__(self) -> int:
+        """Samples in all."""
+        ...
+
+    def sample(self, number: int) -> NDArray[np.int64]:
+        """Tokens of one sample, [seq_len + 1]."""
+        ...
+
+
+@runtime_checkable
+class MarkedSource(SampleSource, Protocol):
+    """Numbered samples with marks; one without any is one document whose targets all count."""
+
+    def marked_sample(self, number: int) -> MarkedSample:
+        """One sample with its marks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """Some samples below each other."""
+
+    tokens: NDArray[np.int64]
+    """[count, S + 1]."""
+    documents: NDArray[np.int32] | None = None
+    """[count, S + 1]; None if and only if the source has no marks at all. So is `weights`."""
+    weights: NDArray[np.float64] | None = None
+    """[count, S]; as the source gave them, so first tokens of documents may still have some."""
+
+    @property
+    def inputs(self) -> NDArray[np.int64]:
+        """What the model reads, [count, S]."""
+        return np.ascontiguousarray(self.tokens[:, :-1])
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """What it is to predict, [count, S]: the inputs shifted by one token."""
+        return np.ascontiguousarray(self.tokens[:, 1:])
+
+    def starts(self) -> NDArray[np.int64] | None:
+        """Position at which the document of each input begins, [count, S]; None without marks."""
+        if self.documents is None:
+            return None
+        is_first = np.diff(self.documents[:, :-1], axis=1, prepend=-1) != 0
+        places = np.where(is_first, np.arange(is_first.shape[-1]), 0)
+        starts: NDArray[np.int64] = np.maximum.accumulate(places, axis=1)
+        return starts
+
+    def target_weights(self, further: int = 0) -> NDArray[np.float64]:
+        """Weight of the token that lies 1 + further places behind each input, [count, S].
+
+        0 where it lies in another document than the input, or behind the sample; without marks, else 1.
+        """
+        weights: NDArray[np.float64] = np.zeros(self.inputs.shape)
+        row = weights[:, : weights.shape[1] - further]
+        row[:] = 1.0 if self.weights is None else self.weights[:, further:]
+        if self.documents is not None:
+            row *= self.documents[:, further + 1 :] == self.documents[:, : row.shape[1]]
+        return weights
+
+    def further_labels(self, further: int) -> NDArray[np.int64]:
+        """The tokens 2, 3, ... places ahead of each input, [count, further, S]; token 0 behind the sample.
+
+        They come from the sample itself, so that a rank needs nothing of those that hold the positions behind its own.
+        """
+        labels = self.labels
+        ahead = np.zeros((labels.shape[0], further, labels.shape[1]), dtype=np.int64)
+        for depth in range(1, further + 1):
+            ahead[:, depth - 1, :-depth] = labels[:, depth:]
+        return ahead
+
+
+def stack_samples(samples: list[MarkedSample], seq_len: int) -> SampleBatch:
+    """Put samples of a marked source below each other.
+
+    Raises:
+        ValueError: a sample has arrays of the wrong length.
+    """
+    tokens = np.empty((len(samples), seq_len + 1), dtype=np.int64)
+    documents = np.zeros((len(samples), seq_len + 1), dtype=np.int32)
+    weights = np.ones((len(samples), seq_len), dtype=np.float64)
+    for i, sample in enumerate(samples):
+        tokens[i] = sample.tokens
+        if sample.documents is not None:
+            documents[i] = sample.documents
+        if sample.weights is not None:
+            weights[i] = sample.weights
+    return SampleBatch(tokens, documents, weights)
+
+
+class EndMarkedSamples:
+    """Marks the documents of samples that hold the token that ends each of them."""
+
+    def __init__(self, source: SampleSource, end_id: int) -> None:
+        """Wrap a source.
+
+        Args:
+            source: samples that documents were packed into.
+            end_id: the token behind every document; it belongs to the document that it ends.
+        """
+        self.seq_len = source.seq_len
+        self._source = source
+        self._end_id = end_id
+
+    def __len__(self) -> int:
+        """Samples in all."""
+        return len(self._source)
+
+    def sample(self, number: int) -> NDArray[np.int64]:
+        """Tokens of one sample, int64 [seq_len + 1]."""
+        return self._source.sample(number)
+
+    def marked_sample(self, number: int) -> MarkedSample:
+        """One sample with its documents."""
+        tokens = self._source.sample(number)
+        documents = np.zeros(len(tokens), dtype=np.int32)
+        np.cumsum(tokens[:-1] == self._end_id, out=documents[1:])
+        return MarkedSample(tokens, documents)

@@ -1,0 +1,75 @@
+"""What stands between the two inner projections of an expert and the outer one, forwards and backwards."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefold.config.schema import ModelConfig
+
+
+class Gate(Protocol):
+    """hidden = gate(g, u), elementwise, with g = x w_gate and u = x w_up."""
+
+    def forward(self, g: Tensor, u: Tensor) -> Tensor:
+        """The hidden values; differentiable."""
+        ...
+
+    def backward(self, grad: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(hidden values, gradient of g, gradient of u) from the gradient of the hidden values, without autograd.
+
+        `grad` may be overwritten.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SiluGate:
+    """SwiGLU: silu(g) * u (arXiv:2002.05202)."""
+
+    def forward(self, g: Tensor, u: Tensor) -> Tensor:
+        """See `Gate`."""
+        silu = F.silu(g)
+        return silu * u if silu.requires_grad else silu.mul_(u)
+
+    def backward(self, grad: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Gate`."""
+        silu = F.silu(g)
+        hidden = silu * u
+        grad_u = silu.mul_(grad)
+        return hidden, torch.ops.aten.silu_backward(grad.mul_(u), g), grad_u
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """SwiGLU of gpt-oss (arXiv:2508.10925): (clamp(u, -limit, limit) + 1) * c * sigmoid(alpha * c), c = min(g, limit).
+
+    What the clamps cut off has no gradient.
+    """
+
+    alpha: float
+    limit: float
+
+    def forward(self, g: Tensor, u: Tensor) -> Tensor:
+        """See `Gate`."""
+        clamped = g.clamp(max=self.limit)
+        return (u.clamp(-self.limit, self.limit) + 1) * clamped * torch.sigmoid(self.alpha * clamped)
+
+    def backward(self, grad: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Gate`."""
+        clamped, factor = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit) + 1
+        share = torch.sigmoid(self.alpha * clamped)
+        swish = clamped * share
+        grad_u = (grad * swish).masked_fill_(u.abs() > self.limit, 0.0)
+        slope = share * (1 + self.alpha * clamped * (1 - share))
+        grad_g = (grad * factor * slope).masked_fill_(g > self.limit, 0.0)
+        return factor * swish, grad_g, grad_u
+
+
+def expert_gate(model: ModelConfig) -> Gate:
+    """The gate of the routed experts."""
+    if model.moe_activation == "clamped_swiglu":
+        return ClampedGate(model.swiglu_alpha, model.swiglu_limit)
+    return SiluGate()
