@@ -26,6 +26,7 @@ CASES = [
     ("model.rope_original_seq_len=0", "must be at least 1"),
     ("model.head_dim=-1", "must be at least 0 (0: hidden_size/num_attention_heads)"),
     ("model.shared_expert_ffn_hidden_size=-1", "must be at least 0 (0: none)"),
+    ("model.upcycle_noise=-0.1", "must be at least 0 (0: none)"),
     ("model.norm_eps=0", "must be greater than 0"),
     ("model.init_std=-0.1", "must be greater than 0"),
     ("model.rope_low_freq_factor=0", "must be greater than 0"),

@@ -61,6 +61,18 @@ EVEN = {"kv_lora_rank": 10, "qk_nope_head_dim": 4}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 3.0}
 MODELS |= {
+    "gpt-oss": (
+        "GptOss",
+        {
+            "intermediate_size": 12,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "head_dim": 8,
+            "sliding_window": 7,
+            "swiglu_limit": 2.0,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
     "olmoe": ("Olmoe", {"intermediate_size": 12, "num_experts": 7, "num_experts_per_tok": 3}),
     "deepseek-v2": (
         "DeepseekV2",
@@ -89,7 +101,7 @@ def make_model(name: str, **sizes: Any) -> Any:
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 parameter += 0.1 * torch.randn(parameter.shape)
             elif "mlp.experts" in parameter_name or parameter_name.endswith("mlp.gate.weight"):
                 parameter.normal_(0.0, 0.3)

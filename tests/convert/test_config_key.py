@@ -15,7 +15,7 @@ from moefold.convert.hf_config import families_for, read_model_config, what_fami
 from moefold.errors import ConfigError
 
 FAMILY_OF = {"mixtral": "mixtral", "qwen2-57b": "qwen2_moe", "qwen3": "qwen3_moe", "olmoe": "olmoe"}
-FAMILY_OF |= {"deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
+FAMILY_OF |= {"gpt-oss": "gpt_oss", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
 
 
 def model_of(**keys: object) -> ModelConfig:
@@ -52,6 +52,8 @@ def _model_for(family: str) -> ModelConfig:
     sizes |= {"num_experts": 6, "rope_theta": 123.0, "norm_eps": 1e-4, "init_std": 0.1, "ffn_hidden_size": 96}
     if family in ("llama", "qwen2", "qwen3"):
         sizes["layer_pattern"] = "D"
+    if family == "gpt_oss":
+        sizes |= {"attention_pattern": "WF", "sliding_window": 5, "rope_scaling": "yarn", "rope_scaling_factor": 2.0}
     if family.startswith("deepseek"):
         sizes |= {"attention": "mla", "shared_expert_ffn_hidden_size": 1024, "layer_pattern": "DM2"}
     return ModelConfig(**sizes)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from moefold.config.schema import ModelConfig, expand_layer_pattern
+from moefold.config.schema import ATTENTION_KINDS, LAYER_KINDS, ModelConfig, expand_layer_pattern
 from moefold.errors import ConfigError
 
 Json = Mapping[str, Any]
@@ -125,10 +125,14 @@ class Rope:
     """The rotary embedding: `rope_parameters`, or, in older folders, `rope_theta` and `rope_scaling`."""
 
     theta: float
+    is_required: bool = False
+    """Whether an absent one means something else than no stretch, and is refused."""
 
     def read(self, theirs: Json) -> dict[str, Any]:
         """Base and stretch."""
         given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+        if not given and self.is_required:
+            raise ConfigError("config.json lacks rope_parameters")
         if not isinstance(given, Mapping):
             raise ConfigError(f"config.json has rope_parameters={given!r}, which should be an object")
         found: dict[str, Any] = {"rope_theta": self.theta, "rope_type": "default"}
@@ -273,6 +277,26 @@ class RouterGroups:
 
 
 @dataclass(frozen=True)
+class WindowLayers:
+    """`layer_types` and `sliding_window`; without types, windows and full attention in turn, as in gpt-oss."""
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """The attention pattern and the window."""
+        count, window = theirs.get("num_hidden_layers"), theirs.get("sliding_window", 128)
+        words = {"sliding_attention": "W", "full_attention": "F"}
+        kinds = theirs.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(count or 0)]
+        if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= set(words):
+            raise ConfigError(f"config.json has layer_types={kinds!r}, which moefold does not compute")
+        pattern = short_pattern("".join(words[kind] for kind in kinds), ATTENTION_KINDS)
+        return {"attention_pattern": pattern, "sliding_window": window if "W" in pattern else 0}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Every layer by itself."""
+        kinds = ["sliding_attention" if window else "full_attention" for window in model.layer_windows]
+        return {"layer_types": kinds, "sliding_window": model.sliding_window or None}
+
+
+@dataclass(frozen=True)
 class AllHeads:
     """num_key_value_heads of an attention that has as many as query heads."""
 
@@ -331,7 +355,7 @@ class TopKNormalised:
         return {"norm_topk_prob": model.router_softmax == "post"}
 
 
-def short_pattern(kinds: str) -> str:
+def short_pattern(kinds: str, alphabet: str = LAYER_KINDS) -> str:
     """The shortest layer pattern that spells the kind of every layer: "DMMMMM" -> "DM5", "DMDM" -> "DM"."""
     for size in range(1, len(kinds)):
         if all(kind == kinds[i % size] for i, kind in enumerate(kinds)):
@@ -342,7 +366,7 @@ def short_pattern(kinds: str) -> str:
         count = len(kinds[i:]) - len(kinds[i:].lstrip(kinds[i]))
         spelled += kinds[i] + (str(count) if count > 1 else "")
         i += count
-    assert expand_layer_pattern(spelled) == kinds
+    assert expand_layer_pattern(spelled, alphabet) == kinds
     return spelled
 
 

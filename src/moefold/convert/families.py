@@ -28,8 +28,9 @@ from moefold.convert.config_key import (
     SharedExperts,
     SparseLayers,
     TopKNormalised,
+    WindowLayers,
 )
-from moefold.convert.tensor_row import AllExperts, EachExpert, Equal, Row
+from moefold.convert.tensor_row import AllExperts, EachExpert, Equal, Interleaved, Row
 
 Table = Mapping[str, Row]
 
@@ -131,6 +132,23 @@ _LATENT = _layer(
         "ffn.router.expert_bias": "mlp.gate.e_score_correction_bias",
     }
 )
+
+
+_GPT_OSS = _layer(
+    {
+        "attention.bo": "self_attn.o_proj.bias",
+        "attention.sinks": "self_attn.sinks",
+        "ffn.router.weight": "mlp.router.weight",
+        "ffn.router.bias": "mlp.router.bias",
+        "ffn.experts.w_down": "mlp.experts.down_proj",
+        "ffn.experts.b_down": "mlp.experts.down_proj_bias",
+    }
+)
+_GPT_OSS |= {
+    f"layers.{{l}}.ffn.experts.{ours}_{kind}": Interleaved(f"model.layers.{{l}}.mlp.experts.{theirs}", part)
+    for ours, theirs in (("w", "gate_up_proj"), ("b", "gate_up_proj_bias"))
+    for part, kind in enumerate(("gate", "up"))
+}
 
 
 def _sizes(*, norm_eps: float, rope_theta: float, head_size: int = 0) -> tuple[Entry, ...]:
@@ -303,6 +321,31 @@ FAMILIES = {
                 Always("qk_norm_width", "all_heads"),
             ),
             tuple(_table(_BACKBONE, _HEAD_NORMS, _ROUTER, experts) for experts in (EACH_EXPERT, ALL_EXPERTS)),
+        ),
+        Family(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            (
+                *(
+                    entry
+                    for entry in _sizes(norm_eps=1e-5, rope_theta=1.5e5, head_size=64)
+                    if not isinstance(entry, Rope)
+                ),
+                Rope(1.5e5, is_required=True),
+                WindowLayers(),
+                AllLayers("M"),
+                _NumExperts("num_local_experts"),
+                Same("num_experts_per_tok", "top_k"),
+                Same("intermediate_size", "moe_ffn_hidden_size"),
+                Always("router_softmax", "post"),
+                Only("attention_bias", (True,)),
+                *(Always(key, True) for key in ("qkv_bias", "attention_output_bias", "attention_sinks")),
+                *(Always(key, True) for key in ("moe_bias", "router_bias")),
+                Always("moe_activation", "clamped_swiglu"),
+                Same("swiglu_alpha", "swiglu_alpha", 1.702),
+                Same("swiglu_limit", "swiglu_limit", 7.0),
+            ),
+            (_table(_BACKBONE, _BIASES, _GPT_OSS),),
         ),
         Family(
             "deepseek_v2",

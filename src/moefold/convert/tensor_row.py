@@ -70,5 +70,24 @@ class AllExperts:
         yield Piece(ours, (0, 0, 0), shape, _name(self.theirs, layer), start, (1, 1, 1), (0, 2, 1))
 
 
+@dataclass(frozen=True)
+class Interleaved:
+    """Every second of the last dim of theirs, the dims in the same order (gpt-oss: gates and ups in turn).
+
+    Attributes:
+        theirs: the name.
+        part: 0 for the first of each pair, 1 for the second.
+    """
+
+    theirs: str
+    part: int
+
+    def pieces(self, ours: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[Piece]:
+        """One piece."""
+        zeros, ones, dims = (0,) * len(shape), (1,) * (len(shape) - 1), tuple(range(len(shape)))
+        start, step = (*zeros[:-1], self.part), (*ones, 2)
+        yield Piece(ours, zeros, shape, _name(self.theirs, layer), start, step, dims)
+
+
 def _name(template: str, layer: str) -> str:
     return template.replace("{l}", layer)
