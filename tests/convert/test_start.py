@@ -131,7 +131,8 @@ def _their_losses(model: object, cfg: Config) -> list[float]:
     )
     losses = []
     for i in range(STEPS):
-        inputs, labels = map(torch.from_numpy, data.train.batch(i % BATCHES * size, size))
+        tokens = torch.from_numpy(data.train.batch(i % BATCHES * size, size).tokens)
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
         logits = model(input_ids=inputs).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
