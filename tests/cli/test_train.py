@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.folder import FORMAT, CheckpointMeta, model_sizes, sample_order, step_path, write_meta
+from moefold.checkpoint.folder import (
+    FORMAT,
+    META_FILE,
+    CheckpointMeta,
+    model_sizes,
+    sample_order,
+    step_path,
+    write_meta,
+)
+from moefold.checkpoint.manifest import record_file, write_manifest
 from moefold.cli.main import main
 from moefold.config.load import load_config
 
@@ -42,6 +51,7 @@ def write_checkpoint(run_dir: Path, step: int) -> Path:
     path.mkdir(parents=True)
     meta = CheckpointMeta(format=FORMAT, step=step, samples=0, tokens=0, order=order, model=model, parallel={})
     write_meta(path, meta)
+    write_manifest(path, {META_FILE: record_file(path / META_FILE)})
     return path
 
 
