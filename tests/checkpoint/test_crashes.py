@@ -19,9 +19,9 @@ from tests.train.test_trainer import _train, recipe, records
 pytestmark = pytest.mark.parity
 
 RANKS = 2
-STEPS_PER_LIFE = 12
+STEPS_PER_LIFE = 25
 """More than a life has time for, so that the run is not through before its last death."""
-LIFE_S = (0.2, 1.0)
+LIFE_S = (0.15, 0.6)
 
 
 def _live(cfg: Config, life_s: float, killed: tuple[int, ...]) -> int:
