@@ -222,6 +222,14 @@ def test_sizes_that_nothing_reads_and_other_spellings_of_a_pattern_are_the_same_
         find_resume(recipe(tmp_path, model=replace(MODEL, layer_pattern="DM")))
 
 
+def test_windows_are_compared_by_layer_and_not_by_spelling(tmp_path):
+    path = write(tmp_path, 5, replace(MODEL, attention_pattern="WF", sliding_window=8))
+    same = replace(MODEL, attention_pattern="W1F1", sliding_window=8)
+    assert find_resume(recipe(tmp_path, model=same)) == path
+    with pytest.raises(ConfigError, match=r"layer_windows \[8, 0\] there, \[8, 8\] here"):
+        find_resume(recipe(tmp_path, model=replace(same, attention_pattern="W")))
+
+
 def test_another_batch_size_takes_the_same_samples(tmp_path):
     path = write(tmp_path, 5)
     assert find_resume(replace(recipe(tmp_path), train=TrainConfig(global_batch_size=64))) == path

@@ -6,20 +6,30 @@ A checkpoint is written under another name and renamed once complete, so `step-0
 import json
 import re
 import shutil
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moefold.checkpoint.manifest import MANIFEST_FILE, hash_faults, read_manifest, size_faults
-from moefold.config.schema import Config, ModelConfig
+from moefold.config.schema import ATTENTION_KINDS, Config, ModelConfig, expand_layer_pattern
 from moefold.errors import ConfigError
 
 META_FILE = "moefold.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
 _FREE_MODEL_KEYS = frozenset(
-    {"preset", "init_std", "layer_pattern", "upcycle_from", "upcycle_router", "upcycle_scaling", "upcycle_noise"}
+    {
+        "preset",
+        "init_std",
+        "layer_pattern",
+        "attention_pattern",
+        "sliding_window",
+        "upcycle_from",
+        "upcycle_router",
+        "upcycle_scaling",
+        "upcycle_noise",
+    }
 )
 """Keys of [model] that do not change what the stored tensors mean, or are compared by their effect."""
 _DENSE_KEYS = frozenset({"ffn_hidden_size"})
@@ -269,7 +279,14 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
     ours = model_sizes(model)
     for sizes in (theirs, ours):
         sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
+        sizes["layer_windows"] = _windows(sizes)
     return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
+
+
+def _windows(sizes: Mapping[str, Any]) -> list[int]:
+    """What the tokens of each layer see, however the pattern is spelled; 0: everything before them."""
+    unit = expand_layer_pattern(sizes["attention_pattern"], ATTENTION_KINDS)
+    return [sizes["sliding_window"] if unit[i % len(unit)] == "W" else 0 for i in range(sizes["num_layers"])]
 
 
 def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
@@ -292,4 +309,5 @@ def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
     wrong = {key: (value, ours.get(key)) for key, value in theirs.items() if ours.get(key) != value}
     if "num_layers" in wrong:
         wrong.pop("layer_kinds", None)
+        wrong.pop("layer_windows", None)
     return "; ".join(f"{key} {there!r} there, {here!r} here" for key, (there, here) in wrong.items())
