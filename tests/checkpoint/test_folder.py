@@ -1,5 +1,5 @@
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -92,8 +92,12 @@ def test_meta_comes_back(tmp_path):
         ("{", f"has a broken {META_FILE}"),
         ('{"format": 1}', f"has a broken {META_FILE}"),
         ("[]", f"has a broken {META_FILE}"),
+        ("[" * 100_000, f"has a broken {META_FILE}"),
+        (json.dumps(asdict(meta(1)) | {"step": "1"}), f"has a broken {META_FILE}: step is '1'"),
+        (json.dumps(asdict(meta(1)) | {"tokens": None}), f"has a broken {META_FILE}: tokens is None"),
+        (json.dumps(asdict(meta(1)) | {"model": []}), f"has a broken {META_FILE}: model is no object"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:20],
 )
 def test_a_folder_that_is_no_checkpoint(tmp_path, content, message):
     if content is not None:
@@ -142,6 +146,13 @@ def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path, name):
     assert quick_faults(path) == [f"its {MANIFEST_FILE} cannot be read: file name {name!r} leads out of the folder"]
 
 
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"files": {"a": {"size_bytes": 1e400, "sha256": ""}}}', "[]"])
+def test_a_strange_manifest_is_a_fault(tmp_path, content):
+    path = write(tmp_path, 5)
+    (path / MANIFEST_FILE).write_text(content)
+    assert quick_faults(path) == [f"its {MANIFEST_FILE} cannot be read: it is no manifest"]
+
+
 def test_never_and_a_named_one(tmp_path):
     first = write(tmp_path / "here", 5)
     other = tmp_path / "there"
@@ -176,16 +187,24 @@ def test_only_the_newest_are_kept_and_drafts_of_killed_runs_go(tmp_path):
     draft_path(tmp_path, 12).mkdir()
     (tmp_path / ".step-000002.old").mkdir()
     (tmp_path / "notes.txt").touch()
-    remove_older(tmp_path, 0)
+    newest = step_path(tmp_path, 15)
+    remove_older(newest, 0)
     assert names(tmp_path) == ["notes.txt", "step-000005", "step-000010", "step-000015"]
-    remove_older(tmp_path, 2)
+    remove_older(newest, 2)
     assert names(tmp_path) == ["notes.txt", "step-000010", "step-000015"]
+
+
+def test_later_checkpoints_that_a_resume_passed_over_count_for_nothing(tmp_path):
+    for step in (5, 10, 15, 20):
+        write(tmp_path, step)
+    remove_older(step_path(tmp_path, 10), 1)
+    assert names(tmp_path) == ["step-000010", "step-000015", "step-000020"]
 
 
 def test_those_of_every_so_many_steps_are_kept_too(tmp_path):
     for step in (5, 10, 15, 20, 25):
         write(tmp_path, step)
-    remove_older(tmp_path, 1, 10)
+    remove_older(step_path(tmp_path, 25), 1, 10)
     assert names(tmp_path) == ["step-000010", "step-000020", "step-000025"]
 
 

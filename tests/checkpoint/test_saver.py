@@ -14,7 +14,10 @@ from moefold.checkpoint.saver import BackgroundSaver
 from moefold.config.checks import check_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.parallel.accumulate import Batch
 from moefold.parallel.groups import ParallelGroups
+from moefold.train.stop import StopSignals
+from moefold.train.trainer import Trainer
 from tests.train.test_trainer import _train, recipe, records
 
 pytestmark = pytest.mark.parity
@@ -108,3 +111,29 @@ def test_what_goes_wrong_is_told_at_the_next_step(pool, tmp_path):
     Path(tmp_path / "checkpoints").touch()
     (error,) = pool.run(1, _save_where_it_cannot, recipe(tmp_path, 1))
     assert error.startswith("the checkpoint of step 1 cannot be written to")
+
+
+def _fail_beside_a_save(cfg: Config) -> str:
+    """A run whose data ends while the checkpoint of its first step is being written, which takes half a second."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    trainer = Trainer(cfg, groups)
+    held = threading.Event()
+    assert isinstance(trainer._saver, BackgroundSaver)
+    trainer._saver._thread.submit(held.wait)
+    threading.Timer(0.5, held.set).start()
+    batches = trainer._batches.batch
+
+    def batch(first_sample: int) -> Batch:
+        if first_sample:
+            raise ConfigError("the data ends")
+        return batches(first_sample)
+
+    trainer._batches.batch = batch
+    with pytest.raises(ConfigError, match="the data ends"):
+        trainer.run(StopSignals())
+    return trainer._cfg.run.dir
+
+
+def test_a_run_that_fails_lets_the_save_under_way_end(pool, tmp_path):
+    pool.run(2, _fail_beside_a_save, _beside_training(recipe(tmp_path, 3, every=1, world_size=2)))
+    assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == ["step-000001"]

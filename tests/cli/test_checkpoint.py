@@ -121,6 +121,18 @@ def test_rm_leaves_the_last_one_unless_forced(copy, capsys):
     assert not list(first.parent.iterdir())
 
 
+def test_a_broken_description_is_listed_and_can_be_removed(copy, capsys):
+    broken = copy / "checkpoints" / STEPS[0] / "moefold.json"
+    broken.write_text("[" * 100_000)
+    assert main(_words("list", copy)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:3] == [STEPS[0], "?", "?"]
+    assert "moefold.json has" in " ".join(lines)
+    assert main(_words("rm", copy / "checkpoints" / STEPS[1])) == 2
+    assert "that would leave no complete checkpoint" in capsys.readouterr().err
+    assert main(_words("rm", broken.parent)) == 0
+
+
 def test_wrong_folders_are_one_message(run, tmp_path, capsys):
     for words, message in (
         (("list", tmp_path / "nope"), "does not exist; name a run, or a folder of checkpoints"),

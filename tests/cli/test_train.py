@@ -14,6 +14,7 @@ from moefold.checkpoint.folder import (
     write_meta,
 )
 from moefold.checkpoint.manifest import record_file, write_manifest
+from moefold.cli import train
 from moefold.cli.main import main
 from moefold.config.load import load_config
 
@@ -71,6 +72,20 @@ def test_a_finished_run_has_nothing_to_do(recipe, tmp_path, capsys):
     path = write_checkpoint(tmp_path / "run", 10)
     assert main(["train", recipe, *SMALL, f"run.dir={tmp_path}/run", "run.steps=10"]) == 0
     assert capsys.readouterr().out == f"{path} has all 10 steps of run.steps; nothing to do\n"
+
+
+def test_a_finished_run_whose_checkpoint_is_damaged_is_not_finished(recipe, tmp_path, monkeypatch):
+    path = write_checkpoint(tmp_path / "run", 10)
+    (path / "__0_0.distcp").write_bytes(b"weights")
+    write_manifest(path, {name: record_file(path / name) for name in (META_FILE, "__0_0.distcp")})
+    (path / "__0_0.distcp").write_bytes(b"weighty")
+    started = []
+    monkeypatch.setattr(train, "_train", lambda cfg, place: started.append(cfg) or 0)
+    words = [recipe, *SMALL, f"run.dir={tmp_path}/run", "run.steps=10"]
+    assert main(["train", *words]) == 0
+    assert len(started) == 1
+    assert main(["train", *words, "checkpoint.verify=false"]) == 0
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize(

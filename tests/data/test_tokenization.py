@@ -40,7 +40,7 @@ def documents(out: Path) -> list[bytes]:
     for path in sorted(out.glob("*.npy")):
         tokens = np.load(path)
         assert tokens.dtype == np.uint8
-        ends = map_document_ends(path) if path.with_suffix(".ends").stat().st_size else []
+        ends = map_document_ends(path, len(tokens)) if path.with_suffix(".ends").stat().st_size else []
         found += [tokens[a:b].tobytes() for a, b in zip([0, *ends], ends, strict=False)]
         assert not len(tokens) or ends[-1] == len(tokens)
     return found
@@ -190,3 +190,12 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path):
     with pytest.raises(ConfigError, match="another files"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "out")
     assert content(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("ends", [[500], [10], [50, 10, 100], [-5, 100]])
+def test_an_index_of_other_tokens_is_refused(tmp_path: Path, ends: list[int]):
+    path = tmp_path / "a.npy"
+    np.save(path, np.zeros(100, np.uint8))
+    np.array(ends, "<i8").tofile(path.with_suffix(".ends"))
+    with pytest.raises(ConfigError, match="a.ends is no index of the 100 tokens of a.npy"):
+        map_document_ends(path, 100)

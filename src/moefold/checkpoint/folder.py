@@ -159,13 +159,25 @@ def read_meta(path: Path) -> CheckpointMeta:
     try:
         fields = json.loads((path / META_FILE).read_text(encoding="utf-8"))
         meta = CheckpointMeta(**fields)
+        _check_meta(meta)
     except FileNotFoundError:
         raise ConfigError(f"checkpoint {str(path)!r} is no moefold checkpoint: it has no {META_FILE}") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"checkpoint {str(path)!r} has a broken {META_FILE}: {error}") from None
     if meta.format != FORMAT:
         raise ConfigError(f"checkpoint {str(path)!r} has format {meta.format}; this version reads format {FORMAT}")
     return meta
+
+
+def _check_meta(meta: CheckpointMeta) -> None:
+    """Raise TypeError for values of other types than a run writes; what the sections hold is looked at later."""
+    for name in ("format", "step", "samples", "tokens"):
+        value = getattr(meta, name)
+        if type(value) is not int or value < 0:
+            raise TypeError(f"{name} is {value!r}")
+    for name in ("order", "model", "parallel"):
+        if not isinstance(getattr(meta, name), dict):
+            raise TypeError(f"{name} is no object")
 
 
 def find_resume(cfg: Config) -> Path | None:
@@ -235,15 +247,20 @@ def put_in_place(draft: Path, final: Path) -> None:
     draft.rename(final)
 
 
-def remove_older(folder: Path, keep: int, keep_every: int = 0) -> None:
+def remove_older(newest: Path, keep: int, keep_every: int = 0) -> None:
     """Delete what retention does not keep, and what killed runs left half written.
 
+    Checkpoints of later steps than the newest are those that a resume has passed over as damaged: they neither count
+    nor go.
+
     Args:
-        folder: of the checkpoints.
+        newest: the checkpoint that was just written; it stays.
         keep: so many of the newest complete ones stay; 0 keeps all.
         keep_every: those of the steps that this divides stay in any case; 0 for none.
     """
-    for path in complete_checkpoints(folder)[:-keep] if keep else ():
+    folder = newest.parent
+    done = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
+    for path in done[:-keep] if keep else ():
         if not keep_every or step_of(path) % keep_every:
             remove(path)
     for pattern in (".step-*.partial", ".step-*.old"):

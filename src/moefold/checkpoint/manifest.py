@@ -44,12 +44,13 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         OSError: it cannot be read.
         ValueError: it is no manifest, or names a file outside the folder.
     """
-    tree = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+    text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
     try:
+        tree = json.loads(text)
         records = {
             name: FileRecord(int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in tree["files"].items()
         }
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise ValueError("it is no manifest") from None
     for name in records:
         check_name(folder, name)

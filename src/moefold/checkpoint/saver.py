@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import cast
 
@@ -36,6 +36,9 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Wait until all is written; collective."""
+
+    def settle(self, patience_s: float) -> None:
+        """Let a save that is under way end, if it does so in time: on the way out of an error, which stays."""
 
 
 class BackgroundSaver(CheckpointSaver):
@@ -79,6 +82,11 @@ class BackgroundSaver(CheckpointSaver):
         self._wait()
         self._thread.shutdown()
         self._stager.close()
+
+    def settle(self, patience_s: float) -> None:
+        """Let a save that is under way end, if it does so in time."""
+        if self._under_way is not None:
+            wait([self._under_way], timeout=patience_s)
 
     def _wait(self) -> None:
         under_way, self._under_way = self._under_way, None

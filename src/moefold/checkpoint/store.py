@@ -145,7 +145,7 @@ def write_checkpoint(
         _flush(draft)
         put_in_place(draft, final)
         _flush(folder)
-        remove_older(folder, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
+        remove_older(final, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
     return final
 
 
@@ -175,6 +175,8 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Ma
         ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
     """
     read_meta(path)
+    if faults := _collect(_file_faults(path, reads_all=True)):
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged: {_some(faults)}")
     _load(path, _weights(parameters, buffers))
 
 

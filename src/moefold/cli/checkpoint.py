@@ -45,9 +45,7 @@ def run(argv: list[str]) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     folder = locate_folder(arguments.folder)
-    rows = [
-        Listed(path, read_meta(path), _size_bytes(path), quick_faults(path)) for path in complete_checkpoints(folder)
-    ]
+    rows = [_listed(path) for path in complete_checkpoints(folder)]
     if arguments.json:
         print(json.dumps([asdict(row) | {"path": str(row.path)} for row in rows]))
         return 0
@@ -55,8 +53,17 @@ def _list(arguments: argparse.Namespace) -> int:
 
     from moefold.cli.checkpoint_table import print_list
 
-    print_list(Console(highlight=False), folder, rows)
+    print_list(Console(highlight=False, markup=False), folder, rows)
     return 0
+
+
+def _listed(path: Path) -> Listed:
+    faults = quick_faults(path)
+    try:
+        meta = read_meta(path)
+    except ConfigError as error:
+        return Listed(path, None, _size_bytes(path), faults or [str(error)])
+    return Listed(path, meta, _size_bytes(path), faults)
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -72,7 +79,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
     from moefold.cli.checkpoint_table import print_content
 
-    print_content(Console(highlight=False), path, meta, tensors, all_of_them=arguments.tensors)
+    print_content(Console(highlight=False, markup=False), path, meta, tensors, all_of_them=arguments.tensors)
     return 0
 
 
@@ -114,10 +121,12 @@ def _rm(arguments: argparse.Namespace) -> int:
     for path in arguments.checkpoints:
         if step_of(path.resolve()) < 0:
             raise ConfigError(f"{str(path)!r} is not named like a checkpoint, step-000100; name the folder itself")
-        read_meta(path)
+        if not path.is_dir():
+            raise ConfigError(f"{str(path)!r} does not exist")
     doomed = {path.resolve() for path in arguments.checkpoints}
     for folder in sorted({path.parent for path in doomed}):
-        if not arguments.force and not set(complete_checkpoints(folder)) - doomed:
+        rest = [path for path in set(complete_checkpoints(folder)) - doomed if not quick_faults(path)]
+        if not arguments.force and not rest:
             raise ConfigError(f"that would leave no complete checkpoint in {str(folder)!r}; add --force if you mean it")
     for path in sorted(doomed):
         remove(path)

@@ -21,7 +21,8 @@ class Listed:
     """A checkpoint of a folder."""
 
     path: Path
-    meta: CheckpointMeta
+    meta: CheckpointMeta | None
+    """None where it cannot be read."""
     size_bytes: int
     faults: list[str]
 
@@ -35,9 +36,9 @@ def print_list(console: Console, folder: Path, rows: Sequence[Listed]) -> None:
     for row in rows:
         state = "; ".join(row.faults) if row.faults else "there"
         size_mib = f"{row.size_bytes / 2**20:,.1f}"
-        table.add_row(
-            row.path.name, f"{row.meta.tokens:,}", f"{row.meta.samples:,}", size_mib, mapping(row.meta), state
-        )
+        said = ("?", "?") if row.meta is None else (f"{row.meta.tokens:,}", f"{row.meta.samples:,}")
+        writer = "?" if row.meta is None else mapping(row.meta)
+        table.add_row(row.path.name, *said, size_mib, writer, state)
     console.print(table)
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from moefold.checkpoint.folder import find_resume, read_meta
+from moefold.checkpoint.manifest import hash_faults, read_manifest
 from moefold.cli.one_voice import one_voice
 from moefold.config.checks import check_config, check_machine
 from moefold.config.checks_dispatch import check_dispatch_device
@@ -33,11 +34,17 @@ def run(argv: list[str]) -> int:
         if place is not None:
             check_world_size(place, cfg.parallel.world_size)
         resume = find_resume(cfg)
-    if resume is not None and read_meta(resume).step >= cfg.run.steps:
+    if resume is not None and read_meta(resume).step >= cfg.run.steps and _is_sound(resume, cfg):
         if place is None or place.rank == 0:
             print(f"{resume} has all {cfg.run.steps} steps of run.steps; nothing to do")
         return 0
     return _train(cfg, place)
+
+
+def _is_sound(checkpoint: Path, cfg: Config) -> bool:
+    """Whether a finished run has what it needs; if not, the ranks say so and go on from the one before."""
+    manifest = read_manifest(checkpoint)
+    return not cfg.checkpoint.verify or not hash_faults(checkpoint, manifest, manifest)
 
 
 def _train(cfg: Config, place: Place | None) -> int:

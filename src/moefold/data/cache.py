@@ -73,7 +73,7 @@ def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path |
     name = f"{key}.npy"
     folders = [cache_dir if cache_dir is not None else default_cache_dir(), _temporary_cache_dir()]
     for folder in folders:
-        if is_complete(folder / name):
+        if is_complete(folder / name) and not _is_strangers(folder):
             return folder / name
     reasons = []
     for folder in folders:
@@ -122,9 +122,14 @@ def _temporary_cache_dir() -> Path:
     return Path(tempfile.gettempdir(), f"moefold-{os.getuid()}")
 
 
+def _is_strangers(folder: Path) -> bool:
+    """Whether somebody else made the folder in the temporary one, where anybody can."""
+    return folder == _temporary_cache_dir() and folder.lstat().st_uid != os.getuid()
+
+
 def _make_entry(folder: Path, name: str, write: Callable[[BinaryIO], None]) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder == _temporary_cache_dir() and folder.stat().st_uid != os.getuid():
+    if _is_strangers(folder):
         raise PermissionError(f"{folder} belongs to another user")
     entry = folder / name
     with _lock(entry.with_suffix(".lock")):

@@ -38,7 +38,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         files = token_files(data)
         if data.document_index:
             for file in files:
-                map_document_ends(file.path)
+                map_document_ends(file.path, file.num_tokens)
         num_tokens = sum(file.num_tokens for file in files)
         refuse_too_few(num_tokens, seq_len=seq_len)
         split_samples((num_tokens - 1) // seq_len, data.validation_fraction)

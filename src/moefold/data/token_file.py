@@ -55,7 +55,9 @@ class TokenFiles:
         self._files = files
         self._ends = tuple(accumulate(file.num_tokens for file in files))
         self._vocab_size = vocab_size
-        self._document_ends = lru_cache(maxsize=_MAX_MAPPED_FILES)(lambda which: map_document_ends(files[which].path))
+        self._document_ends = lru_cache(maxsize=_MAX_MAPPED_FILES)(
+            lambda which: map_document_ends(files[which].path, files[which].num_tokens)
+        )
         self._map = lru_cache(maxsize=_MAX_MAPPED_FILES)(lambda which: files[which].map())
 
     def __len__(self) -> int:
@@ -152,11 +154,11 @@ def document_ends_path(path: Path) -> Path:
     return path.with_suffix(".ends")
 
 
-def map_document_ends(path: Path) -> NDArray[np.int64]:
+def map_document_ends(path: Path, num_tokens: int) -> NDArray[np.int64]:
     """The index beside a token file: one past the last token of each document, ascending, [documents].
 
     Raises:
-        ConfigError: there is none, or it is broken.
+        ConfigError: there is none, it is broken, or it is of another file than one of so many tokens.
     """
     index = document_ends_path(path)
     try:
@@ -166,6 +168,11 @@ def map_document_ends(path: Path) -> NDArray[np.int64]:
             f"data.document_index=true needs an index of documents beside {path}, and {index.name} is none ({error}); "
             "tokenise with `moefold tokenize`, or set data.document_end to the token that ends documents"
         ) from error
+    if ends[-1] != num_tokens or ends[0] < 0 or (np.diff(ends) < 0).any():
+        raise ConfigError(
+            f"{index} is no index of the {num_tokens} tokens of {path.name}, at which it has to end, ascending; "
+            "tokenise anew"
+        )
     return ends
 
 

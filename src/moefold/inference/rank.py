@@ -58,8 +58,9 @@ def _print_evaluation(found: Evaluation, row: TokenRow, *, as_json: bool) -> Non
             file=sys.stderr,
         )
     if as_json:
-        perplexity = found.perplexity if math.isfinite(found.perplexity) else None
-        print(json.dumps({"loss": found.loss, "perplexity": perplexity, "tokens": found.tokens}))
+        # JSON knows neither NaN nor infinity.
+        loss, perplexity = (x if math.isfinite(x) else None for x in (found.loss, found.perplexity))
+        print(json.dumps({"loss": loss, "perplexity": perplexity, "tokens": found.tokens}))
         return
     print(
         f"loss {found.loss:.6f} nats per token, perplexity {found.perplexity:.6g}, over {found.tokens:,} tokens in "

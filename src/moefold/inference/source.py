@@ -95,7 +95,8 @@ def _checkpoint(path: Path) -> Source:
     cfg = _parse({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
     run = _run_of(path, cfg.model)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")
-    is_wide = run is not None and run.run.dtype == "float64"
+    # An old checkpoint does not say.
+    is_wide = (meta.dtype or ("" if run is None else run.run.dtype)) == "float64"
     dtype: Literal["float64", "float32"] = "float64" if is_wide else "float32"
     return Source(path, "checkpoint", cfg.model, moe, cfg.data, dtype, int(meta.order.get("seq_len", DEFAULT_CONTEXT)))
 

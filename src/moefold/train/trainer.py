@@ -19,6 +19,7 @@ from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.convert.start import start_weights
 from moefold.data import open_dataset
+from moefold.launch.failure import is_consequence
 from moefold.launch.status import SIGNAL_STATUS
 from moefold.metrics.expert_counts import ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.flops import train_flops_per_token
@@ -33,6 +34,11 @@ from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchLoader
 from moefold.train.step import StepResult, TrainingStep
 from moefold.train.stop import SIGNALS, StopSignals
+
+LAST_SAVE_S = 60.0
+"""So long a run that fails waits for a save beside training to end."""
+LOST_SAVE_S = 5.0
+"""The same where another rank is gone."""
 
 
 class Trainer:
@@ -78,9 +84,14 @@ class Trainer:
             report = None
             if self._is_first_rank:
                 report = stack.enter_context(_Report(self._cfg, first_step, resume, self._notes()))
-            while self._step < self._cfg.run.steps and status == 0:
-                status = self._one_step(report, stop)
-            self._saver.finish()
+            try:
+                while self._step < self._cfg.run.steps and status == 0:
+                    status = self._one_step(report, stop)
+                self._saver.finish()
+            except Exception as error:
+                # The last checkpoint may be all but written; one that waits for a rank that is gone never will be.
+                self._saver.settle(LOST_SAVE_S if is_consequence(error) else LAST_SAVE_S)
+                raise
             if report is not None:
                 report.end(status, self._step)
         return status
