@@ -12,7 +12,7 @@ import torch
 
 from moefold import __version__
 from moefold.checkpoint.folder import CheckpointMeta, model_differences, model_sizes
-from moefold.checkpoint.stream import CheckpointSource
+from moefold.checkpoint.stream import CheckpointSource, chunks_of
 from moefold.config.schema import ModelConfig
 from moefold.convert.compare import assemble, compare_with_folder, share_groups, work_order
 from moefold.convert.draft import agree, drafted
@@ -183,11 +183,15 @@ def _write_tensors(
     with FileWriter() as writer:
         for group in share_groups(plan, crew):
             for theirs in group:
-                values = assemble(source, plan, theirs, DTYPES[places[theirs].dtype])
-                data = bytes_of(values)
-                writer.write(places[theirs], data)
-                mine[theirs] = hashlib.sha256(data).hexdigest()
-                advance(len(data))
+                place, digest, done = places[theirs], hashlib.sha256(), 0
+                dtype = DTYPES[place.dtype]
+                for rows in chunks_of(theirs, place.shape, dtype):
+                    data = bytes_of(assemble(source, plan, rows, dtype))
+                    writer.write(place, data, done)
+                    digest.update(data)
+                    done += len(data)
+                    advance(len(data))
+                mine[theirs] = digest.hexdigest()
             source.forget()
     return {name: digest for part in crew.gather(mine) for name, digest in part.items()}
 

@@ -179,12 +179,12 @@ class FileWriter:
         for opened in self._open.values():
             opened.close()
 
-    def write(self, stored: Stored, data: memoryview) -> None:
-        """Write the bytes of one tensor."""
+    def write(self, stored: Stored, data: memoryview, offset: int = 0) -> None:
+        """Write the bytes of one tensor, or some of them from a byte of it on."""
         if stored.file not in self._open:
             self._open[stored.file] = stored.file.open("r+b", buffering=0)
         opened = self._open[stored.file]
-        opened.seek(stored.start)
+        opened.seek(stored.start + offset)
         done = 0
         while done < len(data):
             done += opened.write(data[done : done + BLOCK_BYTES])
