@@ -7,7 +7,7 @@ Format: https://github.com/huggingface/safetensors#format
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -109,6 +109,26 @@ def read_part(stored: Stored, index: Sequence[slice]) -> Tensor:
     values = _read_values(stored.file, start, num_rows * math.prod(row_shape), dtype).view(num_rows, *row_shape)
     part = values[(slice(0, num_rows, rows.step), *index[1:])]
     return part if part.numel() == values.numel() else part.contiguous()
+
+
+def read_blocks(stored: Stored) -> Iterator[bytes]:
+    """The bytes of a tensor, BLOCK_BYTES at a time."""
+    left = stored.num_bytes
+    with stored.file.open("rb") as opened:
+        opened.seek(stored.start)
+        while left:
+            block = opened.read(min(left, BLOCK_BYTES))
+            if not block:
+                raise ConfigError(f"{str(stored.file)!r} ends before its tensors do")
+            yield block
+            left -= len(block)
+
+
+def same_bytes(one: Stored, other: Stored) -> bool:
+    """Whether two tensors have the same type, shape and bytes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(a == b for a, b in zip(read_blocks(one), read_blocks(other), strict=True))
 
 
 def _read_values(file: Path, start: int, count: int, dtype: torch.dtype) -> Tensor:
