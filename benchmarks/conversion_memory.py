@@ -2,15 +2,16 @@
 
     python benchmarks/conversion_memory.py [--gb 2] [--keep DIR]
 
-Makes Mixtral-like folders of random weights, a dense one to upcycle and a checkpoint as a run on one rank writes it
-(tensors whole and in float32) in a temporary folder, converts them in fresh processes, and prints the largest resident
-memory of each beside the limit: 1.3 times the largest layer of the Hugging Face folder plus 500 MB. Exit 1 if one is
-exceeded.
+Makes Mixtral-like folders of random weights, a dense one to upcycle, a Llama with a large vocabulary whose head repeats
+the embedding, a gpt-oss with stacked experts, and checkpoints as a run on one rank writes them (tensors whole and in
+float32) in a temporary folder, converts them in fresh processes, and prints the largest resident memory of each beside
+the limit: 1.3 times the largest layer or tensor of the Hugging Face folder plus 500 MB. Exit 1 if one is exceeded.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,13 +23,14 @@ import torch
 
 from moefold.checkpoint.folder import FORMAT, CheckpointMeta, model_sizes, write_meta
 from moefold.checkpoint.stream import Chunk, write_chunks
+from moefold.config.load import config_from_dict
 from moefold.config.schema import ModelConfig
 from moefold.convert.families import FAMILIES, Family
 from moefold.convert.piece import Plan
 from moefold.convert.safetensors_file import DTYPES, FileWriter, begin_file, bytes_of, plan_file
 from moefold.convert.weights import parameter_shapes, plan_for
 
-LAYER_FACTOR = 1.3
+LARGEST_FACTOR = 1.3
 FIXED_BYTES = 500e6
 """The interpreter and torch alone take about 300 MB."""
 
@@ -36,38 +38,78 @@ FIXED_BYTES = 500e6
 def main() -> int:
     """Run the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gb", type=float, default=2.0, help="size of the model in GB (default 2)")
+    parser.add_argument("--gb", type=float, default=2.0, help="size of the Mixtral in GB (default 2)")
     parser.add_argument("--keep", type=Path, help="use this folder, and leave what was made there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        print(f"{'conversion':44}{'GB':>6}{'s':>8}{'layer MB':>10}{'peak MB':>9}{'limit MB':>10}")
-        fits = [_race(folder / dtype, dtype, args.gb * 1e9) for dtype in ("BF16", "F32")]
+        print(f"{'conversion':44}{'GB':>6}{'s':>8}{'largest MB':>12}{'peak MB':>9}{'limit MB':>10}")
+        models = {
+            "mixtral-bf16": lambda place: _mixtral(place, "BF16", args.gb * 1e9),
+            "mixtral-f32": lambda place: _mixtral(place, "F32", args.gb * 1e9),
+            "llama-f32": _llama,
+            "gpt-oss-f32": _gpt_oss,
+        }
+        fits = []
+        for name, model in models.items():
+            (folder / name).mkdir()
+            fits.append(model(folder / name))
+            if not args.keep:
+                shutil.rmtree(folder / name)
     return 0 if all(fits) else 1
 
 
-def _race(folder: Path, dtype: str, size: float) -> bool:
-    folder.mkdir()
+def _mixtral(folder: Path, dtype: str, size: float) -> bool:
     sizes = {"hidden_size": 2048, "num_attention_heads": 16, "num_query_groups": 4, "vocab_size": 32000}
     # 8 experts of 3 matrices: 553 MB a layer in bfloat16.
     experts = ModelConfig(**sizes, num_layers=1, layer_pattern="M", num_experts=8, top_k=2, moe_ffn_hidden_size=5632)
-    layer = _layer_bytes(_plan(FAMILIES["mixtral"], experts), dtype)
+    layer = _largest_bytes(_plan(FAMILIES["mixtral"], experts), dtype)
     whole = replace(experts, num_layers=max(2, round(size / layer + 0.5)))
     _make(folder / "hf", FAMILIES["mixtral"], whole, dtype)
-    runs = [
-        ("import", [str(folder / "hf"), str(folder / "ckpt"), "--no-tokenizer"], layer),
-        ("export", [str(folder / "ckpt"), str(folder / "again")], layer),
-        ("export --check", [str(folder / "ckpt"), str(folder / "checked"), "--check"], layer),
-    ]
+    runs = [_there(folder), *_back(folder)]
     if dtype == "BF16":
         dense = ModelConfig(**sizes, num_layers=whole.num_layers, layer_pattern="D", ffn_hidden_size=5632)
         _make(folder / "dense", FAMILIES["llama"], dense, dtype)
-        words = [str(folder / "dense"), str(folder / "moe"), "model.num_experts=8"]
-        runs.append(("upcycle", words, layer))
+        runs.append(("upcycle", [str(folder / "dense"), str(folder / "moe"), "model.num_experts=8"]))
         _make_checkpoint(folder / "run", whole)
-        runs.append(("export of a run", [str(folder / "run"), str(folder / "trained")], layer))
-    found = [_measure(name, words, layer_bytes, folder) for name, words, layer_bytes in runs]
+        runs.append(("export of a run", [str(folder / "run"), str(folder / "trained")]))
+    return _measure_all(runs, layer, folder)
+
+
+def _llama(folder: Path) -> bool:
+    """The embedding, 410 MB, is far larger than a layer."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 2, "ffn_hidden_size": 1024}
+    model = ModelConfig(**sizes, num_layers=2, layer_pattern="D", vocab_size=200_000, tie_embeddings=True)
+    _make(folder / "hf", FAMILIES["llama"], model, "F32", echo=True)
+    _make_checkpoint(folder / "run", model)
+    runs = [_there(folder), _there(folder, "--check"), *_back(folder)]
+    runs.append(("export of a run", [str(folder / "run"), str(folder / "trained")]))
+    return _measure_all(runs, _largest_bytes(_plan(FAMILIES["llama"], model), "F32"), folder)
+
+
+def _gpt_oss(folder: Path) -> bool:
+    """Stacked experts, w_gate and w_up interleaved: one tensor of 537 MB in a layer of 814 MB."""
+    sizes = {"num_layers": 2, "hidden_size": 1024, "moe_ffn_hidden_size": 2048, "vocab_size": 64}
+    heads = {"num_attention_heads": 8, "num_query_groups": 2}
+    model = config_from_dict({"model": {"preset": "gpt-oss-20b", **sizes, **heads}}).model
+    _make(folder / "hf", FAMILIES["gpt_oss"], model, "F32")
+    runs = [_there(folder), _there(folder, "--check"), *_back(folder)]
+    return _measure_all(runs, _largest_bytes(_plan(FAMILIES["gpt_oss"], model), "F32"), folder)
+
+
+def _there(folder: Path, *options: str) -> tuple[str, list[str]]:
+    name = " ".join(("import", *options))
+    return name, [str(folder / "hf"), str(folder / f"ckpt{''.join(options)}"), "--no-tokenizer", *options]
+
+
+def _back(folder: Path) -> list[tuple[str, list[str]]]:
+    checked = [str(folder / "ckpt"), str(folder / "checked"), "--check"]
+    return [("export", [str(folder / "ckpt"), str(folder / "again")]), ("export --check", checked)]
+
+
+def _measure_all(runs: list[tuple[str, list[str]]], largest: float, folder: Path) -> bool:
+    found = [_measure(name, words, largest, folder) for name, words in runs]
     return all(found)
 
 
@@ -85,7 +127,7 @@ def _make_checkpoint(folder: Path, model: ModelConfig) -> None:
     write_meta(folder, meta)
 
 
-def _measure(name: str, words: list[str], layer_bytes: float, folder: Path) -> bool:
+def _measure(name: str, words: list[str], largest: float, folder: Path) -> bool:
     started = time.perf_counter()
     command = [sys.executable, "-m", "moefold", name.split()[0], *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -93,10 +135,10 @@ def _measure(name: str, words: list[str], layer_bytes: float, folder: Path) -> b
     if status:
         raise SystemExit(f"{' '.join(command)} failed")
     size = sum(path.stat().st_size for path in (folder / "hf").glob("*.safetensors"))
-    peak, limit = usage.ru_maxrss * 1024, LAYER_FACTOR * layer_bytes + FIXED_BYTES
+    peak, limit = usage.ru_maxrss * 1024, LARGEST_FACTOR * largest + FIXED_BYTES
     seconds = time.perf_counter() - started
-    label = f"{name}, {'F32 to ' if name == 'export of a run' else ''}{folder.name}"
-    numbers = f"{size / 1e9:6.2f}{seconds:8.1f}{layer_bytes / 1e6:10.0f}{peak / 1e6:9.0f}{limit / 1e6:10.0f}"
+    label = f"{name}, {folder.name}"
+    numbers = f"{size / 1e9:6.2f}{seconds:8.1f}{largest / 1e6:12.0f}{peak / 1e6:9.0f}{limit / 1e6:10.0f}"
     print(f"{label:44}{numbers}", flush=True)
     return peak < limit
 
@@ -105,22 +147,27 @@ def _plan(family: Family, model: ModelConfig) -> Plan:
     return plan_for(model, family.layouts[0], family)
 
 
-def _layer_bytes(plan: Plan, dtype: str) -> float:
-    values = sum(torch.Size(shape).numel() for name, shape in plan.their_shapes.items() if ".layers.0." in name)
-    return values * DTYPES[dtype].itemsize
+def _largest_bytes(plan: Plan, dtype: str) -> float:
+    """Of a layer, or of a tensor that is larger."""
+    counts = {name: torch.Size(shape).numel() for name, shape in plan.their_shapes.items()}
+    layer = sum(count for name, count in counts.items() if ".layers.0." in name)
+    return max(layer, *counts.values()) * DTYPES[dtype].itemsize
 
 
-def _make(folder: Path, family: Family, model: ModelConfig, dtype: str) -> None:
-    """Write a folder tensor by tensor."""
+def _make(folder: Path, family: Family, model: ModelConfig, dtype: str, *, echo: bool = False) -> None:
+    """Write a folder tensor by tensor, with the embedding once more as the head where that is asked for."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(family.write(model)))
     shapes = {name: (dtype, shape) for name, shape in _plan(family, model).their_shapes.items()}
+    if echo:
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
     layout = plan_file(folder / "model.safetensors", shapes)
     begin_file(folder / "model.safetensors", layout)
-    torch.manual_seed(0)
     with FileWriter() as writer:
-        for stored in layout.tensors.values():
-            writer.write(stored, bytes_of(torch.randn(stored.shape).to(DTYPES[dtype])))
+        for name, stored in layout.tensors.items():
+            seed = 0 if name in ("lm_head.weight", "model.embed_tokens.weight") else 1
+            values = torch.randn(stored.shape, generator=torch.Generator().manual_seed(seed))
+            writer.write(stored, bytes_of(values.to(DTYPES[dtype])))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Folders that cannot be imported: one message that names the fault, and nothing written."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moefold.cli.main import main
+from moefold.convert.manifest import MANIFEST_FILE
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.test_round_trip import add_tokenizer
 
@@ -202,6 +204,10 @@ def test_multi_token_prediction_is_left_out_on_request_only(tmp_path, capsys):
     assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 2
     assert f"tensor {further} is of multi-token prediction" in capsys.readouterr().err
     assert main(["import", str(folder), str(tmp_path / "ckpt"), "--without-mtp", "--check"]) == 0
+    assert f"passed over (multi-token prediction): {further}\n" in capsys.readouterr().out
+    listed = json.loads((tmp_path / "ckpt" / "hf" / MANIFEST_FILE).read_text())["tensors"][further]
+    assert listed["passed_over"] == "multi-token prediction"
+    assert listed["sha256"] == hashlib.sha256(bytes(24 * 48 * 4)).hexdigest()
 
 
 def test_what_exists_is_not_overwritten(sound, tmp_path, capsys):

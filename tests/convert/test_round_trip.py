@@ -71,6 +71,54 @@ def test_stacked_experts_come_back_stacked(tmp_path, name):
     assert_same_folder(folder, tmp_path / "again")
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_head_that_repeats_the_embedding_comes_back(tmp_path, capsys, is_split):
+    folder = add_tokenizer(save_model(make_model("llama-tied"), tmp_path / "hf"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if is_split:
+        _split(folder, tensors)
+    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
+    assert "passed over (the embedding again): lm_head.weight\n" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
+    assert_same_folder(folder, tmp_path / "again")
+    manifest = (tmp_path / "again" / MANIFEST_FILE).read_text()
+    assert manifest == (tmp_path / "ckpt" / "hf" / MANIFEST_FILE).read_text()
+    assert main(["import", str(tmp_path / "again"), str(tmp_path / "once-more"), "--check"]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "half"), "--dtype", "bfloat16", "--check"]) == 0
+
+
+def test_what_is_computed_is_listed_and_not_written_again(tmp_path, capsys):
+    folder = add_tokenizer(save_model(make_model("llama"), tmp_path / "hf"))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({**tensors, name: torch.ones(4)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
+    assert f"passed over (computed, not stored): {name}\n" in capsys.readouterr().out
+    listed = json.loads((tmp_path / "ckpt" / "hf" / MANIFEST_FILE).read_text())["tensors"]
+    assert [key for key, entry in listed.items() if entry["passed_over"]] == [name]
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == tensors.keys()
+
+
+def _split(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Two files with an index, the head in the first and the embedding in the second."""
+    names = {True: "model-00001-of-00002.safetensors", False: "model-00002-of-00002.safetensors"}
+    weight_map = {name: names["embed" not in name] for name in tensors}
+    for file in names.values():
+        part = {name: tensor for name, tensor in tensors.items() if weight_map[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    total = {
+        "total_parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+    }
+    index = {"metadata": total, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    (folder / "model.safetensors").unlink()
+
+
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_transformers_loads_an_export_without_complaint(tmp_path, name, dtype):

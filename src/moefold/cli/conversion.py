@@ -36,9 +36,17 @@ def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
 
 
 def conversion_summary(done: "Conversion", out: Path, was_checked: bool) -> str:
-    """One line on what was written."""
+    """One line on what was written, and what was not."""
+    # torch takes seconds to import: a wrong environment is answered without it.
+    from moefold.convert.hf_folder import some
+
     checked = ", read again and equal" if was_checked else ""
-    return f"{out}: {done.tensors} tensors, {done.num_bytes / 1e9:.3g} GB{checked}; {len(done.companions)} other files"
+    passed: dict[str, list[str]] = {}
+    for name, reason in done.passed_over.items():
+        passed.setdefault(reason, []).append(name)
+    over = "".join(f"; passed over ({reason}): {some(sorted(names))}" for reason, names in passed.items())
+    size = f"{done.tensors} tensors, {done.num_bytes / 1e9:.3g} GB"
+    return f"{out}: {size}{checked}; {len(done.companions)} other files{over}"
 
 
 @contextmanager

@@ -3,24 +3,46 @@
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.stream import CheckpointSource
+from moefold.checkpoint.stream import CheckpointSource, Chunk, chunks_of
 from moefold.convert.draft import agree
 from moefold.convert.hf_folder import some
 from moefold.convert.piece import Plan
-from moefold.convert.safetensors_file import DTYPES, bytes_of, read_part
+from moefold.convert.safetensors_file import DTYPES, Stored, read_part
 from moefold.convert.weights import HfSource, WeightSource
 from moefold.launch.crew import Crew
 
 
-def assemble(source: WeightSource, plan: Plan, theirs: str, dtype: torch.dtype) -> Tensor:
-    """A tensor of theirs from the weights of a source, contiguous, in a type."""
-    shape = plan.their_shapes[theirs]
-    values = torch.empty(shape, dtype=dtype)
-    for piece in plan.by_theirs[theirs]:
+def assemble(source: WeightSource, plan: Plan, rows: Chunk, dtype: torch.dtype) -> Tensor:
+    """Some rows of a tensor of theirs from the weights of a source, contiguous, in a type.
+
+    In memory are these rows and what the source keeps of its last read of each parameter.
+    """
+    values = torch.empty((rows.stop - rows.start, *plan.their_shapes[rows.name][1:]), dtype=dtype)
+    for whole_piece in plan.by_theirs[rows.name]:
+        piece = whole_piece.in_their_rows(rows.start, rows.stop)
+        if piece is None:
+            continue
         ours = source.read(piece.ours, piece.our_region())
         sizes = [size for size, dim in zip(piece.size, piece.dims, strict=True) if dim is not None]
-        values[piece.their_region()] = ours.reshape(sizes).permute(piece.reverse_order()).to(dtype)
+        first, *others = piece.their_region()
+        box = (slice(first.start - rows.start, first.stop - rows.start, first.step), *others)
+        values[box] = ours.reshape(sizes).permute(piece.reverse_order())
     return values
+
+
+def same_rows(stored: Stored, rows: Chunk, values: Tensor) -> bool:
+    """Whether some rows of a tensor in a file are these values, byte by byte."""
+    found = read_rows(stored, rows)
+    return found.dtype == values.dtype and torch.equal(_as_bytes(found), _as_bytes(values))
+
+
+def read_rows(stored: Stored, rows: Chunk) -> Tensor:
+    """Some rows of a tensor in a file."""
+    return read_part(stored, (slice(rows.start, rows.stop, 1), *(slice(0, size, 1) for size in stored.shape[1:])))
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    return values.flatten().view(torch.uint8)
 
 
 def work_order(plan: Plan) -> list[tuple[str, ...]]:
@@ -46,7 +68,7 @@ def share_groups(plan: Plan, crew: Crew) -> list[tuple[str, ...]]:
 
 
 def compare_with_folder(source: CheckpointSource, folder: HfSource, crew: Crew, dtype: torch.dtype | None) -> None:
-    """Read both sides and compare; collective over the crew.
+    """Read both sides and compare, some rows at a time; collective over the crew.
 
     Args:
         source: the checkpoint.
@@ -61,9 +83,9 @@ def compare_with_folder(source: CheckpointSource, folder: HfSource, crew: Crew, 
     for group in share_groups(folder.plan, crew):
         for theirs in group:
             stored = folder.stored(theirs)
-            values = read_part(stored, tuple(slice(0, size, 1) for size in stored.shape))
-            expected = assemble(source, folder.plan, theirs, dtype or DTYPES[stored.dtype])
-            if values.dtype != expected.dtype or bytes_of(values) != bytes_of(expected):
+            kind = dtype or DTYPES[stored.dtype]
+            chunks = chunks_of(theirs, stored.shape, kind)
+            if not all(same_rows(stored, rows, assemble(source, folder.plan, rows, kind)) for rows in chunks):
                 wrong.append(theirs)
         source.forget()
     agree(crew, f"read again, these tensors differ: {some(wrong)}" if wrong else "")

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from moefold import __version__
 from moefold.checkpoint.folder import CheckpointMeta, model_differences, model_sizes
-from moefold.checkpoint.stream import CheckpointSource
+from moefold.checkpoint.stream import CheckpointSource, chunks_of
 from moefold.config.schema import ModelConfig
 from moefold.convert.compare import assemble, compare_with_folder, share_groups, work_order
 from moefold.convert.draft import agree, drafted
@@ -31,7 +31,7 @@ from moefold.convert.manifest import (
 from moefold.convert.piece import Plan
 from moefold.convert.safetensors_file import DTYPES, NAMES, FileWriter, Layout, begin_file, bytes_of, plan_file
 from moefold.convert.start_check import model_in
-from moefold.convert.weights import HfSource, plan_for
+from moefold.convert.weights import ECHO, EMBEDDING, HEAD, HfSource, plan_for
 from moefold.errors import ConfigError
 from moefold.launch.crew import Crew
 
@@ -79,6 +79,9 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
     same_family = before is not None and before.family == family.name
     number = before.layout if before is not None and same_family else 0
     plan = plan_for(model, family.layouts[number], family)
+    passed_over: dict[str, str] = {}
+    if same_family and model.tie_embeddings and _had_echo(before):
+        plan, passed_over = _with_echo(plan), {HEAD: ECHO}
     _refuse_differences(plan, source, checkpoint)
     dtypes = _their_dtypes(plan, source, wish)
     kept = before if same_family and wish.shard_bytes is None else None
@@ -90,7 +93,7 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
                 begin_file(draft / name, layout)
         agree(crew, "")
         hashes = _write_tensors(source, plan, layouts, crew, advance)
-        manifest = Manifest(family.name, number, _listed(layouts, hashes))
+        manifest = Manifest(family.name, number, _listed(layouts, hashes, passed_over))
         if crew.is_first:
             if companions is not None:
                 copy_companions(companions, draft)
@@ -102,6 +105,17 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
             compare_with_folder(source, HfSource(open_hf_folder(draft)), crew, None)
     size = sum(stored.num_bytes for layout in layouts.values() for stored in layout.tensors.values())
     return Conversion(len(dtypes), size, tuple(sorted(path.name for path in out.iterdir() if path.is_file())))
+
+
+def _had_echo(manifest: Manifest | None) -> bool:
+    return manifest is not None and HEAD in manifest.tensors and manifest.tensors[HEAD].passed_over == ECHO
+
+
+def _with_echo(plan: Plan) -> Plan:
+    """The plan of a folder that holds the embedding a second time, as the head."""
+    pieces = tuple(replace(piece, theirs=HEAD) for piece in plan.by_theirs[EMBEDDING])
+    by_theirs = {**plan.by_theirs, HEAD: pieces}
+    return replace(plan, by_theirs=by_theirs, their_shapes={**plan.their_shapes, HEAD: plan.their_shapes[EMBEDDING]})
 
 
 def _choose_family(model: ModelConfig, wish: str, companions: Path | None) -> Family:
@@ -151,9 +165,10 @@ def _files(
 ) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
     """The tensors of each file, in its order: as the imported folder had them, or cut in the order of the model."""
     tensors = {name: (dtypes[name], shape) for name, shape in plan.their_shapes.items()}
-    if kept is not None and kept.tensors.keys() == tensors.keys():
+    known = {} if kept is None else {name: listed for name, listed in kept.tensors.items() if name in tensors}
+    if known.keys() == tensors.keys():
         found: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-        for name, listed in kept.tensors.items():
+        for name, listed in known.items():
             found.setdefault(listed.file, {})[name] = tensors[name]
         return found
     shards: list[list[str]] = [[]]
@@ -183,18 +198,24 @@ def _write_tensors(
     with FileWriter() as writer:
         for group in share_groups(plan, crew):
             for theirs in group:
-                values = assemble(source, plan, theirs, DTYPES[places[theirs].dtype])
-                data = bytes_of(values)
-                writer.write(places[theirs], data)
-                mine[theirs] = hashlib.sha256(data).hexdigest()
-                advance(len(data))
+                place, digest, done = places[theirs], hashlib.sha256(), 0
+                dtype = DTYPES[place.dtype]
+                for rows in chunks_of(theirs, place.shape, dtype):
+                    data = bytes_of(assemble(source, plan, rows, dtype))
+                    writer.write(place, data, done)
+                    digest.update(data)
+                    done += len(data)
+                    advance(len(data))
+                mine[theirs] = digest.hexdigest()
             source.forget()
     return {name: digest for part in crew.gather(mine) for name, digest in part.items()}
 
 
-def _listed(layouts: Mapping[str, Layout], hashes: Mapping[str, str]) -> dict[str, Listed]:
+def _listed(
+    layouts: Mapping[str, Layout], hashes: Mapping[str, str], passed_over: Mapping[str, str]
+) -> dict[str, Listed]:
     return {
-        name: Listed(stored.file.name, stored.dtype, stored.shape, hashes[name])
+        name: Listed(stored.file.name, stored.dtype, stored.shape, hashes[name], passed_over.get(name, ""))
         for layout in layouts.values()
         for name, stored in layout.tensors.items()
     }

@@ -1,7 +1,7 @@
 """A Hugging Face folder made a checkpoint, tensor by tensor, by any number of processes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -54,6 +54,8 @@ class Conversion:
     """Of the Hugging Face folder."""
     num_bytes: int
     companions: tuple[str, ...]
+    passed_over: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the folder that went into no checkpoint, with the reason."""
 
 
 def import_folder(
@@ -94,7 +96,7 @@ def import_folder(
         if wish.check:
             compare_with_folder(CheckpointSource(draft), source, crew, None)
     taken = [source.stored(name) for name in source.plan.their_shapes]
-    return Conversion(len(taken), sum(stored.num_bytes for stored in taken), companions)
+    return Conversion(len(taken), sum(stored.num_bytes for stored in taken), companions, source.passed_over)
 
 
 def write_weights(source: WeightSource, draft: Path, crew: Crew, advance: Advance) -> None:
@@ -187,7 +189,7 @@ def _all_chunks(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torc
 def _manifest(source: HfSource, crew: Crew) -> Manifest:
     """Hash the tensors of a folder, each on one process; refuses what differs from the folder's own manifest."""
     folder: HfFolder = source.folder
-    names = sorted(source.plan.their_shapes)
+    names = sorted(folder.tensors)
     mine = {name: hash_stored(folder.tensors[name]) for name in names[crew.rank :: crew.size]}
     hashes = {name: digest for part in crew.gather(mine) for name, digest in part.items()}
     own = read_manifest(folder.path)
@@ -195,7 +197,7 @@ def _manifest(source: HfSource, crew: Crew) -> Manifest:
         raise ConfigError(f"{str(folder.path)!r}: changed since its manifest was written: {some(sorted(changed))}")
     in_order = sorted(hashes, key=lambda name: (folder.tensors[name].file.name, folder.tensors[name].start))
     listed = {
-        name: Listed(stored.file.name, stored.dtype, stored.shape, hashes[name])
+        name: Listed(stored.file.name, stored.dtype, stored.shape, hashes[name], source.passed_over.get(name, ""))
         for name, stored in ((name, folder.tensors[name]) for name in in_order)
     }
     return Manifest(folder.family.name, source.layout, listed)

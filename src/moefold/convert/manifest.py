@@ -10,7 +10,7 @@ from pathlib import Path
 from moefold.checkpoint.folder import checkpoint_folder
 from moefold.config.schema import Config
 from moefold.convert.hf_folder import INDEX_FILE
-from moefold.convert.safetensors_file import BLOCK_BYTES, Stored
+from moefold.convert.safetensors_file import Stored, read_blocks
 from moefold.errors import ConfigError
 
 MANIFEST_FILE = "moefold-manifest.json"
@@ -30,6 +30,8 @@ class Listed:
     dtype: str
     shape: tuple[int, ...]
     sha256: str
+    passed_over: str = ""
+    """Why its values are not in a checkpoint; empty if they are."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ def read_manifest(path: Path) -> Manifest | None:
     try:
         fields = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
         listed = {
-            name: Listed(entry["file"], entry["dtype"], tuple(entry["shape"]), entry["sha256"])
+            name: Listed(
+                entry["file"], entry["dtype"], tuple(entry["shape"]), entry["sha256"], entry.get("passed_over", "")
+            )
             for name, entry in fields["tensors"].items()
         }
         return Manifest(fields["family"], fields["layout"], listed)
@@ -70,15 +74,8 @@ def read_manifest(path: Path) -> Manifest | None:
 def hash_stored(stored: Stored) -> str:
     """SHA-256 of the bytes of a tensor in a file, a block at a time."""
     digest = hashlib.sha256()
-    left = stored.num_bytes
-    with stored.file.open("rb", buffering=0) as opened:
-        opened.seek(stored.start)
-        while left:
-            block = opened.read(min(left, BLOCK_BYTES))
-            if not block:
-                raise ConfigError(f"{str(stored.file)!r} ends before its tensors do")
-            digest.update(block)
-            left -= len(block)
+    for block in read_blocks(stored):
+        digest.update(block)
     return digest.hexdigest()
 
 

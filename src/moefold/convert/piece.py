@@ -44,6 +44,14 @@ class Piece:
                 their_start[theirs] += (start[ours] - self.our_start[ours]) * self.their_step[theirs]
         return Piece(self.ours, tuple(start), size, self.theirs, tuple(their_start), self.their_step, self.dims)
 
+    def in_their_rows(self, start: int, stop: int) -> "Piece | None":
+        """The part of the piece that lies in some rows (indices of the first dim) of theirs; None if there is none."""
+        first, step, dim = self.their_start[0], self.their_step[0], self.dims.index(0)
+        begin, end = (max(0, -(-(row - first) // step)) for row in (start, stop))
+        region = [slice(a, a + n) for a, n in zip(self.our_start, self.size, strict=True)]
+        region[dim] = slice(self.our_start[dim] + begin, self.our_start[dim] + end)
+        return self.part(tuple(region))
+
     def our_region(self) -> Region:
         """The box in our tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.our_start, self.size, strict=True))

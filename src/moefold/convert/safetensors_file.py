@@ -7,7 +7,7 @@ Format: https://github.com/huggingface/safetensors#format
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -111,6 +111,26 @@ def read_part(stored: Stored, index: Sequence[slice]) -> Tensor:
     return part if part.numel() == values.numel() else part.contiguous()
 
 
+def read_blocks(stored: Stored) -> Iterator[bytes]:
+    """The bytes of a tensor, BLOCK_BYTES at a time."""
+    left = stored.num_bytes
+    with stored.file.open("rb") as opened:
+        opened.seek(stored.start)
+        while left:
+            block = opened.read(min(left, BLOCK_BYTES))
+            if not block:
+                raise ConfigError(f"{str(stored.file)!r} ends before its tensors do")
+            yield block
+            left -= len(block)
+
+
+def same_bytes(one: Stored, other: Stored) -> bool:
+    """Whether two tensors have the same type, shape and bytes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(a == b for a, b in zip(read_blocks(one), read_blocks(other), strict=True))
+
+
 def _read_values(file: Path, start: int, count: int, dtype: torch.dtype) -> Tensor:
     values = torch.empty(count, dtype=dtype)
     if count == 0:
@@ -179,12 +199,12 @@ class FileWriter:
         for opened in self._open.values():
             opened.close()
 
-    def write(self, stored: Stored, data: memoryview) -> None:
-        """Write the bytes of one tensor."""
+    def write(self, stored: Stored, data: memoryview, offset: int = 0) -> None:
+        """Write the bytes of one tensor, or some of them from a byte of it on."""
         if stored.file not in self._open:
             self._open[stored.file] = stored.file.open("r+b", buffering=0)
         opened = self._open[stored.file]
-        opened.seek(stored.start)
+        opened.seek(stored.start + offset)
         done = 0
         while done < len(data):
             done += opened.write(data[done : done + BLOCK_BYTES])

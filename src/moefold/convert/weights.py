@@ -1,7 +1,7 @@
 """Weights by our names, wherever they are: a source gives any part of any parameter of a model."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Protocol
 
@@ -12,10 +12,15 @@ from moefold.config.schema import Config, ModelConfig
 from moefold.convert.families import Family, Table
 from moefold.convert.hf_folder import HfFolder, open_hf_folder, some
 from moefold.convert.piece import Piece, Plan, Region, Shape, make_plan
-from moefold.convert.safetensors_file import DTYPES, Stored, read_part
+from moefold.convert.safetensors_file import DTYPES, Stored, read_part, same_bytes
 from moefold.errors import ConfigError
 from moefold.model.init import local_region
 from moefold.model.transformer import build_model
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+"""The names that all families have for them."""
+ECHO = "the embedding again"
+"""Why a head is passed over that some folders of tied models hold."""
 
 
 class WeightSource(Protocol):
@@ -47,13 +52,17 @@ class HfSource:
         leaves_out_mtp: pass over the layers of multi-token prediction behind the others (DeepSeek-V3), which have no
             place here; else they are refused.
 
+    Attributes:
+        passed_over: the tensors of the folder that have no place here and need none, with the reason.
+
     Raises:
         ConfigError: a tensor of either side has no counterpart, or another shape; the message names it.
     """
 
     def __init__(self, folder: HfFolder, *, leaves_out_mtp: bool = False) -> None:
         self.folder = folder
-        self.plan, self.layout = _matching_plan(folder, leaves_out_mtp)
+        self.passed_over = _passed_over(folder, leaves_out_mtp)
+        self.plan, self.layout = _matching_plan(folder, self.passed_over.keys())
         self.shapes = self.plan.our_shapes
 
     def dtype(self, name: str) -> torch.dtype:
@@ -152,20 +161,31 @@ def plan_for(model: ModelConfig, table: Table, family: Family) -> Plan:
     return make_plan(pieces, shapes)
 
 
-def _matching_plan(folder: HfFolder, leaves_out_mtp: bool) -> tuple[Plan, int]:
+def _passed_over(folder: HfFolder, leaves_out_mtp: bool) -> dict[str, str]:
+    """The tensors of a folder that need no place, with the reason."""
+    passed = {}
+    for name in folder.tensors:
+        if folder.family.is_unused(name):
+            passed[name] = "computed, not stored"
+        elif _echoes_embedding(folder, name):
+            passed[name] = ECHO
+        elif leaves_out_mtp and _is_further_layer(folder, name):
+            passed[name] = "multi-token prediction"
+    return passed
+
+
+def _matching_plan(folder: HfFolder, passed_over: Set[str]) -> tuple[Plan, int]:
     """The plan of the layout that the folder has, and its number; refuses a folder that differs from all."""
-    found = dict(folder.tensors)
+    found = {name: stored for name, stored in folder.tensors.items() if name not in passed_over}
     plans = [plan_for(folder.model, table, folder.family) for table in folder.family.layouts]
     plan = min(plans, key=lambda plan: len(plan.their_shapes.keys() ^ found.keys()))
     layout = plans.index(plan)
     faults = [f"tensor {name} is missing" for name in sorted(plan.their_shapes.keys() - found.keys())]
     for name in sorted(found.keys() - plan.their_shapes.keys()):
-        if folder.family.is_unused(name) or _echoes_embedding(folder, name):
-            continue
-        if not _is_further_layer(folder, name):
-            faults.append(f"tensor {name} has no place in this {folder.family.name} model")
-        elif not leaves_out_mtp:
+        if _is_further_layer(folder, name):
             faults.append(f"tensor {name} is of multi-token prediction; import with --without-mtp to leave that out")
+        else:
+            faults.append(f"tensor {name} has no place in this {folder.family.name} model")
     for name, shape in plan.their_shapes.items():
         if name in found and found[name].shape != shape:
             faults.append(f"tensor {name} has shape {list(found[name].shape)}, config.json means {list(shape)}")
@@ -186,14 +206,6 @@ def _is_further_layer(folder: HfFolder, name: str) -> bool:
 
 def _echoes_embedding(folder: HfFolder, name: str) -> bool:
     """Whether a tensor is the head of a model with tied embeddings, equal to the embedding as it should be."""
-    embedding = folder.tensors.get("model.embed_tokens.weight")
-    head = folder.tensors[name]
-    if (
-        name != "lm_head.weight"
-        or not folder.model.tie_embeddings
-        or embedding is None
-        or head.shape != embedding.shape
-    ):
-        return False
-    values = [read_part(stored, tuple(slice(0, n, 1) for n in stored.shape)) for stored in (head, embedding)]
-    return torch.equal(*values)
+    embedding = folder.tensors.get(EMBEDDING)
+    tied = name == HEAD and folder.model.tie_embeddings
+    return tied and embedding is not None and same_bytes(folder.tensors[name], embedding)
