@@ -1,6 +1,7 @@
 """Folders that cannot be imported: one message that names the fault, and nothing written."""
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from moefold.cli.main import main
 from moefold.convert.hf_config import read_model_config
+from moefold.convert.manifest import MANIFEST_FILE, copy_companions
 from moefold.errors import ConfigError
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.test_round_trip import add_tokenizer
@@ -277,6 +279,40 @@ def test_what_exists_is_not_overwritten(sound, tmp_path, capsys):
     (tmp_path / "ckpt").mkdir()
     assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 2
     assert "exists; name another folder, or remove it" in capsys.readouterr().err
+
+
+@pytest.fixture
+def full_disk():
+    """As on a full disk, no file may grow: the first argument is the limit in bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_one_message_and_leaves_not_even_new_parents(sound, tmp_path, capsys, full_disk):
+    assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 0
+    capsys.readouterr()
+    full_disk(10_000)
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "new" / "er" / "hf")]) == 2
+    error = capsys.readouterr().err
+    assert "hf' cannot be written: File too large" in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_companions_that_do_not_fit_are_one_message(sound, tmp_path, full_disk):
+    full_disk(10)
+    with pytest.raises(ConfigError, match="cannot be copied to .*: File too large"):
+        copy_companions(sound, tmp_path / "companions")
+
+
+def test_parents_that_were_there_stay(sound, tmp_path):
+    (tmp_path / "there").mkdir()
+    assert main(["import", str(tmp_path / "gone"), str(tmp_path / "there" / "new" / "ckpt")]) == 2
+    folder = _copy(sound, tmp_path)
+    (folder / MANIFEST_FILE).write_text("{")
+    assert main(["import", str(folder), str(tmp_path / "there" / "new" / "ckpt")]) == 2
+    assert not list((tmp_path / "there").iterdir())
 
 
 def test_a_damaged_checkpoint_is_not_exported(sound, tmp_path, capsys):

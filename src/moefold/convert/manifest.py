@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moefold.checkpoint.folder import checkpoint_folder
+from moefold.checkpoint.store import explained
 from moefold.config.schema import Config
 from moefold.convert.hf_folder import INDEX_FILE
 from moefold.convert.safetensors_file import BLOCK_BYTES, Stored
@@ -89,13 +90,18 @@ def changed_tensors(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy tokenizer, templates and configs; returns their names. Links are followed, as caches are full of them."""
-    target.mkdir(exist_ok=True)
+    """Copy tokenizer, templates and configs; returns their names. Links are followed, as caches are full of them.
+
+    Raises:
+        ConfigError: the disk refuses.
+    """
     copied = []
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in TRAVELS and file.name not in NO_COMPANIONS:
-            shutil.copyfile(file, target / file.name)
-            copied.append(file.name)
+    with explained(f"the tokenizer and configs of {str(source)!r} cannot be copied to {str(target)!r}"):
+        target.mkdir(parents=True, exist_ok=True)
+        for file in sorted(source.iterdir()):
+            if file.is_file() and file.suffix in TRAVELS and file.name not in NO_COMPANIONS:
+                shutil.copyfile(file, target / file.name)
+                copied.append(file.name)
     return copied
 
 
@@ -117,5 +123,4 @@ def keep_companions(source: Path, cfg: Config) -> None:
     found = source if (source / "config.json").is_file() else find_companions(source)
     target = checkpoint_folder(cfg) / COMPANIONS
     if found is not None and not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
         copy_companions(found, target)
