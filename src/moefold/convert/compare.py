@@ -45,14 +45,13 @@ def share_groups(plan: Plan, crew: Crew) -> list[tuple[str, ...]]:
     return mine
 
 
-def compare_with_folder(source: CheckpointSource, folder: HfSource, crew: Crew, dtype: torch.dtype | None) -> None:
+def compare_with_folder(source: CheckpointSource, folder: HfSource, crew: Crew) -> None:
     """Read both sides and compare; collective over the crew.
 
     Args:
         source: the checkpoint.
         folder: the folder.
         crew: shares the tensors.
-        dtype: type to which the export rounded; None: that of the checkpoint.
 
     Raises:
         ConfigError: a tensor differs; the message names it.
@@ -62,7 +61,7 @@ def compare_with_folder(source: CheckpointSource, folder: HfSource, crew: Crew, 
         for theirs in group:
             stored = folder.stored(theirs)
             values = read_part(stored, tuple(slice(0, size, 1) for size in stored.shape))
-            expected = assemble(source, folder.plan, theirs, dtype or DTYPES[stored.dtype])
+            expected = assemble(source, folder.plan, theirs, DTYPES[stored.dtype])
             if values.dtype != expected.dtype or bytes_of(values) != bytes_of(expected):
                 wrong.append(theirs)
         source.forget()

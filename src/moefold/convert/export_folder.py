@@ -99,7 +99,7 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
             write_manifest(draft, manifest)
         agree(crew, "")
         if wish.check:
-            compare_with_folder(source, HfSource(open_hf_folder(draft)), crew, None)
+            compare_with_folder(source, HfSource(open_hf_folder(draft)), crew)
     size = sum(stored.num_bytes for layout in layouts.values() for stored in layout.tensors.values())
     return Conversion(len(dtypes), size, tuple(sorted(path.name for path in out.iterdir() if path.is_file())))
 
@@ -220,7 +220,7 @@ def _write_config(
         keys = came
     else:
         keys = family.write(model)
-        keys |= {"max_position_embeddings": _longest(model, meta), "moefold_version": __version__}
+        keys |= {"max_position_embeddings": longest(model, meta), "moefold_version": __version__}
         keys |= {key: came[key] for key in TRAVELLING_KEYS if key in came}
     keys.pop("torch_dtype", None)
     keys["dtype"] = dtype
@@ -235,9 +235,10 @@ def _differs(came: Mapping[str, Any], companions: Path | None, model: ModelConfi
     return bool(model_differences(model_sizes(before), model))
 
 
-def _longest(model: ModelConfig, meta: CheckpointMeta) -> int:
-    """Positions that the model is said to take: those that the run trained on."""
-    stretched = int(model.rope_original_seq_len * model.rope_scaling_factor) if model.rope_scaling == "llama3" else 0
+def longest(model: ModelConfig, meta: CheckpointMeta) -> int:
+    """Positions that the model is said to take: those that the run trained on, or those of the stretched rotation."""
+    is_stretched = model.rope_scaling in ("llama3", "yarn")
+    stretched = round(model.rope_original_seq_len * model.rope_scaling_factor) if is_stretched else 0
     return max(int(meta.order.get("seq_len", 0)), stretched) or 2048
 
 

@@ -92,7 +92,7 @@ def import_folder(
         agree(crew, "")
         seal(draft, crew)
         if wish.check:
-            compare_with_folder(CheckpointSource(draft), source, crew, None)
+            compare_with_folder(CheckpointSource(draft), source, crew)
     taken = [source.stored(name) for name in source.plan.their_shapes]
     return Conversion(len(taken), sum(stored.num_bytes for stored in taken), companions)
 
