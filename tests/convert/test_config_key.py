@@ -129,6 +129,13 @@ def test_a_family_refuses_what_it_cannot_say(change, reason):
     assert reason in what_family_lacks(FAMILIES["mixtral"], model)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_no_deepseek_folder_is_without_shared_experts(family):
+    model = read_keys(FAMILIES[family].write(_model_for(family)), Path("hf"))
+    assert what_family_lacks(FAMILIES[family], model) == ""
+    assert "n_shared_experts=0" in what_family_lacks(FAMILIES[family], replace(model, shared_expert_ffn_hidden_size=0))
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [

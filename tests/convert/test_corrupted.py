@@ -116,6 +116,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config not JSON": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
     "no config": (lambda f: (f / "config.json").unlink(), "it has no config.json"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
+    "tokenizer of another kind": (
+        lambda f: (f / "tokenizer.json").rename(f / "tokenizer.model"),
+        "has tokenizer.model, but no tokenizer.json, which moefold reads text with; save one with transformers",
+    ),
     "pickled weights": (_pickled, "holds pickled weights (pytorch_model.bin)"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "holds no weights"),
     "index and single file": (lambda f: (f / INDEX).write_text("{}"), "has both model.safetensors and"),
@@ -240,7 +244,7 @@ def test_a_tensor_in_two_files_is_refused(sound, tmp_path, capsys):
 
 def test_a_folder_without_tokenizer_is_imported_on_request(sound, tmp_path):
     folder = _copy(sound, tmp_path)
-    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
     assert main(["import", str(folder), str(tmp_path / "ckpt"), "--no-tokenizer"]) == 0
 
 
@@ -323,7 +327,7 @@ def test_a_damaged_checkpoint_is_not_exported(sound, tmp_path, capsys):
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf")]) == 2
     assert f"is damaged, it lacks the end of file {file.name}" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "hf"), str(tmp_path / "again")]) == 2
-    assert "is no moefold checkpoint" in capsys.readouterr().err
+    assert "hf' does not exist; name a run, or a folder of checkpoints" in capsys.readouterr().err
     assert not list(tmp_path.glob("*hf*"))
 
 

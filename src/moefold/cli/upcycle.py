@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "model.upcycle_from.",
         epilog="example: moefold upcycle llama OUT model.num_experts=16 model.top_k=4 --granularity 2",
     )
-    parser.add_argument("dense", metavar="DENSE", help="a Hugging Face folder or a checkpoint of a dense model")
+    parser.add_argument("dense", metavar="DENSE", help="a Hugging Face folder, checkpoint or run of a dense model")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
     parser.add_argument(
         "overrides", nargs="*", metavar="model.key=value", help="num_experts, top_k, router_softmax, upcycle_noise ..."

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moefold import __version__
-from moefold.checkpoint.folder import CheckpointMeta, model_differences, model_sizes
+from moefold.checkpoint.folder import CheckpointMeta, locate_checkpoint, model_differences, model_sizes
 from moefold.checkpoint.stream import CheckpointSource
 from moefold.config.schema import ModelConfig
 from moefold.convert.compare import assemble, compare_with_folder, share_groups, work_order
@@ -61,7 +61,7 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
     """Write the Hugging Face folder of a checkpoint; collective over the crew.
 
     Args:
-        checkpoint: any checkpoint, of a run or of an import.
+        checkpoint: any checkpoint, of a run or of an import; a run or a folder of them stands for the newest.
         out: the folder; must not exist.
         crew: the processes that share the work.
         wish: type, family, size of files, check.
@@ -71,6 +71,8 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
         ConfigError: the checkpoint or `out` cannot be used, or no family can say what the model computes; nothing is
             left written.
     """
+    # The first process decides: a run may save one more meanwhile.
+    checkpoint = crew.gather(locate_checkpoint(checkpoint))[0]
     source = CheckpointSource(checkpoint)
     model = model_in(checkpoint)
     companions = find_companions(checkpoint)

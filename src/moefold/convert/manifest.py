@@ -19,7 +19,10 @@ COMPANIONS = "hf"
 """Folder in a checkpoint, or beside the checkpoints of a run, with what came with the weights from Hugging Face."""
 TRAVELS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of the files that travel: tokenizer, templates, configs. Code and weights do not."""
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+TOKENIZER = "tokenizer.json"
+"""The tokenizer that moefold reads text with."""
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
+"""What it does not read."""
 NO_COMPANIONS = (INDEX_FILE, MANIFEST_FILE)
 
 
@@ -105,9 +108,21 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     return copied
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds the files of a tokenizer."""
-    return any((folder / name).is_file() for name in TOKENIZERS) or any(folder.glob("*.tiktoken"))
+def tokenizer_fault(folder: Path) -> str:
+    """Why a run from a folder could read no text with the model's own tokenizer, and the way out; empty if it can."""
+    if (folder / TOKENIZER).is_file():
+        return ""
+    others = [file.name for pattern in OTHER_TOKENIZERS for file in sorted(folder.glob(pattern))]
+    if not others:
+        return (
+            f"{str(folder)!r} has no tokenizer ({TOKENIZER}), so the model could read no text; "
+            "add its files, or say --no-tokenizer to train on token ids"
+        )
+    return (
+        f"{str(folder)!r} has {others[0]}, but no {TOKENIZER}, which moefold reads text with; save one with "
+        "transformers (AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR)), or say --no-tokenizer to train "
+        "on token ids"
+    )
 
 
 def find_companions(checkpoint: Path) -> Path | None:
