@@ -39,7 +39,7 @@ def test_rows_at_a_time_give_the_same_bytes(tmp_path, monkeypatch, name):
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
     assert_same_folder(folder, tmp_path / "again")
     source = Watched(tmp_path / "ckpt")
-    compare.compare_with_folder(source, HfSource(open_hf_folder(folder)), joined_crew(), None)
+    compare.compare_with_folder(source, HfSource(open_hf_folder(folder)), joined_crew())
     assert 0 < source.most <= max(1000, source.row)
 
 

@@ -12,6 +12,7 @@ from moefold.config.schema import ModelConfig
 from moefold.convert.config_key import Rope, SparseLayers, short_pattern
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import families_for, read_model_config, what_family_lacks
+from moefold.convert.hf_config import model_of as read_keys
 from moefold.errors import ConfigError
 
 FAMILY_OF = {"mixtral": "mixtral", "qwen2-57b": "qwen2_moe", "qwen3": "qwen3_moe", "olmoe": "olmoe"}
@@ -47,6 +48,59 @@ def test_what_a_family_writes_reads_back(tmp_path, family):
     assert FAMILIES[family].write(model) == keys
 
 
+# Sizes that go with those that the configuration classes have by default.
+_DEFAULTS = {"num_attention_heads": 128, "num_key_value_heads": 64, "head_dim": 8, "num_hidden_layers": 5}
+_DEFAULTS |= {"hidden_size": 1024, "n_routed_experts": 64, "num_experts": 64, "num_local_experts": 64}
+_SPECIAL = {"llama": {"mlp_bias": False}, "mixtral": {"sliding_window": None}}
+_SPECIAL |= {name: {"num_key_value_heads": 128} for name in ("deepseek_v2", "deepseek_v3")}
+_SPECIAL["deepseek_v2"] |= {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
+_SPECIAL["deepseek_v3"] |= {"n_group": 2, "topk_group": 1}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_absent_means_what_transformers_takes_for_it(family):
+    """Each key is deleted in turn; a family may refuse the folder, but must not read another model into it."""
+    transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
+    whole = FAMILIES[family].write(_model_for(family))
+    whole |= {key: value for key, value in _DEFAULTS.items() if key in whole} | _SPECIAL.get(family, {})
+    whole.pop("mlp_only_layers", None)
+    if "layer_types" in whole:
+        whole["layer_types"] = ["full_attention"] * 5
+    assert isinstance(_outcome(whole), ModelConfig), _outcome(whole)
+    understood = set()
+    for key in whole.keys() - {"model_type", "architectures"}:
+        rest = {name: value for name, value in whole.items() if name != key}
+        found = _outcome(rest)
+        if f"lacks {key}" in str(found):
+            continue
+        understood.add(key)
+        theirs = transformers.AutoConfig.for_model(**rest).to_dict()
+        if key in theirs:
+            assert found == _outcome(rest | {key: theirs[key]}), key
+    assert {"rms_norm_eps", "tie_word_embeddings", "num_key_value_heads"} <= understood
+    if family == "deepseek_v3":
+        assert {"n_group", "topk_group", "q_lora_rank", "first_k_dense_replace", "rope_interleave"} <= understood
+
+
+def _outcome(keys: dict[str, object]) -> ModelConfig | str:
+    """The model of a config.json, with its size of heads spelled out, or why there is none."""
+    try:
+        model = read_keys(keys, Path("hf"))
+        return replace(model, head_dim=model.head_size)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_deepseek_v3_has_groups_unless_it_says_otherwise():
+    keys = FAMILIES["deepseek_v3"].write(_model_for("deepseek_v3")) | {"n_routed_experts": 16}
+    for key in ("n_group", "topk_group"):
+        del keys[key]
+    model = read_keys(keys, Path("hf"))
+    assert (model.num_groups, model.top_groups) == (8, 4)
+    # The four of four that a token may choose from by default are no choice.
+    assert read_keys(keys | {"n_group": 4}, Path("hf")).num_groups == 1
+
+
 def _model_for(family: str) -> ModelConfig:
     sizes = {"num_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "num_query_groups": 3, "head_dim": 8}
     sizes |= {"num_experts": 6, "rope_theta": 123.0, "norm_eps": 1e-4, "init_std": 0.1, "ffn_hidden_size": 96}
@@ -73,6 +127,13 @@ def test_a_family_refuses_what_it_cannot_say(change, reason):
     model = replace(ModelConfig(), **change)
     assert what_family_lacks(FAMILIES["mixtral"], ModelConfig()) == ""
     assert reason in what_family_lacks(FAMILIES["mixtral"], model)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_no_deepseek_folder_is_without_shared_experts(family):
+    model = read_keys(FAMILIES[family].write(_model_for(family)), Path("hf"))
+    assert what_family_lacks(FAMILIES[family], model) == ""
+    assert "n_shared_experts=0" in what_family_lacks(FAMILIES[family], replace(model, shared_expert_ffn_hidden_size=0))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moefold.cli.main import main
-from moefold.convert.manifest import MANIFEST_FILE
+from moefold.convert.hf_config import read_model_config
+from moefold.convert.manifest import MANIFEST_FILE, copy_companions
+from moefold.errors import ConfigError
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.test_round_trip import add_tokenizer
 
@@ -114,6 +117,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config not JSON": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
     "no config": (lambda f: (f / "config.json").unlink(), "it has no config.json"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
+    "tokenizer of another kind": (
+        lambda f: (f / "tokenizer.json").rename(f / "tokenizer.model"),
+        "has tokenizer.model, but no tokenizer.json, which moefold reads text with; save one with transformers",
+    ),
     "pickled weights": (_pickled, "holds pickled weights (pytorch_model.bin)"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "holds no weights"),
     "index and single file": (lambda f: (f / INDEX).write_text("{}"), "has both model.safetensors and"),
@@ -131,6 +138,73 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         f"tensor {EXPERT} of part.safetensors is not in the index",
     ),
 }
+
+
+BASE: dict[str, object] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+    "intermediate_size": 48,
+    "num_experts_per_tok": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 8,
+}
+LATENT = {"n_routed_experts": 16, "n_shared_experts": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 8}
+LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "first_k_dense_replace": 1}
+FULL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "sliding_window": 8}
+CONFIGS: dict[str, dict[str, object]] = {
+    "mixtral": BASE,
+    "qwen3_moe": BASE,
+    "gpt_oss": BASE | FULL,
+    "deepseek_v3": BASE | LATENT,
+}
+"""Smallest config.json of some families."""
+
+WRONG_KEYS: list[tuple[str, dict[str, object], str]] = [
+    ("mixtral", {"rope_theta": "abc"}, "rope_theta='abc', which should be a number"),
+    ("mixtral", {"rope_theta": [1]}, "rope_theta=[1], which should be a number"),
+    ("mixtral", {"rope_parameters": {"rope_theta": "x", "rope_type": "default"}}, "rope_theta='x', which should"),
+    ("mixtral", {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}, "lacks rope_theta"),
+    ("mixtral", {"rope_scaling": {"rope_type": ["yarn"], "factor": 2}}, "rope_type=['yarn'], which moefold does not"),
+    ("mixtral", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor='2', which should be a number"),
+    ("mixtral", {"rope_scaling": "yarn"}, "rope_parameters='yarn', which should be an object"),
+    ("mixtral", {"hidden_size": float("inf")}, "hidden_size=inf, which should be a whole number"),
+    ("mixtral", {"hidden_size": float("nan")}, "hidden_size=nan, which should be a whole number"),
+    ("mixtral", {"hidden_size": 10**400}, f"hidden_size={10**400}, which should be a whole number"),
+    ("mixtral", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan, which should be a number"),
+    ("mixtral", {"rms_norm_eps": 10**400}, f"rms_norm_eps={10**400}, which should be a number"),
+    ("mixtral", {"num_attention_heads": 0}, "model.num_attention_heads=0 must be at least 1"),
+    ("mixtral", {"model_type": ["mixtral"]}, "is of model_type ['mixtral'], which moefold does not know"),
+    ("mixtral", {"model_type": None}, "is of model_type None, which moefold does not know"),
+    ("qwen3_moe", {"layer_types": [["a"]]}, "layer_types=[['a']], which moefold does not compute"),
+    ("qwen3_moe", {"num_hidden_layers": 0}, "num_hidden_layers=0, which should be 1 to 100000"),
+    ("qwen3_moe", {"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000, which should be 1 to 100000"),
+    ("qwen3_moe", {"num_hidden_layers": "2"}, "num_hidden_layers='2', which should be a whole number"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0, which should be a whole number from 1 on"),
+    ("qwen3_moe", {"mlp_only_layers": [[0]]}, "mlp_only_layers=[[0]], which should be a list of whole numbers"),
+    ("qwen3_moe", {"norm_topk_prob": "false"}, "norm_topk_prob='false', which should be true or false"),
+    ("gpt_oss", {"layer_types": [["a"], ["b"]]}, "layer_types=[['a'], ['b']], which moefold does not compute"),
+    ("gpt_oss", {"sliding_window": "8"}, "sliding_window='8', which should be a whole number"),
+    ("gpt_oss", {"sliding_window": None}, "lacks sliding_window"),
+    ("deepseek_v3", {"first_k_dense_replace": True}, "first_k_dense_replace=True of num_hidden_layers=2"),
+    ("deepseek_v3", {"first_k_dense_replace": [1]}, "first_k_dense_replace=[1] of num_hidden_layers=2"),
+    ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0 of moe_intermediate_size=8"),
+    ("deepseek_v3", {"n_group": "2", "topk_group": 1}, "n_group='2', which should be a whole number"),
+    ("deepseek_v3", {"n_group": 3, "topk_group": 1}, "model.num_groups=3 must divide model.num_experts=16"),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "message"), WRONG_KEYS)
+def test_a_wrong_key_of_config_json_is_named_with_its_value(tmp_path, family, keys, message):
+    config = CONFIGS[family] | {"model_type": family}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | keys))
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(tmp_path)
+    assert message in str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +245,7 @@ def test_a_tensor_in_two_files_is_refused(sound, tmp_path, capsys):
 
 def test_a_folder_without_tokenizer_is_imported_on_request(sound, tmp_path):
     folder = _copy(sound, tmp_path)
-    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
     assert main(["import", str(folder), str(tmp_path / "ckpt"), "--no-tokenizer"]) == 0
 
 
@@ -216,6 +290,40 @@ def test_what_exists_is_not_overwritten(sound, tmp_path, capsys):
     assert "exists; name another folder, or remove it" in capsys.readouterr().err
 
 
+@pytest.fixture
+def full_disk():
+    """As on a full disk, no file may grow: the first argument is the limit in bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_one_message_and_leaves_not_even_new_parents(sound, tmp_path, capsys, full_disk):
+    assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 0
+    capsys.readouterr()
+    full_disk(10_000)
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "new" / "er" / "hf")]) == 2
+    error = capsys.readouterr().err
+    assert "hf' cannot be written: File too large" in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_companions_that_do_not_fit_are_one_message(sound, tmp_path, full_disk):
+    full_disk(10)
+    with pytest.raises(ConfigError, match="cannot be copied to .*: File too large"):
+        copy_companions(sound, tmp_path / "companions")
+
+
+def test_parents_that_were_there_stay(sound, tmp_path):
+    (tmp_path / "there").mkdir()
+    assert main(["import", str(tmp_path / "gone"), str(tmp_path / "there" / "new" / "ckpt")]) == 2
+    folder = _copy(sound, tmp_path)
+    (folder / MANIFEST_FILE).write_text("{")
+    assert main(["import", str(folder), str(tmp_path / "there" / "new" / "ckpt")]) == 2
+    assert not list((tmp_path / "there").iterdir())
+
+
 def test_a_damaged_checkpoint_is_not_exported(sound, tmp_path, capsys):
     assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 0
     (file,) = (tmp_path / "ckpt").glob("*.distcp")
@@ -224,7 +332,7 @@ def test_a_damaged_checkpoint_is_not_exported(sound, tmp_path, capsys):
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf")]) == 2
     assert f"is damaged, it lacks the end of file {file.name}" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "hf"), str(tmp_path / "again")]) == 2
-    assert "is no moefold checkpoint" in capsys.readouterr().err
+    assert "hf' does not exist; name a run, or a folder of checkpoints" in capsys.readouterr().err
     assert not list(tmp_path.glob("*hf*"))
 
 

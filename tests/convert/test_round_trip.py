@@ -8,7 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moefold.checkpoint.folder import FORMAT, CheckpointMeta
 from moefold.cli.main import main
+from moefold.config.schema import ModelConfig
+from moefold.convert.export_folder import longest
 from moefold.convert.manifest import MANIFEST_FILE
 from moefold.launch.crew import joined_crew
 from tests.convert.hf_models import MODEL_NAMES, make_model, save_model, transformers
@@ -135,6 +138,14 @@ def test_transformers_loads_an_export_without_complaint(tmp_path, name, dtype):
         # The bias of the choice of experts is never rounded.
         assert value.dtype == torch.float32 if key.endswith("correction_bias") else loaded.dtype
         assert torch.equal(value, expected[key].to(value.dtype)), key
+
+
+@pytest.mark.parametrize(("kind", "length"), [("none", 2048), ("linear", 2048), ("llama3", 100), ("yarn", 100)])
+def test_a_stretched_model_takes_as_many_positions_as_its_rotation_reaches(kind, length):
+    model = ModelConfig(rope_scaling=kind, rope_scaling_factor=2.5, rope_original_seq_len=40)
+    fields = dict.fromkeys(("step", "samples", "tokens"), 0) | {"format": FORMAT, "model": {}, "parallel": {}}
+    assert longest(model, CheckpointMeta(order={}, **fields)) == length
+    assert longest(model, CheckpointMeta(order={"seq_len": 4096}, **fields)) == 4096
 
 
 def test_the_manifest_lists_every_tensor_with_its_hash(tmp_path):

@@ -207,6 +207,13 @@ def test_the_command_makes_a_checkpoint_that_exports_and_trains(dense, tmp_path,
         (["model.num_experts=4", "model.num_groups=2"], "choose between their members"),
         (["train.lr=1"], "is no key of [model]"),
         (["model.num_expert=4"], "did you mean"),
+        (["model.preset=mixtral-8x7b"], "model.preset has no effect on moefold upcycle"),
+        (["model.upcycle_from=other"], "model.upcycle_from is DENSE"),
+        (
+            ["model.num_experts=8", "model.top_k=4", "model.moe_ffn_hidden_size=12", "--granularity", "2"],
+            "model.moe_ffn_hidden_size=12 is not the width 18 that --granularity 2 gives",
+        ),
+        (["model.moe_ffn_hidden_size=18", "--granularity", "1"], "is not the width 36 that --granularity 1 gives"),
     ],
 )
 def test_what_cannot_be_upcycled_is_one_message(dense, tmp_path, capsys, words, message):
@@ -214,6 +221,16 @@ def test_what_cannot_be_upcycled_is_one_message(dense, tmp_path, capsys, words, 
     assert main(["upcycle", str(folder), str(tmp_path / "moe"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_slices_are_given_by_their_number_or_their_width(dense, tmp_path):
+    _, folder = dense
+    sizes = ["model.num_experts=8", "model.top_k=4"]
+    ways = {"number": ["--granularity", "2"], "width": ["model.moe_ffn_hidden_size=18"]}
+    ways["both"] = ways["number"] + ways["width"]
+    for name, words in ways.items():
+        assert main(["upcycle", str(folder), str(tmp_path / name), *sizes, *words]) == 0
+        assert CheckpointSource(tmp_path / name).shapes["layers.0.ffn.experts.w_up"] == (8, 24, 18)
 
 
 def test_a_model_with_experts_is_not_upcycled(tmp_path, capsys):

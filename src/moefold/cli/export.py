@@ -41,7 +41,9 @@ def _parser() -> argparse.ArgumentParser:
         "came with the weights, and moefold-manifest.json with shapes, types and SHA-256 hashes.",
         epilog="Under torchrun the ranks share the work. In memory is one parameter at a time, never the model.",
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, such as runs/x/checkpoints/step-000100")
+    parser.add_argument(
+        "checkpoint", metavar="CKPT", help="a checkpoint (runs/x/checkpoints/step-000100), or a run: its newest"
+    )
     parser.add_argument("out", metavar="HF_DIR", help="the folder to write; must not exist")
     parser.add_argument(
         "--dtype",

@@ -32,6 +32,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", metavar="HF_DIR", help="the folder to read")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
     parser.add_argument("--check", action="store_true", help="read the result again and compare every byte")
-    parser.add_argument("--no-tokenizer", action="store_true", help="accept a folder without a tokenizer")
+    parser.add_argument("--no-tokenizer", action="store_true", help="accept a folder without tokenizer.json")
     parser.add_argument("--without-mtp", action="store_true", help="leave layers of multi-token prediction out")
     return parser

@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def upcycled_model(dense: Path, overrides: list[str], slices: int) -> ModelConfig:
+def upcycled_model(dense: Path, overrides: list[str], granularity: int | None) -> ModelConfig:
     """The model that the words of the command line make of a dense one.
 
     Raises:
@@ -40,15 +40,25 @@ def upcycled_model(dense: Path, overrides: list[str], slices: int) -> ModelConfi
     for word in overrides:
         if not word.startswith("model."):
             raise ConfigError(f"{word!r} is no key of [model]; overrides are such as model.num_experts=8")
-    before = model_in(dense)
-    if before.ffn_hidden_size % slices or slices < 1:
+    given = {word.removeprefix("model.").partition("=")[0] for word in overrides}
+    if "preset" in given:
+        raise ConfigError("model.preset has no effect on moefold upcycle: the sizes are those of DENSE; leave it out")
+    if "upcycle_from" in given:
+        raise ConfigError("model.upcycle_from is DENSE for moefold upcycle; leave it out")
+    before, slices = model_in(dense), 1 if granularity is None else granularity
+    if slices < 1 or before.ffn_hidden_size % slices:
         raise ConfigError(f"--granularity {slices} must divide the width {before.ffn_hidden_size} of {str(dense)!r}")
     kept = {field.name: getattr(before, field.name) for field in fields(before) if field.name not in MOE_KEYS}
     kept |= {"moe_ffn_hidden_size": before.ffn_hidden_size // slices, "upcycle_from": str(dense)}
     # The overrides alone, over the defaults, say what was given: the dense model's keys win over defaults only.
-    given = {word.removeprefix("model.").partition("=")[0] for word in overrides}
     asked = asdict(load_config(None, [*overrides, f"model.upcycle_from={dense}"]).model)
     model = config_from_dict({"model": {**kept, **{key: asked[key] for key in given}}}).model
+    width = before.ffn_hidden_size // slices
+    if granularity is not None and model.moe_ffn_hidden_size != width:
+        raise ConfigError(
+            f"model.moe_ffn_hidden_size={model.moe_ffn_hidden_size} is not the width {width} that --granularity "
+            f"{slices} gives; leave one of the two out"
+        )
     check_config(Config(model=model))
     if fault := upcycle_fault(before, model):
         raise ConfigError(f"{str(dense)!r}: {fault}")
@@ -64,11 +74,11 @@ def _parser() -> argparse.ArgumentParser:
         "model.upcycle_from.",
         epilog="example: moefold upcycle llama OUT model.num_experts=16 model.top_k=4 --granularity 2",
     )
-    parser.add_argument("dense", metavar="DENSE", help="a Hugging Face folder or a checkpoint of a dense model")
+    parser.add_argument("dense", metavar="DENSE", help="a Hugging Face folder, checkpoint or run of a dense model")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
     parser.add_argument(
         "overrides", nargs="*", metavar="model.key=value", help="num_experts, top_k, router_softmax, upcycle_noise ..."
     )
-    parser.add_argument("--granularity", type=int, default=1, help="slices of a copy; num_experts counts slices")
+    parser.add_argument("--granularity", type=int, help="slices of a copy (default 1); num_experts counts slices")
     parser.add_argument("--seed", type=int, default=0, help="of the router and the noise (default 0)")
     return parser

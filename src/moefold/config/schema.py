@@ -437,7 +437,8 @@ class CheckpointConfig:
     resume: str = "auto"
     """auto: the newest complete checkpoint of dir, if any. never: start anew. Else the path of a checkpoint."""
     init_from: str = ""
-    """Weights to start a new run with: an imported or any other checkpoint, or a Hugging Face folder."""
+    """Weights to start a new run with: an imported or any other checkpoint, a run (its newest), or a Hugging Face
+    folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,14 +67,13 @@ def share_groups(plan: Plan, crew: Crew) -> list[tuple[str, ...]]:
     return mine
 
 
-def compare_with_folder(source: CheckpointSource, folder: HfSource, crew: Crew, dtype: torch.dtype | None) -> None:
+def compare_with_folder(source: CheckpointSource, folder: HfSource, crew: Crew) -> None:
     """Read both sides and compare, some rows at a time; collective over the crew.
 
     Args:
         source: the checkpoint.
         folder: the folder.
         crew: shares the tensors.
-        dtype: type to which the export rounded; None: that of the checkpoint.
 
     Raises:
         ConfigError: a tensor differs; the message names it.
@@ -83,7 +82,7 @@ def compare_with_folder(source: CheckpointSource, folder: HfSource, crew: Crew, 
     for group in share_groups(folder.plan, crew):
         for theirs in group:
             stored = folder.stored(theirs)
-            kind = dtype or DTYPES[stored.dtype]
+            kind = DTYPES[stored.dtype]
             chunks = chunks_of(theirs, stored.shape, kind)
             if not all(same_rows(stored, rows, assemble(source, folder.plan, rows, kind)) for rows in chunks):
                 wrong.append(theirs)

@@ -5,13 +5,16 @@ Each kind of entry reads some keys of a config.json into keys of [model], and wr
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from moefold.config.schema import ATTENTION_KINDS, LAYER_KINDS, ModelConfig, expand_layer_pattern
 from moefold.errors import ConfigError
 
 Json = Mapping[str, Any]
 REQUIRED = object()
+_NUMBER_LIMIT = 2**53
+"""Numbers of a config.json are smaller, so that they are the same in either type."""
+_LAYER_LIMIT = 100_000
 _TYPES: dict[str, Any] = {field.name: type(field.default) for field in fields(ModelConfig)}
 
 
@@ -43,7 +46,9 @@ class Same:
                 raise ConfigError(f"config.json lacks {self.theirs}")
             value = self.default
         kind = _TYPES[self.ours]
-        if isinstance(value, bool) != (kind is bool) or not isinstance(value, int | float) or value != kind(value):
+        is_number = isinstance(value, int | float) and isinstance(value, bool) == (kind is bool)
+        # Neither nan nor inf is below the limit.
+        if not is_number or not abs(value) < _NUMBER_LIMIT or value != kind(value):
             raise ConfigError(f"config.json has {self.theirs}={value!r}, which should be {_word(kind)}")
         return {self.ours: kind(value)}
 
@@ -142,10 +147,10 @@ class Rope:
         kind = found["rope_type"]
         if found.get("partial_rotary_factor", theirs.get("partial_rotary_factor")) not in (None, 1, 1.0):
             raise ConfigError("config.json has a partial_rotary_factor, which moefold does not read for this family")
-        keys = {"rope_theta": float(found["rope_theta"])}
+        keys = Same("rope_theta", "rope_theta").read(found)
         if kind == "default":
             return keys
-        if kind not in _STRETCHES:
+        if not isinstance(kind, str) or kind not in _STRETCHES:
             legal = ", ".join(map(repr, ("default", *_STRETCHES)))
             raise ConfigError(f"config.json has rope_type={kind!r}, which moefold does not compute; only {legal}")
         # transformers takes the context of the model for the original one where none is given.
@@ -194,10 +199,12 @@ class SparseLayers:
 
     def read(self, theirs: Json) -> dict[str, Any]:
         """The layer pattern."""
-        step, dense = theirs.get("decoder_sparse_step") or 1, theirs.get("mlp_only_layers") or []
-        count = theirs.get("num_hidden_layers")
-        if not isinstance(count, int) or not isinstance(step, int) or step < 1 or not isinstance(dense, list):
-            raise ConfigError("config.json has decoder_sparse_step or mlp_only_layers that make no sense")
+        count, step, dense = _layers(theirs), theirs.get("decoder_sparse_step"), theirs.get("mlp_only_layers")
+        step, dense = 1 if step is None else step, [] if dense is None else dense
+        if not _is_whole(step) or step < 1:
+            raise ConfigError(f"config.json has decoder_sparse_step={step!r}, which should be a whole number from 1 on")
+        if not isinstance(dense, list) or not all(map(_is_whole, dense)):
+            raise ConfigError(f"config.json has mlp_only_layers={dense!r}, which should be a list of whole numbers")
         kinds = ["D" if i in dense or (i + 1) % step else "M" for i in range(count)]
         return {"layer_pattern": short_pattern("".join(kinds))}
 
@@ -213,8 +220,8 @@ class FirstDense:
 
     def read(self, theirs: Json) -> dict[str, Any]:
         """The layer pattern."""
-        dense, count = theirs.get("first_k_dense_replace") or 0, theirs.get("num_hidden_layers")
-        if not isinstance(count, int) or not isinstance(dense, int) or not 0 <= dense < count:
+        dense, count = theirs.get("first_k_dense_replace") or 0, _layers(theirs)
+        if not _is_whole(dense) or not 0 <= dense < count:
             raise ConfigError(f"config.json has first_k_dense_replace={dense!r} of num_hidden_layers={count!r}")
         return {"layer_pattern": short_pattern("D" * dense + "M" * (count - dense))}
 
@@ -231,7 +238,7 @@ class SharedExperts:
     def read(self, theirs: Json) -> dict[str, Any]:
         """Their common width."""
         count, width = theirs.get("n_shared_experts"), theirs.get("moe_intermediate_size")
-        if not isinstance(count, int) or not isinstance(width, int) or count < 1:
+        if not _is_whole(count) or not _is_whole(width) or count < 1:
             raise ConfigError(f"config.json has n_shared_experts={count!r} of moe_intermediate_size={width!r}")
         return {"shared_expert_ffn_hidden_size": count * width}
 
@@ -266,7 +273,9 @@ class RouterGroups:
             raise ConfigError(f"config.json has topk_method={method!r}, which moefold does not compute")
         if (self.has_method and method == "greedy") or (theirs.get("n_group") or 1) == 1:
             return {}
-        return {**Same("n_group", "num_groups").read(theirs), **Same("topk_group", "top_groups").read(theirs)}
+        groups = {**Same("n_group", "num_groups").read(theirs), **Same("topk_group", "top_groups").read(theirs)}
+        # All groups are no choice of groups.
+        return {} if groups["num_groups"] == groups["top_groups"] else groups
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """The method where the family has one."""
@@ -282,13 +291,16 @@ class WindowLayers:
 
     def read(self, theirs: Json) -> dict[str, Any]:
         """The attention pattern and the window."""
-        count, window = theirs.get("num_hidden_layers"), theirs.get("sliding_window", 128)
+        count, window = _layers(theirs), theirs.get("sliding_window", 128)
         words = {"sliding_attention": "W", "full_attention": "F"}
-        kinds = theirs.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(count or 0)]
-        if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= set(words):
+        kinds = theirs.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(count)]
+        if not isinstance(kinds, list) or len(kinds) != count or any(kind not in list(words) for kind in kinds):
             raise ConfigError(f"config.json has layer_types={kinds!r}, which moefold does not compute")
         pattern = short_pattern("".join(words[kind] for kind in kinds), ATTENTION_KINDS)
-        return {"attention_pattern": pattern, "sliding_window": window if "W" in pattern else 0}
+        if "W" not in pattern:
+            return {"attention_pattern": pattern, "sliding_window": 0}
+        size = Same("sliding_window", "sliding_window").read({"sliding_window": window})
+        return {"attention_pattern": pattern, **size}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Every layer by itself."""
@@ -331,8 +343,10 @@ class FullAttention:
     def read(self, theirs: Json) -> dict[str, Any]:
         """Refuse windows."""
         kinds = theirs.get("layer_types") or ["full_attention"]
-        if not isinstance(kinds, list) or set(kinds) != {"full_attention"}:
-            raise ConfigError("config.json has layer_types other than full_attention, which moefold does not compute")
+        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+            raise ConfigError(
+                f"config.json has layer_types={kinds!r}, which moefold does not compute; only 'full_attention'"
+            )
         return {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -348,7 +362,10 @@ class TopKNormalised:
 
     def read(self, theirs: Json) -> dict[str, Any]:
         """Softmax over all experts, or over the chosen ones, which is the same as normalising."""
-        return {"router_softmax": "post" if theirs.get("norm_topk_prob", self.default) else "pre"}
+        is_normalised = theirs.get("norm_topk_prob", self.default)
+        if not isinstance(is_normalised, bool | None):
+            raise ConfigError(f"config.json has norm_topk_prob={is_normalised!r}, which should be true or false")
+        return {"router_softmax": "post" if is_normalised else "pre"}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """The switch."""
@@ -368,6 +385,17 @@ def short_pattern(kinds: str, alphabet: str = LAYER_KINDS) -> str:
         i += count
     assert expand_layer_pattern(spelled, alphabet) == kinds
     return spelled
+
+
+def _layers(theirs: Json) -> int:
+    count = theirs.get("num_hidden_layers")
+    if not isinstance(count, int) or not _is_whole(count) or not 1 <= count <= _LAYER_LIMIT:
+        raise ConfigError(f"config.json has num_hidden_layers={count!r}, which should be 1 to {_LAYER_LIMIT}")
+    return count
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _word(kind: Any) -> str:

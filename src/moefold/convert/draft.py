@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moefold.errors import ConfigError
@@ -13,22 +13,30 @@ from moefold.launch.crew import Crew
 def drafted(final: Path, crew: Crew) -> Iterator[Path]:
     """Inside, a folder to write into, the same for all processes. It gets its name at the end, or is removed.
 
-    Collective: every process enters and leaves. One that fails removes the folder and ends the job.
+    Collective: every process enters and leaves. One that fails removes the folder, with the parents that were made for
+    it, and ends the job.
 
     Raises:
-        ConfigError: `final` exists, or cannot be made.
+        ConfigError: `final` exists, or the disk refuses to hold it.
     """
     draft = final.absolute().with_name(f".{final.absolute().name}.partial")
-    agree(crew, _begin(final, draft) if crew.is_first else "")
+    # Of the first process, for all: another one may see the parents made already.
+    parents: list[Path] = crew.gather(_missing_parents(draft))[0]
     try:
+        agree(crew, _begin(final, draft) if crew.is_first else "")
         yield draft
         agree(crew, "")
-    except BaseException:
+        if crew.is_first:
+            draft.rename(final)
+    except BaseException as error:
         # No word to the others: they may be in the middle of anything. The launcher ends them.
         shutil.rmtree(draft, ignore_errors=True)
+        for parent in parents:
+            with suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise ConfigError(f"{str(final)!r} cannot be written: {error.strerror or error}") from error
         raise
-    if crew.is_first:
-        draft.rename(final)
     agree(crew, "")
 
 
@@ -41,6 +49,11 @@ def agree(crew: Crew, fault: str) -> None:
     faults = [found for found in crew.gather(fault) if found]
     if faults:
         raise ConfigError(faults[0])
+
+
+def _missing_parents(path: Path) -> list[Path]:
+    """Those that do not exist yet, the deepest first."""
+    return [parent for parent in path.parents if not parent.exists()]
 
 
 def _begin(final: Path, draft: Path) -> str:

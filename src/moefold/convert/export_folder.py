@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moefold import __version__
-from moefold.checkpoint.folder import CheckpointMeta, model_differences, model_sizes
+from moefold.checkpoint.folder import CheckpointMeta, locate_checkpoint, model_differences, model_sizes
 from moefold.checkpoint.stream import CheckpointSource, chunks_of
 from moefold.config.schema import ModelConfig
 from moefold.convert.compare import assemble, compare_with_folder, share_groups, work_order
@@ -61,7 +61,7 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
     """Write the Hugging Face folder of a checkpoint; collective over the crew.
 
     Args:
-        checkpoint: any checkpoint, of a run or of an import.
+        checkpoint: any checkpoint, of a run or of an import; a run or a folder of them stands for the newest.
         out: the folder; must not exist.
         crew: the processes that share the work.
         wish: type, family, size of files, check.
@@ -71,6 +71,8 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
         ConfigError: the checkpoint or `out` cannot be used, or no family can say what the model computes; nothing is
             left written.
     """
+    # The first process decides: a run may save one more meanwhile.
+    checkpoint = crew.gather(locate_checkpoint(checkpoint))[0]
     source = CheckpointSource(checkpoint)
     model = model_in(checkpoint)
     companions = find_companions(checkpoint)
@@ -102,7 +104,7 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
             write_manifest(draft, manifest)
         agree(crew, "")
         if wish.check:
-            compare_with_folder(source, HfSource(open_hf_folder(draft)), crew, None)
+            compare_with_folder(source, HfSource(open_hf_folder(draft)), crew)
     size = sum(stored.num_bytes for layout in layouts.values() for stored in layout.tensors.values())
     return Conversion(len(dtypes), size, tuple(sorted(path.name for path in out.iterdir() if path.is_file())))
 
@@ -241,7 +243,7 @@ def _write_config(
         keys = came
     else:
         keys = family.write(model)
-        keys |= {"max_position_embeddings": _longest(model, meta), "moefold_version": __version__}
+        keys |= {"max_position_embeddings": longest(model, meta), "moefold_version": __version__}
         keys |= {key: came[key] for key in TRAVELLING_KEYS if key in came}
     keys.pop("torch_dtype", None)
     keys["dtype"] = dtype
@@ -256,9 +258,10 @@ def _differs(came: Mapping[str, Any], companions: Path | None, model: ModelConfi
     return bool(model_differences(model_sizes(before), model))
 
 
-def _longest(model: ModelConfig, meta: CheckpointMeta) -> int:
-    """Positions that the model is said to take: those that the run trained on."""
-    stretched = int(model.rope_original_seq_len * model.rope_scaling_factor) if model.rope_scaling == "llama3" else 0
+def longest(model: ModelConfig, meta: CheckpointMeta) -> int:
+    """Positions that the model is said to take: those that the run trained on, or those of the stretched rotation."""
+    is_stretched = model.rope_scaling in ("llama3", "yarn")
+    stretched = round(model.rope_original_seq_len * model.rope_scaling_factor) if is_stretched else 0
     return max(int(meta.order.get("seq_len", 0)), stretched) or 2048
 
 

@@ -7,7 +7,7 @@ that it writes. `layouts` holds the ways in which the experts may lie in a folde
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moefold.config.schema import ModelConfig
@@ -44,6 +44,8 @@ class Family:
         architecture: the class of transformers that computes it.
         entries: what the keys of config.json mean.
         layouts: for each layout of the experts, the table of all tensors.
+        absent: what keys mean that a config.json lacks, as the configuration class has it, where the entries read
+            null as something else.
         has_mtp: whether layers of multi-token prediction may follow the others.
         unused: tensors that some folders hold and nothing reads, as regular expressions.
     """
@@ -52,6 +54,7 @@ class Family:
     architecture: str
     entries: tuple[Entry, ...]
     layouts: tuple[Table, ...]
+    absent: Mapping[str, Any] = field(default_factory=dict)
     has_mtp: bool = False
     unused: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
@@ -242,6 +245,7 @@ FAMILIES = {
                 Always("qkv_bias", True),
             ),
             (_table(_BACKBONE, _BIASES, _DENSE_FFN),),
+            absent={"num_key_value_heads": 32},
         ),
         Family(
             "qwen3",
@@ -255,6 +259,7 @@ FAMILIES = {
                 Always("qk_norm", True),
             ),
             (_table(_BACKBONE, _HEAD_NORMS, _DENSE_FFN),),
+            absent={"num_key_value_heads": 32},
         ),
         Family(
             "mixtral",
@@ -272,6 +277,7 @@ FAMILIES = {
                 _table(_BACKBONE, _layer({"ffn.router.weight": "block_sparse_moe.gate.weight"}), _MIXTRAL_EXPERTS),
                 _table(_BACKBONE, _ROUTER, ALL_EXPERTS),
             ),
+            absent={"num_key_value_heads": 8},
         ),
         Family(
             "qwen2_moe",
@@ -289,6 +295,7 @@ FAMILIES = {
                 _table(_BACKBONE, _BIASES, _DENSE_FFN, _ROUTER, _SHARED_EXPERT, experts)
                 for experts in (EACH_EXPERT, ALL_EXPERTS)
             ),
+            absent={"num_key_value_heads": 16},
         ),
         Family(
             "qwen3_moe",
@@ -304,6 +311,7 @@ FAMILIES = {
             tuple(
                 _table(_BACKBONE, _HEAD_NORMS, _DENSE_FFN, _ROUTER, experts) for experts in (EACH_EXPERT, ALL_EXPERTS)
             ),
+            absent={"num_key_value_heads": 4},
         ),
         Family(
             "olmoe",
@@ -346,6 +354,7 @@ FAMILIES = {
                 Same("swiglu_limit", "swiglu_limit", 7.0),
             ),
             (_table(_BACKBONE, _BIASES, _GPT_OSS),),
+            absent={"num_key_value_heads": 8},
         ),
         Family(
             "deepseek_v2",
@@ -360,6 +369,7 @@ FAMILIES = {
                 Only("scoring_func", ("softmax",)),
             ),
             tuple(_table(_BACKBONE, _LATENT, _DENSE_FFN, _ROUTER, experts) for experts in (EACH_EXPERT, ALL_EXPERTS)),
+            absent={"q_lora_rank": 1536, "n_shared_experts": 2},
         ),
         Family(
             "deepseek_v3",
@@ -376,6 +386,14 @@ FAMILIES = {
                 Only("topk_method", ("noaux_tc",)),
             ),
             tuple(_table(_BACKBONE, _LATENT, _DENSE_FFN, _ROUTER, experts) for experts in (EACH_EXPERT, ALL_EXPERTS)),
+            absent={
+                "num_key_value_heads": 128,
+                "q_lora_rank": 1536,
+                "first_k_dense_replace": 3,
+                "n_shared_experts": 1,
+                "n_group": 8,
+                "topk_group": 4,
+            },
             has_mtp=True,
         ),
     )

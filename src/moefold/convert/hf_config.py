@@ -56,7 +56,7 @@ def family_of(keys: Mapping[str, Any], folder: Path) -> Family:
         ConfigError: moefold does not know it, or the weights are quantised.
     """
     name = keys.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         guess = nearest(name, FAMILIES) if isinstance(name, str) else None
         hint = f"; did you mean {guess!r}?" if guess else ""
         raise ConfigError(
@@ -77,6 +77,7 @@ def model_of(keys: Mapping[str, Any], folder: Path) -> ModelConfig:
         ConfigError: as `read_model_config`.
     """
     family = family_of(keys, folder)
+    keys = {**family.absent, **keys}
     model: dict[str, Any] = {}
     try:
         for entry in family.entries:

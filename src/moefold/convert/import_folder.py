@@ -15,13 +15,14 @@ from moefold.convert.draft import agree, drafted
 from moefold.convert.hf_folder import HfFolder, open_hf_folder, some
 from moefold.convert.manifest import (
     COMPANIONS,
+    TOKENIZER,
     Listed,
     Manifest,
     changed_tensors,
     copy_companions,
-    has_tokenizer,
     hash_stored,
     read_manifest,
+    tokenizer_fault,
     write_manifest,
 )
 from moefold.convert.weights import HfSource, WeightSource
@@ -41,7 +42,7 @@ class ImportWish:
     check: bool = False
     """Read the result again and compare each byte."""
     needs_tokenizer: bool = True
-    """Refuse a folder without one."""
+    """Refuse a folder without one that moefold reads."""
     leaves_out_mtp: bool = False
     """Leave the layers of multi-token prediction out rather than refuse them."""
 
@@ -78,11 +79,8 @@ def import_folder(
     """
     wish = wish or ImportWish()
     source = HfSource(open_hf_folder(folder), leaves_out_mtp=wish.leaves_out_mtp)
-    if wish.needs_tokenizer and not has_tokenizer(folder):
-        raise ConfigError(
-            f"{str(folder)!r} has no tokenizer (such as tokenizer.json), so the model could read no text; "
-            "add its files, or say --no-tokenizer to train on token ids"
-        )
+    if wish.needs_tokenizer and (fault := tokenizer_fault(folder)):
+        raise ConfigError(fault)
     with drafted(out, crew) as draft:
         write_weights(source, draft, crew, advance)
         manifest = _manifest(source, crew)
@@ -94,7 +92,7 @@ def import_folder(
         agree(crew, "")
         seal(draft, crew)
         if wish.check:
-            compare_with_folder(CheckpointSource(draft), source, crew, None)
+            compare_with_folder(CheckpointSource(draft), source, crew)
     taken = [source.stored(name) for name in source.plan.their_shapes]
     return Conversion(len(taken), sum(stored.num_bytes for stored in taken), companions, source.passed_over)
 
@@ -130,7 +128,7 @@ def finish_checkpoint(draft: Path, out: Path, model: ModelConfig, origin: str) -
         origin=origin,
     )
     write_meta(draft, meta)
-    tokenizer = "tokenizer.json" if (draft / COMPANIONS / "tokenizer.json").is_file() else ""
+    tokenizer = TOKENIZER if (draft / COMPANIONS / TOKENIZER).is_file() else ""
     (draft / RECIPE_FILE).write_text(recipe_text(model, out.absolute(), tokenizer), encoding="utf-8")
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moefold.checkpoint.folder import checkpoint_folder
+from moefold.checkpoint.store import explained
 from moefold.config.schema import Config
 from moefold.convert.hf_folder import INDEX_FILE
 from moefold.convert.safetensors_file import Stored, read_blocks
@@ -18,7 +19,10 @@ COMPANIONS = "hf"
 """Folder in a checkpoint, or beside the checkpoints of a run, with what came with the weights from Hugging Face."""
 TRAVELS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of the files that travel: tokenizer, templates, configs. Code and weights do not."""
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+TOKENIZER = "tokenizer.json"
+"""The tokenizer that moefold reads text with."""
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
+"""What it does not read."""
 NO_COMPANIONS = (INDEX_FILE, MANIFEST_FILE)
 
 
@@ -86,19 +90,36 @@ def changed_tensors(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy tokenizer, templates and configs; returns their names. Links are followed, as caches are full of them."""
-    target.mkdir(exist_ok=True)
+    """Copy tokenizer, templates and configs; returns their names. Links are followed, as caches are full of them.
+
+    Raises:
+        ConfigError: the disk refuses.
+    """
     copied = []
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in TRAVELS and file.name not in NO_COMPANIONS:
-            shutil.copyfile(file, target / file.name)
-            copied.append(file.name)
+    with explained(f"the tokenizer and configs of {str(source)!r} cannot be copied to {str(target)!r}"):
+        target.mkdir(parents=True, exist_ok=True)
+        for file in sorted(source.iterdir()):
+            if file.is_file() and file.suffix in TRAVELS and file.name not in NO_COMPANIONS:
+                shutil.copyfile(file, target / file.name)
+                copied.append(file.name)
     return copied
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds the files of a tokenizer."""
-    return any((folder / name).is_file() for name in TOKENIZERS) or any(folder.glob("*.tiktoken"))
+def tokenizer_fault(folder: Path) -> str:
+    """Why a run from a folder could read no text with the model's own tokenizer, and the way out; empty if it can."""
+    if (folder / TOKENIZER).is_file():
+        return ""
+    others = [file.name for pattern in OTHER_TOKENIZERS for file in sorted(folder.glob(pattern))]
+    if not others:
+        return (
+            f"{str(folder)!r} has no tokenizer ({TOKENIZER}), so the model could read no text; "
+            "add its files, or say --no-tokenizer to train on token ids"
+        )
+    return (
+        f"{str(folder)!r} has {others[0]}, but no {TOKENIZER}, which moefold reads text with; save one with "
+        "transformers (AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR)), or say --no-tokenizer to train "
+        "on token ids"
+    )
 
 
 def find_companions(checkpoint: Path) -> Path | None:
@@ -114,5 +135,4 @@ def keep_companions(source: Path, cfg: Config) -> None:
     found = source if (source / "config.json").is_file() else find_companions(source)
     target = checkpoint_folder(cfg) / COMPANIONS
     if found is not None and not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
         copy_companions(found, target)

@@ -7,13 +7,15 @@ from moefold.config.schema import Config
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.manifest import keep_companions
+from moefold.convert.start_check import weights_folder
 from moefold.convert.upcycle import UpcycledSource
 from moefold.convert.weights import HfSource, WeightSource, fill
+from moefold.launch.crew import joined_crew
 from moefold.parallel.parallelize import ParallelModel
 
 
 def open_weights(path: Path) -> WeightSource:
-    """The weights of a checkpoint or of a Hugging Face folder.
+    """The weights of a checkpoint or of a Hugging Face folder, as `weights_folder` finds it.
 
     Raises:
         ConfigError: it is neither, or damaged.
@@ -22,9 +24,10 @@ def open_weights(path: Path) -> WeightSource:
 
 
 def start_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> str:
-    """Fill this rank's shards as `checkpoint.init_from` or `model.upcycle_from` says; no communication.
+    """Fill this rank's shards as `checkpoint.init_from` or `model.upcycle_from` says; collective over all ranks.
 
-    The first rank puts the tokenizer that came with the weights beside the run's checkpoints.
+    A run or a folder of checkpoints stands for its newest, the same on all ranks, whoever writes there meanwhile. The
+    first rank puts the tokenizer that came with the weights beside the run's checkpoints.
 
     Returns:
         What happened, in words; "" where the recipe leaves the initial weights random.
@@ -32,13 +35,14 @@ def start_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> 
     Raises:
         ConfigError: the weights cannot be read, or are of another model.
     """
-    path = cfg.checkpoint.init_from or cfg.model.upcycle_from
-    if not path:
+    given = cfg.checkpoint.init_from or cfg.model.upcycle_from
+    if not given:
         return ""
-    source = open_weights(Path(path))
+    path: Path = joined_crew().gather(weights_folder(Path(given)))[0]
+    source = open_weights(path)
     if cfg.model.upcycle_from:
         source = UpcycledSource(source, cfg.model, cfg.run.seed)
-    fill(source, {**model.named_parameters, **model.named_buffers}, path)
+    fill(source, {**model.named_parameters, **model.named_buffers}, str(path))
     if is_first_rank and cfg.checkpoint.every:
-        keep_companions(Path(path), cfg)
+        keep_companions(path, cfg)
     return f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"

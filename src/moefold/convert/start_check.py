@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moefold.checkpoint.folder import model_differences, model_sizes, read_meta
+from moefold.checkpoint.folder import locate_checkpoint, model_differences, model_sizes, read_meta
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.hf_config import is_hf_folder, read_model_config
@@ -12,12 +12,22 @@ from moefold.errors import ConfigError
 NOT_A_KEY = ("preset", "layer_kinds")
 
 
-def model_in(path: Path) -> ModelConfig:
-    """The section [model] of a checkpoint or of a Hugging Face folder.
+def weights_folder(path: Path) -> Path:
+    """The folder that a user means by a path: of Hugging Face, a checkpoint, or the newest one of a run.
 
     Raises:
-        ConfigError: it is neither, or of a kind or version that this one does not know.
+        ConfigError: it is none of these.
     """
+    return path if is_hf_folder(path) else locate_checkpoint(path)
+
+
+def model_in(path: Path) -> ModelConfig:
+    """The section [model] of the folder that a user means by a path.
+
+    Raises:
+        ConfigError: there is none, or of a kind or version that this one does not know.
+    """
+    path = weights_folder(path)
     if is_hf_folder(path):
         return read_model_config(path)
     keys = {key: value for key, value in read_meta(path).model.items() if key not in NOT_A_KEY}

@@ -10,6 +10,7 @@ from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.import_folder import Advance, Conversion, finish_checkpoint, write_weights
 from moefold.convert.manifest import COMPANIONS, copy_companions, find_companions
 from moefold.convert.start import open_weights
+from moefold.convert.start_check import weights_folder
 from moefold.convert.upcycle import UpcycledSource
 from moefold.launch.crew import Crew
 
@@ -20,7 +21,7 @@ def upcycle_folder(
     """Write the checkpoint of an upcycled model; collective over the crew.
 
     Args:
-        dense: a Hugging Face folder or a checkpoint.
+        dense: a Hugging Face folder, a checkpoint, or a run, which stands for its newest one.
         out: the checkpoint; must not exist.
         model: what to make of it, with `upcycle_from` set.
         seed: of router, noise and shared expert.
@@ -30,6 +31,7 @@ def upcycle_folder(
     Raises:
         ConfigError: `dense` or `out` cannot be used; nothing is left written.
     """
+    dense = crew.gather(weights_folder(dense))[0]
     source = UpcycledSource(open_weights(dense), model, seed)
     companions = dense if is_hf_folder(dense) else find_companions(dense)
     copied: tuple[str, ...] = ()
