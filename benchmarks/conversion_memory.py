@@ -40,7 +40,7 @@ status = main(sys.argv[1:])
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 sys.exit(status)
 """
-"""Runs a conversion and prints its peak in KiB (Linux); ru_maxrss, which the parent could ask for, is at least its own."""
+"""Runs a conversion and prints its peak in KiB (Linux); ru_maxrss, asked by the parent, is at least the parent's."""
 
 
 def main() -> int:
