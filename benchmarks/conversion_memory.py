@@ -95,7 +95,7 @@ def _llama(folder: Path) -> bool:
 
 
 def _gpt_oss(folder: Path) -> bool:
-    """Stacked experts, w_gate and w_up interleaved: one tensor of 537 MB in a layer of 814 MB."""
+    """Stacked experts, w_gate and w_up interleaved: one tensor of 537 MB in a layer of 811 MB."""
     sizes = {"num_layers": 2, "hidden_size": 1024, "moe_ffn_hidden_size": 2048, "vocab_size": 64}
     heads = {"num_attention_heads": 8, "num_query_groups": 2}
     model = config_from_dict({"model": {"preset": "gpt-oss-20b", **sizes, **heads}}).model
