@@ -3,7 +3,8 @@
 import hashlib
 import json
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -290,28 +291,31 @@ def test_what_exists_is_not_overwritten(sound, tmp_path, capsys):
     assert "exists; name another folder, or remove it" in capsys.readouterr().err
 
 
-@pytest.fixture
-def full_disk():
-    """As on a full disk, no file may grow: the first argument is the limit in bytes."""
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """As on a full disk, no file may grow beyond so many bytes inside; not even that which pytest reports into."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_is_one_message_and_leaves_not_even_new_parents(sound, tmp_path, capsys, full_disk):
+def test_a_full_disk_is_one_message_and_leaves_not_even_new_parents(sound, tmp_path, capsys):
     assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 0
     capsys.readouterr()
-    full_disk(10_000)
-    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "new" / "er" / "hf")]) == 2
+    with full_disk(10_000):
+        status = main(["export", str(tmp_path / "ckpt"), str(tmp_path / "new" / "er" / "hf")])
+    assert status == 2
     error = capsys.readouterr().err
     assert "hf' cannot be written: File too large" in error
     assert error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
-def test_companions_that_do_not_fit_are_one_message(sound, tmp_path, full_disk):
-    full_disk(10)
-    with pytest.raises(ConfigError, match="cannot be copied to .*: File too large"):
+def test_companions_that_do_not_fit_are_one_message(sound, tmp_path):
+    with full_disk(10), pytest.raises(ConfigError, match="cannot be copied to .*: File too large"):
         copy_companions(sound, tmp_path / "companions")
 
 
