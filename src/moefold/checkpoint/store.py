@@ -121,7 +121,7 @@ def write_checkpoint(
     with explained(f"the checkpoint of step {position.step} cannot be written to {str(folder)!r}"):
         if is_first_rank:
             shutil.rmtree(draft, ignore_errors=True)
-            # Another rank may have made it meanwhile; it writes into it once all ranks have agreed on a plan, no sooner.
+            # Another rank may have made it meanwhile; it writes into it only once all ranks have agreed on a plan.
             draft.mkdir(parents=True, exist_ok=True)
         metadata = dcp.save(dict(state), checkpoint_id=draft, process_group=group)
         records = _record_files(draft, group)
