@@ -1,5 +1,17 @@
 """The one exception a user can cause: a message that names the key, the value, the rule and the way out."""
 
+from collections.abc import Sequence
+
 
 class ConfigError(ValueError):
     """A setting, a file or a combination that cannot work. The command line prints it as one message and exits 2."""
+
+
+NAMED_FAULTS = 3
+"""So many of one kind are named in a message."""
+
+
+def some(faults: Sequence[str]) -> str:
+    """The first few of them, and how many more there are."""
+    shown = ", ".join(faults[:NAMED_FAULTS])
+    return shown if len(faults) <= NAMED_FAULTS else f"{shown} and {len(faults) - NAMED_FAULTS} more"

@@ -6,13 +6,13 @@ A checkpoint is written under another name and renamed once complete, so `step-0
 import json
 import re
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moefold.checkpoint.manifest import MANIFEST_FILE, hash_faults, read_manifest, size_faults
-from moefold.config.schema import ATTENTION_KINDS, Config, ModelConfig, expand_layer_pattern
+from moefold.config.schema import Config, ModelConfig, layer_windows
 from moefold.errors import ConfigError
 
 META_FILE = "moefold.json"
@@ -296,14 +296,9 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
     ours = model_sizes(model)
     for sizes in (theirs, ours):
         sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
-        sizes["layer_windows"] = _windows(sizes)
+        windows = layer_windows(sizes["attention_pattern"], sizes["sliding_window"], sizes["num_layers"])
+        sizes["layer_windows"] = list(windows)
     return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
-
-
-def _windows(sizes: Mapping[str, Any]) -> list[int]:
-    """What the tokens of each layer see, however the pattern is spelled; 0: everything before them."""
-    unit = expand_layer_pattern(sizes["attention_pattern"], ATTENTION_KINDS)
-    return [sizes["sliding_window"] if unit[i % len(unit)] == "W" else 0 for i in range(sizes["num_layers"])]
 
 
 def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:

@@ -42,11 +42,9 @@ from moefold.checkpoint.manifest import (
 )
 from moefold.checkpoint.metadata_file import METADATA_FILE, SafeReader, read_metadata
 from moefold.config.schema import Config
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, some
 from moefold.train.optimizer import named_moments, set_step_count
 
-NAMED_FAULTS = 3
-"""So many of a checkpoint's faults are spelled out."""
 FRESH_WHERE_ABSENT = ".last_counts_E"
 """Buffers of this name are those of a loss that a run may turn on at any step: an older checkpoint may lack them."""
 _OTHER = "name another one with checkpoint.resume, or move it away"
@@ -92,8 +90,8 @@ def agree_on_resume(cfg: Config) -> Resume:
                 refuse_unfit(path, cfg)
             return Resume(path, tuple(skipped.values()))
         if cfg.checkpoint.resume != "auto":
-            raise ConfigError(f"checkpoint {str(path)!r} is damaged: {_some(faults)}; {_OTHER}")
-        skipped[str(path)] = f"{path.name}: {_some(faults)}"
+            raise ConfigError(f"checkpoint {str(path)!r} is damaged: {some(faults)}; {_OTHER}")
+        skipped[str(path)] = f"{path.name}: {some(faults)}"
 
 
 def write_checkpoint(
@@ -129,7 +127,7 @@ def write_checkpoint(
             return final
         if missing := _broken_files(draft, metadata):
             raise ConfigError(
-                f"the checkpoint folder {str(folder)!r} lacks what other ranks wrote: {_some(missing)}; "
+                f"the checkpoint folder {str(folder)!r} lacks what other ranks wrote: {some(missing)}; "
                 "set checkpoint.dir to a folder that all machines share"
             )
         meta = CheckpointMeta(
@@ -177,7 +175,7 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Ma
     """
     read_meta(path)
     if faults := _collect(_file_faults(path, reads_all=True)):
-        raise ConfigError(f"checkpoint {str(path)!r} is damaged: {_some(faults)}")
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged: {some(faults)}")
     _load(path, _weights(parameters, buffers))
 
 
@@ -236,7 +234,7 @@ def _refuse_incomplete(path: Path, metadata: Metadata, state: Mapping[str, Tenso
         elif stored.size != tensor.shape:
             faults.append(f"{name} of shape {list(tensor.shape)}, it has {list(stored.size)}")
     if found := _collect(faults):
-        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {_some(found)}; {_OTHER}")
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {some(found)}; {_OTHER}")
 
 
 def refuse_broken_files(path: Path, metadata: Metadata) -> None:
@@ -246,7 +244,7 @@ def refuse_broken_files(path: Path, metadata: Metadata) -> None:
         ConfigError: one is missing or too short.
     """
     if faults := _broken_files(path, metadata):
-        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {_some(faults)}")
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {some(faults)}")
 
 
 def _broken_files(path: Path, metadata: Metadata) -> list[str]:
@@ -259,11 +257,6 @@ def _broken_files(path: Path, metadata: Metadata) -> list[str]:
         for name, size in sorted(needed_bytes.items())
         if not (path / name).exists() or (path / name).stat().st_size < size
     ]
-
-
-def _some(faults: list[str]) -> str:
-    shown = ", ".join(faults[:NAMED_FAULTS])
-    return shown if len(faults) <= NAMED_FAULTS else f"{shown} and {len(faults) - NAMED_FAULTS} more"
 
 
 @contextmanager

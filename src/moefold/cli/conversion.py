@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moefold.errors import some
 from moefold.launch.place import find_place
 
 if TYPE_CHECKING:
@@ -37,9 +38,6 @@ def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
 
 def conversion_summary(done: "Conversion", out: Path, was_checked: bool) -> str:
     """One line on what was written, and what was not."""
-    # torch takes seconds to import: a wrong environment is answered without it.
-    from moefold.convert.hf_folder import some
-
     checked = ", read again and equal" if was_checked else ""
     passed: dict[str, list[str]] = {}
     for name, reason in done.passed_over.items():

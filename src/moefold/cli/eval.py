@@ -68,8 +68,7 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
 
     # torch takes seconds to import: everything above answers without it.
     from moefold.inference.rank import EvalJob, eval_rank
-    from moefold.launch.failure import leave
-    from moefold.launch.ranks import choose_device, start_ranks
+    from moefold.launch.ranks import choose_device, run_ranks
 
     job = EvalJob(
         source=source,
@@ -81,9 +80,7 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
         as_json=arguments.json,
     )
     device_type = choose_device(cfg.run.device, cfg.parallel.world_size, place)
-    if place is not None:
-        leave(eval_rank(job, place, device_type))
-    return start_ranks(partial(eval_rank, job), cfg.parallel.world_size, device_type)
+    return run_ranks(partial(eval_rank, job), cfg.parallel.world_size, device_type, place)
 
 
 def _check_logits(arguments: argparse.Namespace) -> None:

@@ -65,11 +65,8 @@ def _start(words: list[str], place: Place | None) -> int:
 
     # torch takes seconds to import, lm-eval too: everything above answers without them.
     from moefold.inference.lm_eval_rank import lm_eval_rank
-    from moefold.launch.failure import leave
-    from moefold.launch.ranks import choose_device, start_ranks
+    from moefold.launch.ranks import choose_device, run_ranks
 
     words = ["run", "--model", "moefold", *(words[1:] if words[0] == "run" else words)]
     device_type = choose_device(cfg.run.device, cfg.parallel.world_size, place)
-    if place is not None:
-        leave(lm_eval_rank(settings, words, place, device_type))
-    return start_ranks(partial(lm_eval_rank, settings, words), cfg.parallel.world_size, device_type)
+    return run_ranks(partial(lm_eval_rank, settings, words), cfg.parallel.world_size, device_type, place)

@@ -50,8 +50,7 @@ def _is_sound(checkpoint: Path, cfg: Config) -> bool:
 def _train(cfg: Config, place: Place | None) -> int:
     # torch takes seconds to import: everything above answers without it.
     from moefold.data import prepare
-    from moefold.launch.failure import leave
-    from moefold.launch.ranks import choose_device, start_ranks
+    from moefold.launch.ranks import choose_device, run_ranks
     from moefold.train.rank import train_rank
 
     world_size = cfg.parallel.world_size
@@ -60,9 +59,7 @@ def _train(cfg: Config, place: Place | None) -> int:
     if place is None or place.local_rank == 0:
         check_replay_content(cfg)
         prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    if place is not None:
-        leave(train_rank(cfg, place, device_type))
-    return start_ranks(partial(train_rank, cfg), world_size, device_type)
+    return run_ranks(partial(train_rank, cfg), world_size, device_type, place)
 
 
 def _parser() -> argparse.ArgumentParser:

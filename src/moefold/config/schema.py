@@ -196,8 +196,7 @@ class ModelConfig:
     @property
     def layer_windows(self) -> tuple[int, ...]:
         """Tokens that a token sees at most in each layer, in order; 0: all before it."""
-        unit = expand_layer_pattern(self.attention_pattern, ATTENTION_KINDS)
-        return tuple(self.sliding_window if unit[i % len(unit)] == "W" else 0 for i in range(self.num_layers))
+        return layer_windows(self.attention_pattern, self.sliding_window, self.num_layers)
 
     @property
     def all_layer_windows(self) -> tuple[int, ...]:
@@ -233,6 +232,12 @@ def expand_layer_pattern(pattern: str, kinds: str = LAYER_KINDS) -> str:
     if not spelled:
         raise ValueError(f"an empty layer pattern; {_spelling(kinds)}")
     return spelled
+
+
+def layer_windows(attention_pattern: str, sliding_window: int, num_layers: int) -> tuple[int, ...]:
+    """Tokens that a token sees at most in each layer, in order; 0: all before it."""
+    unit = expand_layer_pattern(attention_pattern, ATTENTION_KINDS)
+    return tuple(sliding_window if unit[i % len(unit)] == "W" else 0 for i in range(num_layers))
 
 
 def _spelling(kinds: str) -> str:

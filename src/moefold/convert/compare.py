@@ -5,10 +5,10 @@ from torch import Tensor
 
 from moefold.checkpoint.stream import CheckpointSource, Chunk, chunks_of
 from moefold.convert.draft import agree
-from moefold.convert.hf_folder import some
 from moefold.convert.piece import Plan
 from moefold.convert.safetensors_file import DTYPES, Stored, read_part
 from moefold.convert.weights import HfSource, WeightSource
+from moefold.errors import some
 from moefold.launch.crew import Crew
 
 

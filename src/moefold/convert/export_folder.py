@@ -18,7 +18,7 @@ from moefold.convert.compare import assemble, compare_with_folder, share_groups,
 from moefold.convert.draft import agree, drafted
 from moefold.convert.families import FAMILIES, Family
 from moefold.convert.hf_config import families_for, model_of, read_hf_config, what_family_lacks
-from moefold.convert.hf_folder import INDEX_FILE, SINGLE_FILE, open_hf_folder, some
+from moefold.convert.hf_folder import INDEX_FILE, SINGLE_FILE, open_hf_folder
 from moefold.convert.import_folder import Advance, Conversion
 from moefold.convert.manifest import (
     Listed,
@@ -32,7 +32,7 @@ from moefold.convert.piece import Plan
 from moefold.convert.safetensors_file import DTYPES, NAMES, FileWriter, Layout, begin_file, bytes_of, plan_file
 from moefold.convert.start_check import model_in
 from moefold.convert.weights import ECHO, EMBEDDING, HEAD, HfSource, plan_for
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, some
 from moefold.launch.crew import Crew
 
 SHARD_BYTES = 5_000_000_000

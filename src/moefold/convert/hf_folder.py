@@ -9,12 +9,10 @@ from moefold.config.schema import ModelConfig
 from moefold.convert.families import Family
 from moefold.convert.hf_config import family_of, model_of, read_hf_config
 from moefold.convert.safetensors_file import Stored, read_header
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, some
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-NAMED_FAULTS = 3
-"""So many faults of a folder are spelled out."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,6 @@ def open_hf_folder(path: Path) -> HfFolder:
     model = model_of(keys, path)
     family = family_of(keys, path)
     return HfFolder(path, keys, family, model, _read_tensors(path))
-
-
-def some(faults: list[str]) -> str:
-    """The first few of them, and how many more there are."""
-    shown = ", ".join(faults[:NAMED_FAULTS])
-    return shown if len(faults) <= NAMED_FAULTS else f"{shown} and {len(faults) - NAMED_FAULTS} more"
 
 
 def _read_tensors(path: Path) -> dict[str, Stored]:

@@ -12,7 +12,7 @@ from moefold.config.checks_effect import check_explicit
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.compare import compare_with_folder
 from moefold.convert.draft import agree, drafted
-from moefold.convert.hf_folder import HfFolder, open_hf_folder, some
+from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.manifest import (
     COMPANIONS,
     TOKENIZER,
@@ -26,7 +26,7 @@ from moefold.convert.manifest import (
     write_manifest,
 )
 from moefold.convert.weights import HfSource, WeightSource
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, some
 from moefold.launch.crew import Crew
 
 RECIPE_FILE = "recipe.toml"

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.families import Family, Table
-from moefold.convert.hf_folder import HfFolder, open_hf_folder, some
+from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.piece import Piece, Plan, Region, Shape, make_plan
 from moefold.convert.safetensors_file import DTYPES, Stored, read_part, same_bytes
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, some
 from moefold.model.init import local_region
 from moefold.model.transformer import build_model
 

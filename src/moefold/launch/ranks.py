@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moefold.errors import ConfigError
+from moefold.launch.failure import leave
 from moefold.launch.place import Place
 from moefold.launch.relay import SignalRelay
 from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
@@ -57,6 +58,17 @@ def choose_device(wish: str, world_size: int, place: Place | None) -> str:
             "machine; start as many ranks on each machine as it has GPUs, or set run.device='cpu'"
         )
     return device
+
+
+def run_ranks(main: RankMain, world_size: int, device_type: str, place: Place | None) -> int:
+    """Be the rank that a launcher started, which never returns, or start all ranks on this machine and wait for them.
+
+    Raises:
+        KeyboardInterrupt: as `start_ranks`.
+    """
+    if place is not None:
+        leave(main(place, device_type))
+    return start_ranks(main, world_size, device_type)
 
 
 def start_ranks(main: RankMain, world_size: int, device_type: str) -> int:

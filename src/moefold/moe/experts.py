@@ -18,8 +18,6 @@ GROUPED_ALIGNMENT_BYTES = 16
 """grouped_mm wants every stride to be a multiple of this."""
 SILU = SiluGate()
 ALL_COLUMNS = slice(None)
-NUM_WEIGHTS = 6
-"""Fields of `ExpertWeights`."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,8 @@ class _LoopedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
         x_RH, *tensors = ctx.saved_tensors
-        tensors, inner = tensors[:NUM_WEIGHTS], tensors[NUM_WEIGHTS:]
+        num_weights = len(fields(ExpertWeights))
+        tensors, inner = tensors[:num_weights], tensors[num_weights:]
         rows_per_expert, gate, bias_columns = ctx.args
         grads: list[Any] = [None if w is None else torch.empty_like(w) for w in tensors]
         w, to = ExpertWeights(*tensors), ExpertWeights(*grads)
