@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from moefold.checkpoint.folder import FORMAT, CheckpointMeta
 from moefold.cli.main import main
 from moefold.config.schema import ModelConfig
-from moefold.convert.export_folder import longest
+from moefold.convert.export_config import longest
 from moefold.convert.manifest import MANIFEST_FILE
 from moefold.launch.crew import joined_crew
 from tests.convert.hf_models import MODEL_NAMES, make_model, save_model, transformers

@@ -36,7 +36,7 @@ def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
 
 
 def conversion_summary(done: "Conversion", out: Path, was_checked: bool) -> str:
-    """One line on what was written, and what was not."""
+    """One line on what was written, and what was not, and one for each note."""
     # torch takes seconds to import: a wrong environment is answered without it.
     from moefold.convert.hf_folder import some
 
@@ -46,7 +46,8 @@ def conversion_summary(done: "Conversion", out: Path, was_checked: bool) -> str:
         passed.setdefault(reason, []).append(name)
     over = "".join(f"; passed over ({reason}): {some(sorted(names))}" for reason, names in passed.items())
     size = f"{done.tensors} tensors, {done.num_bytes / 1e9:.3g} GB"
-    return f"{out}: {size}{checked}; {len(done.companions)} other files{over}"
+    notes = "".join(f"\nnote: {note}" for note in done.notes)
+    return f"{out}: {size}{checked}; {len(done.companions)} other files{over}{notes}"
 
 
 @contextmanager

@@ -7,12 +7,11 @@ from typing import Any
 
 from moefold.config.schema import ModelConfig
 from moefold.convert.families import Family
+from moefold.convert.further_layer import APART_FILES, INDEX_FILE, SINGLE_FILE, stored_model
 from moefold.convert.hf_config import family_of, model_of, read_hf_config
 from moefold.convert.safetensors_file import Stored, read_header
 from moefold.errors import ConfigError
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 NAMED_FAULTS = 3
 """So many faults of a folder are spelled out."""
 
@@ -26,6 +25,7 @@ class HfFolder:
     """Of config.json."""
     family: Family
     model: ModelConfig
+    """With the layers of multi-token prediction that the folder holds."""
     tensors: dict[str, Stored]
 
 
@@ -39,13 +39,27 @@ def open_hf_folder(path: Path) -> HfFolder:
     keys = read_hf_config(path)
     model = model_of(keys, path)
     family = family_of(keys, path)
-    return HfFolder(path, keys, family, model, _read_tensors(path))
+    tensors = _read_tensors(path)
+    for file in sorted(path.glob(APART_FILES)):
+        _add_file(tensors, file)
+    return HfFolder(path, keys, family, stored_model(model, tensors), tensors)
 
 
 def some(faults: list[str]) -> str:
     """The first few of them, and how many more there are."""
     shown = ", ".join(faults[:NAMED_FAULTS])
     return shown if len(faults) <= NAMED_FAULTS else f"{shown} and {len(faults) - NAMED_FAULTS} more"
+
+
+def _add_file(tensors: dict[str, Stored], file: Path) -> None:
+    """Add the tensors of a file that no index names, unless one does."""
+    if any(stored.file == file for stored in tensors.values()):
+        return
+    added = read_header(file)
+    if both := sorted(added.keys() & tensors.keys()):
+        places = f"{tensors[both[0]].file.name} and {file.name}"
+        raise ConfigError(f"{str(file.parent)!r}: tensor {both[0]} is in two files, {places}")
+    tensors |= added
 
 
 def _read_tensors(path: Path) -> dict[str, Stored]:
@@ -70,7 +84,7 @@ def _read_index(path: Path, index: Path) -> dict[str, Stored]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(weight_map.values()))
         bad = [file for file in files if PurePosixPath(file).name != file or file in ("", ".", "..") or "\\" in file]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{str(index)!r} is no index of safetensors files") from None
     if bad:
         raise ConfigError(f"{str(index)!r} names files outside its folder: {some(bad)}")

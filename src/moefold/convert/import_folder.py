@@ -12,6 +12,7 @@ from moefold.config.checks_effect import check_explicit
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.compare import compare_with_folder
 from moefold.convert.draft import agree, drafted
+from moefold.convert.hf_config import model_of
 from moefold.convert.hf_folder import HfFolder, open_hf_folder, some
 from moefold.convert.manifest import (
     COMPANIONS,
@@ -21,6 +22,7 @@ from moefold.convert.manifest import (
     changed_tensors,
     copy_companions,
     hash_stored,
+    keep_index,
     read_manifest,
     tokenizer_fault,
     write_manifest,
@@ -44,7 +46,7 @@ class ImportWish:
     needs_tokenizer: bool = True
     """Refuse a folder without one that moefold reads."""
     leaves_out_mtp: bool = False
-    """Leave the layers of multi-token prediction out rather than refuse them."""
+    """Leave the layers of multi-token prediction out."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Conversion:
     num_bytes: int
     companions: tuple[str, ...]
     passed_over: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of the folder that went into no checkpoint, with the reason."""
+    """Tensors of the source that are not in the result, with the reason."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of the result, with the way out."""
 
 
 def import_folder(
@@ -87,14 +91,26 @@ def import_folder(
         companions: tuple[str, ...] = ()
         if crew.is_first:
             companions = tuple(copy_companions(folder, draft / COMPANIONS))
+            keep_index(folder, draft / COMPANIONS)
             write_manifest(draft / COMPANIONS, manifest)
-            finish_checkpoint(draft, out, source.folder.model, f"import of {folder}")
+            finish_checkpoint(draft, out, source.model, f"import of {folder}")
         agree(crew, "")
         seal(draft, crew)
         if wish.check:
             compare_with_folder(CheckpointSource(draft), source, crew)
     taken = [source.stored(name) for name in source.plan.their_shapes]
-    return Conversion(len(taken), sum(stored.num_bytes for stored in taken), companions, source.passed_over)
+    size = sum(stored.num_bytes for stored in taken)
+    return Conversion(len(taken), size, companions, source.passed_over, _notes(source))
+
+
+def _notes(source: HfSource) -> tuple[str, ...]:
+    counted = model_of(source.folder.keys, source.folder.path).mtp_layers
+    if not counted or source.folder.model.mtp_layers:
+        return ()
+    return (
+        f"config.json counts num_nextn_predict_layers={counted}, but the folder holds none of their tensors: the model "
+        "has no layers of multi-token prediction",
+    )
 
 
 def write_weights(source: WeightSource, draft: Path, crew: Crew, advance: Advance) -> None:

@@ -110,7 +110,8 @@ def _hf_folder(path: Path) -> Source:
     return Source(
         path,
         "huggingface",
-        model_of(keys, path),
+        # What predicts further tokens at training is not read (`load_hf_weights`).
+        replace(model_of(keys, path), mtp_layers=0),
         MoEConfig(),
         data,
         stored if stored in ("bfloat16", "float64") else "float32",
