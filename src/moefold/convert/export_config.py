@@ -36,6 +36,11 @@ class Origin:
             return {}
         return read_hf_config(self.companions)
 
+    def had_types(self, dtypes: Mapping[str, str]) -> bool:
+        """Whether its tensors had these types, whatever its config.json says."""
+        came = {} if self.manifest is None else self.manifest.tensors
+        return all(name in came and came[name].dtype == dtype for name, dtype in dtypes.items())
+
     def had_no_further_layers(self, model: ModelConfig) -> bool:
         """Whether it held no layers of multi-token prediction, whatever its config.json counts."""
         names = () if self.manifest is None else self.manifest.tensors
@@ -59,7 +64,7 @@ def write_config(
         if before.mtp_layers != model.mtp_layers and (model.mtp_layers or not origin.had_no_further_layers(model)):
             keys = {key: value for key, value in came.items() if key not in FURTHER_KEYS}
             keys[FURTHER_KEYS[0]] = model.mtp_layers
-        if keys == came and came.get("dtype", came.get("torch_dtype", dtype)) == dtype:
+        if keys == came and (origin.had_types(dtypes) or came.get("dtype", came.get("torch_dtype", dtype)) == dtype):
             return
     else:
         keys = family.write(model)

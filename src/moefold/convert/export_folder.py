@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from moefold.checkpoint.folder import locate_checkpoint
 from moefold.checkpoint.stream import CheckpointSource, chunks_of
@@ -219,7 +220,10 @@ def _write_tensors(
                 place, digest, done = places[theirs], hashlib.sha256(), 0
                 dtype = DTYPES[place.dtype]
                 for rows in chunks_of(theirs, place.shape, dtype):
-                    data = bytes_of(assemble(source, plan, rows, dtype))
+                    values = assemble(source, plan, rows, dtype)
+                    if dtype == torch.float16 and source.dtype(plan.by_theirs[theirs][0].ours) != dtype:
+                        _refuse_overflow(values, theirs)
+                    data = bytes_of(values)
                     writer.write(place, data, done)
                     digest.update(data)
                     done += len(data)
@@ -227,6 +231,11 @@ def _write_tensors(
                 mine[theirs] = digest.hexdigest()
             source.forget()
     return {name: digest for part in crew.gather(mine) for name, digest in part.items()}
+
+
+def _refuse_overflow(values: Tensor, name: str) -> None:
+    if not torch.isfinite(values).all():
+        raise ConfigError(f"tensor {name} has values that float16 cannot hold (above 65504); choose --dtype bfloat16")
 
 
 def _listed(layouts: Mapping[str, Layout], hashes: Mapping[str, str], echoes: Mapping[str, str]) -> dict[str, Listed]:

@@ -83,7 +83,7 @@ def import_folder(
     """
     wish = wish or ImportWish()
     source = HfSource(open_hf_folder(folder), leaves_out_mtp=wish.leaves_out_mtp)
-    if wish.needs_tokenizer and (fault := tokenizer_fault(folder)):
+    if wish.needs_tokenizer and (fault := tokenizer_fault(folder, "say --no-tokenizer to train on token ids")):
         raise ConfigError(fault)
     with drafted(out, crew) as draft:
         write_weights(source, draft, crew, advance)
@@ -124,15 +124,24 @@ def write_weights(source: WeightSource, draft: Path, crew: Crew, advance: Advanc
             source.forget()
         last = chunk.name
         region = (slice(chunk.start, chunk.stop), *(slice(0, size) for size in source.shapes[chunk.name][1:]))
-        values = source.read(chunk.name, region).contiguous()
+        # A checkpoint gives views of what it keeps; the writer empties what it is given.
+        values = source.read(chunk.name, region).clone(memory_format=torch.contiguous_format)
         advance(values.nbytes)
-        return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
+        return values
 
     write_chunks(draft, source.shapes, dtypes, share(_all_chunks(source.shapes, dtypes), source, crew), read)
 
 
-def finish_checkpoint(draft: Path, out: Path, model: ModelConfig, origin: str) -> None:
-    """Write what makes a folder of weights a checkpoint, and a recipe that starts from it."""
+def finish_checkpoint(draft: Path, out: Path, model: ModelConfig, origin: str, tokenizer: str = "") -> None:
+    """Write what makes a folder of weights a checkpoint, and a recipe that starts from it.
+
+    Args:
+        draft: the folder.
+        out: what it will be called.
+        model: its model.
+        origin: where the weights come from.
+        tokenizer: what the recipe reads text with where none came along; empty: nothing is known.
+    """
     meta = CheckpointMeta(
         format=FORMAT,
         step=0,
@@ -144,7 +153,8 @@ def finish_checkpoint(draft: Path, out: Path, model: ModelConfig, origin: str) -
         origin=origin,
     )
     write_meta(draft, meta)
-    tokenizer = TOKENIZER if (draft / COMPANIONS / TOKENIZER).is_file() else ""
+    if (draft / COMPANIONS / TOKENIZER).is_file():
+        tokenizer = str(out.absolute() / COMPANIONS / TOKENIZER)
     (draft / RECIPE_FILE).write_text(recipe_text(model, out.absolute(), tokenizer), encoding="utf-8")
 
 
@@ -165,7 +175,7 @@ def recipe_text(model: ModelConfig, checkpoint: Path, tokenizer: str) -> str:
         *("[checkpoint]", f"init_from = {_toml(str(checkpoint))}"),
     ]
     if tokenizer:
-        lines += ["", "[data]", f"tokenizer = {_toml(str(checkpoint / COMPANIONS / tokenizer))}"]
+        lines += ["", "[data]", f"tokenizer = {_toml(tokenizer)}"]
     return "\n".join(lines) + "\n"
 
 

@@ -124,20 +124,24 @@ def keep_index(source: Path, target: Path) -> None:
             shutil.copyfile(source / INDEX_FILE, target / INDEX_FILE)
 
 
-def tokenizer_fault(folder: Path) -> str:
-    """Why a run from a folder could read no text with the model's own tokenizer, and the way out; empty if it can."""
+def tokenizer_fault(folder: Path, otherwise: str) -> str:
+    """Why a run from a folder could read no text with the model's own tokenizer, and the ways out; empty if it can.
+
+    Args:
+        folder: what came with the weights.
+        otherwise: the way out that takes no files.
+    """
     if (folder / TOKENIZER).is_file():
         return ""
     others = [file.name for pattern in OTHER_TOKENIZERS for file in sorted(folder.glob(pattern))]
     if not others:
         return (
             f"{str(folder)!r} has no tokenizer ({TOKENIZER}), so the model could read no text; "
-            "add its files, or say --no-tokenizer to train on token ids"
+            f"add its files, or {otherwise}"
         )
     return (
         f"{str(folder)!r} has {others[0]}, but no {TOKENIZER}, which moefold reads text with; save one with "
-        "transformers (AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR)), or say --no-tokenizer to train "
-        "on token ids"
+        f"transformers (AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR)), or {otherwise}"
     )
 
 

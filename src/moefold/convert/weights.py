@@ -180,7 +180,12 @@ def _matching_plan(folder: HfFolder, model: ModelConfig, passed_over: Set[str]) 
     """The plan of the layout that the folder has, and its number; refuses a folder that differs from all."""
     found = {name: stored for name, stored in folder.tensors.items() if name not in passed_over}
     _refuse_other_counts(folder, model)
-    plans = [plan_for(model, table, folder.family) for table in folder.family.layouts]
+    try:
+        plans = [plan_for(model, table, folder.family) for table in folder.family.layouts]
+    except RuntimeError as error:
+        # What torch says of sizes whose product is no size.
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{str(folder.path)!r}: config.json means tensors that cannot be: {reason}") from None
     plan = min(plans, key=lambda plan: len(plan.their_shapes.keys() ^ found.keys()))
     layout = plans.index(plan)
     faults = [f"tensor {name} is missing" for name in sorted(plan.their_shapes.keys() - found.keys())]
