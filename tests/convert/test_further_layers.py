@@ -21,7 +21,7 @@ from moefold.convert.weights import HfSource, fill, load_hf_weights
 from moefold.inference.source import find_source
 from moefold.model.transformer import build_model
 from tests.convert.hf_models import logits_of, make_model, save_model, tokens_of, transformers
-from tests.convert.test_round_trip import _convert, _split, add_tokenizer, assert_same_folder
+from tests.convert.test_round_trip import _convert, _split, add_tokenizer, assert_same_folder, loaded_in_silence
 
 WEIGHTS = "model.safetensors"
 APART = "moefold-mtp.safetensors"
@@ -78,12 +78,10 @@ def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> 
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def assert_loads(folder: Path, expected: torch.nn.Module) -> None:
+def assert_loads(folder: Path, expected: torch.nn.Module, monkeypatch, caplog) -> None:
     """transformers loads a folder without missing or unexpected keys, and computes the same."""
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, attn_implementation="eager", experts_implementation="eager"
-    )
-    assert not any(info.values()), info
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    loaded = loaded_in_silence(folder, monkeypatch, caplog, **how)
     tokens = tokens_of(2, SEQ_LEN)
     torch.testing.assert_close(logits_of(loaded, tokens), logits_of(expected, tokens), rtol=1e-5, atol=1e-5)
 
@@ -143,7 +141,7 @@ def _train(folder: Path, *words: str) -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_trained_model_exports_and_loads_and_comes_back(tmp_path, monkeypatch, capsys, layers):
+def test_a_trained_model_exports_and_loads_and_comes_back(tmp_path, monkeypatch, capsys, caplog, layers):
     """transformers is silent on layer 61 alone: other further layers have a file that no index names."""
     monkeypatch.chdir(tmp_path)
     made = published(tmp_path / "hf", layers=layers)
@@ -156,7 +154,7 @@ def test_a_trained_model_exports_and_loads_and_comes_back(tmp_path, monkeypatch,
     assert not any(name.startswith(("model.layers.3.", "model.layers.4.")) for name in inside)
     assert inside.keys() | apart.keys() == whole.keys()
     assert all(torch.equal((inside | apart)[name], whole[name]) for name in whole)
-    assert_loads(Path("out"), made.model)
+    assert_loads(Path("out"), made.model, monkeypatch, caplog)
     assert main(["import", "out", "back", "--check"]) == 0
     assert read_meta(Path("back")).model["mtp_layers"] == layers
     assert main(["export", "back", "again", "--check"]) == 0
@@ -164,18 +162,21 @@ def test_a_trained_model_exports_and_loads_and_comes_back(tmp_path, monkeypatch,
     assert main(["export", "back", "inside", "--mtp-inside", "--check"]) == 0
     assert load_file(f"inside/{WEIGHTS}").keys() == whole.keys()
     assert not Path(f"inside/{APART}").exists()
+    with pytest.raises(AssertionError, match="unexpected_keys"):
+        assert_loads(Path("inside"), made.model, monkeypatch, caplog)
+    assert "UNEXPECTED" in caplog.text
     assert main(["export", "back", "cut", "--shard-size", "20KB", "--check"]) == 0
     named = set(json.loads(Path("cut/model.safetensors.index.json").read_text())["weight_map"].values())
     assert {path.name for path in Path("cut").glob("model-*.safetensors")} == named
     assert len(list(Path("cut").glob("moefold-mtp-*.safetensors"))) > 1
-    assert_loads(Path("cut"), made.model)
+    assert_loads(Path("cut"), made.model, monkeypatch, caplog)
     assert main(["import", "cut", "once-more", "--check"]) == 0
 
 
-def test_layer_61_is_written_among_the_others_and_transformers_is_silent(tmp_path, capsys):
+def test_layer_61_is_written_among_the_others_and_transformers_is_silent(tmp_path, monkeypatch, capsys, caplog):
     """The size of DeepSeek-V3 itself."""
     made = published(tmp_path / "hf", layers=1, num_hidden_layers=61, n_routed_experts=3, n_group=1, topk_group=1)
-    assert_loads(made.folder, made.model)
+    assert_loads(made.folder, made.model, monkeypatch, caplog)
     assert main(["import", str(made.folder), str(tmp_path / "ckpt")]) == 0
     # Without what came along, the files are cut as those of a run.
     for file in (tmp_path / "ckpt" / "hf").iterdir():
@@ -183,11 +184,11 @@ def test_layer_61_is_written_among_the_others_and_transformers_is_silent(tmp_pat
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--check"]) == 0
     assert "note" not in capsys.readouterr().out
     assert load_file(tmp_path / "out" / WEIGHTS).keys() == load_file(made.folder / WEIGHTS).keys()
-    assert_loads(tmp_path / "out", made.model)
+    assert_loads(tmp_path / "out", made.model, monkeypatch, caplog)
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "none"), "--mtp-inside", "--without-mtp"]) == 2
 
 
-def test_they_are_left_out_on_request(tmp_path, capsys):
+def test_they_are_left_out_on_request(tmp_path, monkeypatch, capsys, caplog):
     made = published(tmp_path / "hf")
     further = "model.layers.3.eh_proj.weight"
     values = load_file(made.folder / WEIGHTS)[further]
@@ -204,7 +205,7 @@ def test_they_are_left_out_on_request(tmp_path, capsys):
     assert main(["export", str(tmp_path / "without"), str(tmp_path / "a"), "--check"]) == 0
     for out in (tmp_path / "a", tmp_path / "b"):
         assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
-        assert_loads(out, made.model)
+        assert_loads(out, made.model, monkeypatch, caplog)
     assert main(["export", str(tmp_path / "without"), str(tmp_path / "c"), "--mtp-inside"]) == 2
     assert "--mtp-inside has no effect" in capsys.readouterr().err
 

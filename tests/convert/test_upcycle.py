@@ -14,6 +14,7 @@ from moefold.config.checks import check_config
 from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
+from moefold.convert.piece import whole
 from moefold.convert.start import start_weights
 from moefold.convert.upcycle import UpcycledSource
 from moefold.convert.upcycle_rule import starts_equal, upcycle_fault
@@ -134,7 +135,6 @@ def test_virtual_groups_hold_one_copy_each(dense):
     theirs, folder = dense
     model = model_of(folder, SETTINGS["slices"] | {"upcycle_scaling": False})
     source = UpcycledSource(HfSource(open_hf_folder(folder)), model, seed=3)
-    whole = slice(None)
     router = source.read("layers.1.ffn.router.weight", (slice(0, 12), slice(0, 24)))
     assert torch.equal(router[0:1].expand(3, -1), router[0:3])
     assert not torch.equal(router[2], router[3])
@@ -143,8 +143,8 @@ def test_virtual_groups_hold_one_copy_each(dense):
     mlp = theirs.model.layers[1].mlp
     for group in range(4):
         experts = range(3 * group, 3 * group + 3)
-        assert torch.equal(torch.cat([up[e] for e in experts], 1).T, mlp.up_proj.weight[whole])
-        assert torch.equal(torch.cat([down[e] for e in experts], 0).T, mlp.down_proj.weight[whole])
+        assert torch.equal(torch.cat([up[e] for e in experts], 1).T, mlp.up_proj.weight)
+        assert torch.equal(torch.cat([down[e] for e in experts], 0).T, mlp.down_proj.weight)
 
 
 def test_noise_has_the_size_asked_for_and_differs_by_expert(dense):
@@ -249,6 +249,9 @@ def test_a_dense_model_without_tokenizer_is_noted(dense, tmp_path, capsys):
     assert main(["import", str(folder), str(tmp_path / "ckpt"), "--no-tokenizer"]) == 0
     assert main(["upcycle", str(tmp_path / "ckpt"), str(tmp_path / "again"), *sizes]) == 0
     out = capsys.readouterr().out
+    folder_s, checkpoint_s = CheckpointSource(tmp_path / "moe"), CheckpointSource(tmp_path / "again")
+    for tensor, shape in folder_s.shapes.items():
+        assert torch.equal(folder_s.read(tensor, whole(shape)), checkpoint_s.read(tensor, whole(shape))), tensor
     assert "has no tokenizer (tokenizer.json), so the model could read no text; add its files, or set data" in out
     assert main(["upcycle", str(dense[1]), str(tmp_path / "whole"), *sizes]) == 0
     assert "note" not in capsys.readouterr().out

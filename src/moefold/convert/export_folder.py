@@ -221,8 +221,7 @@ def _write_tensors(
                 dtype = DTYPES[place.dtype]
                 for rows in chunks_of(theirs, place.shape, dtype):
                     values = assemble(source, plan, rows, dtype)
-                    if dtype == torch.float16 and source.dtype(plan.by_theirs[theirs][0].ours) != dtype:
-                        _refuse_overflow(values, theirs)
+                    _refuse_overflow(values, theirs, source.dtype(plan.by_theirs[theirs][0].ours))
                     data = bytes_of(values)
                     writer.write(place, data, done)
                     digest.update(data)
@@ -233,8 +232,8 @@ def _write_tensors(
     return {name: digest for part in crew.gather(mine) for name, digest in part.items()}
 
 
-def _refuse_overflow(values: Tensor, name: str) -> None:
-    if not torch.isfinite(values).all():
+def _refuse_overflow(values: Tensor, name: str, source: torch.dtype) -> None:
+    if values.dtype == torch.float16 != source and not torch.isfinite(values).all():
         raise ConfigError(f"tensor {name} has values that float16 cannot hold (above 65504); choose --dtype bfloat16")
 
 
