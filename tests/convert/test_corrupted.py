@@ -1,6 +1,5 @@
 """Folders that cannot be imported: one message that names the fault, and nothing written."""
 
-import hashlib
 import json
 import resource
 from collections.abc import Callable, Iterator
@@ -82,6 +81,29 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _edit_header(f, lambda header: header[EXPERT].update(shape=[24, 19])),
         f"tensor {EXPERT} does not fill the bytes",
     ),
+    "header of broken places": (
+        lambda f: _edit_header(
+            f, lambda h: h[EXPERT].update(data_offsets=[float(x) for x in h[EXPERT]["data_offsets"]])
+        ),
+        "its header makes no sense",
+    ),
+    "header of a shape that is none": (
+        lambda f: _edit_header(f, lambda header: header[EXPERT].update(shape=[-24, -20])),
+        "its header makes no sense",
+    ),
+    "header without end": (
+        lambda f: (f / WEIGHTS).write_bytes((200_000).to_bytes(8, "little") + b"[" * 200_000),
+        "its header is not JSON",
+    ),
+    "header with a name of two lines": (
+        lambda f: _edit_tensors(f, lambda t: t.update({"a\nb": torch.zeros(1)})),
+        "holds a tensor of the name 'a\\nb', which is no printable text",
+    ),
+    "config without end": (lambda f: (f / "config.json").write_text("[" * 200_000), "is not JSON"),
+    "config of sizes that cannot be": (
+        lambda f: _edit_config(f, hidden_size=2**40 * 6, vocab_size=2**40),
+        "config.json means tensors that cannot be: ",
+    ),
     "expert removed": (lambda f: _edit_tensors(f, lambda t: t.pop(EXPERT)), f"tensor {EXPERT} is missing"),
     "tensor too many": (
         lambda f: _edit_tensors(f, lambda t: t.update({"model.extra.weight": torch.zeros(2)})),
@@ -101,6 +123,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "config of another width": (lambda f: _edit_config(f, intermediate_size=21), "config.json means [21, 24]"),
     "config of fewer experts": (lambda f: _edit_config(f, num_local_experts=5), "experts.5.w1.weight has no place"),
+    "config of far more layers": (
+        lambda f: _edit_config(f, num_hidden_layers=90_000),
+        "config.json means 90000 layers, too many for 78 tensors",
+    ),
+    "config of far more experts": (
+        lambda f: _edit_config(f, num_local_experts=10**12),
+        "config.json means 1000000000000 experts, too many for 78 tensors",
+    ),
     "config lacks a key": (lambda f: _edit_config(f, hidden_size=None), "config.json lacks hidden_size"),
     "config that cannot be": (lambda f: _edit_config(f, num_key_value_heads=4), "num_query_groups=4 must divide"),
     "config of a wrong kind": (
@@ -268,21 +298,52 @@ def test_a_head_beside_tied_embeddings_must_equal_them(tmp_path, capsys):
     assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
     _edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
     assert main(["import", str(folder), str(tmp_path / "other")]) == 2
-    assert "tensor lm_head.weight has no place" in capsys.readouterr().err
+    assert "tensor lm_head.weight should be model.embed_tokens.weight again, and differs" in capsys.readouterr().err
 
 
-def test_multi_token_prediction_is_left_out_on_request_only(tmp_path, capsys):
-    """Released folders of DeepSeek-V3 hold a layer more than config.json counts."""
-    folder = add_tokenizer(save_model(make_model("deepseek-v3"), tmp_path / "hf"))
-    further = "model.layers.3.eh_proj.weight"
-    _edit_tensors(folder, lambda t: t.update({further: torch.zeros(24, 48)}))
-    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 2
-    assert f"tensor {further} is of multi-token prediction" in capsys.readouterr().err
-    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--without-mtp", "--check"]) == 0
-    assert f"passed over (multi-token prediction): {further}\n" in capsys.readouterr().out
-    listed = json.loads((tmp_path / "ckpt" / "hf" / MANIFEST_FILE).read_text())["tensors"][further]
-    assert listed["passed_over"] == "multi-token prediction"
-    assert listed["sha256"] == hashlib.sha256(bytes(24 * 48 * 4)).hexdigest()
+MANIFESTS: dict[str, Callable[[dict], object]] = {
+    "file outside": lambda m: m["tensors"][EXPERT].update(file="../../stolen.safetensors"),
+    "absolute file": lambda m: m["tensors"][EXPERT].update(file="/stolen.safetensors"),
+    "file of another kind": lambda m: m["tensors"][EXPERT].update(file="config.json"),
+    "no file": lambda m: m["tensors"][EXPERT].pop("file"),
+    "layout": lambda m: m.update(layout=7),
+    "layout of no kind": lambda m: m.update(layout=[]),
+    "family": lambda m: m.update(family=None),
+}
+
+
+@pytest.mark.parametrize("fault", MANIFESTS)
+def test_a_broken_manifest_leads_nowhere(sound, tmp_path, capsys, fault):
+    """The one in a checkpoint says which files an export writes."""
+    assert main(["import", str(sound), str(tmp_path / "new" / "ckpt")]) == 0
+    file = tmp_path / "new" / "ckpt" / "hf" / MANIFEST_FILE
+    manifest = json.loads(file.read_text())
+    MANIFESTS[fault](manifest)
+    file.write_text(json.dumps(manifest))
+    assert main(["export", str(tmp_path / "new" / "ckpt"), str(tmp_path / "new" / "hf")]) == 2
+    assert f"{MANIFEST_FILE}' is broken" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.parent.name in ("new", tmp_path.name)) == [
+        "ckpt",
+        "new",
+    ]
+
+
+def test_float16_that_would_lose_a_value_is_refused(tmp_path, capsys):
+    folder = add_tokenizer(save_model(make_model("llama"), tmp_path / "hf"))
+    _edit_tensors(folder, lambda t: t["model.norm.weight"][3:4].fill_(7e4))
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--dtype", "float16"]) == 2
+    assert "tensor model.norm.weight has values that float16 cannot hold" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+
+
+@pytest.mark.parametrize(("out", "message"), [("/", "exists"), (".", "exists"), ("gone/..", "is no name of a new")])
+def test_a_name_that_is_no_new_folder(sound, tmp_path, monkeypatch, capsys, out, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", str(sound), out]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_exists_is_not_overwritten(sound, tmp_path, capsys):

@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import logging
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from moefold.checkpoint.folder import FORMAT, CheckpointMeta
 from moefold.cli.main import main
 from moefold.config.schema import ModelConfig
-from moefold.convert.export_folder import longest
+from moefold.convert.export_config import longest
 from moefold.convert.manifest import MANIFEST_FILE
 from moefold.launch.crew import joined_crew
-from tests.convert.hf_models import MODEL_NAMES, make_model, save_model, transformers
+from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of, transformers
 
 
 def add_tokenizer(folder: Path) -> Path:
@@ -105,6 +108,22 @@ def test_what_is_computed_is_listed_and_not_written_again(tmp_path, capsys):
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == tensors.keys()
 
 
+def test_the_index_and_the_config_come_back_whatever_wrote_them(tmp_path):
+    """As older tools write them: fewer sizes, other spaces, and a type that the tensors do not have."""
+    folder = folder_of(tmp_path, "qwen2-moe", shard="30KB", dtype=torch.bfloat16)
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
+    assert_same_folder(folder, tmp_path / "again")
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "one"), "--shard-size", "0"]) == 0
+    assert not list((tmp_path / "one").glob("*.index.json"))
+
+
 def _split(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Two files with an index, the head in the first and the embedding in the second."""
     names = {True: "model-00001-of-00002.safetensors", False: "model-00002-of-00002.safetensors"}
@@ -122,15 +141,40 @@ def _split(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     (folder / "model.safetensors").unlink()
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3"])
+def loaded_in_silence(folder: Path, monkeypatch, caplog, **how: object) -> Any:
+    """The model of transformers, which reports no missing and no unexpected key, nor anything else."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.clear()
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **how)
+    assert not any(info.values()), info
+    assert [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING] == []
+    return loaded
+
+
+@pytest.mark.parametrize("came_along", [True, False])
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_transformers_computes_the_same_with_an_export(tmp_path, monkeypatch, caplog, name, came_along):
+    """With the config.json that came, and with one that was made from [model] alone, as for a run without import."""
+    model = make_model(name)
+    folder = add_tokenizer(save_model(model, tmp_path / "hf"))
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
+    if not came_along:
+        shutil.rmtree(tmp_path / "ckpt" / "hf")
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    loaded = loaded_in_silence(tmp_path / "again", monkeypatch, caplog, **how)
+    tokens = tokens_of(2, 16)
+    torch.testing.assert_close(logits_of(loaded, tokens), logits_of(model, tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_transformers_loads_an_export_without_complaint(tmp_path, name, dtype):
+def test_transformers_loads_an_export_in_another_type(tmp_path, monkeypatch, caplog, name, dtype):
     model = make_model(name)
     folder = add_tokenizer(save_model(model, tmp_path / "hf"))
     assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--dtype", dtype, "--check"]) == 0
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", output_loading_info=True)
-    assert not any(info.values()), info
+    loaded = loaded_in_silence(tmp_path / "again", monkeypatch, caplog)
     assert loaded.dtype == getattr(torch, dtype)
     found, expected = loaded.state_dict(), model.state_dict()
     assert found.keys() == expected.keys()

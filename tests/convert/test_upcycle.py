@@ -1,18 +1,20 @@
 """Dense models made models with experts: equal at first where that is promised, and not by accident."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from moefold.checkpoint.folder import read_meta
+from moefold.checkpoint.folder import read_meta, write_meta
 from moefold.checkpoint.stream import CheckpointSource
 from moefold.cli.main import main
 from moefold.config.checks import check_config
 from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
+from moefold.convert.piece import whole
 from moefold.convert.start import start_weights
 from moefold.convert.upcycle import UpcycledSource
 from moefold.convert.upcycle_rule import starts_equal, upcycle_fault
@@ -20,7 +22,7 @@ from moefold.convert.weights import HfSource, fill
 from moefold.model.transformer import build_model
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
-from tests.convert.hf_models import logits_of, make_model, save_model, tokens_of, transformers
+from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of, transformers
 from tests.convert.test_round_trip import add_tokenizer
 
 SEQ_LEN = 16
@@ -49,6 +51,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "shared_expert_ffn_hidden_size": 8,
         "shared_expert_gate": True,
     },
+    "biases": {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 36, "moe_bias": True, "router_bias": True},
     "some layers": {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 36, "layer_pattern": "DM2"},
     "zero router, probabilities": {
         "num_experts": 12,
@@ -132,7 +135,6 @@ def test_virtual_groups_hold_one_copy_each(dense):
     theirs, folder = dense
     model = model_of(folder, SETTINGS["slices"] | {"upcycle_scaling": False})
     source = UpcycledSource(HfSource(open_hf_folder(folder)), model, seed=3)
-    whole = slice(None)
     router = source.read("layers.1.ffn.router.weight", (slice(0, 12), slice(0, 24)))
     assert torch.equal(router[0:1].expand(3, -1), router[0:3])
     assert not torch.equal(router[2], router[3])
@@ -141,8 +143,8 @@ def test_virtual_groups_hold_one_copy_each(dense):
     mlp = theirs.model.layers[1].mlp
     for group in range(4):
         experts = range(3 * group, 3 * group + 3)
-        assert torch.equal(torch.cat([up[e] for e in experts], 1).T, mlp.up_proj.weight[whole])
-        assert torch.equal(torch.cat([down[e] for e in experts], 0).T, mlp.down_proj.weight[whole])
+        assert torch.equal(torch.cat([up[e] for e in experts], 1).T, mlp.up_proj.weight)
+        assert torch.equal(torch.cat([down[e] for e in experts], 0).T, mlp.down_proj.weight)
 
 
 def test_noise_has_the_size_asked_for_and_differs_by_expert(dense):
@@ -205,6 +207,7 @@ def test_the_command_makes_a_checkpoint_that_exports_and_trains(dense, tmp_path,
         (["--granularity", "5"], "--granularity 5 must divide the width 36"),
         (["model.hidden_size=32"], "it is of another shape: "),
         (["model.num_experts=4", "model.num_groups=2"], "choose between their members"),
+        (["model.moe_activation=clamped_swiglu"], "moe_activation 'swiglu' there, 'clamped_swiglu' here"),
         (["train.lr=1"], "is no key of [model]"),
         (["model.num_expert=4"], "did you mean"),
         (["model.preset=mixtral-8x7b"], "model.preset has no effect on moefold upcycle"),
@@ -233,7 +236,49 @@ def test_slices_are_given_by_their_number_or_their_width(dense, tmp_path):
         assert CheckpointSource(tmp_path / name).shapes["layers.0.ffn.experts.w_up"] == (8, 24, 18)
 
 
-def test_a_model_with_experts_is_not_upcycled(tmp_path, capsys):
-    folder = add_tokenizer(save_model(make_model("mixtral"), tmp_path / "hf"))
+def test_a_dense_model_without_tokenizer_is_noted(dense, tmp_path, capsys):
+    """The recipe of the result can name none, so what it would read is not what the model knows."""
+    folder = tmp_path / "dense"
+    shutil.copytree(dense[1], folder)
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    sizes = ["model.num_experts=4", "model.top_k=2"]
+    assert main(["upcycle", str(folder), str(tmp_path / "moe"), *sizes]) == 0
+    note = "note: recipe.toml names no tokenizer: '" + str(folder)
+    assert f"{note}' has tokenizer.model, but no tokenizer.json, which moefold reads" in capsys.readouterr().out
+    (folder / "tokenizer.model").unlink()
+    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--no-tokenizer"]) == 0
+    assert main(["upcycle", str(tmp_path / "ckpt"), str(tmp_path / "again"), *sizes]) == 0
+    out = capsys.readouterr().out
+    folder_s, checkpoint_s = CheckpointSource(tmp_path / "moe"), CheckpointSource(tmp_path / "again")
+    for tensor, shape in folder_s.shapes.items():
+        assert torch.equal(folder_s.read(tensor, whole(shape)), checkpoint_s.read(tensor, whole(shape))), tensor
+    assert "has no tokenizer (tokenizer.json), so the model could read no text; add its files, or set data" in out
+    assert main(["upcycle", str(dense[1]), str(tmp_path / "whole"), *sizes]) == 0
+    assert "note" not in capsys.readouterr().out
+
+
+def test_the_tokenizer_of_a_run_is_that_of_the_recipe(dense, tmp_path, monkeypatch, capsys):
+    """A run from scratch has its tokenizer by path, nothing beside its checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    for name, tokenizer in (("text", "words/tokenizer.json"), ("letters", "bytes")):
+        shutil.copytree(dense[1], name)
+        assert main(["import", name, f"{name}-ckpt"]) == 0
+        meta = read_meta(Path(f"{name}-ckpt"))
+        write_meta(Path(f"{name}-ckpt"), replace(meta, origin="", order={"tokenizer": tokenizer}))
+        shutil.rmtree(f"{name}-ckpt/hf")
+    Path("words").mkdir()
+    Path("words/tokenizer.json").write_text("{}")
+    for name in ("text", "letters"):
+        assert main(["upcycle", f"{name}-ckpt", f"{name}-moe", "model.num_experts=4"]) == 0
+    assert f'tokenizer = "{tmp_path}/words/tokenizer.json"' in Path("text-moe/recipe.toml").read_text()
+    assert "tokenizer =" not in Path("letters-moe/recipe.toml").read_text()
+    assert "note" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MODEL_NAMES if "moe" in name or not name.startswith(("llama", "qwen"))]
+)
+def test_a_model_with_experts_is_not_upcycled(tmp_path, capsys, name):
+    folder = add_tokenizer(save_model(make_model(name), tmp_path / "hf"))
     assert main(["upcycle", str(folder), str(tmp_path / "moe"), "model.num_experts=4"]) == 2
     assert "it has experts already" in capsys.readouterr().err

@@ -1,10 +1,12 @@
 """Hugging Face folders: evaluated and continued as transformers does it, under mappings."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from moefold.errors import ConfigError
 from moefold.inference.evaluate import evaluate
 from moefold.inference.generate import generate
 from moefold.inference.sampling import Sampling
@@ -65,3 +67,14 @@ def test_what_a_folder_says_of_itself(tmp_path, dtype, name):
     source = find_source(str(folder))
     assert (source.kind, source.dtype, source.eos_ids) == ("huggingface", name, frozenset({7, 9}))
     assert source.model.num_experts == 6
+
+
+@pytest.mark.parametrize("given", ["2048", 1.5, -1, True])
+def test_a_context_that_is_no_number_is_one_message(tmp_path, given):
+    folder = save_model(make_model("mixtral"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": given}))
+    with pytest.raises(ConfigError, match="max_position_embeddings="):
+        find_source(str(folder))
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": None}))
+    assert find_source(str(folder)).context == 2048

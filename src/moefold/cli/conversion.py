@@ -37,14 +37,15 @@ def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
 
 
 def conversion_summary(done: "Conversion", out: Path, was_checked: bool) -> str:
-    """One line on what was written, and what was not."""
+    """One line on what was written, and what was not, and one for each note."""
     checked = ", read again and equal" if was_checked else ""
     passed: dict[str, list[str]] = {}
     for name, reason in done.passed_over.items():
         passed.setdefault(reason, []).append(name)
     over = "".join(f"; passed over ({reason}): {some(sorted(names))}" for reason, names in passed.items())
     size = f"{done.tensors} tensors, {done.num_bytes / 1e9:.3g} GB"
-    return f"{out}: {size}{checked}; {len(done.companions)} other files{over}"
+    notes = "".join(f"\nnote: {note}" for note in done.notes)
+    return f"{out}: {size}{checked}; {len(done.companions)} other files{over}{notes}"
 
 
 @contextmanager

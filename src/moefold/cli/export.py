@@ -20,7 +20,14 @@ def run(argv: list[str]) -> int:
         # torch takes seconds to import: a wrong word is answered without it.
         from moefold.convert.export_folder import ExportWish, export_folder
 
-        wish = ExportWish(dtype=args.dtype, family=args.family, shard_bytes=shard_bytes, check=args.check)
+        wish = ExportWish(
+            dtype=args.dtype,
+            family=args.family,
+            shard_bytes=shard_bytes,
+            check=args.check,
+            leaves_out_mtp=args.without_mtp,
+            mtp_inside=args.mtp_inside,
+        )
         done = export_folder(Path(args.checkpoint), out, crew, wish, advance=advance)
         if crew.is_first:
             print(conversion_summary(done, out, args.check))
@@ -59,4 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--shard-size", metavar="SIZE", help="largest file, such as 500MB; 0: one file (default 5GB)")
     parser.add_argument("--check", action="store_true", help="read the result again and compare every byte")
+    further = parser.add_mutually_exclusive_group()
+    further.add_argument("--without-mtp", action="store_true", help="leave layers of multi-token prediction out")
+    further.add_argument(
+        "--mtp-inside",
+        action="store_true",
+        help="write them among the other layers, as DeepSeek does; transformers reports them as unexpected unless the "
+        "only one is layer 61, so they have files of their own else",
+    )
     return parser

@@ -9,7 +9,7 @@ from moefold.config.checks import check_config
 from moefold.config.load import config_from_dict, load_config
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.start_check import model_in
-from moefold.convert.upcycle_rule import MOE_KEYS, starts_equal, upcycle_fault
+from moefold.convert.upcycle_rule import MOE_KEYS, experts_fault, starts_equal, upcycle_fault
 from moefold.errors import ConfigError
 
 
@@ -46,6 +46,8 @@ def upcycled_model(dense: Path, overrides: list[str], granularity: int | None) -
     if "upcycle_from" in given:
         raise ConfigError("model.upcycle_from is DENSE for moefold upcycle; leave it out")
     before, slices = model_in(dense), 1 if granularity is None else granularity
+    if fault := experts_fault(before):
+        raise ConfigError(f"{str(dense)!r}: {fault}")
     if slices < 1 or before.ffn_hidden_size % slices:
         raise ConfigError(f"--granularity {slices} must divide the width {before.ffn_hidden_size} of {str(dense)!r}")
     kept = {field.name: getattr(before, field.name) for field in fields(before) if field.name not in MOE_KEYS}

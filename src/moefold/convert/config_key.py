@@ -135,7 +135,8 @@ class Rope:
 
     def read(self, theirs: Json) -> dict[str, Any]:
         """Base and stretch."""
-        given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+        # transformers takes the older one where both are given.
+        given = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
         if not given and self.is_required:
             raise ConfigError("config.json lacks rope_parameters")
         if not isinstance(given, Mapping):
@@ -245,6 +246,23 @@ class SharedExperts:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """The number; what does not divide reads back as another width."""
         return {"n_shared_experts": model.shared_expert_ffn_hidden_size // model.moe_ffn_hidden_size}
+
+
+@dataclass(frozen=True)
+class FurtherLayers:
+    """`num_nextn_predict_layers`, which transformers 5 also spells num_mtp_layers."""
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """So many layers of multi-token prediction; absent, one."""
+        keys = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if theirs.get(key) is not None]
+        found = Same(keys[0] if keys else "num_nextn_predict_layers", "mtp_layers", 1).read(theirs)
+        if not 0 <= found["mtp_layers"] <= _LAYER_LIMIT:
+            raise ConfigError(f"config.json has {keys[0]}={found['mtp_layers']}, which should be 0 to {_LAYER_LIMIT}")
+        return found
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """As in the released folder."""
+        return {"num_nextn_predict_layers": model.mtp_layers}
 
 
 @dataclass(frozen=True)

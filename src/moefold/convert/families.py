@@ -18,6 +18,7 @@ from moefold.convert.config_key import (
     Entry,
     FirstDense,
     FullAttention,
+    FurtherLayers,
     HeadSize,
     KeyValueHeads,
     Only,
@@ -136,6 +137,16 @@ _LATENT = _layer(
     }
 )
 
+
+_FURTHER_TOKEN = _layer(
+    {
+        "embedding_norm.weight": "enorm.weight",
+        "hidden_norm.weight": "hnorm.weight",
+        "projection": "eh_proj.weight",
+        "output_norm.weight": "shared_head.norm.weight",
+    }
+)
+"""What a layer of multi-token prediction has beside those of an ordinary one."""
 
 _GPT_OSS = _layer(
     {
@@ -384,8 +395,12 @@ FAMILIES = {
                 Always("expert_bias", True),
                 Only("scoring_func", ("sigmoid",)),
                 Only("topk_method", ("noaux_tc",)),
+                FurtherLayers(),
             ),
-            tuple(_table(_BACKBONE, _LATENT, _DENSE_FFN, _ROUTER, experts) for experts in (EACH_EXPERT, ALL_EXPERTS)),
+            tuple(
+                _table(_BACKBONE, _LATENT, _FURTHER_TOKEN, _DENSE_FFN, _ROUTER, experts)
+                for experts in (EACH_EXPERT, ALL_EXPERTS)
+            ),
             absent={
                 "num_key_value_heads": 128,
                 "q_lora_rank": 1536,

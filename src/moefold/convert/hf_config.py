@@ -12,6 +12,7 @@ from moefold.config.keys import nearest
 from moefold.config.load import config_from_dict
 from moefold.config.schema import ModelConfig
 from moefold.convert.families import FAMILIES, Family
+from moefold.convert.further_layer import stored_model, tensor_names
 from moefold.errors import ConfigError
 
 CONFIG_FILE = "config.json"
@@ -23,13 +24,13 @@ def is_hf_folder(path: Path) -> bool:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The section [model] of a Hugging Face folder.
+    """The section [model] of a Hugging Face folder, with the layers of multi-token prediction that it holds.
 
     Raises:
         ConfigError: config.json is missing or broken, of a family that moefold does not know, or asks for maths that
             it does not do.
     """
-    return model_of(read_hf_config(folder), folder)
+    return stored_model(model_of(read_hf_config(folder), folder), tensor_names(folder))
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -111,6 +112,6 @@ def _keys_of(path: Path) -> dict[str, Any]:
         keys = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{str(path)!r} is not JSON") from None
     return keys if isinstance(keys, dict) else {}

@@ -7,12 +7,10 @@ from typing import Any
 
 from moefold.config.schema import ModelConfig
 from moefold.convert.families import Family
+from moefold.convert.further_layer import APART_FILES, INDEX_FILE, SINGLE_FILE, stored_model
 from moefold.convert.hf_config import family_of, model_of, read_hf_config
 from moefold.convert.safetensors_file import Stored, read_header
 from moefold.errors import ConfigError, some
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,7 @@ class HfFolder:
     """Of config.json."""
     family: Family
     model: ModelConfig
+    """With the layers of multi-token prediction that the folder holds."""
     tensors: dict[str, Stored]
 
 
@@ -37,7 +36,21 @@ def open_hf_folder(path: Path) -> HfFolder:
     keys = read_hf_config(path)
     model = model_of(keys, path)
     family = family_of(keys, path)
-    return HfFolder(path, keys, family, model, _read_tensors(path))
+    tensors = _read_tensors(path)
+    for file in sorted(path.glob(APART_FILES)):
+        _add_file(tensors, file)
+    return HfFolder(path, keys, family, stored_model(model, tensors), tensors)
+
+
+def _add_file(tensors: dict[str, Stored], file: Path) -> None:
+    """Add the tensors of a file that no index names, unless one does."""
+    if any(stored.file == file for stored in tensors.values()):
+        return
+    added = read_header(file)
+    if both := sorted(added.keys() & tensors.keys()):
+        places = f"{tensors[both[0]].file.name} and {file.name}"
+        raise ConfigError(f"{str(file.parent)!r}: tensor {both[0]} is in two files, {places}")
+    tensors |= added
 
 
 def _read_tensors(path: Path) -> dict[str, Stored]:
@@ -62,7 +75,7 @@ def _read_index(path: Path, index: Path) -> dict[str, Stored]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(weight_map.values()))
         bad = [file for file in files if PurePosixPath(file).name != file or file in ("", ".", "..") or "\\" in file]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{str(index)!r} is no index of safetensors files") from None
     if bad:
         raise ConfigError(f"{str(index)!r} names files outside its folder: {some(bad)}")

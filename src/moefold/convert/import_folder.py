@@ -12,6 +12,7 @@ from moefold.config.checks_effect import check_explicit
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.compare import compare_with_folder
 from moefold.convert.draft import agree, drafted
+from moefold.convert.hf_config import model_of
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.manifest import (
     COMPANIONS,
@@ -21,6 +22,7 @@ from moefold.convert.manifest import (
     changed_tensors,
     copy_companions,
     hash_stored,
+    keep_index,
     read_manifest,
     tokenizer_fault,
     write_manifest,
@@ -44,7 +46,7 @@ class ImportWish:
     needs_tokenizer: bool = True
     """Refuse a folder without one that moefold reads."""
     leaves_out_mtp: bool = False
-    """Leave the layers of multi-token prediction out rather than refuse them."""
+    """Leave the layers of multi-token prediction out."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Conversion:
     num_bytes: int
     companions: tuple[str, ...]
     passed_over: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of the folder that went into no checkpoint, with the reason."""
+    """Tensors of the source that are not in the result, with the reason."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of the result, with the way out."""
 
 
 def import_folder(
@@ -79,7 +83,7 @@ def import_folder(
     """
     wish = wish or ImportWish()
     source = HfSource(open_hf_folder(folder), leaves_out_mtp=wish.leaves_out_mtp)
-    if wish.needs_tokenizer and (fault := tokenizer_fault(folder)):
+    if wish.needs_tokenizer and (fault := tokenizer_fault(folder, "say --no-tokenizer to train on token ids")):
         raise ConfigError(fault)
     with drafted(out, crew) as draft:
         write_weights(source, draft, crew, advance)
@@ -87,14 +91,26 @@ def import_folder(
         companions: tuple[str, ...] = ()
         if crew.is_first:
             companions = tuple(copy_companions(folder, draft / COMPANIONS))
+            keep_index(folder, draft / COMPANIONS)
             write_manifest(draft / COMPANIONS, manifest)
-            finish_checkpoint(draft, out, source.folder.model, f"import of {folder}")
+            finish_checkpoint(draft, out, source.model, f"import of {folder}")
         agree(crew, "")
         seal(draft, crew)
         if wish.check:
             compare_with_folder(CheckpointSource(draft), source, crew)
     taken = [source.stored(name) for name in source.plan.their_shapes]
-    return Conversion(len(taken), sum(stored.num_bytes for stored in taken), companions, source.passed_over)
+    size = sum(stored.num_bytes for stored in taken)
+    return Conversion(len(taken), size, companions, source.passed_over, _notes(source))
+
+
+def _notes(source: HfSource) -> tuple[str, ...]:
+    counted = model_of(source.folder.keys, source.folder.path).mtp_layers
+    if not counted or source.folder.model.mtp_layers:
+        return ()
+    return (
+        f"config.json counts num_nextn_predict_layers={counted}, but the folder holds none of their tensors: the model "
+        "has no layers of multi-token prediction",
+    )
 
 
 def write_weights(source: WeightSource, draft: Path, crew: Crew, advance: Advance) -> None:
@@ -108,15 +124,24 @@ def write_weights(source: WeightSource, draft: Path, crew: Crew, advance: Advanc
             source.forget()
         last = chunk.name
         region = (slice(chunk.start, chunk.stop), *(slice(0, size) for size in source.shapes[chunk.name][1:]))
-        values = source.read(chunk.name, region).contiguous()
+        # A checkpoint gives views of what it keeps; the writer empties what it is given.
+        values = source.read(chunk.name, region).clone(memory_format=torch.contiguous_format)
         advance(values.nbytes)
-        return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
+        return values
 
     write_chunks(draft, source.shapes, dtypes, share(_all_chunks(source.shapes, dtypes), source, crew), read)
 
 
-def finish_checkpoint(draft: Path, out: Path, model: ModelConfig, origin: str) -> None:
-    """Write what makes a folder of weights a checkpoint, and a recipe that starts from it."""
+def finish_checkpoint(draft: Path, out: Path, model: ModelConfig, origin: str, tokenizer: str = "") -> None:
+    """Write what makes a folder of weights a checkpoint, and a recipe that starts from it.
+
+    Args:
+        draft: the folder.
+        out: what it will be called.
+        model: its model.
+        origin: where the weights come from.
+        tokenizer: what the recipe reads text with where none came along; empty: nothing is known.
+    """
     meta = CheckpointMeta(
         format=FORMAT,
         step=0,
@@ -128,7 +153,8 @@ def finish_checkpoint(draft: Path, out: Path, model: ModelConfig, origin: str) -
         origin=origin,
     )
     write_meta(draft, meta)
-    tokenizer = TOKENIZER if (draft / COMPANIONS / TOKENIZER).is_file() else ""
+    if (draft / COMPANIONS / TOKENIZER).is_file():
+        tokenizer = str(out.absolute() / COMPANIONS / TOKENIZER)
     (draft / RECIPE_FILE).write_text(recipe_text(model, out.absolute(), tokenizer), encoding="utf-8")
 
 
@@ -149,7 +175,7 @@ def recipe_text(model: ModelConfig, checkpoint: Path, tokenizer: str) -> str:
         *("[checkpoint]", f"init_from = {_toml(str(checkpoint))}"),
     ]
     if tokenizer:
-        lines += ["", "[data]", f"tokenizer = {_toml(str(checkpoint / COMPANIONS / tokenizer))}"]
+        lines += ["", "[data]", f"tokenizer = {_toml(tokenizer)}"]
     return "\n".join(lines) + "\n"
 
 

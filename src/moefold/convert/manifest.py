@@ -5,12 +5,14 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from moefold.checkpoint.folder import checkpoint_folder
 from moefold.checkpoint.store import explained
 from moefold.config.schema import Config
-from moefold.convert.hf_folder import INDEX_FILE
+from moefold.convert.families import FAMILIES
+from moefold.convert.further_layer import INDEX_FILE
 from moefold.convert.safetensors_file import Stored, read_blocks
 from moefold.errors import ConfigError
 
@@ -62,17 +64,27 @@ def read_manifest(path: Path) -> Manifest | None:
     """
     try:
         fields = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
-        listed = {
-            name: Listed(
-                entry["file"], entry["dtype"], tuple(entry["shape"]), entry["sha256"], entry.get("passed_over", "")
-            )
-            for name, entry in fields["tensors"].items()
-        }
-        return Manifest(fields["family"], fields["layout"], listed)
+        listed = {name: _listed(entry) for name, entry in fields["tensors"].items()}
+        family, layout = fields["family"], fields["layout"]
+        if not isinstance(family, str) or (family in FAMILIES and layout not in range(len(FAMILIES[family].layouts))):
+            raise ValueError(layout)
+        return Manifest(family, layout, listed)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{str(path / MANIFEST_FILE)!r} is broken; remove it, and tensors are not compared") from None
+
+
+def _listed(entry: Mapping[str, Any]) -> Listed:
+    """One tensor of a manifest. Its file, into which an export would write, is one of the folder itself.
+
+    Raises:
+        ValueError: it is not.
+    """
+    file = entry["file"]
+    if PurePosixPath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+        raise ValueError(file)
+    return Listed(file, entry["dtype"], tuple(entry["shape"]), entry["sha256"], entry.get("passed_over", ""))
 
 
 def hash_stored(stored: Stored) -> str:
@@ -105,20 +117,31 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     return copied
 
 
-def tokenizer_fault(folder: Path) -> str:
-    """Why a run from a folder could read no text with the model's own tokenizer, and the way out; empty if it can."""
+def keep_index(source: Path, target: Path) -> None:
+    """Copy the index of a folder's files, which is no companion: other files have another one."""
+    if (source / INDEX_FILE).is_file():
+        with explained(f"the index of {str(source)!r} cannot be copied to {str(target)!r}"):
+            shutil.copyfile(source / INDEX_FILE, target / INDEX_FILE)
+
+
+def tokenizer_fault(folder: Path, otherwise: str) -> str:
+    """Why a run from a folder could read no text with the model's own tokenizer, and the ways out; empty if it can.
+
+    Args:
+        folder: what came with the weights.
+        otherwise: the way out that takes no files.
+    """
     if (folder / TOKENIZER).is_file():
         return ""
     others = [file.name for pattern in OTHER_TOKENIZERS for file in sorted(folder.glob(pattern))]
     if not others:
         return (
             f"{str(folder)!r} has no tokenizer ({TOKENIZER}), so the model could read no text; "
-            "add its files, or say --no-tokenizer to train on token ids"
+            f"add its files, or {otherwise}"
         )
     return (
         f"{str(folder)!r} has {others[0]}, but no {TOKENIZER}, which moefold reads text with; save one with "
-        "transformers (AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR)), or say --no-tokenizer to train "
-        "on token ids"
+        f"transformers (AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR)), or {otherwise}"
     )
 
 

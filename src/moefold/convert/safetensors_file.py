@@ -64,19 +64,21 @@ def read_header(file: Path) -> dict[str, Stored]:
         raise
     except OSError as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{str(file)!r} is no safetensors file: its header is not JSON") from None
     found, end = {}, 0
     entries = [item for item in header.items() if item[0] != "__metadata__"] if isinstance(header, dict) else []
     try:
         for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
-            first, last = entry["data_offsets"]
+            first, last = _whole(entry["data_offsets"])
+            if not name.isprintable():
+                raise ConfigError(f"{str(file)!r} holds a tensor of the name {name!r}, which is no printable text")
             if entry["dtype"] not in DTYPES:
                 raise ConfigError(
                     f"{str(file)!r}: tensor {name} has type {entry['dtype']}; "
                     f"moefold reads {', '.join(DTYPES)}, not quantised weights"
                 )
-            found[name] = Stored(file, entry["dtype"], tuple(map(int, entry["shape"])), 8 + length + first)
+            found[name] = Stored(file, entry["dtype"], _whole(entry["shape"]), 8 + length + first)
             if first != end or last - first != found[name].num_bytes:
                 raise ConfigError(f"{str(file)!r}: tensor {name} does not fill the bytes that the header gives it")
             end = last
@@ -88,6 +90,13 @@ def read_header(file: Path) -> dict[str, Stored]:
         has = "lacks" if size < 8 + length + end else "has"
         raise ConfigError(f"{str(file)!r} {has} {abs(8 + length + end - size)} bytes at its end {_more(has)}")
     return found
+
+
+def _whole(numbers: Any) -> tuple[int, ...]:
+    """A list of whole numbers from 0 on; ValueError for anything else."""
+    if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(numbers)
+    return tuple(numbers)
 
 
 def read_part(stored: Stored, index: Sequence[slice]) -> Tensor:

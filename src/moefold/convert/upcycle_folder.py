@@ -3,12 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
+from moefold.checkpoint.folder import read_meta
 from moefold.checkpoint.stream import seal
 from moefold.config.schema import ModelConfig
 from moefold.convert.draft import agree, drafted
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.import_folder import Advance, Conversion, finish_checkpoint, write_weights
-from moefold.convert.manifest import COMPANIONS, copy_companions, find_companions
+from moefold.convert.manifest import COMPANIONS, copy_companions, find_companions, tokenizer_fault
 from moefold.convert.start import open_weights
 from moefold.convert.start_check import weights_folder
 from moefold.convert.upcycle import UpcycledSource
@@ -33,7 +34,7 @@ def upcycle_folder(
     """
     dense = crew.gather(weights_folder(dense))[0]
     source = UpcycledSource(open_weights(dense), model, seed)
-    companions = dense if is_hf_folder(dense) else find_companions(dense)
+    companions, tokenizer = (dense, "") if is_hf_folder(dense) else (find_companions(dense), _tokenizer_of(dense))
     copied: tuple[str, ...] = ()
     with drafted(out, crew) as draft:
         write_weights(source, draft, crew, advance)
@@ -41,8 +42,18 @@ def upcycle_folder(
             if companions is not None:
                 copied = tuple(copy_companions(companions, draft / COMPANIONS))
             done = replace(model, upcycle_from="", upcycle_router="group", upcycle_scaling=True, upcycle_noise=0.0)
-            finish_checkpoint(draft, out, done, f"upcycle of {dense}")
+            finish_checkpoint(draft, out, done, f"upcycle of {dense}", tokenizer)
         agree(crew, "")
         seal(draft, crew)
     size = sum(path.stat().st_size for path in out.glob("*.distcp"))
-    return Conversion(len(source.shapes), size, copied)
+    fault = ""
+    if companions is not None and not tokenizer:
+        fault = tokenizer_fault(companions, "set data.tokenizer, or train on token ids")
+    notes = (f"recipe.toml names no tokenizer: {fault}",) if fault else ()
+    return Conversion(len(source.shapes), size, copied, notes=notes)
+
+
+def _tokenizer_of(checkpoint: Path) -> str:
+    """The tokenizer of the run that wrote a checkpoint, where it is a file; else empty."""
+    found = str(read_meta(checkpoint).order.get("tokenizer", ""))
+    return str(Path(found).absolute()) if found != "bytes" and Path(found).is_file() else ""

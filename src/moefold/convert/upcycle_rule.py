@@ -18,10 +18,12 @@ MOE_KEYS = (
     "num_groups",
     "top_groups",
     "expert_bias",
+    "moe_bias",
+    "router_bias",
     "shared_expert_ffn_hidden_size",
     "shared_expert_gate",
 )
-"""Keys of [model] that a dense model says nothing of."""
+"""Keys of [model] that a dense model says nothing of. Its activation is that of the experts."""
 
 
 def granularity(dense_width: int, model: ModelConfig) -> int:
@@ -49,10 +51,17 @@ def starts_equal(model: ModelConfig) -> bool:
     return router and model.upcycle_noise == 0 and model.upcycle_scaling
 
 
-def upcycle_fault(dense: ModelConfig, model: ModelConfig) -> str:
-    """Why a dense model cannot become a model with experts; empty if it can."""
+def experts_fault(dense: ModelConfig) -> str:
+    """Why a model is none that experts can be made of; empty if it is one."""
     if "M" in dense.layer_kinds:
         return "it has experts already; name a dense model, or set checkpoint.init_from"
+    return ""
+
+
+def upcycle_fault(dense: ModelConfig, model: ModelConfig) -> str:
+    """Why a dense model cannot become a model with experts; empty if it can."""
+    if fault := experts_fault(dense):
+        return fault
     width, inner = dense.ffn_hidden_size, model.moe_ffn_hidden_size
     if width % inner:
         return f"model.moe_ffn_hidden_size={inner} must divide its feed-forward width {width}"

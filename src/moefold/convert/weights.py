@@ -1,7 +1,7 @@
 """Weights by our names, wherever they are: a source gives any part of any parameter of a model."""
 
-import re
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config, ModelConfig
+from moefold.convert.echo import REASONS, echoes_of
 from moefold.convert.families import Family, Table
+from moefold.convert.further_layer import is_further
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.piece import Piece, Plan, Region, Shape, make_plan
 from moefold.convert.safetensors_file import DTYPES, Stored, read_part, same_bytes
@@ -17,10 +19,8 @@ from moefold.errors import ConfigError, some
 from moefold.model.init import local_region
 from moefold.model.transformer import build_model
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-"""The names that all families have for them."""
-ECHO = "the embedding again"
-"""Why a head is passed over that some folders of tied models hold."""
+FURTHER = "multi-token prediction"
+"""Why a tensor is passed over whose layer is not wanted."""
 
 
 class WeightSource(Protocol):
@@ -49,10 +49,10 @@ class HfSource:
 
     Args:
         folder: the folder.
-        leaves_out_mtp: pass over the layers of multi-token prediction behind the others (DeepSeek-V3), which have no
-            place here; else they are refused.
+        leaves_out_mtp: pass over the layers of multi-token prediction behind the others (DeepSeek-V3).
 
     Attributes:
+        model: that of the folder, without those layers if they are left out.
         passed_over: the tensors of the folder that have no place here and need none, with the reason.
 
     Raises:
@@ -61,8 +61,9 @@ class HfSource:
 
     def __init__(self, folder: HfFolder, *, leaves_out_mtp: bool = False) -> None:
         self.folder = folder
-        self.passed_over = _passed_over(folder, leaves_out_mtp)
-        self.plan, self.layout = _matching_plan(folder, self.passed_over.keys())
+        self.model = replace(folder.model, mtp_layers=0) if leaves_out_mtp else folder.model
+        self.passed_over = _passed_over(folder, self.model, leaves_out_mtp)
+        self.plan, self.layout = _matching_plan(folder, self.model, self.passed_over.keys())
         self.shapes = self.plan.our_shapes
 
     def dtype(self, name: str) -> torch.dtype:
@@ -161,31 +162,34 @@ def plan_for(model: ModelConfig, table: Table, family: Family) -> Plan:
     return make_plan(pieces, shapes)
 
 
-def _passed_over(folder: HfFolder, leaves_out_mtp: bool) -> dict[str, str]:
+def _passed_over(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) -> dict[str, str]:
     """The tensors of a folder that need no place, with the reason."""
-    passed = {}
-    for name in folder.tensors:
+    passed, echoes = {}, echoes_of(model)
+    for name, stored in folder.tensors.items():
+        original = folder.tensors.get(echoes.get(name, ""))
         if folder.family.is_unused(name):
             passed[name] = "computed, not stored"
-        elif _echoes_embedding(folder, name):
-            passed[name] = ECHO
-        elif leaves_out_mtp and _is_further_layer(folder, name):
-            passed[name] = "multi-token prediction"
+        elif leaves_out_mtp and folder.family.has_mtp and is_further(name, model.num_layers):
+            passed[name] = FURTHER
+        elif original is not None and same_bytes(stored, original):
+            passed[name] = REASONS[echoes[name]]
     return passed
 
 
-def _matching_plan(folder: HfFolder, passed_over: Set[str]) -> tuple[Plan, int]:
+def _matching_plan(folder: HfFolder, model: ModelConfig, passed_over: Set[str]) -> tuple[Plan, int]:
     """The plan of the layout that the folder has, and its number; refuses a folder that differs from all."""
     found = {name: stored for name, stored in folder.tensors.items() if name not in passed_over}
-    plans = [plan_for(folder.model, table, folder.family) for table in folder.family.layouts]
+    _refuse_other_counts(folder, model)
+    try:
+        plans = [plan_for(model, table, folder.family) for table in folder.family.layouts]
+    except RuntimeError as error:
+        # What torch says of sizes whose product is no size.
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{str(folder.path)!r}: config.json means tensors that cannot be: {reason}") from None
     plan = min(plans, key=lambda plan: len(plan.their_shapes.keys() ^ found.keys()))
     layout = plans.index(plan)
     faults = [f"tensor {name} is missing" for name in sorted(plan.their_shapes.keys() - found.keys())]
-    for name in sorted(found.keys() - plan.their_shapes.keys()):
-        if _is_further_layer(folder, name):
-            faults.append(f"tensor {name} is of multi-token prediction; import with --without-mtp to leave that out")
-        else:
-            faults.append(f"tensor {name} has no place in this {folder.family.name} model")
+    faults += [_why_homeless(name, folder, model) for name in sorted(found.keys() - plan.their_shapes.keys())]
     for name, shape in plan.their_shapes.items():
         if name in found and found[name].shape != shape:
             faults.append(f"tensor {name} has shape {list(found[name].shape)}, config.json means {list(shape)}")
@@ -198,14 +202,23 @@ def _matching_plan(folder: HfFolder, passed_over: Set[str]) -> tuple[Plan, int]:
     return plan, layout
 
 
-def _is_further_layer(folder: HfFolder, name: str) -> bool:
-    """Whether a tensor is in a layer behind the last one, where DeepSeek-V3 has its multi-token prediction."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return found is not None and folder.family.has_mtp and int(found[1]) >= folder.model.num_layers
+def _why_homeless(name: str, folder: HfFolder, model: ModelConfig) -> str:
+    """What is wrong with a tensor of a folder that has no place in the model."""
+    if original := echoes_of(model).get(name):
+        return f"tensor {name} should be {original} again, and differs"
+    if folder.family.has_mtp and is_further(name, model.num_layers + model.mtp_layers):
+        return (
+            f"tensor {name} is of multi-token prediction, of which config.json counts num_nextn_predict_layers="
+            f"{model.mtp_layers}; mend that, or import with --without-mtp to leave such layers out"
+        )
+    return f"tensor {name} has no place in this {folder.family.name} model"
 
 
-def _echoes_embedding(folder: HfFolder, name: str) -> bool:
-    """Whether a tensor is the head of a model with tied embeddings, equal to the embedding as it should be."""
-    embedding = folder.tensors.get(EMBEDDING)
-    tied = name == HEAD and folder.model.tie_embeddings
-    return tied and embedding is not None and same_bytes(folder.tensors[name], embedding)
+def _refuse_other_counts(folder: HfFolder, model: ModelConfig) -> None:
+    """Refuse numbers of config.json that the tensors cannot come to, before a list of them fills the memory."""
+    tensors = len(folder.tensors)
+    most_experts = max((tensors, *(size for stored in folder.tensors.values() for size in stored.shape)))
+    experts = model.num_experts if "M" in model.layer_kinds else 0
+    for what, count, most in (("layers", len(model.all_layer_kinds), tensors), ("experts", experts, most_experts)):
+        if count > most:
+            raise ConfigError(f"{str(folder.path)!r}: config.json means {count} {what}, too many for {tensors} tensors")

@@ -110,13 +110,22 @@ def _hf_folder(path: Path) -> Source:
     return Source(
         path,
         "huggingface",
-        model_of(keys, path),
+        # What predicts further tokens at training is not read (`load_hf_weights`).
+        replace(model_of(keys, path), mtp_layers=0),
         MoEConfig(),
         data,
         stored if stored in ("bfloat16", "float64") else "float32",
-        int(keys.get("max_position_embeddings", DEFAULT_CONTEXT)),
+        _context(keys.get("max_position_embeddings"), path),
         frozenset(number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int)),
     )
+
+
+def _context(given: Any, path: Path) -> int:
+    if given is None:
+        return DEFAULT_CONTEXT
+    if type(given) is not int or given < 1:
+        raise ConfigError(f"{path / CONFIG_FILE} has max_position_embeddings={given!r}, which should be a whole number")
+    return given
 
 
 def _run_of(path: Path, model: ModelConfig) -> Config | None:
