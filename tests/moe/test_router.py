@@ -127,6 +127,13 @@ def test_the_bias_goes_up_for_fewer_and_down_for_more_than_the_mean():
     assert router.expert_bias.dtype == torch.float32
 
 
+def test_a_rate_of_zero_leaves_the_bias():
+    router = _router(replace(MODEL, num_experts=3, expert_bias=True), MoEConfig(bias_update_rate=0.0))
+    router.expert_bias.copy_(torch.tensor([0.5, -1.0, 0.0]))
+    router.update_bias(torch.tensor([7.0, 1.0, 4.0]), torch.zeros(3))
+    assert router.expert_bias.tolist() == [0.5, -1.0, 0.0]
+
+
 def test_quantile_routing_leaves_its_thresholds_for_evaluation():
     model = replace(MODEL, num_experts=4, router_score="sigmoid", expert_bias=True)
     router = _router(model, MoEConfig(choice="quantile"))

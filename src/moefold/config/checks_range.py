@@ -59,7 +59,7 @@ RANGES = (
     Range("must lie in [0, 1): at least 0 (0: off) and below 1", lambda part: 0 <= part < 1, "moe", "input_jitter"),
     Range("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "moe", "skew"),
     Range(*_at_least(1), "moe", "sinkhorn_iterations"),
-    Range(*POSITIVE, "moe", "bias_update_rate"),
+    Range("must be at least 0 (0: the bias stays)", lambda rate: rate >= 0, "moe", "bias_update_rate"),
     Range(*POSITIVE, "model", "router_scaling_factor"),
     Range("must be at least 0 (0: none)", lambda noise: noise >= 0, "model", "upcycle_noise"),
     Range(*_at_least(1), "model", "num_groups top_groups"),

@@ -113,7 +113,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
     norm_eps: float = 1e-6
-    """Epsilon of every RMSNorm."""
+    """Epsilon of every RMSNorm but those of latents (mla), which is 1e-6."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_fraction: float = 1.0
@@ -318,7 +318,8 @@ class MoEConfig:
     z_loss: float = 0.0
     """Coefficient of the mean squared log-sum-exp of the router logits (arXiv:2202.08906); 0 turns it off."""
     bias_update_rate: float = 1e-3
-    """Step of model.expert_bias: up for an expert with fewer copies than the mean of the step, down for more."""
+    """Step of model.expert_bias: up for an expert with fewer copies than the mean of the step, down for more; 0: the
+    bias stays, as in the last part of DeepSeek-V3's training (arXiv:2412.19437 sec. 4.2)."""
     choice: Literal["topk", "sinkhorn", "quantile", "round_robin", "skewed"] = "topk"
     """topk: best scores. sinkhorn, quantile: balanced in training, where a token's experts then depend on later tokens
     too (not causal). round_robin, skewed: forced, for benchmarks."""

@@ -12,6 +12,9 @@ from moefold.model.parameter import local
 from moefold.model.rope import Rotation, softmax_factor
 from moefold.model.seams import Tokens, WholeTokens
 
+LATENT_NORM_EPS = 1e-6
+"""Epsilon of the norms of latents, whatever `norm_eps` is: DeepSeek's code and transformers have it so."""
+
 
 class LatentAttention(nn.Module):
     """Latents of queries and of keys and values, their heads, rotation of a part, and the attention core.
@@ -37,10 +40,10 @@ class LatentAttention(nn.Module):
         self.wq = None if cfg.q_lora_rank else nn.Parameter(torch.empty(query, hidden))
         self.wq_down = nn.Parameter(torch.empty(cfg.q_lora_rank, hidden)) if cfg.q_lora_rank else None
         self.wq_up = nn.Parameter(torch.empty(query, cfg.q_lora_rank)) if cfg.q_lora_rank else None
-        self.query_norm = RMSNorm(cfg.q_lora_rank, cfg.norm_eps) if cfg.q_lora_rank else None
+        self.query_norm = RMSNorm(cfg.q_lora_rank, LATENT_NORM_EPS) if cfg.q_lora_rank else None
         self.wkv_down = nn.Parameter(torch.empty(cfg.kv_lora_rank + cfg.qk_rope_head_dim, hidden))
         self.wkv_up = nn.Parameter(torch.empty(heads * (cfg.qk_nope_head_dim + cfg.v_head_dim), cfg.kv_lora_rank))
-        self.key_value_norm = RMSNorm(cfg.kv_lora_rank, cfg.norm_eps)
+        self.key_value_norm = RMSNorm(cfg.kv_lora_rank, LATENT_NORM_EPS)
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
         self.tokens: Tokens = WholeTokens()
         self.window = window

@@ -42,24 +42,24 @@ def run_on(groups: ParallelGroups, cfg: Config, num_steps: int) -> MappingRecord
     Gradients are those of the first batch, before clipping; the evaluation is that of the weights after the last step
     on the first validation batch.
     """
-    # Gathering whole tensors axis by axis is what this wants; torch would warn about each.
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     loader = BatchLoader(data.train, cfg, groups, model.positions)
     training = TrainingStep(model, cfg)
-    initial = _whole_tensors(model)
+    initial = whole_tensors(model)
     training.begin(1)
     model.forward_backward(loader.batch(0))
-    gradients = _whole_tensors(model, gradients=True)
+    gradients = whole_tensors(model, gradients=True)
     training.optimizer.zero_grad(set_to_none=True)
     steps = tuple(training.run(loader.batch(i * cfg.train.global_batch_size), i + 1) for i in range(num_steps))
     held_out = BatchLoader(data.validation, cfg, groups, model.positions)
-    return MappingRecord(initial, gradients, _whole_tensors(model), steps, training.evaluate([held_out.batch(0)]))
+    return MappingRecord(initial, gradients, whole_tensors(model), steps, training.evaluate([held_out.batch(0)]))
 
 
-def _whole_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
+def whole_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
     """Every parameter and buffer, or every gradient, as a whole tensor, on the first rank of its stage; collective."""
+    # Gathering whole tensors axis by axis is what this wants; torch would warn about each.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     speaks = model.groups.attn.dp_cp.rank == 0 and model.groups.attn.tp.rank == 0
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters.items():

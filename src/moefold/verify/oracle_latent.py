@@ -17,8 +17,9 @@ def latent_heads(
     plain, turned, rank = model.qk_nope_head_dim, model.qk_rope_head_dim, model.kv_lora_rank
 
     def norm(latent: Tensor, which: str) -> Tensor:
+        # DeepSeek's released code leaves the epsilon of these norms at 1e-6.
         size = latent.square().mean(-1, keepdim=True)
-        return weights[f"{name}.{which}.weight"] * latent / torch.sqrt(model.norm_eps + size)
+        return weights[f"{name}.{which}.weight"] * latent / torch.sqrt(1e-6 + size)
 
     if model.q_lora_rank:
         compressed = norm(torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wq_down"]), "query_norm")

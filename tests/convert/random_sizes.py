@@ -1,0 +1,159 @@
+"""Random sizes for the models of every family, as the configuration classes of transformers take them.
+
+What an axis cuts is even where a model has to run under mappings; everything else may be odd.
+"""
+
+import random
+from typing import Any
+
+from tests.convert.hf_models import EVEN, LATENT, LLAMA3, QWEN_EXPERTS, YARN
+
+Sizes = dict[str, Any]
+
+
+def random_sizes(family: str, seed: int, *, is_cut: bool) -> Sizes:
+    """Sizes on top of those of `hf_models.MODELS`.
+
+    Args:
+        family: a name there.
+        seed: the same seed gives the same sizes.
+        is_cut: whether tp=2, ep=2, pp=2 and etp=2 must divide the model.
+    """
+    rng = random.Random(f"{family} {seed}")
+    sizes = _backbone(rng, is_cut) | FAMILIES[family](rng, is_cut)
+    # transformers gives the row of a padding token no gradient; ids of released models are beyond these vocabularies.
+    return sizes | {"pad_token_id": None, "eos_token_id": None}
+
+
+def _width(rng: random.Random, is_cut: bool) -> int:
+    """Of what tensor-parallel ranks divide."""
+    return 2 * rng.randint(3, 14) if is_cut else rng.randint(5, 29)
+
+
+def _hidden(rng: random.Random, heads: int) -> int:
+    """Width of the model, of which some configuration classes ask that the heads divide it."""
+    return heads * (rng.choice([5, 7, 9]) if heads > 1 else rng.choice([17, 23]))
+
+
+def _backbone(rng: random.Random, is_cut: bool) -> Sizes:
+    """Sizes that all families have; attention heads in groups."""
+    groups, share = rng.choice([1, 2]) if is_cut else rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
+    share *= 2 if is_cut and groups * share % 2 else 1
+    head_dim = rng.choice([4, 6, 10])
+    return {
+        "vocab_size": 2 * rng.randint(20, 40) + (not is_cut),
+        "hidden_size": _hidden(rng, groups * share),
+        "num_hidden_layers": 2 if is_cut else rng.choice([1, 2, 3]),
+        "num_attention_heads": groups * share,
+        "num_key_value_heads": groups,
+        "head_dim": head_dim,
+        "tie_word_embeddings": rng.random() < 0.5,
+        "rms_norm_eps": rng.choice([1e-6, 1e-3]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": rng.uniform(50.0, 9000.0)},
+    }
+
+
+def _dense(rng: random.Random, is_cut: bool) -> Sizes:
+    stretches = {"rope_parameters": LLAMA3 | {"rope_theta": rng.uniform(50.0, 9000.0)}} if rng.random() < 0.5 else {}
+    return {"intermediate_size": _width(rng, is_cut), **stretches}
+
+
+def _experts(rng: random.Random, is_cut: bool) -> tuple[int, int, int]:
+    """Experts, how many a token chooses, and the width of one."""
+    count = rng.choice([4, 6, 8]) if is_cut else rng.randint(3, 9)
+    return count, rng.choice([2, 3]), _width(rng, is_cut)
+
+
+def _weights(rng: random.Random) -> Sizes:
+    """Whether those of the chosen experts sum to 1; of one they always would."""
+    return {"norm_topk_prob": True} if rng.random() < 0.5 else {"norm_topk_prob": False, "num_experts_per_tok": 1}
+
+
+def _mixtral(rng: random.Random, is_cut: bool) -> Sizes:
+    count, top_k, width = _experts(rng, is_cut)
+    return {"num_local_experts": count, "num_experts_per_tok": top_k, "intermediate_size": width}
+
+
+def _qwen(rng: random.Random, is_cut: bool) -> Sizes:
+    count, top_k, width = _experts(rng, is_cut)
+    dense = rng.choice([{}, {"mlp_only_layers": [0]} if is_cut else {"decoder_sparse_step": 2}])
+    sizes = {"num_experts": count, "num_experts_per_tok": top_k, "moe_intermediate_size": width}
+    sizes |= {"intermediate_size": _width(rng, is_cut)}
+    return QWEN_EXPERTS | sizes | dense | _weights(rng)
+
+
+def _qwen2_moe(rng: random.Random, is_cut: bool) -> Sizes:
+    shared = {"shared_expert_intermediate_size": _width(rng, is_cut), "qkv_bias": rng.random() < 0.5}
+    return _qwen(rng, is_cut) | {"mlp_only_layers": []} | shared
+
+
+def _olmoe(rng: random.Random, is_cut: bool) -> Sizes:
+    count, top_k, width = _experts(rng, is_cut)
+    groups, share, head_dim = 2, rng.choice([1, 2, 3]), rng.choice([4, 6, 10])
+    groups += 0 if is_cut else rng.choice([-1, 1])
+    # The norms of all heads are as wide as the model.
+    sizes = {"num_attention_heads": groups * share, "num_key_value_heads": groups, "head_dim": head_dim}
+    sizes |= {"hidden_size": groups * share * head_dim, "num_experts": count, "intermediate_size": width}
+    return sizes | {"num_experts_per_tok": top_k} | _weights(rng)
+
+
+def _gpt_oss(rng: random.Random, is_cut: bool) -> Sizes:
+    yarn = YARN | {"factor": rng.uniform(2.0, 32.0), "truncate": rng.random() < 0.5}
+    own = {"sliding_window": rng.choice([1, 3, 7, 50]), "swiglu_limit": rng.choice([0.3, 2.0]), "rope_parameters": yarn}
+    return _mixtral(rng, is_cut) | own
+
+
+def _deepseek(rng: random.Random, is_cut: bool) -> Sizes:
+    """As far as V2 and V3 agree."""
+    heads, layers = 2 * rng.choice([1, 2, 3]) - (not is_cut), 2 if is_cut else rng.choice([2, 3])
+    groups, rotated = rng.choice([2, 4]), rng.choice([2, 6])
+    yarn = {"rope_parameters": YARN | {"rope_theta": rng.uniform(50.0, 5000.0), "factor": rng.uniform(2.0, 40.0)}}
+    if rng.random() < 0.7:
+        yarn["rope_parameters"] |= {"mscale": rng.uniform(0.3, 1.0), "mscale_all_dim": rng.uniform(0.3, 1.5)}
+    sizes = {
+        "hidden_size": _hidden(rng, heads),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": rng.randint(0, layers - 1),
+        "q_lora_rank": rng.choice([None, 7]),
+        "kv_lora_rank": rng.choice([5, 11]),
+        "qk_nope_head_dim": rng.choice([3, 7]),
+        "qk_rope_head_dim": rotated,
+        # That of the rotation.
+        "head_dim": rotated,
+        "v_head_dim": rng.choice([4, 5, 16]),
+        "n_routed_experts": 2 * groups * rng.choice([1, 2]),
+        "n_group": groups,
+        "topk_group": 2,
+        "num_experts_per_tok": rng.choice([2, 3]),
+        "n_shared_experts": rng.choice([1, 2, 3]),
+        "moe_intermediate_size": _width(rng, is_cut),
+        "intermediate_size": _width(rng, is_cut),
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+    }
+    return LATENT | sizes | (yarn if rng.random() < 0.7 else {})
+
+
+def _deepseek_v2(rng: random.Random, is_cut: bool) -> Sizes:
+    return _deepseek(rng, is_cut) | EVEN | {"topk_method": rng.choice(["greedy", "group_limited_greedy"])}
+
+
+def _deepseek_v3(rng: random.Random, is_cut: bool) -> Sizes:
+    sizes = _deepseek(rng, is_cut) | {"norm_topk_prob": rng.random() < 0.5, "rope_interleave": rng.random() < 0.5}
+    return sizes | (rng.choice([{}, {"n_group": 1, "topk_group": 1}]))
+
+
+FAMILIES = {
+    "llama": _dense,
+    "qwen2": _dense,
+    "qwen3": _dense,
+    "mixtral": _mixtral,
+    "qwen2-moe": _qwen2_moe,
+    "qwen3-moe": _qwen,
+    "olmoe": _olmoe,
+    "gpt-oss": _gpt_oss,
+    "deepseek-v2": _deepseek_v2,
+    "deepseek-v3": _deepseek_v3,
+}
+"""How each family draws its own sizes."""

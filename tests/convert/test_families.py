@@ -1,0 +1,110 @@
+"""Random models of every family: logits, gradients and ten steps of AdamW are those of transformers, on any mapping."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.convert.weights import load_hf_weights
+from moefold.model.transformer import build_model
+from tests.convert.hf_models import make_model, save_model
+from tests.convert.random_sizes import FAMILIES, random_sizes
+from tests.convert.side_by_side import (
+    LOGITS,
+    Reference,
+    assert_close,
+    assert_equal,
+    assert_gradients,
+    batch_of,
+    gradients_by_our_names,
+    recipe,
+    train_ours,
+    train_theirs,
+)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_equal_those_of_transformers(tmp_path, family, seed):
+    theirs = make_model(family, **random_sizes(family, seed, is_cut=False))
+    folder = save_model(theirs, tmp_path / "hf")
+    cfg = recipe(folder, folder)
+    ours = build_model(cfg)
+    ours.place(torch.arange(cfg.train.seq_len))
+    load_hf_weights(folder, dict(ours.named_parameters()), dict(ours.named_buffers()))
+    tokens = batch_of(cfg, 0)
+    logits, expected = ours(tokens[:, :-1]).transpose(0, 1), theirs(input_ids=tokens[:, :-1]).logits
+    assert_close(logits, expected, LOGITS, "logits")
+    for output in (logits, expected):
+        torch.nn.functional.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in ours.named_parameters()}
+    assert_gradients(gradients, gradients_by_our_names(theirs, tmp_path / "gradients"))
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """A folder and what transformers computes of it, made once for each family."""
+
+    @cache
+    def make(family: str) -> tuple[Path, Reference]:
+        parent = tmp_path_factory.mktemp(family)
+        theirs = make_model(family, **random_sizes(family, SEEDS.get(family, 0), is_cut=True))
+        folder = save_model(theirs, parent / "hf")
+        return folder, train_theirs(theirs, recipe(folder, folder), parent / "gradients")
+
+    return make
+
+
+DENSE = ("llama", "qwen2", "qwen3")
+TWO_RANKS = ({"tp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"pp": 2})
+FOLDED = {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2}
+SEEDS = {"qwen2-moe": 1, "qwen3-moe": 4, "gpt-oss": 2, "deepseek-v2": 2, "deepseek-v3": 3}
+"""Where the first draw lacks what a mapping has to bear: tied embeddings, a dense layer, windows, YaRN, a latent."""
+
+
+def _is_quick(family: str, degrees: dict[str, int]) -> bool:
+    """Two folded mappings are in the fast suite, and one mapping of families that others contain."""
+    if degrees is FOLDED:
+        return family in ("qwen2-moe", "deepseek-v3")
+    return family not in ("qwen2", "qwen3") or "tp" in degrees
+
+
+def _cases() -> list[object]:
+    cases = []
+    for family in FAMILIES:
+        for degrees in (*TWO_RANKS, FOLDED):
+            mapping = {axis: n for axis, n in degrees.items() if family not in DENSE or axis not in ("ep", "etp")}
+            mapping = {"world_size": 8 if degrees is FOLDED else 2} | mapping
+            marks = () if _is_quick(family, degrees) else (pytest.mark.slow,)
+            name = "-".join(f"{axis}{n}" for axis, n in mapping.items())
+            cases.append(pytest.param(family, mapping, marks=marks, id=f"{family}-{name}"))
+    return cases
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("family", "mapping"), _cases())
+def test_every_mapping_trains_as_transformers_does(pool, references, family, mapping):
+    folder, expected = references(family)
+    assert expected.losses[-1] < expected.losses[0] - 0.1
+    ranks = pool.run(mapping["world_size"], train_ours, recipe(folder, folder, **mapping))
+    assert_equal(ranks, expected, mapping.get("tp", 1))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("section", "change", "culprit"),
+    [
+        ("model", {"rope_theta": 100.0}, "logits"),
+        ("train", {"lr": 2.9e-3}, "losses"),
+        ("train", {"beta2": 0.9}, "losses"),
+    ],
+    ids=str,
+)
+def test_a_run_that_differs_a_little_is_noticed(pool, references, section, change, culprit):
+    folder, expected = references("qwen2-moe")
+    cfg = recipe(folder, folder)
+    other = replace(cfg, **{section: replace(getattr(cfg, section), **change)})
+    with pytest.raises(AssertionError, match=culprit):
+        assert_equal(pool.run(1, train_ours, other), expected, tp=1)
