@@ -17,6 +17,9 @@ from tests.inference.checkpoint_folder import described_run
         (["-a", "path=a", "tp=2", "--tasks", "x"], {"path": "a", "tp": "2"}),
         (["--model_args=path=a", "-b", "4", "--device", "cpu"], {"path": "a", "batch_size": "4", "device": "cpu"}),
         (["--device=cpu", "--tasks", "x=1"], {"device": "cpu"}),
+        (["-apath=a", "-b4", "--tasks", "x"], {"path": "a", "batch_size": "4"}),
+        (["--batch_size=4", "--model_args", "path=a,batch_size=2"], {"path": "a", "batch_size": "2"}),
+        (["-a", '{"path": "a", "tp": 2}', "--max_batch_size", "3"], {"path": "a", "tp": "2", "max_batch_size": "3"}),
     ],
 )
 def test_the_arguments_of_the_model_are_read_off_the_command_line(words, found):
@@ -24,7 +27,7 @@ def test_the_arguments_of_the_model_are_read_off_the_command_line(words, found):
 
 
 def test_arguments_are_typed_and_those_of_lm_eval_that_mean_nothing_are_left_out():
-    given = {"path": "a", "tp": "2", "batch_size": "auto", "max_batch_size": None, "device": "cuda:0"}
+    given = {"path": "a", "tp": "2", "batch_size": None, "max_batch_size": None, "device": "cuda:0"}
     assert LmSettings.from_arguments(given) == LmSettings(path="a", tp=2)
     assert LmSettings.from_arguments({"path": "a", "ep": 4, "device": "cpu"}).ep == 4
 
@@ -36,6 +39,8 @@ def test_arguments_are_typed_and_those_of_lm_eval_that_mean_nothing_are_left_out
         ({"path": "a", "cp": 2}, "--model_args cp= is unknown; the arguments are path, tp"),
         ({"path": "a", "tp": "two"}, "tp=two must be a number, at least 1"),
         ({"path": "a", "batch_size": 0}, "batch_size=0 must be a number, at least 1"),
+        ({"path": "a", "batch_size": "auto:4"}, "--batch_size auto .* is not here: .* give a number"),
+        ({"path": "a", "max_batch_size": 4}, "--max_batch_size, which belongs to it"),
     ],
 )
 def test_arguments_that_are_wrong(given, message):
@@ -52,6 +57,12 @@ def test_arguments_that_are_wrong(given, message):
         ("--config a.yaml", "--config is read by lm_eval alone"),
         ("--model_args path={run},ep=3 --tasks x", "parallel.ep=3 must divide"),
         ("--model_args path={run}/none --tasks x", "does not exist"),
+        ("--model_args path={run} --tasks x -b auto", "--batch_size auto"),
+        (
+            "--model_args path={run} --apply_chat_template tool_use --tasks x",
+            "chat_template tool_use names one",
+        ),
+        ("--model_args path={run},chat_template=no.jinja --apply_chat_template --tasks x", "chat_template='no.jinja'"),
     ],
 )
 def test_a_wrong_word_is_one_message(tmp_path, capsys, words, message):

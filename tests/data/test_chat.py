@@ -92,6 +92,18 @@ def test_a_template_cannot_leave_its_sandbox(attack: str):
         template("{{ messages[0].content }}" + attack).render(CHAT, None, "f:1")
 
 
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it never ends"),
+        ("{{ 'x' * 2**62 }}", "it needs more memory than there is"),
+    ],
+)
+def test_a_template_without_measure_is_one_message(source: str, reason: str):
+    with pytest.raises(ConfigError, match=f"f:1: .*{reason}"):
+        template(source).render(CHAT, None, "f:1")
+
+
 def test_what_the_template_refuses_is_said_with_the_line():
     with pytest.raises(ConfigError, match=r"f:1: .*only users"):
         template("{{ raise_exception('only users') }}").render(CHAT, None, "f:1")
@@ -126,3 +138,13 @@ def test_a_tokenizer_without_a_template(tmp_path: Path):
         load_chat_template(tokenizer_folder(tmp_path))
     with pytest.raises(ConfigError, match=r"has no chat template"):
         load_chat_template(tokenizer_folder(tmp_path, chat_template=[{"name": "rag", "template": "r"}]))
+
+
+def test_a_prompt_opens_the_turn_of_the_assistant_or_leaves_the_last_one_open():
+    asked, begun = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b "}]
+    marked = "{% for m in messages %}{% generation %}<{{ m.content | trim }}>{% endgeneration %}{% endfor %}"
+    assert template().prompt(asked, "p", opens_turn=True).endswith("a<|im_end|>\n<|im_start|>assistant\n")
+    assert template().prompt(asked + begun, "p", opens_turn=False).endswith("assistant\nb ")
+    assert template(marked).prompt(asked + begun, "p", opens_turn=False) == "<a><b"
+    with pytest.raises(ConfigError, match="does not write the last turn as it is"):
+        template("{{ messages | length }}").prompt(begun, "p", opens_turn=False)

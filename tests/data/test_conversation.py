@@ -24,6 +24,12 @@ def test_both_forms():
         ({"messages": [{"content": "hi"}]}, "message 1 has no role"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}, "message 2 has no text"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 has no text"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "a", "content": "\ud800"}]},
+            "message 2 is not Unicode",
+        ),
+        ({"messages": [{"role": "\ud800", "content": "a"}]}, "message 1 is not Unicode text"),
+        ({"prompt": "hi", "response": "\udc00"}, "'response' is not Unicode text"),
         ({"messages": []}, "at least one message"),
         ({"messages": "hi"}, "at least one message"),
         ({"messages": ["hi"]}, "message 1 must be an object"),

@@ -145,6 +145,10 @@ def test_mixtures_of_conversations(chats: Path):
             "a.jsonl:2: column 'prompt' holds a number",
         ),
         ('{"messages": [{"content": "b"}]}\n', "a.jsonl:1: message 1 has no role"),
+        (
+            r'{"messages": [{"role": "user", "content": null, "tool_calls": [{"x": "\ud800"}]}]}',
+            r"a.jsonl:1: what the chat template makes of the conversation is not Unicode text \(.*\); mend it",
+        ),
         ('{"prompt": "a", "response": "b"\n', "a.jsonl:1 is not JSON"),
         ('{"prompt": "a"}\n', "a.jsonl:1: no column 'response'"),
         ("\n", "there is no conversation"),
@@ -153,8 +157,10 @@ def test_mixtures_of_conversations(chats: Path):
 )
 def test_what_cannot_be_used_is_named(tmp_path: Path, content: str, words: str):
     (tmp_path / "a.jsonl").write_text(content)
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}")
     with pytest.raises(ConfigError, match=words):
-        open_chats(tmp_path / "a.jsonl")
+        open_chats(tmp_path / "a.jsonl", chat_template=str(template) if "tool_calls" in content else "")
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
 

@@ -29,6 +29,7 @@ def test_objects_with_their_places(tmp_path: Path, name: str):
         (b"[1, 2]", ":2 holds a list"),
         (b'{"a": "\xff"}', ":2 is not UTF-8"),
         (b"[" * 100_000, ":2 is not JSON"),
+        (b'{"a": ' + b"1" * 5000 + b"}", ":2 is not JSON"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: bytes, words: str):
@@ -43,6 +44,18 @@ def test_a_cut_gzip_file(tmp_path: Path):
     path.write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:-10])
     with pytest.raises(ConfigError, match="not a complete gzip file"):
         list(jsonl_records(path))
+
+
+@pytest.mark.parametrize("place", [0, 5, 14, 40, -6, -2])
+def test_a_damaged_gzip_file(tmp_path: Path, place: int):
+    path = write(tmp_path / "a.jsonl.gz", b"".join(b'{"a": %d}\n' % (i * i) for i in range(300)))
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0xFF
+    path.write_bytes(content)
+    # Not every byte of the header matters.
+    if place != 5:
+        with pytest.raises(ConfigError, match=r"a.jsonl.gz(:\d+ is not JSON| is not a complete gzip file)"):
+            list(jsonl_records(path))
 
 
 @pytest.mark.parametrize(

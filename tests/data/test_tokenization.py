@@ -13,7 +13,7 @@ import pytest
 from moefold.config.schema import DataConfig
 from moefold.data import check_data, open_dataset
 from moefold.data.shard_writer import ShardWriter
-from moefold.data.token_file import map_document_ends
+from moefold.data.token_file import map_document_ends, token_files
 from moefold.data.tokenization import Tokenization, tokenize_files
 from moefold.errors import ConfigError
 
@@ -190,6 +190,56 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path):
     with pytest.raises(ConfigError, match="another files"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "out")
     assert content(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("note", ["[]", "3", "nonsense", "[" * 100_000])
+def test_a_broken_note_is_named(tmp_path: Path, note: str):
+    write_jsonl(tmp_path / "a.jsonl", 5)
+    tokenize([tmp_path / "a.jsonl"], tmp_path / "out")
+    (tmp_path / "out" / "tokenize.json").write_text(note)
+    with pytest.raises(ConfigError, match="out/tokenize.json is broken"):
+        tokenize([tmp_path / "a.jsonl"], tmp_path / "out")
+    with pytest.raises(ConfigError, match="out/tokenize.json is broken"):
+        token_files(DataConfig(kind="tokens", path=str(tmp_path / "out")))
+
+
+def test_tokens_may_lie_in_the_folder_that_they_are_made_of(tmp_path: Path):
+    texts = write_jsonl(tmp_path / "a.jsonl", 9)
+    out = tmp_path / "tokens"
+    for num_new in (sum(len(text.encode()) + 1 for text in texts), 0):
+        assert tokenize([tmp_path], out).num_new_tokens == num_new
+    assert documents(out) == [text.encode() + b"\0" for text in texts]
+    for inside in (out, out / "tokens-000000.npy"):
+        with pytest.raises(ConfigError, match=f"INPUT {inside} lies in --out .*; choose another folder"):
+            tokenize([inside], out)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_cannot_be_read_is_not_blamed_on_the_output(tmp_path: Path, processes: int):
+    pyarrow = pytest.importorskip("pyarrow")
+    pyarrow.parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [f"t{i}" for i in range(40)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=20, compression="NONE")
+    start = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0).dictionary_page_offset
+    content = bytearray(path.read_bytes())
+    content[start : start + 4] = b"\xff" * 4
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="^[^ ]*a.parquet is damaged behind row 20"):
+        tokenize([path], tmp_path / "out", num_processes=processes, shard_bytes=100)
+    assert not list((tmp_path / "out").glob(".tokens-*"))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, processes: int):
+    write_jsonl(tmp_path / "a.jsonl", 60)
+    tokenize([tmp_path / "a.jsonl"], tmp_path / "out", shard_bytes=1000)
+    for number in (1, 2):
+        (tmp_path / "out" / f"tokens-00000{number}.npy").unlink()
+    # A folder stands where a shard has to go: so it fails for root, too.
+    (tmp_path / "out" / "tokens-000001.npy" / "x").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"--out .*out cannot be written \(.*irectory\); choose another folder"):
+        tokenize([tmp_path / "a.jsonl"], tmp_path / "out", num_processes=processes, shard_bytes=1000)
 
 
 @pytest.mark.parametrize("ends", [[500], [10], [50, 10, 100], [-5, 100]])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ pytest.importorskip("lm_eval", reason="lm-eval comes with the extra `eval`")
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 from lm_eval.api.instance import Instance
 
+from moefold.data.tokenizer import NumberTokenizer
 from moefold.errors import ConfigError
 from moefold.inference.lm_eval_model import MoefoldLM
+from moefold.inference.lm_eval_rank import _passed_through_us
 from moefold.inference.sampling import Sampling
 from moefold.inference.scoring import CommandedModel, GenerateOrder
 from tests.convert.hf_models import make_model, save_model
@@ -158,8 +161,61 @@ def test_a_task_of_lm_eval_runs_on_two_ranks(folder, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (results,) = (tmp_path / "out").rglob("results*.json")
-    accuracy = json.loads(results.read_text())["results"]["tiny_choice"]["acc,none"]
-    assert math.isclose(accuracy, 1.0)
+    found = json.loads(results.read_text())
+    assert math.isclose(found["results"]["tiny_choice"]["acc,none"], 1.0)
+    assert found["config"]["batch_size"] == "8"
+
+
+TURNS = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on "}]
+
+
+def test_prompts_go_through_the_chat_template(lm, folder, tmp_path):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }} .{% endfor %}"
+    source += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (tmp_path / "chat.jinja").write_text(source)
+    made = MoefoldLM(lm._model, path=str(folder), chat_template=str(tmp_path / "chat.jinja"), max_length=12)
+    for turns, opens_turn in ((TURNS[:1], True), (TURNS, False)):
+        theirs, _ = render_jinja_template(
+            conversations=[turns],
+            chat_template=source,
+            add_generation_prompt=opens_turn,
+            continue_final_message=not opens_turn,
+        )
+        assert made.apply_chat_template(turns, add_generation_prompt=opens_turn) == theirs[0]
+    assert made.chat_template(True) == source
+    assert made.tokenizer_name != lm.tokenizer_name
+
+
+def test_chat_templates_that_are_not_there_are_refused(lm):
+    with pytest.raises(ConfigError, match=r"--apply_chat_template: .* has no chat template: .*chat_template=FILE"):
+        lm.apply_chat_template(TURNS[:1])
+    with pytest.raises(ConfigError, match="apply_chat_template='tool_use': a model has one template"):
+        lm.chat_template("tool_use")
+
+
+@pytest.mark.e2e
+def test_what_lm_eval_refuses_is_one_message_before_weights_are_read(folder, tmp_path):
+    import shutil
+
+    from tests.e2e.command import moefold
+
+    shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    given = f"path={tmp_path / 'model'},tp=2,ep=2,device=cpu"
+    done = moefold("lm_eval", "--model_args", given, "--tasks", "x", "--log_samples")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("moefold: error: lm-eval: Specify --output_path")
+
+
+def test_an_error_of_ours_is_not_said_to_be_of_lm_eval():
+    def error_of(fail: Callable[[], object]) -> ValueError:
+        with pytest.raises(ValueError) as caught:
+            fail()
+        return caught.value
+
+    assert _passed_through_us(error_of(lambda: NumberTokenizer(4).encode("x")))
+    assert not _passed_through_us(error_of(lambda: int("x")))
 
 
 def test_importing_the_module_makes_the_model_known(folder):

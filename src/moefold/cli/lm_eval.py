@@ -20,6 +20,7 @@ are those of lm_eval's own command line, but --model, which is moefold. --model_
   max_length        longest text in tokens (what the model was trained on, or config.json says)
   max_gen_toks      most new tokens where a task does not say (256)
   tokenizer         bytes or a tokenizer.json, not the model's
+  chat_template     a file, not the model's template, for --apply_chat_template
 
 In a program of your own, `import moefold.lm_eval` makes model="moefold" known to lm_eval.simple_evaluate.
 
@@ -41,11 +42,11 @@ def run(argv: list[str]) -> int:
 
 
 def _start(words: list[str], place: Place | None) -> int:
-    from moefold.inference.lm_eval_settings import LmSettings, model_arguments
+    from moefold.inference.lm_eval_settings import LmSettings, chat_template_wish, model_arguments
 
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("the package lm-eval is not installed; pip install 'moefold[eval]'")
-    if words[0] in ("ls", "validate"):
+    if words[0] in ("ls", "validate") or {"-h", "--help"} & set(words):
         from moefold.inference.lm_eval_rank import run_harness
 
         return run_harness(words, None)
@@ -61,12 +62,16 @@ def _start(words: list[str], place: Place | None) -> int:
 
     from moefold.inference.text import open_tokenizer
 
-    open_tokenizer(source, settings.tokenizer)
+    tokenizer = open_tokenizer(source, settings.tokenizer)
+    if chat_template_wish(words):
+        settings.load_chat_template(source, tokenizer)
 
     # torch takes seconds to import, lm-eval too: everything above answers without them.
     from moefold.inference.lm_eval_rank import lm_eval_rank
     from moefold.launch.ranks import choose_device, run_ranks
 
-    words = ["run", "--model", "moefold", *(words[1:] if words[0] == "run" else words)]
+    # lm-eval would take 1. The user's own words come later and win.
+    ours = ["--model", "moefold", "--batch_size", str(settings.batch_size)]
+    words = ["run", *ours, *(words[1:] if words[0] == "run" else words)]
     device_type = choose_device(cfg.run.device, cfg.parallel.world_size, place)
     return run_ranks(partial(lm_eval_rank, settings, words), cfg.parallel.world_size, device_type, place)

@@ -61,6 +61,7 @@ class ChatTemplate:
         Raises:
             ConfigError: it is not a Jinja template.
         """
+        self.source = source
         self.identity = hashlib.sha256(json.dumps([source, sorted(special_tokens.items())]).encode()).hexdigest()
         self._place = place
         self._special_tokens = dict(special_tokens)
@@ -96,6 +97,30 @@ class ChatTemplate:
                 )
             responses.append(range(min(len(before), len(after)), len(after)))
         return RenderedChat(text, tuple(responses))
+
+    def prompt(self, messages: Sequence[Message], place: str, *, opens_turn: bool) -> str:
+        """The text that a model continues.
+
+        Args:
+            messages: the turns, each with a `role` and a `content`.
+            place: what the conversation is, for messages.
+            opens_turn: whether the assistant's turn begins behind the last one; if not, the last one stays open.
+
+        Raises:
+            ConfigError: the template refuses the conversation, or does not write the content of an open turn as it is.
+        """
+        text = self._split_at_marks(self._render(messages, None, place, prompts=opens_turn)).text
+        if opens_turn:
+            return text
+        content = str(messages[-1]["content"])
+        # Templates strip what they are given more often than not.
+        for form in (content, content.lstrip(), content.rstrip(), content.strip()):
+            if form and (start := text.rfind(form)) >= 0:
+                return text[: start + len(form)]
+        raise ConfigError(
+            f"{place}: the chat template of {self._place} does not write the last turn as it is, so that it cannot be "
+            "continued; set another template"
+        )
 
     def _render(self, messages: Sequence[Message], tools: Any, place: str, *, prompts: bool) -> str:
         values = self._special_tokens | {"messages": messages, "tools": tools, "add_generation_prompt": prompts}
@@ -176,18 +201,22 @@ def _compile(source: str, place: str, marks: tuple[str, str]) -> Callable[[Mappi
     environment.globals["raise_exception"] = raise_exception
     try:
         template = environment.from_string(source)
-    except TemplateError as error:
-        raise ConfigError(f"the chat template of {place} is not a Jinja template ({error}); mend it") from error
+    except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError | MemoryError) else error
+        raise ConfigError(f"the chat template of {place} is not a Jinja template ({reason}); mend it") from error
 
     def render(values: Mapping[str, Any], conversation: str) -> str:
         try:
             return template.render(**values)
         # A template of a stranger may fail in any way that an expression can.
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"{conversation}: the chat template of {place} refuses the conversation ({error}); mend the "
-                "conversation, take it out, or set data.chat_template"
-            ) from error
+            reason = str(error)
+        except (RecursionError, MemoryError) as error:
+            reason = "it never ends" if isinstance(error, RecursionError) else "it needs more memory than there is"
+        raise ConfigError(
+            f"{conversation}: the chat template of {place} refuses the conversation ({reason}); mend the "
+            "conversation, take it out, or set data.chat_template"
+        )
 
     return render
 
@@ -197,7 +226,7 @@ def _tokenizer_settings(file: Path) -> dict[str, Any]:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not a readable tokenizer_config.json ({error}); mend or remove it") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{file} is not a tokenizer_config.json: it holds no object; mend or remove it")

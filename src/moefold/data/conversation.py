@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.keys import nearest
-from moefold.data.jsonl import Record, column_text, unknown_column
+from moefold.data.jsonl import Record, column_text, refuse_half_characters, unknown_column
 from moefold.errors import ConfigError
 
 ANSWERS = ("response", "completion")
@@ -55,4 +55,5 @@ def _messages(messages: object, place: str) -> tuple[dict[str, Any], ...]:
         calls_tools = content is None and message.get("tool_calls")
         if not isinstance(content, str) and not calls_tools:
             raise ConfigError(f'{place}: message {number} has no text; give it "content": "..."')
+        refuse_half_characters(message["role"] + (content or ""), f"{place}: message {number}")
     return tuple(messages)

@@ -21,7 +21,7 @@ from moefold.data.bin_packing import pack_best_fit
 from moefold.data.cache import cached_ids, npy_header
 from moefold.data.chat import ChatTemplate, load_chat_template
 from moefold.data.conversation import conversation_of
-from moefold.data.jsonl import Record, is_jsonl, jsonl_records
+from moefold.data.jsonl import Record, is_jsonl, jsonl_records, refuse_half_characters
 from moefold.data.marked import MarkedSample
 from moefold.data.path import data_paths, files_below, refuse_repeats
 from moefold.data.progress import ReadProgress
@@ -239,6 +239,8 @@ def _tokenise(
     for record in records:
         conversation = conversation_of(record)
         chats.append(template.render(conversation.messages, conversation.tools, record.place))
+        # What is no content may be in it, too: names, calls of tools.
+        refuse_half_characters(chats[-1].text, f"{record.place}: what the chat template makes of the conversation")
     encoded = tokenizer.encode_with_places([chat.text for chat in chats])
     for record, chat, (ids, places) in zip(records, chats, encoded, strict=True):
         if not len(ids):

@@ -17,6 +17,7 @@ from moefold.config.keys import nearest
 from moefold.config.schema import DataConfig
 from moefold.data.document import Piece
 from moefold.data.jsonl import is_jsonl, jsonl_records, unknown_column
+from moefold.data.parquet_file import column_values, open_parquet
 from moefold.data.path import existing_path, files_below, refuse_repeats
 from moefold.errors import ConfigError
 
@@ -97,11 +98,13 @@ class TextTable:
         return text
 
     def explain(self, error: Exception) -> ConfigError:
-        """The package's error in the words of a recipe; a broken JSON line is looked for, and named."""
+        """The package's error in the words of a recipe; a broken line or row is looked for, and named."""
         if self.path is not None:
             for file in files_below(self.path):
                 if is_jsonl(file):
                     _find_broken_line(file)
+                elif file.suffix == ".parquet":
+                    _find_broken_row(file, self.column)
         detail = (str(error).strip() or type(error).__name__).splitlines()[0]
         return ConfigError(
             f"data.path={self.name!r} (split {self.split!r}) cannot be read by the package datasets: {detail}; "
@@ -253,6 +256,13 @@ def _suffix(path: Path) -> str:
 
 def _is_saved(path: Path) -> bool:
     return any((path / name).is_file() for name in _SAVED)
+
+
+def _find_broken_row(file: Path, column: str) -> None:
+    """Raise ConfigError with file and row if a parquet file, or a text in it, cannot be read."""
+    if column in open_parquet(file).schema_arrow.names:
+        for _ in column_values(file, column):
+            pass
 
 
 def _find_broken_line(file: Path) -> None:

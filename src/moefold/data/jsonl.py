@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +54,10 @@ def jsonl_records(path: Path) -> Iterator[Record]:
             for number, line in enumerate(file, 1):
                 if record := parse_line(line, path, number):
                     yield record
-        except (EOFError, gzip.BadGzipFile) as error:
-            raise ConfigError(f"{path} is not a complete gzip file ({error}); copy it anew") from error
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ConfigError(f"{path} is not a complete gzip file ({error}); copy it anew or leave it out") from error
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror or error}); copy it anew") from error
 
 
 def parse_line(line: bytes, path: Path, number: int) -> Record | None:
@@ -71,8 +74,10 @@ def parse_line(line: bytes, path: Path, number: int) -> Record | None:
         fields = json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place} is not UTF-8 ({error.reason} at byte {error.start} of the line); mend it") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        where = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
+    except (ValueError, RecursionError) as error:
+        where = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        if isinstance(error, json.JSONDecodeError):
+            where = f"{error.msg} at column {error.colno}"
         raise ConfigError(f"{place} is not JSON ({where}); mend the line or take it out") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{place} holds {_kind(fields)}, but every line must be an object such as {{...}}; mend it")
@@ -90,11 +95,16 @@ def column_text(fields: Mapping[str, Any], column: str, place: str) -> str:
     text = fields[column]
     if not isinstance(text, str):
         raise ConfigError(f"{place}: column {column!r} holds {_kind(text)}, not text; mend it or take the line out")
+    refuse_half_characters(text, f"{place}: column {column!r}")
+    return text
+
+
+def refuse_half_characters(text: str, what: str) -> None:
+    """Raise ConfigError if a text holds halves of characters, which JSON can spell and no encoding knows."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{place}: column {column!r} is not Unicode text ({error.reason}); mend it") from None
-    return text
+        raise ConfigError(f"{what} is not Unicode text ({error.reason} at character {error.start}); mend it") from None
 
 
 def unknown_column(column: str, columns: Mapping[str, Any] | list[str]) -> str:

@@ -3,17 +3,17 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from moefold.data.document import Corpus, Piece, TextFile
 from moefold.data.jsonl import column_text, is_jsonl, jsonl_records, parse_line, unknown_column
+from moefold.data.parquet_file import column_values, open_parquet
 from moefold.data.path import existing_path, files_below, refuse_repeats
 from moefold.errors import ConfigError
 
 Form = Literal["text", "jsonl", "parquet"]
 FORMS: tuple[Form, ...] = ("text", "jsonl", "parquet")
 _BLOCK_BYTES = 2**20
-_PARQUET_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,23 @@ class Shard:
         return sum(portion.size_bytes for portion in self.portions)
 
 
-def input_files(names: Sequence[str], form: str) -> tuple[tuple[Path, Form], ...]:
-    """The files that are named, folders recursively, each with its form.
+def input_files(names: Sequence[str], form: str, out: Path) -> tuple[tuple[Path, Form], ...]:
+    """The files that are named, folders recursively, each with its form; but nothing of the folder of the output.
 
     Args:
         names: files and folders.
         form: one of FORMS, or "auto": by a file's name, and text for names that say nothing.
+        out: where the tokens go.
 
     Raises:
-        ConfigError: a name does not exist or comes twice, or there is no file with anything in it.
+        ConfigError: a name does not exist, comes twice or is part of the output, or there is no file with anything in
+            it.
     """
     roots = [existing_path("INPUT", name) for name in names]
-    paths = [file for root in roots for file in files_below(root)]
+    own = out.resolve()
+    if inside := [root for root in roots if root.is_relative_to(own)]:
+        raise ConfigError(f"INPUT {inside[0]} lies in --out {out}, where the tokens go; choose another folder for them")
+    paths = [file for root in roots for file in files_below(root) if not file.resolve().is_relative_to(own)]
     refuse_repeats(tuple(path.resolve() for path in paths))
     paths = [path for path in paths if path.stat().st_size]
     if not paths:
@@ -84,8 +89,17 @@ def portion_pieces(portion: Portion, column: str) -> Iterator[Piece]:
     """The documents of a portion, long texts in pieces; empty ones are left out.
 
     Raises:
-        ConfigError: something is not text, or has not the column; file and line (row) are named.
+        ConfigError: something cannot be read, is not text, or has not the column; file and line (row) are named.
     """
+    try:
+        yield from _documents(portion, column)
+    except OSError as error:
+        raise ConfigError(
+            f"{portion.path} cannot be read ({error.strerror or error}); copy it anew or leave it out"
+        ) from error
+
+
+def _documents(portion: Portion, column: str) -> Iterator[Piece]:
     if portion.form == "text":
         status = portion.path.stat()
         file = TextFile(portion.path, status.st_size, status.st_mtime_ns, is_named=True)
@@ -106,7 +120,7 @@ def _form_of(path: Path) -> Form:
 def _portions(path: Path, form: Form, shard_bytes: int) -> Iterator[Portion]:
     size_bytes = path.stat().st_size
     if form == "parquet":
-        metadata = _open_parquet(path).metadata
+        metadata = open_parquet(path).metadata
         for group in range(metadata.num_row_groups):
             yield Portion(path, form, group, group + 1, metadata.row_group(group).total_byte_size)
     elif form == "text" or path.suffix == ".gz":
@@ -154,30 +168,13 @@ def _count_lines(path: Path, stop: int) -> int:
 
 
 def _parquet_documents(portion: Portion, column: str) -> Iterator[tuple[str, int]]:
-    file = _open_parquet(portion.path)
+    file = open_parquet(portion.path)
     if column not in file.schema_arrow.names:
         raise ConfigError(f"--column {column}: {portion.path} has {unknown_column(column, file.schema_arrow.names)}")
     groups = range(portion.start, portion.stop)
-    row = sum(file.metadata.row_group(group).num_rows for group in range(portion.start))
     num_rows = max(1, sum(file.metadata.row_group(group).num_rows for group in groups))
-    for batch in file.iter_batches(_PARQUET_ROWS, row_groups=list(groups), columns=[column]):
-        for text in batch.column(0).to_pylist():
-            row += 1
-            if not isinstance(text, str):
-                what = "nothing" if text is None else type(text).__name__
-                raise ConfigError(f"{portion.path}: column {column!r} holds {what}, not text, in row {row}")
-            yield text, portion.size_bytes // num_rows
-
-
-def _open_parquet(path: Path) -> Any:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} needs the package pyarrow, which is not installed; install the extra hf: pip install 'moefold[hf]'"
-        ) from error
-    try:
-        return ParquetFile(path)
-    except (OSError, ArrowException) as error:
-        raise ConfigError(f"{path} is not a complete parquet file ({error}); copy it anew or leave it out") from error
+    for row, text in column_values(portion.path, column, groups):
+        if not isinstance(text, str):
+            what = "nothing" if text is None else type(text).__name__
+            raise ConfigError(f"{portion.path}: column {column!r} holds {what}, not text, in row {row}")
+        yield text, portion.size_bytes // num_rows

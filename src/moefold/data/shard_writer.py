@@ -16,6 +16,7 @@ from moefold.data.path import existing_path
 from moefold.data.shard_plan import Shard, portion_pieces
 from moefold.data.token_file import document_ends_path
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, PlacingTokenizer
+from moefold.errors import ConfigError
 
 DRAFTS = ".tokens-*.partial"
 _BATCH_BYTES = 2**22
@@ -63,7 +64,8 @@ class ShardWriter:
             report: told the bytes of input that were read since the last call.
 
         Raises:
-            ConfigError: the input is not what it should be; nothing of the shard is left then.
+            ConfigError: the input is not what it should be, or the folder cannot be written; nothing of the shard is
+                left then.
         """
         tokenizer = self.load_tokenizer()
         path = shard_path(self.out, shard.number)
@@ -77,10 +79,20 @@ class ShardWriter:
                     os.fsync(opened.fileno())
             index_draft.replace(document_ends_path(path))
             draft.replace(path)
+        except ConnectionError:
+            # It is the one that is reported to who has gone.
+            raise
+        except OSError as error:
+            raise unwritable(self.out, error) from error
         finally:
             draft.unlink(missing_ok=True)
             index_draft.unlink(missing_ok=True)
         return size
+
+
+def unwritable(out: Path, error: OSError) -> ConfigError:
+    """What to say of a folder that the system does not let us write to."""
+    return ConfigError(f"--out {out} cannot be written ({error.strerror or error}); choose another folder")
 
 
 def shard_path(out: Path, number: int) -> Path:

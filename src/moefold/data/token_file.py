@@ -202,9 +202,11 @@ def _refuse_unfinished(folder: Path) -> None:
         note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder / NOTE} is broken ({error}); tokenise anew into another folder") from error
-    if not isinstance(note, dict) or not note.get("is_complete"):
+    if not isinstance(note, dict):
+        raise ConfigError(f"{folder / NOTE} is broken (it holds no object); tokenise anew into another folder")
+    if note.get("is_complete") is not True:
         raise ConfigError(
             f"data.path={folder} is not finished; give the same `moefold tokenize` command again, which goes on"
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from moefold.data.progress import ReadProgress
 from moefold.data.shard_plan import Shard, input_files, plan_shards
-from moefold.data.shard_writer import DRAFTS, ShardSize, ShardWriter
+from moefold.data.shard_writer import DRAFTS, ShardSize, ShardWriter, unwritable
 from moefold.data.token_file import NOTE
 from moefold.data.worker_pool import run_tasks
 from moefold.errors import ConfigError
@@ -49,7 +49,7 @@ def tokenize_files(
         ConfigError: the input cannot be used (file and line are named), or the folder holds something else.
     """
     tokenizer = writer.load_tokenizer()
-    files = input_files(inputs, form)
+    files = input_files(inputs, form, writer.out)
     shards = plan_shards(files, shard_bytes)
     note: dict[str, Any] = {
         "format": FORMAT_VERSION,
@@ -97,17 +97,20 @@ def _clear_drafts(out: Path) -> None:
 @contextlib.contextmanager
 def _claim(out: Path) -> Iterator[None]:
     """Make the folder and keep others from writing to it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with (out / ".lock").open("ab") as lock:
+    with contextlib.ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((out / ".lock").open("ab"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"--out {out} is being written by another `moefold tokenize`; wait for it") from None
+        except OSError as error:
+            raise unwritable(out, error) from error
+        # What is read names its own faults, so this is the folder's.
+        try:
             yield
-    except BlockingIOError:
-        raise ConfigError(f"--out {out} is being written by another `moefold tokenize`; wait for it") from None
-    except OSError as error:
-        raise ConfigError(
-            f"--out {out} cannot be written ({error.strerror or error}); choose another folder"
-        ) from error
+        except OSError as error:
+            raise unwritable(out, error) from error
 
 
 def _refuse_other(out: Path, note: dict[str, Any]) -> None:
@@ -117,8 +120,10 @@ def _refuse_other(out: Path, note: dict[str, Any]) -> None:
         if any(path.name != ".lock" for path in out.iterdir()):
             raise ConfigError(f"--out {out} is not empty and holds no tokens of this program; choose another") from None
         return
-    except ValueError:
-        found = {}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{out / NOTE} is broken, so nobody knows what the tokens are of; remove --out {out}")
     wrong = [key for key, value in note.items() if found.get(key) != value]
     if wrong:
         raise ConfigError(

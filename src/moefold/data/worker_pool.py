@@ -28,19 +28,25 @@ def run_tasks(work: Work, tasks: Sequence[Any], num_processes: int, report: Repo
         The number of a finished task, and what the work returned.
 
     Raises:
-        ConfigError: as the work does, or a process was killed.
+        ConfigError: as the work does, or a process was killed or cannot be started.
     """
     if num_processes == 1 or len(tasks) < 2:
         for number, task in enumerate(tasks):
             yield number, work(task, report)
         return
     context = multiprocessing.get_context("spawn")
-    processes = {}
+    processes: dict[Connection, Any] = {}
     try:
         for _ in range(min(num_processes, len(tasks))):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, work), daemon=True)
-            process.start()
+            try:
+                process.start()
+            except OSError as error:
+                raise ConfigError(
+                    f"no more than {len(processes)} processes can be started ({error.strerror or error}); "
+                    "give a smaller --processes"
+                ) from error
             theirs.close()
             processes[ours] = process
         yield from _distribute(processes, tasks, report)
@@ -101,8 +107,6 @@ def _serve(connection: Connection, work: Work) -> None:
                 answer = ("refused", str(error))
             except BrokenPipeError:
                 return
-            except OSError as error:
-                answer = ("refused", f"a token file cannot be written: {error}")
             except Exception:  # noqa: BLE001
                 answer = ("failed", traceback.format_exc())
             connection.send(answer)

@@ -1,6 +1,6 @@
 """Our models as lm-eval sees them (github.com/EleutherAI/lm-evaluation-harness, package lm-eval)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -8,6 +8,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 
+from moefold.data.chat import ChatTemplate
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.lm_eval_settings import LmSettings
@@ -44,6 +45,7 @@ class MoefoldLM(TemplateLM):
         self._device = self._model.opened.groups.device
         self._ends = end_ids(self._source, tokenizer)
         self._max_length = self._settings.max_length or self._source.context
+        self._template: ChatTemplate | None = None
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
@@ -71,8 +73,27 @@ class MoefoldLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What a cache of requests must not share with another tokenizer."""
-        return self._text.identity
+        """What a cache of requests must not share with another tokenizer, or another chat template."""
+        return self._text.identity + (f" {self._template.identity}" if self._template else "")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template that prompts are put into, which results record; "" without one.
+
+        Raises:
+            ConfigError: there is none, or one of several is asked for.
+        """
+        if isinstance(chat_template, str):
+            raise ConfigError(f"apply_chat_template={chat_template!r}: a model has one template; say True")
+        return self._load_template().source if chat_template else ""
+
+    def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        """The turns of a prompt as one text, with the assistant's turn begun behind them, or the last one left open."""
+        return self._load_template().prompt(chat_history, "a prompt", opens_turn=add_generation_prompt)
+
+    def _load_template(self) -> ChatTemplate:
+        if self._template is None:
+            self._template = self._settings.load_chat_template(self._source, self._text)
+        return self._template
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The ids of a text, without special tokens."""

@@ -1,10 +1,13 @@
 """What `--model_args` of lm-eval says of a model of ours. Torch-free."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from moefold.config.schema import Config
+from moefold.data.chat import ChatTemplate, load_chat_template
+from moefold.data.tokenizer import NumberTokenizer, Tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.settings import Wish, inference_config
 from moefold.inference.source import Source, find_source
@@ -32,22 +35,27 @@ class LmSettings:
     max_gen_toks: int = 256
     """Most new tokens where a task does not say."""
     tokenizer: str = ""
+    chat_template: str = ""
+    """File of the template for --apply_chat_template; "" takes the model's."""
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> "LmSettings":
-        """Read what lm-eval gives a model; settings of its own that stand for nothing (None, "auto") are left out.
+        """Read what lm-eval gives a model; settings of its own that stand for nothing (None) are left out.
 
         Raises:
             ConfigError: one is unknown, missing or out of range.
         """
         known = {field.name: field.type for field in fields(cls)}
-        given = {key: value for key, value in arguments.items() if value is not None and key != "max_batch_size"}
+        given = {key: value for key, value in arguments.items() if value is not None}
+        if "max_batch_size" in given or str(given.get("batch_size", "")).startswith("auto"):
+            raise ConfigError(
+                "--batch_size auto (and --max_batch_size, which belongs to it) is not here: nothing tries out how many "
+                "texts fit in memory; give a number, or leave it out for 8"
+            )
         if strange := [key for key in given if key not in known]:
             raise ConfigError(f"--model_args {strange[0]}= is unknown; the arguments are {', '.join(known)}")
         if "path" not in given:
             raise ConfigError("--model_args needs path=MODEL: a checkpoint, a run folder or a Hugging Face folder")
-        if given.get("batch_size") == "auto":
-            del given["batch_size"]
         # "cuda:0" is lm-eval's default, on every machine.
         if str(given.get("device", "")).startswith("cuda:"):
             del given["device"]
@@ -82,21 +90,76 @@ class LmSettings:
         )
         return source, inference_config(source, wish, "generate")
 
+    def load_chat_template(self, source: Source, tokenizer: Tokenizer) -> ChatTemplate:
+        """The template that --apply_chat_template puts prompts into.
+
+        Raises:
+            ConfigError: there is none, or the model knows no text.
+        """
+        if isinstance(tokenizer, NumberTokenizer):
+            raise ConfigError(
+                "--apply_chat_template: the model was trained on bare ids, so it knows no text; name its tokenizer "
+                "with --model_args tokenizer="
+            )
+        data = replace(
+            source.data,
+            tokenizer=self.tokenizer or source.data.tokenizer,
+            chat_template=self.chat_template or source.data.chat_template,
+        )
+        try:
+            return load_chat_template(data)
+        except ConfigError as error:
+            raise ConfigError(f"--apply_chat_template: {error} (here --model_args chat_template=FILE)") from error
+
 
 def model_arguments(words: Sequence[str]) -> dict[str, str]:
-    """The key=value pairs behind --model_args (-a), --batch_size (-b) and --device on a command line of lm-eval."""
+    """What --model_args (-a), --batch_size (-b), --max_batch_size and --device say on a command line of lm-eval."""
     found: dict[str, str] = {}
+    for option, word in _options(words):
+        if option in ("--model_args", "-a"):
+            found |= _pairs(word)
+        elif option in ("--batch_size", "-b", "--max_batch_size", "--device"):
+            found.setdefault("batch_size" if option == "-b" else option.removeprefix("--"), word)
+    return found
+
+
+def chat_template_wish(words: Sequence[str]) -> bool:
+    """Whether a command line of lm-eval asks for --apply_chat_template.
+
+    Raises:
+        ConfigError: it names a template.
+    """
+    if named := [word for option, word in _options(words) if option == "--apply_chat_template"]:
+        raise ConfigError(
+            f"--apply_chat_template {named[0]} names one of several templates, and a model has one here; leave it "
+            "out, or give the file of a template with --model_args chat_template=FILE"
+        )
+    return "--apply_chat_template" in words
+
+
+def _options(words: Sequence[str]) -> list[tuple[str, str]]:
+    """The words behind options, each with its option; those of one letter may be glued to it (-b4)."""
+    found: list[tuple[str, str]] = []
     option = ""
     for word in words:
-        name, equals, value = word.partition("=")
-        if name.startswith("-"):
-            option, word = name, value
-            if not equals:
-                continue
-        if option in ("--model_args", "-a"):
-            pairs = (part.partition("=") for part in word.split(",") if part)
-            found |= {key: text for key, _, text in pairs}
-        elif option in ("--batch_size", "-b", "--device"):
-            key = "device" if option == "--device" else "batch_size"
-            found.setdefault(key, word)
+        if not word.startswith("-"):
+            found.append((option, word))
+            continue
+        option, equals, value = word.partition("=")
+        if not word.startswith("--") and len(option) > len("-b"):
+            option, equals, value = word[:2], "=", word[2:]
+        if equals:
+            found.append((option, value))
     return found
+
+
+def _pairs(word: str) -> dict[str, str]:
+    """key=value,key=value, or an object in JSON."""
+    if word.startswith("{"):
+        try:
+            tree = json.loads(word)
+        except ValueError as error:
+            raise ConfigError(f"--model_args {word} is no JSON ({error}); write path=MODEL,tp=2") from error
+        return {key: str(value) for key, value in tree.items()}
+    parts = (part.partition("=") for part in word.split(",") if part)
+    return {key: value for key, _, value in parts}
