@@ -20,7 +20,7 @@ def run(argv: list[str]) -> int:
         # torch takes seconds to import: a wrong word is answered without it.
         from moefold.convert.export_folder import ExportWish, export_folder
 
-        wish = ExportWish(dtype=args.dtype, family=args.family, shard_bytes=shard_bytes, check=args.check)
+        wish = ExportWish(args.dtype, args.family, shard_bytes, args.check, verify=not args.no_verify)
         done = export_folder(Path(args.checkpoint), out, crew, wish, advance=advance)
         if crew.is_first:
             print(conversion_summary(done, out, args.check))
@@ -58,5 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         help="auto: the family that the weights came from, else the first that computes the same",
     )
     parser.add_argument("--shard-size", metavar="SIZE", help="largest file, such as 500MB; 0: one file (default 5GB)")
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not compare the checkpoint with its hashes first, only sizes"
+    )
     parser.add_argument("--check", action="store_true", help="read the result again and compare every byte")
     return parser

@@ -12,6 +12,7 @@ import torch
 
 from moefold import __version__
 from moefold.checkpoint.folder import CheckpointMeta, locate_checkpoint, model_differences, model_sizes
+from moefold.checkpoint.sound import refuse_damaged
 from moefold.checkpoint.stream import CheckpointSource, chunks_of
 from moefold.config.schema import ModelConfig
 from moefold.convert.compare import assemble, compare_with_folder, share_groups, work_order
@@ -55,6 +56,8 @@ class ExportWish:
     """Largest file; 0 for a single one; None: as the imported folder had it, else SHARD_BYTES."""
     check: bool = False
     """Read the result again and compare each byte."""
+    verify: bool = True
+    """Compare the checkpoint's files with their hashes first; else their sizes alone."""
 
 
 def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, advance: Advance) -> Conversion:
@@ -73,6 +76,7 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
     """
     # The first process decides: a run may save one more meanwhile.
     checkpoint = crew.gather(locate_checkpoint(checkpoint))[0]
+    refuse_damaged(checkpoint, crew, reads_all=wish.verify)
     source = CheckpointSource(checkpoint)
     model = model_in(checkpoint)
     companions = find_companions(checkpoint)

@@ -110,7 +110,9 @@ def write_weights(source: WeightSource, draft: Path, crew: Crew, advance: Advanc
         region = (slice(chunk.start, chunk.stop), *(slice(0, size) for size in source.shapes[chunk.name][1:]))
         values = source.read(chunk.name, region).contiguous()
         advance(values.nbytes)
-        return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
+        storage = values.untyped_storage()
+        # What was read of a checkpoint is kept there for the next read, and its memory cannot be given back early.
+        return values if storage.nbytes() == values.nbytes and storage.resizable() else values.clone()
 
     write_chunks(draft, source.shapes, dtypes, share(_all_chunks(source.shapes, dtypes), source, crew), read)
 
