@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moefold.checkpoint.metadata_file import SafeReader, read_metadata
-from moefold.checkpoint.store import explained
+from moefold.checkpoint.store import reading, refuse_broken_files
 
 BATCH_BYTES = 1 << 28
 """So much of each checkpoint is in memory at a time, or one tensor."""
@@ -85,14 +85,16 @@ def differing_tensors(path: Path, other: Path, prefix: str = "") -> list[Differe
 
 
 def _index(path: Path) -> dict[str, TensorStorageMetadata]:
-    with explained(f"checkpoint {str(path)!r} cannot be read"):
-        stored = read_metadata(path).state_dict_metadata
+    with reading(path):
+        metadata = read_metadata(path)
+        refuse_broken_files(path, metadata)
+    stored = metadata.state_dict_metadata
     return {name: tensor for name, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
 
 
 def _read(path: Path, names: list[str], index: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-    state = {name: torch.empty(index[name].size, dtype=index[name].properties.dtype) for name in names}
-    with explained(f"checkpoint {str(path)!r} cannot be read"), warnings.catch_warnings():
+    with reading(path), warnings.catch_warnings():
+        state = {name: torch.empty(index[name].size, dtype=index[name].properties.dtype) for name in names}
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
         dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
     return state

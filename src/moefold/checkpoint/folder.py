@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moefold.checkpoint.manifest import MANIFEST_FILE, hash_faults, read_manifest, size_faults
+from moefold.checkpoint.manifest import MANIFEST_FILE, hash_faults, read_manifest, regular_file, size_faults
 from moefold.config.schema import Config, ModelConfig, layer_windows
 from moefold.errors import ConfigError
 
@@ -157,7 +157,7 @@ def read_meta(path: Path) -> CheckpointMeta:
         ConfigError: the folder is no checkpoint of this program, or of a version that this one cannot read.
     """
     try:
-        fields = json.loads((path / META_FILE).read_text(encoding="utf-8"))
+        fields = json.loads(regular_file(path, META_FILE).read_text(encoding="utf-8"))
         meta = CheckpointMeta(**fields)
         _check_meta(meta)
     except FileNotFoundError:
@@ -178,6 +178,18 @@ def _check_meta(meta: CheckpointMeta) -> None:
     for name in ("order", "model", "parallel"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")
+    sizes = meta.model
+    for name, default in asdict(ModelConfig()).items():
+        kinds = (int, float) if isinstance(default, float) else type(default)
+        if name in sizes and (not isinstance(sizes[name], kinds) or isinstance(sizes[name], bool) != (kinds is bool)):
+            raise TypeError(f"model.{name} is {sizes[name]!r}")
+    # What is as long as the model is deep is made of the number: the text beside it shows that it can be.
+    if sizes.get("num_layers", 0) != len(sizes.get("layer_kinds", "")):
+        raise TypeError(f"model.num_layers is {sizes.get('num_layers')}, and layer_kinds has another length")
+    if "attention_pattern" in sizes:
+        layer_windows(sizes["attention_pattern"], sizes.get("sliding_window", 0), sizes.get("num_layers", 0))
+    if not all(type(degree) in (int, str, bool) for degree in meta.parallel.values()):
+        raise TypeError("parallel is no mapping of ranks")
 
 
 def find_resume(cfg: Config) -> Path | None:
@@ -271,9 +283,12 @@ def remove_older(newest: Path, keep: int, keep_every: int = 0) -> None:
 def remove(path: Path) -> None:
     """Delete a checkpoint so that a kill in between leaves no part of it under its name."""
     doomed = path.with_name(f".{path.name}.old")
-    shutil.rmtree(doomed, ignore_errors=True)
+    doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    if doomed.is_symlink():
+        doomed.unlink()
+    else:
+        shutil.rmtree(doomed)
 
 
 def _refuse_later(complete: list[Path], step: int, cfg: Config) -> None:

@@ -5,6 +5,7 @@ It is written from what was read back from the disk, so a checkpoint that has on
 
 import hashlib
 import json
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         OSError: it cannot be read.
         ValueError: it is no manifest, or names a file outside the folder.
     """
-    text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
+    text = regular_file(folder, MANIFEST_FILE).read_text(encoding="utf-8")
     try:
         tree = json.loads(text)
         records = {
@@ -65,6 +66,20 @@ def check_name(folder: Path, name: str) -> None:
     """
     if not name or name != Path(name).name or name == ".." or (folder / name).resolve().parent != folder.resolve():
         raise ValueError(f"file name {name!r} leads out of the folder")
+
+
+def regular_file(folder: Path, name: str) -> Path:
+    """A file of a folder, to be opened: it is neither a link to elsewhere nor a device or pipe that never ends.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        ValueError: it is something else.
+    """
+    path = folder / name
+    check_name(folder, name)
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{name} is no plain file")
+    return path
 
 
 def size_faults(folder: Path, manifest: Mapping[str, FileRecord]) -> list[str]:

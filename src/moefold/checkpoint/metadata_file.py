@@ -1,38 +1,41 @@
 """The library's index of a checkpoint, `.metadata`, is a pickle: here it is read so that it can run nothing."""
 
+import math
 import pickle
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from moefold.checkpoint.manifest import check_name
+from moefold.checkpoint.manifest import check_name, regular_file
 
 METADATA_FILE = ".metadata"
-_CLASSES: dict[tuple[str, str], Any] = {
-    (module.__name__, name): getattr(module, name)
-    for module, names in (
-        (
-            metadata,
-            (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            ),
-        ),
-        (filesystem, ("_StorageInfo",)),
-        (torch, ("Size",)),
-    )
-    for name in names
+_MODULES = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
 }
+"""The classes of an index, by their modules; for each of them a `_Plain` stands in."""
 _BROKEN = (
     AttributeError,
     EOFError,
@@ -65,53 +68,117 @@ class SafeReader(dcp.FileSystemReader):
 def read_metadata(folder: Path) -> Metadata:
     """Read the index of a checkpoint folder.
 
+    What is returned is made anew of plain numbers and names, so nothing that the pickle did to its own objects lives
+    on; and whatever it says of a tensor is backed by bytes of a file, so nothing has to be allocated on its word.
+
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no such index, asks for anything but the plain data of one, or leads out of the folder.
+        ValueError: it is no such index, asks for anything but the plain data of one, contradicts itself or the sizes of
+            the files, or leads out of the folder.
     """
-    with (folder / METADATA_FILE).open("rb") as file:
+    with regular_file(folder, METADATA_FILE).open("rb") as file:
         try:
-            found = _Unpickler(file).load()
+            found = _made_anew(_Unpickler(file).load())
         except _BROKEN as error:
             raise ValueError(f"{METADATA_FILE} is no index of a checkpoint: {error or type(error).__name__}") from None
-    if not (
-        isinstance(found, Metadata)
-        and isinstance(found.state_dict_metadata, dict)
-        and isinstance(found.storage_data, dict)
-        and all(isinstance(stored, TensorStorageMetadata) for stored in found.state_dict_metadata.values())
-        and all(_is_plain(info) for info in found.storage_data.values())
-    ):
-        raise ValueError(f"{METADATA_FILE} is no index of a checkpoint of tensors")
-    for info in found.storage_data.values():
-        check_name(folder, info.relative_path)
+    for name in {info.relative_path for info in found.storage_data.values()}:
+        check_name(folder, name)
     return found
 
 
+def _made_anew(found: Any) -> Metadata:
+    """The index that stand-ins describe, every part of it looked at.
+
+    Raises:
+        ValueError: it is not what the library writes for a state of tensors.
+        AttributeError, TypeError: the same.
+    """
+    _check_class(found, "Metadata")
+    places = {_index(index): _place(info) for index, info in found.storage_data.items()}
+    tensors = {_text(name): _tensor(stored) for name, stored in found.state_dict_metadata.items()}
+    for name, stored in tensors.items():
+        _check_chunks(name, stored, places)
+    return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
+
+
+def _tensor(stored: Any) -> TensorStorageMetadata:
+    _check_class(stored, "TensorStorageMetadata")
+    dtype = stored.properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor has no type")
+    chunks = [ChunkStorageMetadata(_size(chunk.offsets), _size(chunk.sizes)) for chunk in stored.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), _size(stored.size), chunks)
+
+
+def _check_chunks(name: str, stored: TensorStorageMetadata, places: Mapping[MetadataIndex, _StorageInfo]) -> None:
+    """The chunks lie within the tensor, are as many values as it has, and each has its bytes."""
+    offsets = {chunk.offsets for chunk in stored.chunks}
+    fits = all(
+        len(chunk.sizes) == len(chunk.offsets) == len(stored.size)
+        and all(a + n <= size for a, n, size in zip(chunk.offsets, chunk.sizes, stored.size, strict=True))
+        for chunk in stored.chunks
+    )
+    num_values = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
+    if not fits or len(offsets) != len(stored.chunks) or num_values != math.prod(stored.size):
+        raise ValueError(f"the parts of {name} are not the whole of it")
+    for chunk in stored.chunks:
+        place = places.get(MetadataIndex(name, chunk.offsets))
+        needed_bytes = math.prod(chunk.sizes) * stored.properties.dtype.itemsize
+        if place is None or place.length < needed_bytes:
+            has = "none" if place is None else str(place.length)
+            raise ValueError(f"a part of {name} needs {needed_bytes} bytes, it has {has}")
+
+
+def _index(index: Any) -> MetadataIndex:
+    return MetadataIndex(_text(index.fqn), _size(index.offset))
+
+
+def _place(info: Any) -> _StorageInfo:
+    numbers = (info.offset, info.length)
+    transforms = getattr(info, "transform_descriptors", None)
+    if not all(type(number) is int and number >= 0 for number in numbers) or transforms:
+        raise ValueError("a part has no place")
+    return _StorageInfo(_text(info.relative_path), *numbers)
+
+
+def _size(numbers: Any) -> torch.Size:
+    if not isinstance(numbers, tuple) or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise ValueError("a size is no row of numbers")
+    return torch.Size(numbers)
+
+
+def _check_class(found: Any, name: str) -> None:
+    if not isinstance(found, _Plain) or type(found).__name__ != name:
+        raise ValueError(f"it has {type(found).__name__} where {name} belongs")
+
+
+def _text(name: Any) -> str:
+    if type(name) is not str:
+        raise ValueError("a name is no text")
+    return name
+
+
+class _Plain:
+    """Stands in for whatever an index is made of: keeps what the pickle gives it and does nothing."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is dict:
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+
 class _Unpickler(pickle.Unpickler):
+    """Knows the names in an index alone, and gives a new class for each: a pickle may change what it is given."""
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _CLASSES:
-            return _CLASSES[module, name]
+        if name in _MODULES.get(module, ()) or module.startswith("pathlib"):
+            return type(name, (_Plain,), {})
+        if (module, name) == ("torch", "Size"):
+            return type(name, (tuple,), {})
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
-        if module.startswith("pathlib"):
-            return PurePosixPath
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which an index has no use for")
-
-
-def _layout(name: str) -> torch.layout:
-    if name != str(torch.strided):
-        raise ValueError(f"layout {name!r}")
-    return torch.strided
-
-
-def _is_plain(info: Any) -> bool:
-    return (
-        isinstance(info, filesystem._StorageInfo)
-        and isinstance(info.relative_path, str)
-        and isinstance(info.offset, int)
-        and isinstance(info.length, int)
-        and min(info.offset, info.length) >= 0
-        and not info.transform_descriptors
-    )

@@ -1,5 +1,8 @@
 """When checkpoints are written: at once, or by a thread beside training, never two at a time."""
 
+import os
+import sys
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,6 +16,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from moefold.checkpoint.folder import Position
 from moefold.checkpoint.store import write_checkpoint
 from moefold.config.schema import Config
+
+LOWEST_PRIORITY = 19
+"""As `nice` counts."""
 
 
 class CheckpointSaver:
@@ -33,6 +39,11 @@ class CheckpointSaver:
 
     def check(self) -> None:
         """Raise what has gone wrong since the last save; to be called once a step."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this rank still writes beside training."""
+        return False
 
     def finish(self) -> None:
         """Wait until all is written; collective."""
@@ -77,6 +88,11 @@ class BackgroundSaver(CheckpointSaver):
         if self._under_way is not None and self._under_way.done():
             self._wait()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this rank still writes beside training."""
+        return self._under_way is not None and not self._under_way.done()
+
     def finish(self) -> None:
         """Wait until all is written; collective."""
         self._wait()
@@ -92,3 +108,10 @@ class BackgroundSaver(CheckpointSaver):
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
+
+
+def _step_back() -> None:
+    """Give this thread what the others leave of the cores: training waits for its slowest rank."""
+    if sys.platform == "linux":
+        # There a thread has a priority of its own; elsewhere this would be the process's.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)

@@ -25,7 +25,6 @@ from moefold.checkpoint.folder import (
     draft_path,
     model_sizes,
     put_in_place,
-    quick_faults,
     read_meta,
     refuse_unfit,
     remove_older,
@@ -33,20 +32,29 @@ from moefold.checkpoint.folder import (
     step_path,
     write_meta,
 )
-from moefold.checkpoint.manifest import (
-    FileRecord,
-    hash_faults,
-    read_manifest,
-    record_file,
-    write_manifest,
-)
+from moefold.checkpoint.manifest import FileRecord, record_file, write_manifest
 from moefold.checkpoint.metadata_file import METADATA_FILE, SafeReader, read_metadata
+from moefold.checkpoint.sound import file_faults, refuse_damaged
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, some
+from moefold.launch.crew import joined_crew
 from moefold.train.optimizer import named_moments, set_step_count
 
 FRESH_WHERE_ABSENT = ".last_counts_E"
 """Buffers of this name are those of a loss that a run may turn on at any step: an older checkpoint may lack them."""
+_STRANGE = (
+    AssertionError,
+    AttributeError,
+    EOFError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    pickle.UnpicklingError,
+)
+"""What the library raises on files that contradict their index."""
 _OTHER = "name another one with checkpoint.resume, or move it away"
 
 
@@ -84,7 +92,7 @@ def agree_on_resume(cfg: Config) -> Resume:
             return Resume(None)
         if cfg.checkpoint.resume != "auto":
             read_meta(path)  # a folder that is no checkpoint at all is named as such
-        faults = _collect(_file_faults(path, reads_all=cfg.checkpoint.verify))
+        faults = _collect(file_faults(path, joined_crew(), reads_all=cfg.checkpoint.verify))
         if not faults:
             if dist.get_rank() == 0:
                 refuse_unfit(path, cfg)
@@ -174,13 +182,12 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Ma
         ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
     """
     read_meta(path)
-    if faults := _collect(_file_faults(path, reads_all=True)):
-        raise ConfigError(f"checkpoint {str(path)!r} is damaged: {some(faults)}")
+    refuse_damaged(path, joined_crew())
     _load(path, _weights(parameters, buffers))
 
 
 def _load(path: Path, state: dict[str, Tensor]) -> None:
-    with explained(f"checkpoint {str(path)!r} cannot be read"):
+    with reading(path):
         metadata = read_metadata(path)
         stored = metadata.state_dict_metadata
         state = {n: t for n, t in state.items() if n in stored or not n.endswith(FRESH_WHERE_ABSENT)}
@@ -207,14 +214,6 @@ def _record_files(draft: Path, group: dist.ProcessGroup | None) -> dict[str, Fil
     of_ranks: list[dict[str, FileRecord]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, mine, group=group)
     return {name: record for records in of_ranks for name, record in records.items()}
-
-
-def _file_faults(path: Path, *, reads_all: bool) -> list[str]:
-    """What this rank finds wrong with the sizes of all files and the content of its part of them."""
-    if faults := quick_faults(path):
-        return faults
-    manifest = read_manifest(path)
-    return hash_faults(path, manifest, list(manifest)[dist.get_rank() :: dist.get_world_size()]) if reads_all else []
 
 
 def _collect(faults: list[str]) -> list[str]:
@@ -260,8 +259,16 @@ def _broken_files(path: Path, metadata: Metadata) -> list[str]:
 
 
 @contextmanager
-def explained(failure: str) -> Iterator[None]:
-    """Turn what a disk or a broken file raises into the user's error."""
+def reading(path: Path) -> Iterator[None]:
+    """Turn whatever comes of reading a checkpoint, be it of a stranger's making, into the user's error."""
+    with explained(f"checkpoint {str(path)!r} cannot be read", *_STRANGE):
+        yield
+
+
+@contextmanager
+def explained(failure: str, *also: type[Exception]) -> Iterator[None]:
+    """Turn what a disk or a broken file raises, and what else is named, into the user's error."""
+    expected: tuple[type[Exception], ...] = (OSError, ValueError, *also)
     try:
         yield
     except ConfigError:
@@ -270,10 +277,10 @@ def explained(failure: str) -> Iterator[None]:
         cause = next(iter(error.failures.values()))[0]
         if isinstance(cause, ConfigError):
             raise cause from None
-        if not isinstance(cause, OSError | EOFError | pickle.UnpicklingError | RuntimeError | ValueError):
+        if not isinstance(cause, (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, *also)):
             raise
         raise ConfigError(f"{failure}: {_one_line(cause)}") from error
-    except (OSError, ValueError) as error:
+    except expected as error:
         raise ConfigError(f"{failure}: {_one_line(error)}") from error
 
 

@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
 from pathlib import Path
@@ -28,9 +27,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from moefold.checkpoint.folder import CheckpointMeta, read_meta
-from moefold.checkpoint.manifest import FileRecord, record_file, write_manifest
+from moefold.checkpoint.manifest import FileRecord, record_file, regular_file, write_manifest
 from moefold.checkpoint.metadata_file import read_metadata
-from moefold.checkpoint.store import explained, refuse_broken_files
+from moefold.checkpoint.store import explained, reading, refuse_broken_files
 from moefold.errors import ConfigError
 from moefold.launch.crew import Crew
 
@@ -70,7 +69,7 @@ class CheckpointSource:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.meta: CheckpointMeta = read_meta(path)
-        with self._explained():
+        with reading(path):
             self._metadata: Metadata = read_metadata(path)
             refuse_broken_files(path, self._metadata)
         self._stored = {
@@ -117,17 +116,17 @@ class CheckpointSource:
         places = self._metadata.storage_data
         assert places is not None
         place = places[MetadataIndex(f"model.{name}", torch.Size(offsets))]
-        try:
-            with self._explained(), (self.path / place.relative_path).open("rb") as opened:
-                window: Any = _Window(opened, place.offset, place.length)
-                values: Tensor = torch.load(window, weights_only=True)
-        except RuntimeError as error:
-            # What torch says of a broken archive.
-            raise ConfigError(f"checkpoint {str(self.path)!r} is damaged: {name} cannot be read: {error}") from error
+        with reading(self.path), regular_file(self.path, place.relative_path).open("rb") as opened:
+            window: Any = _Window(opened, place.offset, place.length)
+            values: Any = torch.load(window, weights_only=True, map_location="cpu")
+        stored = self._stored[name]
+        (size,) = (chunk.sizes for chunk in stored.chunks if chunk.offsets == torch.Size(offsets))
+        if not isinstance(values, Tensor) or (values.shape, values.dtype) != (size, stored.properties.dtype):
+            raise ConfigError(
+                f"checkpoint {str(self.path)!r} is damaged: file {place.relative_path} holds something else where "
+                f"{name} belongs"
+            )
         return values
-
-    def _explained(self) -> AbstractContextManager[None]:
-        return explained(f"checkpoint {str(self.path)!r} cannot be read")
 
 
 class _Window(RawIOBase):

@@ -121,6 +121,8 @@ def _rm(arguments: argparse.Namespace) -> int:
     for path in arguments.checkpoints:
         if step_of(path.resolve()) < 0:
             raise ConfigError(f"{str(path)!r} is not named like a checkpoint, step-000100; name the folder itself")
+        if path.is_symlink():
+            raise ConfigError(f"{str(path)!r} is a link; name the folder that it leads to, or remove the link itself")
         if not path.is_dir():
             raise ConfigError(f"{str(path)!r} does not exist")
     doomed = {path.resolve() for path in arguments.checkpoints}
@@ -160,7 +162,7 @@ def _flat(tree: dict[str, object]) -> dict[str, object]:
 
 
 def _size_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir())
+    return sum(file.lstat().st_size for file in path.iterdir())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -50,7 +50,9 @@ def print_content(
         f"{path}: after step {meta.step:,}, {meta.samples:,} samples and {meta.tokens:,} tokens", soft_wrap=True
     )
     console.print(f"written by {mapping(meta)}")
-    model = {key: meta.model[key] for key in ("num_layers", "hidden_size", "num_experts", "top_k", "vocab_size")}
+    model = {
+        key: meta.model.get(key, "?") for key in ("num_layers", "hidden_size", "num_experts", "top_k", "vocab_size")
+    }
     console.print("model: " + ", ".join(f"{key} {value}" for key, value in model.items()))
     table = Table("tensors", "shape", "type", "MiB", "parts", box=None, pad_edge=False)
     for name, part in _parts(tensors).items():

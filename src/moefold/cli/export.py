@@ -27,6 +27,7 @@ def run(argv: list[str]) -> int:
             check=args.check,
             leaves_out_mtp=args.without_mtp,
             mtp_inside=args.mtp_inside,
+            verify=not args.no_verify,
         )
         done = export_folder(Path(args.checkpoint), out, crew, wish, advance=advance)
         if crew.is_first:
@@ -65,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         help="auto: the family that the weights came from, else the first that computes the same",
     )
     parser.add_argument("--shard-size", metavar="SIZE", help="largest file, such as 500MB; 0: one file (default 5GB)")
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not compare the checkpoint with its hashes first, only sizes"
+    )
     parser.add_argument("--check", action="store_true", help="read the result again and compare every byte")
     further = parser.add_mutually_exclusive_group()
     further.add_argument("--without-mtp", action="store_true", help="leave layers of multi-token prediction out")

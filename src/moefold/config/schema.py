@@ -206,6 +206,8 @@ class ModelConfig:
 
 LAYER_KINDS = "DM"
 ATTENTION_KINDS = "FW"
+MOST_LAYERS = 100_000
+"""No count in a pattern is larger, so that spelling out a stranger's needs no memory to speak of."""
 
 
 def expand_layer_pattern(pattern: str, kinds: str = LAYER_KINDS) -> str:
@@ -220,8 +222,8 @@ def expand_layer_pattern(pattern: str, kinds: str = LAYER_KINDS) -> str:
             digits += char
             continue
         if digits:
-            if int(digits) == 0:
-                raise ValueError(f"a count of 0 in layer pattern {pattern!r}")
+            if not 0 < int(digits) <= MOST_LAYERS:
+                raise ValueError(f"a count of {int(digits)} in layer pattern {pattern!r}")
             spelled += spelled[-1] * (int(digits) - 1)
             digits = ""
         if char == "\0":

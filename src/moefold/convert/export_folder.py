@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.folder import locate_checkpoint
+from moefold.checkpoint.sound import refuse_damaged
 from moefold.checkpoint.stream import CheckpointSource, chunks_of
 from moefold.config.schema import ModelConfig
 from moefold.convert.compare import assemble, compare_with_folder, share_groups
@@ -55,6 +56,8 @@ class ExportWish:
     """Leave the layers of multi-token prediction out."""
     mtp_inside: bool = False
     """Write them among the other layers even where transformers reports them as unexpected."""
+    verify: bool = True
+    """Compare the checkpoint's files with their hashes first; else their sizes alone."""
 
 
 def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, advance: Advance) -> Conversion:
@@ -73,6 +76,7 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
     """
     # The first process decides: a run may save one more meanwhile.
     checkpoint = crew.gather(locate_checkpoint(checkpoint))[0]
+    refuse_damaged(checkpoint, crew, reads_all=wish.verify)
     source = CheckpointSource(checkpoint)
     model, left_out = _wished_model(model_in(checkpoint), source, wish)
     companions = find_companions(checkpoint)

@@ -124,10 +124,11 @@ def write_weights(source: WeightSource, draft: Path, crew: Crew, advance: Advanc
             source.forget()
         last = chunk.name
         region = (slice(chunk.start, chunk.stop), *(slice(0, size) for size in source.shapes[chunk.name][1:]))
-        # A checkpoint gives views of what it keeps; the writer empties what it is given.
-        values = source.read(chunk.name, region).clone(memory_format=torch.contiguous_format)
+        values = source.read(chunk.name, region).contiguous()
         advance(values.nbytes)
-        return values
+        storage = values.untyped_storage()
+        # What was read of a checkpoint is kept there for the next read, and its memory cannot be given back early.
+        return values if storage.nbytes() == values.nbytes and storage.resizable() else values.clone()
 
     write_chunks(draft, source.shapes, dtypes, share(_all_chunks(source.shapes, dtypes), source, crew), read)
 

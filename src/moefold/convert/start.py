@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from moefold.checkpoint.sound import refuse_damaged
 from moefold.checkpoint.stream import CheckpointSource
 from moefold.config.schema import Config
 from moefold.convert.hf_config import is_hf_folder
@@ -38,7 +39,10 @@ def start_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> 
     given = cfg.checkpoint.init_from or cfg.model.upcycle_from
     if not given:
         return ""
-    path: Path = joined_crew().gather(weights_folder(Path(given)))[0]
+    crew = joined_crew()
+    path: Path = crew.gather(weights_folder(Path(given)))[0]
+    if not is_hf_folder(path):
+        refuse_damaged(path, crew, reads_all=cfg.checkpoint.verify)
     source = open_weights(path)
     if cfg.model.upcycle_from:
         source = UpcycledSource(source, cfg.model, cfg.run.seed)

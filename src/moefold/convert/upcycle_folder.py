@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.checkpoint.folder import read_meta
+from moefold.checkpoint.sound import refuse_damaged
 from moefold.checkpoint.stream import seal
 from moefold.config.schema import ModelConfig
 from moefold.convert.draft import agree, drafted
@@ -33,6 +34,8 @@ def upcycle_folder(
         ConfigError: `dense` or `out` cannot be used; nothing is left written.
     """
     dense = crew.gather(weights_folder(dense))[0]
+    if not is_hf_folder(dense):
+        refuse_damaged(dense, crew)
     source = UpcycledSource(open_weights(dense), model, seed)
     companions, tokenizer = (dense, "") if is_hf_folder(dense) else (find_companions(dense), _tokenizer_of(dense))
     copied: tuple[str, ...] = ()
