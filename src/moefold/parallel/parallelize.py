@@ -23,6 +23,7 @@ from moefold.parallel.accumulate import Accumulation, Batch
 from moefold.parallel.context import context_attention, sequence_positions
 from moefold.parallel.gradients import sum_replicated_gradients
 from moefold.parallel.groups import Group, ParallelGroups
+from moefold.parallel.phases import note_phases
 from moefold.parallel.pipeline import Pipeline, share_embedding_gradient, stage_layers, stage_numbers
 from moefold.parallel.sharding import master_dtype, shard_data_parallel, shard_model_parallel
 from moefold.parallel.tensor import HeadSquares, ShardedTokens, ShardedVocabulary, key_value_rows, local_positions
@@ -97,6 +98,7 @@ def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
     cut = cut_model(cfg, groups, is_trained=True)
     for stage in cut.stages:
         initialise(stage, cfg.model, cfg.run.seed)
+        note_phases(stage, groups.record)
     runner: Runner
     if groups.layout.pp == 1:
         runner = Accumulation(cut.stages[0], cfg.num_micro_batches, cfg.parallel.zero)
