@@ -16,7 +16,7 @@ from moefold.launch.departure import leave
 from moefold.launch.place import Place
 from moefold.launch.relay import RELAYED
 from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
-from moefold.launch.watchdog import Watchdog
+from moefold.launch.watchdog import Watchdog, tell
 
 OTHERS_FIRST_S = 0.7
 """What most often fails on one rank fails on all. The first of a machine speaks; the others give it this long to."""
@@ -70,17 +70,29 @@ class FailingRank:
     def _end(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._leave(SIGNAL_STATUS + signal.SIGINT)
+        if (found := _found_at_run_time(error)) is not None:
+            self._end_with(found)
         if is_consequence(error):
             self._end_after_another(error)
         time.sleep(self._patience_s(error))
-        if isinstance(error, ConfigError | RunError):
-            self._part(EXIT_USER_ERROR if isinstance(error, ConfigError) else EXIT_FAILED)
+        if isinstance(error, ConfigError):
+            self._part(EXIT_USER_ERROR)
             print(f"moefold: error: {error}", file=sys.stderr)
-            leave(EXIT_USER_ERROR if isinstance(error, ConfigError) else EXIT_FAILED)
+            leave(EXIT_USER_ERROR)
         self._part(EXIT_FAILED)
         text = "".join(traceback.format_exception(error))
         print(f"moefold: rank {self._place.rank} failed:\n{text}", file=sys.stderr, end="")
         leave(EXIT_FAILED)
+
+    def _end_with(self, found: RunError) -> NoReturn:
+        """Ranks that found the same fault leave the message to the first of them."""
+        time.sleep(self._patience_s(found))
+        if self._watchdog is None or self._watchdog.is_first("fault"):
+            self._part(EXIT_FAILED)
+            tell(f"moefold: error: {found}", self._place)
+        else:
+            time.sleep(OTHERS_FIRST_S)
+        self._leave(EXIT_FAILED)
 
     def _end_after_another(self, error: BaseException) -> None:
         """Leave quietly, or with the reason why another rank is gone; returns if there is none to be had."""
@@ -103,6 +115,13 @@ class FailingRank:
         if is_consequence(error):
             return CAUSE_FIRST_S
         return 0.0 if self._place.local_rank == 0 else OTHERS_FIRST_S
+
+
+def _found_at_run_time(error: BaseException | None) -> RunError | None:
+    """The fault that an error stands for: torch's pipeline wraps what a stage raises."""
+    while error is not None and not isinstance(error, RunError):
+        error = error.__cause__
+    return error
 
 
 def is_consequence(error: BaseException | None) -> bool:

@@ -32,13 +32,12 @@ def meet(place: Place, limit_s: float) -> dist.Store:
         ) from None
     keys = {f"moefold/here/{rank}": rank for rank in range(place.world_size)}
     store.set(f"moefold/here/{place.rank}", "1")
-    rest_s = max(1.0, limit_s - (time.monotonic() - started_s))
-    try:
-        store.wait(list(keys), timedelta(seconds=rest_s))
-    except (dist.DistError, RuntimeError):
-        missing = [rank for key, rank in keys.items() if not store.check([key])]
-        raise RunError(
-            f"{rank_list(missing or list(keys.values()))} of {place.world_size} did not come to {at} within "
-            f"{limit_s:g} s; start them, or set faults.timeout_s higher"
-        ) from None
+    while not store.check(list(keys)):
+        if time.monotonic() - started_s > limit_s:
+            missing = [rank for key, rank in keys.items() if not store.check([key])]
+            raise RunError(
+                f"{rank_list(missing)} of {place.world_size} did not come to {at} within {limit_s:g} s; start them, or "
+                "set faults.timeout_s higher"
+            )
+        time.sleep(0.05)
     return store

@@ -195,7 +195,7 @@ def _failed(error: ChildFailedError, relay: SignalRelay, records: Path) -> int:
         return EXIT_FAILED
     last = read_record(record_file(records, rank))
     doing = "" if last is None else f" on {socket.gethostname()} in {activity(last)}"
-    text = f"moefold: rank {rank} {_how(failure.exitcode)}{doing}; the others were ended"
+    text = f"moefold: rank {rank} {_how(failure.exitcode)}{doing}, and the others were ended"
     print(text, file=sys.stderr, flush=True)
     return EXIT_FAILED
 

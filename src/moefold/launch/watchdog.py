@@ -97,6 +97,10 @@ class Watchdog:
         if self._messenger is not None:
             self._messenger.part(status)
 
+    def is_first(self, matter: str) -> bool:
+        """Whether no rank has asked this before; true where the ranks have not met."""
+        return self._messenger is None or self._messenger.is_first(matter)
+
     def explain_loss(self, error: BaseException) -> None:
         """Ask all ranks why this one lost another, and end the process with the answer; returns before any rank met.
 
@@ -147,7 +151,7 @@ class Watchdog:
         odd = {rank: state for rank, state in messenger.neighbour_states().items() if state != ALIVE}
         lines += [f"  rank {rank} of this machine is {state}" for rank, state in odd.items()]
         lines.append(f"  the run ends: {why}; docs/failures.md says what to do")
-        _tell("\n".join(lines), place)
+        tell("\n".join(lines), place)
         messenger.end()
 
 
@@ -201,6 +205,13 @@ class _Messenger(threading.Thread):
             self._status = status
             self._wake.set()
             self._parted.wait(1.0 if status == 0 else MUSTER_S + 1.0)
+
+    def is_first(self, matter: str) -> bool:
+        """Whether no rank has asked this before, as far as the store can tell."""
+        rank = str(self._place.rank)
+        with suppress(*STORE_ERRORS):
+            return self._store is None or self._store.compare_set(f"first/{matter}", "", rank).decode() == rank
+        return True
 
     def is_in_touch(self) -> bool:
         """Whether the store has answered lately."""
@@ -310,7 +321,7 @@ class _Messenger(threading.Thread):
         reports = self._gather()
         # A rank that failed by itself has said so, and those around it only lost it.
         if not (is_loss and any(report.left in (EXIT_FAILED, EXIT_USER_ERROR) for report in reports.values())):
-            _tell(explain(reports, self._place.world_size, why), self._place)
+            tell(explain(reports, self._place.world_size, why), self._place)
         store.set(TOLD, "1")
         self.end()
 
@@ -361,7 +372,8 @@ class _Neighbour:
         return state, None if sighting is None else sighting.to_json()
 
 
-def _tell(message: str, place: Place) -> None:
+def tell(message: str, place: Place) -> None:
+    """Print the one message of the job."""
     if place.records:
         (Path(place.records) / TOLD).touch()
     sys.stderr.write(message + "\n")

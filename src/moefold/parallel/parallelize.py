@@ -15,6 +15,7 @@ from moefold.model.mlp import SwiGLU
 from moefold.model.norm import AllHeadsNorm
 from moefold.model.transformer import Embedding, Head, Transformer
 from moefold.moe.dispatch import Dispatcher, GroupScope, make_dispatcher
+from moefold.moe.dispatch.checked import CheckedDispatcher
 from moefold.moe.dispatch.deepep import open_buffer
 from moefold.moe.dispatch.selection import select_dispatcher
 from moefold.moe.dispatch.spill import SpillRule
@@ -178,9 +179,10 @@ def _apply_expert_parallel(
     scope = GroupScope(attn.sequence, attn.stage, local_positions(positions, attn.tp))
     width = stage.cfg.model.hidden_size // groups.moe.etp.size
     bias_columns = slice(groups.moe.etp.rank * width, (groups.moe.etp.rank + 1) * width)
-    for layer in stage.moe_layers().values():
+    is_checked = stage.cfg.faults.check_dispatch and groups.moe.experts.size > 1
+    for number, layer in stage.moe_layers().items():
         layer.scope = scope
-        layer.dispatcher = dispatcher
+        layer.dispatcher = CheckedDispatcher(dispatcher, groups.moe, number) if is_checked else dispatcher
         layer.experts.bias_columns = bias_columns
 
 
