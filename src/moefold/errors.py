@@ -1,4 +1,4 @@
-"""The one exception a user can cause: a message that names the key, the value, the rule and the way out."""
+"""The exceptions that are messages: what a user can cause, and what goes wrong at run time and is understood."""
 
 from collections.abc import Sequence
 
@@ -15,3 +15,7 @@ def some(faults: Sequence[str]) -> str:
     """The first few of them, and how many more there are."""
     shown = ", ".join(faults[:NAMED_FAULTS])
     return shown if len(faults) <= NAMED_FAULTS else f"{shown} and {len(faults) - NAMED_FAULTS} more"
+
+
+class RunError(Exception):
+    """Something went wrong while ranks ran that is no setting's fault and that the message explains: exit status 1."""

@@ -25,6 +25,10 @@ OBSTACLES = [
     ({"parallel": {"ep": 2, "etp": 2}}, "parallel.etp=2 cuts the experts"),
     ({"moe": {"capacity_factor": 1.0, "pad_to_capacity": True}}, "moe.pad_to_capacity=true pads"),
     ({"run": {"dtype": "float32"}}, "deep_ep carries bfloat16, and run.dtype='float32'"),
+    (
+        {"faults": {"check_dispatch": True}},
+        "keeps its row counts to itself, and faults.check_dispatch=true compares them",
+    ),
     ({"run": {"device": "cpu"}}, "deep_ep needs CUDA GPUs, and run.device='cpu'"),
     (
         {"model": {"hidden_size": 36, "num_attention_heads": 2, "num_query_groups": 2, "head_dim": 18}},

@@ -98,6 +98,7 @@ CASES = [
     ("checkpoint.async_save=true", [], ["checkpoint.every=10"]),
     ("checkpoint.keep_every=20", [], ["checkpoint.every=10", "checkpoint.keep=2"]),
     ("checkpoint.verify=false", ["checkpoint.resume=never"], ["checkpoint.resume=auto"]),
+    ("faults.check_dispatch=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
 ]
 
 

@@ -23,7 +23,8 @@ def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
     place = find_place()
     # torch takes seconds to import: a wrong environment is answered without it.
     from moefold.launch.crew import joined_crew
-    from moefold.launch.failure import FailingRank, leave
+    from moefold.launch.departure import leave
+    from moefold.launch.failure import FailingRank
     from moefold.launch.ranks import joined
 
     with ExitStack() as stack:

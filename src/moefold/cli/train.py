@@ -10,6 +10,7 @@ from moefold.cli.one_voice import one_voice
 from moefold.config.checks import check_config, check_machine
 from moefold.config.checks_dispatch import check_dispatch_device
 from moefold.config.checks_machine import check_replay_content
+from moefold.config.elastic import with_world_size
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -29,6 +30,8 @@ def run(argv: list[str]) -> int:
     place = find_place()
     with one_voice(place):
         cfg = load_config(Path(args.recipe), args.overrides)
+        if place is not None and cfg.parallel.elastic:
+            cfg = with_world_size(cfg, place.world_size)
         check_config(cfg)
         check_machine(cfg)
         if place is not None:

@@ -26,6 +26,8 @@ def deepep_obstacles(cfg: Config) -> Iterator[str]:
             f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and model.hidden_size={model.hidden_size} is "
             f"no multiple of {ALIGNMENT_BYTES // 2}"
         )
+    if cfg.faults.check_dispatch:
+        yield "deep_ep keeps its row counts to itself, and faults.check_dispatch=true compares them"
     if cfg.run.device == "cpu":
         yield "deep_ep needs CUDA GPUs, and run.device='cpu'"
 

@@ -78,6 +78,7 @@ RANGES = (
     Range("must be at least 0 (0: none)", lambda count: count >= 0, "checkpoint", "keep_every"),
     Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "moe", "trace_every"),
     Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "metrics", "expert_counts_every"),
+    Range(*_at_least(1), "faults", "timeout_s"),
     Range("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
 )
 

@@ -278,6 +278,9 @@ class ParallelConfig:
     deepep: the kernels of that package, for GPUs. auto: deepep where it can run, else alltoall; the log says which."""
     context: Literal["ring", "allgather", "ulysses"] = "ring"
     """How attention sees the whole sequence under cp."""
+    elastic: bool = False
+    """Under torchrun or srun, take world_size from the launcher: dp and edp follow from the ranks that there are, also
+    after a restart with fewer nodes; the global batch stays. Ranks that moefold starts are as many as world_size."""
 
     @property
     def dp(self) -> int:
@@ -464,6 +467,18 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FaultsConfig:
+    """What is done about failures while ranks run ([failures.md](failures.md))."""
+
+    timeout_s: float = 600.0
+    """End the run, naming the rank that is late, when a rank makes no progress for so many seconds. Longer than the
+    longest single thing that a rank does: joining, loading, the first step with its compilation, saving."""
+    check_dispatch: bool = False
+    """Before each dispatch and combine let the ranks compare step, layer, shape and row counts, so that a mismatch is
+    named instead of hanging; costs an all-gather each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """A whole recipe."""
 
@@ -475,6 +490,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     @property
     def num_micro_batches(self) -> int:

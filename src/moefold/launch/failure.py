@@ -11,10 +11,12 @@ from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, RunError
+from moefold.launch.departure import leave
 from moefold.launch.place import Place
 from moefold.launch.relay import RELAYED
 from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
+from moefold.launch.watchdog import Watchdog, tell
 
 OTHERS_FIRST_S = 0.7
 """What most often fails on one rank fails on all. The first of a machine speaks; the others give it this long to."""
@@ -37,16 +39,18 @@ class FailingRank:
     Args:
         place: of this rank.
         was_told_to_stop: whether a signal came that was not obeyed yet.
+        watchdog: knows the other ranks, and says which of them was lost.
     """
 
-    def __init__(self, place: Place, was_told_to_stop: Callable[[], bool]) -> None:
+    def __init__(self, place: Place, was_told_to_stop: Callable[[], bool], watchdog: Watchdog | None = None) -> None:
         self._place = place
         self._was_told_to_stop = was_told_to_stop
+        self._watchdog = watchdog
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if self._place.world_size > 1:
-            self._before = {number: signal.signal(number, _obey) for number in RELAYED}
+            self._before = {number: signal.signal(number, self._obey) for number in RELAYED}
         return self
 
     def __exit__(
@@ -59,24 +63,65 @@ class FailingRank:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def _obey(self, number: int, frame: FrameType | None) -> None:
+        self._part(SIGNAL_STATUS + number)
+        os._exit(SIGNAL_STATUS + number)
+
     def _end(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
-            leave(SIGNAL_STATUS + signal.SIGINT)
-        if is_consequence(error) and self._was_told_to_stop():
-            time.sleep(OTHERS_FIRST_S)
-            leave(SIGNAL_STATUS + signal.SIGTERM)
+            self._leave(SIGNAL_STATUS + signal.SIGINT)
+        if (found := _found_at_run_time(error)) is not None:
+            self._end_with(found)
+        if is_consequence(error):
+            self._end_after_another(error)
         time.sleep(self._patience_s(error))
         if isinstance(error, ConfigError):
+            self._part(EXIT_USER_ERROR)
             print(f"moefold: error: {error}", file=sys.stderr)
             leave(EXIT_USER_ERROR)
+        self._part(EXIT_FAILED)
         text = "".join(traceback.format_exception(error))
         print(f"moefold: rank {self._place.rank} failed:\n{text}", file=sys.stderr, end="")
         leave(EXIT_FAILED)
+
+    def _end_with(self, found: RunError) -> NoReturn:
+        """Ranks that found the same fault leave the message to the first of them."""
+        time.sleep(self._patience_s(found))
+        if self._watchdog is None or self._watchdog.is_first("fault"):
+            self._part(EXIT_FAILED)
+            tell(f"moefold: error: {found}", self._place)
+        else:
+            time.sleep(OTHERS_FIRST_S)
+        self._leave(EXIT_FAILED)
+
+    def _end_after_another(self, error: BaseException) -> None:
+        """Leave quietly, or with the reason why another rank is gone; returns if there is none to be had."""
+        # Our own launcher names the rank that went first. torchrun tells the others to stop, and knows no step.
+        if self._watchdog is not None and not self._place.records:
+            self._watchdog.explain_loss(error)
+        if self._was_told_to_stop():
+            time.sleep(OTHERS_FIRST_S)
+            self._leave(SIGNAL_STATUS + signal.SIGTERM)
+
+    def _part(self, status: int) -> None:
+        if self._watchdog is not None:
+            self._watchdog.part(status)
+
+    def _leave(self, status: int) -> NoReturn:
+        self._part(status)
+        leave(status)
 
     def _patience_s(self, error: BaseException) -> float:
         if is_consequence(error):
             return CAUSE_FIRST_S
         return 0.0 if self._place.local_rank == 0 else OTHERS_FIRST_S
+
+
+def _found_at_run_time(error: BaseException | None) -> RunError | None:
+    """The fault that an error stands for: torch's pipeline wraps what a stage raises."""
+    while error is not None and not isinstance(error, RunError):
+        error = error.__cause__
+    return error
 
 
 def is_consequence(error: BaseException | None) -> bool:
@@ -86,18 +131,3 @@ def is_consequence(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def leave(status: int) -> NoReturn:
-    """End this process at once, with no more than what it printed brought out.
-
-    An interpreter that ends in the ordinary way kills the threads that come for its lock. One of gloo's, which still
-    has the tensors of the last collective to give back, would abort the process then.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def _obey(number: int, frame: FrameType | None) -> None:
-    os._exit(SIGNAL_STATUS + number)

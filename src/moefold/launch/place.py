@@ -21,6 +21,8 @@ class Place:
     world_size: int
     master_address: str
     master_port: int
+    records: str = ""
+    """Folder in which ranks of our own launcher leave word of what they do; empty under others."""
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -49,7 +51,8 @@ def check_world_size(place: Place, world_size: int) -> None:
     if place.world_size != world_size:
         raise ConfigError(
             f"parallel.world_size={world_size} must equal the {place.world_size} processes that the launcher started; "
-            f"set parallel.world_size={place.world_size}, or start {world_size}"
+            f"set parallel.world_size={place.world_size}, start {world_size}, or set parallel.elastic=true to follow "
+            "the launcher"
         )
 
 

@@ -7,8 +7,11 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -17,13 +20,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moefold.errors import ConfigError
-from moefold.launch.failure import leave
+from moefold.launch.departure import leave
+from moefold.launch.meeting import meet
 from moefold.launch.place import Place
 from moefold.launch.relay import SignalRelay
 from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
+from moefold.launch.watchdog import TOLD, record_file
+from moefold.launch.who_is_late import activity
+from moefold.parallel.flight_record import group_timeout, read_record
 
 RankMain = Callable[[Place, str], int]
 """What a rank runs: given its place and its device type, returns the exit status of the job."""
+
+JOIN_S = 1800.0
+"""So long a rank waits for the others where no recipe says it."""
 
 LEFT_TO_ELASTIC = "SIGQUIT"
 """The one signal that torch's agent handles: it ends the ranks at once."""
@@ -95,12 +105,13 @@ def start_ranks(main: RankMain, world_size: int, device_type: str) -> int:
         start_method="fork" if device_type == "cpu" else "spawn",
         signals_to_handle=LEFT_TO_ELASTIC,
     )
-    with SignalRelay() as relay:
+    with SignalRelay() as relay, TemporaryDirectory(prefix="moefold-") as records:
         try:
             all_started = get_context(config.start_method).Barrier(world_size)
-            statuses: dict[int, int] = elastic_launch(config, _rank_entry)(main, device_type, os.getpid(), all_started)
+            launched = _Launched(device_type, os.getpid(), records)
+            statuses: dict[int, int] = elastic_launch(config, _rank_entry)(main, launched, all_started)
         except ChildFailedError as error:
-            return _failed(error, relay)
+            return _failed(error, relay, Path(records))
         except SignalException as error:
             return SIGNAL_STATUS + int(error.sigval)
     return max(statuses.values())
@@ -112,8 +123,17 @@ def alone() -> Place:
 
 
 @contextmanager
-def joined(place: Place, device_type: str) -> Iterator[torch.device]:
-    """Inside, this process is a member of the job's process group and has its device."""
+def joined(place: Place, device_type: str, limit_s: float = JOIN_S) -> Iterator[torch.device]:
+    """Inside, this process is a member of the job's process group and has its device.
+
+    Args:
+        place: of this rank.
+        device_type: "cpu" or "cuda".
+        limit_s: so long it waits for the others.
+
+    Raises:
+        RunError: not all ranks came in time.
+    """
     if device_type == "cuda":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
@@ -123,16 +143,25 @@ def joined(place: Place, device_type: str) -> Iterator[torch.device]:
             # Ranks that share cores and spin on each other's threads are many times slower than one thread each.
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.world_size))
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    # The environment form of rendezvous knows whether an elastic agent or rank 0 keeps the store.
-    os.environ.update(MASTER_ADDR=place.master_address, MASTER_PORT=str(place.master_port))
-    dist.init_process_group(backend, init_method="env://", rank=place.rank, world_size=place.world_size)
+    store = meet(place, limit_s)
+    timeout = group_timeout(limit_s)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     try:
         yield device
     finally:
         dist.destroy_process_group()
 
 
-def _rank_entry(main: RankMain, device_type: str, launcher: int, all_started: Barrier) -> int:
+@dataclass(frozen=True)
+class _Launched:
+    """What the ranks of our own launcher are told."""
+
+    device_type: str
+    launcher: int
+    records: str
+
+
+def _rank_entry(main: RankMain, launched: _Launched, all_started: Barrier) -> int:
     # The launcher's store looks up the name of each rank that connects, in a thread. A rank forked meanwhile would
     # inherit the lock of the C library's resolver without the thread that opens it, and hang in its own first look-up.
     all_started.wait()
@@ -144,15 +173,16 @@ def _rank_entry(main: RankMain, device_type: str, launcher: int, all_started: Ba
         world_size=int(environment["WORLD_SIZE"]),
         master_address=environment["MASTER_ADDR"],
         master_port=int(environment["MASTER_PORT"]),
+        records=launched.records,
     )
-    status = main(place, device_type)
-    if os.getppid() != launcher:
+    status = main(place, launched.device_type)
+    if os.getppid() != launched.launcher:
         # torch sends ranks a SIGINT when their launcher dies. They end as on Ctrl-C; nobody waits for the status.
         os._exit(status)
     return status
 
 
-def _failed(error: ChildFailedError, relay: SignalRelay) -> int:
+def _failed(error: ChildFailedError, relay: SignalRelay, records: Path) -> int:
     """The exit status of a job that a rank ended; says which rank, unless the user did it or has been told why."""
     rank, failure = error.get_first_failure()
     if failure.exitcode == EXIT_USER_ERROR:
@@ -161,7 +191,12 @@ def _failed(error: ChildFailedError, relay: SignalRelay) -> int:
         raise KeyboardInterrupt from None
     if relay.explains(failure.exitcode):
         return SIGNAL_STATUS + relay.received[0]
-    print(f"moefold: rank {rank} {_how(failure.exitcode)}, and the others were ended", file=sys.stderr, flush=True)
+    if (records / TOLD).exists():
+        return EXIT_FAILED
+    last = read_record(record_file(records, rank))
+    doing = "" if last is None else f" on {socket.gethostname()} in {activity(last)}"
+    text = f"moefold: rank {rank} {_how(failure.exitcode)}{doing}, and the others were ended"
+    print(text, file=sys.stderr, flush=True)
     return EXIT_FAILED
 
 

@@ -82,14 +82,21 @@ def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     """The sum over the members, without a gradient; `x` is left as it is."""
     total = x.detach().clone()
     if group.size > 1:
-        dist.all_reduce(total, group=group.handle)
+        add_up(total, group)
     return total
+
+
+def add_up(x: Tensor, group: Group) -> None:
+    """Replace `x` by the sum over the members; without a gradient, and without a copy."""
+    group.note("all_reduce", x)
+    dist.all_reduce(x, group=group.handle)
 
 
 def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     """The maximum over the members, without a gradient; `x` is left as it is."""
     top = x.detach().clone()
     if group.size > 1:
+        group.note("all_reduce", x)
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
     return top
 
@@ -99,6 +106,7 @@ def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
     x = x.detach().contiguous()
     if group.size == 1:
         return x.unsqueeze(0)
+    group.note("gather", x)
     if group.rank:
         dist.gather(x, None, group=group.handle, group_dst=0)
         return None
@@ -111,6 +119,7 @@ def broadcast(x: Tensor, group: Group, source: int) -> Tensor:
     """The tensor of member `source` on every member; `x` says shape and type elsewhere. No gradient."""
     x = x.detach().contiguous()
     if group.size > 1:
+        group.note("broadcast", x)
         dist.broadcast(x, group.ranks[source], group=group.handle)
     return x
 
@@ -119,6 +128,7 @@ def broadcast_object(value: T, group: Group, source: int) -> T:
     """What member `source` gives, on every member; anything that can be pickled."""
     held = [value]
     if group.size > 1:
+        group.record.begin("broadcast of an object", group.number, ())
         dist.broadcast_object_list(held, src=group.ranks[source], group=group.handle)
     return held[0]
 
@@ -141,6 +151,7 @@ def begin_all_gather(x: Tensor, group: Group, *, asynchronous: bool = True) -> t
     Like the other `begin_*` without a gradient.
     """
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    group.note("all_gather", x)
     return out, _all_gather(out, x.contiguous(), group=group.handle, async_op=asynchronous)
 
 
@@ -148,6 +159,7 @@ def begin_reduce(x: Tensor, group: Group, *, asynchronous: bool = True) -> tuple
     """Sum tensors, of which I keep my part along dim 0."""
     assert x.shape[0] % group.size == 0, (x.shape, group.size)
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    group.note("reduce_scatter", x)
     return out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=asynchronous)
 
 
@@ -157,6 +169,7 @@ def begin_exchange(
     """All-to-all of rows."""
     out = x.new_empty((sum(receive_rows), *x.shape[1:]))
     counts = receive_rows, send_rows
+    group.note("all_to_all", x)
     return out, dist.all_to_all_single(out, x.contiguous(), *counts, group=group.handle, async_op=asynchronous)
 
 
@@ -187,6 +200,7 @@ def _reduce_rows(x: Tensor, group: Group, rows: list[int]) -> Tensor:
 def _swap(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
     sent = torch.stack(x.chunk(group.size, split_dim))
     received = torch.empty_like(sent)
+    group.note("all_to_all", sent)
     dist.all_to_all_single(received, sent, group=group.handle)
     return torch.cat(received.unbind(0), concat_dim)
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moefold.parallel.collectives import add_up
 from moefold.parallel.groups import Group
 
 
@@ -22,7 +22,7 @@ def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], tp: Group) 
         return
     grads = [_local(p.grad) for p in parameters.values() if p.grad is not None and _is_whole_on_tp(p.grad)]
     flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat, group=tp.handle)
+    add_up(flat, tp)
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))
 
@@ -51,7 +51,7 @@ def gradient_norm(
         norms = torch.stack(torch._foreach_norm(grads)).double()
         total += norms.square().sum() / copies
     if world.size > 1:
-        dist.all_reduce(total, group=world.handle)
+        add_up(total, world)
     return total.sqrt()
 
 

@@ -1,11 +1,14 @@
 """The communicators of a layout: the only place that creates process groups and device meshes."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from moefold.parallel.flight_record import FlightRecord, group_timeout
 from moefold.parallel.layout import Layout, View
 
 
@@ -13,12 +16,18 @@ from moefold.parallel.layout import Layout, View
 class Group:
     """Ranks that communicate with each other, and my place among them. A group of one rank is a real group.
 
-    `ranks` ascend, so member i of the process group is `ranks[i]`.
+    `ranks` ascend, so member i of the process group is `ranks[i]`. `record` is told of collectives, under `number`.
     """
 
     ranks: tuple[int, ...]
     rank: int
     handle: dist.ProcessGroup
+    record: FlightRecord = field(compare=False, repr=False)
+    number: int = field(compare=False, repr=False)
+
+    def note(self, collective: str, x: torch.Tensor) -> None:
+        """Write into the record that a collective begins, to which this rank brings `x`."""
+        self.record.begin(collective, self.number, x.shape)
 
     @property
     def size(self) -> int:
@@ -71,12 +80,19 @@ class ParallelGroups:
     world: Group
     dense_mesh: DeviceMesh
     expert_mesh: DeviceMesh
+    record: FlightRecord
+    """What this rank is doing; all groups write into it."""
 
     @classmethod
-    def create(cls, layout: Layout, device: torch.device) -> "ParallelGroups":
+    def create(cls, layout: Layout, device: torch.device, record: FlightRecord | None = None) -> "ParallelGroups":
         """Create the communicators of this rank. Collective: every rank of the world calls it.
 
         Groups with the same ranks are created once and shared.
+
+        Args:
+            layout: the folding.
+            device: of this rank.
+            record: what a watchdog reads; None for one that nobody does.
 
         Raises:
             ValueError: the default process group is missing or has another size than the layout.
@@ -84,15 +100,19 @@ class ParallelGroups:
         if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
             raise ValueError(f"ParallelGroups.create needs a process group of {layout.world_size} ranks")
         rank = dist.get_rank()
+        record = record or FlightRecord()
+        record.enter("making the process groups")
         made: dict[tuple[int, ...], Group] = {}
+        attention, moe = layout.attention, layout.moe
+        names = _group_names(layout, rank)
 
         def group(view: View, *axes: str) -> Group:
             ranks = tuple(sorted(view.group(rank, *axes)))
             if ranks not in made:
-                made[ranks] = Group(ranks, ranks.index(rank), _process_group(ranks))
+                handle = _process_group(ranks, record.limit_s)
+                made[ranks] = Group(ranks, ranks.index(rank), handle, record, record.add_group(names[ranks], ranks))
             return made[ranks]
 
-        attention, moe = layout.attention, layout.moe
         attn_groups = AttentionGroups(
             tp=group(attention, "tp"),
             cp=group(attention, "cp"),
@@ -109,7 +129,8 @@ class ParallelGroups:
             experts=experts,
             expert_coordinates=tuple((moe.coordinate(r, "ep"), moe.coordinate(r, "etp")) for r in experts.ranks),
         )
-        world = Group(tuple(range(layout.world_size)), rank, _process_group(tuple(range(layout.world_size))))
+        everyone = tuple(range(layout.world_size))
+        world = Group(everyone, rank, _process_group(everyone, 0), record, record.add_group("world", everyone))
         return cls(
             layout=layout,
             rank=rank,
@@ -120,6 +141,7 @@ class ParallelGroups:
             world=world,
             dense_mesh=_dense_mesh(layout, attn_groups, group(attention), device),
             expert_mesh=_expert_mesh(layout, rank, moe_groups, group(attention), device),
+            record=record,
         )
 
     def beside_training(self) -> Group:
@@ -128,15 +150,48 @@ class ParallelGroups:
         Collectives of two threads must not share a group: their order would differ between ranks.
         """
         ranks = self.world.ranks
-        return Group(ranks, self.rank, dist.new_group(list(ranks), backend="gloo"))
+        handle = dist.new_group(list(ranks), backend="gloo", timeout=_timeout(self.record.limit_s))
+        # A record of its own: the order of the two threads' collectives differs between ranks.
+        record = FlightRecord()
+        return Group(ranks, self.rank, handle, record, record.add_group("beside training", ranks))
 
 
-def _process_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def _group_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
+    """The axes along which the ranks of each group differ, in both views: "cp x tp / ep"."""
+    attention, moe = layout.attention, layout.moe
+    wanted: Sequence[tuple[View, tuple[str, ...]]] = (
+        (attention, ("pp",)),
+        (attention, ("tp",)),
+        (attention, ("cp",)),
+        (attention, ("dp",)),
+        (attention, ("dp", "cp")),
+        (attention, ("cp", "tp")),
+        (attention, ("dp", "cp", "tp")),
+        (moe, ("etp",)),
+        (moe, ("ep",)),
+        (moe, ("edp",)),
+        (moe, ("ep", "etp")),
+    )
+    names: dict[tuple[int, ...], list[str]] = {(rank,): ["one rank"]}
+    for view, axes in wanted:
+        ranks = tuple(sorted(view.group(rank, *axes)))
+        # An axis of degree 1 adds nothing to a product.
+        name = " x ".join(axis for axis in axes if len(view.group(rank, axis)) > 1)
+        if name and name not in names.setdefault(ranks, []):
+            names[ranks].append(name)
+    return {ranks: " / ".join(found) for ranks, found in names.items()}
+
+
+def _timeout(limit_s: float) -> timedelta | None:
+    return group_timeout(limit_s) if limit_s else None
+
+
+def _process_group(ranks: tuple[int, ...], limit_s: float) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         handle = dist.group.WORLD
     else:
         # Only the members meet: other ranks need not enumerate groups that are not theirs.
-        handle = dist.new_group(list(ranks), use_local_synchronization=True)
+        handle = dist.new_group(list(ranks), use_local_synchronization=True, timeout=_timeout(limit_s))
     assert isinstance(handle, dist.ProcessGroup)
     return handle
 

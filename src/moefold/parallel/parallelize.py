@@ -15,6 +15,7 @@ from moefold.model.mlp import SwiGLU
 from moefold.model.norm import AllHeadsNorm
 from moefold.model.transformer import Embedding, Head, Transformer
 from moefold.moe.dispatch import Dispatcher, GroupScope, make_dispatcher
+from moefold.moe.dispatch.checked import CheckedDispatcher
 from moefold.moe.dispatch.deepep import open_buffer
 from moefold.moe.dispatch.selection import select_dispatcher
 from moefold.moe.dispatch.spill import SpillRule
@@ -23,6 +24,7 @@ from moefold.parallel.accumulate import Accumulation, Batch
 from moefold.parallel.context import context_attention, sequence_positions
 from moefold.parallel.gradients import sum_replicated_gradients
 from moefold.parallel.groups import Group, ParallelGroups
+from moefold.parallel.phases import note_phases
 from moefold.parallel.pipeline import Pipeline, share_embedding_gradient, stage_layers, stage_numbers
 from moefold.parallel.sharding import master_dtype, shard_data_parallel, shard_model_parallel
 from moefold.parallel.tensor import HeadSquares, ShardedTokens, ShardedVocabulary, key_value_rows, local_positions
@@ -97,6 +99,7 @@ def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
     cut = cut_model(cfg, groups, is_trained=True)
     for stage in cut.stages:
         initialise(stage, cfg.model, cfg.run.seed)
+        note_phases(stage, groups.record)
     runner: Runner
     if groups.layout.pp == 1:
         runner = Accumulation(cut.stages[0], cfg.num_micro_batches, cfg.parallel.zero)
@@ -176,9 +179,10 @@ def _apply_expert_parallel(
     scope = GroupScope(attn.sequence, attn.stage, local_positions(positions, attn.tp))
     width = stage.cfg.model.hidden_size // groups.moe.etp.size
     bias_columns = slice(groups.moe.etp.rank * width, (groups.moe.etp.rank + 1) * width)
-    for layer in stage.moe_layers().values():
+    is_checked = stage.cfg.faults.check_dispatch and groups.moe.experts.size > 1
+    for number, layer in stage.moe_layers().items():
         layer.scope = scope
-        layer.dispatcher = dispatcher
+        layer.dispatcher = CheckedDispatcher(dispatcher, groups.moe, number) if is_checked else dispatcher
         layer.experts.bias_columns = bias_columns
 
 

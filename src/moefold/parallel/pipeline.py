@@ -119,6 +119,7 @@ def share_embedding_gradient(stages: list[Transformer], pp: Group) -> None:
     mine = grad.to_local()
     theirs = torch.empty_like(mine)
     peer = pp.ranks[pp.size - 1 - pp.rank]
+    pp.record.enter("adding up the two copies of the embedding's gradient")
     operations = [
         dist.P2POp(dist.isend, mine, peer, pp.handle),
         dist.P2POp(dist.irecv, theirs, peer, pp.handle),

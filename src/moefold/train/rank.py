@@ -9,6 +9,7 @@ from moefold.config.schema import Config
 from moefold.launch.failure import FailingRank
 from moefold.launch.place import Place
 from moefold.launch.ranks import joined
+from moefold.launch.watchdog import Watchdog
 from moefold.parallel.groups import ParallelGroups
 from moefold.train.stop import StopSignals
 from moefold.train.trainer import Trainer
@@ -25,5 +26,8 @@ def train_rank(cfg: Config, place: Place, device_type: str) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     stop = StopSignals(announces=place.rank == 0)
-    with FailingRank(place, lambda: any(stop.flags)), joined(place, device_type) as device:
-        return Trainer(cfg, ParallelGroups.create(layout, device)).run(stop)
+    limit_s = cfg.faults.timeout_s
+    watchdog = Watchdog(place, limit_s)
+    failing = FailingRank(place, lambda: any(stop.flags), watchdog)
+    with failing, joined(place, device_type, limit_s) as device, watchdog:
+        return Trainer(cfg, ParallelGroups.create(layout, device, watchdog.record)).run(stop)

@@ -80,12 +80,16 @@ class TrainingStep:
         """
         self.begin(step)
         loss = self.model.forward_backward(batch)
+        record = self.model.groups.record
+        record.enter("gradient norm")
         norm = gradient_norm(self.parameters, self.model.groups.world, skip=self._not_counted)
         clip_gradients(self.parameters, norm, self._cfg.train.clip_grad)
+        record.enter("optimizer")
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        record.enter("summing up the step")
         return self._agree(loss, norm, rate, flags())
 
     def begin(self, step: int) -> None:

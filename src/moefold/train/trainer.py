@@ -47,8 +47,11 @@ class Trainer:
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
         self._cfg = cfg
         self._groups = groups
+        self._record = groups.record
+        self._record.enter("building the model")
         model = parallelize(cfg, groups)
         self._training = TrainingStep(model, cfg)
+        self._record.enter("opening the data")
         data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
         self._row = data.train
         self._batches = BatchLoader(data.train, cfg, groups, model.positions)
@@ -87,6 +90,7 @@ class Trainer:
             try:
                 while self._step < self._cfg.run.steps and status == 0:
                     status = self._one_step(report, stop)
+                self._record.enter("ending the last save")
                 self._saver.finish()
             except Exception as error:
                 # The last checkpoint may be all but written; one that waits for a rank that is gone never will be.
@@ -97,6 +101,7 @@ class Trainer:
         return status
 
     def _resume(self) -> Resume:
+        self._record.enter("loading what it starts from")
         resume = agree_on_resume(self._cfg)
         if resume.path is not None:
             training = self._training
@@ -126,6 +131,7 @@ class Trainer:
     def _one_step(self, report: "_Report | None", stop: StopSignals) -> int:
         """Train, evaluate and save as the recipe says; returns the exit status if the run is to end, else 0."""
         started_s = time.perf_counter()
+        self._record.begin_step(self._step + 1, "loading data")
         result = self._training.run(self._batches.batch(self._samples), self._step + 1, lambda: stop.flags)
         step_time_s = time.perf_counter() - started_s
         self._saver.check()
@@ -139,6 +145,7 @@ class Trainer:
         tape = self._training.tape
         if tape is not None and tape.is_due(self._step):
             tape.save(self._step, None if report is None else report.trace)
+        self._record.enter("writing metrics")
         if report is not None:
             report.write(self._metrics(result, step_time_s, eval_loss), result.expert_counts)
         self._save_s = 0.0
@@ -150,6 +157,7 @@ class Trainer:
         return self._training.evaluate(self._held_out.evaluation(self._cfg.train.eval_samples))
 
     def _save(self) -> None:
+        self._record.enter("saving a checkpoint")
         training = self._training
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
         stream = self._row.state(self._samples)

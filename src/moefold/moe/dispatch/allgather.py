@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moefold.moe.dispatch.base import Assignment, Dispatcher
+from moefold.moe.dispatch.exchange import Exchange
 from moefold.moe.permute import Permutation, permute, plan_permutation, unpermute
 from moefold.parallel.collectives import all_gather, reduce_scatter
 from moefold.parallel.groups import Group
@@ -54,6 +55,18 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
     def dispatch_communicate(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
         """Gather the tokens of all ranks, [N*T, H]."""
         return all_gather(rows, self._experts)
+
+    def routing_exchanges(self, x_TH: Tensor) -> Sequence[Exchange]:
+        """The routing of my tokens goes to all."""
+        return (self._of_all(len(x_TH)),)
+
+    def exchanges(self, plan: AllGatherPlan) -> Sequence[Exchange]:
+        """My tokens go to all."""
+        return (self._of_all(len(plan.probs_TK) // self._experts.size),)
+
+    def _of_all(self, num_tokens: int) -> Exchange:
+        counts = [num_tokens] * self._experts.size
+        return Exchange("experts", counts, counts)
 
     def dispatch_communicate_beside(
         self, rows: Tensor, plan: AllGatherPlan, compute: Callable[[], Tensor]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moefold.moe.dispatch.base import Assignment, Dispatcher, Loan
+from moefold.moe.dispatch.exchange import Exchange
 from moefold.moe.permute import Permutation, order_by_expert, permute, plan_permutation, reorder, unpermute
 from moefold.parallel.collectives import all_gather, all_gather_rows, all_to_all, reduce_scatter_rows
 from moefold.parallel.groups import Group
@@ -69,6 +70,11 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
         """Send each row to the ep rank of its expert, then share it among the expert's etp parts."""
         rows = all_to_all(rows, self._ep, plan.send_rows, plan.receive_rows)
         return all_gather_rows(rows, self._etp, plan.etp_rows)
+
+    def exchanges(self, plan: AllToAllPlan) -> Sequence[Exchange]:
+        """Rows over ep, then what arrived over etp."""
+        mine = [plan.etp_rows[self._etp.rank]] * self._etp.size
+        return Exchange("ep", plan.send_rows, plan.receive_rows), Exchange("etp", mine, plan.etp_rows)
 
     def dispatch_communicate_beside(
         self, rows: Tensor, plan: AllToAllPlan, compute: Callable[[], Tensor]

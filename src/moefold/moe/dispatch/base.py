@@ -7,6 +7,8 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from moefold.moe.dispatch.exchange import Exchange
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -48,6 +50,10 @@ class Loan(Protocol):
         """
         ...
 
+    def rows(self) -> Exchange:
+        """How many experts go where."""
+        ...
+
 
 PlanT = TypeVar("PlanT", bound=Plan)
 
@@ -87,6 +93,14 @@ class Dispatcher(ABC, Generic[PlanT]):
     def loan(self, plan: PlanT) -> Loan | None:
         """The experts that change ranks for this micro-batch; None, for all or for none of the ranks, if none does."""
         return None
+
+    def routing_exchanges(self, x_TH: Tensor) -> Sequence[Exchange]:
+        """What `dispatch_preprocess` exchanges, where ranks could bring different sizes."""
+        return ()
+
+    def exchanges(self, plan: PlanT) -> Sequence[Exchange]:
+        """What `dispatch_communicate` exchanges; `combine_communicate` does the reverse."""
+        return ()
 
     def dispatch_communicate_beside(
         self, rows: Tensor, plan: PlanT, compute: Callable[[], Tensor]

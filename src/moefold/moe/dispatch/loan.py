@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefold.moe.dispatch.exchange import Exchange
 from moefold.moe.dispatch.spill import Counts, owners
 from moefold.parallel.collectives import all_to_all
 from moefold.parallel.groups import Group
@@ -43,6 +44,10 @@ class ExpertLoan:
             lent_to=lent_PE.sum(1).tolist(),
             borrowed_from=[int((owner_E[borrowed_E] == rank).sum()) for rank in range(num_ranks)],
         )
+
+    def rows(self) -> Exchange:
+        """Experts lent and borrowed."""
+        return Exchange("ep", self.lent_to, self.borrowed_from)
 
     def exchange(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """See `Loan.exchange`; collective over ep."""

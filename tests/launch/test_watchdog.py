@@ -1,0 +1,133 @@
+"""Real ranks, of which one does something odd: what the job says of it, and how soon."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.launch.failure import FailingRank
+from moefold.launch.place import Place
+from moefold.launch.ranks import joined, start_ranks
+from moefold.launch.watchdog import Watchdog
+from moefold.parallel.collectives import all_gather, all_reduce_sum
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.layout import fold
+
+RANKS = 3
+LIMIT_S = 3.0
+ODD_STEP = 4
+
+
+def _dawdle(place: Place) -> None:
+    time.sleep(60)
+
+
+def _stop(place: Place) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _die(place: Place) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise(place: Place) -> None:
+    raise ZeroDivisionError("a bug")
+
+
+def _rank(odd: object, file: Path, place: Place, device_type: str) -> int:
+    """Steps with two collectives; rank 1 does its odd thing in one of them."""
+    watchdog = Watchdog(place, LIMIT_S)
+    with FailingRank(place, lambda: False, watchdog), joined(place, device_type, LIMIT_S) as device, watchdog:
+        groups = ParallelGroups.create(fold(world_size=RANKS, cp=RANKS), device, watchdog.record)
+        for step in range(1, 8):
+            watchdog.record.begin_step(step, "loading data")
+            if step == ODD_STEP and place.rank == 1:
+                file.write_text(str(time.time()))
+                odd(place)
+            watchdog.record.enter("forward of micro-batch 0")
+            x = all_gather(torch.ones(2, 4), groups.attn.cp)
+            watchdog.record.enter("optimizer")
+            all_reduce_sum(x, groups.world)
+    return 0
+
+
+def _run(odd: object, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> tuple[list[str], float]:
+    """The lines on stderr of a job, which must fail, and the seconds from the odd thing to its end."""
+    assert start_ranks(partial(_rank, odd, tmp_path / "when"), RANKS, "cpu") == 1
+    took_s = time.time() - float((tmp_path / "when").read_text())
+    return capfd.readouterr().err.splitlines(), took_s
+
+
+def test_a_rank_that_is_late_is_named_with_what_the_others_wait_in(tmp_path, capfd):
+    lines, took_s = _run(_dawdle, tmp_path, capfd)
+    assert lines[0].startswith("moefold: rank 1 on ")
+    assert lines[0].endswith(" is late")
+    assert lines[1].startswith(
+        f"  rank 1: step {ODD_STEP}, loading data; last collective all_reduce over world (ranks 0-2)"
+    )
+    assert "; now at launch/test_watchdog.py:" in lines[1]
+    assert lines[1].endswith(" _dawdle")
+    assert lines[2].startswith(
+        f"  ranks 0, 2: step {ODD_STEP}, forward of micro-batch 0; last collective all_gather over cp"
+    )
+    assert "shape [2, 4]" in lines[2]
+    assert lines[3:] == ["  the run ends: no progress for 3 s (faults.timeout_s); docs/failures.md says what to do"]
+    assert LIMIT_S < took_s < LIMIT_S + 5
+
+
+def test_a_rank_that_is_stopped_is_named_and_ended(tmp_path, capfd):
+    lines, took_s = _run(_stop, tmp_path, capfd)
+    assert lines[0].endswith(" is stopped, as by SIGSTOP or a debugger")
+    assert lines[1].startswith(f"  rank 1: step {ODD_STEP}, loading data; last collective all_reduce")
+    assert lines[2].startswith(f"  ranks 0, 2: step {ODD_STEP}, forward of micro-batch 0; last collective all_gather")
+    assert len(lines) == 4
+    # torch's launcher waits half a minute for a process that no signal reaches; it need not.
+    assert took_s < LIMIT_S + 6
+
+
+def test_a_rank_that_is_killed_is_named_at_once_by_the_launcher(tmp_path, capfd):
+    lines, took_s = _run(_die, tmp_path, capfd)
+    assert len(lines) == 1
+    assert lines[0].startswith("moefold: rank 1 was killed by SIGKILL (as happens when memory runs out) on ")
+    assert (
+        f" in step {ODD_STEP}, loading data; last collective all_reduce over world (ranks 0-2), shape [6, 4]"
+        in lines[0]
+    )
+    assert lines[0].endswith(", and the others were ended")
+    assert took_s < 3
+
+
+def test_a_rank_that_fails_by_itself_has_the_word(tmp_path, capfd):
+    lines, _ = _run(_raise, tmp_path, capfd)
+    assert lines[0] == "moefold: rank 1 failed:"
+    assert "ZeroDivisionError: a bug" in lines
+    assert lines[-1].startswith("moefold: rank 1 failed (exit status 1) on ")
+    assert not any("lost its connection" in line for line in lines)
+
+
+def test_ranks_that_finish_say_nothing(tmp_path, capfd):
+    assert start_ranks(partial(_rank, _nothing, tmp_path / "when"), RANKS, "cpu") == 0
+    assert capfd.readouterr().err == ""
+
+
+def _nothing(place: Place) -> None:
+    pass
+
+
+def _meet_late(place: Place, device_type: str) -> int:
+    if place.rank == 1:
+        time.sleep(30)
+    with FailingRank(place, lambda: False), joined(place, device_type, 2.0):
+        return 0
+
+
+def test_a_rank_that_does_not_join_is_named(capfd):
+    assert start_ranks(_meet_late, RANKS, "cpu") == 1
+    err = capfd.readouterr().err
+    assert err.startswith(f"moefold: error: rank 1 of {RANKS} did not come to ")
+    assert "within 2 s; start them, or set faults.timeout_s higher\n" in err
+    assert err.count("\n") == 1
