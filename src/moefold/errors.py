@@ -1,10 +1,17 @@
-"""The one exception a user can cause: a message that names the key, the value, the rule and the way out."""
+"""What ends a command with one message: what a user can cause, and what goes wrong in a run."""
 
 from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
     """A setting, a file or a combination that cannot work. The command line prints it as one message and exits 2."""
+
+
+class FaultError(RuntimeError):
+    """Something in a run went wrong that nobody asked for. The command line prints it as one message and exits 1.
+
+    All ranks raise it alike, or the others could not be told.
+    """
 
 
 NAMED_FAULTS = 3

@@ -34,6 +34,9 @@ class CheckpointSaver:
     def check(self) -> None:
         """Raise what has gone wrong since the last save; to be called once a step."""
 
+    def drain(self) -> None:
+        """Wait until what was begun is written; collective. More may follow."""
+
     def finish(self) -> None:
         """Wait until all is written; collective."""
 
@@ -76,6 +79,10 @@ class BackgroundSaver(CheckpointSaver):
         """Raise what has gone wrong since the last save."""
         if self._under_way is not None and self._under_way.done():
             self._wait()
+
+    def drain(self) -> None:
+        """Wait until what was begun is written; collective. More may follow."""
+        self._wait()
 
     def finish(self) -> None:
         """Wait until all is written; collective."""

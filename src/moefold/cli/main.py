@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from moefold import __version__
 from moefold.config.keys import nearest
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, FaultError
 
 COMMANDS = {
     "train": "train a model from a recipe; starts the ranks itself on one machine",
@@ -30,6 +30,7 @@ COMMANDS = {
     "bench": "measure the training step against a plain implementation",
 }
 
+EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -38,7 +39,8 @@ EXIT_BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status.
 
-    0: done. 1: the command ran and its answer is no. 2: the user's settings cannot work. 130: interrupted.
+    0: done. 1: the command ran and its answer is no, or its run went wrong. 2: the user's settings cannot work.
+    130: interrupted.
 
     Args:
         argv: the words after `moefold`; None takes them from the process.
@@ -50,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"moefold: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except FaultError as error:
+        print(f"moefold: error: {error}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("moefold: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -461,6 +461,31 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FaultsConfig:
+    """What a run does when something goes wrong that no error reports."""
+
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """A loss or gradient norm of NaN or infinity, which never reaches the weights. stop: end the run and say where it
+    was. skip: leave the step out. rollback: load the newest checkpoint and go on without that batch."""
+    spike: Literal["ignore", "log", "skip", "rollback", "stop"] = "log"
+    """The same for a loss or gradient norm far above those of the last steps; log: say so and train on."""
+    spike_factor: float = 10.0
+    """A spike lies so many standard deviations above the median of the last steps; the deviation is judged by the
+    median distance from the median (the Hampel identifier), and is at least 1 % of the median."""
+    spike_window: int = 50
+    """Steps that a spike is measured against; fewer are not judged."""
+    max_skips: int = 10
+    """Most steps that are skipped in a row; the next one stops the run."""
+    max_rollbacks: int = 3
+    """Most rollbacks of a run; the next one stops it."""
+
+    @property
+    def actions(self) -> tuple[str, str]:
+        """What is done about both kinds of faults."""
+        return self.nonfinite, self.spike
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """A whole recipe."""
 
@@ -472,6 +497,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     @property
     def num_micro_batches(self) -> int:

@@ -11,10 +11,10 @@ from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, FaultError
 from moefold.launch.place import Place
 from moefold.launch.relay import RELAYED
-from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
+from moefold.launch.status import EXIT_EXPLAINED, EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
 
 OTHERS_FIRST_S = 0.7
 """What most often fails on one rank fails on all. The first of a machine speaks; the others give it this long to."""
@@ -30,9 +30,9 @@ class FailingRank:
     """Context manager around everything that a rank does; a job of one rank is left alone.
 
     Inside, a signal ends the rank at once with 128 + its number: code that has something to save handles signals
-    itself. An exception ends the rank with its message (ConfigError: exit 2) or its traceback (exit 1), without the
-    farewell of the process group, which the others may never answer. Launchers end the other ranks when they see one
-    go; so ranks that fail alike, or because of it, wait a moment and are not heard.
+    itself. An exception ends the rank with its message (ConfigError: exit 2; FaultError) or its traceback (exit 1),
+    without the farewell of the process group, which the others may never answer. Launchers end the other ranks when
+    they see one go; so ranks that fail alike, or because of it, wait a moment and are not heard.
 
     Args:
         place: of this rank.
@@ -69,6 +69,9 @@ class FailingRank:
         if isinstance(error, ConfigError):
             print(f"moefold: error: {error}", file=sys.stderr)
             leave(EXIT_USER_ERROR)
+        if isinstance(error, FaultError):
+            print(f"moefold: error: {error}", file=sys.stderr)
+            leave(EXIT_EXPLAINED)
         text = "".join(traceback.format_exception(error))
         print(f"moefold: rank {self._place.rank} failed:\n{text}", file=sys.stderr, end="")
         leave(EXIT_FAILED)

@@ -20,7 +20,7 @@ from moefold.errors import ConfigError
 from moefold.launch.failure import leave
 from moefold.launch.place import Place
 from moefold.launch.relay import SignalRelay
-from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
+from moefold.launch.status import EXIT_EXPLAINED, EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
 
 RankMain = Callable[[Place, str], int]
 """What a rank runs: given its place and its device type, returns the exit status of the job."""
@@ -157,6 +157,8 @@ def _failed(error: ChildFailedError, relay: SignalRelay) -> int:
     rank, failure = error.get_first_failure()
     if failure.exitcode == EXIT_USER_ERROR:
         return EXIT_USER_ERROR
+    if failure.exitcode == EXIT_EXPLAINED:
+        return EXIT_FAILED
     if relay.is_impatient:
         raise KeyboardInterrupt from None
     if relay.explains(failure.exitcode):
