@@ -97,6 +97,10 @@ CASES = [
     ("checkpoint.keep=2", [], ["checkpoint.every=10"]),
     ("checkpoint.async_save=true", [], ["checkpoint.every=10"]),
     ("checkpoint.keep_every=20", [], ["checkpoint.every=10", "checkpoint.keep=2"]),
+    ("faults.spike_factor=5", ["faults.spike=ignore"], ["faults.spike=skip"]),
+    ("faults.spike_window=5", ["faults.spike=ignore"], ["faults.spike=skip"]),
+    ("faults.max_skips=5", [], ["faults.spike=skip"]),
+    ("faults.max_rollbacks=5", [], ["faults.nonfinite=rollback"]),
     ("checkpoint.verify=false", ["checkpoint.resume=never"], ["checkpoint.resume=auto"]),
     ("faults.check_dispatch=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
 ]

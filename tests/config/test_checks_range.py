@@ -93,6 +93,10 @@ CASES = [
     ("train.eval_every=-1", "must be at least 0 (0: never)"),
     ("data.validation_fraction=1", "must lie in [0, 1): at least 0 and below 1"),
     ("checkpoint.every=-1", "must be at least 0 (0: never)"),
+    ("faults.spike_factor=0", "must be greater than 0"),
+    ("faults.spike_window=2", "must be at least 3"),
+    ("faults.max_skips=0", "must be at least 1"),
+    ("faults.max_rollbacks=0", "must be at least 1"),
     ("metrics.peak_tflops=-1", "must be at least 0 (0: look the device up)"),
 ]
 

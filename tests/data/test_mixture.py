@@ -71,3 +71,10 @@ def test_states_go_to_their_parts():
     mixture.restore(state)
     assert parts[1].restored == state[1]
     assert Mixture(parts[:1], (1.0,)).state(3) is None
+
+
+def test_a_sample_says_which_part_it_is_of():
+    mixture = Mixture([Numbers(0, 100), Numbers(1, 100)], [1, 3])
+    for index in range(20):
+        part, number = mixture.sample(index).tolist()
+        assert mixture.origin(index) == f"part {part}, sample {number}"

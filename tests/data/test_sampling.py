@@ -118,3 +118,9 @@ def test_no_token_of_validation_is_in_training():
     train, held_out = ({int(t) for i in range(len(part)) for t in part.sample(i)} for part in parts)
     assert len(held_out) > 700
     assert not train & held_out
+
+
+def test_a_sample_says_which_row_it_is():
+    split = make_split(50)
+    assert split.origin(7) == f"row {split.sample(7)[0] // S}"
+    assert split.origin(57) != split.origin(7), "another epoch, another order"

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from moefold.config.schema import DataConfig
+from moefold.data.marked import EndMarkedSamples
+from moefold.data.sampling import PackedSamples
 from moefold.data.token_file import TokenFiles, look_at_npy, token_files
 from moefold.errors import ConfigError
 
@@ -158,3 +160,15 @@ def test_empty_and_unfitting_paths_are_refused(tmp_path: Path, text_folder: Path
     np.save(tmp_path / "z.npy", np.zeros(4, dtype=np.int64))
     with pytest.raises(ConfigError, match="z.npy twice"):
         token_files(config(tmp_path / "z.npy", tmp_path))
+
+
+def test_a_sample_says_its_file_token_and_document(tmp_path: Path):
+    for name, length in (("a.npy", 30), ("b.npy", 40)):
+        np.save(tmp_path / name, np.zeros(length, dtype=np.uint16))
+    np.array([5, 20, 40], dtype="<i8").tofile(tmp_path / "b.ends")
+    stream = TokenFiles(token_files(config(tmp_path)), vocab_size=4)
+    source = EndMarkedSamples(PackedSamples(stream, 8), 1)
+    assert source.origin(2) == f"{tmp_path / 'a.npy'}, token 16"
+    # Sample 6 begins at token 48 of both, 18 of the second, whose documents end before tokens 5, 20 and 40.
+    assert source.origin(6) == f"{tmp_path / 'b.npy'}, token 18, document 1"
+    assert [stream.place(30 + token)[-1] for token in (0, 4, 5, 19, 20)] == list("00112")

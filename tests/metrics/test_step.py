@@ -28,6 +28,7 @@ KEYS = [
     "save_s",
     "moe_layers",
     "eval_loss",
+    "skipped",
 ]
 
 
@@ -37,6 +38,8 @@ def test_holds_every_key_in_order_and_null_for_what_is_not_known() -> None:
     assert record["mfu"] is None
     assert record["eval_loss"] is None
     assert record["expert_load"] == [1.5, 1.25]
+    assert record["skipped"] is None
+    assert json.loads(replace(STEP, skipped="spike").to_json())["skipped"] == "spike"
     assert json.loads(replace(STEP, mfu=0.5, eval_loss=2.75).to_json())["eval_loss"] == 2.75
 
 

@@ -48,6 +48,8 @@ class Position:
     """Tokens trained on so far."""
     stream: Any = None
     """Where a stream of data stands, so that it need not be read from its start; None for other data."""
+    guard: Any = None
+    """What the run remembers of its faults and of the last losses: `train.guard.Guard.state`; None of old runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

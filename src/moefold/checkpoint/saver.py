@@ -45,6 +45,9 @@ class CheckpointSaver:
         """Whether this rank still writes beside training."""
         return False
 
+    def drain(self) -> None:
+        """Wait until what was begun is written; collective. More may follow."""
+
     def finish(self) -> None:
         """Wait until all is written; collective."""
 
@@ -92,6 +95,10 @@ class BackgroundSaver(CheckpointSaver):
     def is_under_way(self) -> bool:
         """Whether this rank still writes beside training."""
         return self._under_way is not None and not self._under_way.done()
+
+    def drain(self) -> None:
+        """Wait until what was begun is written; collective. More may follow."""
+        self._wait()
 
     def finish(self) -> None:
         """Wait until all is written; collective."""

@@ -39,7 +39,8 @@ EXIT_BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status.
 
-    0: done. 1: the command ran and its answer is no. 2: the user's settings cannot work. 130: interrupted.
+    0: done. 1: the command ran and its answer is no, or its run went wrong. 2: the user's settings cannot work.
+    130: interrupted.
 
     Args:
         argv: the words after `moefold`; None takes them from the process.

@@ -275,6 +275,24 @@ IDLE = (
         "set checkpoint.keep",
     ),
     Idle(
+        "faults.spike_factor faults.spike_window",
+        lambda cfg: cfg.faults.spike == "ignore",
+        "faults.spike='ignore' looks for none",
+        "choose faults.spike='log'",
+    ),
+    Idle(
+        "faults.max_skips",
+        lambda cfg: "skip" not in cfg.faults.actions,
+        "nothing is skipped",
+        "choose faults.nonfinite='skip'",
+    ),
+    Idle(
+        "faults.max_rollbacks",
+        lambda cfg: "rollback" not in cfg.faults.actions,
+        "nothing is rolled back",
+        "choose faults.nonfinite='rollback'",
+    ),
+    Idle(
         "checkpoint.verify",
         lambda cfg: cfg.checkpoint.resume == "never",
         "checkpoint.resume='never' reads none",

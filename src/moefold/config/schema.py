@@ -468,7 +468,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultsConfig:
-    """What is done about failures while ranks run ([failures.md](failures.md))."""
+    """What is done about failures in a run ([failures.md](failures.md), [silent-faults.md](silent-faults.md))."""
 
     timeout_s: float = 600.0
     """End the run, naming the rank that is late, when a rank makes no progress for so many seconds. Longer than the
@@ -476,6 +476,25 @@ class FaultsConfig:
     check_dispatch: bool = False
     """Before each dispatch and combine let the ranks compare step, layer, shape and row counts, so that a mismatch is
     named instead of hanging; costs an all-gather each."""
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """A loss or gradient norm of NaN or infinity, which never reaches the weights. stop: end the run and say where it
+    was. skip: leave the step out. rollback: load the newest checkpoint and go on without that batch."""
+    spike: Literal["ignore", "log", "skip", "rollback", "stop"] = "log"
+    """The same for a loss or gradient norm far above those of the last steps; log: say so and train on."""
+    spike_factor: float = 10.0
+    """A spike lies so many standard deviations above the median of the last steps; the deviation is judged by the
+    median distance from the median (the Hampel identifier), and is at least 1 % of the median."""
+    spike_window: int = 50
+    """Steps that a spike is measured against; fewer are not judged."""
+    max_skips: int = 10
+    """Most steps that are skipped in a row; the next one stops the run."""
+    max_rollbacks: int = 3
+    """Most rollbacks of a run; the next one stops it."""
+
+    @property
+    def actions(self) -> tuple[str, str]:
+        """What is done about both kinds of faults."""
+        return self.nonfinite, self.spike
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

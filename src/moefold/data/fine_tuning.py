@@ -107,6 +107,10 @@ class PackedConversations:
         """Tokens of one sample, [seq_len + 1]."""
         return self.marked_sample(number).tokens
 
+    def origin(self, number: int) -> str:
+        """The conversations of a sample, by their numbers in the order of the files."""
+        return f"conversations {', '.join(str(int(one)) for one in self._bins[number])}"
+
     def marked_sample(self, number: int) -> MarkedSample:
         """One sample; its weights are 1 where the target is what the assistant wrote, else 0."""
         size = self.seq_len + 1

@@ -54,6 +54,15 @@ class MarkedSource(SampleSource, Protocol):
         ...
 
 
+@runtime_checkable
+class NamedSource(Protocol):
+    """Numbered samples whose text can be pointed at."""
+
+    def origin(self, number: int) -> str:
+        """Where a sample lies, for a message: a file and a place in it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
     """Some samples below each other."""
@@ -142,3 +151,7 @@ class EndMarkedSamples:
     def marked_sample(self, number: int) -> MarkedSample:
         """One sample with its documents."""
         return mark_ends(self._source.sample(number), self._end_id)
+
+    def origin(self, number: int) -> str:
+        """Where a sample lies; empty if the source cannot say."""
+        return self._source.origin(number) if isinstance(self._source, NamedSource) else ""

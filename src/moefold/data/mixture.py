@@ -62,6 +62,11 @@ class Mixture(SampleRow):
         which, number = self.place(index)
         return self._parts[which].marked_sample(number)
 
+    def origin(self, index: int) -> str:
+        """The sample's part, and its row there."""
+        which, number = self.place(index)
+        return f"part {which}, {self._parts[which].origin(number)}"
+
     def state(self, index: int) -> Any:
         """The states of the parts, None if none has any."""
         states = [part.state(self._count(which, index)) for which, part in enumerate(self._parts)]

@@ -1,12 +1,12 @@
 """From a sample's global number to its tokens: order, epochs and batches, the same under every mapping."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.data.marked import MarkedSample, MarkedSource, SampleBatch, SampleSource, stack_samples
+from moefold.data.marked import MarkedSample, MarkedSource, NamedSource, SampleBatch, SampleSource, stack_samples
 from moefold.data.permutation import Permutation
 from moefold.data.random_bits import combine
 from moefold.data.split import Runs
@@ -33,6 +33,15 @@ class IndexedStream(TokenStream, Protocol):
         ...
 
 
+@runtime_checkable
+class PlacedStream(Protocol):
+    """A row of ids that lies in files."""
+
+    def place(self, token: int) -> str:
+        """File and place of a token, for a message."""
+        ...
+
+
 class PackedSamples:
     """Documents packed without padding: sample i is tokens[i*S : i*S + S + 1], S = seq_len.
 
@@ -52,6 +61,11 @@ class PackedSamples:
         """Tokens of one sample, [seq_len + 1]."""
         start = number * self.seq_len
         return self.stream.read(start, start + self.seq_len + 1)
+
+    def origin(self, number: int) -> str:
+        """File and tokens of a sample; empty if the stream has no files."""
+        start = number * self.seq_len
+        return self.stream.place(start) if isinstance(self.stream, PlacedStream) else ""
 
 
 class IndexMarkedSamples(PackedSamples):
@@ -105,6 +119,10 @@ class SampleRow(ABC):
             tokens[i] = self.sample(first + i)
         return SampleBatch(tokens)
 
+    def origin(self, index: int) -> str:
+        """What sample `index` of the run is, for a message: its row in the data, and where that lies if it is known."""
+        return f"sample {index}"
+
     def state(self, index: int) -> Any:
         """What lets a later process reach sample `index` sooner, as JSON keeps it; None: nothing is needed."""
         return None
@@ -154,6 +172,12 @@ class Split(SampleRow):
         if isinstance(self._source, MarkedSource):
             return self._source.marked_sample(number)
         return MarkedSample(self._source.sample(number))
+
+    def origin(self, index: int) -> str:
+        """The sample's row in the data, and where that lies if the source knows."""
+        number = self._number(index)
+        place = self._source.origin(number) if isinstance(self._source, NamedSource) else ""
+        return f"row {number} ({place})" if place else f"row {number}"
 
     def _number(self, index: int) -> int:
         """The number in the source of the sample that a run takes as its `index`-th."""

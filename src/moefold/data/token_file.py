@@ -82,6 +82,16 @@ class TokenFiles:
             which, done = which + 1, done + len(part)
         return tokens
 
+    def place(self, token: int) -> str:
+        """File, place in it and, where documents are indexed, the number of the document of a token, for a message."""
+        which = bisect_right(self._ends, token)
+        file = self._files[which]
+        offset = token - (self._ends[which] - file.num_tokens)
+        words = f"{file.path}, token {offset}"
+        if not document_ends_path(file.path).exists():
+            return words
+        return f"{words}, document {int(np.searchsorted(self._document_ends(which), offset, side='right'))}"
+
     def begins(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Which of the tokens start .. stop-1 is the first of a document, [stop - start].
 

@@ -14,7 +14,8 @@ from moefold.inference.lm_eval_settings import LmSettings
 from moefold.inference.opening import open_model
 from moefold.inference.scoring import CommandedModel
 from moefold.inference.text import open_tokenizer
-from moefold.launch.failure import FailingRank, leave
+from moefold.launch.departure import leave
+from moefold.launch.failure import FailingRank
 from moefold.launch.place import Place
 from moefold.launch.ranks import joined
 

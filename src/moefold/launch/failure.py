@@ -32,9 +32,9 @@ class FailingRank:
     """Context manager around everything that a rank does; a job of one rank is left alone.
 
     Inside, a signal ends the rank at once with 128 + its number: code that has something to save handles signals
-    itself. An exception ends the rank with its message (ConfigError: exit 2) or its traceback (exit 1), without the
-    farewell of the process group, which the others may never answer. Launchers end the other ranks when they see one
-    go; so ranks that fail alike, or because of it, wait a moment and are not heard.
+    itself. An exception ends the rank with its message (ConfigError: exit 2; RunError: exit 1) or its traceback (1),
+    without the farewell of the process group, which the others may never answer. Launchers end the other ranks when
+    they see one go; so ranks that fail alike, or because of it, wait a moment and are not heard.
 
     Args:
         place: of this rank.

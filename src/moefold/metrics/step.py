@@ -54,6 +54,9 @@ class StepMetrics:
     eval_loss: float | None = None
     """Mean cross-entropy per held-out token, in nats; None except on evaluation steps."""
 
+    skipped: str | None = None
+    """Why this step changed nothing: "nonfinite" or "spike"; None for a step that did. faults.jsonl knows more."""
+
     @property
     def worst_expert_load(self) -> float | None:
         """The largest of expert_load (NaN if one is NaN); None for a model without MoE layers."""
@@ -94,8 +97,8 @@ def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
     return _finite(value, name, nonfinite)
 
 
-def _finite(value: float | None, name: str, nonfinite: dict[str, str]) -> float | None:
-    if value is None or math.isfinite(value):
+def _finite(value: float | str | None, name: str, nonfinite: dict[str, str]) -> float | str | None:
+    if value is None or isinstance(value, str) or math.isfinite(value):
         return value
     nonfinite[name] = str(float(value))
     return None

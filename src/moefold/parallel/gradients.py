@@ -27,20 +27,18 @@ def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], tp: Group) 
         grad.copy_(total.view_as(grad))
 
 
-def gradient_norm(
-    parameters: Mapping[str, nn.Parameter], world: Group, *, skip: frozenset[str] = frozenset()
-) -> Tensor:
-    """Euclidean norm of the gradient of the whole model; one all-reduce over the world.
+def squared_norm_share(parameters: Mapping[str, nn.Parameter], *, skip: frozenset[str] = frozenset()) -> Tensor:
+    """My part of the squared Euclidean norm of the gradient of the whole model; no communication.
 
-    A gradient that n ranks hold alike contributes 1/n of its square on each of them.
+    A gradient that n ranks hold alike contributes 1/n of its square on each of them: summed over the world, each
+    logical element counts once.
 
     Args:
         parameters: of this rank, by name, with reduced gradients.
-        world: all ranks.
         skip: names whose gradient another pipeline rank counts (the second copy of a tied embedding).
 
     Returns:
-        0-dim tensor in float64, the same on every rank.
+        0-dim tensor in float64.
     """
     shares: dict[int, list[Tensor]] = {}
     for name, parameter in parameters.items():
@@ -50,9 +48,7 @@ def gradient_norm(
     for copies, grads in shares.items():
         norms = torch.stack(torch._foreach_norm(grads)).double()
         total += norms.square().sum() / copies
-    if world.size > 1:
-        add_up(total, world)
-    return total.sqrt()
+    return total
 
 
 @torch.no_grad()

@@ -13,9 +13,11 @@ from moefold.metrics.memory import peak_memory_gib
 from moefold.metrics.moe import MoELayerMetrics
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.collectives import all_reduce_sum
-from moefold.parallel.gradients import clip_gradients, gradient_norm
+from moefold.parallel.gradients import clip_gradients, squared_norm_share
 from moefold.parallel.parallelize import ParallelModel
 from moefold.parallel.routing_tape import RoutingTape
+from moefold.train.culprit import Culprit, find_culprit
+from moefold.train.guard import Guard, Verdict
 from moefold.train.lr_schedule import learning_rate
 from moefold.train.optimizer import build_optimizer, set_learning_rate
 
@@ -43,11 +45,42 @@ class StepResult:
     flags: tuple[int, ...]
     """For each flag given to `run`: how many ranks raised it."""
     peak_memory_gib: float
-    """Largest peak memory of a rank since it started, this step included."""
+    """Largest peak memory of a rank since it started, up to the gradients of this step."""
+    verdict: Verdict = Verdict("update")
+    """Whether weights, moments, expert bias and the counts of the last step took this one."""
+    culprit: Culprit | None = None
+    """Where a step went wrong that is not finite."""
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """What the one all-reduce of a step brings, on the host; the same on every rank."""
+
+    terms: Tensor
+    """Language-model loss, and the losses of the further tokens."""
+    norm: Tensor
+    """Gradient norm, 0-dim on the device, so that clipping waits for nothing."""
+    grad_norm: float
+    flags: tuple[int, ...]
+    peak_memory_gib: float
+    scalars: Tensor
+    """Aux loss, z loss, copies, drops and entropy of each MoE layer, [MoE layers, 5]."""
+    counts: Tensor
+    """[MoE layers, E], as are thresholds and biases."""
+    thresholds: Tensor
+    biases: Tensor
+
+    def watched(self) -> dict[str, float]:
+        """What must be finite, by its name in a message."""
+        aux, z = self.scalars[:, :2].sum(0).tolist()
+        losses = {"loss": float(self.terms[0]), "balance loss": aux, "z loss": z}
+        if len(self.terms) > 1:
+            losses["loss of the further tokens"] = float(self.terms[1:].sum())
+        return {**losses, "gradient norm": self.grad_norm}
 
 
 class TrainingStep:
-    """Runs optimizer steps on a parallel model.
+    """Runs optimizer steps on a parallel model; `guard` decides whether a step changes anything.
 
     `parameters` and `buffers` are what a checkpoint has to hold of the model; `tape` records and replays its routing,
     where the recipe asks for that.
@@ -58,6 +91,7 @@ class TrainingStep:
         self.parameters = model.named_parameters
         self.buffers = model.named_buffers
         self.optimizer = build_optimizer(self.parameters, cfg.train)
+        self.guard = Guard(cfg.faults)
         self.tape = RoutingTape(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
@@ -76,21 +110,26 @@ class TrainingStep:
         Args:
             batch: this rank's part.
             step: number of this step, 1-based.
-            flags: asked once the step is done for wishes of this rank (to stop, say), which all ranks then learn.
+            flags: asked once the gradients are there for wishes of this rank (to stop, say); all ranks learn them.
         """
         self.begin(step)
         loss = self.model.forward_backward(batch)
         record = self.model.groups.record
-        record.enter("gradient norm")
-        norm = gradient_norm(self.parameters, self.model.groups.world, skip=self._not_counted)
-        clip_gradients(self.parameters, norm, self._cfg.train.clip_grad)
+        record.enter("summing up the step")
+        totals = self._agree(loss, flags())
+        verdict = self.guard.judge(totals.watched())
         record.enter("optimizer")
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
+        culprit = None
+        if verdict.updates:
+            clip_gradients(self.parameters, totals.norm, self._cfg.train.clip_grad)
+            set_learning_rate(self.optimizer, rate)
+            self.optimizer.step()
+            self._balance(totals.counts, totals.thresholds)
+        elif verdict.reason == "nonfinite":
+            culprit = find_culprit(loss, self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
-        record.enter("summing up the step")
-        return self._agree(loss, norm, rate, flags())
+        return self._result(totals, rate, verdict, culprit)
 
     def begin(self, step: int) -> None:
         """Prepare the routers: what follows, up to the next call, belongs to step `step`.
@@ -114,35 +153,52 @@ class TrainingStep:
         """Tensor-parallel ranks compute the same token losses: one of them speaks for all."""
         return loss if self._speaks_for_tp else torch.zeros_like(loss)
 
-    def _agree(self, loss: Tensor, norm: Tensor, rate: float, flags: Sequence[bool]) -> StepResult:
-        """Sum everything that is counted over the ranks, in one all-reduce, and balance the expert bias by it."""
+    def _agree(self, loss: Tensor, flags: Sequence[bool]) -> _Totals:
+        """Sum everything that is counted over the ranks, in one all-reduce."""
         world, device = self.model.groups.world, loss.device
         mine = self._my_share(loss.detach().double())
+        squares = squared_norm_share(self.parameters, skip=self._not_counted).view(1)
         raised = torch.tensor(flags, dtype=torch.float64, device=device)
         # A slot for each rank turns a maximum into a sum.
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
         memory[world.rank] = peak_memory_gib(device.type)
         rows = self._routing_rows(device)
-        parts = (mine, raised, memory, rows.flatten())
-        total = all_reduce_sum(torch.cat(parts), world).cpu().split([part.numel() for part in parts])
+        parts = (mine, squares, raised, memory, rows.flatten())
+        total = all_reduce_sum(torch.cat(parts), world)
+        norm = total[len(mine)].sqrt()
+        on_host = total.cpu().split([part.numel() for part in parts])
         num_experts = self._cfg.model.num_experts
-        scalars, counts, thresholds, biases = total[3].view_as(rows).split([5, *[num_experts] * 3], 1)
-        self._balance(counts, thresholds)
-        aux, z, copies, dropped, _ = scalars.sum(0).tolist()
-        layers = self._layer_metrics(scalars.tolist(), counts.tolist(), biases.tolist())
+        scalars, counts, thresholds, biases = on_host[4].view_as(rows).split([5, *[num_experts] * 3], 1)
+        return _Totals(
+            terms=on_host[0],
+            norm=norm,
+            grad_norm=float(on_host[1].sqrt()),
+            flags=tuple(int(count) for count in on_host[2].tolist()),
+            peak_memory_gib=float(on_host[3].max()),
+            scalars=scalars,
+            counts=counts,
+            thresholds=thresholds,
+            biases=biases,
+        )
+
+    def _result(self, totals: _Totals, rate: float, verdict: Verdict, culprit: Culprit | None) -> StepResult:
+        aux, z, copies, dropped, _ = totals.scalars.sum(0).tolist()
+        layers = self._layer_metrics(totals.scalars.tolist(), totals.counts.tolist(), totals.biases.tolist())
         return StepResult(
-            loss=float(total[0][0]),
+            loss=float(totals.terms[0]),
             aux_loss=aux,
             z_loss=z,
-            mtp_loss=float(total[0][1:].sum()),
-            grad_norm=float(norm),
+            mtp_loss=float(totals.terms[1:].sum()),
+            grad_norm=totals.grad_norm,
             lr=rate,
             expert_load=tuple(layer.load for layer in layers),
-            expert_counts=counts.long().numpy(),
+            expert_counts=totals.counts.long().numpy(),
             dropped_fraction=dropped / copies if copies else 0.0,
             moe_layers=layers,
-            flags=tuple(int(count) for count in total[1].tolist()),
-            peak_memory_gib=float(total[2].max()),
+            flags=totals.flags,
+            peak_memory_gib=totals.peak_memory_gib,
+            verdict=verdict,
+            culprit=culprit,
         )
 
     def _routing_rows(self, device: torch.device) -> Tensor:

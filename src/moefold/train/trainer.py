@@ -3,6 +3,7 @@
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
@@ -19,9 +20,11 @@ from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.convert.start import start_weights
 from moefold.data import open_dataset
+from moefold.errors import RunError
 from moefold.launch.failure import is_consequence
 from moefold.launch.status import SIGNAL_STATUS
 from moefold.metrics.expert_counts import ExpertCountsWriter, truncate_expert_counts
+from moefold.metrics.fault_log import log_fault
 from moefold.metrics.flops import train_flops_per_token
 from moefold.metrics.peak import peak_bf16_tflops
 from moefold.metrics.plot import plot_loss
@@ -32,6 +35,8 @@ from moefold.metrics.writer import MetricsWriter
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchLoader
+from moefold.train.incident import Incident
+from moefold.train.optimizer import set_step_count
 from moefold.train.step import StepResult, TrainingStep
 from moefold.train.stop import SIGNALS, StopSignals
 
@@ -70,6 +75,8 @@ class Trainer:
         self._save_s = 0.0
         self._start = ""
         self._saved_dp: int | None = None
+        self._resumed_from: Path | None = None
+        self._has_saved = False
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step, or until a signal; returns the exit status. Collective.
@@ -103,18 +110,28 @@ class Trainer:
     def _resume(self) -> Resume:
         self._record.enter("loading what it starts from")
         resume = agree_on_resume(self._cfg)
+        self._resumed_from = resume.path
         if resume.path is not None:
-            training = self._training
-            meta = load_checkpoint(resume.path, training.parameters, training.buffers, training.optimizer)
-            self._step, self._tokens = meta.step, meta.tokens
-            # A checkpoint that was named may be continued on other data, from its start.
-            if not other_order(meta, self._cfg):
-                self._samples = meta.samples
-                self._row.restore(meta.stream)
-            self._saved_dp = meta.dp
+            self._load(resume.path)
         else:
             self._start = start_weights(self._cfg, self._training.model, is_first_rank=self._is_first_rank)
         return resume
+
+    def _load(self, path: Path) -> None:
+        """Be where a checkpoint was; collective."""
+        training = self._training
+        meta = load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
+        self._step, self._tokens, self._samples = meta.step, meta.tokens, 0
+        guard = meta.guard
+        # A checkpoint that was named may be continued on other data, from its start.
+        if not other_order(meta, self._cfg):
+            self._samples = meta.samples
+            self._row.restore(meta.stream)
+        elif isinstance(guard, dict):
+            guard = guard | {"left_out": []}
+        training.guard.restore(guard)
+        set_step_count(training.optimizer, meta.step - training.guard.num_skipped)
+        self._saved_dp = meta.dp
 
     def _notes(self) -> tuple[str, ...]:
         """What the log is to say before the first step."""
@@ -132,9 +149,12 @@ class Trainer:
         """Train, evaluate and save as the recipe says; returns the exit status if the run is to end, else 0."""
         started_s = time.perf_counter()
         self._record.begin_step(self._step + 1, "loading data")
+        self._samples = self._training.guard.next_batch(self._samples, self._cfg.train.global_batch_size)
         result = self._training.run(self._batches.batch(self._samples), self._step + 1, lambda: stop.flags)
         step_time_s = time.perf_counter() - started_s
         self._saver.check()
+        if result.verdict.reason and not self._goes_on(result, report):
+            return 0
         self._step += 1
         self._samples += self._cfg.train.global_batch_size
         self._tokens += self._cfg.tokens_per_step
@@ -153,6 +173,40 @@ class Trainer:
             self._save()
         return SIGNAL_STATUS + raised[0] if raised and not is_last else 0
 
+    def _goes_on(self, result: StepResult, report: "_Report | None") -> bool:
+        """Answer a step that is not finite or a spike; returns False if the run has gone back. Collective.
+
+        Raises:
+            RunError: it is to stop.
+        """
+        action = result.verdict.action
+        incident = Incident(self._step + 1, self._samples, result, self._cfg, self._groups.layout, self._row)
+        if report is not None:
+            report.fault(incident)
+        if action in ("log", "skip"):
+            return True
+        self._saver.drain()
+        if action == "stop":
+            raise RunError(incident.stop_message())
+        self._roll_back(incident, report)
+        return False
+
+    def _roll_back(self, incident: Incident, report: "_Report | None") -> None:
+        """Load the newest sound checkpoint, and leave the batch out from there on; collective."""
+        found = Resume(self._resumed_from)
+        if self._has_saved:
+            own = replace(self._cfg.checkpoint, resume="auto")
+            found = agree_on_resume(replace(self._cfg, checkpoint=own))
+        if found.path is None:
+            raise RunError(
+                f"{incident.words()}; nothing of the step was applied, and there is no checkpoint yet to go back to: "
+                "set checkpoint.every lower, or skip such steps"
+            )
+        self._load(found.path)
+        self._training.guard.leave_out(incident.first_sample, self._cfg.train.global_batch_size)
+        if report is not None:
+            report.go_back(found, self._step)
+
     def _evaluate(self) -> float:
         return self._training.evaluate(self._held_out.evaluation(self._cfg.train.eval_samples))
 
@@ -161,8 +215,15 @@ class Trainer:
         training = self._training
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
         stream = self._row.state(self._samples)
-        position = Position(step=self._step, samples=self._samples, tokens=self._tokens, stream=stream)
+        position = Position(
+            step=self._step,
+            samples=self._samples,
+            tokens=self._tokens,
+            stream=stream,
+            guard=training.guard.state(),
+        )
         self._save_s += self._saver.save(state, position)
+        self._has_saved = True
 
     def _metrics(self, result: StepResult, step_time_s: float, eval_loss: float | None) -> StepMetrics:
         tokens_per_s = self._cfg.tokens_per_step / step_time_s
@@ -186,6 +247,7 @@ class Trainer:
             save_s=self._save_s,
             moe_layers=result.moe_layers,
             eval_loss=eval_loss,
+            skipped=result.verdict.reason if result.verdict.action == "skip" else None,
         )
 
 
@@ -199,6 +261,7 @@ class _Report:
         self._resume = resume
         self._notes = notes
         self._stack = ExitStack()
+        self._writers = ExitStack()
         self._counts: ExpertCountsWriter | None = None
         self.trace: TraceWriter | None = None
         """Writes the routing of traced steps; None where the recipe traces nothing."""
@@ -208,16 +271,13 @@ class _Report:
         self._dir.mkdir(parents=True, exist_ok=True)
         write_config_json(cfg, self._dir / "config.json")
         with ExitStack() as stack:
-            writer = MetricsWriter(self._dir, cfg.metrics, resume_step=done, config=config_to_dict(cfg))
-            self._writer = stack.enter_context(writer)
-            self._open_routing(stack, done)
+            # The writers are closed and opened anew by a run that goes back.
+            stack.callback(lambda: self._writers.close())
+            removed_lines = self._open_writers(done)
             self._progress = stack.enter_context(Progress(cfg.run.steps, self._first_step, sys.stdout))
             for note in self._notes:
                 self._progress.message(note)
-            for skipped in self._resume.skipped:
-                self._progress.message(f"skipped a damaged checkpoint, {skipped}")
-            if (path := self._resume.path) is not None:
-                self._progress.message(f"resumed from {path} at step {done}{_repeats(writer.removed_lines)}")
+            self._say_where(self._resume, "resumed from", done, removed_lines)
             self._stack = stack.pop_all()
         return self
 
@@ -233,25 +293,56 @@ class _Report:
         self._writer.write(metrics)
         self._progress.update(metrics)
 
+    def fault(self, incident: Incident) -> None:
+        """Log a step that went wrong."""
+        log_fault(self._dir, incident.record())
+        verdict = incident.result.verdict
+        if verdict.action != "stop":
+            done = {"log": "trained on", "skip": "skipped", "rollback": "going back"}[verdict.action]
+            self._progress.message(f"{incident.words()}; {done}, as faults.{verdict.reason} says")
+
+    def go_back(self, found: Resume, step: int) -> None:
+        """Drop what was logged past `step`, from which the run goes on."""
+        self._writers.close()
+        self._say_where(found, "back at", step, self._open_writers(step))
+
     def end(self, status: int, step: int) -> None:
         """Say how the run ended, and draw what it wrote."""
         if step >= self._first_step:
             plot_loss(self._dir)
         self._progress.message(self._farewell(status, step))
 
-    def _open_routing(self, stack: ExitStack, resume_step: int) -> None:
-        """Begin or go on with the counts and the trace; what the folder holds of them past `resume_step` goes."""
+    def _say_where(self, found: Resume, verb: str, step: int, removed_lines: int) -> None:
+        for skipped in found.skipped:
+            self._progress.message(f"skipped a damaged checkpoint, {skipped}")
+        if found.path is not None:
+            self._progress.message(f"{verb} {found.path} at step {step}{_repeats(removed_lines)}")
+
+    def _open_writers(self, resume_step: int) -> int:
+        """Begin or go on with all that is written step by step; what the folder holds past `resume_step` goes.
+
+        Returns:
+            The lines of metrics.jsonl that went.
+        """
         cfg, shape = self._cfg, trace_shape(self._cfg)
-        truncate_expert_counts(self._dir, resume_step)
-        truncate_trace(self._dir, resume_step)
-        if cfg.metrics.expert_counts_every and shape.layers:
-            counts = ExpertCountsWriter(self._dir, shape.layers, shape.num_experts, resume_step=resume_step)
-            self._counts = stack.enter_context(counts)
-        if cfg.moe.trace_every:
-            self.trace = TraceWriter(self._dir, shape, resume_step=resume_step)
-            if count := self.trace.num_dropped:
-                steps = f"{count} step{'s' if count > 1 else ''}"
-                self._notes += (f"removed {steps} from {TRACE_FOLDER}/: of another batch, sequence length or model",)
+        with ExitStack() as stack:
+            config = config_to_dict(cfg)
+            writer = MetricsWriter(self._dir, cfg.metrics, resume_step=resume_step, config=config)
+            self._writer = stack.enter_context(writer)
+            truncate_expert_counts(self._dir, resume_step)
+            truncate_trace(self._dir, resume_step)
+            if cfg.metrics.expert_counts_every and shape.layers:
+                counts = ExpertCountsWriter(self._dir, shape.layers, shape.num_experts, resume_step=resume_step)
+                self._counts = stack.enter_context(counts)
+            if cfg.moe.trace_every:
+                self.trace = TraceWriter(self._dir, shape, resume_step=resume_step)
+                if count := self.trace.num_dropped:
+                    steps = f"{count} step{'s' if count > 1 else ''}"
+                    self._notes += (
+                        f"removed {steps} from {TRACE_FOLDER}/: of another batch, sequence length or model",
+                    )
+            self._writers = stack.pop_all()
+        return writer.removed_lines
 
     def _farewell(self, status: int, step: int) -> str:
         steps, saves = self._cfg.run.steps, self._cfg.checkpoint.every > 0

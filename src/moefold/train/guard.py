@@ -1,0 +1,153 @@
+"""Whether a step may change the weights: judged by numbers that all ranks know alike. Pure and torch-free."""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from moefold.config.schema import FaultsConfig
+from moefold.errors import ConfigError
+
+Action = Literal["update", "log", "skip", "rollback", "stop"]
+
+NORMAL_MAD = 1.4826
+"""Standard deviation of a normal distribution over its median distance from the median: 1 / Phi^-1(3/4)."""
+LEAST_SPREAD = 0.01
+"""A row of equal values has no spread; it counts as so much of the median at least."""
+WATCHED = ("loss", "gradient norm")
+"""The numbers whose spikes are looked for."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a step."""
+
+    action: Action
+    reason: Literal["", "nonfinite", "spike"] = ""
+    what: str = ""
+    """What was seen, in words; empty if nothing was."""
+
+    @property
+    def updates(self) -> bool:
+        """Whether the weights take the step."""
+        return self.action in ("update", "log")
+
+
+class Guard:
+    """Judges the steps of a run, one after another, and remembers what it needs for the next ones.
+
+    A spike is a value above median + factor * 1.4826 * MAD of the last `spike_window` values, MAD their median distance
+    from the median: the Hampel identifier (L. Davies, U. Gather: The identification of multiple outliers, JASA 88,
+    1993), which a few spikes in the window do not move. Only steps that change the weights enter the window.
+
+    All that a resumed run needs to decide alike is in `state`.
+    """
+
+    def __init__(self, cfg: FaultsConfig) -> None:
+        self._cfg = cfg
+        self._last = {name: deque[float](maxlen=cfg.spike_window) for name in WATCHED}
+        self._skips_in_row = 0
+        self._rollbacks = 0
+        self._left_out: list[tuple[int, int]] = []
+        self.num_skipped = 0
+        """Steps since the start of the run that changed nothing."""
+
+    def judge(self, numbers: Mapping[str, float]) -> Verdict:
+        """Decide about a step.
+
+        Args:
+            numbers: of the whole global batch, the same on every rank, by their names in a message: those of `WATCHED`
+                and whatever else must be finite.
+        """
+        verdict = self._limited(self._first_verdict(numbers))
+        if verdict.updates:
+            self._skips_in_row = 0
+            for name, values in self._last.items():
+                values.append(numbers[name])
+        elif verdict.action == "skip":
+            self._skips_in_row += 1
+            self.num_skipped += 1
+        elif verdict.action == "rollback":
+            self._rollbacks += 1
+        return verdict
+
+    def leave_out(self, first: int, count: int) -> None:
+        """Remember that samples first .. first + count - 1 of the run are not to be taken again."""
+        self._left_out.append((first, first + count))
+
+    def next_batch(self, first: int, count: int) -> int:
+        """Where the next batch of `count` samples begins, from `first` on: behind what is left out."""
+        while blocked := [end for start, end in self._left_out if start < first + count and first < end]:
+            first = max(blocked)
+        return first
+
+    def state(self) -> dict[str, Any]:
+        """All that is remembered, as JSON keeps it."""
+        return {
+            "last": {name: list(values) for name, values in self._last.items()},
+            "skips_in_row": self._skips_in_row,
+            "num_skipped": self.num_skipped,
+            "rollbacks": self._rollbacks,
+            "left_out": [list(part) for part in self._left_out],
+        }
+
+    def restore(self, state: Any) -> None:
+        """Go on from a state that `state` gave; None is that of a run without faults.
+
+        What this object has rolled back stays counted and left out: a state from before does not know of it yet.
+
+        Raises:
+            ConfigError: it is no such state.
+        """
+        state = Guard(self._cfg).state() if state is None else state
+        try:
+            last = {name: [float(value) for value in state["last"][name]] for name in WATCHED}
+            counts = [int(state[name]) for name in ("skips_in_row", "num_skipped", "rollbacks")]
+            left_out = [(int(start), int(end)) for start, end in state["left_out"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"the checkpoint's memory of faults is broken: {error!r}") from None
+        for name, values in last.items():
+            self._last[name].clear()
+            self._last[name].extend(values)
+        self._skips_in_row, self.num_skipped, rollbacks = counts
+        self._rollbacks = max(self._rollbacks, rollbacks)
+        self._left_out = list(dict.fromkeys(left_out + self._left_out))
+
+    def forget_samples(self) -> None:
+        """Leave nothing out any more: the run goes on with other data."""
+        self._left_out.clear()
+
+    def _first_verdict(self, numbers: Mapping[str, float]) -> Verdict:
+        """What the recipe wants of this step, whatever came before."""
+        cfg = self._cfg
+        if wrong := [f"the {name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]:
+            return Verdict(cfg.nonfinite, "nonfinite", " and ".join(wrong))
+        if cfg.spike == "ignore":
+            return Verdict("update")
+        high = [words for name in WATCHED if (words := self._spike(name, numbers[name]))]
+        return Verdict(cfg.spike, "spike", " and ".join(high)) if high else Verdict("update")
+
+    def _spike(self, name: str, value: float) -> str:
+        """How far a value is above the last ones, in words; empty if it is none to speak of."""
+        values = self._last[name]
+        if len(values) < self._cfg.spike_window:
+            return ""
+        middle = median(values)
+        spread = max(NORMAL_MAD * median(abs(x - middle) for x in values), LEAST_SPREAD * abs(middle))
+        if value <= middle + self._cfg.spike_factor * spread:
+            return ""
+        above = f", {(value - middle) / spread:.3g} deviations above," if spread else ""
+        return f"the {name} is {value:.6g}{above} after a median of {middle:.6g} over {len(values)} steps"
+
+    def _limited(self, verdict: Verdict) -> Verdict:
+        """The verdict, or that to stop if the recipe's patience is at its end."""
+        cfg = self._cfg
+        if verdict.action == "skip" and self._skips_in_row == cfg.max_skips:
+            after = f"after {cfg.max_skips} skipped steps in a row (faults.max_skips)"
+        elif verdict.action == "rollback" and self._rollbacks == cfg.max_rollbacks:
+            after = f"after {cfg.max_rollbacks} rollbacks (faults.max_rollbacks)"
+        else:
+            return verdict
+        return Verdict("stop", verdict.reason, f"{verdict.what}, {after}")

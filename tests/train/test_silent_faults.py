@@ -1,0 +1,211 @@
+"""A batch that is not finite, under every axis: the weights are those of a run that never had it."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moefold.checkpoint.content import differing_tensors
+from moefold.config.checks import check_config
+from moefold.config.schema import CheckpointConfig, Config, DataConfig, FaultsConfig, RunConfig
+from moefold.errors import RunError
+from moefold.metrics.fault_log import read_faults
+from moefold.model.transformer import Embedding
+from moefold.parallel.groups import ParallelGroups
+from moefold.train.stop import StopSignals
+from moefold.train.trainer import Trainer
+from tests.verify.recipes import tiny
+
+pytestmark = pytest.mark.parity
+
+SEQ_LEN, BATCH = 16, 4
+POISON = 31
+"""A token that makes all that is computed of its sample NaN."""
+POISONED_ROW = 3 * BATCH + 2
+"""Third sample of the fourth batch: with dp = 2, the second replica reads it."""
+
+
+def write_tokens(path: Path, *, lacks: tuple[int, ...] = (), poisoned: tuple[int, ...] = (POISONED_ROW,)) -> Path:
+    """Rows of tokens below POISON, whose first is always 0: a row may be taken out and no other one changes."""
+    rows = np.random.default_rng(7).integers(1, POISON, size=(16 * BATCH, SEQ_LEN), dtype=np.uint16)
+    rows[:, 0] = 0
+    rows[list(poisoned), 5] = POISON
+    np.save(path, np.append(np.delete(rows, lacks, axis=0).reshape(-1), np.uint16(0)))
+    return path
+
+
+def recipe(run_dir: Path, data: Path, steps: int, faults: dict[str, Any], **parallel: object) -> Config:
+    cfg = tiny(
+        model={"expert_bias": True, "router_score": "sigmoid"},
+        moe={"bias_update_rate": 0.05, "aux_kind": "last_global_batch"},
+        train={"lr_schedule": "constant", "global_batch_size": BATCH, "seq_len": SEQ_LEN},
+        **parallel,
+    )
+    cfg = replace(
+        cfg,
+        run=RunConfig(dir=str(run_dir), seed=3, steps=steps, device="cpu", dtype="float64"),
+        data=DataConfig(kind="tokens", path=str(data), shuffle=False, validation_fraction=0.0),
+        checkpoint=CheckpointConfig(every=2),
+        faults=FaultsConfig(**faults),
+    )
+    check_config(cfg)
+    return cfg
+
+
+def poison(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    if isinstance(module, Embedding) and bool((inputs[0] == POISON).any()):
+        return output * math.nan
+    return output
+
+
+def train(cfg: Config, hook: Callable[..., Any] = poison) -> str:
+    """Run to the end; returns the message of a fault."""
+    torch.nn.modules.module.register_module_forward_hook(hook)
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    try:
+        Trainer(cfg, groups).run(StopSignals())
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def last_checkpoint(run_dir: Path) -> Path:
+    return sorted((run_dir / "checkpoints").glob("step-*"))[-1]
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def farthest(run_dir: Path, other: Path) -> float:
+    """Largest difference of a weight, a buffer or a moment."""
+    found = differing_tensors(last_checkpoint(run_dir), last_checkpoint(other))
+    assert all(difference.max_abs is not None for difference in found)
+    return max((difference.max_abs or 0.0 for difference in found), default=0.0)
+
+
+@pytest.fixture(scope="module")
+def without(pool, tmp_path_factory) -> Path:
+    """A run of six steps on one rank whose data lacks the fourth batch."""
+    folder = tmp_path_factory.mktemp("without")
+    data = write_tokens(folder / "lacks.npy", lacks=tuple(range(3 * BATCH, 4 * BATCH)))
+    assert pool.run(1, train, recipe(folder / "run", data, 6, {})) == [""]
+    return folder / "run"
+
+
+SKIPS = [
+    {},
+    {"world_size": 2, "zero": 0},
+    {"world_size": 2, "tp": 2, "etp": 2},
+    {"world_size": 4, "pp": 2, "ep": 2, "zero": 2},
+]
+ROLLBACKS = [{"world_size": 2, "ep": 2, "zero": 3}, {"world_size": 2, "pp": 2, "ep": 1}]
+
+
+@pytest.mark.parametrize(("action", "parallel"), [*(("skip", p) for p in SKIPS), *(("rollback", p) for p in ROLLBACKS)])
+def test_weights_are_those_of_a_run_that_lacks_the_batch(pool, tmp_path, without, action, parallel):
+    data = write_tokens(tmp_path / "data.npy")
+    steps = 7 if action == "skip" else 6
+    cfg = recipe(tmp_path / "run", data, steps, {"nonfinite": action}, **parallel)
+    assert pool.run(cfg.parallel.world_size, train, cfg) == [""] * cfg.parallel.world_size
+    assert farthest(tmp_path / "run", without) < 1e-9
+    lines = records(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert [line["skipped"] for line in lines] == [None] * 3 + (["nonfinite"] if action == "skip" else []) + [None] * 3
+    (fault,) = read_faults(tmp_path / "run")
+    assert (fault["step"], fault["kind"], fault["action"]) == (4, "nonfinite", action)
+    assert POISONED_ROW in fault["samples"]
+    losses = [line["loss"] for line in lines if line["skipped"] is None]
+    assert losses == pytest.approx([line["loss"] for line in records(without)], rel=1e-9)
+
+
+def test_a_resume_after_a_skip_goes_on_bit_equal(pool, tmp_path):
+    data = write_tokens(tmp_path / "data.npy")
+    for name, stops in (("whole", [8]), ("cut", [4, 8])):
+        for steps in stops:
+            cfg = recipe(tmp_path / name, data, steps, {"nonfinite": "skip"}, world_size=2)
+            assert pool.run(2, train, cfg) == ["", ""]
+    assert differing_tensors(last_checkpoint(tmp_path / "cut"), last_checkpoint(tmp_path / "whole")) == []
+
+
+def test_stop_names_rank_parameter_and_samples_and_saves_nothing(pool, tmp_path):
+    data = write_tokens(tmp_path / "data.npy")
+    cfg = recipe(tmp_path / "run", data, 6, {}, world_size=2)
+    messages = pool.run(2, train, cfg)
+    assert messages[0] == messages[1]
+    message = messages[0]
+    assert "step 4: the loss is nan and" in message
+    assert "the loss on rank 1 (" in message
+    assert "the gradient of head.weight on rank 0 (" in message, "the first that the backward pass meets"
+    assert "samples 12 to 15 of the run, of which such ranks read 2: row 14 (" in message
+    assert f"{data}, token {POISONED_ROW * SEQ_LEN}" in message
+    assert f"{str(tmp_path / 'run' / 'checkpoints' / 'step-000002')!r}, is intact" in message
+    assert last_checkpoint(tmp_path / "run").name == "step-000002"
+    assert len(records(tmp_path / "run")) == 3
+
+
+class _PoisonedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * math.nan
+
+
+def poison_gradient(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    """Rank 1's gradient alone, at the embedding, in every step."""
+    if isinstance(module, Embedding) and torch.distributed.get_rank() == 1 and output.requires_grad:
+        return _PoisonedGradient.apply(output)
+    return output
+
+
+def test_a_gradient_alone_that_is_not_finite_is_met_where_it_is(pool, tmp_path):
+    data = write_tokens(tmp_path / "data.npy", poisoned=())
+    cfg = recipe(tmp_path / "run", data, 6, {"nonfinite": "skip", "max_skips": 2}, world_size=2, tp=2)
+    cfg = replace(cfg, checkpoint=CheckpointConfig(every=0))
+    message, _ = pool.run(2, train, cfg, poison_gradient)
+    assert "step 3: the gradient norm is nan, after 2 skipped steps in a row (faults.max_skips)" in message
+    assert "not finite: the gradient of embedding.weight on rank" in message
+    assert "the loss on" not in message
+    assert "there is no checkpoint yet" in message
+    assert [line["skipped"] for line in records(tmp_path / "run")] == ["nonfinite"] * 2
+
+
+def test_rollbacks_end_and_need_a_checkpoint(pool, tmp_path):
+    bad = (1 * BATCH, 3 * BATCH, 4 * BATCH, 5 * BATCH)
+    data = write_tokens(tmp_path / "data.npy", poisoned=bad[1:])
+    cfg = recipe(tmp_path / "run", data, 8, {"nonfinite": "rollback", "max_rollbacks": 2})
+    (message,) = pool.run(1, train, cfg)
+    assert "step 4: the loss is nan" in message
+    assert "after 2 rollbacks (faults.max_rollbacks)" in message
+    assert [fault["batch"][0] for fault in read_faults(tmp_path / "run")] == list(bad[1:])
+    data = write_tokens(tmp_path / "early.npy", poisoned=bad[:1])
+    (message,) = pool.run(1, train, recipe(tmp_path / "early", data, 8, {"nonfinite": "rollback"}))
+    assert "no checkpoint yet to go back to" in message
+
+
+def amplify(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    """The poisoned sample makes a gradient a thousand times as large, and leaves the loss as it is."""
+    if isinstance(module, Embedding) and bool((inputs[0] == POISON).any()) and output.requires_grad:
+        return 1000 * output - 999 * output.detach()
+    return output
+
+
+@pytest.mark.parametrize(("action", "same"), [("skip", True), ("log", False)])
+def test_a_spike_of_the_gradient_is_answered_as_the_recipe_says(pool, tmp_path, without, action, same):
+    data = write_tokens(tmp_path / "data.npy")
+    faults = {"spike": action, "spike_window": 3, "spike_factor": 40.0}
+    cfg = recipe(tmp_path / "run", data, 7, faults, world_size=2)
+    assert pool.run(2, train, cfg, amplify) == ["", ""]
+    (fault,) = read_faults(tmp_path / "run")
+    assert (fault["step"], fault["kind"], fault["action"]) == (4, "spike", action)
+    assert (farthest(tmp_path / "run", without) < 1e-9) == same
