@@ -185,6 +185,12 @@ IDLE = (
         "choose parallel.dispatcher='leastloaded'",
     ),
     Idle(
+        "train.muon_groups train.muon_momentum train.muon_ns_steps",
+        lambda cfg: cfg.train.optimizer != "muon",
+        "only train.optimizer='muon' reads it",
+        "choose train.optimizer='muon'",
+    ),
+    Idle(
         "train.mtp_loss",
         lambda cfg: cfg.model.mtp_layers == 0,
         "model.mtp_layers=0 predicts no further tokens",

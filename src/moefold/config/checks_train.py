@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from moefold.config.checks_data import has_held_out
-from moefold.config.schema import Config
+from moefold.config.schema import MUON_GROUPS, Config
 
 
 def learning_rate_faults(cfg: Config) -> Iterator[str]:
@@ -76,8 +76,23 @@ def start_faults(cfg: Config) -> Iterator[str]:
         )
 
 
+def muon_faults(cfg: Config) -> Iterator[str]:
+    """Muon has groups to update, each once."""
+    groups = cfg.train.muon_groups
+    if not groups:
+        yield f"train.muon_groups=[] leaves Muon nothing; name some of {_MUON_GROUPS}, or choose optimizer='adamw'"
+    for group in dict.fromkeys(groups):
+        if group not in MUON_GROUPS:
+            yield f"train.muon_groups has {group!r}, which is no group of matrices; choose from {_MUON_GROUPS}"
+        elif groups.count(group) > 1:
+            yield f"train.muon_groups names {group!r} {groups.count(group)} times; name it once"
+
+
+_MUON_GROUPS = ", ".join(map(repr, MUON_GROUPS))
+
 TRAIN_RULES = (
     learning_rate_faults,
+    muon_faults,
     evaluation_faults,
     further_token_faults,
     document_faults,

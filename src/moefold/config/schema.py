@@ -341,6 +341,10 @@ class MoEConfig:
         return self.aux_loss if self.choice == "topk" else 0.0
 
 
+MUON_GROUPS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "mtp")
+"""The matrices of the layers by their part in them; mtp: the projection of multi-token prediction."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """Batch, optimizer, schedule and evaluation."""
@@ -351,8 +355,14 @@ class TrainConfig:
     """Samples that go through the model together, B."""
     global_batch_size: int = 8
     """Samples of one optimizer step over all ranks."""
-    optimizer: Literal["adamw"] = "adamw"
-    """AdamW (arXiv:1711.05101)."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest."""
+    muon_groups: tuple[str, ...] = MUON_GROUPS
+    """Whose matrices Muon updates; AdamW has the others, and always embeddings, head, norms, biases and gates."""
+    muon_momentum: float = 0.95
+    """Decay of the momentum of Muon, which looks ahead (Nesterov)."""
+    muon_ns_steps: int = 5
+    """Newton-Schulz steps with which Muon makes a matrix orthogonal."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0

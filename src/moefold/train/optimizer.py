@@ -48,11 +48,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The moments by name, as `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`."""
-    return {f"{name}.{moment}": optimizer.state[p][moment] for name, p in parameters.items() for moment in MOMENTS}
+    """The moments by name, as `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`; Muon's as `<parameter>.momentum`."""
+    return {
+        f"{name}.{moment}": value
+        for name, parameter in parameters.items()
+        for moment, value in optimizer.state[parameter].items()
+        if moment != "step"
+    }
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
     """Say how many steps the moments have seen, for the bias correction after a resume."""
     for state in optimizer.state.values():
-        state["step"].fill_(step)
+        if "step" in state:
+            state["step"].fill_(step)

@@ -17,6 +17,7 @@ from moefold.parallel.gradients import clip_gradients, gradient_norm
 from moefold.parallel.parallelize import ParallelModel
 from moefold.parallel.routing_tape import RoutingTape
 from moefold.train.lr_schedule import learning_rate
+from moefold.train.muon import build_muon
 from moefold.train.optimizer import build_optimizer, set_learning_rate
 
 Flags = Callable[[], Sequence[bool]]
@@ -57,7 +58,7 @@ class TrainingStep:
         self.model = model
         self.parameters = model.named_parameters
         self.buffers = model.named_buffers
-        self.optimizer = build_optimizer(self.parameters, cfg.train)
+        self.optimizer = _optimizer(model, cfg)
         self.tape = RoutingTape(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
@@ -180,6 +181,12 @@ class TrainingStep:
             )
             for i, number in enumerate(self._moe_numbers)
         )
+
+
+def _optimizer(model: ParallelModel, cfg: Config) -> torch.optim.Optimizer:
+    if cfg.train.optimizer == "muon":
+        return build_muon(model.named_parameters, cfg, model.groups.attn.stage)
+    return build_optimizer(model.named_parameters, cfg.train)
 
 
 def whole(tensor: Tensor) -> Tensor:
