@@ -88,11 +88,29 @@ def muon_faults(cfg: Config) -> Iterator[str]:
             yield f"train.muon_groups names {group!r} {groups.count(group)} times; name it once"
 
 
+def moment_faults(cfg: Config) -> Iterator[str]:
+    """A moment of 8 bits can hold what a step adds to it."""
+    if cfg.train.moment_dtype != "bfloat16":
+        return
+    for key in ("beta1", "beta2", "muon_momentum"):
+        decay = getattr(cfg.train, key)
+        is_read = cfg.train.optimizer == "muon" or key != "muon_momentum"
+        if is_read and decay > LARGEST_NARROW_DECAY:
+            yield (
+                f"train.{key}={decay} must be at most {LARGEST_NARROW_DECAY} with train.moment_dtype='bfloat16': what "
+                f"a step adds would be lost in rounding; choose {key}={LARGEST_NARROW_DECAY} or less, or "
+                "moment_dtype='float32'"
+            )
+
+
+LARGEST_NARROW_DECAY = 0.98
+"""bfloat16 rounds to 1 part in 2**9: a step that would change a moment by a tenth still adds (1 - 0.98) / 10 of it."""
 _MUON_GROUPS = ", ".join(map(repr, MUON_GROUPS))
 
 TRAIN_RULES = (
     learning_rate_faults,
     muon_faults,
+    moment_faults,
     evaluation_faults,
     further_token_faults,
     document_faults,

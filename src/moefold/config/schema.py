@@ -381,6 +381,9 @@ class TrainConfig:
     """Decay of the second moment."""
     eps: float = 1e-8
     """Epsilon of AdamW."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the moments between steps (float32: float64 with run.dtype="float64"); steps are computed in the wider
+    type of the weights. bfloat16 needs decays of at most 0.98, and rounds: mappings then agree to its 8 bits."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     mtp_loss: float = 0.3

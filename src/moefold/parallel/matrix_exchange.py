@@ -77,9 +77,7 @@ class MatrixExchange:
         round_elements: see `ROUND_ELEMENTS`.
     """
 
-    def __init__(
-        self, group: Group, tensors: Mapping[str, Tensor], round_elements: int = ROUND_ELEMENTS
-    ) -> None:
+    def __init__(self, group: Group, tensors: Mapping[str, Tensor], round_elements: int = ROUND_ELEMENTS) -> None:
         self._group = group
         regions = {name: local_region(tensor) for name, tensor in tensors.items()}
         mine = {name: (start, tuple(values.shape)) for name, (values, start) in regions.items()}

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moefold.config.schema import Config, ModelConfig, TrainConfig
 from moefold.parallel.groups import Group
 from moefold.parallel.matrix_exchange import MatrixExchange, MatrixKey
-from moefold.train.optimizer import build_optimizer
+from moefold.train.adamw import local_values
+from moefold.train.optimizer import MOMENTUM, build_optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration (Keller Jordan): steep at 0, and from 0.7 to 1.2 in the end, not exactly 1."""
@@ -90,7 +90,12 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, matrices: Mapping[str, nn.Parameter], rest: torch.optim.Optimizer, cfg: TrainConfig, split: Split, stage: Group
+        self,
+        matrices: Mapping[str, nn.Parameter],
+        rest: torch.optim.Optimizer,
+        cfg: TrainConfig,
+        split: Split,
+        stage: Group,
     ) -> None:
         mine = {"params": list(matrices.values()), "weight_decay": cfg.weight_decay, "lr": cfg.lr}
         # The groups of the other optimizer are shared, so that whoever sets a rate here sets it there.
@@ -99,7 +104,8 @@ class Muon(torch.optim.Optimizer):
         self._exchange = MatrixExchange(stage, self._matrices)
         self.state.update(rest.state)
         for parameter in matrices.values():
-            self.state[parameter] = {"momentum": torch.zeros_like(parameter)}
+            dtype = torch.bfloat16 if cfg.moment_dtype == "bfloat16" else parameter.dtype
+            self.state[parameter] = {MOMENTUM: torch.zeros_like(parameter, dtype=dtype)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -107,18 +113,20 @@ class Muon(torch.optim.Optimizer):
         assert closure is None
         self._rest.step()
         group = self.param_groups[0]
-        weights = {name: _local(p) for name, p in self._matrices.items()}
+        weights = {name: local_values(p) for name, p in self._matrices.items()}
         gradients, momenta = {}, {}
         for name, parameter in self._matrices.items():
             assert parameter.grad is not None, name
-            gradients[name] = _local(parameter.grad)
-            momenta[name] = _local(self.state[parameter]["momentum"])
-            momenta[name].mul_(self._cfg.muon_momentum).add_(gradients[name])
+            gradients[name] = local_values(parameter.grad)
+            momenta[name] = local_values(self.state[parameter][MOMENTUM])
             weights[name].mul_(1 - group["lr"] * group["weight_decay"])
 
+        decay = self._cfg.muon_momentum
+        for name, momentum in momenta.items():
+            momentum.copy_(momentum.to(gradients[name].dtype).mul_(decay).add_(gradients[name]))
+
         def ahead(key: MatrixKey, place: int) -> Tensor:
-            gradient, momentum = (_matrix(tensors[key.name], place) for tensors in (gradients, momenta))
-            return gradient.add(momentum, alpha=self._cfg.muon_momentum)
+            return _matrix(gradients[key.name], place).add(_matrix(momenta[key.name], place), alpha=decay)
 
         def apply(key: MatrixKey, place: int, update: Tensor) -> None:
             _matrix(weights[key.name], place).sub_(update, alpha=group["lr"])
@@ -150,10 +158,6 @@ def build_muon(parameters: Mapping[str, nn.Parameter], cfg: Config, stage: Group
         return logical_matrices(cfg.model, name, matrix)
 
     return Muon(matrices, rest, cfg.train, split, stage)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _matrix(tensor: Tensor, place: int) -> Tensor:
