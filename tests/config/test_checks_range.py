@@ -85,6 +85,7 @@ CASES = [
     ("train.beta1=1", "must lie in [0, 1): at least 0 and below 1"),
     ("train.muon_momentum=1", "must lie in [0, 1): at least 0 and below 1"),
     ("train.muon_ns_steps=0", "must be at least 1"),
+    ("train.loss_chunk=-2", "must be at least 0 (0: all), or -1 (automatic)"),
     ("train.beta2=-0.1", "must lie in [0, 1): at least 0 and below 1"),
     ("train.decay_steps=-1", "must be at least 0"),
     ("train.eval_samples=0", "must be at least 1"),

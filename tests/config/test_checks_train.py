@@ -41,6 +41,12 @@ CASES = [
         "train.beta2=0.99 must be at most 0.98 with train.moment_dtype='bfloat16': what a step adds would be lost in "
         "rounding; choose beta2=0.98 or less, or moment_dtype='float32'",
     ),
+    (
+        ["train.loss_chunk=256", "train.micro_batch_size=1", "train.seq_len=512", "parallel.cp=2"]
+        + ["parallel.world_size=2"],
+        "train.loss_chunk=256 must be below the 256 tokens of a rank, seq_len*micro_batch_size/cp=512*1/2: that is one "
+        "chunk; choose 1 to 255, or 0 for all at once",
+    ),
     (["checkpoint.resume="], "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"),
 ]
 

@@ -72,6 +72,7 @@ RANGES = (
     Range(*_at_least(1), "train", "muon_ns_steps"),
     Range("must be at least 0 (0: off)", lambda norm: norm >= 0, "train", "clip_grad"),
     Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "train", "eval_every"),
+    Range("must be at least 0 (0: all), or -1 (automatic)", lambda tokens: tokens >= -1, "train", "loss_chunk"),
     Range(*PART, "data", "validation_fraction"),
     Range("must be at least 0, or -1 (a sample is one document)", lambda token: token >= -1, "data", "document_end"),
     Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),

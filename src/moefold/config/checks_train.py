@@ -88,6 +88,18 @@ def muon_faults(cfg: Config) -> Iterator[str]:
             yield f"train.muon_groups names {group!r} {groups.count(group)} times; name it once"
 
 
+def chunk_faults(cfg: Config) -> Iterator[str]:
+    """A chunk of the loss is less than all."""
+    train, cp = cfg.train, cfg.parallel.cp
+    tokens = train.seq_len * train.micro_batch_size // cp
+    if train.loss_chunk >= tokens:
+        yield (
+            f"train.loss_chunk={train.loss_chunk} must be below the {tokens} tokens of a rank, "
+            f"seq_len*micro_batch_size/cp={train.seq_len}*{train.micro_batch_size}/{cp}: that is one chunk; choose 1 "
+            f"to {tokens - 1}, or 0 for all at once"
+        )
+
+
 def moment_faults(cfg: Config) -> Iterator[str]:
     """A moment of 8 bits can hold what a step adds to it."""
     if cfg.train.moment_dtype != "bfloat16":
@@ -111,6 +123,7 @@ TRAIN_RULES = (
     learning_rate_faults,
     muon_faults,
     moment_faults,
+    chunk_faults,
     evaluation_faults,
     further_token_faults,
     document_faults,

@@ -386,6 +386,9 @@ class TrainConfig:
     type of the weights. bfloat16 needs decays of at most 0.98, and rounds: mappings then agree to its 8 bits."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    loss_chunk: int = 0
+    """Tokens of a rank whose logits are in memory at a time; the backward pass makes them again. 0: all of a
+    micro-batch, once. -1: as many as 2**24 logits are, at least 256, and once if that is all."""
     mtp_loss: float = 0.3
     """Coefficient of the mean loss of the further tokens (model.mtp_layers)."""
     eval_every: int = 0
