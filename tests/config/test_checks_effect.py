@@ -15,6 +15,7 @@ CASES = [
     ("moe.capacity_factor=1.5", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.pad_to_capacity=true", ["model.layer_pattern=D"], ["moe.capacity_factor=1.0"]),
     ("moe.aux_loss=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.weight_in_expert=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.z_loss=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("parallel.dispatcher=local", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.moe_bias=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),

@@ -330,6 +330,9 @@ class MoEConfig:
     """Multiply what the router reads by noise from 1-x to 1+x in training (arXiv:2101.03961); 0 turns it off."""
     router_dtype: Literal["float32", "float64"] = "float32"
     """Least precision of the router's maths; with run.dtype="float64" it is float64 anyway."""
+    weight_in_expert: bool = False
+    """Apply the routing weights between the gate and the outer projection of an expert, not to its results: the results
+    are then not kept for the backward pass. Exact; costs one number a row in the exchange."""
     trace_every: int = 0
     """Write each token's experts into RUN_DIR/routing every so many steps, a byte or two for each choice; 0 never."""
     replay: str = ""
