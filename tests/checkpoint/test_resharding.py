@@ -144,3 +144,21 @@ def test_a_loss_that_looks_back_may_begin_at_a_resume(pool, tmp_path, expected):
     # The step's own loss comes of the weights that were saved; the one after it has seen another gradient.
     assert losses[0] == pytest.approx(expected[2], rel=1e-9)
     assert losses[1] != pytest.approx(expected[3], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tensor and pipeline", "context, experts, zero 3"),
+        pytest.param("uneven experts", "one rank", marks=pytest.mark.slow),
+        pytest.param("replicated data", "interleaved", marks=pytest.mark.slow),
+    ],
+)
+def test_muon_resumes_under_another_mapping(pool, tmp_path, before, after):
+    first, second = (_recipe(name, tmp_path) for name in (before, after))
+    first, second = (replace(cfg, train=replace(cfg.train, optimizer="muon")) for cfg in (first, second))
+    losses = pool.run(first.parallel.world_size, _train, first, 0, 2, "")[0]
+    saved = str(tmp_path / "checkpoints" / "step-000002")
+    losses += pool.run(second.parallel.world_size, _train, second, 2, 5, saved)[0]
+    expected = [step.loss for step in run_oracle(without_mapping(first), 5).steps]
+    assert losses == pytest.approx(expected, rel=1e-9)

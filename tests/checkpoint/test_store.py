@@ -99,6 +99,15 @@ def test_many_missing_tensors_are_counted(pool, tmp_path):
     assert " more; name another one" in error
 
 
+def test_the_moments_of_another_optimizer_are_refused_with_the_way_out(pool, tmp_path):
+    pool.run(1, _save_broken, recipe(tmp_path), "", "")
+    cfg = recipe(tmp_path, **PIPELINE)
+    errors = pool.run(2, _load, replace(cfg, train=replace(cfg.train, optimizer="muon")))
+    assert errors[0] == errors[1]
+    assert f"is of another optimizer, it has other moments instead of momentum of optimizer.{'layers.0'}" in errors[0]
+    assert "; set train.optimizer and train.muon_groups as they were, or begin a new run" in errors[0]
+
+
 def test_a_missing_expert_is_named(pool, tmp_path):
     pool.run(1, _save_broken, recipe(tmp_path), "", f"model.{EXPERTS}")
     errors = pool.run(2, _load, recipe(tmp_path, world_size=2, ep=2))

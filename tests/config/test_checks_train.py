@@ -25,6 +25,28 @@ CASES = [
         ["model.mtp_layers=16", "train.seq_len=16"],
         "model.mtp_layers=16 must be below train.seq_len=16: no position has a target so far ahead; choose 0 to 15",
     ),
+    (
+        ["train.optimizer=muon", "train.muon_groups=[]"],
+        "train.muon_groups=[] leaves Muon nothing; name some of 'attention', 'dense_mlp', 'experts', 'shared_experts', "
+        "'router', 'mtp', or choose optimizer='adamw'",
+    ),
+    (
+        ["train.optimizer=muon", 'train.muon_groups=["embedding", "router", "router"]'],
+        "2 settings cannot work:\n  train.muon_groups has 'embedding', which is no group of matrices; choose from "
+        "'attention', 'dense_mlp', "
+        "'experts', 'shared_experts', 'router', 'mtp'\n  train.muon_groups names 'router' 2 times; name it once",
+    ),
+    (
+        ["train.moment_dtype=bfloat16", "train.beta2=0.99"],
+        "train.beta2=0.99 must be at most 0.98 with train.moment_dtype='bfloat16': what a step adds would be lost in "
+        "rounding; choose beta2=0.98 or less, or moment_dtype='float32'",
+    ),
+    (
+        ["train.loss_chunk=256", "train.micro_batch_size=1", "train.seq_len=512", "parallel.cp=2"]
+        + ["parallel.world_size=2"],
+        "train.loss_chunk=256 must be below the 256 tokens of a rank, seq_len*micro_batch_size/cp=512*1/2: that is one "
+        "chunk; choose 1 to 255, or 0 for all at once",
+    ),
     (["checkpoint.resume="], "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"),
 ]
 
@@ -44,6 +66,7 @@ def test_settings_that_contradict_each_other_are_refused(overrides, message):
         ["train.lr_schedule=wsd", "train.warmup_steps=50", "train.decay_steps=50"],
         ["data.validation_fraction=0"],
         ["train.eval_every=1000"],
+        ["train.optimizer=muon", 'train.muon_groups=["experts", "router"]'],
         ["data.document_end=255"],
     ],
     ids="+".join,

@@ -105,6 +105,49 @@ def test_loop_equals_the_definition(counts):
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
 
 
+def _weighed_inside(apply, extra):
+    """Experts that apply the weights of the rows themselves; the weights are the first tensor."""
+    return lambda weights, x, *rest: apply(x, ExpertWeights(*rest[:-1]), rest[-1], *extra, weights_R=weights)
+
+
+def _weighed_outside(apply, extra):
+    return lambda weights, x, *rest: apply(x, ExpertWeights(*rest[:-1]), rest[-1], *extra) * weights.unsqueeze(1)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_weights_inside_the_experts_equal_weights_on_their_results(counts, has_bias):
+    extra = (CLAMPED, COLUMNS) if has_bias else ()
+    make = _with_biases if has_bias else _tensors
+    weights = torch.rand(sum(counts), dtype=torch.float64).requires_grad_()
+    tensors = [weights, *make(sum(counts), torch.float64)]
+    actual = _with_gradients(_weighed_inside(looped_experts, extra), tensors, counts)
+    expected = _with_gradients(_weighed_outside(looped_experts, extra), tensors, counts)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("counts", COUNTS[:3], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_grouped_kernel_weighs_inside_as_the_loop_does(counts, has_bias):
+    extra = (CLAMPED, COLUMNS) if has_bias else ()
+    make = _with_biases if has_bias else _tensors
+    tensors = [torch.rand(sum(counts)).requires_grad_(), *make(sum(counts), torch.float32)]
+    looped = _with_gradients(_weighed_inside(looped_experts, extra), tensors, counts)
+    grouped = _with_gradients(_weighed_inside(grouped_experts, extra), tensors, counts)
+    for a, e in zip(grouped, looped, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [40, 17, 1, 130]], ids=str)
+def test_padded_products_with_weights_in_bfloat16(counts):
+    tensors = [torch.rand(sum(counts)).requires_grad_(), *_tensors(sum(counts), torch.bfloat16, 32, 48, scale=0.3)]
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    actual = _with_gradients(_weighed_inside(looped_experts, ()), tensors, counts)
+    for a, e in zip(actual, _with_gradients(_weighed_outside(looped_experts, ()), exact, counts), strict=True):
+        assert (a.double() - e).norm() <= 2e-2 * e.norm()
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("counts", [[3, 0, 5, 2], [40, 17, 1, 130]], ids=str)
 def test_padded_products_equal_the_definition(dtype, tolerance, counts):

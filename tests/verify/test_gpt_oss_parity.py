@@ -66,9 +66,19 @@ def test_windows_sinks_and_documents_under_a_fold(pool, context):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", [{"ep": 4}, {"ep": 2, "etp": 2}], ids=str)
-def test_borrowed_experts_bring_their_biases(pool, mapping):
-    moe = {"choice": "skewed", "llep_min_tokens": 1, "llep_threshold": 1.0, "llep_capacity": 1.0}
+@pytest.mark.parametrize(
+    ("mapping", "weighs_early"),
+    [({"ep": 4}, False), ({"ep": 2, "etp": 2}, False), ({"ep": 2, "etp": 2}, True)],
+    ids=str,
+)
+def test_borrowed_experts_bring_their_biases(pool, mapping, weighs_early):
+    moe = {
+        "weight_in_expert": weighs_early,
+        "choice": "skewed",
+        "llep_min_tokens": 1,
+        "llep_threshold": 1.0,
+        "llep_capacity": 1.0,
+    }
     assert_equals_oracle(pool, _recipe(moe=moe, world_size=4, dispatcher="leastloaded", **mapping))
 
 

@@ -38,10 +38,11 @@ from moefold.checkpoint.sound import file_faults, refuse_damaged
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, some
 from moefold.launch.crew import joined_crew
-from moefold.train.optimizer import named_moments, set_step_count
+from moefold.train.optimizer import MOMENTS, MOMENTUM, named_moments, set_step_count
 
 FRESH_WHERE_ABSENT = ".last_counts_E"
 """Buffers of this name are those of a loss that a run may turn on at any step: an older checkpoint may lack them."""
+_OTHER_MOMENT = "other moments instead of"
 _STRANGE = (
     AssertionError,
     AttributeError,
@@ -229,10 +230,19 @@ def _refuse_incomplete(path: Path, metadata: Metadata, state: Mapping[str, Tenso
     for name, tensor in state.items():
         stored = metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):
-            faults.append(f"tensor {name}")
+            parameter, _, moment = name.rpartition(".")
+            has_others = name.startswith("optimizer.") and any(
+                f"{parameter}.{other}" in metadata.state_dict_metadata for other in (*MOMENTS, MOMENTUM)
+            )
+            faults.append(f"{_OTHER_MOMENT} {moment} of {parameter}" if has_others else f"tensor {name}")
         elif stored.size != tensor.shape:
             faults.append(f"{name} of shape {list(tensor.shape)}, it has {list(stored.size)}")
     if found := _collect(faults):
+        if all(fault.startswith(_OTHER_MOMENT) for fault in found):
+            raise ConfigError(
+                f"checkpoint {str(path)!r} is of another optimizer, it has {some(found)}; set train.optimizer and "
+                "train.muon_groups as they were, or begin a new run with its weights: checkpoint.init_from"
+            )
         raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {some(found)}; {_OTHER}")
 
 

@@ -52,6 +52,7 @@ def run(argv: list[str]) -> int:
     _refuse_too_large(cfg)
     check_data_source(cfg)
     cfg = replace(cfg, run=replace(cfg.run, dtype="float64", device="cpu", steps=max(cfg.run.steps, args.steps)))
+    cfg = replace(cfg, train=replace(cfg.train, moment_dtype="float32"))  # with float64, moments are float64
     replayed = replace(cfg, run=replace(cfg.run, steps=args.steps))
     check_replay(replayed)
     check_replay_content(replayed)

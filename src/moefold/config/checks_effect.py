@@ -34,7 +34,7 @@ IDLE = (
         "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
         "model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
         "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
-        "metrics.expert_counts_every faults.check_dispatch",
+        "moe.weight_in_expert metrics.expert_counts_every faults.check_dispatch",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
@@ -183,6 +183,12 @@ IDLE = (
         lambda cfg: cfg.parallel.dispatcher != "leastloaded",
         "only parallel.dispatcher='leastloaded' reads it",
         "choose parallel.dispatcher='leastloaded'",
+    ),
+    Idle(
+        "train.muon_groups train.muon_momentum train.muon_ns_steps",
+        lambda cfg: cfg.train.optimizer != "muon",
+        "only train.optimizer='muon' reads it",
+        "choose train.optimizer='muon'",
     ),
     Idle(
         "train.mtp_loss",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from moefold.config.checks_data import has_held_out
-from moefold.config.schema import Config
+from moefold.config.schema import MUON_GROUPS, Config
 
 
 def learning_rate_faults(cfg: Config) -> Iterator[str]:
@@ -76,8 +76,54 @@ def start_faults(cfg: Config) -> Iterator[str]:
         )
 
 
+def muon_faults(cfg: Config) -> Iterator[str]:
+    """Muon has groups to update, each once."""
+    groups = cfg.train.muon_groups
+    if not groups:
+        yield f"train.muon_groups=[] leaves Muon nothing; name some of {_MUON_GROUPS}, or choose optimizer='adamw'"
+    for group in dict.fromkeys(groups):
+        if group not in MUON_GROUPS:
+            yield f"train.muon_groups has {group!r}, which is no group of matrices; choose from {_MUON_GROUPS}"
+        elif groups.count(group) > 1:
+            yield f"train.muon_groups names {group!r} {groups.count(group)} times; name it once"
+
+
+def chunk_faults(cfg: Config) -> Iterator[str]:
+    """A chunk of the loss is less than all."""
+    train, cp = cfg.train, cfg.parallel.cp
+    tokens = train.seq_len * train.micro_batch_size // cp
+    if train.loss_chunk >= tokens:
+        yield (
+            f"train.loss_chunk={train.loss_chunk} must be below the {tokens} tokens of a rank, "
+            f"seq_len*micro_batch_size/cp={train.seq_len}*{train.micro_batch_size}/{cp}: that is one chunk; choose 1 "
+            f"to {tokens - 1}, or 0 for all at once"
+        )
+
+
+def moment_faults(cfg: Config) -> Iterator[str]:
+    """A moment of 8 bits can hold what a step adds to it."""
+    if cfg.train.moment_dtype != "bfloat16":
+        return
+    for key in ("beta1", "beta2", "muon_momentum"):
+        decay = getattr(cfg.train, key)
+        is_read = cfg.train.optimizer == "muon" or key != "muon_momentum"
+        if is_read and decay > LARGEST_NARROW_DECAY:
+            yield (
+                f"train.{key}={decay} must be at most {LARGEST_NARROW_DECAY} with train.moment_dtype='bfloat16': what "
+                f"a step adds would be lost in rounding; choose {key}={LARGEST_NARROW_DECAY} or less, or "
+                "moment_dtype='float32'"
+            )
+
+
+LARGEST_NARROW_DECAY = 0.98
+"""bfloat16 rounds to 1 part in 2**9: a step that would change a moment by a tenth still adds (1 - 0.98) / 10 of it."""
+_MUON_GROUPS = ", ".join(map(repr, MUON_GROUPS))
+
 TRAIN_RULES = (
     learning_rate_faults,
+    muon_faults,
+    moment_faults,
+    chunk_faults,
     evaluation_faults,
     further_token_faults,
     document_faults,

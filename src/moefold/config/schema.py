@@ -336,6 +336,9 @@ class MoEConfig:
     """Multiply what the router reads by noise from 1-x to 1+x in training (arXiv:2101.03961); 0 turns it off."""
     router_dtype: Literal["float32", "float64"] = "float32"
     """Least precision of the router's maths; with run.dtype="float64" it is float64 anyway."""
+    weight_in_expert: bool = False
+    """Apply the routing weights between the gate and the outer projection of an expert, not to its results: the results
+    are then not kept for the backward pass. Exact; costs one number a row in the exchange."""
     trace_every: int = 0
     """Write each token's experts into RUN_DIR/routing every so many steps, a byte or two for each choice; 0 never."""
     replay: str = ""
@@ -345,6 +348,10 @@ class MoEConfig:
     def aux_coefficient(self) -> float:
         """`aux_loss` where the experts are chosen by their scores alone; else the choice balances, and this is 0."""
         return self.aux_loss if self.choice == "topk" else 0.0
+
+
+MUON_GROUPS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "mtp")
+"""The matrices of the layers by their part in them; mtp: the projection of multi-token prediction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,8 +364,14 @@ class TrainConfig:
     """Samples that go through the model together, B."""
     global_batch_size: int = 8
     """Samples of one optimizer step over all ranks."""
-    optimizer: Literal["adamw"] = "adamw"
-    """AdamW (arXiv:1711.05101)."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest."""
+    muon_groups: tuple[str, ...] = MUON_GROUPS
+    """Whose matrices Muon updates; AdamW has the others, and always embeddings, head, norms, biases and gates."""
+    muon_momentum: float = 0.95
+    """Decay of the momentum of Muon, which looks ahead (Nesterov)."""
+    muon_ns_steps: int = 5
+    """Newton-Schulz steps with which Muon makes a matrix orthogonal."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -377,8 +390,14 @@ class TrainConfig:
     """Decay of the second moment."""
     eps: float = 1e-8
     """Epsilon of AdamW."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the moments between steps (float32: float64 with run.dtype="float64"); steps are computed in the wider
+    type of the weights. bfloat16 needs decays of at most 0.98, and rounds: mappings then agree to its 8 bits."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    loss_chunk: int = 0
+    """Tokens of a rank whose logits are in memory at a time; the backward pass makes them again. 0: all of a
+    micro-batch, once. -1: as many as 2**24 logits are, at least 256, and once if that is all."""
     mtp_loss: float = 0.3
     """Coefficient of the mean loss of the further tokens (model.mtp_layers)."""
     eval_every: int = 0

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefold.model.gemm import product
 
 Reduction = Callable[[Tensor], Tensor]
 
@@ -25,6 +28,33 @@ def cross_entropy(
         [...]: the same value on each of those ranks; the gradient into `logits` is that of one such loss.
     """
     return _CrossEntropy.apply(logits, labels, first_row, top_of or _alone, sum_of or _alone)
+
+
+def chunked_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int,
+    first_row: int = 0,
+    top_of: Reduction | None = None,
+    sum_of: Reduction | None = None,
+) -> Tensor:
+    """`cross_entropy` of the logits x @ weight.T, which are in memory for `chunk` tokens at a time.
+
+    The backward pass makes the logits of a chunk again: one matrix product more, beside three. What is kept for it is x
+    and two numbers a token. The reductions are called once each, for all tokens together.
+
+    Args:
+        x: hidden states, [..., H].
+        weight: rows of this rank, [V/tp, H].
+        labels: int64 [...].
+        chunk: tokens.
+        first_row: as of `cross_entropy`; so for `top_of` and `sum_of`.
+
+    Returns:
+        [...]: as of `cross_entropy`; the gradient of `weight` is summed over chunks in float32 at least.
+    """
+    return _ChunkedCrossEntropy.apply(x, weight, labels, chunk, first_row, top_of or _alone, sum_of or _alone)
 
 
 def _alone(x: Tensor) -> Tensor:
@@ -56,3 +86,57 @@ class _CrossEntropy(torch.autograd.Function):
         scaled = probs * grad.unsqueeze(-1)
         scaled.scatter_add_(-1, row, -(grad * is_mine).unsqueeze(-1))
         return scaled.to(ctx.dtype), None, None, None, None
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk: int,
+        first_row: int,
+        top_of: Reduction,
+        sum_of: Reduction,
+    ) -> Tensor:
+        x_NH, row_N = x.flatten(0, -2), labels.flatten() - first_row
+        is_mine_N = (row_N >= 0) & (row_N < len(weight))
+        row_N = row_N.where(is_mine_N, 0)
+        tops, sums, targets = [], [], []
+        for x_CH, row_C in zip(x_NH.split(chunk), row_N.split(chunk), strict=True):
+            wide = _wide(product(x_CH, weight))
+            targets.append(wide.gather(1, row_C.unsqueeze(1)).squeeze(1))
+            tops.append(wide.amax(1))
+            sums.append(wide.sub_(tops[-1].unsqueeze(1)).exp_().sum(1))
+        my_top_N = torch.cat(tops)
+        top_N = top_of(my_top_N)
+        my_total_N = torch.cat(sums) * (my_top_N - top_N).exp()
+        my_target_N = (torch.cat(targets) - top_N).where(is_mine_N, 0.0)
+        total_N, target_N = sum_of(torch.stack((my_total_N, my_target_N))).unbind(0)
+        log_total_N = total_N.log()
+        ctx.save_for_backward(x, weight, row_N, is_mine_N, log_total_N + top_N)
+        ctx.chunk = chunk
+        return (log_total_N - target_N).view_as(labels)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, row_N, is_mine_N, log_sum_N = ctx.saved_tensors
+        x_NH, grad_N = x.flatten(0, -2), grad.flatten()
+        grad_x_NH = torch.empty_like(x_NH)
+        grad_VH = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        for start in range(0, len(x_NH), ctx.chunk):
+            here = slice(start, start + ctx.chunk)
+            x_CH = x_NH[here]
+            probs_CV = _wide(product(x_CH, weight)).sub_(log_sum_N[here].unsqueeze(1)).exp_()
+            scaled_CV = probs_CV.mul_(grad_N[here].unsqueeze(1))
+            scaled_CV.scatter_add_(1, row_N[here].unsqueeze(1), -(grad_N[here] * is_mine_N[here]).unsqueeze(1))
+            scaled_CV = scaled_CV.to(x.dtype)
+            grad_x_NH[here] = product(scaled_CV, weight.t())
+            grad_VH += product(x_CH.t().contiguous(), scaled_CV.t()).t()
+        return grad_x_NH.view_as(x), grad_VH.to(weight.dtype), None, None, None, None, None
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.model.cross_entropy import cross_entropy
+from moefold.model.cross_entropy import chunked_cross_entropy, cross_entropy
 
 
 class Tokens(Protocol):
@@ -35,6 +35,10 @@ class Vocabulary(Protocol):
         """Loss of each token in nats, float32 or wider [...], from logits [..., V/tp] and labels [...]."""
         ...
 
+    def chunked_cross_entropy(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        """The same from hidden states [..., H] and the rows of the head [V/tp, H], `chunk` tokens at a time."""
+        ...
+
 
 class WholeTokens:
     """One rank holds all tokens."""
@@ -58,3 +62,7 @@ class WholeVocabulary:
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy over all rows."""
         return cross_entropy(logits, labels)
+
+    def chunked_cross_entropy(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        """The same, some tokens at a time."""
+        return chunked_cross_entropy(x, weight, labels, chunk)

@@ -19,6 +19,10 @@ from moefold.moe.layer import MoELayer
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
+CHUNK_LOGITS = 1 << 24
+"""Logits of a chunk of the loss that nobody sized: 64 MiB in float32."""
+LEAST_CHUNK = 256
+
 
 class Block(nn.Module):
     """Attention, then a dense or an MoE feed-forward, each behind a norm and added to the residual stream."""
@@ -103,10 +107,26 @@ class Head(nn.Module):
 
     def logits(self, x: Tensor, tied: Tensor | None) -> Tensor:
         """The same of hidden states that are behind a norm already."""
+        return linear(self.tokens.gather(x), self._rows(x, tied))
+
+    def losses(self, x: Tensor, tied: Tensor | None, labels: Tensor, chunk: int = 0) -> Tensor:
+        """Cross-entropies of labels, int64 [S/cp, B], float32 or wider [S/cp, B].
+
+        Args:
+            x: hidden states behind the norm, [S/(cp*tp), B, H].
+            tied: the embedding, where it is the head.
+            labels: next tokens.
+            chunk: tokens whose logits are in memory at a time; 0 or too many: all, and nothing is computed twice.
+        """
+        if not 0 < chunk < labels.numel():
+            return self.vocabulary.cross_entropy(self.logits(x, tied), labels)
+        return self.vocabulary.chunked_cross_entropy(self.tokens.gather(x), self._rows(x, tied), labels, chunk)
+
+    def _rows(self, x: Tensor, tied: Tensor | None) -> Tensor:
+        """My rows of the head in the type of x, [V/tp, H]."""
         weight = tied if self.weight is None else self.weight
         assert weight is not None
-        x = self.tokens.gather(x)
-        return linear(x, local(weight, x.dtype))
+        return local(weight, x.dtype)
 
 
 class Transformer(nn.Module):
@@ -122,6 +142,7 @@ class Transformer(nn.Module):
         self.cfg = cfg
         self.dtype = TORCH_DTYPES[cfg.run.dtype]
         self.is_first, self.is_last = is_first, is_last
+        self._loss_chunk = loss_chunk(cfg)
         if is_first or (is_last and model.embeds_twice):
             self.embedding = Embedding(model.vocab_size, model.hidden_size, self.dtype)
         self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in layers})
@@ -196,7 +217,7 @@ class Transformer(nn.Module):
 
     def _loss(self, normed: Tensor, tied: Tensor | None, labels: Tensor, weights: Tensor | None) -> Tensor:
         """Weighted sum of the cross-entropies of labels [B, S/cp], [1]."""
-        losses = self.head.vocabulary.cross_entropy(self.head.logits(normed, tied), labels.t())
+        losses = self.head.losses(normed, tied, labels.t(), self._loss_chunk)
         if weights is not None:
             losses = losses * weights.t()
         return losses.flatten().sum(0, keepdim=True)
@@ -219,6 +240,13 @@ class Transformer(nn.Module):
 def loss_terms(model: ModelConfig) -> int:
     """Terms of the loss that the last stage returns: that of the next token, and that of the further ones if any."""
     return 2 if model.mtp_layers else 1
+
+
+def loss_chunk(cfg: Config) -> int:
+    """Tokens whose logits are in memory at a time; 0: all of a micro-batch."""
+    if cfg.train.loss_chunk >= 0:
+        return cfg.train.loss_chunk
+    return max(LEAST_CHUNK, CHUNK_LOGITS * cfg.parallel.tp // cfg.model.vocab_size)
 
 
 def build_model(cfg: Config) -> Transformer:

@@ -70,13 +70,21 @@ class Experts(nn.Module):
         self.gate = gate or SILU
         self.bias_columns = ALL_COLUMNS
 
-    def forward(self, x_RH: Tensor, rows_per_expert: Sequence[int], loan: Loan | None = None) -> Tensor:
+    def forward(
+        self,
+        x_RH: Tensor,
+        rows_per_expert: Sequence[int],
+        loan: Loan | None = None,
+        weights_R: Tensor | None = None,
+    ) -> Tensor:
         """Apply each expert to its rows; local without a loan.
 
         Args:
             x_RH: rows sorted by expert, [R, H].
             rows_per_expert: one count for each expert of this rank, then for each borrowed one; they sum to R.
             loan: brings the weights of the borrowed experts.
+            weights_R: factor of each row's result, [R]. It multiplies between the gate and the outer projection, so
+                that its gradient needs no results, and nobody has to keep them.
 
         Returns:
             [R, H]; under etp the part of the sum over F that this rank's weights give.
@@ -85,22 +93,26 @@ class Experts(nn.Module):
         parameters = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
         own = [local(p, x_RH.dtype) for p in parameters if p is not None]
         if loan is None:
-            return self._apply_to(x_RH, own, rows_per_expert)
+            return self._apply_to(x_RH, own, rows_per_expert, weights_R)
         own, borrowed = loan.exchange(own)
         num_own = own[0].shape[0]
         own_rows, borrowed_rows = rows_per_expert[:num_own], rows_per_expert[num_own:]
         if not borrowed_rows:
-            return self._apply_to(x_RH, own, own_rows)
+            return self._apply_to(x_RH, own, own_rows, weights_R)
         # Two calls rather than one over joined weights: that would copy all of them.
-        x_own, x_borrowed = x_RH.split([sum(own_rows), sum(borrowed_rows)])
-        y_own = self._apply_to(x_own, own, own_rows)
-        return torch.cat((y_own, self._apply_to(x_borrowed, borrowed, borrowed_rows)))
+        counts = [sum(own_rows), sum(borrowed_rows)]
+        factors = (None, None) if weights_R is None else weights_R.split(counts)
+        x_own, x_borrowed = x_RH.split(counts)
+        y_own = self._apply_to(x_own, own, own_rows, factors[0])
+        return torch.cat((y_own, self._apply_to(x_borrowed, borrowed, borrowed_rows, factors[1])))
 
-    def _apply_to(self, x_RH: Tensor, weights: Sequence[Tensor], rows_per_expert: Sequence[int]) -> Tensor:
+    def _apply_to(
+        self, x_RH: Tensor, weights: Sequence[Tensor], rows_per_expert: Sequence[int], weights_R: Tensor | None
+    ) -> Tensor:
         w = ExpertWeights(*weights)
         has_kernel = _has_grouped_kernel(x_RH, w.gate_EHF, w.down_EFH)
         apply = grouped_experts if has_kernel else looped_experts
-        return apply(x_RH, w, rows_per_expert, self.gate, self.bias_columns)
+        return apply(x_RH, w, rows_per_expert, self.gate, self.bias_columns, weights_R)
 
 
 def looped_experts(
@@ -109,10 +121,11 @@ def looped_experts(
     rows_per_expert: Sequence[int],
     gate: Gate = SILU,
     bias_columns: slice = ALL_COLUMNS,
+    weights_R: Tensor | None = None,
 ) -> Tensor:
     """One expert after another: the reference, and the fastest way on CPU."""
     tensors = [getattr(weights, part.name) for part in fields(weights)]
-    return _LoopedExperts.apply(x_RH, list(rows_per_expert), gate, bias_columns, *tensors)
+    return _LoopedExperts.apply(x_RH, list(rows_per_expert), gate, bias_columns, weights_R, *tensors)
 
 
 def grouped_experts(
@@ -121,6 +134,7 @@ def grouped_experts(
     rows_per_expert: Sequence[int],
     gate: Gate = SILU,
     bias_columns: slice = ALL_COLUMNS,
+    weights_R: Tensor | None = None,
 ) -> Tensor:
     """All experts in one kernel for each product; the twin of `looped_experts` for GPUs. Needs at least one row."""
     counts_E = torch.tensor(rows_per_expert, dtype=torch.int32).to(x_RH.device, non_blocking=True)
@@ -128,14 +142,46 @@ def grouped_experts(
     gate_RF = F.grouped_mm(x_RH, weights.gate_EHF, offs=offsets_E)
     up_RF = F.grouped_mm(x_RH, weights.up_EHF, offs=offsets_E)
     if weights.gate_bias_EF is None or weights.up_bias_EF is None or weights.down_bias_EH is None:
-        return F.grouped_mm(gate.forward(gate_RF, up_RF), weights.down_EFH, offs=offsets_E)
+        hidden_RF = _gated(gate, gate_RF, up_RF, weights_R)
+        return F.grouped_mm(hidden_RF, weights.down_EFH, offs=offsets_E)
     # A product with the expert of each row instead of a look-up: its gradient is a sum in a fixed order.
     row_R = torch.arange(x_RH.shape[0], device=x_RH.device)[:, None]
     is_mine_RE = ((row_R < offsets_E) & (row_R >= offsets_E - counts_E)).to(x_RH.dtype)
-    hidden_RF = gate.forward(gate_RF + is_mine_RE @ weights.gate_bias_EF, up_RF + is_mine_RE @ weights.up_bias_EF)
-    y_RH = F.grouped_mm(hidden_RF, weights.down_EFH, offs=offsets_E)
+    gate_RF, up_RF = gate_RF + is_mine_RE @ weights.gate_bias_EF, up_RF + is_mine_RE @ weights.up_bias_EF
+    y_RH = F.grouped_mm(_gated(gate, gate_RF, up_RF, weights_R), weights.down_EFH, offs=offsets_E)
     first, stop, _ = bias_columns.indices(y_RH.shape[1])
-    return y_RH + F.pad(is_mine_RE @ weights.down_bias_EH, (first, y_RH.shape[1] - stop))
+    bias_RH = is_mine_RE @ weights.down_bias_EH
+    return y_RH + F.pad(bias_RH if weights_R is None else _scaled(bias_RH, weights_R), (first, y_RH.shape[1] - stop))
+
+
+def _gated(gate: Gate, g_RF: Tensor, u_RF: Tensor, weights_R: Tensor | None) -> Tensor:
+    return gate.forward(g_RF, u_RF) if weights_R is None else _WeightedGate.apply(gate, g_RF, u_RF, weights_R)
+
+
+def _scaled(x_MF: Tensor, weights_M: Tensor) -> Tensor:
+    """Rows times their weights, taken in the wider of the two types and given in that of the rows."""
+    return (x_MF * weights_M.unsqueeze(1)).to(x_MF.dtype)
+
+
+def _dot(a_MF: Tensor, b_MF: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.linalg.vecdot(a_MF.to(dtype), b_MF.to(dtype))
+
+
+class _WeightedGate(torch.autograd.Function):
+    """The hidden values times the weight of their row; keeps the inner projections, not the hidden values."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, g_RF: Tensor, u_RF: Tensor, weights_R: Tensor) -> Tensor:
+        ctx.gate = gate
+        ctx.save_for_backward(g_RF, u_RF, weights_R)
+        return _scaled(gate.forward(g_RF, u_RF), weights_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RF: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        g_RF, u_RF, weights_R = ctx.saved_tensors
+        hidden_RF, grad_g, grad_u = ctx.gate.backward(_scaled(grad_RF, weights_R), g_RF, u_RF)
+        return None, grad_g, grad_u, _dot(grad_RF, hidden_RF, weights_R.dtype)
 
 
 def _has_grouped_kernel(x_RH: Tensor, *weights: Tensor) -> bool:
@@ -151,7 +197,13 @@ class _LoopedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_RH: Tensor, rows_per_expert: list[int], gate: Gate, bias_columns: slice, *tensors: Any
+        ctx: Any,
+        x_RH: Tensor,
+        rows_per_expert: list[int],
+        gate: Gate,
+        bias_columns: slice,
+        weights_R: Tensor | None,
+        *tensors: Any,
     ) -> Tensor:
         w = ExpertWeights(*tensors)
         y_RH = torch.empty_like(x_RH)
@@ -160,24 +212,27 @@ class _LoopedExperts(torch.autograd.Function):
             x = _pad(x_RH[rows])
             g = _plus(product(x, w.gate_EHF[e].t()), w.gate_bias_EF, e)
             u = _plus(product(x, w.up_EHF[e].t()), w.up_bias_EF, e)
-            y = product(gate.forward(g, u), w.down_EFH[e].t())
-            _plus(y[:, bias_columns], w.down_bias_EH, e)
+            hidden = gate.forward(g, u)
+            weights = None if weights_R is None else _pad(weights_R[rows, None]).squeeze(1)
+            y = product(hidden if weights is None else _scaled(hidden, weights), w.down_EFH[e].t())
+            _plus(y[:, bias_columns], w.down_bias_EH, e, weights)
             y_RH[rows] = y[: rows.stop - rows.start]
             inner += [g, u]
-        ctx.save_for_backward(x_RH, *tensors, *inner)
+        ctx.save_for_backward(x_RH, weights_R, *tensors, *inner)
         ctx.args = rows_per_expert, gate, bias_columns
         return y_RH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
-        x_RH, *tensors = ctx.saved_tensors
+        x_RH, weights_R, *tensors = ctx.saved_tensors
         num_weights = len(fields(ExpertWeights))
         tensors, inner = tensors[:num_weights], tensors[num_weights:]
         rows_per_expert, gate, bias_columns = ctx.args
         grads: list[Any] = [None if w is None else torch.empty_like(w) for w in tensors]
         w, to = ExpertWeights(*tensors), ExpertWeights(*grads)
         grad_x_RH = torch.empty_like(x_RH)
+        grad_weights_R = None if weights_R is None else torch.empty_like(weights_R)
         for e, count in enumerate(rows_per_expert):
             if count == 0:
                 for grad in grads:
@@ -185,8 +240,18 @@ class _LoopedExperts(torch.autograd.Function):
                         grad[e].zero_()
         for i, (e, rows) in enumerate(_spans(rows_per_expert)):
             g, u = inner[2 * i : 2 * i + 2]
-            grad_y = _pad(grad_RH[rows])
-            hidden, grad_g, grad_u = gate.backward(product(grad_y, w.down_EFH[e]), g, u)
+            grad_y, count = _pad(grad_RH[rows]), rows.stop - rows.start
+            grad_hidden = product(grad_y, w.down_EFH[e])
+            if weights_R is None or grad_weights_R is None:
+                hidden, grad_g, grad_u = gate.backward(grad_hidden, g, u)
+            else:
+                weights = _pad(weights_R[rows, None]).squeeze(1)
+                hidden, grad_g, grad_u = gate.backward(_scaled(grad_hidden, weights), g, u)
+                dot = _dot(grad_hidden, hidden, weights.dtype)
+                if w.down_bias_EH is not None:
+                    dot += grad_y[:, bias_columns].to(dot.dtype) @ w.down_bias_EH[e].to(dot.dtype)
+                grad_weights_R[rows] = dot[:count]
+                grad_y = _scaled(grad_y, weights)
             # grad_y has fewer columns than the hidden layer: of the two, it is cheaper to transpose.
             to.down_EFH[e] = product(grad_y.t(), hidden.t()).t()
             x_t = _pad(x_RH[rows]).t().contiguous()
@@ -200,14 +265,16 @@ class _LoopedExperts(torch.autograd.Function):
                 if bias_grad is not None:
                     torch.sum(rows_grad, 0, out=bias_grad[e])
             by_gate, by_up = product(grad_g, w.gate_EHF[e]), product(grad_u, w.up_EHF[e])
-            count = rows.stop - rows.start
             torch.add(by_gate[:count], by_up[:count], out=grad_x_RH[rows])
-        return grad_x_RH, None, None, None, *grads
+        return grad_x_RH, None, None, None, grad_weights_R, *grads
 
 
-def _plus(y_MN: Tensor, bias_EN: Tensor | None, expert: int) -> Tensor:
-    """Add the bias of an expert in place."""
-    return y_MN if bias_EN is None else y_MN.add_(bias_EN[expert])
+def _plus(y_MN: Tensor, bias_EN: Tensor | None, expert: int, weights_M: Tensor | None = None) -> Tensor:
+    """Add the bias of an expert, times the weight of each row if there are any, in place."""
+    if bias_EN is None:
+        return y_MN
+    bias_N = bias_EN[expert]
+    return y_MN.add_(bias_N if weights_M is None else _scaled(bias_N.expand_as(y_MN), weights_M))
 
 
 def _spans(rows_per_expert: Sequence[int]) -> Iterator[tuple[int, slice]]:

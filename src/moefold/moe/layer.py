@@ -75,6 +75,7 @@ class MoELayer(nn.Module):
         has_own_factor = moe.eval_capacity_factor >= 0
         self._eval_drop_rule = _drop_rule(moe, moe.eval_capacity_factor) if has_own_factor else self._drop_rule
         self._pads = moe.pad_to_capacity
+        self._weighs_in_expert = moe.weight_in_expert
 
     def begin_step(self, step: int) -> None:
         """Forget what was counted; all that follows belongs to this optimizer step."""
@@ -110,7 +111,10 @@ class MoELayer(nn.Module):
             rows_RH, plan = self.dispatcher.dispatch(x_TH, assignment)
         else:
             rows_RH, plan, y_shared = self.dispatcher.dispatch_beside(x_TH, assignment, lambda: self._shared(x))
-        y_RH = self.experts(rows_RH, plan.rows_per_expert, self.dispatcher.loan(plan))
+        rows_per_expert, loan, weights_R = plan.rows_per_expert, self.dispatcher.loan(plan), None
+        if self._weighs_in_expert:
+            weights_R, plan = self.dispatcher.take_weights(plan)
+        y_RH = self.experts(rows_RH, rows_per_expert, loan, weights_R)
         y = self.dispatcher.combine(y_RH, plan).view_as(x)
         if y_shared is not None:
             y = y + y_shared

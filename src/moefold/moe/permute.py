@@ -88,13 +88,19 @@ def permute(x_TH: Tensor, permutation: Permutation) -> Tensor:
     return _Permute.apply(x_TH, permutation)
 
 
-def unpermute(y_RH: Tensor, permutation: Permutation, probs_TK: Tensor) -> Tensor:
+def row_weights(probs_TK: Tensor, permutation: Permutation) -> Tensor:
+    """The weight of the copy in each row, [R], 0 in an empty row; its gradient comes back to the copies."""
+    return _RowWeights.apply(probs_TK, permutation)
+
+
+def unpermute(y_RH: Tensor, permutation: Permutation, probs_TK: Tensor | None) -> Tensor:
     """The weighted sum of the copies of each token: [R, H] -> [T, H]; absent copies count as zero.
 
     Args:
         y_RH: what the experts made of the rows; empty rows are not read.
         permutation: the one that made the rows.
-        probs_TK: weight of each copy, [T, K]; the sum is taken in its type, the result has the type of y_RH.
+        probs_TK: weight of each copy, [T, K]; the sum is taken in its type, the result has the type of y_RH. None: the
+            rows have their weights already, and are not kept for the backward pass.
     """
     return _Unpermute.apply(y_RH, probs_TK, permutation)
 
@@ -147,29 +153,60 @@ class _Permute(torch.autograd.Function):
         return _sum_copies(grad_RH, ctx.permutation, ctx.permutation.present_TK), None
 
 
+class _RowWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probs_TK: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return _weights_of_rows(probs_TK, permutation)
+
+    @staticmethod
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:
+        return _to_copies(grad_R, ctx.permutation), None
+
+
+def _weights_of_rows(probs_TK: Tensor, permutation: Permutation) -> Tensor:
+    weight_R = probs_TK.flatten().index_select(0, permutation.copy_R)
+    if permutation.filled_R is not None:
+        weight_R.masked_fill_(~permutation.filled_R, 0.0)
+    return weight_R
+
+
+def _to_copies(values_R: Tensor, permutation: Permutation) -> Tensor:
+    """What stands in the row of each copy, [T, K]; 0 for an absent one."""
+    if len(values_R) == 0:
+        return values_R.new_zeros(permutation.row_TK.shape)
+    values_TK = values_R[permutation.row_TK]
+    if permutation.present_TK is not None:
+        values_TK.masked_fill_(~permutation.present_TK, 0.0)
+    return values_TK
+
+
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_RH: Tensor, probs_TK: Tensor, permutation: Permutation) -> Tensor:
+    def forward(ctx: Any, y_RH: Tensor, probs_TK: Tensor | None, permutation: Permutation) -> Tensor:
         ctx.permutation = permutation
+        if probs_TK is None:
+            return _sum_copies(y_RH, permutation, permutation.present_TK)
         ctx.save_for_backward(y_RH, probs_TK)
         if permutation.present_TK is not None:
             probs_TK = probs_TK * permutation.present_TK
         return _sum_copies(y_RH, permutation, probs_TK)
 
     @staticmethod
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
         permutation: Permutation = ctx.permutation
+        if not ctx.saved_tensors:
+            grad_RH = grad_TH.index_select(0, permutation.token_R)
+            if permutation.filled_R is not None:
+                grad_RH.masked_fill_(~permutation.filled_R.unsqueeze(1), 0.0)
+            return grad_RH, None, None
         y_RH, probs_TK = ctx.saved_tensors
         if y_RH.shape[0] == 0:
             return torch.zeros_like(y_RH), torch.zeros_like(probs_TK), None
         grad_RH = grad_TH.to(probs_TK.dtype).index_select(0, permutation.token_R)
         dot_R = torch.linalg.vecdot(grad_RH, y_RH.to(probs_TK.dtype))
-        grad_TK = dot_R[permutation.row_TK]
-        if permutation.present_TK is not None:
-            grad_TK.masked_fill_(~permutation.present_TK, 0.0)
-        weight_R = probs_TK.flatten().index_select(0, permutation.copy_R)
-        if permutation.filled_R is not None:
-            weight_R.masked_fill_(~permutation.filled_R, 0.0)
+        grad_TK = _to_copies(dot_R, permutation)
+        weight_R = _weights_of_rows(probs_TK, permutation)
         return grad_RH.mul_(weight_R.unsqueeze(1)).to(y_RH.dtype), grad_TK, None
 
 

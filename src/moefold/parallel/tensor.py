@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.config.schema import ModelConfig
-from moefold.model.cross_entropy import cross_entropy
+from moefold.model.cross_entropy import chunked_cross_entropy, cross_entropy
 from moefold.parallel.collectives import (
     all_gather,
     all_gather_rows,
@@ -78,6 +78,11 @@ class ShardedVocabulary:
         """Cross-entropy over all rows; two all-reduces over tp, of one and of two numbers a token."""
         top_of, sum_of = partial(all_reduce_max, group=self._tp), partial(all_reduce_sum, group=self._tp)
         return cross_entropy(logits, labels, self._first_row, top_of, sum_of)
+
+    def chunked_cross_entropy(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        """The same from hidden states and my rows of the head, with the same two all-reduces."""
+        top_of, sum_of = partial(all_reduce_max, group=self._tp), partial(all_reduce_sum, group=self._tp)
+        return chunked_cross_entropy(x, weight, labels, chunk, self._first_row, top_of, sum_of)
 
 
 def key_value_rows(cfg: ModelConfig, tp: Group) -> slice:

@@ -1,18 +1,23 @@
 """AdamW over the shards of all parameters, and its state by parameter name."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moefold.config.schema import TrainConfig
+from moefold.train.adamw import NarrowAdamW
 
 EXPERT_BIASES = ("experts.b_gate", "experts.b_up", "experts.b_down")
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Of AdamW."""
+MOMENTUM = "momentum"
+"""Of Muon."""
 
 
-def build_optimizer(parameters: Mapping[str, nn.Parameter], cfg: TrainConfig) -> torch.optim.AdamW:
+def build_optimizer(parameters: Mapping[str, nn.Parameter], cfg: TrainConfig) -> torch.optim.Optimizer:
     """AdamW whose groups keep the two views apart; weight decay skips norms, sinks and biases.
 
     The moments exist from the start, so that a checkpoint can be read into them.
@@ -23,16 +28,14 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], cfg: TrainConfig) ->
         # The biases of experts have two dims: one row for each expert.
         decays = parameter.dim() > 1 and not name.endswith(EXPERT_BIASES)
         groups.setdefault((mesh, decays), []).append(parameter)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0}
-            for (_, decays), params in groups.items()
-        ],
-        lr=cfg.lr,
-        betas=(cfg.beta1, cfg.beta2),
-        eps=cfg.eps,
-        fused=True,
-    )
+    options = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
+    described: list[dict[str, Any]] = [
+        {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0, **options}
+        for (_, decays), params in groups.items()
+    ]
+    if cfg.moment_dtype == "bfloat16":
+        return NarrowAdamW(described, torch.bfloat16)
+    optimizer = torch.optim.AdamW(described, fused=True)
     for parameter in parameters.values():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -48,11 +51,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The moments by name, as `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`."""
-    return {f"{name}.{moment}": optimizer.state[p][moment] for name, p in parameters.items() for moment in MOMENTS}
+    """The moments by name, as `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`; Muon's as `<parameter>.momentum`."""
+    return {
+        f"{name}.{moment}": value
+        for name, parameter in parameters.items()
+        for moment, value in optimizer.state[parameter].items()
+        if moment != "step"
+    }
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
     """Say how many steps the moments have seen, for the bias correction after a resume."""
     for state in optimizer.state.values():
-        state["step"].fill_(step)
+        if "step" in state:
+            state["step"].fill_(step)

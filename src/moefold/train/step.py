@@ -19,6 +19,7 @@ from moefold.parallel.routing_tape import RoutingTape
 from moefold.train.culprit import Culprit, find_culprit
 from moefold.train.guard import Guard, Verdict
 from moefold.train.lr_schedule import learning_rate
+from moefold.train.muon import build_muon
 from moefold.train.optimizer import build_optimizer, set_learning_rate
 
 Flags = Callable[[], Sequence[bool]]
@@ -90,7 +91,7 @@ class TrainingStep:
         self.model = model
         self.parameters = model.named_parameters
         self.buffers = model.named_buffers
-        self.optimizer = build_optimizer(self.parameters, cfg.train)
+        self.optimizer = _optimizer(model, cfg)
         self.guard = Guard(cfg.faults)
         self.tape = RoutingTape(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
         self._cfg = cfg
@@ -240,6 +241,12 @@ class TrainingStep:
             )
             for i, number in enumerate(self._moe_numbers)
         )
+
+
+def _optimizer(model: ParallelModel, cfg: Config) -> torch.optim.Optimizer:
+    if cfg.train.optimizer == "muon":
+        return build_muon(model.named_parameters, cfg, model.groups.attn.stage)
+    return build_optimizer(model.named_parameters, cfg.train)
 
 
 def whole(tensor: Tensor) -> Tensor:

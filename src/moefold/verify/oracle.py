@@ -1,9 +1,9 @@
 """The reference that every mapping must equal: one process, float64, plain maths, no line shared with the trainer.
 
 Written to be read beside `docs/notation.md`, not to be fast: attention with an explicit mask, every expert over every
-token, AdamW by hand. It knows parameters by their names alone. What a router does is in
-`oracle_routing`, and how heads are turned in `oracle_rotation`; heads of latent attention come from
-`oracle_latent`.
+token. It knows parameters by their names alone. What a router does is in
+`oracle_routing`, how heads are turned in `oracle_rotation`, and the optimizers in `oracle_optimizer`; heads of latent
+attention come from `oracle_latent`.
 """
 
 import math
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.metrics.moe import MoELayerMetrics
-from moefold.train.lr_schedule import learning_rate
 from moefold.verify.oracle_latent import latent_heads, score_scale
+from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_rotation import rotate
 from moefold.verify.oracle_routing import Moment, OracleRouter, RoutedBatch
 
@@ -77,7 +77,7 @@ class Oracle:
         self.cfg = cfg
         self.weights = {name: w.detach().double().requires_grad_() for name, w in weights.items()}
         self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
-        self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.weights.items()}
+        self._optimizer = OracleOptimizer(cfg, self.weights)
         self._steps = 0
 
     def step(self, batch: OracleBatch) -> OracleStep:
@@ -88,7 +88,8 @@ class Oracle:
         terms.total().backward()
         gradients = {name: _gradient(w) for name, w in self.weights.items()}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
-        self._adamw(gradients, norm)
+        self._optimizer.step(self.weights, gradients, norm)
+        self._steps += 1
         layers = []
         for layer, batches in terms.routed.items():
             aux, z = float(terms.aux[layer].detach()), float(terms.z[layer].detach())
@@ -265,23 +266,6 @@ class Oracle:
                 shared = shared * torch.sigmoid(x @ self.weights[f"{name}.shared_gate"].T)
             y = y + shared
         return y
-
-    @torch.no_grad()
-    def _adamw(self, gradients: Weights, norm: float) -> None:
-        train = self.cfg.train
-        self._steps += 1
-        rate = learning_rate(train, self.cfg.run.steps, self._steps)
-        clip = min(1.0, train.clip_grad / (norm + 1e-6)) if train.clip_grad else 1.0
-        for name, weight in self.weights.items():
-            first, second = self._moments[name]
-            gradient = gradients[name] * clip
-            first.mul_(train.beta1).add_((1 - train.beta1) * gradient)
-            second.mul_(train.beta2).add_((1 - train.beta2) * gradient.square())
-            mean = first / (1 - train.beta1**self._steps)
-            spread = (second / (1 - train.beta2**self._steps)).sqrt()
-            is_matrix = weight.dim() > 1 and ".experts.b_" not in name
-            decay = train.weight_decay if is_matrix else 0.0
-            weight.copy_(weight * (1 - rate * decay) - rate * mean / (spread + train.eps))
 
 
 def _gradient(weight: Tensor) -> Tensor:

@@ -150,4 +150,6 @@ def _train(train: TrainConfig, p: ParallelConfig) -> TrainConfig:
         lr=LEARNING_RATE,
         min_lr=min(train.min_lr, LEARNING_RATE),
         warmup_steps=0,
+        # Two samples of four tokens are the least that a rank of the small recipe has.
+        loss_chunk=min(train.loss_chunk, 3),
     )

@@ -47,7 +47,7 @@ def _assignment(case: str, rank: int, generator: torch.Generator) -> Assignment:
     return Assignment(ids, probs, kept)
 
 
-def _layer(dispatcher: Any, case: str, groups: ParallelGroups) -> dict[str, Tensor]:
+def _layer(dispatcher: Any, case: str, groups: ParallelGroups, weighs_early: bool = False) -> dict[str, Tensor]:
     """Dispatch, apply experts and combine on this rank's tokens; the result and every gradient."""
     generator = torch.Generator().manual_seed(100 + groups.rank)
     assignment = _assignment(case, groups.rank, generator)
@@ -57,7 +57,10 @@ def _layer(dispatcher: Any, case: str, groups: ParallelGroups) -> dict[str, Tens
     size = E // groups.moe.ep.size
     mine = weights[:, groups.moe.ep.rank * size :][:, :size].clone().requires_grad_()
     rows, plan = dispatcher.dispatch(x, assignment)
-    y = looped_experts(rows, ExpertWeights(mine[0], mine[1], mine[2].mT), plan.rows_per_expert)
+    counts, weights_R = plan.rows_per_expert, None
+    if weighs_early:
+        weights_R, plan = dispatcher.take_weights(plan)
+    y = looped_experts(rows, ExpertWeights(mine[0], mine[1], mine[2].mT), counts, weights_R=weights_R)
     home = dispatcher.combine(y, plan)
     inputs = (x, assignment.probs_TK, mine)
     x_grad, probs_grad, weights_grad = torch.autograd.grad(home, inputs, grad)
@@ -65,10 +68,12 @@ def _layer(dispatcher: Any, case: str, groups: ParallelGroups) -> dict[str, Tens
     return results | {"rows": torch.tensor(plan.rows_per_expert)}
 
 
-def _both(sizes: dict[str, Any], case: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _both(
+    sizes: dict[str, Any], case: str, weighs_early: bool = False
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     buffer = StandInBuffer(groups.moe.ep.handle)
-    mine = _layer(make_dispatcher("deepep", groups.moe, E, buffer=buffer), case, groups)
+    mine = _layer(make_dispatcher("deepep", groups.moe, E, buffer=buffer), case, groups, weighs_early)
     theirs = _layer(make_dispatcher("alltoall", groups.moe, E), case, groups)
     mine, theirs = ({key: value.numpy() for key, value in part.items()} for part in (mine, theirs))
     return mine, theirs, buffer.calls
@@ -78,7 +83,17 @@ def _both(sizes: dict[str, Any], case: str) -> tuple[dict[str, Any], dict[str, A
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_it_equals_the_all_to_all(pool, sizes, case):
-    for mine, theirs, calls in pool.run(sizes["world_size"], _both, sizes, case):
+    _assert_equals_the_all_to_all(pool, sizes, case)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", ["dropped", "empty rank"])
+def test_weights_may_be_applied_inside_the_experts(pool, case):
+    _assert_equals_the_all_to_all(pool, LAYOUTS[-1], case, True)
+
+
+def _assert_equals_the_all_to_all(pool, sizes: dict[str, Any], case: str, weighs_early: bool = False) -> None:
+    for mine, theirs, calls in pool.run(sizes["world_size"], _both, sizes, case, weighs_early):
         for key, value in theirs.items():
             torch.testing.assert_close(
                 torch.from_numpy(mine[key]),

@@ -52,6 +52,10 @@ CASES = {
     "position sub padded": _drop(0.6, "position", "sub_sequence", pads=True),
     "roomy padded": _drop(4.0, "probs", "sub_sequence", pads=True),
 }
+CASES |= {
+    f"{name}, weighed in the expert": replace(CASES[name], moe=replace(CASES[name].moe, weight_in_expert=True))
+    for name in ("plain", "one expert", "first half empty", "probs full", "position sub padded")
+}
 
 LAYOUTS = [
     {"world_size": 1},

@@ -1,13 +1,13 @@
 """Every rank sees the tokens of all ranks and serves those that chose its experts: simple, best for small ep * etp."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from moefold.moe.dispatch.base import Assignment, Dispatcher
 from moefold.moe.dispatch.exchange import Exchange
-from moefold.moe.permute import Permutation, permute, plan_permutation, unpermute
+from moefold.moe.permute import Permutation, permute, plan_permutation, row_weights, unpermute
 from moefold.parallel.collectives import all_gather, reduce_scatter
 from moefold.parallel.groups import Group
 from moefold.parallel.in_flight import start_all_gather
@@ -18,8 +18,8 @@ class AllGatherPlan:
     """The permutation is over the tokens of all N ranks, with the copies for this rank's experts alone."""
 
     permutation: Permutation
-    probs_TK: Tensor
-    """Of all ranks, [N*T, K]."""
+    probs_TK: Tensor | None
+    """Of all ranks, [N*T, K]; None where the experts have weighted the results."""
     rows_per_expert: Sequence[int]
 
 
@@ -91,3 +91,8 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
     def combine_postprocess(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
         """They are home already."""
         return rows
+
+    def take_weights(self, plan: AllGatherPlan) -> tuple[Tensor, AllGatherPlan]:
+        """They are here already."""
+        assert plan.probs_TK is not None
+        return row_weights(plan.probs_TK, plan.permutation), replace(plan, probs_TK=None)

@@ -1,14 +1,14 @@
 """Each copy travels to its expert and back: an uneven all-to-all over ep, then a gather over the etp parts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moefold.moe.dispatch.base import Assignment, Dispatcher, Loan
 from moefold.moe.dispatch.exchange import Exchange
-from moefold.moe.permute import Permutation, order_by_expert, permute, plan_permutation, reorder, unpermute
+from moefold.moe.permute import Permutation, order_by_expert, permute, plan_permutation, reorder, row_weights, unpermute
 from moefold.parallel.collectives import all_gather, all_gather_rows, all_to_all, reduce_scatter_rows
 from moefold.parallel.groups import Group
 from moefold.parallel.in_flight import start_all_to_all
@@ -19,7 +19,8 @@ class AllToAllPlan:
     """Row counts of every exchange, known before the first row moves."""
 
     permutation: Permutation
-    probs_TK: Tensor
+    probs_TK: Tensor | None
+    """None where the experts have weighted the results."""
     rows_per_expert: Sequence[int]
     send_rows: Sequence[int]
     """Rows that I send to each ep member."""
@@ -100,6 +101,13 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
     def combine_postprocess(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
         """Sum the copies of each token, weighted."""
         return unpermute(rows, plan.permutation, plan.probs_TK)
+
+    def take_weights(self, plan: AllToAllPlan) -> tuple[Tensor, AllToAllPlan]:
+        """The weights go the way of the rows: one exchange over ep and one gather over etp."""
+        assert plan.probs_TK is not None
+        weights_R1 = row_weights(plan.probs_TK, plan.permutation).unsqueeze(1)
+        arrived = self.dispatch_postprocess(self.dispatch_communicate(weights_R1, plan), plan)
+        return arrived.squeeze(1), replace(plan, probs_TK=None)
 
     def _plan(self, permutation: Permutation, probs_TK: Tensor, counts: Tensor) -> AllToAllPlan:
         """The plan that follows from the counts of `_exchange_counts`."""

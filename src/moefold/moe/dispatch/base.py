@@ -90,6 +90,14 @@ class Dispatcher(ABC, Generic[PlanT]):
     def combine_postprocess(self, rows: Tensor, plan: PlanT) -> Tensor:
         """The weighted sum of each token's results, [T, H]."""
 
+    @abstractmethod
+    def take_weights(self, plan: PlanT) -> tuple[Tensor, PlanT]:
+        """Bring the weights to the rows, for experts that apply them: (weights [R] of the dispatched rows, new plan).
+
+        With the new plan, `combine` sums the results as they are. Communicates as `dispatch` does, with one number a
+        row. Between `dispatch` and `combine`.
+        """
+
     def loan(self, plan: PlanT) -> Loan | None:
         """The experts that change ranks for this micro-batch; None, for all or for none of the ranks, if none does."""
         return None

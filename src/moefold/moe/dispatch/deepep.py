@@ -7,7 +7,7 @@ hardware.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moefold.errors import ConfigError
 from moefold.moe.dispatch.base import Assignment, Dispatcher
-from moefold.moe.permute import Permutation, permute, plan_permutation, unpermute
+from moefold.moe.permute import Permutation, permute, plan_permutation, row_weights, unpermute
 from moefold.parallel.groups import Group
 
 TOKEN_BYTES = 2
@@ -79,7 +79,7 @@ class DeepEPPlan:
     layout: dict[str, Any]
     handle: Any = None
     probs_NK: Tensor | None = None
-    """Weights of the received tokens; gradients flow home through them."""
+    """Weights of the received tokens; gradients flow home through them. None where the experts have applied them."""
     permutation: Permutation | None = None
     """Sorts the received tokens, copied for each of my experts, by expert."""
     rows_per_expert: Sequence[int] = ()
@@ -131,7 +131,6 @@ class DeepEPDispatcher(Dispatcher[DeepEPPlan]):
     def combine_preprocess(self, y_RH: Tensor, plan: DeepEPPlan) -> Tensor:
         """The weighted sum of my experts' results for each received token, [N, H]."""
         assert plan.permutation is not None
-        assert plan.probs_NK is not None
         return unpermute(y_RH, plan.permutation, plan.probs_NK)
 
     def combine_communicate(self, rows: Tensor, plan: DeepEPPlan) -> Tensor:
@@ -141,6 +140,12 @@ class DeepEPDispatcher(Dispatcher[DeepEPPlan]):
     def combine_postprocess(self, rows: Tensor, plan: DeepEPPlan) -> Tensor:
         """They are summed already."""
         return rows
+
+    def take_weights(self, plan: DeepEPPlan) -> tuple[Tensor, DeepEPPlan]:
+        """They came with the tokens."""
+        assert plan.permutation is not None
+        assert plan.probs_NK is not None
+        return row_weights(plan.probs_NK, plan.permutation), replace(plan, probs_NK=None)
 
 
 def open_buffer(ep: Group, hidden_size: int) -> Buffer:

@@ -1,12 +1,12 @@
 """The dispatcher of one rank that holds all experts: the reference for all others."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from moefold.moe.dispatch.base import Assignment, Dispatcher
-from moefold.moe.permute import Permutation, permute, plan_permutation, unpermute
+from moefold.moe.permute import Permutation, permute, plan_permutation, row_weights, unpermute
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class LocalPlan:
     """Nothing travels: the permutation is the way."""
 
     permutation: Permutation
-    probs_TK: Tensor
+    probs_TK: Tensor | None
     rows_per_expert: Sequence[int]
 
 
@@ -52,3 +52,8 @@ class LocalDispatcher(Dispatcher[LocalPlan]):
     def combine_postprocess(self, rows: Tensor, plan: LocalPlan) -> Tensor:
         """Sum the copies of each token, weighted."""
         return unpermute(rows, plan.permutation, plan.probs_TK)
+
+    def take_weights(self, plan: LocalPlan) -> tuple[Tensor, LocalPlan]:
+        """They are here already."""
+        assert plan.probs_TK is not None
+        return row_weights(plan.probs_TK, plan.permutation), replace(plan, probs_TK=None)

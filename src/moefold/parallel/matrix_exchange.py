@@ -1,0 +1,202 @@
+"""Whole matrices for those who must see them whole: each comes together on one rank, and goes back in its parts.
+
+The ranks of a pipeline stage hold all its parameters between them, whatever tp, ep, etp and FSDP cut. So one group is
+enough for both views, and nothing needs to know which axis cut what: each rank says which box of each tensor it holds.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moefold.model.init import local_region
+from moefold.parallel.collectives import all_to_all
+from moefold.parallel.groups import Group
+
+ROUND_ELEMENTS = 1 << 25
+"""A rank has about so many elements of whole matrices in memory at a time, or one matrix."""
+
+
+@dataclass(frozen=True, order=True)
+class MatrixKey:
+    """A parameter of two dims, or one matrix of a parameter of three."""
+
+    name: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part of a matrix that a rank holds."""
+
+    rows: slice
+    columns: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape[0] * self.shape[1]
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    key: MatrixKey
+    shape: tuple[int, int]
+    boxes: dict[int, Box]
+    """What each member holds of it, if anything."""
+    sources: frozenset[int]
+    """Members that hold it all between them, each element once."""
+    owner: int
+
+
+_Region = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where in its tensor what a rank holds starts, and how large it is."""
+_Unowned = tuple[MatrixKey, tuple[int, int], dict[int, Box]]
+_Leg = list[tuple[_Matrix, Box]]
+"""What goes from one member to another, in order."""
+
+
+class MatrixExchange:
+    """Lets each matrix be worked on whole, by one member of a group, and the work be shared evenly.
+
+    A matrix that some member holds whole is worked on there; of the others, the largest first, each goes to the
+    member that has the least to do. So nothing travels that need not.
+
+    Collective over the group to make, and to use.
+
+    Args:
+        group: the ranks that hold the tensors between them: a pipeline stage.
+        tensors: by name, the same names on every rank; of two dims, or matrices along a first third one.
+        round_elements: see `ROUND_ELEMENTS`.
+    """
+
+    def __init__(self, group: Group, tensors: Mapping[str, Tensor], round_elements: int = ROUND_ELEMENTS) -> None:
+        self._group = group
+        regions = {name: local_region(tensor) for name, tensor in tensors.items()}
+        mine = {name: (start, tuple(values.shape)) for name, (values, start) in regions.items()}
+        of_ranks = [mine] * group.size
+        if group.size > 1:
+            of_ranks = [{} for _ in range(group.size)]
+            dist.all_gather_object(of_ranks, mine, group=group.handle)
+        self._first = {name: start[0] if len(start) == 3 else 0 for name, (start, _) in mine.items()}
+        found = [m for name in sorted(tensors) for m in _matrices(name, tuple(tensors[name].shape), of_ranks)]
+        self._nothing = next((values.new_empty(0) for values, _ in regions.values()), torch.empty(0))
+        self._rounds = list(_rounds(_deal(found, group.size), round_elements * group.size))
+
+    def run(
+        self,
+        source: Callable[[MatrixKey, int], Tensor],
+        work: Callable[[MatrixKey, Tensor], Tensor],
+        sink: Callable[[MatrixKey, int, Tensor], None],
+    ) -> None:
+        """Have every matrix worked on; collective.
+
+        Args:
+            source: gives my part of a matrix, [rows, columns]; the second argument is its place in my local tensor.
+            work: makes of a whole matrix one of the same shape and type.
+            sink: takes my part of that.
+        """
+        for matrices in self._rounds:
+            self._run_round(matrices, source, work, sink)
+
+    def _run_round(
+        self,
+        matrices: Sequence[_Matrix],
+        source: Callable[[MatrixKey, int], Tensor],
+        work: Callable[[MatrixKey, Tensor], Tensor],
+        sink: Callable[[MatrixKey, int, Tensor], None],
+    ) -> None:
+        me, members = self._group.rank, range(self._group.size)
+        owned = [matrix for matrix in matrices if matrix.owner == me]
+        of_owner = [[m for m in matrices if m.owner == other and me in m.boxes] for other in members]
+        wholes = {matrix.key: self._nothing.new_empty(matrix.shape) for matrix in owned}
+        sent = [[(m, m.boxes[me]) for m in given if me in m.sources] for given in of_owner]
+        taken = [[(m, m.boxes[other]) for m in owned if other in m.sources] for other in members]
+        parts = [source(m.key, self._place(m.key)) for leg in sent for m, _ in leg]
+        for matrix, box, part in self._exchange(parts, sent, taken):
+            wholes[matrix.key][box.rows, box.columns] = part
+        wholes = {key: work(key, whole) for key, whole in wholes.items()}
+        sent = [[(m, m.boxes[other]) for m in owned if other in m.boxes] for other in members]
+        taken = [[(m, m.boxes[me]) for m in given] for given in of_owner]
+        parts = [wholes[m.key][box.rows, box.columns] for leg in sent for m, box in leg]
+        for matrix, _, part in self._exchange(parts, sent, taken):
+            sink(matrix.key, self._place(matrix.key), part)
+
+    def _exchange(
+        self, parts: Sequence[Tensor], sent: Sequence[_Leg], taken: Sequence[_Leg]
+    ) -> Iterator[tuple[_Matrix, Box, Tensor]]:
+        """All-to-all of parts, those for the first member first; gives what arrives, part by part."""
+        flat = torch.cat([self._nothing, *(part.flatten() for part in parts)])
+        counts = [[sum(box.numel for _, box in leg) for leg in legs] for legs in (sent, taken)]
+        arrived = all_to_all(flat, self._group, *counts)
+        pairs = [pair for leg in taken for pair in leg]
+        pieces = arrived.split([box.numel for _, box in pairs])
+        for (matrix, box), piece in zip(pairs, pieces, strict=True):
+            yield matrix, box, piece.view(box.shape)
+
+    def _place(self, key: MatrixKey) -> int:
+        return key.index - self._first[key.name]
+
+
+def _matrices(name: str, shape: tuple[int, ...], regions: Sequence[Mapping[str, _Region]]) -> Iterator[_Unowned]:
+    """The matrices of a tensor, each with what every member holds of it."""
+    num_rows, num_columns = shape[-2:]
+    for index in range(shape[0] if len(shape) == 3 else 1):
+        boxes = {}
+        for member, of_member in enumerate(regions):
+            start, size = of_member[name]
+            holds = len(shape) == 2 or start[0] <= index < start[0] + size[0]
+            if holds and 0 not in size:
+                rows, columns = (slice(a, a + n) for a, n in zip(start[-2:], size[-2:], strict=True))
+                boxes[member] = Box(rows, columns)
+        yield MatrixKey(name, index), (num_rows, num_columns), boxes
+
+
+def _deal(found: Sequence[_Unowned], num_members: int) -> list[_Matrix]:
+    """Give each matrix an owner, so that all have about the same to do; the same result on every rank."""
+
+    def cost(entry: _Unowned) -> int:
+        (_, (rows, columns), _) = entry
+        return rows * columns * min(rows, columns)
+
+    def holders(entry: _Unowned) -> list[int]:
+        _, (rows, columns), boxes = entry
+        return [member for member, box in boxes.items() if box.shape == (rows, columns)]
+
+    work = [0] * num_members
+    dealt = []
+    # Those that are whole somewhere first: of the others, which may go anywhere, some fill what they leave uneven.
+    for entry in sorted(found, key=lambda entry: (not holders(entry), -cost(entry), entry[0])):
+        key, shape, boxes = entry
+        owner = min(holders(entry) or range(num_members), key=lambda member: (work[member], member))
+        work[owner] += cost(entry)
+        sources: dict[tuple[int, ...], int] = {}
+        for member in (owner, *boxes):
+            # The owner's own copy, if it has one, need not travel.
+            if member in boxes:
+                box = boxes[member]
+                sources.setdefault((box.rows.start, box.columns.start), member)
+        dealt.append(_Matrix(key, shape, boxes, frozenset(sources.values()), owner))
+    return dealt
+
+
+def _rounds(dealt: Sequence[_Matrix], most_elements: int) -> Iterator[list[_Matrix]]:
+    """Consecutive matrices with at most so many elements, or one matrix."""
+    batch: list[_Matrix] = []
+    total = 0
+    for matrix in dealt:
+        size = matrix.shape[0] * matrix.shape[1]
+        if batch and total + size > most_elements:
+            yield batch
+            batch, total = [], 0
+        batch.append(matrix)
+        total += size
+    if batch:
+        yield batch

@@ -1,0 +1,164 @@
+"""Muon (Keller Jordan, 2024; arXiv:2502.16982): momentum made orthogonal, matrix by matrix, however it is sharded.
+
+W <- W * (1 - lr * weight_decay) - lr * 0.2 * sqrt(max(rows, columns)) * orthogonal(g + momentum * M), with the momentum
+M <- momentum * M + g. The factor gives an update the root mean square of AdamW's, about 0.2, so that both share one
+learning rate and weight decay (arXiv:2502.16982 sec. 2.2).
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moefold.config.schema import Config, ModelConfig, TrainConfig
+from moefold.parallel.groups import Group
+from moefold.parallel.matrix_exchange import MatrixExchange, MatrixKey
+from moefold.train.adamw import local_values
+from moefold.train.optimizer import MOMENTUM, build_optimizer
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration (Keller Jordan): steep at 0, and from 0.7 to 1.2 in the end, not exactly 1."""
+SMALLEST_NORM = 1e-7
+RMS = 0.2
+"""Root mean square of AdamW's updates in practice (arXiv:2502.16982 sec. 2.2)."""
+GROUP_PATTERNS = {
+    "attention": r"\.attention\.w\w+$",
+    "dense_mlp": r"\.ffn\.w_\w+$",
+    "experts": r"\.experts\.w_\w+$",
+    "shared_experts": r"\.shared\.w_\w+$",
+    "router": r"\.router\.weight$",
+    "mtp": r"\.projection$",
+}
+
+Split = Callable[[str, Tensor], Sequence[Tensor]]
+
+
+def is_muons(name: str, groups: Sequence[str]) -> bool:
+    """Whether a parameter is one of those matrices."""
+    return any(re.search(GROUP_PATTERNS[group], name) for group in groups)
+
+
+def logical_matrices(model: ModelConfig, name: str, matrix: Tensor) -> list[Tensor]:
+    """What Muon takes for one matrix: views of the rows of a parameter that belong together.
+
+    Parameters are logical matrices (wq, wk, wv, w_gate and w_up are not fused; each expert is one), but for two of
+    latent attention: `wkv_down` makes the latent and the shared key, `wkv_up` of the latent the keys and the values of
+    each head.
+
+    Returns:
+        Tensors of two or three dims; the rows of the matrix are all dims but the last.
+    """
+    if name.endswith(".wkv_down"):
+        return list(matrix.split([model.kv_lora_rank, model.qk_rope_head_dim]))
+    if name.endswith(".wkv_up"):
+        parts = (model.qk_nope_head_dim, model.v_head_dim)
+        return list(matrix.unflatten(0, (-1, sum(parts))).split(parts, 1))
+    return [matrix]
+
+
+def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
+    """The nearest matrix with orthonormal rows or columns, roughly: its singular values end near 1.
+
+    Args:
+        matrix: of two dims.
+        steps: of the Newton-Schulz iteration.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.t() if is_tall else matrix
+    x = x / (torch.linalg.matrix_norm(x) + SMALLEST_NORM)
+    for _ in range(steps):
+        square = x @ x.t()
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.t() if is_tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for some matrices and another optimizer for all other parameters, under one learning rate.
+
+    Every rank of the stage has its part of the momentum, cut as the parameter is. Whole matrices come together on one
+    rank each (`MatrixExchange`), so that the update is that of the unsharded parameter and no rank repeats another's
+    work.
+
+    Args:
+        matrices: the parameters of Muon by name; two dims, or one matrix after the other along the first of three.
+        rest: optimizer of all other parameters.
+        cfg: momentum, steps and weight decay.
+        split: the logical matrices of a whole one, as views.
+        stage: the ranks that hold the parameters between them; collective over them to make, and to step.
+    """
+
+    def __init__(
+        self,
+        matrices: Mapping[str, nn.Parameter],
+        rest: torch.optim.Optimizer,
+        cfg: TrainConfig,
+        split: Split,
+        stage: Group,
+    ) -> None:
+        mine = {"params": list(matrices.values()), "weight_decay": cfg.weight_decay, "lr": cfg.lr}
+        # The groups of the other optimizer are shared, so that whoever sets a rate here sets it there.
+        super().__init__([mine, *rest.param_groups], {})
+        self._matrices, self._rest, self._cfg, self._split = dict(matrices), rest, cfg, split
+        self._exchange = MatrixExchange(stage, self._matrices)
+        self.state.update(rest.state)
+        for parameter in matrices.values():
+            dtype = torch.bfloat16 if cfg.moment_dtype == "bfloat16" else parameter.dtype
+            self.state[parameter] = {MOMENTUM: torch.zeros_like(parameter, dtype=dtype)}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters; every one of Muon's has a gradient. Collective over the stage."""
+        assert closure is None
+        self._rest.step()
+        group = self.param_groups[0]
+        weights = {name: local_values(p) for name, p in self._matrices.items()}
+        gradients, momenta = {}, {}
+        for name, parameter in self._matrices.items():
+            assert parameter.grad is not None, name
+            gradients[name] = local_values(parameter.grad)
+            momenta[name] = local_values(self.state[parameter][MOMENTUM])
+            weights[name].mul_(1 - group["lr"] * group["weight_decay"])
+
+        decay = self._cfg.muon_momentum
+        for name, momentum in momenta.items():
+            momentum.copy_(momentum.to(gradients[name].dtype).mul_(decay).add_(gradients[name]))
+
+        def ahead(key: MatrixKey, place: int) -> Tensor:
+            return _matrix(gradients[key.name], place).add(_matrix(momenta[key.name], place), alpha=decay)
+
+        def apply(key: MatrixKey, place: int, update: Tensor) -> None:
+            _matrix(weights[key.name], place).sub_(update, alpha=group["lr"])
+
+        self._exchange.run(ahead, self._update, apply)
+
+    def _update(self, key: MatrixKey, whole: Tensor) -> Tensor:
+        """What a learning rate of 1 takes off a whole parameter; overwrites it."""
+        for part in self._split(key.name, whole):
+            rows = part.flatten(0, -2)
+            factor = RMS * max(rows.shape) ** 0.5
+            part.copy_(orthogonalise(rows, self._cfg.muon_ns_steps).mul_(factor).view(part.shape))
+        return whole
+
+
+def build_muon(parameters: Mapping[str, nn.Parameter], cfg: Config, stage: Group) -> Muon:
+    """The optimizer of a recipe with `train.optimizer = "muon"`; collective over the stage.
+
+    Args:
+        parameters: of this rank, by name.
+        cfg: the recipe.
+        stage: the ranks that hold them between them.
+    """
+    groups = cfg.train.muon_groups
+    matrices = {name: p for name, p in parameters.items() if is_muons(name, groups)}
+    rest = build_optimizer({name: p for name, p in parameters.items() if name not in matrices}, cfg.train)
+
+    def split(name: str, matrix: Tensor) -> list[Tensor]:
+        return logical_matrices(cfg.model, name, matrix)
+
+    return Muon(matrices, rest, cfg.train, split, stage)
+
+
+def _matrix(tensor: Tensor, place: int) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor[place]

@@ -1,0 +1,95 @@
+"""The optimizers of the oracle, parameter by parameter and matrix by matrix, by hand.
+
+Muon (arXiv:2502.16982 sec. 2.2) is written as its formulas stand there: no matrix is turned round, nothing is batched.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from moefold.config.schema import Config, ModelConfig
+from moefold.train.lr_schedule import learning_rate
+
+GROUP_OF_NAME = {
+    r"\.attention\.w(q|k|v|o|q_down|q_up|kv_down|kv_up)$": "attention",
+    r"\.ffn\.w_(gate|up|down)$": "dense_mlp",
+    r"\.ffn\.experts\.w_(gate|up|down)$": "experts",
+    r"\.ffn\.shared\.w_(gate|up|down)$": "shared_experts",
+    r"\.ffn\.router\.weight$": "router",
+    r"\.projection$": "mtp",
+}
+
+
+class OracleOptimizer:
+    """Updates weights in place, from gradients that are not clipped yet."""
+
+    def __init__(self, cfg: Config, weights: Mapping[str, Tensor]) -> None:
+        self.cfg = cfg
+        self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
+        self._steps = 0
+
+    @torch.no_grad()
+    def step(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], norm: float) -> None:
+        """One step; `norm` is that of all gradients."""
+        train = self.cfg.train
+        self._steps += 1
+        rate = learning_rate(train, self.cfg.run.steps, self._steps)
+        clip = min(1.0, train.clip_grad / (norm + 1e-6)) if train.clip_grad else 1.0
+        for name, weight in weights.items():
+            is_matrix = weight.dim() > 1 and ".experts.b_" not in name
+            weight.mul_(1 - rate * (train.weight_decay if is_matrix else 0.0))
+            update = self._muon if self._is_muons(name) else self._adamw
+            weight.sub_(rate * update(name, gradients[name] * clip))
+
+    def _is_muons(self, name: str) -> bool:
+        if self.cfg.train.optimizer != "muon":
+            return False
+        groups = [group for pattern, group in GROUP_OF_NAME.items() if re.search(pattern, name)]
+        return bool(groups) and groups[0] in self.cfg.train.muon_groups
+
+    def _adamw(self, name: str, gradient: Tensor) -> Tensor:
+        train = self.cfg.train
+        first, second = self._moments[name]
+        first.mul_(train.beta1).add_((1 - train.beta1) * gradient)
+        second.mul_(train.beta2).add_((1 - train.beta2) * gradient.square())
+        mean = first / (1 - train.beta1**self._steps)
+        spread = (second / (1 - train.beta2**self._steps)).sqrt()
+        return mean / (spread + train.eps)
+
+    def _muon(self, name: str, gradient: Tensor) -> Tensor:
+        train = self.cfg.train
+        momentum = self._moments[name][0]
+        momentum.mul_(train.muon_momentum).add_(gradient)
+        ahead = gradient + train.muon_momentum * momentum
+        update = torch.zeros_like(ahead)
+        for index in matrices(self.cfg.model, name, ahead):
+            update[index] = 0.2 * max(ahead[index].shape) ** 0.5 * newton_schulz(ahead[index], train.muon_ns_steps)
+        return update
+
+
+def matrices(model: ModelConfig, name: str, weight: Tensor) -> Iterator[int | Tensor]:
+    """What picks each logical matrix out of a parameter: an expert, or rows."""
+    if weight.dim() == 3:
+        yield from range(len(weight))
+        return
+    rows = torch.arange(len(weight))
+    if name.endswith("wkv_down"):
+        is_first = rows < model.kv_lora_rank
+    elif name.endswith("wkv_up"):
+        is_first = rows % (model.qk_nope_head_dim + model.v_head_dim) < model.qk_nope_head_dim
+    else:
+        is_first = rows >= 0
+    yield rows[is_first]
+    if not is_first.all():
+        yield rows[~is_first]
+
+
+def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
+    """X -> 3.4445 X - 4.775 (X X^T) X + 2.0315 (X X^T)^2 X, again and again."""
+    x = matrix / (matrix.square().sum().sqrt() + 1e-7)
+    for _ in range(steps):
+        square = x @ x.T
+        x = 3.4445 * x - 4.7750 * square @ x + 2.0315 * square @ square @ x
+    return x
