@@ -135,4 +135,12 @@ def _probe(key: str, folder: Path) -> None:
         raise ConfigError(f"{name} cannot be written: {error.strerror} in {str(standing)!r}; choose another") from None
 
 
-MACHINE_RULES = (check_writable, check_schedule_file, check_resume, check_start, check_packages, check_replay, check_data_source)
+MACHINE_RULES = (
+    check_writable,
+    check_schedule_file,
+    check_resume,
+    check_start,
+    check_packages,
+    check_replay,
+    check_data_source,
+)

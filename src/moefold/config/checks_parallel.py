@@ -224,6 +224,8 @@ def batch_faults(cfg: Config) -> Iterator[str]:
             f"parallel.schedule='1f1b' needs at least pp={p.pp} micro-batches, {found}; "
             f"choose train.global_batch_size={step * p.pp}{smaller}, or schedule='gpipe'"
         )
+
+
 PARALLEL_RULES = (
     cut_faults,
     sequence_faults,

@@ -36,7 +36,7 @@ def schedule_faults(cfg: Config) -> Iterator[str]:
             "choose schedule='1f1b' with virtual_stages=1, or pp=2"
         )
     if p.schedule == "csv" and not p.schedule_csv:
-        yield "parallel.schedule='csv' needs parallel.schedule_csv, the path of the file; set it, or choose 'zero-bubble'"
+        yield "parallel.schedule='csv' needs parallel.schedule_csv, the path of its file; or choose 'zero-bubble'"
     if p.schedule == "csv" and p.pp == 1:
         yield "parallel.schedule='csv' needs parallel.pp of 2 or more, and it is 1; choose schedule='1f1b', or pp=2"
 
@@ -74,14 +74,12 @@ def pipeline_layout_faults(cfg: Config) -> Iterator[str]:
     if text == "auto":
         if num_stages > model.num_layers + 2:
             yield (
-                f"parallel.pipeline_layout='auto' shares out the embedding, model.num_layers={model.num_layers} layers and "
-                f"the loss, and parallel.pp*parallel.virtual_stages={num_stages} are more; choose "
+                f"parallel.pipeline_layout='auto' shares out the embedding, model.num_layers={model.num_layers} layers "
+                f"and the loss, and parallel.pp*parallel.virtual_stages={num_stages} are more; choose "
                 f"model.num_layers={num_stages - 2}, or fewer stages"
             )
         return
-    faults = list(
-        layout_faults(text, num_layers=model.num_layers, num_further=model.mtp_layers, num_stages=num_stages)
-    )
+    faults = list(layout_faults(text, num_layers=model.num_layers, num_further=model.mtp_layers, num_stages=num_stages))
     for fault in faults:
         yield f"parallel.pipeline_layout={text!r}: {fault}"
     if faults or SCHEDULES[p.schedule].chunks[0] > p.virtual_stages or SCHEDULES[p.schedule].placement == "file":

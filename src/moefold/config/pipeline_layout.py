@@ -5,7 +5,8 @@ The notation is that of Megatron-Core's `--pipeline-model-parallel-layout`:
     E  embedding        t  transformer layer        m  layer of multi-token prediction        L  output head and loss
     |  next stage       x*n  x, n times, where x is one letter or (a group)                   , and blanks mean nothing
 
-Stages follow each other in the order of the model, the virtual ones included; one without letters hands on what it gets.
+Stages follow each other in the order of the model, the virtual ones included; one without letters hands on what it
+gets.
 """
 
 from collections.abc import Iterator
@@ -33,11 +34,12 @@ class Part:
 
 @dataclass(frozen=True)
 class StageParts:
-    """What one stage holds, in the order of the model: the embedding, layers, layers of multi-token prediction, loss."""
+    """What one stage holds, in the order of the model."""
 
     has_embedding: bool
     layers: range
     num_further: int
+    """Layers of multi-token prediction."""
     has_loss: bool
 
     @property

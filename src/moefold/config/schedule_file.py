@@ -1,7 +1,7 @@
 """A pipeline schedule as a CSV file: one row for each pipeline rank, one cell for each action. Torch-free.
 
-A cell is `<stage><action><micro-batch>`, both counted from 0: `2F0` forward, `2B0` whole backward, or in its place `2I0`, the
-gradients of the input, and later `2W0`, those of the weights. Empty cells mean nothing: a rank does the next
+A cell is `<stage><action><micro-batch>`, both counted from 0: `2F0` forward, `2B0` whole backward, or in its place
+`2I0`, the gradients of the input, and later `2W0`, those of the weights. Empty cells mean nothing: a rank does the next
 thing as soon as it has what it needs. It is the compute-only form of `torch.distributed.pipelining`, whose
 `(2F0;1B0)OVERLAP_F_B` stands for its parts in order.
 """
@@ -133,7 +133,7 @@ def _read(name: str, path: str) -> tuple[Row, ...]:
             cells = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no CSV file"
-        raise ConfigError(f"{name} cannot be read: {reason}; name a schedule as docs/pipeline.md describes it") from None
+        raise ConfigError(f"{name} cannot be read: {reason}; docs/pipeline.md describes such a file") from None
     return tuple(
         tuple(action for column, cell in enumerate(row) for action in _actions(name, cell.strip(), rank, column))
         for rank, row in enumerate(cells)
@@ -188,6 +188,6 @@ def _check_complete(name: str, rows: Sequence[Row], num_stages: int, num_micro_b
             kinds = seen.get((stage, micro_batch), [])
             if sorted(kinds) not in (["B", "F"], ["F", "I", "W"]):
                 raise ConfigError(
-                    f"{name}: stage {stage} does {', '.join(kinds) or 'nothing'} with micro-batch {micro_batch}; it must "
-                    "do F and B, or F, I and W"
+                    f"{name}: stage {stage} does {', '.join(kinds) or 'nothing'} with micro-batch {micro_batch}; it "
+                    "must do F and B, or F, I and W"
                 )

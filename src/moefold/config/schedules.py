@@ -1,4 +1,4 @@
-"""What is to be known of each pipeline schedule before any rank starts: its stages, and where they stand. Torch-free."""
+"""What is to be known of a pipeline schedule before any rank starts: its stages, where they stand. Torch-free."""
 
 from dataclasses import dataclass
 from typing import Literal

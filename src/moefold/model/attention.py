@@ -16,9 +16,9 @@ from moefold.model.seams import Tokens, WholeTokens
 class Attention(nn.Module):
     """Projections, rotation and the attention core. Head counts come from the sizes of the local weights.
 
-    `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism), `later` (a backward pass in two
-    parts) and `key_value_rows` (the rows of wk and wv that belong to this rank's query heads, where tp exceeds the
-    number of query groups).
+    `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism), `later` (a backward pass in
+    two parts) and `key_value_rows` (the rows of wk and wv that belong to this rank's query heads, where tp exceeds
+    the number of query groups).
 
     Args:
         cfg: sizes, norms, biases and sinks.

@@ -21,8 +21,8 @@ class LatentAttention(nn.Module):
     whole, and the latents, not the hidden states, are gathered over tp. Heads are made behind that, from the local
     rows of `wq_up` (or `wq`) and `wkv_up`.
 
-    `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism) and `later` (a backward pass in two
-    parts).
+    `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism) and `later` (a backward pass in
+    two parts).
 
     Args:
         cfg: sizes and scaling.

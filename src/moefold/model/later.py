@@ -1,8 +1,8 @@
 """The seam at which a pipeline schedule splits the backward pass: gradients of weights that can wait.
 
 A backward pass makes the gradient of a layer's input, which the stage before waits for, and those of its weights, which
-nobody waits for until the optimizer (arXiv:2401.10241). Where a module has a `later`, its large products hand the second part
-over instead of computing it.
+nobody waits for until the optimizer (arXiv:2401.10241). Where a module has a `later`, its large products hand the
+second part over instead of computing it.
 """
 
 from collections.abc import Callable, Sequence

@@ -275,11 +275,10 @@ class _WeightGradients:
         """One for each weight of `ExpertWeights`, None where it has none; zero for experts without rows."""
         if self._grads is None:
             self._grads = [None if w is None else torch.empty_like(w) for w in self._tensors]
-            for e, count in enumerate(self._how.rows_per_expert):
-                if count == 0:
-                    for grad in self._grads:
-                        if grad is not None:
-                            grad[e].zero_()
+            without_rows = [e for e, count in enumerate(self._how.rows_per_expert) if count == 0]
+            for grad in self._grads:
+                for e in without_rows if grad is not None else ():
+                    grad[e].zero_()
         return self._grads
 
     def of(self, experts: Sequence[_Rows]) -> list[Tensor]:

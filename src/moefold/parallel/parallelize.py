@@ -24,8 +24,8 @@ from moefold.parallel.context import context_attention, sequence_positions
 from moefold.parallel.gradients import sum_replicated_gradients
 from moefold.parallel.groups import Group, ParallelGroups
 from moefold.parallel.pipeline import Pipeline, share_embedding_gradient
-from moefold.parallel.stage_plan import StagePlan, plan_stages
 from moefold.parallel.sharding import master_dtype, shard_data_parallel, shard_model_parallel
+from moefold.parallel.stage_plan import StagePlan, plan_stages
 from moefold.parallel.tensor import HeadSquares, ShardedTokens, ShardedVocabulary, key_value_rows, local_positions
 
 

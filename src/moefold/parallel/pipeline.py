@@ -129,7 +129,8 @@ def share_embedding_gradient(stages: list[Transformer], plan: StagePlan, pp: Gro
     copies = _embeddings(stages)
     if ends[0] == ends[1]:
         first, last = copies
-        assert first.grad is not None and last.grad is not None
+        assert first.grad is not None
+        assert last.grad is not None
         first.grad += last.grad
         last.grad = None
         return

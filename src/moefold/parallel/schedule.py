@@ -61,7 +61,7 @@ def evaluation_schedule(
 
 
 class _ForwardOnly(_PipelineScheduleRuntime):
-    """Every micro-batch through one stage after another: torch's schedules with split backward passes cannot evaluate."""
+    """Every micro-batch through one stage after another: torch's split schedules cannot evaluate."""
 
     def __init__(
         self, stages: list[_PipelineStageBase], num_micro_batches: int, loss_fn: LossFunction, ranks: Sequence[int]

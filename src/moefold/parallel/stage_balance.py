@@ -24,9 +24,9 @@ class Load:
 def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
     """The best cut of the model into pp*virtual_stages consecutive parts, none of them empty.
 
-    The embedding, each layer, and the loss with the layers of multi-token prediction are the units. First the operations
-    of the busiest stage are made as few as they can be, as it sets the pace of all; of the cuts with so few, one is
-    taken whose fullest stage holds the fewest weights.
+    The embedding, each layer, and the loss with the layers of multi-token prediction are the units. First the
+    operations of the busiest stage are made as few as they can be, as it sets the pace of all; of the cuts with so few,
+    one is taken whose fullest stage holds the fewest weights.
     """
     loads = [embedding_load(cfg), *(layer_load(cfg, i) for i in range(cfg.model.num_layers)), loss_load(cfg)]
     num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
