@@ -118,7 +118,7 @@ def test_wide_nodes_are_printed_in_parts(capsys):
         (
             ["world_size=8", "wrld_size=8"],
             "'wrld_size=8' is no key of a layout; did you mean world_size?; the keys are world_size, tp, cp, pp, ep, "
-            "etp, order, moe_order, gpus_per_node",
+            "etp, order, moe_order, schedule, virtual_stages, schedule_csv, pipeline_layout, gpus_per_node",
         ),
         (["world_size=8", "parallel.tpp=2"], "did you mean tp?"),
         (["world_size=8", "model.num_layers=2"], "'model.num_layers=2' is no key of a layout; the keys are world_size"),
@@ -175,3 +175,53 @@ def test_layout_needs_no_torch():
         "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True).returncode == 0
+
+
+def test_json_has_the_stages_of_a_recipe(tmp_path, capsys):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        "[model]\nnum_layers = 3\n[parallel]\nworld_size = 2\npp = 2\nschedule = 'zbv'\nvirtual_stages = 2\n"
+    )
+    assert run([str(recipe), "pipeline_layout=E|tt||tL", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["pipeline_layout"] == "E|tt||tL"
+    assert [(stage["stage"], stage["pp_rank"], stage["layers"]) for stage in printed["stages"]] == [
+        (0, 0, []),
+        (1, 1, [0, 1]),
+        (2, 1, []),
+        (3, 0, [2]),
+    ]
+    assert [stage["embedding"] for stage in printed["stages"]] == [True, False, False, False]
+    assert [stage["loss"] for stage in printed["stages"]] == [False, False, False, True]
+
+
+def test_the_stages_are_printed_with_what_they_cost(tmp_path, capsys):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[model]\nnum_layers = 6\n[parallel]\nworld_size = 2\npp = 2\n")
+    assert run([str(recipe), "pipeline_layout=Et*4|ttL"]) == 0
+    printed = capsys.readouterr().out
+    assert "embedding, layers 0-3" in printed
+    assert "layers 4-5, loss" in printed
+    assert "100% " in printed
+
+
+def test_a_layout_by_itself_shows_its_stages(capsys):
+    assert run(["world_size=4", "pp=4", "pipeline_layout=Et*3|(t*4|)*2t*3mL"]) == 0
+    printed = capsys.readouterr().out
+    assert "layers 11-13, 1 further, loss" in printed
+    assert "weights" not in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pipeline_layout=Et|xL"], "pipeline_layout='Et|xL': unexpected 'x' at character 4"),
+        (["pipeline_layout=Et|t|L"], "the first | too many is at character 5"),
+        (["pipeline_layout=auto"], "pipeline_layout=auto balances a model: name a recipe first"),
+        (["pipeline_layout=EtL", "schedule=zbv"], "parallel.schedule='zbv' needs parallel.virtual_stages of 2"),
+    ],
+)
+def test_wrong_stages_are_refused(words, message):
+    with pytest.raises(ConfigError) as refused:
+        run(["world_size=2", "pp=2", *words])
+    assert message in str(refused.value)

@@ -9,6 +9,8 @@ TORCH_FREE_PACKAGES = ("config", "data")
 TORCH_FREE_MODULES = (
     "errors",
     "parallel.layout",
+    "parallel.stage_balance",
+    "parallel.stage_plan",
     "metrics.flops",
     "metrics.balance",
     "metrics.expert_counts",

@@ -1,19 +1,27 @@
-"""`moefold layout`: which rank stands where in the two views, as a table, as JSON or as a picture."""
+"""`moefold layout`: which rank stands where in the two views and what is on its stage: table, JSON or picture."""
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from moefold.config.checks_parallel import AXIS_CUTS
+from moefold.config.checks_pipeline import pipeline_layout_faults, schedule_faults
+from moefold.config.faults import refuse
 from moefold.config.keys import DERIVED, nearest
 from moefold.config.load import load_config
+from moefold.config.pipeline_layout import LayoutSyntaxError, spell_out, write_layout
+from moefold.config.schema import Config, ModelConfig
 from moefold.errors import ConfigError
 from moefold.parallel.layout import Layout, fold
+from moefold.parallel.stage_plan import StagePlan, plan_stages
 
+PIPELINE_KEYS = ("schedule", "virtual_stages", "schedule_csv", "pipeline_layout")
 FOLD_KEYS = ("world_size", "tp", "cp", "pp", "ep", "etp", "order", "moe_order")
 NODE_KEY = "gpus_per_node"
-LEGAL_KEYS = (*FOLD_KEYS, NODE_KEY)
+LEGAL_KEYS = (*FOLD_KEYS, *PIPELINE_KEYS, NODE_KEY)
 DEFAULT_GPUS_PER_NODE = 8
 
 EPILOG = f"""keys: {", ".join(LEGAL_KEYS)}
@@ -22,6 +30,8 @@ EPILOG = f"""keys: {", ".join(LEGAL_KEYS)}
 examples:
   moefold layout world_size=8 tp=2 cp=2 pp=2 ep=4
   moefold layout recipes/quickstart.toml tp=4 --png layout.png
+  moefold layout recipes/quickstart.toml pipeline_layout=auto
+  moefold layout world_size=4 pp=4 'pipeline_layout=Et*3|t*4|t*4|t*3L'
 """
 
 
@@ -32,28 +42,40 @@ def run(argv: list[str]) -> int:
         ConfigError: a word, a file or the folding is wrong.
     """
     arguments = _parser().parse_intermixed_args(argv)
-    layout, gpus_per_node = read_layout(arguments.words)
+    cfg, gpus_per_node, has_recipe = read_words(arguments.words)
+    layout = fold_of(cfg)
+    pipeline = pipeline_of(cfg) if layout.pp > 1 and (has_recipe or cfg.parallel.pipeline_layout) else None
     if arguments.png is not None:
         from moefold.cli.layout_picture import save_picture
 
         save_picture(layout, gpus_per_node, arguments.png)
         print(f"wrote {arguments.png}", file=sys.stderr)
     if arguments.json:
-        print(json.dumps(layout.as_dict))
+        print(json.dumps(layout.as_dict | ({} if pipeline is None else stages_as_dict(pipeline))))
     else:
         from rich.console import Console
 
         from moefold.cli.layout_table import print_layout
 
         print_layout(Console(), layout, gpus_per_node)
+        if pipeline is not None:
+            from moefold.cli.layout_stages import print_stages
+
+            print_stages(Console(), pipeline, cfg if has_recipe else None)
     return 0
 
 
 def read_layout(words: Sequence[str]) -> tuple[Layout, int]:
-    """Fold what the words say: `key=value` or `parallel.key=value`, after an optional recipe.
+    """The layout of the words, and the ranks of one node; see `read_words`."""
+    cfg, gpus_per_node, _ = read_words(words)
+    return fold_of(cfg), gpus_per_node
+
+
+def read_words(words: Sequence[str]) -> tuple[Config, int, bool]:
+    """Read `key=value` or `parallel.key=value`, after an optional recipe.
 
     Returns:
-        The layout, and the ranks of one node.
+        The config, the ranks of one node, and whether a recipe says what the model is.
 
     Raises:
         ConfigError: a word is unknown or of the wrong type, the recipe cannot be read, or the degrees do not fold.
@@ -67,8 +89,63 @@ def read_layout(words: Sequence[str]) -> tuple[Layout, int]:
             gpus_per_node = _node_size(value)
         else:
             overrides.append(f"parallel.{key}={value}")
-    parallel = load_config(recipe, overrides).parallel
-    return fold(**{key: getattr(parallel, key) for key in FOLD_KEYS}), gpus_per_node
+    cfg = load_config(recipe, overrides)
+    text = cfg.parallel.pipeline_layout
+    if recipe is None and text == "auto":
+        raise ConfigError("pipeline_layout=auto balances a model: name a recipe first")
+    if recipe is None and text:
+        cfg = replace(cfg, model=_model_of(cfg.model, text))
+    return cfg, gpus_per_node, recipe is not None
+
+
+def fold_of(cfg: Config) -> Layout:
+    """The two views of a config.
+
+    Raises:
+        ConfigError: the degrees do not fold.
+    """
+    return fold(**{key: getattr(cfg.parallel, key) for key in FOLD_KEYS})
+
+
+def pipeline_of(cfg: Config) -> StagePlan:
+    """The stages of a config.
+
+    Raises:
+        ConfigError: the schedule, the layout or its file is wrong.
+    """
+    refuse([*schedule_faults(cfg), *_pp_faults(cfg), *pipeline_layout_faults(cfg)])
+    return plan_stages(cfg)
+
+
+def stages_as_dict(plan: StagePlan) -> dict[str, object]:
+    """The stages in the form that `moefold layout --json` prints."""
+    return {
+        "pipeline_layout": write_layout(tuple(stage.parts for stage in plan.stages)),
+        "stages": [
+            {
+                "stage": stage.number,
+                "pp_rank": stage.pp_rank,
+                "embedding": stage.parts.has_embedding,
+                "layers": list(stage.parts.layers),
+                "mtp_layers": stage.parts.num_further,
+                "loss": stage.parts.has_loss,
+            }
+            for stage in plan.stages
+        ],
+    }
+
+
+def _pp_faults(cfg: Config) -> Iterator[str]:
+    return AXIS_CUTS["pp"](cfg, cfg.parallel.pp)
+
+
+def _model_of(model: ModelConfig, text: str) -> ModelConfig:
+    """As many layers as a layout spells; of their sizes nothing is known, and nothing is shown."""
+    try:
+        kinds = [part.kind for part in spell_out(text)]
+    except LayoutSyntaxError as error:
+        raise ConfigError(f"pipeline_layout={text!r}: {error}") from None
+    return replace(model, num_layers=max(1, kinds.count("t")), mtp_layers=kinds.count("m"))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -191,6 +191,12 @@ IDLE = (
         "choose train.optimizer='muon'",
     ),
     Idle(
+        "parallel.schedule_csv",
+        lambda cfg: cfg.parallel.schedule != "csv",
+        "only parallel.schedule='csv' reads it",
+        "choose parallel.schedule='csv'",
+    ),
+    Idle(
         "train.mtp_loss",
         lambda cfg: cfg.model.mtp_layers == 0,
         "model.mtp_layers=0 predicts no further tokens",

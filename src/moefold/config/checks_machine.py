@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 from moefold.config.checks_dispatch import check_dispatch_package
+from moefold.config.checks_pipeline import check_schedule_file
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
@@ -134,4 +135,12 @@ def _probe(key: str, folder: Path) -> None:
         raise ConfigError(f"{name} cannot be written: {error.strerror} in {str(standing)!r}; choose another") from None
 
 
-MACHINE_RULES = (check_writable, check_resume, check_start, check_packages, check_replay, check_data_source)
+MACHINE_RULES = (
+    check_writable,
+    check_schedule_file,
+    check_resume,
+    check_start,
+    check_packages,
+    check_replay,
+    check_data_source,
+)

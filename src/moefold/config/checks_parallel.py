@@ -11,6 +11,7 @@ from typing import Any
 
 from moefold.config.checks_dispatch import deepep_faults
 from moefold.config.checks_model import has_dense_layers, has_moe_layers
+from moefold.config.checks_pipeline import PIPELINE_RULES
 from moefold.config.choices import nearest_multiples, nearest_numbers
 from moefold.config.schema import Config
 from moefold.parallel.layout import divisors
@@ -73,7 +74,7 @@ def _etp_cuts(cfg: Config, etp: int) -> Iterator[str]:
 
 def _pp_cuts(cfg: Config, pp: int) -> Iterator[str]:
     layers, chunks = cfg.model.num_layers, cfg.parallel.virtual_stages
-    if pp * chunks > layers:
+    if pp * chunks > layers and not cfg.parallel.pipeline_layout:
         times = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
         yield (
             f"parallel.pp={pp}{times} must be at most model.num_layers={layers}, one layer for each stage; "
@@ -201,26 +202,6 @@ def leastloaded_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def schedule_faults(cfg: Config) -> Iterator[str]:
-    """virtual_stages and the interleaved schedule come together, and with a pipeline."""
-    p = cfg.parallel
-    if p.schedule == "interleaved" and p.virtual_stages == 1:
-        yield (
-            "parallel.schedule='interleaved' needs parallel.virtual_stages of 2 or more, and it is 1; "
-            "choose virtual_stages=2, or schedule='1f1b'"
-        )
-    elif p.schedule != "interleaved" and p.virtual_stages > 1:
-        yield (
-            f"parallel.virtual_stages={p.virtual_stages} needs parallel.schedule='interleaved', and it is "
-            f"{p.schedule!r}; choose schedule='interleaved', or virtual_stages=1"
-        )
-    elif p.schedule == "interleaved" and p.pp == 1:
-        yield (
-            "parallel.schedule='interleaved' needs parallel.pp of 2 or more, and it is 1; "
-            "choose schedule='1f1b' with virtual_stages=1, or pp=2"
-        )
-
-
 def batch_faults(cfg: Config) -> Iterator[str]:
     """The global batch is whole micro-batches on each data-parallel rank, and enough of them for the schedule."""
     p, batch = cfg.parallel, cfg.train.global_batch_size
@@ -243,15 +224,6 @@ def batch_faults(cfg: Config) -> Iterator[str]:
             f"parallel.schedule='1f1b' needs at least pp={p.pp} micro-batches, {found}; "
             f"choose train.global_batch_size={step * p.pp}{smaller}, or schedule='gpipe'"
         )
-    # torch's interleaved schedule works in rounds of equal length, about pp micro-batches each.
-    rounds = max(1, count // p.pp)
-    if p.schedule == "interleaved" and count % rounds:
-        legal = [other for other in range(1, count + p.pp + 1) if other % max(1, other // p.pp) == 0]
-        batches = nearest_numbers(batch, [other * step for other in legal], count=2)
-        yield (
-            f"parallel.schedule='interleaved' with pp={p.pp} runs micro-batches in {rounds} equal rounds, {found}; "
-            f"choose train.global_batch_size={batches}"
-        )
 
 
 PARALLEL_RULES = (
@@ -260,6 +232,6 @@ PARALLEL_RULES = (
     dispatcher_faults,
     deepep_faults,
     leastloaded_faults,
-    schedule_faults,
     batch_faults,
+    *PIPELINE_RULES,
 )

@@ -267,10 +267,16 @@ class ParallelConfig:
     """Rank order of the attention view, slowest to fastest axis."""
     moe_order: str = "pp-edp-ep-etp"
     """Rank order of the MoE view, slowest to fastest axis."""
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """Pipeline schedule; interleaved needs virtual_stages >= 2."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev", "csv"] = "1f1b"
+    """Pipeline schedule ([pipeline.md](pipeline.md)). interleaved needs virtual_stages of 2 or more, zbv and dualpipev
+    need 2; csv reads schedule_csv."""
     virtual_stages: int = 1
     """Model chunks on each pipeline rank."""
+    schedule_csv: str = ""
+    """File with the order of work of each pipeline rank (schedule "csv")."""
+    pipeline_layout: str = ""
+    """What stands on which stage, as "Ett|(ttt|)*2tL": E embedding, t layer, m layer of multi-token prediction, L loss,
+    | next stage. auto: balanced by operations, then by weights. Empty: layers cut evenly."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
     dispatcher: Literal["auto", "local", "allgather", "alltoall", "leastloaded", "deepep"] = "alltoall"

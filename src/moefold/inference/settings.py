@@ -17,6 +17,7 @@ Purpose = Literal["evaluate", "generate"]
 IDLE_AXIS_KEYS = {
     "schedule": "stages work without gradients, in order",
     "virtual_stages": "stages work without gradients, in order",
+    "schedule_csv": "stages work without gradients, in order",
     "zero": "there are no gradients and no optimizer",
 }
 DISPATCHERS = ("alltoall", "allgather", "local")

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from moefold.config.schema import ModelConfig
 from moefold.model.core_attention import CausalAttention, CoreAttention
+from moefold.model.later import Later
 from moefold.model.linear import linear
 from moefold.model.norm import AllHeadsNorm, RMSNorm
 from moefold.model.parameter import local
@@ -15,8 +16,9 @@ from moefold.model.seams import Tokens, WholeTokens
 class Attention(nn.Module):
     """Projections, rotation and the attention core. Head counts come from the sizes of the local weights.
 
-    `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism) and `key_value_rows` (the
-    rows of wk and wv that belong to this rank's query heads, where tp exceeds the number of query groups).
+    `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism), `later` (a backward pass in
+    two parts) and `key_value_rows` (the rows of wk and wv that belong to this rank's query heads, where tp exceeds
+    the number of query groups).
 
     Args:
         cfg: sizes, norms, biases and sinks.
@@ -40,6 +42,7 @@ class Attention(nn.Module):
         self.query_norm = _head_norm(cfg, query)
         self.key_norm = _head_norm(cfg, key_value)
         self.tokens: Tokens = WholeTokens()
+        self.later: Later | None = None
         self.window = window
         self.core: CoreAttention = CausalAttention(window)
         self.key_value_rows = slice(None)
@@ -65,13 +68,13 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         sinks = None if self.sinks is None else local(self.sinks, x.dtype)
         attended = self.core(rotation(query), rotation(key), value, starts, sinks)
-        out = self.tokens.scatter(linear(attended.flatten(2), local(self.wo, x.dtype)))
+        out = self.tokens.scatter(linear(attended.flatten(2), local(self.wo, x.dtype), later=self.later))
         return out if self.bo is None else out + local(self.bo, x.dtype)
 
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """[S, B, H] -> [S, B, heads of this rank, D]."""
         offset = None if bias is None else local(bias, x.dtype)[rows]
-        return linear(x, local(weight, x.dtype)[rows], offset).unflatten(-1, (-1, self.head_size))
+        return linear(x, local(weight, x.dtype)[rows], offset, self.later).unflatten(-1, (-1, self.head_size))
 
 
 def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from moefold.config.schema import ModelConfig
 from moefold.model.core_attention import CausalAttention, CoreAttention
+from moefold.model.later import Later
 from moefold.model.linear import linear
 from moefold.model.norm import RMSNorm
 from moefold.model.parameter import local
@@ -23,7 +24,8 @@ class LatentAttention(nn.Module):
     whole, and the latents, not the hidden states, are gathered over tp. Heads are made behind that, from the local
     rows of `wq_up` (or `wq`) and `wkv_up`.
 
-    `parallelize` replaces `tokens` (sequence parallelism) and `core` (context parallelism).
+    `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism) and `later` (a backward pass in
+    two parts).
 
     Args:
         cfg: sizes and scaling.
@@ -46,6 +48,7 @@ class LatentAttention(nn.Module):
         self.key_value_norm = RMSNorm(cfg.kv_lora_rank, LATENT_NORM_EPS)
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
         self.tokens: Tokens = WholeTokens()
+        self.later: Later | None = None
         self.window = window
         self.core: CoreAttention = CausalAttention(window)
         # The core wants one width for all heads, and divides the scores by the root of that of the queries.
@@ -66,8 +69,8 @@ class LatentAttention(nn.Module):
         source, latent, shared_key = self._gathered_latents(x)
         weight = self.wq if self.wq_up is None else self.wq_up
         assert weight is not None
-        query = linear(source, local(weight, x.dtype)).unflatten(-1, (-1, self.plain_size + self.rotated_size))
-        key_value = linear(latent, local(self.wkv_up, x.dtype)).unflatten(-1, (-1, self.plain_size + self.value_size))
+        query = self._project(source, weight).unflatten(-1, (-1, self.plain_size + self.rotated_size))
+        key_value = self._project(latent, self.wkv_up).unflatten(-1, (-1, self.plain_size + self.value_size))
         plain_query, rotated_query = query.split((self.plain_size, self.rotated_size), -1)
         plain_key, value = key_value.split((self.plain_size, self.value_size), -1)
         rotated_key = rotation(shared_key.unsqueeze(-2)).expand(*plain_key.shape[:-1], -1)
@@ -77,7 +80,7 @@ class LatentAttention(nn.Module):
             query = query * self._query_factor
         attended = self.core(self._padded(query), self._padded(key), self._padded(value), starts)
         attended = attended[..., : self.value_size].flatten(2)
-        return self.tokens.scatter(linear(attended, local(self.wo, x.dtype)))
+        return self.tokens.scatter(self._project(attended, self.wo))
 
     def _gathered_latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What queries come from, the latent of keys and values, and the key that all heads share, each [S/cp, B, ...].
@@ -86,12 +89,13 @@ class LatentAttention(nn.Module):
         """
         source = x
         if self.wq_down is not None and self.query_norm is not None:
-            source = self.query_norm(linear(x, local(self.wq_down, x.dtype)))
-        latent, shared_key = linear(x, local(self.wkv_down, x.dtype)).split(
-            (self.wkv_up.shape[1], self.rotated_size), -1
-        )
+            source = self.query_norm(self._project(x, self.wq_down))
+        latent, shared_key = self._project(x, self.wkv_down).split((self.wkv_up.shape[1], self.rotated_size), -1)
         parts = source, self.key_value_norm(latent), shared_key
         return self.tokens.gather(torch.cat(parts, -1)).split([part.shape[-1] for part in parts], -1)
+
+    def _project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, local(weight, x.dtype), later=self.later)
 
     def _padded(self, x: Tensor) -> Tensor:
         """Zeros add nothing to a score, and what they add to a value is cut off again."""

@@ -8,22 +8,27 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moefold.model.gemm import has_fast_product, product
+from moefold.model.later import Later, can_wait
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, later: Later | None = None) -> Tensor:
     """X @ weight.T + bias, as torch.nn.functional.linear.
 
     Args:
         x: [..., K].
         weight: [N, K].
         bias: [N].
+        later: takes the gradient of the weight; None: it is computed with that of x.
 
     Returns:
         [..., N].
     """
-    if not has_fast_product(x):
+    if can_wait(later, x, weight):
+        y: Tensor = _LaterLinear.apply(x, weight.detach(), (weight,), later)
+    elif has_fast_product(x):
+        y = _Linear.apply(x, weight)
+    else:
         return F.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight)
     return y if bias is None else y + bias
 
 
@@ -37,11 +42,34 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        grad_MN, x_MK = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_x = product(grad_MN, weight.t()).view_as(x)
-        # The product wants its first operand contiguous: transpose the smaller of the two.
-        if grad_MN.shape[1] <= x_MK.shape[1]:
-            grad_weight = product(grad_MN.t().contiguous(), x_MK.t())
-        else:
-            grad_weight = product(x_MK.t().contiguous(), grad_MN.t()).t()
-        return grad_x, grad_weight
+        return _input_gradient(grad, weight, x), _weight_gradient(grad, x)
+
+
+class _LaterLinear(torch.autograd.Function):
+    """As `_Linear`; `held` has the differentiable weight, where autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, held: tuple[Tensor], later: Later) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.args = held, later
+        return product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        x, weight = ctx.saved_tensors
+        held, later = ctx.args
+        later.postpone(held, lambda: (_weight_gradient(grad, x),))
+        return _input_gradient(grad, weight, x), None, None, None
+
+
+def _input_gradient(grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    return product(grad.flatten(0, -2), weight.t()).view_as(x)
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    grad_MN, x_MK = grad.flatten(0, -2), x.flatten(0, -2)
+    # The product wants its first operand contiguous: transpose the smaller of the two.
+    if grad_MN.shape[1] <= x_MK.shape[1]:
+        return product(grad_MN.t().contiguous(), x_MK.t())
+    return product(x_MK.t().contiguous(), grad_MN.t()).t()

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moefold.model.later import Later
 from moefold.model.linear import linear
 from moefold.model.parameter import local
 from moefold.model.seams import Tokens, WholeTokens
@@ -18,10 +19,11 @@ class SwiGLU(nn.Module):
         self.w_up = nn.Parameter(torch.empty(ffn_hidden_size, hidden_size))
         self.w_down = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size))
         self.tokens: Tokens = WholeTokens()
+        self.later: Later | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]."""
         x = self.tokens.gather(x)
-        gate = linear(x, local(self.w_gate, x.dtype))
-        up = linear(x, local(self.w_up, x.dtype))
-        return self.tokens.scatter(linear(F.silu(gate) * up, local(self.w_down, x.dtype)))
+        gate = linear(x, local(self.w_gate, x.dtype), later=self.later)
+        up = linear(x, local(self.w_up, x.dtype), later=self.later)
+        return self.tokens.scatter(linear(F.silu(gate) * up, local(self.w_down, x.dtype), later=self.later))

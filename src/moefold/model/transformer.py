@@ -9,6 +9,7 @@ from moefold.config.schema import Config, ModelConfig
 from moefold.model.attention import Attention
 from moefold.model.init import named_seed
 from moefold.model.latent_attention import LatentAttention
+from moefold.model.later import Later
 from moefold.model.linear import linear
 from moefold.model.mlp import SwiGLU
 from moefold.model.norm import RMSNorm
@@ -58,6 +59,7 @@ class FurtherTokenBlock(Block):
         self.embedding_norm = RMSNorm(hidden, eps)
         self.hidden_norm = RMSNorm(hidden, eps)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
+        self.later: Later | None = None
         self.output_norm = RMSNorm(hidden, eps)
 
     def forward(
@@ -71,7 +73,7 @@ class FurtherTokenBlock(Block):
         """Hidden states behind a norm and token vectors, both [S/(cp*tp), B, H] -> the same, behind a norm again."""
         assert embedded is not None
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), -1)
-        x = super().forward(linear(both, local(self.projection, x.dtype)), rotation, samples, starts)
+        x = super().forward(linear(both, local(self.projection, x.dtype), later=self.later), rotation, samples, starts)
         return self.output_norm(x)
 
 
@@ -99,6 +101,7 @@ class Head(nn.Module):
         self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
         self.weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.hidden_size))
         self.tokens: Tokens = WholeTokens()
+        self.later: Later | None = None
         self.vocabulary: Vocabulary = WholeVocabulary()
 
     def forward(self, x: Tensor, tied: Tensor | None) -> Tensor:
@@ -107,7 +110,7 @@ class Head(nn.Module):
 
     def logits(self, x: Tensor, tied: Tensor | None) -> Tensor:
         """The same of hidden states that are behind a norm already."""
-        return linear(self.tokens.gather(x), self._rows(x, tied))
+        return linear(self.tokens.gather(x), self._rows(x, tied), later=self.later)
 
     def losses(self, x: Tensor, tied: Tensor | None, labels: Tensor, chunk: int = 0) -> Tensor:
         """Cross-entropies of labels, int64 [S/cp, B], float32 or wider [S/cp, B].
@@ -193,7 +196,8 @@ class Transformer(nn.Module):
             if not isinstance(block, FurtherTokenBlock):
                 x = block(x, turn, samples, starts_SB)
         if not self.is_last:
-            return x
+            # A stage without layers hands on what it gets, as a tensor of its own: the pipeline keeps both.
+            return x if self.is_first or len(self.layers) else x.view_as(x)
         tied = self.embedding.weight if self.cfg.model.tie_embeddings else None
         if labels is None:
             return self.head(x, tied)

@@ -1,7 +1,7 @@
 """The experts: one gated feed-forward (arXiv:2002.05202) each, over rows sorted by expert."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moefold.model.gemm import padded_rows, product
+from moefold.model.later import Later, can_wait
 from moefold.model.parameter import local
 from moefold.moe.dispatch.base import Loan
 from moefold.moe.gate import Gate, SiluGate
@@ -41,7 +42,8 @@ class Experts(nn.Module):
     element is added once. Every weight gets a gradient on every rank, zero for an expert without rows: the reduction of
     gradients over ranks counts on it.
 
-    `parallelize` replaces `bias_columns`, the columns of H that the local part of b_down belongs to.
+    `parallelize` replaces `bias_columns`, the columns of H that the local part of b_down belongs to, and `later` (a
+    backward pass in two parts).
 
     Args:
         num_experts: E.
@@ -69,6 +71,7 @@ class Experts(nn.Module):
         self.b_down = nn.Parameter(torch.empty(num_experts, hidden_size)) if has_bias else None
         self.gate = gate or SILU
         self.bias_columns = ALL_COLUMNS
+        self.later: Later | None = None
 
     def forward(
         self,
@@ -93,7 +96,8 @@ class Experts(nn.Module):
         parameters = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
         own = [local(p, x_RH.dtype) for p in parameters if p is not None]
         if loan is None:
-            return self._apply_to(x_RH, own, rows_per_expert, weights_R)
+            return self._apply_to(x_RH, own, rows_per_expert, weights_R, self.later)
+        # What is lent comes back with a collective, which has its place in the backward pass: nothing is postponed.
         own, borrowed = loan.exchange(own)
         num_own = own[0].shape[0]
         own_rows, borrowed_rows = rows_per_expert[:num_own], rows_per_expert[num_own:]
@@ -107,12 +111,17 @@ class Experts(nn.Module):
         return torch.cat((y_own, self._apply_to(x_borrowed, borrowed, borrowed_rows, factors[1])))
 
     def _apply_to(
-        self, x_RH: Tensor, weights: Sequence[Tensor], rows_per_expert: Sequence[int], weights_R: Tensor | None
+        self,
+        x_RH: Tensor,
+        weights: Sequence[Tensor],
+        rows_per_expert: Sequence[int],
+        weights_R: Tensor | None,
+        later: Later | None = None,
     ) -> Tensor:
         w = ExpertWeights(*weights)
         has_kernel = _has_grouped_kernel(x_RH, w.gate_EHF, w.down_EFH)
         apply = grouped_experts if has_kernel else looped_experts
-        return apply(x_RH, w, rows_per_expert, self.gate, self.bias_columns, weights_R)
+        return apply(x_RH, w, rows_per_expert, self.gate, self.bias_columns, weights_R, later)
 
 
 def looped_experts(
@@ -122,10 +131,15 @@ def looped_experts(
     gate: Gate = SILU,
     bias_columns: slice = ALL_COLUMNS,
     weights_R: Tensor | None = None,
+    later: Later | None = None,
 ) -> Tensor:
     """One expert after another: the reference, and the fastest way on CPU."""
     tensors = [getattr(weights, part.name) for part in fields(weights)]
-    return _LoopedExperts.apply(x_RH, list(rows_per_expert), gate, bias_columns, weights_R, *tensors)
+    how = _How(list(rows_per_expert), gate, bias_columns)
+    if later is not None and can_wait(later, x_RH, weights.gate_EHF):
+        how = replace(how, later=later, held=tuple(w for w in tensors if w is not None))
+        tensors = [None if w is None else w.detach() for w in tensors]
+    return _LoopedExperts.apply(x_RH, how, weights_R, *tensors)
 
 
 def grouped_experts(
@@ -135,20 +149,21 @@ def grouped_experts(
     gate: Gate = SILU,
     bias_columns: slice = ALL_COLUMNS,
     weights_R: Tensor | None = None,
+    later: Later | None = None,
 ) -> Tensor:
     """All experts in one kernel for each product; the twin of `looped_experts` for GPUs. Needs at least one row."""
     counts_E = torch.tensor(rows_per_expert, dtype=torch.int32).to(x_RH.device, non_blocking=True)
     offsets_E = counts_E.cumsum(0, dtype=torch.int32)
-    gate_RF = F.grouped_mm(x_RH, weights.gate_EHF, offs=offsets_E)
-    up_RF = F.grouped_mm(x_RH, weights.up_EHF, offs=offsets_E)
+    gate_RF = _grouped_product(x_RH, weights.gate_EHF, offsets_E, later)
+    up_RF = _grouped_product(x_RH, weights.up_EHF, offsets_E, later)
     if weights.gate_bias_EF is None or weights.up_bias_EF is None or weights.down_bias_EH is None:
         hidden_RF = _gated(gate, gate_RF, up_RF, weights_R)
-        return F.grouped_mm(hidden_RF, weights.down_EFH, offs=offsets_E)
+        return _grouped_product(hidden_RF, weights.down_EFH, offsets_E, later)
     # A product with the expert of each row instead of a look-up: its gradient is a sum in a fixed order.
     row_R = torch.arange(x_RH.shape[0], device=x_RH.device)[:, None]
     is_mine_RE = ((row_R < offsets_E) & (row_R >= offsets_E - counts_E)).to(x_RH.dtype)
     gate_RF, up_RF = gate_RF + is_mine_RE @ weights.gate_bias_EF, up_RF + is_mine_RE @ weights.up_bias_EF
-    y_RH = F.grouped_mm(_gated(gate, gate_RF, up_RF, weights_R), weights.down_EFH, offs=offsets_E)
+    y_RH = _grouped_product(_gated(gate, gate_RF, up_RF, weights_R), weights.down_EFH, offsets_E, later)
     first, stop, _ = bias_columns.indices(y_RH.shape[1])
     bias_RH = is_mine_RE @ weights.down_bias_EH
     return y_RH + F.pad(bias_RH if weights_R is None else _scaled(bias_RH, weights_R), (first, y_RH.shape[1] - stop))
@@ -192,34 +207,80 @@ def _has_grouped_kernel(x_RH: Tensor, *weights: Tensor) -> bool:
     return is_aligned and torch.cuda.get_device_capability(x_RH.device) >= (8, 0)
 
 
+def _grouped_product(x_RK: Tensor, weights_EKN: Tensor, offsets_E: Tensor, later: Later | None) -> Tensor:
+    """Each row times the matrix of its expert, [R, N]; expert e has the rows before offsets_E[e]."""
+    if later is None or not can_wait(later, x_RK, weights_EKN):
+        return F.grouped_mm(x_RK, weights_EKN, offs=offsets_E)
+    y_RN: Tensor = _LaterGrouped.apply(x_RK, weights_EKN.detach(), (weights_EKN,), later, offsets_E)
+    return y_RN
+
+
+@dataclass(frozen=True)
+class _How:
+    """What the backward pass of the experts has to know beside tensors."""
+
+    rows_per_expert: Sequence[int]
+    gate: Gate
+    bias_columns: slice
+    later: Later | None = None
+    """Takes the gradients of the weights."""
+    held: tuple[Tensor, ...] = ()
+    """The differentiable weights, if `later` is there: autograd is given detached ones."""
+
+
+class _LaterGrouped(torch.autograd.Function):
+    """`held` has the differentiable weights, where autograd does not see them: their gradient takes another way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_RK: Tensor, weights_EKN: Tensor, held: tuple[Tensor, ...], later: Later, offsets_E: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x_RK, weights_EKN, offsets_E)
+        ctx.args = held, later
+        return F.grouped_mm(x_RK, weights_EKN, offs=offsets_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
+        x_RK, weights_EKN, offsets_E = ctx.saved_tensors
+        held, later = ctx.args
+        grad_RN = grad_RN.contiguous()
+        later.postpone(held, lambda: (F.grouped_mm(x_RK.t(), grad_RN, offs=offsets_E),))
+        return F.grouped_mm(grad_RN, weights_EKN.transpose(1, 2), offs=offsets_E), None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the weight gradients of one expert are made of."""
+
+    expert: int
+    rows: slice
+    hidden: Tensor
+    grad_g: Tensor
+    grad_u: Tensor
+    grad_y: Tensor
+
+
 class _LoopedExperts(torch.autograd.Function):
     """Keeps x and the two inner projections for the backward pass; everything else of an expert lives in the cache."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_RH: Tensor,
-        rows_per_expert: list[int],
-        gate: Gate,
-        bias_columns: slice,
-        weights_R: Tensor | None,
-        *tensors: Any,
-    ) -> Tensor:
+    def forward(ctx: Any, x_RH: Tensor, how: _How, weights_R: Tensor | None, *tensors: Any) -> Tensor:
         w = ExpertWeights(*tensors)
         y_RH = torch.empty_like(x_RH)
         inner = []
-        for e, rows in _spans(rows_per_expert):
+        for e, rows in _spans(how.rows_per_expert):
             x = _pad(x_RH[rows])
             g = _plus(product(x, w.gate_EHF[e].t()), w.gate_bias_EF, e)
             u = _plus(product(x, w.up_EHF[e].t()), w.up_bias_EF, e)
-            hidden = gate.forward(g, u)
-            weights = None if weights_R is None else _pad(weights_R[rows, None]).squeeze(1)
+            hidden = how.gate.forward(g, u)
+            weights = _padded_weights(weights_R, rows)
             y = product(hidden if weights is None else _scaled(hidden, weights), w.down_EFH[e].t())
-            _plus(y[:, bias_columns], w.down_bias_EH, e, weights)
+            _plus(y[:, how.bias_columns], w.down_bias_EH, e, weights)
             y_RH[rows] = y[: rows.stop - rows.start]
             inner += [g, u]
         ctx.save_for_backward(x_RH, weights_R, *tensors, *inner)
-        ctx.args = rows_per_expert, gate, bias_columns
+        ctx.how = how
         return y_RH
 
     @staticmethod
@@ -228,45 +289,80 @@ class _LoopedExperts(torch.autograd.Function):
         x_RH, weights_R, *tensors = ctx.saved_tensors
         num_weights = len(fields(ExpertWeights))
         tensors, inner = tensors[:num_weights], tensors[num_weights:]
-        rows_per_expert, gate, bias_columns = ctx.args
-        grads: list[Any] = [None if w is None else torch.empty_like(w) for w in tensors]
-        w, to = ExpertWeights(*tensors), ExpertWeights(*grads)
+        how, w = ctx.how, ExpertWeights(*tensors)
+        gradients = _WeightGradients(x_RH, how, tensors)
+        waiting = []
         grad_x_RH = torch.empty_like(x_RH)
         grad_weights_R = None if weights_R is None else torch.empty_like(weights_R)
-        for e, count in enumerate(rows_per_expert):
-            if count == 0:
-                for grad in grads:
-                    if grad is not None:
-                        grad[e].zero_()
-        for i, (e, rows) in enumerate(_spans(rows_per_expert)):
+        for i, (e, rows) in enumerate(_spans(how.rows_per_expert)):
             g, u = inner[2 * i : 2 * i + 2]
             grad_y, count = _pad(grad_RH[rows]), rows.stop - rows.start
             grad_hidden = product(grad_y, w.down_EFH[e])
-            if weights_R is None or grad_weights_R is None:
-                hidden, grad_g, grad_u = gate.backward(grad_hidden, g, u)
+            weights = _padded_weights(weights_R, rows)
+            if weights is None or grad_weights_R is None:
+                hidden, grad_g, grad_u = how.gate.backward(grad_hidden, g, u)
             else:
-                weights = _pad(weights_R[rows, None]).squeeze(1)
-                hidden, grad_g, grad_u = gate.backward(_scaled(grad_hidden, weights), g, u)
+                hidden, grad_g, grad_u = how.gate.backward(_scaled(grad_hidden, weights), g, u)
                 dot = _dot(grad_hidden, hidden, weights.dtype)
                 if w.down_bias_EH is not None:
-                    dot += grad_y[:, bias_columns].to(dot.dtype) @ w.down_bias_EH[e].to(dot.dtype)
+                    dot += grad_y[:, how.bias_columns].to(dot.dtype) @ w.down_bias_EH[e].to(dot.dtype)
                 grad_weights_R[rows] = dot[:count]
                 grad_y = _scaled(grad_y, weights)
-            # grad_y has fewer columns than the hidden layer: of the two, it is cheaper to transpose.
-            to.down_EFH[e] = product(grad_y.t(), hidden.t()).t()
-            x_t = _pad(x_RH[rows]).t().contiguous()
-            to.gate_EHF[e] = product(x_t, grad_g.t())
-            to.up_EHF[e] = product(x_t, grad_u.t())
-            for bias_grad, rows_grad in (
-                (to.gate_bias_EF, grad_g),
-                (to.up_bias_EF, grad_u),
-                (to.down_bias_EH, grad_y[:, bias_columns]),
-            ):
-                if bias_grad is not None:
-                    torch.sum(rows_grad, 0, out=bias_grad[e])
+            of_expert = _Rows(e, rows, hidden, grad_g, grad_u, grad_y)
+            if how.later is None:
+                # While they are in the cache.
+                gradients.add(of_expert)
+            else:
+                waiting.append(of_expert)
             by_gate, by_up = product(grad_g, w.gate_EHF[e]), product(grad_u, w.up_EHF[e])
             torch.add(by_gate[:count], by_up[:count], out=grad_x_RH[rows])
-        return grad_x_RH, None, None, None, grad_weights_R, *grads
+        if how.later is None:
+            return grad_x_RH, None, grad_weights_R, *gradients.grads
+        how.later.postpone(how.held, lambda: gradients.of(waiting))
+        return grad_x_RH, None, grad_weights_R, *[None] * num_weights
+
+
+class _WeightGradients:
+    """The gradients of all experts' weights, one expert after another; made when the first is added."""
+
+    def __init__(self, x_RH: Tensor, how: _How, tensors: Sequence[Tensor | None]) -> None:
+        self._x_RH = x_RH
+        self._how = how
+        self._tensors = tensors
+        self._grads: list[Any] | None = None
+
+    @property
+    def grads(self) -> list[Any]:
+        """One for each weight of `ExpertWeights`, None where it has none; zero for experts without rows."""
+        if self._grads is None:
+            self._grads = [None if w is None else torch.empty_like(w) for w in self._tensors]
+            without_rows = [e for e, count in enumerate(self._how.rows_per_expert) if count == 0]
+            for grad in self._grads:
+                for e in without_rows if grad is not None else ():
+                    grad[e].zero_()
+        return self._grads
+
+    def of(self, experts: Sequence[_Rows]) -> list[Tensor]:
+        """The gradients of the weights that there are, from all that each expert gave."""
+        for of_expert in experts:
+            self.add(of_expert)
+        return [grad for grad in self.grads if grad is not None]
+
+    def add(self, r: _Rows) -> None:
+        """Compute those of one expert."""
+        e, to = r.expert, ExpertWeights(*self.grads)
+        # grad_y has fewer columns than the hidden layer: of the two, it is cheaper to transpose.
+        to.down_EFH[e] = product(r.grad_y.t(), r.hidden.t()).t()
+        x_t = _pad(self._x_RH[r.rows]).t().contiguous()
+        to.gate_EHF[e] = product(x_t, r.grad_g.t())
+        to.up_EHF[e] = product(x_t, r.grad_u.t())
+        for bias_grad, rows_grad in (
+            (to.gate_bias_EF, r.grad_g),
+            (to.up_bias_EF, r.grad_u),
+            (to.down_bias_EH, r.grad_y[:, self._how.bias_columns]),
+        ):
+            if bias_grad is not None:
+                torch.sum(rows_grad, 0, out=bias_grad[e])
 
 
 def _plus(y_MN: Tensor, bias_EN: Tensor | None, expert: int, weights_M: Tensor | None = None) -> Tensor:
@@ -290,3 +386,7 @@ def _pad(x_MH: Tensor) -> Tensor:
     """Append rows of zeros up to a number of rows that the product likes."""
     padding = padded_rows(x_MH.shape[0], x_MH) - x_MH.shape[0]
     return F.pad(x_MH, (0, 0, 0, padding)) if padding else x_MH
+
+
+def _padded_weights(weights_R: Tensor | None, rows: slice) -> Tensor | None:
+    return None if weights_R is None else _pad(weights_R[rows, None]).squeeze(1)

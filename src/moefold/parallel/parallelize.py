@@ -25,8 +25,9 @@ from moefold.parallel.context import context_attention, sequence_positions
 from moefold.parallel.gradients import sum_replicated_gradients
 from moefold.parallel.groups import Group, ParallelGroups
 from moefold.parallel.phases import note_phases
-from moefold.parallel.pipeline import Pipeline, share_embedding_gradient, stage_layers, stage_numbers
+from moefold.parallel.pipeline import Pipeline, share_embedding_gradient
 from moefold.parallel.sharding import master_dtype, shard_data_parallel, shard_model_parallel
+from moefold.parallel.stage_plan import StagePlan, plan_stages
 from moefold.parallel.tensor import HeadSquares, ShardedTokens, ShardedVocabulary, key_value_rows, local_positions
 
 
@@ -47,6 +48,8 @@ class ParallelModel:
     """The stages of this rank, ready to train."""
 
     stages: list[Transformer]
+    plan: StagePlan
+    """The stages of all ranks."""
     runner: Runner
     groups: ParallelGroups
     positions: Tensor
@@ -57,7 +60,12 @@ class ParallelModel:
     @cached_property
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank by their names in the whole model."""
-        return {name: p for stage in self.stages for name, p in stage.named_parameters()}
+        found: dict[str, nn.Parameter] = {}
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():
+                # Where one rank has the first stage and the last, that of the first counts, and the other follows it.
+                found.setdefault(name, parameter)
+        return found
 
     @cached_property
     def named_buffers(self) -> dict[str, Tensor]:
@@ -69,8 +77,15 @@ class ParallelModel:
         loss = self.runner.forward_backward(batch)
         sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
         if self.stages[0].cfg.model.embeds_twice:
-            share_embedding_gradient(self.stages, self.groups.pp)
+            share_embedding_gradient(self.stages, self.plan, self.groups.pp)
         return loss
+
+    @property
+    def counted_elsewhere(self) -> frozenset[str]:
+        """Parameters of this rank of which another pipeline rank holds a copy that counts for both."""
+        first, last = self.plan.embedding_ranks
+        holds_copy = self.stages[0].cfg.model.embeds_twice and first != last == self.groups.pp.rank
+        return frozenset({"embedding.weight"} if holds_copy else ())
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """The MoE layers of this rank by their number in the whole model."""
@@ -87,6 +102,7 @@ class CutModel:
     """The stages of this rank, cut along every axis; their weights are not filled yet."""
 
     stages: list[Transformer]
+    plan: StagePlan
     positions: Tensor
     note: str
 
@@ -104,8 +120,8 @@ def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
     if groups.layout.pp == 1:
         runner = Accumulation(cut.stages[0], cfg.num_micro_batches, cfg.parallel.zero)
     else:
-        runner = Pipeline(cut.stages, groups, cfg)
-    return ParallelModel(cut.stages, runner, groups, cut.positions, cut.note)
+        runner = Pipeline(cut.stages, cut.plan, groups, cfg)
+    return ParallelModel(cut.stages, cut.plan, runner, groups, cut.positions, cut.note)
 
 
 def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutModel:
@@ -118,12 +134,14 @@ def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutMo
             of the maths whole and in the compute type, but for the routers, which never compute below float32.
     """
     layout = groups.layout
-    ranges = stage_layers(cfg.model.num_layers, layout.pp * cfg.parallel.virtual_stages)
-    numbers = stage_numbers(layout.pp, groups.pp.rank, cfg.parallel.virtual_stages)
+    plan = plan_stages(cfg)
     positions = sequence_positions(cfg.parallel.context, cfg.train.seq_len, layout.cp, groups.attn.cp.rank)
     positions = torch.as_tensor(positions, device=groups.device)
     with torch.device("meta"):
-        stages = [Transformer(cfg, ranges[i], is_first=i == 0, is_last=i == len(ranges) - 1) for i in numbers]
+        stages = [
+            Transformer(cfg, stage.parts.layers, is_first=stage.is_first, is_last=stage.is_last)
+            for stage in plan.of_rank(groups.pp.rank)
+        ]
     selection = select_dispatcher(cfg, groups)
     dispatcher = _dispatcher(selection.name, cfg, groups)
     for stage in stages:
@@ -139,7 +157,7 @@ def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutMo
                 shard_data_parallel(stage, groups, cfg)
         stage.to_empty(device=groups.device)
         stage.place(positions)
-    return CutModel(stages, positions, selection.note)
+    return CutModel(stages, plan, positions, selection.note)
 
 
 def _apply_tensor_parallel(stage: Transformer, groups: ParallelGroups) -> None:
@@ -182,7 +200,9 @@ def _apply_expert_parallel(
     is_checked = stage.cfg.faults.check_dispatch and groups.moe.experts.size > 1
     for number, layer in stage.moe_layers().items():
         layer.scope = scope
-        layer.dispatcher = CheckedDispatcher(dispatcher, groups.moe, number) if is_checked else dispatcher
+        layer.dispatcher = (
+            CheckedDispatcher(dispatcher, groups.moe, number, groups.device) if is_checked else dispatcher
+        )
         layer.experts.bias_columns = bias_columns
 
 

@@ -1,86 +1,82 @@
-"""Pipeline parallelism through torch.distributed.pipelining: the cut into stages, the schedule, tied embeddings."""
+"""Pipeline parallelism through torch.distributed.pipelining: stages, micro-batches, copies of the embedding."""
 
-from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 
+from moefold.config.schedules import SCHEDULES
 from moefold.config.schema import Config
 from moefold.model.transformer import Transformer, loss_terms
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.groups import Group, ParallelGroups
-
-
-def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Consecutive layers of each stage, as even as possible; the first stages take what is left over."""
-    base, extra = divmod(num_layers, num_stages)
-    bounds = [0]
-    for stage in range(num_stages):
-        bounds.append(bounds[-1] + base + (stage < extra))
-    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
-
-
-def stage_numbers(pp: int, pp_rank: int, virtual_stages: int) -> list[int]:
-    """The stages of one pipeline rank: pp_rank, pp_rank + pp, ... (arXiv:2104.04473)."""
-    return [pp_rank + i * pp for i in range(virtual_stages)]
+from moefold.parallel.late_gradients import LateGradients, postpone_weight_gradients
+from moefold.parallel.schedule import evaluation_schedule, training_schedule
+from moefold.parallel.stage_plan import StagePlan
 
 
 class Pipeline:
-    """Runs the stages of this rank under a schedule."""
+    """Runs the stages of this rank under a schedule.
 
-    def __init__(self, stages: list[Transformer], groups: ParallelGroups, cfg: Config) -> None:
+    Args:
+        stages: of this rank, in the order of the model.
+        plan: the stages of all ranks.
+        groups: the communicators.
+        cfg: the recipe.
+    """
+
+    def __init__(self, stages: list[Transformer], plan: StagePlan, groups: ParallelGroups, cfg: Config) -> None:
         self._is_last = stages[-1].is_last
         self._is_first = stages[0].is_first
         self._modules = stages
-        self._zero = cfg.parallel.zero
+        self._num_terms = loss_terms(cfg.model)
+        self._terms: list[Tensor] = []
+        zero, schedule = cfg.parallel.zero, cfg.parallel.schedule
         layout = groups.layout
-        numbers = stage_numbers(layout.pp, groups.pp.rank, cfg.parallel.virtual_stages)
-        shape = (
-            cfg.train.seq_len // (layout.cp * layout.tp),
-            cfg.train.micro_batch_size,
-            cfg.model.hidden_size,
-        )
+        shape = (cfg.train.seq_len // (layout.cp * layout.tp), cfg.train.micro_batch_size, cfg.model.hidden_size)
         hidden = torch.empty(shape, dtype=stages[0].dtype, device="meta", requires_grad=True)
         tokens = torch.empty(
             (cfg.train.micro_batch_size, cfg.train.seq_len // layout.cp), dtype=torch.int64, device="meta"
         )
-        self._num_terms = loss_terms(cfg.model)
         loss = torch.empty(self._num_terms, dtype=_loss_dtype(stages[0].dtype), device="meta", requires_grad=True)
-        for module in stages:
-            if self._zero == 2 and isinstance(module, FSDPModule):
+        late: list[LateGradients | None] = [None] * len(stages)
+        for i, module in enumerate(stages):
+            if zero == 2 and isinstance(module, FSDPModule):
                 # Gradients are reduced with each micro-batch, but parameters stay until the step is through.
                 module.set_reshard_after_backward(False)
-        num_stages = layout.pp * cfg.parallel.virtual_stages
+            if SCHEDULES[schedule].splits_backward:
+                late[i] = queue = LateGradients(module, reduces=zero >= 2)
+                postpone_weight_gradients(module, queue)
 
         def build() -> list[_PipelineStageBase]:
             return [
                 PipelineStage(
-                    _OwnReduction(module) if self._zero >= 2 else module,
-                    number,
-                    num_stages,
+                    _OwnReduction(module) if zero >= 2 else module,
+                    stage.number,
+                    len(plan.stages),
                     groups.device,
                     input_args=(tokens if module.is_first else hidden,),
                     output_args=(loss if module.is_last else hidden,),
                     group=groups.pp.handle,
+                    dw_builder=queue,
                 )
-                for number, module in zip(numbers, stages, strict=True)
+                for stage, module, queue in zip(plan.of_rank(groups.pp.rank), stages, late, strict=True)
             ]
 
         # Each schedule has stages of its own: torch 2.11 decides once, when a schedule first runs, whether what its
         # stages receive needs gradients. An evaluation on the stages of training would switch them off for good.
-        self._terms: list[Tensor] = []
-        self._schedule = _schedule(cfg.parallel.schedule, build(), cfg.num_micro_batches, self._total)
-        self._evaluation = _schedule(cfg.parallel.schedule, build(), cfg.num_micro_batches, self._total)
+        self._schedule = training_schedule(cfg, build(), self._total)
+        self._evaluation = evaluation_schedule(cfg, plan, build(), self._total)
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Add the gradients of the batch to the parameters; returns the terms of my loss, 0 off the last stage."""
         self._terms.clear()
+        update_local_copies(self._modules)
         self._schedule.step(*self._inputs(batch), target=batch.labels, return_outputs=False, **batch.targets())
         for module in self._modules:
             for part in module.modules():
@@ -92,6 +88,7 @@ class Pipeline:
     def evaluate(self, batch: Batch) -> Tensor:
         """The terms of the loss of my tokens, [terms], without gradients; 0 off the last stage."""
         self._terms.clear()
+        update_local_copies(self._modules)
         self._evaluation.eval(*self._inputs(batch), target=batch.labels, **batch.targets())
         return self._sum(batch)
 
@@ -109,16 +106,39 @@ class Pipeline:
         return output.sum()
 
 
-def share_embedding_gradient(stages: list[Transformer], pp: Group) -> None:
-    """Add the gradients of the two copies of an embedding that the first and the last pipeline rank hold."""
-    if pp.size == 1 or pp.rank not in (0, pp.size - 1):
+@torch.no_grad()
+def update_local_copies(stages: list[Transformer]) -> None:
+    """Make the embedding of the last stage that of the first again, where one rank has both.
+
+    The optimizer and the checkpoints know the first alone. Call it while no parameter is gathered.
+    """
+    for mine, copy in pairwise(_embeddings(stages)):
+        copy.data.copy_(mine.data)
+
+
+@torch.no_grad()
+def share_embedding_gradient(stages: list[Transformer], plan: StagePlan, pp: Group) -> None:
+    """Add the gradients of the two copies of an embedding that the first and the last stage hold.
+
+    Where they stand on different ranks, both get the sum; collective over these two. Where they stand on one, the first
+    gets it.
+    """
+    ends = plan.embedding_ranks
+    if pp.size == 1 or pp.rank not in ends:
         return
-    copies = [stage.embedding.weight.grad for stage in stages if hasattr(stage, "embedding")]
-    (grad,) = copies
-    assert isinstance(grad, DTensor)
-    mine = grad.to_local()
+    copies = _embeddings(stages)
+    if ends[0] == ends[1]:
+        first, last = copies
+        assert first.grad is not None
+        assert last.grad is not None
+        first.grad += last.grad
+        last.grad = None
+        return
+    (copy,) = copies
+    assert isinstance(copy.grad, DTensor)
+    mine = copy.grad.to_local()
     theirs = torch.empty_like(mine)
-    peer = pp.ranks[pp.size - 1 - pp.rank]
+    peer = pp.ranks[ends[1] if pp.rank == ends[0] else ends[0]]
     pp.record.enter("adding up the two copies of the embedding's gradient")
     operations = [
         dist.P2POp(dist.isend, mine, peer, pp.handle),
@@ -127,6 +147,10 @@ def share_embedding_gradient(stages: list[Transformer], pp: Group) -> None:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     mine += theirs
+
+
+def _embeddings(stages: list[Transformer]) -> list[nn.Parameter]:
+    return [stage.embedding.weight for stage in stages if hasattr(stage, "embedding")]
 
 
 class _OwnReduction(nn.Module):
@@ -138,15 +162,6 @@ class _OwnReduction(nn.Module):
 
     def forward(self, x: Tensor, **targets: Tensor) -> Tensor:
         return self.stage(x, **targets)
-
-
-def _schedule(
-    name: str, stages: list[_PipelineStageBase], num_micro_batches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
-) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    if name == "interleaved":
-        return ScheduleInterleaved1F1B(stages, num_micro_batches, loss_fn=loss_fn, scale_grads=False)
-    kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name]
-    return kind(stages[0], num_micro_batches, loss_fn=loss_fn, scale_grads=False)
 
 
 def _loss_dtype(compute: torch.dtype) -> torch.dtype:

@@ -14,7 +14,6 @@ from moefold.metrics.routing_trace import Trace, TraceWriter, trace_shape
 from moefold.moe.trace import StepChoices
 from moefold.parallel.collectives import all_gather, gather_to_first
 from moefold.parallel.parallelize import ParallelModel
-from moefold.parallel.pipeline import stage_layers
 from moefold.parallel.tensor import local_positions
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -43,11 +42,7 @@ class RoutingTape:
         positions = local_positions(model.positions, model.groups.attn.tp)
         self._positions = positions.cpu().numpy()
         self._positions_of_all = all_gather(positions.unsqueeze(0), model.groups.attn.sequence).cpu()
-        num_stages = model.groups.layout.pp * cfg.parallel.virtual_stages
-        ranges = stage_layers(cfg.model.num_layers, num_stages)
-        self._owners = {i: stage % model.groups.layout.pp for stage, layers in enumerate(ranges) for i in layers}
-        further = range(cfg.model.num_layers, cfg.model.num_layers + cfg.model.mtp_layers)
-        self._owners |= dict.fromkeys(further, model.groups.layout.pp - 1)
+        self._owners = model.plan.rank_of_layers(cfg.model.num_layers)
         first = model.groups.attn.dp.rank * self._num_samples
         self._choices = {number: StepChoices(first) for number in model.moe_layers()}
         for number, layer in model.moe_layers().items():

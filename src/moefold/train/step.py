@@ -96,10 +96,8 @@ class TrainingStep:
         self.tape = RoutingTape(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
-        layout, groups = model.groups.layout, model.groups
-        # Off the first stage an embedding is the copy of one that the first stage counts.
-        holds_copy = layout.pp > 1 and cfg.model.embeds_twice and groups.pp.rank == layout.pp - 1
-        self._not_counted = frozenset({"embedding.weight"} if holds_copy else ())
+        groups = model.groups
+        self._not_counted = model.counted_elsewhere
         self._speaks_for_tp = groups.attn.tp.rank == 0
         self._speaks_for_stage = groups.attn.stage.rank == 0
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import lcm
 
 from moefold.config.checks import check_config
+from moefold.config.pipeline_layout import read_layout, write_layout
 from moefold.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from moefold.errors import ConfigError
 from moefold.parallel.layout import divisors
@@ -17,6 +18,9 @@ SHORT_WINDOW = 5
 """Well below the shortest sequence, and no divisor of anything."""
 LEARNING_RATE = 1e-2
 """Large enough that three steps move every weight."""
+LAYERS_OF_A_STAGE = 2
+MTP_LAYERS = 2
+"""Most that a small recipe has."""
 MANY_RANKS = 16
 """Up to so many, dp or edp stays above 1 where it was."""
 
@@ -32,8 +36,9 @@ def shrink(cfg: Config) -> Config:
         ConfigError: the recipe is not legal to begin with.
     """
     check_config(cfg)
+    parallel = replace(cfg.parallel, pipeline_layout=_pipeline_layout(cfg.parallel.pipeline_layout))
     for world_size in _world_sizes(cfg.parallel):
-        small = _small(cfg, replace(cfg.parallel, world_size=world_size))
+        small = _small(cfg, replace(parallel, world_size=world_size))
         if _is_legal(small):
             return small
     raise AssertionError(f"no small recipe has this mapping: {cfg.parallel}")
@@ -45,6 +50,19 @@ def _world_sizes(p: ParallelConfig) -> Iterator[int]:
     sizes = [least * replicas for replicas in divisors(p.world_size // least)]
     yield from (size for size in sizes[1:] if size <= MANY_RANKS)
     yield from sizes
+
+
+def _pipeline_layout(text: str) -> str:
+    """At most two layers and two of multi-token prediction on each stage."""
+    if text in ("", "auto"):
+        return text
+    stages = read_layout(text)
+    return write_layout(
+        tuple(
+            replace(stage, layers=stage.layers[:LAYERS_OF_A_STAGE], num_further=min(stage.num_further, MTP_LAYERS))
+            for stage in stages
+        )
+    )
 
 
 def _is_legal(cfg: Config) -> bool:
@@ -62,7 +80,7 @@ def _small(cfg: Config, parallel: ParallelConfig) -> Config:
         parallel=parallel,
         model=_model(cfg.model, parallel),
         moe=replace(cfg.moe, replay=""),
-        train=_train(cfg.train, parallel),
+        train=_train(cfg, parallel),
         data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
     )
     moe, room = small.moe, small.model.num_experts / small.model.top_k
@@ -85,6 +103,8 @@ def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     stages = p.pp * p.virtual_stages
     # An uneven cut into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
+    if p.pipeline_layout not in ("", "auto"):
+        num_layers = sum(len(stage.layers) for stage in read_layout(p.pipeline_layout))
     key_value_heads = model.num_key_value_heads
     groups = p.tp if key_value_heads % p.tp == 0 else key_value_heads
     if p.context == "ulysses":
@@ -109,7 +129,7 @@ def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         v_head_dim=HEAD_SIZE,
         ffn_hidden_size=WIDTH_OF_A_SHARD * p.tp,
         vocab_size=ROWS_OF_A_SHARD * p.tp,
-        mtp_layers=min(model.mtp_layers, 2),
+        mtp_layers=min(model.mtp_layers, MTP_LAYERS),
         num_experts=num_experts,
         moe_ffn_hidden_size=WIDTH_OF_A_SHARD * p.etp,
         shared_expert_ffn_hidden_size=WIDTH_OF_A_SHARD * p.tp if model.shared_expert_ffn_hidden_size else 0,
@@ -139,14 +159,17 @@ def _windows(model: ModelConfig, num_layers: int) -> str:
     return "".join("W" if window else "F" for window in model.layer_windows[:num_layers])
 
 
-def _train(train: TrainConfig, p: ParallelConfig) -> TrainConfig:
+def _train(cfg: Config, p: ParallelConfig) -> TrainConfig:
+    train = cfg.train
+    # A schedule that is read from a file is for a certain number of micro-batches.
+    count = cfg.num_micro_batches if p.schedule == "csv" else 2 * p.pp
     micro = min(train.micro_batch_size, 2)
     unit = 4 * p.cp * p.tp
     return replace(
         train,
         seq_len=unit * -(-SHORTEST_SEQUENCE // unit),
         micro_batch_size=micro,
-        global_batch_size=micro * p.dp * 2 * p.pp,
+        global_batch_size=micro * p.dp * count,
         lr=LEARNING_RATE,
         min_lr=min(train.min_lr, LEARNING_RATE),
         warmup_steps=0,

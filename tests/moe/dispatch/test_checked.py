@@ -22,7 +22,7 @@ NAMES = ("alltoall", "allgather", "leastloaded")
 
 def _dispatcher(groups: ParallelGroups, name: str, layer: int = 3) -> tuple[Dispatcher[Any], CheckedDispatcher]:
     inner = make_dispatcher(name, groups.moe, E, SPILL)
-    return inner, CheckedDispatcher(inner, groups.moe, layer)
+    return inner, CheckedDispatcher(inner, groups.moe, layer, torch.device("cpu"))
 
 
 def _assignment(rank: int, num_tokens: int = T) -> tuple[torch.Tensor, Assignment]:

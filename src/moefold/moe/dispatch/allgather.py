@@ -21,6 +21,8 @@ class AllGatherPlan:
     probs_TK: Tensor | None
     """Of all ranks, [N*T, K]; None where the experts have weighted the results."""
     rows_per_expert: Sequence[int]
+    num_tokens: int
+    """Of one rank, T."""
 
 
 class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
@@ -50,7 +52,7 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
         rows_per_expert = permutation.rows_per_expert_E.tolist() if slots is None else [slots] * self._num_local
         # Each rank uses some of the weights and, under etp, sees a part of their gradient: the adjoint sums the parts.
         probs_TK = all_gather(assignment.probs_TK, self._experts)
-        return x_TH, AllGatherPlan(permutation, probs_TK, rows_per_expert)
+        return x_TH, AllGatherPlan(permutation, probs_TK, rows_per_expert, len(x_TH))
 
     def dispatch_communicate(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
         """Gather the tokens of all ranks, [N*T, H]."""
@@ -62,7 +64,7 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
 
     def exchanges(self, plan: AllGatherPlan) -> Sequence[Exchange]:
         """My tokens go to all."""
-        return (self._of_all(len(plan.probs_TK) // self._experts.size),)
+        return (self._of_all(plan.num_tokens),)
 
     def _of_all(self, num_tokens: int) -> Exchange:
         counts = [num_tokens] * self._experts.size

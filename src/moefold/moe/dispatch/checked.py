@@ -17,7 +17,7 @@ from moefold.moe.dispatch.exchange import Exchange
 from moefold.parallel.collectives import all_gather
 from moefold.parallel.groups import MoEGroups
 
-PHASES = ("preprocess", "dispatch", "loan", "combine")
+PHASES = ("preprocess", "dispatch", "weights", "loan", "combine")
 HEADER = ("step", "layer", "phase", "width")
 """What must be the same on all ranks; `width` is that of a row."""
 OVER = ("ep", "etp", "experts")
@@ -30,10 +30,11 @@ class CheckedDispatcher(Dispatcher[Any]):
         inner: does the work.
         groups: of the MoE view; the records go over ep x etp.
         layer: its number in the whole model.
+        device: of the rows.
     """
 
-    def __init__(self, inner: Dispatcher[Any], groups: MoEGroups, layer: int) -> None:
-        self._inner, self._experts, self._layer = inner, groups.experts, layer
+    def __init__(self, inner: Dispatcher[Any], groups: MoEGroups, layer: int, device: torch.device) -> None:
+        self._inner, self._experts, self._layer, self._device = inner, groups.experts, layer, device
         at = groups.expert_coordinates
         same = {"ep": lambda a, b: at[a][1] == at[b][1], "etp": lambda a, b: at[a][0] == at[b][0]}
         everyone = range(groups.experts.size)
@@ -44,19 +45,19 @@ class CheckedDispatcher(Dispatcher[Any]):
 
     def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, Any]:
         """As the inner one, which exchanges counts or routing here."""
-        self._compare("preprocess", x_TH.shape[1], self._inner.routing_exchanges(x_TH), x_TH.device)
+        self._compare("preprocess", x_TH.shape[1], self._inner.routing_exchanges(x_TH))
         return self._inner.dispatch_preprocess(x_TH, assignment)
 
     def dispatch_communicate(self, rows: Tensor, plan: Any) -> Tensor:
         """As the inner one."""
-        self._compare("dispatch", rows.shape[1], self._inner.exchanges(plan), rows.device)
+        self._compare("dispatch", rows.shape[1], self._inner.exchanges(plan))
         return self._inner.dispatch_communicate(rows, plan)
 
     def dispatch_communicate_beside(
         self, rows: Tensor, plan: Any, compute: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """As the inner one."""
-        self._compare("dispatch", rows.shape[1], self._inner.exchanges(plan), rows.device)
+        self._compare("dispatch", rows.shape[1], self._inner.exchanges(plan))
         return self._inner.dispatch_communicate_beside(rows, plan, compute)
 
     def dispatch_postprocess(self, rows: Tensor, plan: Any) -> Tensor:
@@ -70,21 +71,26 @@ class CheckedDispatcher(Dispatcher[Any]):
     def combine_communicate(self, rows: Tensor, plan: Any) -> Tensor:
         """As the inner one."""
         back = [exchange.back() for exchange in self._inner.exchanges(plan)]
-        self._compare("combine", rows.shape[1], back, rows.device)
+        self._compare("combine", rows.shape[1], back)
         return self._inner.combine_communicate(rows, plan)
 
     def combine_postprocess(self, rows: Tensor, plan: Any) -> Tensor:
         """As the inner one."""
         return self._inner.combine_postprocess(rows, plan)
 
+    def take_weights(self, plan: Any) -> tuple[Tensor, Any]:
+        """As the inner one, for which the weights travel as the rows did, if at all."""
+        self._compare("weights", 1, self._inner.exchanges(plan))
+        return self._inner.take_weights(plan)
+
     def loan(self, plan: Any) -> Loan | None:
         """As the inner one."""
         loan = self._inner.loan(plan)
         if loan is not None:
-            self._compare("loan", 0, [loan.rows()], plan.probs_TK.device)
+            self._compare("loan", 0, [loan.rows()])
         return loan
 
-    def _compare(self, phase: str, width: int, exchanges: Sequence[Exchange], device: torch.device) -> None:
+    def _compare(self, phase: str, width: int, exchanges: Sequence[Exchange]) -> None:
         experts = self._experts
         record = [experts.record.step, self._layer, PHASES.index(phase), width]
         for over in OVER:
@@ -93,7 +99,7 @@ class CheckedDispatcher(Dispatcher[Any]):
                 if exchange.over == over:
                     rows = [*exchange.send_rows, *exchange.receive_rows]
             record += rows
-        told = all_gather(torch.tensor([record], device=device), experts).tolist()
+        told = all_gather(torch.tensor([record], device=self._device), experts).tolist()
         faults = [*self._different_places(told), *self._different_counts(told)]
         if faults:
             raise RunError(

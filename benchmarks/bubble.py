@@ -1,0 +1,237 @@
+"""How long pipeline ranks wait under each schedule: measured with timed waits for compute, beside the closed forms.
+
+    python benchmarks/bubble.py                            four ranks, eight micro-batches: as in docs/pipeline.md
+    python benchmarks/bubble.py --micro-batches 16 --unit-ms 30
+
+Every stage is a module that sleeps: `unit-ms` in the forward pass, and so long again for the gradients of its input and
+for those of its weights, which it postpones where the schedule splits the backward pass. All else is the trainer's: the
+schedule, its messages over gloo, and the postponing of gradients. As nobody computes, a few cores show any number of
+ranks.
+
+The bubble of a rank is the time between its first and its last work in which it does not work, over the work; that of
+the schedule is the largest of its ranks. (arXiv:2401.10241 takes the same time, and divides by the sum of both.)
+"""
+
+import argparse
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from moefold.config.schedule_file import Action, simulate
+from moefold.config.schedules import SCHEDULES, stage_ranks
+from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.model.later import Later
+from moefold.parallel.late_gradients import LateGradients, postpone_weight_gradients
+from moefold.parallel.schedule import training_schedule
+from moefold.testing.pool import WorkerPool
+
+Spans = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one stage with one micro-batch."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule, and what the papers say of its bubble."""
+
+    schedule: str
+    chunks: int
+    form: str
+
+
+CASES = (
+    Case("gpipe", 1, "(p-1)/m"),
+    Case("1f1b", 1, "(p-1)/m"),
+    Case("interleaved", 2, "(p-1)/(m*v)"),
+    Case("interleaved", 3, "(p-1)/(m*v)"),
+    Case("zero-bubble", 1, "(p-1)*(F+I-W)/(m*(F+I+W))"),
+    Case("zbv", 2, "0 where F=I=W"),
+    Case("dualpipev", 2, "(p-1)*(F+2*I-W)/(m*v*(F+I+W))"),
+)
+FORMS = {
+    "(p-1)/m": lambda p, m, v, t: (p - 1) / m,
+    "(p-1)/(m*v)": lambda p, m, v, t: (p - 1) / (m * v),
+    "(p-1)*(F+I-W)/(m*(F+I+W))": lambda p, m, v, t: (
+        (p - 1) * (t.forward + t.input_gradient - t.weight_gradient) / (m * t.total)
+    ),
+    "0 where F=I=W": lambda p, m, v, t: 0.0,
+    # DualPipe's (PP/2-1)(F&B+B-3W) with PP=2p stages, B=I+W, and F&B=F+B as nothing overlaps.
+    "(p-1)*(F+2*I-W)/(m*v*(F+I+W))": lambda p, m, v, t: (
+        (p - 1) * (t.forward + 2 * t.input_gradient - t.weight_gradient) / (m * v * t.total)
+    ),
+}
+
+
+class _Wait(torch.autograd.Function):
+    """The identity, which takes its time, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stage: "WaitingStage") -> Tensor:
+        ctx.stage = stage
+        stage.work(stage.times.forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        stage = ctx.stage
+        stage.work(stage.times.input_gradient)
+        if stage.later is None:
+            stage.weight_gradient()
+        else:
+            stage.later.postpone((stage.weight,), stage.weight_gradient)
+        return grad.clone(), None
+
+
+class WaitingStage(nn.Module):
+    """A pipeline stage that sleeps for as long as it would compute, and notes when."""
+
+    def __init__(self, times: Times, spans: Spans) -> None:
+        super().__init__()
+        self.anchor = nn.Parameter(torch.zeros(1))
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.times = times
+        self.later: Later | None = None
+        self._spans = spans
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 1] -> [B, 1]."""
+        return _Wait.apply(x + self.anchor, self)
+
+    def work(self, seconds: float) -> None:
+        """Sleep."""
+        start = time.perf_counter()
+        time.sleep(seconds)
+        self._spans.append((start, time.perf_counter()))
+
+    def weight_gradient(self) -> tuple[Tensor]:
+        """Sleep for the gradient of the weights."""
+        self.work(self.times.weight_gradient)
+        return (torch.zeros(1),)
+
+
+def run_rank(cfg: Config, times: Times, repeats: int) -> tuple[list[tuple[float, float]], list[list[str]]]:
+    """One pipeline rank: (idle, busy) seconds of each repeat, and the rows of the schedule, if it has any."""
+    p, count = cfg.parallel, cfg.num_micro_batches
+    spans: Spans = []
+    x = torch.zeros(1, 1, device="meta", requires_grad=True)
+    stages = []
+    for number, rank in enumerate(stage_ranks(p)):
+        if rank != dist.get_rank():
+            continue
+        module = WaitingStage(times, spans)
+        late = None
+        if SCHEDULES[p.schedule].splits_backward:
+            late = LateGradients(module, reduces=False)
+            postpone_weight_gradients(module, late)
+        shapes: dict[str, Any] = {"input_args": (x,), "output_args": (x,)}
+        stages.append(
+            PipelineStage(module, number, p.pp * p.virtual_stages, torch.device("cpu"), dw_builder=late, **shapes)
+        )
+    schedule = training_schedule(cfg, list(stages), lambda y, target: y.sum())
+    batch = (torch.zeros(count, 1, requires_grad=True),) if stages[0].is_first else ()
+    measured = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        spans.clear()
+        schedule.step(*batch, target=torch.zeros(count, 1), return_outputs=False)
+        busy = sum(stop - start for start, stop in spans)
+        measured.append((spans[-1][1] - spans[0][0] - busy, busy))
+    order = getattr(schedule, "pipeline_order", None) or {}
+    rows = [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]
+    return measured[1:], rows
+
+
+def measure(
+    pool: WorkerPool, case: Case, pp: int, micro_batches: int, times: Times, repeats: int
+) -> tuple[float, float]:
+    """The bubble of a schedule, measured (the best of the repeats) and by simulation of its rows (nan without rows)."""
+    cfg = Config(
+        parallel=ParallelConfig(world_size=pp, pp=pp, schedule=case.schedule, virtual_stages=case.chunks),
+        train=TrainConfig(global_batch_size=micro_batches),
+    )
+    ranks = pool.run(pp, run_rank, cfg, times, repeats)
+    largest = [max(idle / busy for idle, busy in repeat) for repeat in zip(*(found for found, _ in ranks), strict=True)]
+    return min(largest), simulated(ranks[0][1], times)
+
+
+def simulated(rows: list[list[str]], times: Times) -> float:
+    """The bubble of rows of actions where messages take no time."""
+    if not rows:
+        return float("nan")
+    work = [tuple(action for word in row for action in parse(word)) for row in rows]
+    seconds = {
+        "F": times.forward,
+        "I": times.input_gradient,
+        "W": times.weight_gradient,
+        "B": times.input_gradient + times.weight_gradient,
+    }
+    ends = simulate(work, lambda action: seconds[action.kind]).ends
+    bubbles = []
+    for row, ended in zip(work, ends, strict=True):
+        busy = sum(seconds[action.kind] for action in row)
+        bubbles.append((ended[-1] - (ended[0] - seconds[row[0].kind]) - busy) / busy)
+    return max(bubbles)
+
+
+def parse(word: str) -> list[Action]:
+    """`2F0`, or `(2F0;1B0)OVERLAP_F_B`."""
+    words = word[1 : word.index(")")].split(";") if word.startswith("(") else [word]
+    found = []
+    for one in words:
+        kind = next(char for char in one if char.isalpha())
+        stage, micro_batch = one.split(kind)
+        found.append(Action(int(stage), kind, int(micro_batch)))
+    return found
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pp", type=int, default=4, help="pipeline ranks (default 4)")
+    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step (default 8)")
+    parser.add_argument("--unit-ms", type=float, default=40.0, help="time of one third of a stage's work (default 40)")
+    parser.add_argument("--repeats", type=int, default=3, help="steps, of which the best counts (default 3)")
+    options = parser.parse_args()
+    unit, pool = options.unit_ms / 1000, WorkerPool()
+    equal = Times(unit, unit, unit)
+    unequal = replace(equal, input_gradient=1.5 * unit, weight_gradient=0.5 * unit)
+    print(f"p={options.pp} ranks, m={options.micro_batches} micro-batches, unit {options.unit_ms:g} ms\n")
+    print("| schedule | v | F:I:W | closed form | closed | simulated | measured |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for case in CASES:
+        for name, times in (("1:1:1", equal), ("2:3:1", unequal)):
+            if times is unequal and case.schedule == "zbv":
+                continue
+            closed = FORMS[case.form](options.pp, options.micro_batches, case.chunks, times)
+            found, expected = measure(pool, case, options.pp, options.micro_batches, times, options.repeats)
+            cells = (
+                case.schedule,
+                case.chunks,
+                name,
+                f"`{case.form}`",
+                f"{closed:.3f}",
+                f"{expected:.3f}",
+                f"{found:.3f}",
+            )
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

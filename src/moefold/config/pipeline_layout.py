@@ -1,0 +1,221 @@
+"""The string that says which part of the model stands on which pipeline stage: `Et*3|(tt|)*2,m|L`. Torch-free.
+
+The notation is that of Megatron-Core's `--pipeline-model-parallel-layout`:
+
+    E  embedding        t  transformer layer        m  layer of multi-token prediction        L  output head and loss
+    |  next stage       x*n  x, n times, where x is one letter or (a group)                   , and blanks mean nothing
+
+Stages follow each other in the order of the model, the virtual ones included; one without letters hands on what it
+gets.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+LETTERS = "EtmL"
+MEANING = {"E": "the embedding", "t": "a layer", "m": "a layer of multi-token prediction", "L": "the loss"}
+MAX_PARTS = 100_000
+"""More letters and bars than any model has: what a slip of the finger would make a machine count."""
+
+
+class LayoutSyntaxError(ValueError):
+    """A layout that cannot be read; the message says at which character, counted from 1."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One letter or bar of a layout that is spelled out."""
+
+    kind: str
+    """E, t, m, L or |."""
+    position: int
+    """Character of the string that it comes from, counted from 1."""
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What one stage holds, in the order of the model."""
+
+    has_embedding: bool
+    layers: range
+    num_further: int
+    """Layers of multi-token prediction."""
+    has_loss: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the stage has no weights."""
+        return not (self.has_embedding or self.layers or self.num_further or self.has_loss)
+
+
+def spell_out(text: str) -> list[Part]:
+    """Expand repetitions and groups.
+
+    Raises:
+        LayoutSyntaxError: the string is not of the notation.
+    """
+    return _Reader(text).read()
+
+
+def layout_faults(text: str, *, num_layers: int, num_further: int, num_stages: int) -> Iterator[str]:
+    """What is wrong with a layout for a model and a number of stages, one phrase each, with the position."""
+    try:
+        parts = spell_out(text)
+    except LayoutSyntaxError as error:
+        yield str(error)
+        return
+    yield from _faults_of_ends(parts)
+    yield from _faults_of_count(parts, "t", num_layers, f"model.num_layers={num_layers}")
+    yield from _faults_of_count(parts, "m", num_further, f"model.mtp_layers={num_further}")
+    yield from _faults_of_order(parts)
+    bars = [part.position for part in parts if part.kind == "|"]
+    if len(bars) + 1 != num_stages:
+        where = f"the first | too many is at character {bars[num_stages - 1]}" if len(bars) >= num_stages else ""
+        yield (
+            f"it has {_counted(len(bars) + 1, 'stage')}, and parallel.pp*parallel.virtual_stages={num_stages}"
+            f"{'; ' + where if where else ''}"
+        )
+
+
+def read_layout(text: str) -> tuple[StageParts, ...]:
+    """The stages of a layout that has no faults."""
+    stages: list[StageParts] = []
+    next_layer = 0
+    for kinds in "".join(part.kind for part in spell_out(text)).split("|"):
+        layers = range(next_layer, next_layer + kinds.count("t"))
+        next_layer = layers.stop
+        stages.append(StageParts("E" in kinds, layers, kinds.count("m"), "L" in kinds))
+    return tuple(stages)
+
+
+def write_layout(stages: tuple[StageParts, ...]) -> str:
+    """The shortest usual spelling of some stages: runs of a letter with a count."""
+    return "|".join(
+        "E" * stage.has_embedding + _run("t", len(stage.layers)) + _run("m", stage.num_further) + "L" * stage.has_loss
+        for stage in stages
+    )
+
+
+def even_stages(num_layers: int, num_further: int, num_stages: int) -> tuple[StageParts, ...]:
+    """Consecutive layers, as even as possible; the first stages take what is left over."""
+    base, extra = divmod(num_layers, num_stages)
+    bounds = [0]
+    for stage in range(num_stages):
+        bounds.append(bounds[-1] + base + (stage < extra))
+    last = num_stages - 1
+    return tuple(
+        StageParts(i == 0, range(bounds[i], bounds[i + 1]), num_further if i == last else 0, i == last)
+        for i in range(num_stages)
+    )
+
+
+class _Reader:
+    """Recursive descent over the characters of a layout."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def read(self) -> list[Part]:
+        parts = self._sequence(opened=None)
+        if not parts:
+            raise LayoutSyntaxError("it is empty; the least is 'EtL'")
+        return parts
+
+    def _sequence(self, opened: int | None) -> list[Part]:
+        """Units up to the end of the string, or of the group that `opened` at that character."""
+        parts: list[Part] = []
+        unit: list[Part] | None = None
+        while self._at < len(self._text):
+            char, position = self._text[self._at], self._at + 1
+            self._at += 1
+            if char in ", ":
+                unit = None
+            elif char == "*":
+                if unit is None:
+                    raise LayoutSyntaxError(f"nothing to repeat before '*' at character {position}")
+                parts += unit * (self._count(position) - 1)
+                unit = None
+            elif char == ")":
+                if opened is None:
+                    raise LayoutSyntaxError(f"')' at character {position} closes nothing")
+                return parts
+            else:
+                unit = self._unit(char, position)
+                parts += unit
+            if len(parts) > MAX_PARTS:
+                raise LayoutSyntaxError(f"more than {MAX_PARTS} letters and bars up to character {self._at}")
+        if opened is not None:
+            raise LayoutSyntaxError(f"'(' at character {opened} is not closed")
+        return parts
+
+    def _unit(self, char: str, position: int) -> list[Part]:
+        if char == "(":
+            group = self._sequence(position)
+            if not group:
+                raise LayoutSyntaxError(f"an empty group at character {position}")
+            return group
+        if char in LETTERS or char == "|":
+            return [Part(char, position)]
+        raise LayoutSyntaxError(
+            f"unexpected {char!r} at character {position}; use E, t, m, L, | and (...)*n, as in 'Et*3|(tt|)*2tL'"
+        )
+
+    def _count(self, star: int) -> int:
+        first = self._at
+        while self._at < len(self._text) and self._text[self._at] in "0123456789":
+            self._at += 1
+        digits = self._text[first : self._at]
+        if not digits or int(digits[:9]) == 0:
+            raise LayoutSyntaxError(f"'*' at character {star} needs a count of at least 1 behind it")
+        if int(digits[:9]) > MAX_PARTS:
+            raise LayoutSyntaxError(f"the count {digits} at character {first + 1} is larger than {MAX_PARTS}")
+        return int(digits)
+
+
+def _faults_of_ends(parts: list[Part]) -> Iterator[str]:
+    """One E, first of all; one L, last of all."""
+    for kind, index, word in (("E", 0, "first"), ("L", -1, "last")):
+        found = [part for part in parts if part.kind == kind]
+        if not found:
+            yield f"{kind}, {MEANING[kind]}, is missing; write it at the {'start' if kind == 'E' else 'end'}"
+        elif len(found) > 1:
+            yield f"a second {kind} at character {found[1].position}; the model has {MEANING[kind]} once"
+        elif parts[index].kind != kind:
+            yield f"{kind} at character {found[0].position} must be the {word} of all"
+
+
+def _faults_of_count(parts: list[Part], kind: str, wanted: int, name: str) -> Iterator[str]:
+    places = [part.position for part in parts if part.kind == kind]
+    if len(places) > wanted:
+        yield f"it has {kind} {len(places)} times, and {name}; the first too many is at character {places[wanted]}"
+    elif len(places) < wanted:
+        where = f"behind character {places[-1]}" if places else "before the L"
+        yield f"it has {kind} {len(places)} times, and {name}; add {wanted - len(places)}, {where} for example"
+
+
+def _faults_of_order(parts: list[Part]) -> Iterator[str]:
+    """Layers of multi-token prediction come behind all others, on the stage of the loss, whose head they share."""
+    further = [i for i, part in enumerate(parts) if part.kind == "m"]
+    if not further:
+        return
+    last_layer = max((i for i, part in enumerate(parts) if part.kind == "t"), default=-1)
+    last_bar = max((i for i, part in enumerate(parts) if part.kind == "|"), default=-1)
+    if further[0] < last_layer:
+        yield (
+            f"m at character {parts[further[0]].position} must stand behind every t, and one is at character "
+            f"{parts[last_layer].position}"
+        )
+    elif further[0] < last_bar:
+        yield (
+            f"m at character {parts[further[0]].position} must stand on the stage of L, whose output head predicts the "
+            f"further tokens too; move it behind the | at character {parts[last_bar].position}"
+        )
+
+
+def _run(letter: str, count: int) -> str:
+    return letter * count if count < 4 else f"{letter}*{count}"
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

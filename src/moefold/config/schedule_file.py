@@ -1,0 +1,193 @@
+"""A pipeline schedule as a CSV file: one row for each pipeline rank, one cell for each action. Torch-free.
+
+A cell is `<stage><action><micro-batch>`, both counted from 0: `2F0` forward, `2B0` whole backward, or in its place
+`2I0`, the gradients of the input, and later `2W0`, those of the weights. Empty cells mean nothing: a rank does the next
+thing as soon as it has what it needs. It is the compute-only form of `torch.distributed.pipelining`, whose
+`(2F0;1B0)OVERLAP_F_B` stands for its parts in order.
+"""
+
+import csv
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moefold.errors import ConfigError
+
+CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
+OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+EXAMPLE = "such as 0F0, 1B0, 1I0 or 1W0"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One piece of work of a rank."""
+
+    stage: int
+    kind: str
+    """F, B, I or W."""
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+    def needs(self, num_stages: int) -> tuple["tuple[int, str, int]", ...]:
+        """What must have been done before; a backward pass of either kind counts as I."""
+        s, m = self.stage, self.micro_batch
+        if self.kind == "F":
+            return ((s - 1, "F", m),) if s else ()
+        if self.kind == "W":
+            return ((s, "I", m),)
+        return ((s, "F", m), (s + 1, "I", m)) if s + 1 < num_stages else ((s, "F", m),)
+
+
+Row = tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class ScheduleRows:
+    """The actions of every pipeline rank, in order, and where the stages stand."""
+
+    rows: tuple[Row, ...]
+    ranks: tuple[int, ...]
+    """Pipeline rank of each stage."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action of each rank ended, if all waited for what they need and for nothing else."""
+
+    ends: tuple[tuple[float, ...], ...]
+    stuck: tuple[int, ...]
+    """For each rank, how many actions never began."""
+
+    @property
+    def span(self) -> float:
+        """From the start to the last end."""
+        return max((ends[-1] for ends in self.ends if ends), default=0.0)
+
+
+def read_schedule(path: str, pp: int, virtual_stages: int, num_micro_batches: int | None = None) -> ScheduleRows:
+    """Read and prove a schedule.
+
+    Args:
+        path: of the file.
+        pp: pipeline ranks.
+        virtual_stages: stages of each.
+        num_micro_batches: how many there must be; None takes what the file has.
+
+    Raises:
+        ConfigError: the file cannot be read, a cell is wrong, work is missing or doubled, or ranks would wait for ever.
+    """
+    name = f"parallel.schedule_csv={path!r}"
+    rows = _read(name, path)
+    if len(rows) != pp:
+        raise ConfigError(f"{name} has {len(rows)} rows, and parallel.pp={pp}; write one row for each pipeline rank")
+    ranks = _stage_ranks(name, rows, pp, virtual_stages)
+    found = 1 + max(action.micro_batch for row in rows for action in row)
+    count = found if num_micro_batches is None else num_micro_batches
+    if found != count:
+        raise ConfigError(
+            f"{name} is for {found} micro-batches, and the batch gives each data-parallel rank {count}; "
+            "choose train.global_batch_size = micro_batch_size*dp times as many, or another file"
+        )
+    _check_complete(name, rows, len(ranks), count)
+    stuck = simulate(rows, lambda action: 1.0).stuck
+    if any(stuck):
+        rank = next(rank for rank, left in enumerate(stuck) if left)
+        waiting = rows[rank][len(rows[rank]) - stuck[rank]]
+        raise ConfigError(
+            f"{name} never ends: rank {rank} waits for ever before {waiting}, because what it needs comes later; "
+            "reorder the rows"
+        )
+    return ScheduleRows(rows, ranks)
+
+
+def simulate(rows: Sequence[Row], duration: Callable[[Action], float]) -> Timeline:
+    """Run rows of actions as fast as their order and their needs allow; sending takes no time."""
+    num_stages = 1 + max(action.stage for row in rows for action in row)
+    done: dict[tuple[int, str, int], float] = {}
+    ends: list[list[float]] = [[] for _ in rows]
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for row, times in zip(rows, ends, strict=True):
+            while len(times) < len(row):
+                action = row[len(times)]
+                needs = action.needs(num_stages)
+                if not all(need in done for need in needs):
+                    break
+                start = max([times[-1] if times else 0.0, *(done[need] for need in needs)])
+                times.append(start + duration(action))
+                kind = "I" if action.kind == "B" else action.kind
+                done[action.stage, kind, action.micro_batch] = times[-1]
+                is_moving = True
+    return Timeline(
+        tuple(map(tuple, ends)), tuple(len(row) - len(times) for row, times in zip(rows, ends, strict=True))
+    )
+
+
+def _read(name: str, path: str) -> tuple[Row, ...]:
+    try:
+        with Path(path).open(newline="") as file:
+            cells = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no CSV file"
+        raise ConfigError(f"{name} cannot be read: {reason}; docs/pipeline.md describes such a file") from None
+    return tuple(
+        tuple(action for column, cell in enumerate(row) for action in _actions(name, cell.strip(), rank, column))
+        for rank, row in enumerate(cells)
+    )
+
+
+def _actions(name: str, cell: str, rank: int, column: int) -> Row:
+    overlap = OVERLAP.fullmatch(cell)
+    words = overlap.group(1).split(";") if overlap else [cell] if cell else []
+    actions = []
+    for word in words:
+        match = CELL.fullmatch(word.strip())
+        if match is None:
+            raise ConfigError(f"{name}, row {rank + 1}, cell {column + 1}: {cell!r} is no action; write one {EXAMPLE}")
+        actions.append(Action(int(match.group(1)), match.group(2), int(match.group(3))))
+    return tuple(actions)
+
+
+def _stage_ranks(name: str, rows: Sequence[Row], pp: int, virtual_stages: int) -> tuple[int, ...]:
+    owner: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            if owner.setdefault(action.stage, rank) != rank:
+                raise ConfigError(
+                    f"{name}: stage {action.stage} stands on row {owner[action.stage] + 1} and, with {action}, on row "
+                    f"{rank + 1}; a stage has one rank"
+                )
+    if sorted(owner) != list(range(pp * virtual_stages)):
+        raise ConfigError(
+            f"{name} has the stages {sorted(owner)}, and parallel.pp*parallel.virtual_stages={pp * virtual_stages} "
+            f"makes 0 to {pp * virtual_stages - 1}; set virtual_stages, or mend the file"
+        )
+    counts = [list(owner.values()).count(rank) for rank in range(pp)]
+    if counts != [virtual_stages] * pp:
+        raise ConfigError(
+            f"{name} gives the ranks {counts} stages; each must have parallel.virtual_stages={virtual_stages}"
+        )
+    return tuple(owner[stage] for stage in sorted(owner))
+
+
+def _check_complete(name: str, rows: Sequence[Row], num_stages: int, num_micro_batches: int) -> None:
+    """Every stage does F and either B, or I and W, with every micro-batch, once each."""
+    seen: dict[tuple[int, int], list[str]] = {}
+    for row in rows:
+        for action in row:
+            kinds = seen.setdefault((action.stage, action.micro_batch), [])
+            if action.kind in kinds:
+                raise ConfigError(f"{name}: {action} stands there twice; leave one out")
+            kinds.append(action.kind)
+    for stage in range(num_stages):
+        for micro_batch in range(num_micro_batches):
+            kinds = seen.get((stage, micro_batch), [])
+            if sorted(kinds) not in (["B", "F"], ["F", "I", "W"]):
+                raise ConfigError(
+                    f"{name}: stage {stage} does {', '.join(kinds) or 'nothing'} with micro-batch {micro_batch}; it "
+                    "must do F and B, or F, I and W"
+                )
