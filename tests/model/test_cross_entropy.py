@@ -10,8 +10,8 @@ from moefold.config.schema import Config, ModelConfig, ParallelConfig, TrainConf
 from moefold.model.cross_entropy import chunked_cross_entropy, cross_entropy
 from moefold.model.transformer import build_model, loss_chunk
 from moefold.parallel.collectives import all_gather, all_reduce_max, all_reduce_sum
-from moefold.parallel.groups import Group
 from moefold.parallel.tensor import ShardedVocabulary
+from moefold.testing.group import group_of
 
 H, V = 6, 22
 
@@ -48,7 +48,7 @@ def test_it_equals_torch_with_logits_that_overflow_exp():
 def _on_shards(chunk: int) -> list[Tensor]:
     """Losses and gradients, with the vocabulary cut over two ranks."""
     rank = torch.distributed.get_rank()
-    tp = Group((0, 1), rank, torch.distributed.group.WORLD)
+    tp = group_of((0, 1), rank, torch.distributed.group.WORLD)
     x, weight, labels, share = _case()
     mine = weight.detach().chunk(2)[rank].clone().requires_grad_()
     losses = ShardedVocabulary(tp, V).chunked_cross_entropy(x, mine, labels, chunk)

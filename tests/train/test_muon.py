@@ -5,12 +5,12 @@ from torch import nn
 from moefold.config.schema import Config, ModelConfig, TrainConfig
 from moefold.model.init import initialise
 from moefold.model.transformer import build_model
-from moefold.parallel.groups import Group
+from moefold.testing.group import group_of
 from moefold.train.muon import build_muon, is_muons, logical_matrices, orthogonalise
 from moefold.train.optimizer import named_moments, set_learning_rate
 from moefold.verify.oracle_optimizer import GROUP_OF_NAME, matrices, newton_schulz
 
-ALONE = Group((0,), 0, None)  # type: ignore[arg-type]
+ALONE = group_of((0,), 0, None)
 MODEL = ModelConfig(
     num_layers=2,
     hidden_size=16,

@@ -1,0 +1,19 @@
+"""A communicator by itself, for tests of what takes one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from moefold.parallel.flight_record import FlightRecord
+from moefold.parallel.groups import Group
+
+
+def group_of(ranks: Sequence[int], rank: int, handle: Any) -> Group:
+    """A group with a flight record of its own.
+
+    Args:
+        ranks: its members.
+        rank: my place among them.
+        handle: the process group; None for a group of one.
+    """
+    record = FlightRecord()
+    return Group(tuple(ranks), rank, handle, record, record.add_group("test", ranks))
