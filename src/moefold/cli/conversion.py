@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moefold.convert.heap import return_large_blocks
 from moefold.launch.place import find_place
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
     One of several ranks ends here, with status 0, when it is done.
     """
     place = find_place()
+    return_large_blocks()
     # torch takes seconds to import: a wrong environment is answered without it.
     from moefold.launch.crew import joined_crew
     from moefold.launch.failure import FailingRank, leave
