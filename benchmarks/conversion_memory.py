@@ -1,6 +1,6 @@
 """Peak memory of `moefold import`, `export` and `upcycle` on models that are larger than they may use.
 
-    python benchmarks/conversion_memory.py [--gb 1.5] [--keep DIR]
+    python benchmarks/conversion_memory.py [--gb 1.5] [--only mixtral-bf16] [--keep DIR]
 
 Makes Mixtral-like folders of random weights, a dense one to upcycle, a Llama with a large vocabulary whose head repeats
 the embedding, a gpt-oss with stacked experts, and checkpoints as a run on one rank writes them (tensors whole and in
@@ -47,6 +47,7 @@ def main() -> int:
     """Run the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gb", type=float, default=1.5, help="size of the Mixtral in GB (default 1.5)")
+    parser.add_argument("--only", choices=("llama-f32", "gpt-oss-f32", "mixtral-bf16"), help="of one model alone")
     parser.add_argument("--keep", type=Path, help="use this folder, and leave what was made there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -59,7 +60,7 @@ def main() -> int:
             "mixtral-bf16": lambda place: _mixtral(place, args.gb * 1e9),
         }
         fits = []
-        for name, model in models.items():
+        for name, model in models.items() if args.only is None else [(args.only, models[args.only])]:
             (folder / name).mkdir()
             fits.append(model(folder / name))
             if not args.keep:

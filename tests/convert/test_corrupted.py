@@ -154,6 +154,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "pickled weights": (_pickled, "holds pickled weights (pytorch_model.bin)"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "holds no weights"),
+    "no index": (
+        lambda f: (f / WEIGHTS).rename(f / "part.safetensors"),
+        "nor model.safetensors.index.json; it has part.safetensors, which nothing names",
+    ),
+    "link to nothing": (
+        lambda f: ((f / WEIGHTS).unlink(), (f / WEIGHTS).symlink_to("gone")),
+        "model.safetensors is a link to nothing: fetch the folder again",
+    ),
     "index and single file": (lambda f: (f / INDEX).write_text("{}"), "has both model.safetensors and"),
     "index outside the folder": (_index_outside, "names files outside its folder: ../part.safetensors"),
     "index names a missing file": (

@@ -108,13 +108,16 @@ def test_what_is_computed_is_listed_and_not_written_again(tmp_path, capsys):
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == tensors.keys()
 
 
-def test_the_index_and_the_config_come_back_whatever_wrote_them(tmp_path):
-    """As older tools write them: fewer sizes, other spaces, and a type that the tensors do not have."""
+def test_index_config_and_metadata_come_back_whatever_wrote_them(tmp_path):
+    """As other tools write them: fewer sizes, other spaces, a type that the tensors do not have, words of their own."""
     folder = folder_of(tmp_path, "qwen2-moe", shard="30KB", dtype=torch.bfloat16)
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    files = sorted(folder.glob("*.safetensors"))
+    save_file(load_file(files[0]), files[0], metadata={"maker": "x", "format": "pt"})
+    save_file(load_file(files[1]), files[1])
     assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
     assert_same_folder(folder, tmp_path / "again")

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moefold.convert.heap import return_large_blocks
 from moefold.errors import some
 from moefold.launch.place import find_place
 
@@ -21,6 +22,7 @@ def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
     One of several ranks ends here, with status 0, when it is done.
     """
     place = find_place()
+    return_large_blocks()
     # torch takes seconds to import: a wrong environment is answered without it.
     from moefold.launch.crew import joined_crew
     from moefold.launch.departure import leave

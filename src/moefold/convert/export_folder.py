@@ -31,7 +31,16 @@ from moefold.convert.manifest import (
     write_manifest,
 )
 from moefold.convert.piece import Plan
-from moefold.convert.safetensors_file import DTYPES, NAMES, FileWriter, Layout, begin_file, bytes_of, plan_file
+from moefold.convert.safetensors_file import (
+    DTYPES,
+    NAMES,
+    WRITTEN_METADATA,
+    FileWriter,
+    Layout,
+    begin_file,
+    bytes_of,
+    plan_file,
+)
 from moefold.convert.start_check import model_in
 from moefold.convert.weights import FURTHER, HfSource, plan_for
 from moefold.errors import ConfigError, some
@@ -89,14 +98,23 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
     _refuse_differences(plan, source, checkpoint, left_out)
     dtypes = _their_dtypes(plan, source, wish)
     files = _files(plan, dtypes, model, origin.manifest, wish)
+    metadata = {} if origin.manifest is None else origin.manifest.metadata
     with drafted(out, crew) as draft:
-        layouts = {name: plan_file(draft / name, tensors) for name, tensors in files.items()}
+        layouts = {
+            name: plan_file(draft / name, tensors, metadata.get(name, WRITTEN_METADATA))
+            for name, tensors in files.items()
+        }
         if crew.is_first:
             for name, layout in layouts.items():
                 begin_file(draft / name, layout)
         agree(crew, "")
         hashes = _write_tensors(source, plan, layouts, crew, advance)
-        manifest = Manifest(family.name, number, _listed(layouts, hashes, echoes))
+        manifest = Manifest(
+            family.name,
+            number,
+            _listed(layouts, hashes, echoes),
+            {name: metadata[name] for name in files if name in metadata},
+        )
         if crew.is_first:
             if companions is not None:
                 copy_companions(companions, draft)

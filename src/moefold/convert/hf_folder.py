@@ -66,8 +66,18 @@ def _read_tensors(path: Path) -> dict[str, Stored]:
                 f"{str(path)!r} holds pickled weights ({some(pickled)}), which can run code when they are read; "
                 "moefold reads safetensors files only: save the model again with transformers"
             )
-        raise ConfigError(f"{str(path)!r} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+        raise ConfigError(
+            f"{str(path)!r} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}{_what_is_there(path)}"
+        )
     return _read_index(path, index)
+
+
+def _what_is_there(path: Path) -> str:
+    """What of a folder's weights is there, where what is needed is not."""
+    if links := [name for name in (SINGLE_FILE, INDEX_FILE) if (path / name).is_symlink()]:
+        return f"; {links[0]} is a link to nothing: fetch the folder again"
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    return f"; it has {some(files)}, which nothing names" if files else ""
 
 
 def _read_index(path: Path, index: Path) -> dict[str, Stored]:

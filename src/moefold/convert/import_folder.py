@@ -27,6 +27,7 @@ from moefold.convert.manifest import (
     tokenizer_fault,
     write_manifest,
 )
+from moefold.convert.safetensors_file import WRITTEN_METADATA, read_metadata
 from moefold.convert.weights import HfSource, WeightSource
 from moefold.errors import ConfigError, some
 from moefold.launch.crew import Crew
@@ -225,7 +226,9 @@ def _manifest(source: HfSource, crew: Crew) -> Manifest:
         name: Listed(stored.file.name, stored.dtype, stored.shape, hashes[name], source.passed_over.get(name, ""))
         for name, stored in ((name, folder.tensors[name]) for name in in_order)
     }
-    return Manifest(folder.family.name, source.layout, listed)
+    files = sorted({stored.file for stored in folder.tensors.values()})
+    metadata = {file.name: found for file in files if (found := read_metadata(file)) != WRITTEN_METADATA}
+    return Manifest(folder.family.name, source.layout, listed, metadata)
 
 
 def _toml(value: object) -> str:

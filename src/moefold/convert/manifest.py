@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -48,6 +48,8 @@ class Manifest:
     layout: int
     """Which of the family's layouts the experts have."""
     tensors: dict[str, Listed]
+    metadata: dict[str, dict[str, str]] = field(default_factory=dict)
+    """What the files say beside their tensors, by file, where it is not what transformers writes."""
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -65,10 +67,11 @@ def read_manifest(path: Path) -> Manifest | None:
     try:
         fields = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
         listed = {name: _listed(entry) for name, entry in fields["tensors"].items()}
-        family, layout = fields["family"], fields["layout"]
+        family, layout, others = fields["family"], fields["layout"], fields.get("metadata", {})
         if not isinstance(family, str) or (family in FAMILIES and layout not in range(len(FAMILIES[family].layouts))):
             raise ValueError(layout)
-        return Manifest(family, layout, listed)
+        metadata = {file: {str(key): str(value) for key, value in found.items()} for file, found in others.items()}
+        return Manifest(family, layout, listed, metadata)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

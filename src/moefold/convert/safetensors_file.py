@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -25,6 +25,8 @@ MOST_HEADER_BYTES = 100_000_000
 """As in the library."""
 ALIGNMENT_BYTES = 8
 """The library pads headers to this."""
+WRITTEN_METADATA = MappingProxyType({"format": "pt"})
+"""What transformers writes into every file."""
 BLOCK_BYTES = 1 << 24
 """So much is read at a time where a tensor need not be in memory."""
 
@@ -90,6 +92,14 @@ def read_header(file: Path) -> dict[str, Stored]:
         has = "lacks" if size < 8 + length + end else "has"
         raise ConfigError(f"{str(file)!r} {has} {abs(8 + length + end - size)} bytes at its end {_more(has)}")
     return found
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """What a file that `read_header` has read says beside its tensors."""
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    found = header.get("__metadata__", {})
+    return {key: value for key, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
 
 
 def _whole(numbers: Any) -> tuple[int, ...]:
@@ -173,14 +183,17 @@ class Layout:
         return len(self.header) + sum(stored.num_bytes for stored in self.tensors.values())
 
 
-def plan_file(file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
+def plan_file(
+    file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = WRITTEN_METADATA
+) -> Layout:
     """Lay out a file.
 
     Args:
         file: where it will be.
         tensors: type (as the format spells it) and shape by name, in the order of the file.
+        metadata: what it says beside them.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset, starts = 0, {}
     for name, (dtype, shape) in tensors.items():
         end = offset + math.prod(shape) * DTYPES[dtype].itemsize
