@@ -1,7 +1,8 @@
-"""Attention that remembers the keys and values of earlier tokens: the core of a layer that decodes token by token.
+"""Attention that remembers earlier tokens, for a layer that decodes token by token.
 
-It stands at the seam `core`, so the layer around it is the one that trains. Keys come rotated; what is kept is what
-the core is given, the heads of this rank.
+`CachedAttention` stands at the seam `core`, so the layer around it is the one that trains: it keeps the keys and values
+that the core is given, the heads of this rank. `LatentCache` stands at the seam `kept` of latent attention: it keeps
+what the heads would be made of. Keys come rotated.
 """
 
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ class CachedAttention:
         self._whole = CausalAttention(window)
         self._kept: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the keys and values; 0 before the first pass."""
+        return sum(kept.nbytes for kept in self._kept or ())
+
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
     ) -> Tensor:
@@ -70,7 +76,7 @@ class CachedAttention:
         if self._span.is_start:
             return self._whole(q, k, v, None, sinks)
         keys, values = (kept_BGLD[:, :, : self._span.num_keys] for kept_BGLD in self._kept)
-        seen_BSL = self._seen(k.device)
+        seen_BSL = seen_keys(self._span, self._window)
         if sinks is not None:
             block = attention_block(q, keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3), seen=seen_BSL)
             return fold_in_sinks(*block, sinks)[0]
@@ -78,12 +84,46 @@ class CachedAttention:
         out = F.scaled_dot_product_attention(q.permute(1, 2, 0, 3), keys, values, attn_mask=mask, enable_gqa=is_grouped)
         return out.permute(2, 0, 1, 3)
 
-    def _seen(self, device: torch.device) -> Tensor:
-        """Which kept key each query sees, bool [B, S, keys]."""
-        places, own_BS1 = torch.arange(self._span.num_keys, device=device), self._span.positions_SB.t().unsqueeze(-1)
-        seen_BSL = places <= own_BS1
-        return seen_BSL & (places > own_BS1 - self._window) if self._window else seen_BSL
-
     def _zeros(self, x_SBGD: Tensor) -> Tensor:
         _, batch_size, heads, size = x_SBGD.shape
         return x_SBGD.new_zeros(batch_size, heads, self._capacity, size)
+
+
+class LatentCache:
+    """The latents and rotated keys of all tokens, one vector for each, whole on every tensor-parallel rank.
+
+    Args:
+        span: of the pass; shared with the other layers.
+        capacity: positions that a sample can have.
+        window: keys that a query sees at most, its own included; 0: no limit.
+    """
+
+    def __init__(self, span: Span, capacity: int, window: int = 0) -> None:
+        self._span = span
+        self._capacity = capacity
+        self._window = window
+        self._kept_BLR: Tensor | None = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the latents and keys; 0 before the first pass."""
+        return 0 if self._kept_BLR is None else self._kept_BLR.nbytes
+
+    def add(self, new_SBR: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Keep those of this pass; see `KeptLatents`."""
+        _, batch_size, size = new_SBR.shape
+        if self._kept_BLR is None:
+            self._kept_BLR = new_SBR.new_zeros(batch_size, self._capacity, size)
+        samples_B = torch.arange(batch_size, device=new_SBR.device)
+        self._kept_BLR[samples_B, self._span.positions_SB] = new_SBR
+        if self._span.is_start:
+            return None
+        return self._kept_BLR[:, : self._span.num_keys], seen_keys(self._span, self._window)
+
+
+def seen_keys(span: Span, window: int) -> Tensor:
+    """Which kept key each query sees, bool [B, S, keys]."""
+    own_BS1 = span.positions_SB.t().unsqueeze(-1)
+    places = torch.arange(span.num_keys, device=own_BS1.device)
+    seen_BSL = places <= own_BS1
+    return seen_BSL & (places > own_BS1 - window) if window else seen_BSL

@@ -1,5 +1,7 @@
 """Multi-head latent attention: keys and values of all heads come from one narrow vector (arXiv:2405.04434 sec. 2.1)."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +19,22 @@ LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latents, whatever `norm_eps` is: DeepSeek's code and transformers have it so."""
 
 
+class KeptLatents(Protocol):
+    """What decoding remembers of earlier tokens; see `LatentCache`."""
+
+    def add(self, new_SBR: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Remember the latents and rotated keys of this pass; returns those of all tokens and which of them are seen.
+
+        Args:
+            new_SBR: [S, B, latent + rotated].
+
+        Returns:
+            (kept [B, tokens, latent + rotated], seen [B, S, tokens], bool); None where the tokens of this pass see
+            nothing but each other.
+        """
+        ...
+
+
 class LatentAttention(nn.Module):
     """Latents of queries and of keys and values, their heads, rotation of a part, and the attention core.
 
@@ -26,6 +44,8 @@ class LatentAttention(nn.Module):
 
     `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism) and `later` (a backward pass in
     two parts).
+    A decoder sets `kept`, and then attention to earlier tokens reads their latents: no heads are made of them
+    (arXiv:2405.04434 sec. 2.1.2).
 
     Args:
         cfg: sizes and scaling.
@@ -51,6 +71,8 @@ class LatentAttention(nn.Module):
         self.later: Later | None = None
         self.window = window
         self.core: CoreAttention = CausalAttention(window)
+        self.kept: KeptLatents | None = None
+        self._scale = softmax_factor(cfg) / cfg.head_size**0.5
         # The core wants one width for all heads, and divides the scores by the root of that of the queries.
         self._width = max(cfg.head_size, cfg.v_head_dim)
         self._query_factor = softmax_factor(cfg) * (self._width / cfg.head_size) ** 0.5
@@ -70,17 +92,50 @@ class LatentAttention(nn.Module):
         weight = self.wq if self.wq_up is None else self.wq_up
         assert weight is not None
         query = self._project(source, weight).unflatten(-1, (-1, self.plain_size + self.rotated_size))
-        key_value = self._project(latent, self.wkv_up).unflatten(-1, (-1, self.plain_size + self.value_size))
         plain_query, rotated_query = query.split((self.plain_size, self.rotated_size), -1)
+        turned_query, turned_key = rotation(rotated_query), rotation(shared_key.unsqueeze(-2))
+        kept = None if self.kept is None else self.kept.add(torch.cat((latent, turned_key.squeeze(-2)), -1))
+        if kept is None:
+            attended = self._attend_to_heads(torch.cat((plain_query, turned_query), -1), latent, turned_key, starts)
+        else:
+            attended = self._attend_to_latents(plain_query, turned_query, *kept)
+        return self.tokens.scatter(self._project(attended.flatten(2), self.wo))
+
+    def _attend_to_heads(self, query: Tensor, latent: Tensor, turned_key: Tensor, starts: Tensor | None) -> Tensor:
+        """Make heads of the latents, for the core: [S, B, A, v] of queries [S, B, A, D] and latents [S, B, R]."""
+        key_value = self._project(latent, self.wkv_up).unflatten(-1, (-1, self.plain_size + self.value_size))
         plain_key, value = key_value.split((self.plain_size, self.value_size), -1)
-        rotated_key = rotation(shared_key.unsqueeze(-2)).expand(*plain_key.shape[:-1], -1)
-        query = torch.cat((plain_query, rotation(rotated_query)), -1)
-        key = torch.cat((plain_key, rotated_key), -1)
+        key = torch.cat((plain_key, turned_key.expand(*plain_key.shape[:-1], -1)), -1)
         if self._query_factor != 1.0:
             query = query * self._query_factor
         attended = self.core(self._padded(query), self._padded(key), self._padded(value), starts)
-        attended = attended[..., : self.value_size].flatten(2)
-        return self.tokens.scatter(self._project(attended, self.wo))
+        return attended[..., : self.value_size]
+
+    def _attend_to_latents(self, plain: Tensor, turned: Tensor, kept_BLR: Tensor, seen_BSL: Tensor) -> Tensor:
+        """Bring the queries into the space of the latents, attend there, and make values of what was seen; local.
+
+        (W_k c)^T q = c^T (W_k^T q), so that all heads read the same keys: for each query A rows of one attention.
+
+        Args:
+            plain: queries of the unrotated part, [S, B, A, nope].
+            turned: those of the rotated part, [S, B, A, rope].
+            kept_BLR: latents and rotated keys, [B, tokens, R + rope].
+            seen_BSL: which of them a query sees.
+
+        Returns:
+            [S, B, A, v].
+        """
+        num_heads, rank = plain.shape[2], self.wkv_up.shape[1]
+        up_AOR = local(self.wkv_up, plain.dtype).unflatten(0, (num_heads, -1))
+        key_up, value_up = up_AOR.split((self.plain_size, self.value_size), 1)
+        query = torch.cat((torch.einsum("sbap,apr->bsar", plain, key_up), turned.transpose(0, 1)), -1)
+        # The values are the latents, the first columns of the keys: the others are cut off behind the product.
+        seen = seen_BSL.repeat_interleave(num_heads, 1).unsqueeze(1)
+        keys = kept_BLR.unsqueeze(1)
+        out = F.scaled_dot_product_attention(
+            query.flatten(1, 2).unsqueeze(1), keys, keys, attn_mask=seen, scale=self._scale
+        )
+        return torch.einsum("bsar,avr->sbav", out[:, 0, :, :rank].unflatten(1, (-1, num_heads)), value_up)
 
     def _gathered_latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What queries come from, the latent of keys and values, and the key that all heads share, each [S/cp, B, ...].

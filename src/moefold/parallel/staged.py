@@ -5,7 +5,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moefold.config.schema import Config
-from moefold.model.cache import CachedAttention, Span
+from moefold.model.cache import CachedAttention, LatentCache, Span
+from moefold.model.latent_attention import LatentAttention
 from moefold.model.seams import Tokens
 from moefold.model.transformer import Head
 from moefold.parallel.collectives import all_gather, broadcast, gather_to_first, receive, start_send
@@ -121,10 +122,10 @@ class PickedTokens:
 
 
 class Decoder:
-    """Context manager: inside, the model decodes one batch of samples with a cache of keys and values.
+    """Context manager: inside, the model decodes one batch of samples with a cache of keys and values, or of latents.
 
-    Replaces three seams and puts them back: the attention cores by ones that remember, the sequence parallelism by one
-    that takes any number of tokens, and what the head reads.
+    Replaces three seams and puts them back: attention by one that remembers, the sequence parallelism by one that takes
+    any number of tokens, and what the head reads.
 
     Args:
         model: under any tp, pp, ep and etp; not with cp or dp.
@@ -145,7 +146,10 @@ class Decoder:
         for module in self._model.stage.modules():
             # Whatever attention or feed-forward layer it is: it has the seam or it has not.
             if isinstance(window := getattr(module, "window", None), int):
-                self._replace(module, "core", CachedAttention(self._span, self._capacity, window))
+                if isinstance(module, LatentAttention):
+                    self._replace(module, "kept", LatentCache(self._span, self._capacity, window))
+                else:
+                    self._replace(module, "core", CachedAttention(self._span, self._capacity, window))
             if isinstance(module, Head):
                 inner: Tokens = self._tokens if self._model.groups.attn.tp.size > 1 else module.tokens
                 self._picked = PickedTokens(inner)
