@@ -96,6 +96,9 @@ def test_meta_comes_back(tmp_path):
         (json.dumps(asdict(meta(1)) | {"step": "1"}), f"has a broken {META_FILE}: step is '1'"),
         (json.dumps(asdict(meta(1)) | {"tokens": None}), f"has a broken {META_FILE}: tokens is None"),
         (json.dumps(asdict(meta(1)) | {"model": []}), f"has a broken {META_FILE}: model is no object"),
+        (json.dumps(asdict(meta(1)) | {"order": {"seq_len": "x"}}), f"broken {META_FILE}: order.seq_len is 'x'"),
+        (json.dumps(asdict(meta(1)) | {"parallel": {"tp": 0}}), f"broken {META_FILE}: parallel.tp is 0"),
+        (json.dumps(asdict(meta(1)) | {"dtype": 3}), f"broken {META_FILE}: dtype is no text"),
     ],
     ids=lambda value: str(value)[:20],
 )

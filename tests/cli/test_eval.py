@@ -1,5 +1,6 @@
 """`moefold eval`: what it refuses, at once and without torch; what it prints is in tests/e2e."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ def folder(tmp_path: Path) -> Path:
     np.save(tmp_path / "large.npy", np.arange(300))
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9" * 20)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "folder.npy").mkdir()
+    (tmp_path / "link.npy").symlink_to("ids.npy")
     return tmp_path
 
 
@@ -39,6 +42,9 @@ WRONG = {
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/out.txt": "must end in .npy",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/no/out.npy": "the folder '{f}/no' does not exist",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/o.npy --keep-tail": "leave one out",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/folder.npy": "--logits '{f}/folder.npy' is a folder",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/empty/../ids.npy": "is the file that is read",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/link.npy": "is the file that is read, which",
 }
 
 
@@ -50,6 +56,17 @@ def test_a_wrong_word_is_one_message(folder, capsys, words):
     assert err.startswith("moefold: error: ")
     assert WRONG[words].format(f=folder) in err
     assert err.count("\n") == 1
+
+
+def test_logits_that_the_disk_has_no_room_for_are_refused(folder, capsys):
+    wide, free = folder / "wide", shutil.disk_usage(folder).free
+    # Rows that are no larger than the disk, whose logits are.
+    described_run(wide, model={"preset": "tiny", "vocab_size": free // (4 * 64) // 4096 * 4096 + 4096})
+    words = f"eval {wide} --tokens {folder}/ids.npy --seq-len 8 --logits {folder}/o.npy"
+    assert main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert "GB are free; name a file on another disk" in err
+    assert not (folder / "o.npy").exists()
 
 
 @pytest.mark.parametrize(

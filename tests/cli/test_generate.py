@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moefold.cli.generate import _is_setting
 from moefold.cli.main import main
 from tests.inference.checkpoint_folder import described_run
 
@@ -29,6 +30,8 @@ WRONG = {
     "{run} x parallel.zero=1": "parallel.zero has no effect here",
     "{run} x moe.eval_capacity_factor=1": "moe.eval_capacity_factor cannot be set here",
     "{run} x paralel.tp=2": "did you mean [parallel]",
+    "{run} x parallel.tpp=2": "did you mean parallel.tp",
+    "{run} caf\udce9": "the prompt is not Unicode text",
     "{run} x --tokenizer nowhere.json": "data.tokenizer='nowhere.json' does not exist",
 }
 
@@ -54,6 +57,30 @@ def test_a_prompt_that_is_not_there_or_no_text(run_dir, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
     assert main(["generate", str(run_dir)]) == 2
     assert "is not text in UTF-8" in capsys.readouterr().err
+
+
+def test_bytes_that_a_locale_lets_through_are_no_prompt(run_dir, capsys, monkeypatch):
+    lenient = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="ascii", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", lenient)
+    assert main(["generate", str(run_dir)]) == 2
+    assert "is not text in UTF-8 (unexpected end of data, byte 3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "is_setting"),
+    [
+        ("parallel.tp=2", True),
+        ("paralel.tp=2", True),
+        ("moe.eval_capacity_factor=1", True),
+        ("os.path=1", False),
+        ("parser.add=x", False),
+        ("model.tp=2", False),
+        ("a parallel.tp=2", False),
+        ("parallel.tp = 2", False),
+    ],
+)
+def test_words_that_are_no_mapping_are_prompts(word, is_setting):
+    assert _is_setting(word) == is_setting
 
 
 def test_ranks_of_a_launcher_have_no_standard_input(run_dir, capsys, monkeypatch):

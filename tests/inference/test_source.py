@@ -3,6 +3,8 @@ import shutil
 
 import pytest
 
+from moefold.checkpoint.folder import locate_checkpoint, locate_folder
+from moefold.convert.start_check import model_in
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source
 from tests.inference.checkpoint_folder import described_run
@@ -60,6 +62,39 @@ def test_what_is_no_model(tmp_path):
         find_source(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "mixtra"}')
     with pytest.raises(ConfigError, match="did you mean 'mixtral'"):
+        find_source(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_attention_heads", 0, "model.num_attention_heads=0 must be at least 1"),
+        ("layer_pattern", "x", "model.layer_pattern: unexpected 'x'"),
+        ("hidden_size", "64", "model.hidden_size='64' must be an integer"),
+    ],
+)
+def test_a_description_that_makes_no_sense_is_named(tmp_path, key, value, message):
+    described_run(tmp_path)
+    meta = tmp_path / "checkpoints" / "step-000010" / "moefold.json"
+    content = json.loads(meta.read_text())
+    content["model"][key] = value
+    meta.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"moefold.json is damaged, or of another version of moefold: {message}"):
+        find_source(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"has a model that this version does not know: {message}"):
+        model_in(tmp_path)
+
+
+def test_checkpoints_that_lie_elsewhere_are_the_same_to_every_command(tmp_path):
+    described_run(tmp_path / "run", checkpoint={"dir": str(tmp_path / "disk")})
+    shutil.move(tmp_path / "run" / "checkpoints", tmp_path / "disk")
+    assert locate_folder(tmp_path / "run") == tmp_path / "disk"
+    assert locate_checkpoint(tmp_path / "run") == tmp_path / "disk" / "step-000010"
+
+
+def test_a_hugging_face_folder_whose_context_is_no_number(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral", "max_position_embeddings": "x"}')
+    with pytest.raises(ConfigError, match="max_position_embeddings='x' must be a number, at least 1"):
         find_source(str(tmp_path))
 
 

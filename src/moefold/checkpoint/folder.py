@@ -130,21 +130,43 @@ def locate_folder(path: Path) -> Path:
     """
     if not path.is_dir():
         raise ConfigError(f"{str(path)!r} does not exist; name a run, or a folder of checkpoints")
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    inside = path / "checkpoints"
+    if complete_checkpoints(path) or complete_checkpoints(inside):
+        return inside if complete_checkpoints(inside) else path
+    return _moved_folder(path) or (inside if inside.is_dir() else path)
 
 
-def locate_checkpoint(path: Path) -> Path:
+def newest_checkpoint(path: Path) -> Path | None:
     """The checkpoint that a user means: it itself, or the newest complete one of a run or of a folder of them.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such folder.
     """
     if (path / META_FILE).is_file():
         return path
     complete = complete_checkpoints(locate_folder(path))
-    if not complete:
+    return complete[-1] if complete else None
+
+
+def _moved_folder(run_dir: Path) -> Path | None:
+    """Where a run keeps its checkpoints that keeps them elsewhere (checkpoint.dir); None if it does not say so."""
+    try:
+        tree = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        named = tree["checkpoint"]["dir"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return Path(named) if isinstance(named, str) and named and Path(named).is_dir() else None
+
+
+def locate_checkpoint(path: Path) -> Path:
+    """As `newest_checkpoint`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (found := newest_checkpoint(path)) is None:
         raise ConfigError(f"{str(path)!r} is no complete checkpoint and holds none; name one, or a run that saved some")
-    return complete[-1]
+    return found
 
 
 def write_meta(path: Path, meta: CheckpointMeta) -> None:
@@ -192,6 +214,14 @@ def _check_meta(meta: CheckpointMeta) -> None:
         layer_windows(sizes["attention_pattern"], sizes.get("sliding_window", 0), sizes.get("num_layers", 0))
     if not all(type(degree) in (int, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
+    numbers = {"order.seq_len": meta.order.get("seq_len", 1)}
+    numbers |= {f"parallel.{name}": meta.parallel.get(name, 1) for name in ("world_size", "tp", "cp", "pp")}
+    for name, value in numbers.items():
+        if type(value) is not int or value < 1:
+            raise TypeError(f"{name} is {value!r}")
+    for name in ("dtype", "origin"):
+        if not isinstance(getattr(meta, name), str):
+            raise TypeError(f"{name} is no text")
 
 
 def find_resume(cfg: Config) -> Path | None:

@@ -1,13 +1,19 @@
 """`moefold eval`: mean cross-entropy of a model over a file of tokens or text."""
 
 import argparse
+import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moefold.cli.compute_options import add_compute_options
 from moefold.cli.one_voice import one_voice
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
+
+if TYPE_CHECKING:
+    from moefold.inference.token_row import TokenRow
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
 the newest complete one is taken, or a Hugging Face folder. The file is cut into sequences of S tokens, one after
@@ -64,7 +70,13 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
         name = f"--text {str(arguments.text)!r}"
         text = read_text(arguments.text, "--text")
         ids = encode_text(source, open_tokenizer(source, arguments.tokenizer), text, name)
-    check_row(TokenRow(ids, arguments.seq_len, arguments.keep_tail), source.model.vocab_size, name)
+    row = TokenRow(ids, arguments.seq_len, arguments.keep_tail)
+    check_row(row, source.model.vocab_size, name)
+    _check_space(arguments.logits, row, source.model.vocab_size)
+    if cfg.moe.eval_capacity_factor <= 0:
+        # Without a capacity, what fills a batch up changes nothing but the time it takes.
+        batch_size = min(arguments.batch_size, -(-row.num_sequences // cfg.parallel.dp))
+        cfg = inference_config(source, replace(wish, batch_size=batch_size), "evaluate")
 
     # torch takes seconds to import: everything above answers without it.
     from moefold.inference.rank import EvalJob, eval_rank
@@ -93,6 +105,24 @@ def _check_logits(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--logits {str(path)!r} must end in .npy, the form that is written")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--logits {str(path)!r}: the folder {str(path.absolute().parent)!r} does not exist")
+    if path.is_dir():
+        raise ConfigError(f"--logits {str(path)!r} is a folder; name a file in it: {str(path / 'logits.npy')!r}")
+    read = arguments.tokens if arguments.tokens is not None else arguments.text
+    if path.resolve() == read.resolve():
+        raise ConfigError(f"--logits {str(path)!r} is the file that is read, which it would replace; name another one")
+
+
+def _check_space(path: Path | None, row: "TokenRow", vocab_size: int) -> None:
+    """Refuse logits that the disk has no room for; a mapped file that finds none ends the process."""
+    if path is None:
+        return
+    needed_bytes = 4 * row.num_sequences * row.seq_len * vocab_size
+    free_bytes = shutil.disk_usage(path.absolute().parent).free
+    if needed_bytes > free_bytes:
+        raise ConfigError(
+            f"--logits {str(path)!r} takes {needed_bytes / 1e9:,.1f} GB, and {free_bytes / 1e9:,.1f} GB are free; "
+            "name a file on another disk, or evaluate less"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

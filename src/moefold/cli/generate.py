@@ -8,6 +8,7 @@ from functools import partial
 
 from moefold.cli.compute_options import add_compute_options
 from moefold.cli.one_voice import one_voice
+from moefold.config.keys import nearest
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
 
@@ -15,15 +16,14 @@ EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of
 the newest complete one is taken, or a Hugging Face folder. Without a PROMPT, standard input is one, without its last
 newline. One prompt streams its continuation to standard output; several are continued together and printed when all
 are done. Words of the form parallel.KEY=N are the mapping: tp, pp, ep, etp, world_size (by default as many ranks as the
-others need).
+others need). Any other word is a prompt; one that looks like the mapping can come on standard input.
 
 examples:
   moefold generate runs/quickstart "The for statement" --max-tokens 200 --temperature 0.8 --top-p 0.95
   echo "def main():" | moefold generate runs/quickstart parallel.tp=2 parallel.ep=2 --temperature 0
 """
 
-OVERRIDE = re.compile(r"[a-z]+\.[a-z_]+=\S+")
-"""A word that is a setting, not a prompt."""
+_SETTING = re.compile(r"([a-z]+)\.[a-z_]+=\S+")
 
 
 def run(argv: list[str]) -> int:
@@ -49,7 +49,7 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
     source = find_source(arguments.model)
     # A wrong mapping is answered before anybody is asked for a prompt.
     wish = Wish(
-        overrides=tuple(word for word in arguments.words if OVERRIDE.fullmatch(word)),
+        overrides=tuple(word for word in arguments.words if _is_setting(word)),
         dtype=arguments.dtype,
         device=arguments.device,
         world_size=None if place is None else place.world_size,
@@ -60,7 +60,7 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
     if place is not None:
         check_world_size(place, cfg.parallel.world_size)
     tokenizer = open_tokenizer(source, arguments.tokenizer)
-    prompts = tuple(word for word in arguments.words if not OVERRIDE.fullmatch(word)) or (_read_prompt(place),)
+    prompts = tuple(word for word in arguments.words if not _is_setting(word)) or (_read_prompt(place),)
     ids = encode_prompts(source, tokenizer, prompts)
     longest = max(map(len, ids)) + arguments.max_tokens
     cfg = inference_config(source, replace(wish, seq_len=longest, batch_size=len(prompts)), "generate")
@@ -84,6 +84,13 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
     return run_ranks(partial(generate_rank, job), cfg.parallel.world_size, device_type, place)
 
 
+def _is_setting(word: str) -> bool:
+    """Whether a word is meant as a setting, be it one that is refused, and not as a prompt."""
+    found = _SETTING.fullmatch(word)
+    # A slip in the one section that counts is no prompt either.
+    return found is not None and (found[1] == "moe" or nearest(found[1], ("parallel",), cutoff=0.75) is not None)
+
+
 def _read_prompt(place: Place | None) -> str:
     """The prompt on standard input, which ranks that a launcher started do not all have."""
     if place is not None:
@@ -91,10 +98,13 @@ def _read_prompt(place: Place | None) -> str:
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError('a prompt is missing: moefold generate MODEL "the beginning of a text", or on standard input')
     try:
-        text = sys.stdin.read()
+        # Whatever the locale says: under that of C, bytes that are no text would come through.
+        text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the prompt on standard input is not text in UTF-8 ({error.reason})") from error
-    return text.removesuffix("\n")
+        raise ConfigError(
+            f"the prompt on standard input is not text in UTF-8 ({error.reason}, byte {error.start}); convert it first"
+        ) from error
+    return text.replace("\r\n", "\n").removesuffix("\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from moefold.config.checks_range import range_faults
 from moefold.config.checks_routing import ROUTING_RULES
 from moefold.config.checks_train import TRAIN_RULES
 from moefold.config.faults import refuse
-from moefold.config.schema import Config
+from moefold.config.schema import Config, ModelConfig
 from moefold.parallel.layout import Layout, fold
 
 RULES = (*MODEL_RULES, *ROUTING_RULES, *PARALLEL_RULES, *TRAIN_RULES, *DATA_RULES, *FAULT_RULES)
@@ -36,6 +36,17 @@ def check_config(cfg: Config) -> Layout:
     )
     refuse(fault for rule in RULES for fault in rule(cfg))
     return layout
+
+
+def check_model(model: ModelConfig) -> None:
+    """Refuse a model that cannot be, whatever else a recipe says.
+
+    Raises:
+        ConfigError: one line for each fault.
+    """
+    cfg = Config(model=model)
+    refuse(range_faults(cfg))
+    refuse(fault for rule in MODEL_RULES for fault in rule(cfg))
 
 
 def check_machine(cfg: Config) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from moefold.checkpoint.folder import locate_checkpoint, model_differences, model_sizes, read_meta
+from moefold.config.checks import check_model
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.hf_config import is_hf_folder, read_model_config
@@ -32,9 +33,11 @@ def model_in(path: Path) -> ModelConfig:
         return read_model_config(path)
     keys = {key: value for key, value in read_meta(path).model.items() if key not in NOT_A_KEY}
     try:
-        return config_from_dict({"model": keys}).model
+        model = config_from_dict({"model": keys}).model
+        check_model(model)
     except ConfigError as error:
         raise ConfigError(f"checkpoint {str(path)!r} has a model that this version does not know: {error}") from None
+    return model
 
 
 def start_fault(cfg: Config, path: Path) -> str:

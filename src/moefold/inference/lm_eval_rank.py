@@ -11,6 +11,7 @@ from lm_eval.api.registry import register_model
 from moefold.errors import ConfigError
 from moefold.inference.lm_eval_model import MoefoldLM
 from moefold.inference.lm_eval_settings import LmSettings
+from moefold.inference.memory import cache_bytes, refuse_too_large
 from moefold.inference.opening import open_model
 from moefold.inference.scoring import CommandedModel
 from moefold.inference.text import open_tokenizer
@@ -30,6 +31,11 @@ def lm_eval_rank(settings: LmSettings, words: list[str], place: Place, device_ty
 
         def open_here() -> CommandedModel:
             source, cfg = settings.resolve(place.world_size)
+            what, way_out = (
+                f"the cache of one text of max_length={cfg.train.seq_len}",
+                "give a smaller --model_args max_length=",
+            )
+            refuse_too_large(what, cache_bytes(cfg, cfg.train.seq_len, 1), device, way_out)
             opened.append(CommandedModel(open_model(source, cfg, device, open_tokenizer(source, settings.tokenizer))))
             return opened[0]
 

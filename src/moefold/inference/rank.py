@@ -14,6 +14,7 @@ from moefold.config.schema import Config
 from moefold.data.tokenizer import Tokenizer
 from moefold.inference.evaluate import Evaluation, LogitsFile, evaluate
 from moefold.inference.generate import Continuation, generate
+from moefold.inference.memory import batch_bytes, cache_bytes, memory_or, refuse_too_large
 from moefold.inference.opening import open_model
 from moefold.inference.sampling import Sampling
 from moefold.inference.source import Source
@@ -40,7 +41,10 @@ class EvalJob:
 
 def eval_rank(job: EvalJob, place: Place, device_type: str) -> int:
     """Join the job, evaluate, print the result on the first rank; returns the exit status."""
-    with FailingRank(place, lambda: False), joined(place, device_type) as device:
+    way_out = "give a smaller --batch-size or --seq-len, or cut the model with parallel.tp and pp"
+    with FailingRank(place, lambda: False), joined(place, device_type) as device, memory_or(way_out):
+        what = f"a batch of {job.cfg.train.micro_batch_size} sequences of {job.cfg.train.seq_len} tokens"
+        refuse_too_large(what, batch_bytes(job.cfg), device, way_out)
         opened = open_model(job.source, job.cfg, device)
         ids = open_ids(job.ids) if isinstance(job.ids, Path) else job.ids
         row = TokenRow(ids, job.seq_len, job.keeps_tail)
@@ -87,7 +91,11 @@ class GenerateJob:
 
 def generate_rank(job: GenerateJob, place: Place, device_type: str) -> int:
     """Join the job, generate, print on the first rank; returns the exit status."""
-    with FailingRank(place, lambda: False), joined(place, device_type) as device:
+    way_out = "give a smaller --max-tokens or fewer prompts, or cut the model with parallel.tp and pp"
+    with FailingRank(place, lambda: False), joined(place, device_type) as device, memory_or(way_out):
+        num_tokens, num_prompts = job.cfg.train.seq_len, len(job.prompts)
+        what = f"the cache of {num_prompts} prompt{'s' * (num_prompts > 1)} and --max-tokens {job.max_tokens}"
+        refuse_too_large(what, cache_bytes(job.cfg, num_tokens, num_prompts), device, way_out)
         tokenizer = open_tokenizer(job.source, job.tokenizer)
         opened = open_model(job.source, job.cfg, device, tokenizer)
         stream = TextStream(tokenizer)

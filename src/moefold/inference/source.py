@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from moefold.checkpoint.folder import (
     META_FILE,
-    checkpoint_folder,
-    complete_checkpoints,
     model_differences,
     model_sizes,
+    newest_checkpoint,
     read_meta,
 )
+from moefold.config.checks import check_model
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig
 from moefold.convert.hf_config import is_hf_folder, model_of, read_hf_config
@@ -58,11 +58,8 @@ def find_source(name: str) -> Source:
     path = existing_path("MODEL", name)
     if not path.is_dir():
         raise ConfigError(f"MODEL={name!r} is a file; name a checkpoint, a run folder or a Hugging Face folder")
-    if (path / META_FILE).is_file():
-        return _checkpoint(path)
-    steps = complete_checkpoints(path) or complete_checkpoints(path / "checkpoints") or _moved_checkpoints(path)
-    if steps:
-        return _checkpoint(steps[-1])
+    if (checkpoint := newest_checkpoint(path)) is not None:
+        return _checkpoint(checkpoint)
     if is_hf_folder(path):
         return _hf_folder(path)
     raise ConfigError(
@@ -81,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable JSON ({error}); mend it or copy it anew") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is no JSON object; mend it or copy it anew")
@@ -139,16 +136,10 @@ def _run_of(path: Path, model: ModelConfig) -> Config | None:
     return None
 
 
-def _moved_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints of a run folder that keeps them elsewhere (checkpoint.dir)."""
-    tree = read_json(path / CONFIG_FILE)
-    if "checkpoint" not in tree or "run" not in tree:
-        return []
-    return complete_checkpoints(checkpoint_folder(_parse(tree, path / CONFIG_FILE)))
-
-
 def _parse(tree: Mapping[str, Any], file: Path) -> Config:
     try:
-        return config_from_dict(tree)
+        cfg = config_from_dict(tree)
+        check_model(cfg.model)
     except ConfigError as error:
-        raise ConfigError(f"{file} is of another version of moefold: {error}") from error
+        raise ConfigError(f"{file} is damaged, or of another version of moefold: {error}") from error
+    return cfg

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from moefold.config.schema import DataConfig
+from moefold.data.jsonl import refuse_half_characters
 from moefold.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.source import Source
@@ -41,8 +42,9 @@ def encode_text(source: Source, tokenizer: Tokenizer, text: str, what: str) -> n
     nothing there.
 
     Raises:
-        ConfigError: the tokenizer knows numbers only, and the text is something else.
+        ConfigError: the text is no Unicode, or the tokenizer knows numbers only, and the text is something else.
     """
+    refuse_half_characters(text, what)
     if source.kind == "huggingface" and isinstance(tokenizer, JsonTokenizer):
         return tokenizer.encode_start(text)
     try:
