@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schema import DataConfig
+from moefold.data.npy_file import map_npy
 from moefold.data.path import data_paths, files_below, refuse_repeats
 from moefold.errors import ConfigError
 
@@ -38,8 +39,7 @@ class TokenFile:
         if self.bin_dtype is not None:
             mapped: NDArray[np.integer] = np.memmap(self.path, dtype=self.bin_dtype, mode="r", shape=(self.num_tokens,))
             return mapped
-        loaded: NDArray[np.integer] = np.load(self.path, mmap_mode="r", allow_pickle=False)
-        return loaded
+        return map_npy(self.path)
 
 
 class TokenFiles:
@@ -183,12 +183,9 @@ def look_at_npy(path: Path) -> TokenFile:
         ConfigError: it is not a complete one-dimensional .npy array of integers.
     """
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        array = map_npy(path)
+    except ValueError as error:
         raise ConfigError(f"{path} is not a complete .npy array ({error}); write it anew with numpy.save") from error
-    if not isinstance(array, np.ndarray):
-        array.close()
-        raise ConfigError(f"{path} is an archive of arrays, not one .npy array; write the ids with numpy.save")
     if array.dtype.kind not in "iu":
         raise ConfigError(f"{path} holds {array.dtype}, but token ids are integers; save it as uint16 or uint32")
     if array.ndim != 1:
