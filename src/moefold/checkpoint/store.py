@@ -68,10 +68,14 @@ class Resume:
     """Newer checkpoints that are damaged, each with what is wrong with it."""
 
 
-def agree_on_resume(cfg: Config) -> Resume:
+def agree_on_resume(cfg: Config, files: Mapping[str, str] | None = None) -> Resume:
     """The newest sound checkpoint of the run, or the one that the recipe names; the same on every rank.
 
     Collective over all ranks, each of which reads a part of the files to see whether they are what was written.
+
+    Args:
+        cfg: the recipe.
+        files: as of `other_order`.
 
     Raises:
         ConfigError: as `refuse_unfit`, on the first rank; the one that was named is damaged, or all of them are.
@@ -95,7 +99,7 @@ def agree_on_resume(cfg: Config) -> Resume:
         faults = _collect(file_faults(path, joined_crew(), reads_all=cfg.checkpoint.verify))
         if not faults:
             if dist.get_rank() == 0:
-                refuse_unfit(path, cfg)
+                refuse_unfit(path, cfg, files)
             return Resume(path, tuple(skipped.values()))
         if cfg.checkpoint.resume != "auto":
             raise ConfigError(f"checkpoint {str(path)!r} is damaged: {some(faults)}; {_OTHER}")
@@ -209,11 +213,24 @@ def _weights(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tenso
 
 
 def _record_files(draft: Path, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
-    """Read back what every rank wrote; collective, and each rank returns the records of all."""
-    mine = {path.name: record_file(path) for path in sorted(draft.glob(f"__{dist.get_rank()}_*.distcp"))}
-    of_ranks: list[dict[str, FileRecord]] = [{} for _ in range(dist.get_world_size())]
+    """Read back what every rank wrote; collective, and each rank returns the records of all.
+
+    Raises:
+        ConfigError: a rank cannot read what it wrote; on every rank alike.
+    """
+    mine: dict[str, FileRecord] | str
+    try:
+        mine = {path.name: record_file(path) for path in sorted(draft.glob(f"__{dist.get_rank()}_*.distcp"))}
+    except OSError as error:
+        mine = f"rank {dist.get_rank()} cannot read back what it wrote to {str(draft)!r}: {error.strerror}"
+    of_ranks: list[dict[str, FileRecord] | str] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, mine, group=group)
-    return {name: record for records in of_ranks for name, record in records.items()}
+    records: dict[str, FileRecord] = {}
+    for found in of_ranks:
+        if isinstance(found, str):
+            raise ConfigError(f"the checkpoint is incomplete: {found}")
+        records |= found
+    return records
 
 
 def _collect(faults: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import os
 from bisect import bisect_right
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -128,8 +129,10 @@ class TokenFiles:
             )
 
 
-def token_files(data: DataConfig) -> tuple[TokenFile, ...]:
-    """The .bin and .npy files that data.path names, folders recursively; reads headers and sizes only.
+def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[TokenFile, ...]:
+    """The .bin and .npy files that data.path names, folders recursively, but those that are skipped.
+
+    Reads headers and sizes only.
 
     Files without a token are left out where others have some.
 
@@ -143,7 +146,8 @@ def token_files(data: DataConfig) -> tuple[TokenFile, ...]:
     if not paths:
         raise ConfigError(f"data.path={roots[0]} holds no .bin or .npy file; name token files or a folder with some")
     refuse_repeats(tuple(path.resolve() for path in paths))
-    files = tuple(file for file in (_look_at(path, data.token_dtype) for path in paths) if file.num_tokens)
+    sound = (path for path in paths if path not in skipped)
+    files = tuple(file for file in (look_at(path, data.token_dtype) for path in sound) if file.num_tokens)
     if not files:
         raise ConfigError(f"data.path={roots[0]} is empty: no token in {len(paths)} file(s); name files with tokens")
     return files
@@ -207,7 +211,12 @@ def _refuse_unfinished(folder: Path) -> None:
         )
 
 
-def _look_at(path: Path, token_dtype: str) -> TokenFile:
+def look_at(path: Path, token_dtype: str) -> TokenFile:
+    """Look at a file of ids; reads its header and its size only.
+
+    Raises:
+        ConfigError: it is neither a .bin of whole ids nor a complete .npy.
+    """
     if not os.access(path, os.R_OK):
         raise ConfigError(f"data.path: {path} is not readable; give read access or leave it out")
     if path.suffix == ".npy":

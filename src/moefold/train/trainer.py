@@ -19,6 +19,7 @@ from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.convert.start import start_weights
 from moefold.data import open_dataset
+from moefold.launch.crew import joined_crew
 from moefold.launch.failure import is_consequence
 from moefold.launch.status import SIGNAL_STATUS
 from moefold.metrics.expert_counts import ExpertCountsWriter, truncate_expert_counts
@@ -32,6 +33,7 @@ from moefold.metrics.writer import MetricsWriter
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchLoader
+from moefold.train.data_files import agree_on_files
 from moefold.train.step import StepResult, TrainingStep
 from moefold.train.stop import SIGNALS, StopSignals
 
@@ -64,7 +66,8 @@ class Trainer:
         if cfg.checkpoint.async_save:
             group = groups.beside_training().handle
             self._saver = BackgroundSaver(cfg, group, is_on_gpu=groups.device.type == "cuda")
-        self._save_s = 0.0
+        self._save_s = self._saves_s = 0.0
+        self._files: dict[str, str] = {}
         self._start = ""
         self._saved_dp: int | None = None
 
@@ -87,23 +90,24 @@ class Trainer:
             try:
                 while self._step < self._cfg.run.steps and status == 0:
                     status = self._one_step(report, stop)
-                self._saver.finish()
+                self._finish_saves()
             except Exception as error:
                 # The last checkpoint may be all but written; one that waits for a rank that is gone never will be.
                 self._saver.settle(LOST_SAVE_S if is_consequence(error) else LAST_SAVE_S)
                 raise
             if report is not None:
-                report.end(status, self._step)
+                report.end(status, self._step, self._saves_s)
         return status
 
     def _resume(self) -> Resume:
-        resume = agree_on_resume(self._cfg)
+        self._files = agree_on_files(self._cfg.data, joined_crew())
+        resume = agree_on_resume(self._cfg, self._files)
         if resume.path is not None:
             training = self._training
             meta = load_checkpoint(resume.path, training.parameters, training.buffers, training.optimizer)
             self._step, self._tokens = meta.step, meta.tokens
             # A checkpoint that was named may be continued on other data, from its start.
-            if not other_order(meta, self._cfg):
+            if not other_order(meta, self._cfg, self._files):
                 self._samples = meta.samples
                 self._row.restore(meta.stream)
             self._saved_dp = meta.dp
@@ -153,8 +157,17 @@ class Trainer:
         training = self._training
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
         stream = self._row.state(self._samples)
-        position = Position(step=self._step, samples=self._samples, tokens=self._tokens, stream=stream)
-        self._save_s += self._saver.save(state, position)
+        position = Position(
+            step=self._step, samples=self._samples, tokens=self._tokens, stream=stream, data_files=self._files
+        )
+        waited_s = self._saver.save(state, position)
+        self._save_s += waited_s
+        self._saves_s += waited_s
+
+    def _finish_saves(self) -> None:
+        started_s = time.perf_counter()
+        self._saver.finish()
+        self._saves_s += time.perf_counter() - started_s
 
     def _metrics(self, result: StepResult, step_time_s: float, eval_loss: float | None) -> StepMetrics:
         tokens_per_s = self._cfg.tokens_per_step / step_time_s
@@ -225,10 +238,12 @@ class _Report:
         self._writer.write(metrics)
         self._progress.update(metrics)
 
-    def end(self, status: int, step: int) -> None:
-        """Say how the run ended, and draw what it wrote."""
+    def end(self, status: int, step: int, saves_s: float) -> None:
+        """Say how the run ended and for how long saving kept it waiting, the last save included; draw what it wrote."""
         if step >= self._first_step:
             plot_loss(self._dir)
+        if self._cfg.checkpoint.every:
+            self._progress.message(f"saving kept training waiting for {saves_s:.2f} s in all")
         self._progress.message(self._farewell(status, step))
 
     def _open_routing(self, stack: ExitStack, resume_step: int) -> None:
