@@ -107,7 +107,11 @@ def agree_on_resume(cfg: Config, files: Mapping[str, str] | None = None) -> Resu
 
 
 def write_checkpoint(
-    cfg: Config, state: Mapping[str, Tensor], position: Position, group: dist.ProcessGroup | None = None
+    cfg: Config,
+    state: Mapping[str, Tensor],
+    position: Position,
+    group: dist.ProcessGroup | None = None,
+    planner: dcp.DefaultSavePlanner | None = None,
 ) -> Path:
     """Write a complete checkpoint of the run; collective over all ranks.
 
@@ -118,6 +122,7 @@ def write_checkpoint(
         state: this rank's part of what is to be saved: `checkpoint_state`.
         position: how far the run has come; that of the first rank is kept.
         group: all ranks; None for the default group.
+        planner: gives the tensors as they are due to be written; None for all at once.
 
     Returns:
         Its folder.
@@ -133,7 +138,7 @@ def write_checkpoint(
             shutil.rmtree(draft, ignore_errors=True)
             # Another rank may have made it meanwhile; it writes into it only once all ranks have agreed on a plan.
             draft.mkdir(parents=True, exist_ok=True)
-        metadata = dcp.save(dict(state), checkpoint_id=draft, process_group=group)
+        metadata = dcp.save(dict(state), checkpoint_id=draft, process_group=group, planner=planner)
         records = _record_files(draft, group)
         if not is_first_rank:
             return final
