@@ -55,6 +55,14 @@ def parquet(folder: Path, i: int) -> Path:
     return file
 
 
+def long_parquet(folder: Path, i: int) -> Path:
+    """As long as many samples of a stream, which opens its files anew in every epoch."""
+    datasets = pytest.importorskip("datasets")
+    file = folder / f"train-{i}.parquet"
+    datasets.Dataset.from_dict({"text": make_text(9000, 20_000 * i).splitlines()}).to_parquet(str(file))
+    return file
+
+
 def chats(folder: Path, i: int) -> Path:
     file = folder / f"{i}.jsonl.gz"
     lines = (json.dumps({"prompt": f"{i} {n}", "response": "word " * (n % 5 + 1)}) + "\n" for n in range(30))
@@ -76,7 +84,7 @@ KINDS: dict[str, tuple[Callable[[Path, int], Path], Callable[[Path], None], dict
     "text": (plain, latin, {"kind": "text"}),
     "jsonl": (jsonl, cut, {"kind": "huggingface"}),
     "parquet": (parquet, cut, {"kind": "huggingface"}),
-    "streamed": (parquet, cut, {"kind": "huggingface", "streaming": True}),
+    "streamed": (long_parquet, cut, {"kind": "huggingface", "streaming": True}),
     "sft": (chats, cut, {"kind": "sft"}),
 }
 

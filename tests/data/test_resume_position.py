@@ -85,7 +85,7 @@ def test_interrupted_lives_take_the_samples_of_a_whole_one(tmp_path, kind):
     cache = tmp_path / "cache"
     whole, _ = _life(data, cache, 0, None, STEPS, 1)
     chance = random.Random(kind)
-    for _ in range(2):
+    for _ in range(1 if "stream" in kind else 2):
         taken: list[bytes] = []
         state: object = None
         while len(taken) < len(whole):
