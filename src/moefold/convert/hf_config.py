@@ -111,6 +111,6 @@ def _keys_of(path: Path) -> dict[str, Any]:
         keys = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{str(path)!r} is not JSON") from None
     return keys if isinstance(keys, dict) else {}

@@ -62,7 +62,7 @@ def _read_index(path: Path, index: Path) -> dict[str, Stored]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(weight_map.values()))
         bad = [file for file in files if PurePosixPath(file).name != file or file in ("", ".", "..") or "\\" in file]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{str(index)!r} is no index of safetensors files") from None
     if bad:
         raise ConfigError(f"{str(index)!r} names files outside its folder: {some(bad)}")

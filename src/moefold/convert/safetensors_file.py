@@ -64,7 +64,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         raise
     except OSError as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{str(file)!r} is no safetensors file: its header is not JSON") from None
     found, end = {}, 0
     entries = [item for item in header.items() if item[0] != "__metadata__"] if isinstance(header, dict) else []
@@ -82,7 +82,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             end = last
     except ConfigError:
         raise
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{str(file)!r} is no safetensors file: its header makes no sense") from None
     if size != 8 + length + end:
         has = "lacks" if size < 8 + length + end else "has"

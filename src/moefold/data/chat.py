@@ -197,7 +197,7 @@ def _tokenizer_settings(file: Path) -> dict[str, Any]:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not a readable tokenizer_config.json ({error}); mend or remove it") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{file} is not a tokenizer_config.json: it holds no object; mend or remove it")

@@ -203,7 +203,7 @@ def _refuse_unfinished(folder: Path) -> None:
         note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder / NOTE} is broken ({error}); tokenise anew into another folder") from error
     if not isinstance(note, dict) or not note.get("is_complete"):
         raise ConfigError(

@@ -241,7 +241,7 @@ def _find_separator(vocabulary: dict[str, int], config_file: Path) -> int | None
         declared = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{config_file} is not a readable tokenizer_config.json ({error}); mend or remove it"
         ) from error

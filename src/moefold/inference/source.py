@@ -81,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable JSON ({error}); mend it or copy it anew") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is no JSON object; mend it or copy it anew")
