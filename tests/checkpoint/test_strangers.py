@@ -1,4 +1,4 @@
-"""Checkpoints of a stranger's making, before every command that reads one: one message, nothing run, nothing written."""
+"""Checkpoints of a stranger's making, before every command that reads one: one message, nothing is run or written."""
 
 import json
 import os

@@ -87,6 +87,7 @@ CASES = [
     ("data.path=somewhere", [], ["data.kind=text"]),
     ("data.token_dtype=int64", ["data.kind=text"], ["data.kind=tokens"]),
     ("data.weights=[1.0]", [], ["data.kind=text"]),
+    ("data.corrupt=skip", [], ["data.kind=text"]),
     ("data.column=body", [], ["data.kind=huggingface"]),
     ("data.split=dev", ["data.kind=text"], ["data.kind=huggingface"]),
     ("data.validation_split=dev", ["data.kind=sft"], ["data.kind=huggingface"]),

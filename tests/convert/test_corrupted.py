@@ -388,6 +388,37 @@ def test_companions_that_do_not_fit_are_one_message(sound, tmp_path):
         copy_companions(sound, tmp_path / "companions")
 
 
+def test_what_travels_along_is_no_link_to_elsewhere(sound, tmp_path, capsys):
+    """A folder of a stranger's making would else put a file of ours into what is exported and published."""
+    folder = _copy(sound, tmp_path)
+    (tmp_path / "secret.json").write_text("mine")
+    (folder / "extra.json").symlink_to(tmp_path / "secret.json")
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 2
+    assert "extra.json is a link that leads out of it" in capsys.readouterr().err
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_the_links_of_a_cache_of_the_hub_are_followed(sound, tmp_path):
+    cache = tmp_path / "models--x"
+    (cache / "snapshots").mkdir(parents=True)
+    folder = _copy(sound, cache / "snapshots")
+    blob = cache / "blobs" / "0123"
+    blob.parent.mkdir()
+    (folder / "config.json").rename(blob)
+    (folder / "config.json").symlink_to("../../blobs/0123")
+    assert "config.json" in copy_companions(folder, tmp_path / "copied")
+
+
+@pytest.mark.parametrize("file", ["config.json", MANIFEST_FILE, WEIGHTS])
+def test_json_that_is_nested_too_deep_is_one_message(sound, tmp_path, capsys, file):
+    folder = _copy(sound, tmp_path)
+    text = b"[" * 100_000
+    (folder / file).write_bytes((len(text).to_bytes(8, "little") if file == WEIGHTS else b"") + text)
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "ckpt").exists()
+
+
 def test_parents_that_were_there_stay(sound, tmp_path):
     (tmp_path / "there").mkdir()
     assert main(["import", str(tmp_path / "gone"), str(tmp_path / "there" / "new" / "ckpt")]) == 2
@@ -403,7 +434,7 @@ def test_a_damaged_checkpoint_is_not_exported(sound, tmp_path, capsys):
     with file.open("r+b") as opened:
         opened.truncate(1000)
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf")]) == 2
-    assert f"is damaged, it lacks the end of file {file.name}" in capsys.readouterr().err
+    assert f"is damaged: file {file.name} has 1000 of " in capsys.readouterr().err
     assert main(["export", str(tmp_path / "hf"), str(tmp_path / "again")]) == 2
     assert "hf' does not exist; name a run, or a folder of checkpoints" in capsys.readouterr().err
     assert not list(tmp_path.glob("*hf*"))
@@ -416,6 +447,6 @@ def test_bytes_that_change_while_reading_leave_nothing(sound, tmp_path, capsys):
     data = bytearray(file.read_bytes())
     data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
     file.write_bytes(data)
-    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf")]) == 2
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf"), "--no-verify"]) == 2
     assert "cannot be read: " in capsys.readouterr().err
     assert not list(tmp_path.glob("*hf*"))

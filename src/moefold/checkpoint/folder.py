@@ -6,14 +6,15 @@ A checkpoint is written under another name and renamed once complete, so `step-0
 import json
 import re
 import shutil
-from collections.abc import Container
-from dataclasses import asdict, dataclass
+from collections.abc import Container, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moefold.checkpoint.data_files import file_differences
 from moefold.checkpoint.manifest import MANIFEST_FILE, hash_faults, read_manifest, regular_file, size_faults
 from moefold.config.schema import Config, ModelConfig, layer_windows
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, some
 
 META_FILE = "moefold.json"
 FORMAT = 1
@@ -50,6 +51,8 @@ class Position:
     """Where a stream of data stands, so that it need not be read from its start; None for other data."""
     guard: Any = None
     """What the run remembers of its faults and of the last losses: `train.guard.Guard.state`; None of old runs."""
+    data_files: dict[str, str] = field(default_factory=dict)
+    """What the files of the data looked like: `moefold.data.fingerprint`. Empty where nobody looked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +109,23 @@ def model_sizes(model: ModelConfig) -> dict[str, Any]:
 def sample_order(cfg: Config) -> dict[str, Any]:
     """The settings that decide which text sample n is; the size of the batch is not among them."""
     order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **asdict(cfg.data)}
+    # Which files it leaves out is told by the list of them.
+    del order["corrupt"]
     plain: dict[str, Any] = json.loads(json.dumps(order))
     return plain
 
 
-def other_order(meta: CheckpointMeta, cfg: Config) -> str:
-    """How the samples of a checkpoint's run differ from those of a recipe, in words; empty if they are the same."""
+def other_order(meta: CheckpointMeta, cfg: Config, files: Mapping[str, str] | None = None) -> str:
+    """How the samples of a checkpoint's run differ from those of a recipe, in words; empty if they are the same.
+
+    Args:
+        meta: what the checkpoint says.
+        cfg: the recipe.
+        files: what the files of its data look like now; None: do not compare them.
+    """
     # A checkpoint of a version that did not know a key yet is of a run with its default.
-    return _differences(sample_order(Config()) | meta.order, sample_order(cfg))
+    wrong = _differences(sample_order(Config()) | meta.order, sample_order(cfg))
+    return wrong if wrong or files is None or not meta.data_files else some(file_differences(meta.data_files, files))
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -199,7 +211,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         value = getattr(meta, name)
         if type(value) is not int or value < 0:
             raise TypeError(f"{name} is {value!r}")
-    for name in ("order", "model", "parallel"):
+    for name in ("order", "model", "parallel", "data_files"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")
     sizes = meta.model
@@ -262,8 +274,13 @@ def quick_faults(path: Path) -> list[str]:
     return size_faults(path, manifest) or hash_faults(path, manifest, [META_FILE])
 
 
-def refuse_unfit(path: Path | None, cfg: Config) -> None:
+def refuse_unfit(path: Path | None, cfg: Config, files: Mapping[str, str] | None = None) -> None:
     """Refuse to continue a run from a checkpoint (None: from nothing) that does not fit it.
+
+    Args:
+        path: the checkpoint.
+        cfg: the recipe.
+        files: as of `other_order`.
 
     Raises:
         ConfigError: it is one of another model; "auto" found one of other data; or the run would write beside
@@ -279,7 +296,7 @@ def refuse_unfit(path: Path | None, cfg: Config) -> None:
             )
         _refuse_other_model(path, meta, cfg)
         if wish == "auto":
-            _refuse_other_data(path, meta, cfg)
+            _refuse_other_data(path, meta, cfg, files)
     if wish != "auto" and cfg.checkpoint.every:
         _refuse_later(complete_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
 
@@ -356,8 +373,8 @@ def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
         )
 
 
-def _refuse_other_data(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
-    if wrong := other_order(meta, cfg):
+def _refuse_other_data(path: Path, meta: CheckpointMeta, cfg: Config, files: Mapping[str, str] | None) -> None:
+    if wrong := other_order(meta, cfg, files):
         raise ConfigError(
             f"checkpoint {str(path)!r} took its samples from other data: {wrong}; give the recipe its settings, set "
             f"checkpoint.resume={str(path)!r} to go on with the new data from its start, or set another run.dir"

@@ -1,24 +1,27 @@
 """When checkpoints are written: at once, or by a thread beside training, never two at a time."""
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from io import BytesIO
 from pathlib import Path
 from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from moefold.checkpoint.folder import Position
 from moefold.checkpoint.store import write_checkpoint
 from moefold.config.schema import Config
 
-LOWEST_PRIORITY = 19
-"""As `nice` counts."""
+REST_S = 0.05
+"""Between two tensors the thread beside training rests for so long, unless somebody waits for it."""
+MOST_RESTS_S = 10.0
+"""So long it rests at most in one save, however many tensors there are."""
 
 
 class CheckpointSaver:
@@ -58,7 +61,9 @@ class CheckpointSaver:
 class BackgroundSaver(CheckpointSaver):
     """Copies the state to host memory, which training waits for, and writes it while training goes on.
 
-    A save waits for the one before. An error comes out of the next `check`, `save` or `finish`.
+    A save waits for the one before. An error comes out of the next `check`, `save` or `finish`. The thread rests after
+    each tensor, so that training, whose slowest rank all wait for, has the cores and the interpreter nearly to itself
+    and what a save takes spreads over several steps; it makes haste once it is waited for.
 
     Args:
         cfg: the recipe.
@@ -73,6 +78,7 @@ class BackgroundSaver(CheckpointSaver):
         self._stager = DefaultStager(StagingOptions(is_on_gpu, False, False, is_on_gpu))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Path] | None = None
+        self._is_awaited = threading.Event()
 
     def save(self, state: Mapping[str, Tensor], position: Position) -> float:
         """Begin to write a checkpoint; collective. Returns the time that training waited, in seconds.
@@ -83,7 +89,9 @@ class BackgroundSaver(CheckpointSaver):
         started_s = time.perf_counter()
         self._wait()
         staged = cast(dict[str, Tensor], self._stager.stage(dict(state)))
-        self._under_way = self._thread.submit(write_checkpoint, self._cfg, staged, position, self._group)
+        self._is_awaited.clear()
+        planner = _Resting(self._is_awaited)
+        self._under_way = self._thread.submit(write_checkpoint, self._cfg, staged, position, self._group, planner)
         return time.perf_counter() - started_s
 
     def check(self) -> None:
@@ -108,17 +116,29 @@ class BackgroundSaver(CheckpointSaver):
 
     def settle(self, patience_s: float) -> None:
         """Let a save that is under way end, if it does so in time."""
+        self._is_awaited.set()
         if self._under_way is not None:
             wait([self._under_way], timeout=patience_s)
 
     def _wait(self) -> None:
+        self._is_awaited.set()
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
 
 
-def _step_back() -> None:
-    """Give this thread what the others leave of the cores: training waits for its slowest rank."""
-    if sys.platform == "linux":
-        # There a thread has a priority of its own; elsewhere this would be the process's.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+class _Resting(DefaultSavePlanner):
+    """Rests before each tensor is written.
+
+    Args:
+        is_awaited: set once somebody waits for the checkpoint: no rest from then on.
+    """
+
+    def __init__(self, is_awaited: threading.Event) -> None:
+        super().__init__()
+        self._is_awaited = is_awaited
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        """The tensor that is due."""
+        self._is_awaited.wait(min(REST_S, MOST_RESTS_S / max(1, len(self.plan.items))))
+        return super().resolve_data(write_item)

@@ -69,10 +69,14 @@ class Resume:
     """Newer checkpoints that are damaged, each with what is wrong with it."""
 
 
-def agree_on_resume(cfg: Config) -> Resume:
+def agree_on_resume(cfg: Config, files: Mapping[str, str] | None = None) -> Resume:
     """The newest sound checkpoint of the run, or the one that the recipe names; the same on every rank.
 
     Collective over all ranks, each of which reads a part of the files to see whether they are what was written.
+
+    Args:
+        cfg: the recipe.
+        files: as of `other_order`.
 
     Raises:
         ConfigError: as `refuse_unfit`, on the first rank; the one that was named is damaged, or all of them are.
@@ -96,7 +100,7 @@ def agree_on_resume(cfg: Config) -> Resume:
         faults = _collect(file_faults(path, joined_crew(), reads_all=cfg.checkpoint.verify))
         if not faults:
             if dist.get_rank() == 0:
-                refuse_unfit(path, cfg)
+                refuse_unfit(path, cfg, files)
             return Resume(path, tuple(skipped.values()))
         if cfg.checkpoint.resume != "auto":
             raise ConfigError(f"checkpoint {str(path)!r} is damaged: {some(faults)}; {_OTHER}")
@@ -104,7 +108,11 @@ def agree_on_resume(cfg: Config) -> Resume:
 
 
 def write_checkpoint(
-    cfg: Config, state: Mapping[str, Tensor], position: Position, group: dist.ProcessGroup | None = None
+    cfg: Config,
+    state: Mapping[str, Tensor],
+    position: Position,
+    group: dist.ProcessGroup | None = None,
+    planner: dcp.DefaultSavePlanner | None = None,
 ) -> Path:
     """Write a complete checkpoint of the run; collective over all ranks.
 
@@ -115,6 +123,7 @@ def write_checkpoint(
         state: this rank's part of what is to be saved: `checkpoint_state`.
         position: how far the run has come; that of the first rank is kept.
         group: all ranks; None for the default group.
+        planner: gives the tensors as they are due to be written; None for all at once.
 
     Returns:
         Its folder.
@@ -130,7 +139,7 @@ def write_checkpoint(
             shutil.rmtree(draft, ignore_errors=True)
             # Another rank may have made it meanwhile; it writes into it only once all ranks have agreed on a plan.
             draft.mkdir(parents=True, exist_ok=True)
-        metadata = dcp.save(dict(state), checkpoint_id=draft, process_group=group)
+        metadata = dcp.save(dict(state), checkpoint_id=draft, process_group=group, planner=planner)
         records = _record_files(draft, group)
         if not is_first_rank:
             return final
@@ -210,11 +219,24 @@ def _weights(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tenso
 
 
 def _record_files(draft: Path, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
-    """Read back what every rank wrote; collective, and each rank returns the records of all."""
-    mine = {path.name: record_file(path) for path in sorted(draft.glob(f"__{dist.get_rank()}_*.distcp"))}
-    of_ranks: list[dict[str, FileRecord]] = [{} for _ in range(dist.get_world_size())]
+    """Read back what every rank wrote; collective, and each rank returns the records of all.
+
+    Raises:
+        ConfigError: a rank cannot read what it wrote; on every rank alike.
+    """
+    mine: dict[str, FileRecord] | str
+    try:
+        mine = {path.name: record_file(path) for path in sorted(draft.glob(f"__{dist.get_rank()}_*.distcp"))}
+    except OSError as error:
+        mine = f"rank {dist.get_rank()} cannot read back what it wrote to {str(draft)!r}: {error.strerror}"
+    of_ranks: list[dict[str, FileRecord] | str] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, mine, group=group)
-    return {name: record for records in of_ranks for name, record in records.items()}
+    records: dict[str, FileRecord] = {}
+    for found in of_ranks:
+        if isinstance(found, str):
+            raise ConfigError(f"the checkpoint is incomplete: {found}")
+        records |= found
+    return records
 
 
 def _collect(faults: list[str]) -> list[str]:

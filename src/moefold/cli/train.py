@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from moefold.checkpoint.folder import find_resume, read_meta
+from moefold.checkpoint.folder import find_resume, read_meta, refuse_unfit
 from moefold.checkpoint.manifest import hash_faults, read_manifest
 from moefold.cli.one_voice import one_voice
 from moefold.config.checks import check_config, check_machine
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
         if place is None or place.rank == 0:
             print(f"{resume} has all {cfg.run.steps} steps of run.steps; nothing to do")
         return 0
-    return _train(cfg, place)
+    return _train(cfg, place, resume)
 
 
 def _is_sound(checkpoint: Path, cfg: Config) -> bool:
@@ -50,9 +50,10 @@ def _is_sound(checkpoint: Path, cfg: Config) -> bool:
     return not cfg.checkpoint.verify or not hash_faults(checkpoint, manifest, manifest)
 
 
-def _train(cfg: Config, place: Place | None) -> int:
+def _train(cfg: Config, place: Place | None, resume: Path | None) -> int:
     # torch takes seconds to import: everything above answers without it.
     from moefold.data import prepare
+    from moefold.data.fingerprint import fingerprint
     from moefold.launch.ranks import choose_device, run_ranks
     from moefold.train.rank import train_rank
 
@@ -62,6 +63,7 @@ def _train(cfg: Config, place: Place | None) -> int:
     if place is None or place.local_rank == 0:
         check_replay_content(cfg)
         prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+        refuse_unfit(resume, cfg, None if resume is None else fingerprint(cfg.data))
     return run_ranks(partial(train_rank, cfg), world_size, device_type, place)
 
 

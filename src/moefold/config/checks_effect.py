@@ -227,7 +227,7 @@ IDLE = (
         "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
     ),
     Idle(
-        "data.weights",
+        "data.weights data.corrupt",
         lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
         "data.kind has no paths",
         "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",

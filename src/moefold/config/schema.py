@@ -434,6 +434,9 @@ class DataConfig:
     its first token is no target. -1: a sample counts as one document."""
     document_index: bool = False
     """As document_end, with the documents that `moefold tokenize` noted beside the tokens (tokens)."""
+    corrupt: Literal["fatal", "skip"] = "fatal"
+    """What happens to files that cannot be read to their end: fatal refuses the run, skip leaves them out, each as a
+    whole, and names them in the log ([data.md](data.md#corrupt-files))."""
     shuffle: bool = True
     """Visit the samples of each epoch in an order drawn from run.seed."""
     column: str = "text"

@@ -105,16 +105,23 @@ def changed_tensors(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy tokenizer, templates and configs; returns their names. Links are followed, as caches are full of them.
+    """Copy tokenizer, templates and configs; returns their names.
+
+    Links are followed within the folder, and within a cache of the hub, whose snapshots are full of them.
 
     Raises:
-        ConfigError: the disk refuses.
+        ConfigError: the disk refuses, or a file is a link to elsewhere.
     """
+    home = (source.parent.parent if source.parent.name == "snapshots" else source).resolve()
     copied = []
     with explained(f"the tokenizer and configs of {str(source)!r} cannot be copied to {str(target)!r}"):
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.iterdir()):
             if file.is_file() and file.suffix in TRAVELS and file.name not in NO_COMPANIONS:
+                if not file.resolve().is_relative_to(home):
+                    raise ConfigError(
+                        f"{str(source)!r}: {file.name} is a link that leads out of it; copy the file itself"
+                    )
                 shutil.copyfile(file, target / file.name)
                 copied.append(file.name)
     return copied

@@ -86,7 +86,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             end = last
     except ConfigError:
         raise
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{str(file)!r} is no safetensors file: its header makes no sense") from None
     if size != 8 + length + end:
         has = "lacks" if size < 8 + length + end else "has"

@@ -71,7 +71,7 @@ def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path |
         ConfigError: no folder can be written; and what `write` raises.
     """
     name = f"{key}.npy"
-    folders = [cache_dir if cache_dir is not None else default_cache_dir(), _temporary_cache_dir()]
+    folders = cache_folders(cache_dir)
     for folder in folders:
         if is_complete(folder / name) and not _is_strangers(folder):
             return folder / name
@@ -94,6 +94,16 @@ def default_cache_dir() -> Path:
     if os.path.isabs(named):
         return Path(named, "moefold")
     return Path(os.path.expanduser("~"), ".cache", "moefold")
+
+
+def cache_folders(cache_dir: Path | None) -> tuple[Path, ...]:
+    """Where entries are looked for and made: the named or default folder, else that of this user among temporary ones.
+
+    A temporary one that somebody else made is not among them.
+    """
+    named, temporary = cache_dir if cache_dir is not None else default_cache_dir(), _temporary_cache_dir()
+    is_strangers = temporary.exists() and _is_strangers(temporary)
+    return (named,) if is_strangers else (named, temporary)
 
 
 def cache_key(corpus: TextSource, tokenizer: Tokenizer) -> str:

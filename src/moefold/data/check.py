@@ -2,6 +2,7 @@
 
 from moefold.config.schema import DataConfig
 from moefold.data.chat import load_chat_template
+from moefold.data.corrupt import skipped_files
 from moefold.data.dataset import refuse_path, refuse_too_few
 from moefold.data.document import is_text, python_docs_corpus, refuse_empty
 from moefold.data.fine_tuning import conversation_files
@@ -35,7 +36,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
                 text_tables(data, split)
         return
     if data.kind == "tokens":
-        files = token_files(data)
+        files = token_files(data, skipped_files(data))
         if data.document_index:
             for file in files:
                 map_document_ends(file.path, file.num_tokens)

@@ -1,10 +1,12 @@
 """A recipe's data, opened: training and validation samples, and the tokenizer."""
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cached_tokens
+from moefold.data.corrupt import skipped_files
 from moefold.data.document import Corpus, python_docs_corpus, text_corpus
 from moefold.data.fine_tuning import open_conversations, pack_conversations
 from moefold.data.huggingface import text_tables
@@ -66,7 +68,7 @@ def prepare(
         The file of tokenised text; None for kinds of data that need none, and for mixtures.
     """
     if data.kind == "tokens":
-        TokenFiles(token_files(data), vocab_size=vocab_size).probe()
+        TokenFiles(token_files(data, skipped_files(data)), vocab_size=vocab_size).probe()
     opener = _Opener(data, seq_len, vocab_size, seed, cache_dir, is_first=True)
     opener.open().train.sample(0)
     return opener.cached
@@ -84,6 +86,7 @@ class _Opener:
     is_first: bool = False
     """This process opens the data before all others: it shows progress and reports."""
     cached: Path | None = None
+    _skipped: Set[Path] = frozenset()
 
     def open(self) -> Dataset:
         data = self.data
@@ -96,6 +99,7 @@ class _Opener:
                 Mixture([part.validation for part in parts], data.weights),
                 tokenizer,
             )
+        self._skipped = skipped_files(data, cache_dir=self.cache_dir, reports=self.is_first)
         if data.kind == "sft":
             return Dataset(*self._conversations(tokenizer), tokenizer)
         if data.streaming:
@@ -121,9 +125,10 @@ class _Opener:
             samples = SyntheticSamples(seed=self.seed, vocab_size=self.vocab_size, seq_len=self.seq_len)
             return samples if data.document_end < 0 else EndMarkedSamples(samples, data.document_end)
         if data.kind == "tokens":
-            files = token_files(data)
+            files = token_files(data, self._skipped)
         else:
-            texts = text_tables(data, split) if data.kind == "huggingface" else _corpus(data)
+            is_table = data.kind == "huggingface"
+            texts = text_tables(data, split, self._skipped) if is_table else _corpus(data, self._skipped)
             self.cached = cached_tokens(texts, tokenizer, cache_dir=self.cache_dir, shows_progress=self.is_first)
             files = (look_at_npy(self.cached),)
         stream = TokenFiles(files, vocab_size=self.vocab_size)
@@ -144,13 +149,15 @@ class _Opener:
         return Split(source, Runs((range(len(source)),)), order_key=_VALIDATION_ORDER)
 
     def _stream(self, tokenizer: Tokenizer) -> StreamRow:
-        texts = text_tables(self.data, self.data.split)
+        texts = text_tables(self.data, self.data.split, self._skipped)
         order_key, document_end = self._order_key, self.data.document_end
         return StreamRow(texts, tokenizer, seq_len=self.seq_len, order_key=order_key, document_end=document_end)
 
     def _conversations(self, tokenizer: Tokenizer) -> tuple[Split, Split]:
         assert isinstance(tokenizer, ByteTokenizer | JsonTokenizer)
-        conversations = open_conversations(self.data, tokenizer, cache_dir=self.cache_dir, shows_progress=self.is_first)
+        conversations = open_conversations(
+            self.data, tokenizer, self._skipped, cache_dir=self.cache_dir, shows_progress=self.is_first
+        )
         pad_id = tokenizer.separator_id or 0
         training, validation = pack_conversations(
             self.data, conversations, seq_len=self.seq_len, pad_id=pad_id, reports=self.is_first
@@ -176,8 +183,8 @@ def refuse_too_few(num_tokens: int, *, seq_len: int) -> None:
         )
 
 
-def _corpus(data: DataConfig) -> Corpus:
+def _corpus(data: DataConfig, skipped: Set[Path]) -> Corpus:
     if data.kind == "text":
-        return text_corpus(data.path)
+        return text_corpus(data.path, skipped)
     refuse_path(data)
     return python_docs_corpus()

@@ -5,7 +5,7 @@ import importlib.util
 import logging
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -98,8 +98,8 @@ class Corpus:
                 raise _unreadable(file.path, error) from error
 
 
-def text_corpus(path: str | tuple[str, ...]) -> Corpus:
-    """The text files that data.path names, folders recursively; each file is a document.
+def text_corpus(path: str | tuple[str, ...], skipped: Set[Path] = frozenset()) -> Corpus:
+    """The text files that data.path names, folders recursively, but those that are skipped; each file is a document.
 
     Raises:
         ConfigError: a path is missing or named twice, or there is no file with anything in it.
@@ -108,7 +108,17 @@ def text_corpus(path: str | tuple[str, ...]) -> Corpus:
     files = tuple(_look_at(file, is_named=file in paths) for root in paths for file in files_below(root))
     refuse_repeats(tuple(file.path.resolve() for file in files))
     refuse_empty(paths, num_files=len(files), size_bytes=sum(file.size_bytes for file in files))
-    return Corpus("text", files)
+    return Corpus("text", tuple(file for file in files if file.path not in skipped))
+
+
+def read_through(file: TextFile) -> None:
+    """Decode a file of text from start to end.
+
+    Raises:
+        ConfigError: it is not readable or not UTF-8 text.
+    """
+    for _ in Corpus("text", (file,)).pieces():
+        pass
 
 
 def refuse_empty(paths: tuple[Path, ...], *, num_files: int, size_bytes: int) -> None:

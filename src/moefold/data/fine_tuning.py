@@ -7,7 +7,7 @@ conversation. Packing depends on the sequence length and is worked out anew from
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -127,15 +127,20 @@ class PackedConversations:
 
 
 def open_conversations(
-    data: DataConfig, tokenizer: PlacingTokenizer, *, cache_dir: Path | None, shows_progress: bool
+    data: DataConfig,
+    tokenizer: PlacingTokenizer,
+    skipped: Set[Path] = frozenset(),
+    *,
+    cache_dir: Path | None,
+    shows_progress: bool,
 ) -> Conversations:
-    """Tokenise the conversations that data.path names on the first call, and map them.
+    """Tokenise the conversations that data.path names on the first call, but for skipped files, and map them.
 
     Raises:
         ConfigError: a file is missing or a line is no conversation (file and line are named), the tokenizer has no chat
             template, or there is no conversation at all.
     """
-    files = conversation_files(data)
+    files = tuple(file for file in conversation_files(data) if file not in skipped)
     template = load_chat_template(data)
     sizes = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     identity = ["sft", FORMAT_VERSION, sizes, tokenizer.identity, template.identity]

@@ -5,11 +5,12 @@ runs code that comes with the data: the package's own readers read the files, an
 """
 
 import importlib.util
+import json
 import logging
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ READERS = {
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SAVED = ("state.json", "dataset_dict.json")
+_DESCRIPTIONS = (*_SAVED, "dataset_info.json", "dataset_infos.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class TextTable:
         Raises:
             ConfigError: the source, its split or the column does not exist, or cannot be read.
         """
-        rows = self._open()
+        rows = self.rows()
         if rows.column_names is not None and self.column not in rows.column_names:
             raise ConfigError(
                 f"data.column={self.column!r}: {self.name} has {unknown_column(self.column, rows.column_names)}"
@@ -98,20 +100,27 @@ class TextTable:
         return text
 
     def explain(self, error: Exception) -> ConfigError:
-        """The package's error in the words of a recipe; a broken line or row is looked for, and named."""
+        """The package's error in the words of a recipe; the file that is broken is looked for, and named."""
         if self.path is not None:
             for file in files_below(self.path):
                 if is_jsonl(file):
                     _find_broken_line(file)
                 elif file.suffix == ".parquet":
                     _find_broken_row(file, self.column)
+                elif self.path.is_dir() and _suffix(file) != ".json":
+                    read_rows(file, self.column)
         detail = (str(error).strip() or type(error).__name__).splitlines()[0]
         return ConfigError(
             f"data.path={self.name!r} (split {self.split!r}) cannot be read by the package datasets: {detail}; "
             "check data.path, data.split and data.subset"
         )
 
-    def _open(self) -> "datasets.IterableDataset":
+    def rows(self) -> "datasets.IterableDataset":
+        """The rows with all columns.
+
+        Raises:
+            ConfigError: the source or its split does not exist, or cannot be read.
+        """
         import datasets
 
         datasets.utils.logging.set_verbosity(logging.CRITICAL)
@@ -194,8 +203,8 @@ class TextTables:
             number, inner = 0, None
 
 
-def text_tables(data: DataConfig, split: str) -> TextTables:
-    """The sources that data.path names, for one split.
+def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) -> TextTables:
+    """The sources that data.path names, for one split, but for skipped files.
 
     A name that exists is a file or folder; one that looks like `owner/name` and does not is a data set on the hub.
 
@@ -211,12 +220,58 @@ def text_tables(data: DataConfig, split: str) -> TextTables:
     refuse_repeats(tuple(path for path in paths if path is not None))
     for name, path in zip(names, paths, strict=True):
         _refuse_unreadable(name, path, split)
-    return TextTables(
-        tuple(
-            TextTable(name, path, split, data.column, data.subset, data.revision)
-            for name, path in zip(names, paths, strict=True)
-        )
-    )
+    tables = [
+        TextTable(name, path, split, data.column, data.subset, data.revision)
+        for name, path in zip(names, paths, strict=True)
+    ]
+    return TextTables(tuple(table for whole in tables for table in _without(whole, skipped)))
+
+
+def read_rows(file: Path, column: str) -> None:
+    """Read a file from start to end, rows of any kind.
+
+    Raises:
+        ConfigError: it is broken.
+    """
+    if _suffix(file) not in READERS or file.name in _DESCRIPTIONS:
+        return
+    table = TextTable(str(file), file, "train", column, "", "")
+    rows = table.rows()
+    if rows.column_names is not None and column in rows.column_names:
+        rows = rows.select_columns([column])
+    try:
+        for _ in rows:
+            pass
+    except Exception as error:
+        # Whatever the package and its file readers raise.
+        raise table.explain(error) from error
+
+
+def _without(table: TextTable, skipped: Set[Path]) -> list[TextTable]:
+    """A source without some files: itself where it has none of them, else its other files one by one."""
+    if table.path is None or not any(file == table.path or table.path in file.parents for file in skipped):
+        return [table]
+    files = [table.path] if table.path.is_file() else _files_of_split(table)
+    return [replace(table, path=file, split="train", subset="") for file in files if file not in skipped]
+
+
+def _files_of_split(table: TextTable) -> list[Path]:
+    """The files of a split of a folder, in the order in which the package reads them."""
+    import datasets
+
+    assert table.path is not None
+    if _is_saved(table.path):
+        folder = table.path / table.split if (table.path / "dataset_dict.json").is_file() else table.path
+        try:
+            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            return [(folder / Path(file["filename"]).name).resolve() for file in state["_data_files"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise table.explain(error) from error
+    try:
+        builder = datasets.load_dataset_builder(str(table.path), table.subset or None)
+        return [Path(file).resolve() for file in (builder.config.data_files or {})[table.split]]
+    except Exception as error:
+        raise table.explain(error) from error
 
 
 def check_package() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from bisect import bisect_right
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schema import DataConfig
+from moefold.data.npy_file import map_npy
 from moefold.data.path import data_paths, files_below, refuse_repeats
 from moefold.errors import ConfigError
 
@@ -38,8 +40,7 @@ class TokenFile:
         if self.bin_dtype is not None:
             mapped: NDArray[np.integer] = np.memmap(self.path, dtype=self.bin_dtype, mode="r", shape=(self.num_tokens,))
             return mapped
-        loaded: NDArray[np.integer] = np.load(self.path, mmap_mode="r", allow_pickle=False)
-        return loaded
+        return map_npy(self.path)
 
 
 class TokenFiles:
@@ -138,8 +139,10 @@ class TokenFiles:
             )
 
 
-def token_files(data: DataConfig) -> tuple[TokenFile, ...]:
-    """The .bin and .npy files that data.path names, folders recursively; reads headers and sizes only.
+def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[TokenFile, ...]:
+    """The .bin and .npy files that data.path names, folders recursively, but those that are skipped.
+
+    Reads headers and sizes only.
 
     Files without a token are left out where others have some.
 
@@ -153,7 +156,8 @@ def token_files(data: DataConfig) -> tuple[TokenFile, ...]:
     if not paths:
         raise ConfigError(f"data.path={roots[0]} holds no .bin or .npy file; name token files or a folder with some")
     refuse_repeats(tuple(path.resolve() for path in paths))
-    files = tuple(file for file in (_look_at(path, data.token_dtype) for path in paths) if file.num_tokens)
+    sound = (path for path in paths if path not in skipped)
+    files = tuple(file for file in (look_at(path, data.token_dtype) for path in sound) if file.num_tokens)
     if not files:
         raise ConfigError(f"data.path={roots[0]} is empty: no token in {len(paths)} file(s); name files with tokens")
     return files
@@ -193,12 +197,9 @@ def look_at_npy(path: Path) -> TokenFile:
         ConfigError: it is not a complete one-dimensional .npy array of integers.
     """
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        array = map_npy(path)
+    except ValueError as error:
         raise ConfigError(f"{path} is not a complete .npy array ({error}); write it anew with numpy.save") from error
-    if not isinstance(array, np.ndarray):
-        array.close()
-        raise ConfigError(f"{path} is an archive of arrays, not one .npy array; write the ids with numpy.save")
     if array.dtype.kind not in "iu":
         raise ConfigError(f"{path} holds {array.dtype}, but token ids are integers; save it as uint16 or uint32")
     if array.ndim != 1:
@@ -222,7 +223,12 @@ def _refuse_unfinished(folder: Path) -> None:
         )
 
 
-def _look_at(path: Path, token_dtype: str) -> TokenFile:
+def look_at(path: Path, token_dtype: str) -> TokenFile:
+    """Look at a file of ids; reads its header and its size only.
+
+    Raises:
+        ConfigError: it is neither a .bin of whole ids nor a complete .npy.
+    """
     if not os.access(path, os.R_OK):
         raise ConfigError(f"data.path: {path} is not readable; give read access or leave it out")
     if path.suffix == ".npy":

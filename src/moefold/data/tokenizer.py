@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -108,19 +110,15 @@ class JsonTokenizer:
         import tokenizers
 
         file = path / "tokenizer.json" if path.is_dir() else path
+        self._file = file
         try:
             content = file.read_bytes()
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except OSError as error:
             raise ConfigError(
                 f"data.tokenizer={str(file)!r} is not readable ({error.strerror}); name a tokenizer.json"
             ) from error
-        except Exception as error:
-            # The package raises bare exceptions with the parser's message.
-            raise ConfigError(
-                f"data.tokenizer={str(file)!r} is not a tokenizer.json of the tokenizers package ({error}); "
-                'name one, or use data.tokenizer="bytes"'
-            ) from error
+        with self._explained("is not a tokenizer.json of the tokenizers package"):
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         # A file may ask for both (sentence models do); they would cut and fill documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -135,25 +133,42 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """The ids of a text, [tokens]; no special token is put around it."""
-        return _ids(self._tokenizer.encode(text, add_special_tokens=False))
+        with self._explained("cannot make tokens of a text"):
+            return _ids(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_start(self, text: str) -> NDArray[np.int64]:
         """The ids of a text that begins a document, [tokens], with the special tokens that the file puts around one."""
-        return _ids(self._tokenizer.encode(text, add_special_tokens=True))
+        with self._explained("cannot make tokens of a text"):
+            return _ids(self._tokenizer.encode(text, add_special_tokens=True))
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """The ids of several texts, on all cores."""
-        return [_ids(encoding) for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+        with self._explained("cannot make tokens of a text"):
+            return [_ids(encoding) for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def encode_with_places(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """The ids of several texts, and the character at which each begins, on all cores."""
-        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        with self._explained("cannot make tokens of a text"):
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [(_ids(e), np.array([start for start, _ in e.offsets], dtype=np.int64)) for e in encodings]
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of ids, special tokens included."""
         flat = np.asarray(ids, dtype=np.int64).reshape(-1)
         return self._tokenizer.decode(flat.tolist(), skip_special_tokens=False)
+
+    @contextmanager
+    def _explained(self, failure: str) -> Iterator[None]:
+        """Turn what the package raises into the user's error: bare exceptions, and panics of its core."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ConfigError(
+                f"data.tokenizer={str(self._file)!r} {failure} ({error}); name another tokenizer.json, "
+                'or use data.tokenizer="bytes"'
+            ) from error
 
 
 class NumberTokenizer:
@@ -226,7 +241,7 @@ def _find_separator(vocabulary: dict[str, int], config_file: Path) -> int | None
         declared = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{config_file} is not a readable tokenizer_config.json ({error}); mend or remove it"
         ) from error

@@ -121,7 +121,9 @@ def _context(given: Any, path: Path) -> int:
     if given is None:
         return DEFAULT_CONTEXT
     if type(given) is not int or given < 1:
-        raise ConfigError(f"{path / CONFIG_FILE} has max_position_embeddings={given!r}, which should be a whole number")
+        raise ConfigError(
+            f"{path / CONFIG_FILE}: max_position_embeddings={given!r} must be a number, at least 1; mend it"
+        )
     return given
 
 

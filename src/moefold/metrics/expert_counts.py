@@ -132,7 +132,7 @@ def _read_header(line: bytes) -> _Header | None:
         header = json.loads(line)
         found = _Header(tuple(int(layer) for layer in header["layers"]), int(header["num_experts"]))
         return found if header["format"] == FORMAT else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 

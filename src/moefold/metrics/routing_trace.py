@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from moefold.config.schema import Config
+from moefold.data.npy_file import map_npy
 from moefold.errors import ConfigError
 
 TRACE_FOLDER = "routing"
@@ -154,7 +155,7 @@ class Trace:
             )
         try:
             self.shape = _read_manifest(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"{self._key} has a {MANIFEST} that is no {FORMAT} manifest: {error}") from None
         self.steps = traced_steps(self.folder)
 
@@ -168,8 +169,8 @@ class Trace:
         if not path.is_file():
             raise ConfigError(f"{self._key} has no step {step}; {self._what_it_has()}")
         try:
-            choices: Choices = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+            choices: Choices = map_npy(path)
+        except ValueError as error:
             raise ConfigError(f"{self._key}: {path.name} cannot be read: {error}") from None
         if (choices.shape, choices.dtype) != (self.shape.array, self.shape.dtype):
             raise ConfigError(

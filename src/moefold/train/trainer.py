@@ -21,6 +21,7 @@ from moefold.config.schema import Config
 from moefold.convert.start import start_weights
 from moefold.data import open_dataset
 from moefold.errors import RunError
+from moefold.launch.crew import joined_crew
 from moefold.launch.failure import is_consequence
 from moefold.launch.status import SIGNAL_STATUS
 from moefold.metrics.expert_counts import ExpertCountsWriter, truncate_expert_counts
@@ -35,6 +36,7 @@ from moefold.metrics.writer import MetricsWriter
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchLoader
+from moefold.train.data_files import agree_on_files
 from moefold.train.incident import Incident
 from moefold.train.optimizer import set_step_count
 from moefold.train.step import StepResult, TrainingStep
@@ -72,7 +74,8 @@ class Trainer:
         if cfg.checkpoint.async_save:
             group = groups.beside_training().handle
             self._saver = BackgroundSaver(cfg, group, is_on_gpu=groups.device.type == "cuda")
-        self._save_s = 0.0
+        self._save_s = self._saves_s = 0.0
+        self._files: dict[str, str] = {}
         self._start = ""
         self._saved_dp: int | None = None
         self._resumed_from: Path | None = None
@@ -98,18 +101,19 @@ class Trainer:
                 while self._step < self._cfg.run.steps and status == 0:
                     status = self._one_step(report, stop)
                 self._record.enter("ending the last save")
-                self._saver.finish()
+                self._finish_saves()
             except Exception as error:
                 # The last checkpoint may be all but written; one that waits for a rank that is gone never will be.
                 self._saver.settle(LOST_SAVE_S if is_consequence(error) else LAST_SAVE_S)
                 raise
             if report is not None:
-                report.end(status, self._step)
+                report.end(status, self._step, self._saves_s)
         return status
 
     def _resume(self) -> Resume:
         self._record.enter("loading what it starts from")
-        resume = agree_on_resume(self._cfg)
+        self._files = agree_on_files(self._cfg.data, joined_crew())
+        resume = agree_on_resume(self._cfg, self._files)
         self._resumed_from = resume.path
         if resume.path is not None:
             self._load(resume.path)
@@ -124,7 +128,7 @@ class Trainer:
         self._step, self._tokens, self._samples = meta.step, meta.tokens, 0
         guard = meta.guard
         # A checkpoint that was named may be continued on other data, from its start.
-        if not other_order(meta, self._cfg):
+        if not other_order(meta, self._cfg, self._files):
             self._samples = meta.samples
             self._row.restore(meta.stream)
         elif isinstance(guard, dict):
@@ -196,7 +200,7 @@ class Trainer:
         found = Resume(self._resumed_from)
         if self._has_saved:
             own = replace(self._cfg.checkpoint, resume="auto")
-            found = agree_on_resume(replace(self._cfg, checkpoint=own))
+            found = agree_on_resume(replace(self._cfg, checkpoint=own), self._files)
         if found.path is None:
             raise RunError(
                 f"{incident.words()}; nothing of the step was applied, and there is no checkpoint yet to go back to: "
@@ -221,9 +225,17 @@ class Trainer:
             tokens=self._tokens,
             stream=stream,
             guard=training.guard.state(),
+            data_files=self._files,
         )
-        self._save_s += self._saver.save(state, position)
+        waited_s = self._saver.save(state, position)
+        self._save_s += waited_s
+        self._saves_s += waited_s
         self._has_saved = True
+
+    def _finish_saves(self) -> None:
+        started_s = time.perf_counter()
+        self._saver.finish()
+        self._saves_s += time.perf_counter() - started_s
 
     def _metrics(self, result: StepResult, step_time_s: float, eval_loss: float | None) -> StepMetrics:
         tokens_per_s = self._cfg.tokens_per_step / step_time_s
@@ -306,10 +318,12 @@ class _Report:
         self._writers.close()
         self._say_where(found, "back at", step, self._open_writers(step))
 
-    def end(self, status: int, step: int) -> None:
-        """Say how the run ended, and draw what it wrote."""
+    def end(self, status: int, step: int, saves_s: float) -> None:
+        """Say how the run ended and for how long saving kept it waiting, the last save included; draw what it wrote."""
         if step >= self._first_step:
             plot_loss(self._dir)
+        if self._cfg.checkpoint.every:
+            self._progress.message(f"saving kept training waiting for {saves_s:.2f} s in all")
         self._progress.message(self._farewell(status, step))
 
     def _say_where(self, found: Resume, verb: str, step: int, removed_lines: int) -> None:

@@ -1,0 +1,115 @@
+"""data.corrupt="skip": which files are left out as unreadable, decided once and the same from then on.
+
+Every file is read through before the ranks start, and what was found is noted in the token cache, by the sizes and
+times of the files; ranks and later runs go by the note. A file is left out as a whole, or not at all: so which sample
+has which number does not depend on where a reader stumbles. Token files are looked at as often as they are opened: that
+costs their headers alone.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Set
+from pathlib import Path
+
+from moefold.config.schema import DataConfig
+from moefold.data.cache import cache_folders
+from moefold.data.document import TextFile, read_through
+from moefold.data.jsonl import jsonl_records
+from moefold.data.source_file import named_sources
+from moefold.data.token_file import look_at, map_document_ends
+from moefold.errors import ConfigError, some
+
+FORMAT_VERSION = 1
+
+logger = logging.getLogger(__name__)
+
+
+def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: bool = False) -> Set[Path]:
+    """The files of data.path that are corrupt and left out; none where data.corrupt is "fatal".
+
+    Args:
+        data: the recipe's section.
+        cache_dir: as of `cached_tokens`.
+        reports: log each with what is wrong with it.
+
+    Raises:
+        ConfigError: all files are corrupt, or a source is on the hub.
+    """
+    if data.corrupt == "fatal":
+        return frozenset()
+    files = [file for _, file in named_sources(data) if file.suffix != ".ends"]
+    if not files:
+        raise ConfigError(
+            'data.corrupt="skip" looks at files, and data.path names none; leave it out for data sets on the hub'
+        )
+    faults = _token_faults(data, files) if data.kind == "tokens" else _noted_faults(data, files, cache_dir)
+    if len(faults) == len(files):
+        raise ConfigError(f"data.path holds no sound file: {some(list(faults.values()))}; copy them anew")
+    for file, fault in faults.items() if reports else ():
+        logger.warning("data.corrupt: left out %s: %s", file, fault)
+    return frozenset(Path(file) for file in faults)
+
+
+def _token_faults(data: DataConfig, files: list[Path]) -> dict[str, str]:
+    faults = {}
+    for file in files:
+        try:
+            found = look_at(file, data.token_dtype)
+            if data.document_index and found.num_tokens:
+                map_document_ends(file, found.num_tokens)
+        except ConfigError as error:
+            faults[str(file)] = str(error)
+    return faults
+
+
+def _noted_faults(data: DataConfig, files: list[Path], cache_dir: Path | None) -> dict[str, str]:
+    """What the note says of these files; without one, read them all and write it."""
+    states = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    key = hashlib.sha256(json.dumps([FORMAT_VERSION, data.kind, states]).encode()).hexdigest()[:32]
+    folders = cache_folders(cache_dir)
+    for folder in folders:
+        try:
+            noted = json.loads((folder / f"{key}.corrupt.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(noted, dict) and noted.keys() <= set(map(str, files)):
+            return {str(file): str(fault) for file, fault in noted.items()}
+    faults = {str(file): fault for file in files if (fault := _fault(data, file))}
+    _write_note(folders, f"{key}.corrupt.json", faults)
+    return faults
+
+
+def _fault(data: DataConfig, file: Path) -> str:
+    """What is wrong with a file that is read through; empty if nothing is."""
+    try:
+        if data.kind == "text":
+            read_through(TextFile(file, file.stat().st_size, file.stat().st_mtime_ns, is_named=False))
+        elif data.kind == "sft":
+            for _ in jsonl_records(file):
+                pass
+        else:
+            # The package takes seconds to import.
+            from moefold.data.huggingface import read_rows
+
+            read_rows(file, data.column)
+    except ConfigError as error:
+        return str(error)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror or error})"
+    return ""
+
+
+def _write_note(folders: tuple[Path, ...], name: str, faults: dict[str, str]) -> None:
+    for folder in folders:
+        draft = folder / f"{name}.{uuid.uuid4().hex}.tmp"
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            draft.write_text(json.dumps(faults), encoding="utf-8")
+            os.replace(draft, folder / name)
+        except OSError as error:
+            logger.warning("The token cache cannot be written in %s (%s)", folder, error.strerror or error)
+        else:
+            return

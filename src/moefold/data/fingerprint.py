@@ -1,0 +1,90 @@
+"""What data looks like, cheaply: enough to notice that a file has changed under its name.
+
+A file of any size costs a few blocks of 4 KiB: its first, its last, and up to six at hashed places between them; of
+more than 4,096 files the first and the last alone. So another length, another header, other text at either end or a
+file that was written anew are noticed for sure or nearly so; a change of some bytes in the middle of a large file is
+not.
+"""
+
+import hashlib
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from pathlib import Path
+
+from moefold.checkpoint.data_files import SKIPPED
+from moefold.config.schema import DataConfig
+from moefold.data.corrupt import skipped_files
+from moefold.data.random_bits import combine
+from moefold.data.source_file import named_sources, settings_files
+from moefold.errors import ConfigError
+
+BLOCK_BYTES = 4096
+_MIDDLE_BLOCKS = 6
+_FEW_FILES = 4096
+
+
+def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
+    """Size and hash of some blocks of every file by its name in the recipe, "skipped" for one that is left out.
+
+    Python's own text is one entry, as its files come and go together; data without files has none.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    sources = named_sources(data)
+    skipped = _skipped(data, cache_dir)
+    num_middle = _MIDDLE_BLOCKS if len(sources) <= _FEW_FILES else 0
+    found = {
+        name: SKIPPED if file in skipped else _look(name, file, num_middle)
+        for name, file in [*sources, *settings_files(data)]
+    }
+    if data.kind == "python-docs":
+        text = "\n".join(f"{name} {seen}" for name, seen in found.items())
+        return {"python-docs": f"{len(found)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"}
+    return found
+
+
+def outline(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
+    """Sizes alone, "skipped" for a file that is left out; reads nothing. Empty for Python's own text."""
+    if data.kind == "python-docs":
+        return {}
+    skipped = _skipped(data, cache_dir)
+    files = [*named_sources(data), *settings_files(data)]
+    return {name: SKIPPED if file in skipped else str(file.stat().st_size) for name, file in files}
+
+
+def outline_differences(first: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """How the files here differ from those of the first rank, of which more may be known."""
+    if not here:
+        return []
+    missing = [f"{name} is not there" for name, seen in first.items() if name not in here and seen != SKIPPED]
+    sizes = {name: (first[name].split()[0] if name in first else "none", seen) for name, seen in here.items()}
+    return missing + [
+        f"{name} has {seen} bytes, and {theirs} there" for name, (theirs, seen) in sizes.items() if theirs != seen
+    ]
+
+
+def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
+    """The files that are left out, asked for as the samples are: each part of a mixture by itself."""
+    if not data.weights or isinstance(data.path, str):
+        return skipped_files(data, cache_dir=cache_dir)
+    parts = [replace(data, path=path, weights=()) for path in data.path]
+    return frozenset(file for part in parts for file in skipped_files(part, cache_dir=cache_dir))
+
+
+def _look(name: str, file: Path, num_middle: int) -> str:
+    digest = hashlib.sha256()
+    try:
+        with file.open("rb") as opened:
+            size = opened.seek(0, 2)
+            num_blocks = -(-size // BLOCK_BYTES)
+            places = {0, max(0, size - BLOCK_BYTES)}
+            places |= {combine(size, i) % num_blocks * BLOCK_BYTES for i in range(num_middle) if num_blocks}
+            for place in sorted(places):
+                opened.seek(place)
+                digest.update(opened.read(BLOCK_BYTES))
+    except OSError as error:
+        raise ConfigError(
+            f"data: {name} is not readable ({error.strerror}); give read access or leave it out"
+        ) from error
+    return f"{size} {digest.hexdigest()[:16]}"

@@ -1,0 +1,104 @@
+"""Faults in the middle of a save: the one before stays loadable, and the message names the step and the folder."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moefold.checkpoint.folder import Position, complete_checkpoints
+from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
+from moefold.config.checks import check_config
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.parallel.groups import ParallelGroups
+from moefold.testing.pool import WorkerError
+from tests.train.test_trainer import recipe
+
+pytestmark = pytest.mark.parity
+
+RANKS = 2
+PATIENCE_S = 60.0
+
+
+def _when_being_written(folder: Path, act: Callable[[], object]) -> None:
+    """Act, in a thread, once the draft of step 2 holds what this rank wrote."""
+    draft = folder / ".step-000002.partial"
+
+    def watch() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if any(draft.glob(f"__{dist.get_rank()}_*")):
+                act()
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _saver(cfg: Config) -> CheckpointSaver:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    if not cfg.checkpoint.async_save:
+        return CheckpointSaver(cfg)
+    return BackgroundSaver(cfg, groups.beside_training().handle, is_on_gpu=False)
+
+
+def _state() -> dict[str, torch.Tensor]:
+    """Enough that writing takes a while."""
+    return {f"model.{dist.get_rank()}.{i}": torch.full((500, 1000), float(i)) for i in range(20)}
+
+
+def _save_twice(cfg: Config, fault: str) -> str:
+    """Save step 1, then step 2 with a fault in the middle; the error of this rank."""
+    folder = Path(cfg.run.dir) / "checkpoints"
+    saver = _saver(cfg)
+    saver.save(_state(), Position(step=1, samples=0, tokens=0))
+    saver.finish()
+    saver = _saver(cfg)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    if fault == "killed" and is_last:
+        _when_being_written(folder, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    if fault == "vanished" and is_last:
+        _when_being_written(folder, lambda: folder.rename(folder.with_name("away")))
+    if fault == "draft removed" and is_last:
+        _when_being_written(folder, lambda: shutil.rmtree(folder / ".step-000002.partial", ignore_errors=True))
+    try:
+        saver.save(_state(), Position(step=2, samples=0, tokens=0))
+        saver.finish()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _recipe(run_dir: Path, async_save: bool) -> Config:
+    cfg = recipe(run_dir, 4, every=1, world_size=RANKS)
+    return replace(cfg, checkpoint=replace(cfg.checkpoint, async_save=async_save))
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_rank_that_is_killed_in_a_save_leaves_the_one_before(pool, tmp_path, async_save):
+    cfg = _recipe(tmp_path, async_save)
+    with pytest.raises(WorkerError, match="died"):
+        pool.run(RANKS, _save_twice, cfg, "killed")
+    (left,) = complete_checkpoints(tmp_path / "checkpoints")
+    assert left.name == "step-000001"
+    assert (tmp_path / "checkpoints" / ".step-000002.partial").is_dir()
+
+
+@pytest.mark.parametrize("fault", ["vanished", "draft removed"])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_folder_that_vanishes_in_a_save_is_one_message_on_the_first_rank(pool, tmp_path, fault, async_save):
+    errors = pool.run(RANKS, _save_twice, _recipe(tmp_path, async_save), fault)
+    assert "the checkpoint of step 2 cannot be written to" in errors[0] or "lacks what other ranks wrote" in errors[0]
+    assert "\n" not in errors[0]
+    if fault == "vanished":
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        (tmp_path / "away").rename(tmp_path / "checkpoints")
+    (left,) = complete_checkpoints(tmp_path / "checkpoints")
+    assert left.name == "step-000001"
