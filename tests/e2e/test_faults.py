@@ -113,6 +113,7 @@ def _obstacle_to_namespaces() -> str:
         return f"ip cannot: {error.stderr.strip()}"
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_is_named_on_both_sides(uninterrupted, tmp_path):
     if obstacle := _obstacle_to_namespaces():
         pytest.skip(obstacle)
