@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import time
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -38,14 +40,14 @@ def _raise(place: Place) -> None:
     raise ZeroDivisionError("a bug")
 
 
-def _rank(odd: object, file: Path, place: Place, device_type: str) -> int:
-    """Steps with two collectives; rank 1 does its odd thing in one of them."""
+def _rank(odd: object, file: Path, place: Place, device_type: str, odd_rank: int = 1) -> int:
+    """Steps with two collectives; one rank does its odd thing in one of them."""
     watchdog = Watchdog(place, LIMIT_S)
     with FailingRank(place, lambda: False, watchdog), joined(place, device_type, LIMIT_S) as device, watchdog:
         groups = ParallelGroups.create(fold(world_size=RANKS, cp=RANKS), device, watchdog.record)
         for step in range(1, 8):
             watchdog.record.begin_step(step, "loading data")
-            if step == ODD_STEP and place.rank == 1:
+            if step == ODD_STEP and place.rank == odd_rank:
                 file.write_text(str(time.time()))
                 odd(place)
             watchdog.record.enter("forward of micro-batch 0")
@@ -131,3 +133,34 @@ def test_a_rank_that_does_not_join_is_named(capfd):
     assert err.startswith(f"moefold: error: rank 1 of {RANKS} did not come to ")
     assert "within 2 s; start them, or set faults.timeout_s higher\n" in err
     assert err.count("\n") == 1
+
+
+def _rank_without_agent(odd: object, file: Path, place: Place) -> None:
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
+        del os.environ[name]
+    os._exit(_rank(odd, file, place, "cpu", odd_rank=0))
+
+
+@pytest.mark.parametrize(("odd", "state"), [(_stop, "stopped"), (_die, "gone")])
+def test_where_rank_0_keeps_the_store_its_loss_is_said(tmp_path, capfd, odd, state):
+    """As under srun, where no agent keeps it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = get_context("fork")
+    places = [Place(rank, rank, RANKS, "127.0.0.1", port) for rank in range(RANKS)]
+    ranks = [context.Process(target=_rank_without_agent, args=(odd, tmp_path / "when", place)) for place in places]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(40)
+        assert [process.exitcode for process in ranks] == [-signal.SIGKILL, 1, 1]
+    finally:
+        for process in ranks:
+            process.kill()
+    err = capfd.readouterr().err
+    assert f"moefold: the store at 127.0.0.1:{port} does not answer rank 1 on " in err
+    assert f"  rank 1: step {ODD_STEP}, forward of micro-batch 0; last collective all_gather over cp" in err
+    assert f"  rank 0 of this machine is {state}\n" in err
+    assert err.count("docs/failures.md") == 1

@@ -126,8 +126,6 @@ class Watchdog:
             if self.record.still_s() > limit_s:
                 why = f"no progress for {limit_s:g} s (faults.timeout_s)"
                 self._ask(messenger, why, is_loss=False)
-                # One of a machine speaks for it. Who goes first ends the others, where a launcher looks after them.
-                time.sleep(0.0 if self._place.local_rank == 0 else 2.0)
                 self._speak_alone(messenger, why)
 
     def _ask(self, messenger: "_Messenger", why: str, *, is_loss: bool) -> None:
@@ -140,6 +138,11 @@ class Watchdog:
     def _speak_alone(self, messenger: "_Messenger", why: str) -> NoReturn:
         """Say what this rank knows; the store cannot be asked."""
         place = self._place
+        states = messenger.neighbour_states()
+        if any(rank < place.rank for rank, state in states.items() if state == ALIVE):
+            # One of a machine speaks for it.
+            time.sleep(2 * PERIOD_S)
+            messenger.end()
         store = f"the store at {place.master_address}:{place.master_port}"
         keeper = "rank 0, the launcher, or the first torchrun agent, whichever keeps it"
         sighting = self.record.look()
@@ -148,8 +151,7 @@ class Watchdog:
             f"{messenger.silent_s():.1f} s ago: its process ({keeper}), its host, or the way there is down",
             f"  rank {place.rank}: {activity(sighting)}, {time.time() - sighting.moved_s:.1f} s ago",
         ]
-        odd = {rank: state for rank, state in messenger.neighbour_states().items() if state != ALIVE}
-        lines += [f"  rank {rank} of this machine is {state}" for rank, state in odd.items()]
+        lines += [f"  rank {rank} of this machine is {state}" for rank, state in states.items() if state != ALIVE]
         lines.append(f"  the run ends: {why}; docs/failures.md says what to do")
         tell("\n".join(lines), place)
         messenger.end()

@@ -1,0 +1,197 @@
+"""Nodes that are lost: what is said, how soon, and that the job goes on from the last checkpoint with those left."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.agents import Agent, wait_for
+from tests.e2e.command import ROOT, checkpoints, environment, losses, small, train
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
+
+STEPS = 80
+ELASTIC = ("parallel.elastic=true", "run.dtype=float64", "checkpoint.every=4", f"run.steps={STEPS}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the same run on one rank."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    train(run_dir, "run.dtype=float64", f"run.steps={STEPS}")
+    return losses(run_dir)
+
+
+def _trains_on_both(run_dir: Path, steps: int) -> bool:
+    """Whether the run has come so far on two ranks."""
+    file, config = run_dir / "metrics.jsonl", run_dir / "config.json"
+    if not file.exists() or not config.exists():
+        return False
+    num_ranks = json.loads(config.read_text())["parallel"]["world_size"]
+    return num_ranks == 2 and len(file.read_text().splitlines()) >= steps
+
+
+def _lose_the_second(agents: list[Agent], run_dir: Path, lose: object) -> tuple[float, float]:
+    """Lose a node in mid-run and let the other one end it; seconds until the message, and until it trains again."""
+    first = agents[0]
+    wait_for(lambda: _trains_on_both(run_dir, 9), agents)
+    lost_s = time.time()
+    lose()
+    message_s = wait_for(lambda: "docs/failures.md" in first.text(), agents, 60) - lost_s
+    again_s = wait_for(lambda: "resumed from" in first.text(), agents, 90) - lost_s
+    assert first.process.wait(120) == 0, first.text()
+    print(f"message after {message_s:.1f} s, training again after {again_s:.1f} s")
+    return message_s, again_s
+
+
+def test_a_lost_node_is_named_and_the_other_goes_on_from_the_last_checkpoint(uninterrupted, tmp_path):
+    run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{_free_port()}"
+    words = small(run_dir, *ELASTIC)
+    agents = [Agent(words, tmp_path / "first.log", meet_at=meet_at)]
+    try:
+        agents.append(Agent(words, tmp_path / "second.log", meet_at=meet_at))
+        message_s, _ = _lose_the_second(agents, run_dir, agents[1].kill)
+    finally:
+        for agent in agents:
+            agent.kill()
+    said = agents[0].text()
+    assert "moefold: rank 1 on " in said
+    assert " is gone: its process ended without a word" in said
+    assert message_s < 10
+    assert said.count("docs/failures.md") == 1
+    assert json.loads((run_dir / "config.json").read_text())["parallel"]["world_size"] == 1
+    assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-9)
+
+
+@contextmanager
+def _two_hosts() -> Iterator[list[str]]:
+    """Two network namespaces, joined by a cable; yields their names."""
+    names = [f"moefold{os.getpid()}{letter}" for letter in "ab"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable0", "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "addr", "add", f"10.213.0.{number}/24", "dev", "cable0")
+            ip("-n", name, "link", "set", "cable0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _obstacle_to_namespaces() -> str:
+    """Why this machine makes no network namespaces; empty if it does."""
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        return "the commands ip and unshare are missing"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    try:
+        with _two_hosts():
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"ip cannot: {error.stderr.strip()}"
+
+
+@pytest.mark.slow
+def test_a_host_that_is_cut_off_is_named_on_both_sides(uninterrupted, tmp_path):
+    if obstacle := _obstacle_to_namespaces():
+        pytest.skip(obstacle)
+    run_dir, agents = tmp_path / "run", []
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n10.213.0.1 node1\n10.213.0.2 node2\n")
+    words = small(run_dir, *ELASTIC, "faults.timeout_s=5")
+    with _two_hosts() as names:
+        try:
+            for number, name in enumerate(names, 1):
+                # A host has a name of its own, which the message gives, and knows that of the other.
+                naming = f'hostname node{number} && mount --bind {hosts} /etc/hosts && exec "$@"'
+                rename = ("unshare", "--uts", "--mount", "sh", "-c", naming, "sh")
+                agents.append(
+                    Agent(
+                        words,
+                        tmp_path / f"{number}.log",
+                        meet_at="10.213.0.1:29400",
+                        prefix=("ip", "netns", "exec", name, *rename),
+                        local=(f"--local-addr=10.213.0.{number}",),
+                        GLOO_SOCKET_IFNAME="cable0",
+                    )
+                )
+            cut = ["ip", "-n", names[1], "link", "set", "cable0", "down"]
+            message_s, _ = _lose_the_second(agents, run_dir, lambda: subprocess.run(cut, check=True))
+            wait_for(lambda: "does not answer rank" in agents[1].text(), agents, 30)
+        finally:
+            for agent in agents:
+                agent.kill()
+    said = [agent.text() for agent in agents]
+    assert "moefold: rank 1 on node2 is not heard any more: its host, or the way to it, is down\n" in said[0]
+    assert "  rank 0: step " in said[0]
+    assert "the run ends: no progress for 5 s (faults.timeout_s)" in said[0]
+    assert "moefold: the store at 10.213.0.1:" in said[1]
+    assert " does not answer rank 1 on node2, last heard " in said[1]
+    assert 5 <= message_s < 15
+    assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-9)
+
+
+def _torchrun(run_dir: Path, *words: str) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    return subprocess.Popen(
+        [*torchrun, "-m", "moefold", *small(run_dir, *words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
+def test_sigterm_to_torchrun_saves_and_exits_in_time(tmp_path):
+    run_dir = tmp_path / "run"
+    process = _torchrun(run_dir, "parallel.elastic=true", "checkpoint.every=100000", "run.steps=100000")
+    try:
+        deadline = time.monotonic() + 120
+        while not _trains_on_both(run_dir, 3):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        sent_s = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    took_s = time.monotonic() - sent_s
+    print(f"saved and gone after {took_s:.1f} s")
+    assert f"stopped by SIGTERM after step {len(losses(run_dir))} of 100000" in output
+    assert checkpoints(run_dir) == [f"step-{len(losses(run_dir)):06d}"]
+    assert took_s < 15
+
+
+def test_a_number_of_ranks_that_does_not_fit_is_refused_and_not_tried_for_ever(tmp_path):
+    process = _torchrun(tmp_path / "run", "parallel.elastic=true", "train.global_batch_size=3")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    # Once for the first try, and once for the restart that --max-restarts=1 allows.
+    assert errors.count("moefold: error: parallel.elastic=true: the launcher started 2 processes") == 2
+    assert "fits 1 or 3: " in errors
