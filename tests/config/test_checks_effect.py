@@ -99,6 +99,7 @@ CASES = [
     ("checkpoint.keep_every=20", [], ["checkpoint.every=10", "checkpoint.keep=2"]),
     ("faults.spike_factor=5", ["faults.spike=ignore"], ["faults.spike=skip"]),
     ("faults.spike_window=5", ["faults.spike=ignore"], ["faults.spike=skip"]),
+    ("faults.replica_check_every=5", [], ["parallel.world_size=2"]),
     ("faults.max_skips=5", [], ["faults.spike=skip"]),
     ("faults.max_rollbacks=5", [], ["faults.nonfinite=rollback"]),
     ("checkpoint.verify=false", ["checkpoint.resume=never"], ["checkpoint.resume=auto"]),

@@ -29,6 +29,7 @@ KEYS = [
     "moe_layers",
     "eval_loss",
     "skipped",
+    "replicas",
 ]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moefold.checkpoint.content import differing_tensors
 from moefold.config.checks import check_config
@@ -209,3 +210,29 @@ def test_a_spike_of_the_gradient_is_answered_as_the_recipe_says(pool, tmp_path, 
     (fault,) = read_faults(tmp_path / "run")
     assert (fault["step"], fault["kind"], fault["action"]) == (4, "spike", action)
     assert (farthest(tmp_path / "run", without) < 1e-9) == same
+
+
+def flip_on_rank_2(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """After its third step, one bit of the first weight that it updates."""
+    parameter = optimizer.param_groups[0]["params"][0]
+    if torch.distributed.get_rank() == 2 and int(optimizer.state[parameter]["step"]) == 3:
+        parameter.to_local().detach().flatten().view(torch.int64)[0] ^= 1
+
+
+def _train_with_a_flip(cfg: Config) -> str:
+    register_optimizer_step_post_hook(flip_on_rank_2)
+    return train(cfg)
+
+
+def test_a_replica_that_diverges_ends_the_run_before_it_is_saved(pool, tmp_path):
+    data = write_tokens(tmp_path / "data.npy", poisoned=())
+    cfg = recipe(tmp_path / "run", data, 6, {"replica_check_every": 2}, world_size=4, zero=0, ep=2)
+    messages = pool.run(4, _train_with_a_flip, cfg)
+    assert len(set(messages)) == 1
+    assert "step 4: replicas have diverged: embedding.weight on rank 2 differs from the 3 other ranks" in messages[0]
+    assert "look at rank 2 (" in messages[0]
+    assert "all were alike at the check of step 2" in messages[0]
+    assert last_checkpoint(tmp_path / "run").name == "step-000002"
+    (fault,) = read_faults(tmp_path / "run")
+    assert {tuple(one["ranks"]) for one in fault["found"]} == {(2,)}
+    assert [line["replicas"] is not None for line in records(tmp_path / "run")] == [False, True, False, True]

@@ -281,6 +281,12 @@ IDLE = (
         "choose faults.spike='log'",
     ),
     Idle(
+        "faults.replica_check_every",
+        lambda cfg: cfg.parallel.world_size == 1,
+        "one rank has no replicas",
+        "set parallel.world_size",
+    ),
+    Idle(
         "faults.max_skips",
         lambda cfg: "skip" not in cfg.faults.actions,
         "nothing is skipped",

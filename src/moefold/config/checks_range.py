@@ -80,6 +80,7 @@ RANGES = (
     Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "metrics", "expert_counts_every"),
     Range(*POSITIVE, "faults", "spike_factor"),
     Range(*_at_least(3), "faults", "spike_window"),
+    Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "faults", "replica_check_every"),
     Range(*_at_least(1), "faults", "max_skips max_rollbacks"),
     Range("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
 )

@@ -94,6 +94,13 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     return top
 
 
+def reduce_scatter_into(
+    out: Tensor, x: Tensor, handle: dist.ProcessGroup, op: Any, *, asynchronous: bool = False
+) -> dist.Work | None:
+    """Reduce `x` over the members of a process group and write my part of it into `out`. No gradient."""
+    return _reduce_scatter(out, x, op=op, group=handle, async_op=asynchronous)
+
+
 def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
     """Stack the equal-shaped tensors of the members on member 0, [group.size, ...]; None elsewhere. No gradient."""
     x = x.detach().contiguous()

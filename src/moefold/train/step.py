@@ -1,7 +1,8 @@
 """One optimizer step: gradients, norm, clipping, update, and the numbers that all ranks agree on."""
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,15 +12,17 @@ from torch.distributed.tensor import DTensor
 from moefold.config.schema import Config
 from moefold.metrics.memory import peak_memory_gib
 from moefold.metrics.moe import MoELayerMetrics
+from moefold.metrics.replicas import ReplicaMetrics
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.collectives import all_reduce_sum
 from moefold.parallel.gradients import clip_gradients, squared_norm_share
 from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.replicas import Divergence, Replicas
 from moefold.parallel.routing_tape import RoutingTape
 from moefold.train.culprit import Culprit, find_culprit
 from moefold.train.guard import Guard, Verdict
 from moefold.train.lr_schedule import learning_rate
-from moefold.train.optimizer import build_optimizer, set_learning_rate
+from moefold.train.optimizer import build_optimizer, named_moments, set_learning_rate
 
 Flags = Callable[[], Sequence[bool]]
 
@@ -50,6 +53,10 @@ class StepResult:
     """Whether weights, moments, expert bias and the counts of the last step took this one."""
     culprit: Culprit | None = None
     """Where a step went wrong that is not finite."""
+    replicas: ReplicaMetrics | None = None
+    """How the replicas differ; None unless the step was checked."""
+    divergences: tuple[Divergence, ...] = ()
+    """What ranks should hold alike after the step and do not, as far as it was checked."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,7 @@ class TrainingStep:
         self.optimizer = build_optimizer(self.parameters, cfg.train)
         self.guard = Guard(cfg.faults)
         self.tape = RoutingTape(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
+        self._replicas = self._watched_replicas(cfg)
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
         layout, groups = model.groups.layout, model.groups
@@ -113,6 +121,9 @@ class TrainingStep:
             flags: asked once the gradients are there for wishes of this rank (to stop, say); all ranks learn them.
         """
         self.begin(step)
+        replicas = None if self._replicas is None or step % self._cfg.faults.replica_check_every else self._replicas
+        if replicas is not None:
+            replicas.arm()
         loss = self.model.forward_backward(batch)
         totals = self._agree(loss, flags())
         verdict = self.guard.judge(totals.watched())
@@ -126,7 +137,17 @@ class TrainingStep:
         elif verdict.reason == "nonfinite":
             culprit = find_culprit(loss, self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
-        return self._result(totals, rate, verdict, culprit)
+        result = self._result(totals, rate, verdict, culprit)
+        if replicas is None:
+            return result
+        position = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state())}"
+        metrics = replicas.metrics(self._my_share(loss.detach())[0])
+        return replace(result, replicas=metrics, divergences=replicas.divergences(batch, position))
+
+    def _watched_replicas(self, cfg: Config) -> Replicas | None:
+        if not cfg.faults.replica_check_every or cfg.parallel.world_size == 1:
+            return None
+        return Replicas(self.model, named_moments(self.optimizer, self.parameters), cfg.parallel.zero)
 
     def begin(self, step: int) -> None:
         """Prepare the routers: what follows, up to the next call, belongs to step `step`.

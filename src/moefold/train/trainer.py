@@ -1,9 +1,10 @@
 """The training run: steps, evaluation, checkpoints and metrics, from the recipe to the loss curve."""
 
+import socket
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
@@ -20,7 +21,8 @@ from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.convert.start import start_weights
 from moefold.data import open_dataset
-from moefold.errors import FaultError
+from moefold.errors import FaultError, some
+from moefold.launch.crew import joined_crew
 from moefold.launch.failure import is_consequence
 from moefold.launch.status import SIGNAL_STATUS
 from moefold.metrics.expert_counts import ExpertCountsWriter, truncate_expert_counts
@@ -161,6 +163,7 @@ class Trainer:
             tape.save(self._step, None if report is None else report.trace)
         if report is not None:
             report.write(self._metrics(result, step_time_s, eval_loss), result.expert_counts)
+        self._refuse_divergence(result, report)
         self._save_s = 0.0
         if _is_due(self._cfg.checkpoint.every, self._step, is_last or bool(raised)):
             self._save()
@@ -183,6 +186,25 @@ class Trainer:
             raise FaultError(incident.stop_message())
         self._roll_back(incident, report)
         return False
+
+    def _refuse_divergence(self, result: StepResult, report: "_Report | None") -> None:
+        """End the run where replicas hold different bytes, before it saves them; collective."""
+        every, found = self._cfg.faults.replica_check_every, result.divergences
+        if not found:
+            return
+        if report is not None:
+            log_fault(
+                Path(self._cfg.run.dir),
+                {"step": self._step, "kind": "divergence"} | {"found": list(map(asdict, found))},
+            )
+        self._saver.drain()
+        hosts = joined_crew().gather(socket.gethostname())
+        odd = sorted({rank for one in found for rank in one.ranks})
+        raise FaultError(
+            f"step {self._step}: replicas have diverged: {some([one.words() for one in found])}; look at "
+            f"{some([f'rank {rank} ({hosts[rank]})' for rank in odd])}; all were alike at the check of step "
+            f"{max(0, self._step - every)}: resume from a checkpoint up to there (checkpoint.resume=PATH)"
+        )
 
     def _roll_back(self, incident: Incident, report: "_Report | None") -> None:
         """Load the newest sound checkpoint, and leave the batch out from there on; collective."""
@@ -239,6 +261,7 @@ class Trainer:
             save_s=self._save_s,
             moe_layers=result.moe_layers,
             eval_loss=eval_loss,
+            replicas=result.replicas,
             skipped=result.verdict.reason if result.verdict.action == "skip" else None,
         )
 

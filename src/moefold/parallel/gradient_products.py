@@ -1,0 +1,87 @@
+"""Scalar products between the gradients of data-parallel replicas, taken where FSDP reduces them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from moefold.moe.experts import Experts
+from moefold.parallel.collectives import all_to_all, reduce_scatter_into
+from moefold.parallel.groups import Group
+
+
+class GradientProducts:
+    """The matrix <g_i, g_j> over the members i, j of a data-parallel group, g_i what member i brings to the reduction.
+
+    Member k gets the k-th part of every g_i by an all-to-all of the bytes that the reduction sends anyway, and adds
+    the products of these parts to its matrix; the sum of the matrices of all members is exact. Nothing is sent unless
+    `is_armed`. On a checked step each member holds one more copy of the gradient of one FSDP module at a time.
+
+    With ZeRO 2 and 3 the gradients of each micro-batch are reduced by themselves: the products are then those of the
+    micro-batches, added up.
+
+    It is what FSDP calls a custom reduce-scatter (`FSDPModule.set_custom_reduce_scatter`), and under ZeRO 0, where
+    nothing is scattered, it looks at the buffer that FSDP allocates through it once that has been all-reduced.
+    """
+
+    def __init__(self, group: Group, *, replicates: bool) -> None:
+        self.is_armed = False
+        self._group = group
+        self._replicates = replicates
+        self._buffers: list[Tensor] = []
+        self._matrix: Tensor | None = None
+
+    def attach(self, module: FSDPModule) -> None:
+        """Look at all that the module reduces from now on."""
+        module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # the class to inherit from is private
+        if self._replicates:
+            module.set_all_reduce_hook(self._after_all_reduce)
+
+    def take(self, device: torch.device) -> Tensor:
+        """My part of the matrix since the last call, float64 [group.size, group.size]; disarms."""
+        size = self._group.size
+        matrix = torch.zeros(size, size, dtype=torch.float64, device=device) if self._matrix is None else self._matrix
+        self.is_armed, self._matrix = False, None
+        return matrix
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffers of a reduction, what goes in before what comes out."""
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        if self.is_armed and self._replicates:
+            self._buffers.append(buffer)
+        return buffer
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Reduce-scatter, as FSDP would by itself."""
+        if self.is_armed and not self._replicates:
+            self._add(input_tensor)
+        return reduce_scatter_into(output_tensor, input_tensor, group, op, asynchronous=async_op)
+
+    def _after_all_reduce(self, output: Tensor) -> None:
+        if self.is_armed:
+            self._add(self._buffers[0])
+        self._buffers.clear()
+
+    @torch.no_grad()
+    def _add(self, gradient: Tensor) -> None:
+        size = self._group.size
+        if size == 1:
+            return
+        padded = nn.functional.pad(gradient, (0, -gradient.numel() % size)).view(size, -1)
+        parts = all_to_all(padded, self._group, [1] * size, [1] * size).double()
+        products = parts @ parts.T
+        self._matrix = products if self._matrix is None else self._matrix + products
+
+
+def attach_products(stages: Sequence[nn.Module], dense: GradientProducts, experts: GradientProducts) -> None:
+    """Let `dense` and `experts` look at the FSDP modules of both kinds."""
+    for stage in stages:
+        for module in stage.modules():
+            products = experts if isinstance(module, Experts) else dense
+            if isinstance(module, FSDPModule):
+                products.attach(module)
