@@ -95,6 +95,7 @@ CASES = [
     ("faults.spike_factor=0", "must be greater than 0"),
     ("faults.spike_window=2", "must be at least 3"),
     ("faults.replica_check_every=-1", "must be at least 0 (0: never)"),
+    ("faults.straggler_factor=1", "must be above 1, or 0 (off)"),
     ("faults.max_skips=0", "must be at least 1"),
     ("faults.max_rollbacks=0", "must be at least 1"),
     ("metrics.peak_tflops=-1", "must be at least 0 (0: look the device up)"),

@@ -30,6 +30,7 @@ KEYS = [
     "eval_loss",
     "skipped",
     "replicas",
+    "rank_times",
 ]
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from moefold.config.schema import Config, RunConfig
 from moefold.data import open_dataset
 from moefold.metrics.replicas import ReplicaMetrics
+from moefold.parallel.fsdp_comms import watch_fsdp
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.replicas import Divergence, Replicas, digest
 from moefold.train.batch import BatchLoader
@@ -60,7 +61,7 @@ def _found_after_flips(cfg: Config, flips: list[tuple[str, int]]) -> list[tuple[
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     moments = named_moments(training.optimizer, training.parameters)
-    replicas = Replicas(model, moments, cfg.parallel.zero)
+    replicas = Replicas(model, moments, cfg.parallel.zero, watch_fsdp(model.stages, groups, cfg.parallel.zero))
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
     batch = BatchLoader(data.train, cfg, groups, model.positions).batch(0)
     training.run(batch, 1)

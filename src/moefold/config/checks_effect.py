@@ -281,9 +281,9 @@ IDLE = (
         "choose faults.spike='log'",
     ),
     Idle(
-        "faults.replica_check_every",
+        "faults.replica_check_every faults.straggler_factor",
         lambda cfg: cfg.parallel.world_size == 1,
-        "one rank has no replicas",
+        "one rank has no others to be compared with",
         "set parallel.world_size",
     ),
     Idle(

@@ -82,7 +82,8 @@ def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     """The sum over the members, without a gradient; `x` is left as it is."""
     total = x.detach().clone()
     if group.size > 1:
-        dist.all_reduce(total, group=group.handle)
+        with group.clock.waiting():
+            dist.all_reduce(total, group=group.handle)
     return total
 
 
@@ -90,8 +91,16 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     """The maximum over the members, without a gradient; `x` is left as it is."""
     top = x.detach().clone()
     if group.size > 1:
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
+        with group.clock.waiting():
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
     return top
+
+
+def all_gather_into(
+    out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, asynchronous: bool = False
+) -> dist.Work | None:
+    """Concatenate what the members of a process group have along dim 0 into `out`. No gradient."""
+    return _all_gather(out, x, group=handle, async_op=asynchronous)
 
 
 def reduce_scatter_into(
@@ -168,15 +177,18 @@ def begin_exchange(
 
 
 def _gather(x: Tensor, group: Group) -> Tensor:
-    return begin_all_gather(x, group, asynchronous=False)[0]
+    with group.clock.waiting():
+        return begin_all_gather(x, group, asynchronous=False)[0]
 
 
 def _reduce(x: Tensor, group: Group) -> Tensor:
-    return begin_reduce(x, group, asynchronous=False)[0]
+    with group.clock.waiting():
+        return begin_reduce(x, group, asynchronous=False)[0]
 
 
 def _exchange(x: Tensor, group: Group, send_rows: list[int], receive_rows: list[int]) -> Tensor:
-    return begin_exchange(x, group, send_rows, receive_rows, asynchronous=False)[0]
+    with group.clock.waiting():
+        return begin_exchange(x, group, send_rows, receive_rows, asynchronous=False)[0]
 
 
 def _gather_rows(x: Tensor, group: Group, rows: list[int]) -> Tensor:
@@ -194,7 +206,8 @@ def _reduce_rows(x: Tensor, group: Group, rows: list[int]) -> Tensor:
 def _swap(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
     sent = torch.stack(x.chunk(group.size, split_dim))
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group.handle)
+    with group.clock.waiting():
+        dist.all_to_all_single(received, sent, group=group.handle)
     return torch.cat(received.unbind(0), concat_dim)
 
 

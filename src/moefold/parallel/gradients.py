@@ -22,7 +22,8 @@ def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], tp: Group) 
         return
     grads = [_local(p.grad) for p in parameters.values() if p.grad is not None and _is_whole_on_tp(p.grad)]
     flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat, group=tp.handle)
+    with tp.clock.waiting():
+        dist.all_reduce(flat, group=tp.handle)
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))
 

@@ -1,12 +1,13 @@
 """The communicators of a layout: the only place that creates process groups and device meshes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefold.parallel.layout import Layout, View
+from moefold.parallel.wait_clock import WaitClock
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Group:
     ranks: tuple[int, ...]
     rank: int
     handle: dist.ProcessGroup
+    clock: WaitClock = field(default_factory=WaitClock, compare=False, repr=False)
+    """Counts the time that this rank spends in collectives."""
 
     @property
     def size(self) -> int:
@@ -85,11 +88,12 @@ class ParallelGroups:
             raise ValueError(f"ParallelGroups.create needs a process group of {layout.world_size} ranks")
         rank = dist.get_rank()
         made: dict[tuple[int, ...], Group] = {}
+        clock = WaitClock(is_cuda=device.type == "cuda")
 
         def group(view: View, *axes: str) -> Group:
             ranks = tuple(sorted(view.group(rank, *axes)))
             if ranks not in made:
-                made[ranks] = Group(ranks, ranks.index(rank), _process_group(ranks))
+                made[ranks] = Group(ranks, ranks.index(rank), _process_group(ranks), clock)
             return made[ranks]
 
         attention, moe = layout.attention, layout.moe
@@ -109,7 +113,7 @@ class ParallelGroups:
             experts=experts,
             expert_coordinates=tuple((moe.coordinate(r, "ep"), moe.coordinate(r, "etp")) for r in experts.ranks),
         )
-        world = Group(tuple(range(layout.world_size)), rank, _process_group(tuple(range(layout.world_size))))
+        world = Group(tuple(range(layout.world_size)), rank, _process_group(tuple(range(layout.world_size))), clock)
         return cls(
             layout=layout,
             rank=rank,

@@ -1,6 +1,7 @@
 """Pipeline parallelism through torch.distributed.pipelining: the cut into stages, the schedule, tied embeddings."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from moefold.config.schema import Config
 from moefold.model.transformer import Transformer, loss_terms
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.groups import Group, ParallelGroups
+from moefold.parallel.wait_clock import WaitClock
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
@@ -39,6 +41,7 @@ class Pipeline:
         self._is_first = stages[0].is_first
         self._modules = stages
         self._zero = cfg.parallel.zero
+        self._clock = groups.pp.clock
         layout = groups.layout
         numbers = stage_numbers(layout.pp, groups.pp.rank, cfg.parallel.virtual_stages)
         shape = (
@@ -60,7 +63,8 @@ class Pipeline:
 
         def build() -> list[_PipelineStageBase]:
             return [
-                PipelineStage(
+                _TimedStage(
+                    groups.pp.clock,
                     _OwnReduction(module) if self._zero >= 2 else module,
                     number,
                     num_stages,
@@ -81,7 +85,9 @@ class Pipeline:
     def forward_backward(self, batch: Batch) -> Tensor:
         """Add the gradients of the batch to the parameters; returns the terms of my loss, 0 off the last stage."""
         self._terms.clear()
-        self._schedule.step(*self._inputs(batch), target=batch.labels, return_outputs=False, **batch.targets())
+        # The schedule waits for other stages wherever it is not in a chunk of its own.
+        with self._clock.waiting():
+            self._schedule.step(*self._inputs(batch), target=batch.labels, return_outputs=False, **batch.targets())
         for module in self._modules:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
@@ -123,9 +129,26 @@ def share_embedding_gradient(stages: list[Transformer], pp: Group) -> None:
         dist.P2POp(dist.isend, mine, peer, pp.handle),
         dist.P2POp(dist.irecv, theirs, peer, pp.handle),
     ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    with pp.clock.waiting():
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
     mine += theirs
+
+
+class _TimedStage(PipelineStage):
+    """A stage whose own work is told from the waiting around it."""
+
+    def __init__(self, clock: WaitClock, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._clock = clock
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.working():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.working():
+            return super().backward_one_chunk(*args, **kwargs)
 
 
 class _OwnReduction(nn.Module):

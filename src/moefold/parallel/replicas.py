@@ -18,7 +18,7 @@ from moefold.launch.crew import joined_crew
 from moefold.metrics.replicas import ReplicaMetrics
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.collectives import all_gather, all_reduce_sum
-from moefold.parallel.gradient_products import GradientProducts, attach_products
+from moefold.parallel.fsdp_comms import FSDPComms
 from moefold.parallel.groups import Group
 from moefold.parallel.parallelize import ParallelModel
 
@@ -65,16 +65,15 @@ class Replicas:
         model: of this rank.
         moments: of the optimizer, by name.
         zero: the ZeRO level; from 1 on, the weights that ranks gather to compute with are compared too.
+        comms: the watches of the model's FSDP modules.
     """
 
-    def __init__(self, model: ParallelModel, moments: Mapping[str, Tensor], zero: int) -> None:
+    def __init__(self, model: ParallelModel, moments: Mapping[str, Tensor], zero: int, comms: FSDPComms) -> None:
         groups = model.groups
         self._model = model
         self._moments = moments
         self._zero = zero
-        self._dense = GradientProducts(groups.attn.dp_cp, replicates=zero == 0)
-        self._experts = GradientProducts(groups.moe.edp, replicates=zero == 0)
-        attach_products(model.stages, self._dense, self._experts)
+        self._dense, self._experts = comms.dense, comms.experts
         self._groups: dict[str, Group] = {
             "tp": groups.attn.tp,
             "dp_cp": groups.attn.dp_cp,

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from moefold.metrics.flops import train_flops_per_token
 from moefold.metrics.peak import peak_bf16_tflops
 from moefold.metrics.plot import plot_loss
 from moefold.metrics.progress import Progress
+from moefold.metrics.rank_times import RankTimes, Stragglers, straggler_words
 from moefold.metrics.routing_trace import TRACE_FOLDER, TraceWriter, trace_shape, truncate_trace
 from moefold.metrics.step import StepMetrics
 from moefold.metrics.writer import MetricsWriter
@@ -76,6 +77,7 @@ class Trainer:
         self._saved_dp: int | None = None
         self._resumed_from: Path | None = None
         self._has_saved = False
+        self._stragglers: Stragglers | None = None
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step, or until a signal; returns the exit status. Collective.
@@ -88,6 +90,7 @@ class Trainer:
         """
         resume = self._resume()
         status, first_step = 0, self._step + 1
+        self._watch_ranks()
         with ExitStack() as stack:
             stack.enter_context(stop)
             report = None
@@ -142,11 +145,21 @@ class Trainer:
             )
         return tuple(notes)
 
+    def _watch_ranks(self) -> None:
+        """Get to know the hosts of all ranks, to name those that are slow; collective."""
+        factor, layout = self._cfg.faults.straggler_factor, self._groups.layout
+        if factor and layout.world_size > 1:
+            hosts = joined_crew().gather(socket.gethostname())
+            self._stragglers = Stragglers(factor, layout.attention.groups("dp", "cp", "tp"), hosts)
+
     def _one_step(self, report: "_Report | None", stop: StopSignals) -> int:
         """Train, evaluate and save as the recipe says; returns the exit status if the run is to end, else 0."""
         started_s = time.perf_counter()
         self._samples = self._training.guard.next_batch(self._samples, self._cfg.train.global_batch_size)
-        result = self._training.run(self._batches.batch(self._samples), self._step + 1, lambda: stop.flags)
+        self._training.start_clock()
+        batch = self._batches.batch(self._samples)
+        data_s = time.perf_counter() - started_s
+        result = self._training.run(batch, self._step + 1, lambda: stop.flags, data_s)
         step_time_s = time.perf_counter() - started_s
         self._saver.check()
         if result.verdict.reason and not self._goes_on(result, report):
@@ -163,6 +176,7 @@ class Trainer:
             tape.save(self._step, None if report is None else report.trace)
         if report is not None:
             report.write(self._metrics(result, step_time_s, eval_loss), result.expert_counts)
+            report.name_slow_ranks(self._step, self._stragglers.update(result.rank_times) if self._stragglers else [])
         self._refuse_divergence(result, report)
         self._save_s = 0.0
         if _is_due(self._cfg.checkpoint.every, self._step, is_last or bool(raised)):
@@ -262,6 +276,7 @@ class Trainer:
             moe_layers=result.moe_layers,
             eval_loss=eval_loss,
             replicas=result.replicas,
+            rank_times=RankTimes.from_ranks(result.rank_times),
             skipped=result.verdict.reason if result.verdict.action == "skip" else None,
         )
 
@@ -315,6 +330,12 @@ class _Report:
         if verdict.action != "stop":
             done = {"log": "trained on", "skip": "skipped", "rollback": "going back"}[verdict.action]
             self._progress.message(f"{incident.words()}; {done}, as faults.{verdict.reason} says")
+
+    def name_slow_ranks(self, step: int, records: list[dict[str, Any]]) -> None:
+        """Log ranks that have been slow for a while."""
+        for record in records:
+            log_fault(self._dir, {"step": step} | record)
+            self._progress.message(straggler_words(record))
 
     def go_back(self, found: Resume, step: int) -> None:
         """Drop what was logged past `step`, from which the run goes on."""

@@ -1,6 +1,7 @@
-"""Scalar products between the gradients of data-parallel replicas, taken where FSDP reduces them."""
+"""What FSDP sends, watched: the time that a rank waits in it, and scalar products of gradients before they add up."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from moefold.moe.experts import Experts
-from moefold.parallel.collectives import all_to_all, reduce_scatter_into
-from moefold.parallel.groups import Group
+from moefold.parallel.collectives import all_gather_into, all_to_all, reduce_scatter_into
+from moefold.parallel.groups import Group, ParallelGroups
+from moefold.parallel.wait_clock import Stamp, WaitClock
 
 
 class GradientProducts:
@@ -33,9 +35,11 @@ class GradientProducts:
         self._replicates = replicates
         self._buffers: list[Tensor] = []
         self._matrix: Tensor | None = None
+        self._entered: Stamp | None = None
 
     def attach(self, module: FSDPModule) -> None:
-        """Look at all that the module reduces from now on."""
+        """Look at all that the module reduces from now on, and time it."""
+        module.set_custom_all_gather(TimedGather(self._group.clock))  # type: ignore[arg-type]  # as below
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # the class to inherit from is private
         if self._replicates:
             module.set_all_reduce_hook(self._after_all_reduce)
@@ -50,8 +54,11 @@ class GradientProducts:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The buffers of a reduction, what goes in before what comes out."""
         buffer = torch.empty(*size, dtype=dtype, device=device)
-        if self.is_armed and self._replicates:
+        if self._replicates:
             self._buffers.append(buffer)
+            if len(self._buffers) == 2:
+                # What comes out is allocated right before it is all-reduced.
+                self._entered = self._group.clock.enter(waits=True)
         return buffer
 
     def __call__(
@@ -60,9 +67,11 @@ class GradientProducts:
         """Reduce-scatter, as FSDP would by itself."""
         if self.is_armed and not self._replicates:
             self._add(input_tensor)
-        return reduce_scatter_into(output_tensor, input_tensor, group, op, asynchronous=async_op)
+        with self._group.clock.waiting():
+            return reduce_scatter_into(output_tensor, input_tensor, group, op, asynchronous=async_op)
 
     def _after_all_reduce(self, output: Tensor) -> None:
+        self._group.clock.leave(self._entered)
         if self.is_armed:
             self._add(self._buffers[0])
         self._buffers.clear()
@@ -78,10 +87,39 @@ class GradientProducts:
         self._matrix = products if self._matrix is None else self._matrix + products
 
 
-def attach_products(stages: Sequence[nn.Module], dense: GradientProducts, experts: GradientProducts) -> None:
-    """Let `dense` and `experts` look at the FSDP modules of both kinds."""
+class TimedGather:
+    """What FSDP gathers parameters with, as it would by itself, on the clock of waiting."""
+
+    def __init__(self, clock: WaitClock) -> None:
+        self._clock = clock
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer for what is gathered."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """All-gather along dim 0."""
+        with self._clock.waiting():
+            return all_gather_into(output_tensor, input_tensor, group, asynchronous=async_op)
+
+
+@dataclass(frozen=True)
+class FSDPComms:
+    """The watches over both kinds of parameters."""
+
+    dense: GradientProducts
+    experts: GradientProducts
+
+
+def watch_fsdp(stages: Sequence[nn.Module], groups: ParallelGroups, zero: int) -> FSDPComms:
+    """Let all that the FSDP modules of the stages send go through watches."""
+    dense = GradientProducts(groups.attn.dp_cp, replicates=zero == 0)
+    experts = GradientProducts(groups.moe.edp, replicates=zero == 0)
     for stage in stages:
         for module in stage.modules():
             products = experts if isinstance(module, Experts) else dense
             if isinstance(module, FSDPModule):
                 products.attach(module)
+    return FSDPComms(dense, experts)
