@@ -144,8 +144,9 @@ def test_stop_names_rank_parameter_and_samples_and_saves_nothing(pool, tmp_path)
     message = messages[0]
     assert "step 4: the loss is nan and" in message
     assert "the loss on rank 1 (" in message
-    assert "the gradient of head.weight on rank 0 (" in message, "the first that the backward pass meets"
-    assert "samples 12 to 15 of the run, of which such ranks read 2: row 14 (" in message
+    assert "the reduced gradient of head.weight on rank 0 (" in message, "the first that the backward pass meets"
+    assert "; so again when computed anew; " in message
+    assert "samples 12 to 15 of the run, of which these ranks read 2: row 14 (" in message
     assert f"{data}, token {POISONED_ROW * SEQ_LEN}" in message
     assert f"{str(tmp_path / 'run' / 'checkpoints' / 'step-000002')!r}, is intact" in message
     assert last_checkpoint(tmp_path / "run").name == "step-000002"
@@ -169,16 +170,47 @@ def poison_gradient(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> 
     return output
 
 
+class _Once:
+    """Lets a hook do its harm to one forward pass alone."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        poisoned = poison_gradient(module, inputs, output)
+        self.calls += poisoned is not output
+        return poisoned if self.calls == 3 else output
+
+
 def test_a_gradient_alone_that_is_not_finite_is_met_where_it_is(pool, tmp_path):
     data = write_tokens(tmp_path / "data.npy", poisoned=())
     cfg = recipe(tmp_path / "run", data, 6, {"nonfinite": "skip", "max_skips": 2}, world_size=2, tp=2)
     cfg = replace(cfg, checkpoint=CheckpointConfig(every=0))
     message, _ = pool.run(2, train, cfg, poison_gradient)
     assert "step 3: the gradient norm is nan, after 2 skipped steps in a row (faults.max_skips)" in message
-    assert "not finite: the gradient of embedding.weight on rank" in message
+    assert "the reduced gradient of embedding.weight on rank" in message
     assert "the loss on" not in message
     assert "there is no checkpoint yet" in message
     assert [line["skipped"] for line in records(tmp_path / "run")] == ["nonfinite"] * 2
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_the_replica_whose_gradient_is_not_finite_is_named_before_the_sum_hides_it(pool, tmp_path, zero):
+    data = write_tokens(tmp_path / "data.npy", poisoned=())
+    cfg = recipe(tmp_path / "run", data, 6, {}, world_size=2, zero=zero)
+    message, _ = pool.run(2, train, cfg, poison_gradient)
+    assert "step 1: the gradient norm is nan; not finite: the gradients that rank 1 (" in message
+    assert "; so again when computed anew; " in message
+    assert "samples 0 to 3 of the run, of which these ranks read 2: row 2 (" in message
+
+
+def test_a_fault_that_does_not_come_again_is_called_one_of_a_machine(pool, tmp_path):
+    data = write_tokens(tmp_path / "data.npy", poisoned=())
+    cfg = recipe(tmp_path / "run", data, 4, {"nonfinite": "skip"}, world_size=2)
+    pool.run(2, train, cfg, _Once())
+    (fault,) = read_faults(tmp_path / "run")
+    assert (fault["step"], fault["is_lasting"], fault["gradient_ranks"]) == (2, False, [])
+    assert [line["skipped"] for line in records(tmp_path / "run")] == [None, "nonfinite", None, None]
 
 
 def test_rollbacks_end_and_need_a_checkpoint(pool, tmp_path):

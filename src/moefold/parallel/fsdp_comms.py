@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from moefold.moe.experts import Experts
-from moefold.parallel.collectives import all_gather_into, all_to_all, reduce_scatter_into
+from moefold.parallel.collectives import all_gather_into, all_reduce_sum, all_to_all, reduce_scatter_into
 from moefold.parallel.groups import Group, ParallelGroups
 from moefold.parallel.wait_clock import Stamp, WaitClock
 
@@ -50,6 +50,11 @@ class GradientProducts:
         matrix = torch.zeros(size, size, dtype=torch.float64, device=device) if self._matrix is None else self._matrix
         self.is_armed, self._matrix = False, None
         return matrix
+
+    def is_mine_finite(self, device: torch.device) -> bool:
+        """Whether what I brought to the reductions since I was armed is finite; disarms. Collective over the group."""
+        squares = all_reduce_sum(self.take(device).diagonal(), self._group)
+        return bool(torch.isfinite(squares[self._group.rank]))
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The buffers of a reduction, what goes in before what comes out."""
@@ -111,6 +116,15 @@ class FSDPComms:
 
     dense: GradientProducts
     experts: GradientProducts
+
+    def arm(self) -> None:
+        """Look at the gradients of the backward passes that follow, until they are asked for."""
+        self.dense.is_armed = self.experts.is_armed = True
+
+    def are_mine_finite(self, device: torch.device) -> bool:
+        """Whether my gradients were finite before they were added to those of others; collective."""
+        found = [products.is_mine_finite(device) for products in (self.dense, self.experts)]
+        return all(found)
 
 
 def watch_fsdp(stages: Sequence[nn.Module], groups: ParallelGroups, zero: int) -> FSDPComms:

@@ -73,7 +73,7 @@ class Replicas:
         self._model = model
         self._moments = moments
         self._zero = zero
-        self._dense, self._experts = comms.dense, comms.experts
+        self._comms = comms
         self._groups: dict[str, Group] = {
             "tp": groups.attn.tp,
             "dp_cp": groups.attn.dp_cp,
@@ -85,7 +85,7 @@ class Replicas:
 
     def arm(self) -> None:
         """Look at the gradients of the backward passes that follow, until `metrics`."""
-        self._dense.is_armed = self._experts.is_armed = True
+        self._comms.arm()
 
     def metrics(self, loss: Tensor) -> ReplicaMetrics:
         """How the replicas' losses and gradients since `arm` differ; one all-reduce over the world.
@@ -102,8 +102,8 @@ class Replicas:
         for member, rank in enumerate(groups.attn.dp_cp.ranks):
             # The gradient of a dp replica is the sum of those of its cp shards.
             members[member, layout.attention.coordinate(rank, "dp")] = 1
-        dense = members.T @ self._dense.take(device) @ members
-        parts = (losses, dense.flatten(), self._experts.take(device).flatten())
+        dense = members.T @ self._comms.dense.take(device) @ members
+        parts = (losses, dense.flatten(), self._comms.experts.take(device).flatten())
         total = all_reduce_sum(torch.cat(parts), groups.world).cpu().split([part.numel() for part in parts])
         return ReplicaMetrics.from_products(
             total[0].numpy(), total[1].view(dp, dp).numpy(), total[2].view(edp, edp).numpy()

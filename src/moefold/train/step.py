@@ -16,12 +16,12 @@ from moefold.metrics.rank_times import DATA, NUM_TIMES, OWN, WAIT
 from moefold.metrics.replicas import ReplicaMetrics
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.collectives import all_reduce_sum
-from moefold.parallel.fsdp_comms import watch_fsdp
+from moefold.parallel.fsdp_comms import FSDPComms, watch_fsdp
 from moefold.parallel.gradients import clip_gradients, squared_norm_share
 from moefold.parallel.parallelize import ParallelModel
 from moefold.parallel.replicas import Divergence, Replicas
 from moefold.parallel.routing_tape import RoutingTape
-from moefold.train.culprit import Culprit, find_culprit
+from moefold.train.culprit import Culprit, is_finite, not_finite, tell_ranks
 from moefold.train.guard import Guard, Verdict
 from moefold.train.lr_schedule import learning_rate
 from moefold.train.optimizer import build_optimizer, named_moments, set_learning_rate
@@ -107,7 +107,14 @@ class TrainingStep:
         self.guard = Guard(cfg.faults)
         self.tape = RoutingTape(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
         self._clock = model.groups.world.clock
-        self._replicas = self._watched_replicas(cfg)
+        self._comms: FSDPComms | None = None
+        self._replicas: Replicas | None = None
+        faults, zero = cfg.faults, cfg.parallel.zero
+        if cfg.parallel.world_size > 1:
+            self._clock.is_on = faults.straggler_factor > 0
+            self._comms = watch_fsdp(model.stages, model.groups, zero)
+            if faults.replica_check_every:
+                self._replicas = Replicas(model, named_moments(self.optimizer, self.parameters), zero, self._comms)
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
         layout, groups = model.groups.layout, model.groups
@@ -139,6 +146,7 @@ class TrainingStep:
             replicas.arm()
         loss = self.model.forward_backward(batch)
         totals = self._agree(loss, flags(), data_s)
+        metrics = None if replicas is None else replicas.metrics(self._my_share(loss.detach())[0])
         verdict = self.guard.judge(totals.watched())
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
         culprit = None
@@ -148,24 +156,26 @@ class TrainingStep:
             self.optimizer.step()
             self._balance(totals.counts, totals.thresholds)
         elif verdict.reason == "nonfinite":
-            culprit = find_culprit(loss, self.parameters)
+            culprit = self._find_culprit(batch, step, loss)
         self.optimizer.zero_grad(set_to_none=True)
         result = self._result(totals, rate, verdict, culprit)
         if replicas is None:
             return result
         position = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state())}"
-        metrics = replicas.metrics(self._my_share(loss.detach())[0])
         return replace(result, replicas=metrics, divergences=replicas.divergences(batch, position))
 
-    def _watched_replicas(self, cfg: Config) -> Replicas | None:
-        every, zero = cfg.faults.replica_check_every, cfg.parallel.zero
-        if cfg.parallel.world_size == 1 or not (every or cfg.faults.straggler_factor):
-            return None
-        comms = watch_fsdp(self.model.stages, self.model.groups, zero)
-        self._clock.is_on = cfg.faults.straggler_factor > 0
-        if not every:
-            return None
-        return Replicas(self.model, named_moments(self.optimizer, self.parameters), zero, comms)
+    def _find_culprit(self, batch: Batch, step: int, loss: Tensor) -> Culprit:
+        """See where it is not finite, and compute it once more, with an eye on what each rank brings to the sums."""
+        device = self.model.groups.device
+        bad_loss, bad_parameters = not is_finite(loss), not_finite(self.parameters)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.begin(step)
+        if self._comms is not None:
+            self._comms.arm()
+        loss_again = self.model.forward_backward(batch)
+        has_bad_gradient = self._comms is not None and not self._comms.are_mine_finite(device)
+        again = has_bad_gradient or not is_finite(loss_again) or bool(not_finite(self.parameters))
+        return tell_ranks(bad_loss, bad_parameters, has_bad_gradient, again)
 
     def begin(self, step: int) -> None:
         """Prepare the routers: what follows, up to the next call, belongs to step `step`.
