@@ -101,16 +101,18 @@ def without(pool, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-SKIPS = [
-    {},
-    {"world_size": 2, "zero": 0},
-    {"world_size": 2, "tp": 2, "etp": 2},
-    {"world_size": 4, "pp": 2, "ep": 2, "zero": 2},
+CASES = [
+    pytest.param("skip", {}, id="skip"),
+    pytest.param("skip", {"world_size": 2, "zero": 0}, id="skip-dp"),
+    pytest.param("skip", {"world_size": 2, "tp": 2, "etp": 2}, id="skip-tp", marks=pytest.mark.slow),
+    pytest.param("skip", {"world_size": 4, "pp": 2, "ep": 2, "zero": 2}, id="skip-dp-pp-ep"),
+    pytest.param("rollback", {"world_size": 2, "ep": 2, "zero": 3}, id="rollback-dp-ep", marks=pytest.mark.slow),
+    pytest.param("rollback", {"world_size": 2, "pp": 2}, id="rollback-pp"),
+    pytest.param("rollback", {"world_size": 4, "tp": 2, "cp": 2, "ep": 4}, id="rollback-tp-cp-ep"),
 ]
-ROLLBACKS = [{"world_size": 2, "ep": 2, "zero": 3}, {"world_size": 2, "pp": 2, "ep": 1}]
 
 
-@pytest.mark.parametrize(("action", "parallel"), [*(("skip", p) for p in SKIPS), *(("rollback", p) for p in ROLLBACKS)])
+@pytest.mark.parametrize(("action", "parallel"), CASES)
 def test_weights_are_those_of_a_run_that_lacks_the_batch(pool, tmp_path, without, action, parallel):
     data = write_tokens(tmp_path / "data.npy")
     steps = 7 if action == "skip" else 6
@@ -194,7 +196,7 @@ def test_a_gradient_alone_that_is_not_finite_is_met_where_it_is(pool, tmp_path):
     assert [line["skipped"] for line in records(tmp_path / "run")] == ["nonfinite"] * 2
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_replica_whose_gradient_is_not_finite_is_named_before_the_sum_hides_it(pool, tmp_path, zero):
     data = write_tokens(tmp_path / "data.npy", poisoned=())
     cfg = recipe(tmp_path / "run", data, 6, {}, world_size=2, zero=zero)
@@ -217,6 +219,7 @@ def test_rollbacks_end_and_need_a_checkpoint(pool, tmp_path):
     bad = (1 * BATCH, 3 * BATCH, 4 * BATCH, 5 * BATCH)
     data = write_tokens(tmp_path / "data.npy", poisoned=bad[1:])
     cfg = recipe(tmp_path / "run", data, 8, {"nonfinite": "rollback", "max_rollbacks": 2})
+    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, async_save=True))
     (message,) = pool.run(1, train, cfg)
     assert "step 4: the loss is nan" in message
     assert "after 2 rollbacks (faults.max_rollbacks)" in message

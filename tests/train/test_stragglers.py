@@ -36,13 +36,13 @@ def _train(cfg: Config) -> None:
 
 
 MAPPINGS = [
-    {"world_size": 4, "tp": 2, "ep": 2},
-    {"world_size": 4, "pp": 2, "zero": 0},
-    {"world_size": 4, "cp": 2, "ep": 4, "zero": 3},
+    pytest.param({"world_size": 4, "tp": 2, "ep": 2}, id="tensor and experts"),
+    pytest.param({"world_size": 4, "pp": 2, "zero": 0}, id="pipeline"),
+    pytest.param({"world_size": 4, "cp": 2, "ep": 4, "zero": 3}, id="context, zero 3", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("parallel", MAPPINGS, ids=["tensor and experts", "pipeline", "context, zero 3"])
+@pytest.mark.parametrize("parallel", MAPPINGS)
 def test_the_slow_rank_alone_is_named(pool, tmp_path: Path, parallel):
     cfg = tiny(faults={"straggler_factor": 2.0}, **parallel)
     cfg = replace(cfg, run=RunConfig(dir=str(tmp_path), seed=3, steps=10, device="cpu", dtype="float64"))
