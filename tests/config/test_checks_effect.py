@@ -100,6 +100,8 @@ CASES = [
     ("faults.spike_factor=5", ["faults.spike=ignore"], ["faults.spike=skip"]),
     ("faults.spike_window=5", ["faults.spike=ignore"], ["faults.spike=skip"]),
     ("faults.replica_check_every=5", [], ["parallel.world_size=2"]),
+    ("faults.replica_check_every=101", ["parallel.world_size=2"], ["parallel.world_size=2", "run.steps=101"]),
+    ("faults.spike_window=100", [], ["run.steps=101"]),
     ("faults.straggler_factor=2", [], ["parallel.world_size=2"]),
     ("faults.max_skips=5", [], ["faults.spike=skip"]),
     ("faults.max_rollbacks=5", [], ["faults.nonfinite=rollback"]),

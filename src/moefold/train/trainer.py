@@ -87,6 +87,7 @@ class Trainer:
 
         Raises:
             ConfigError: the checkpoint to resume from cannot be read, or the data holds ids beyond the vocabulary.
+            FaultError: a step is not finite or a spike and the recipe says to stop, or replicas have diverged.
         """
         resume = self._resume()
         status, first_step = 0, self._step + 1
