@@ -29,6 +29,8 @@ KEYS = [
     "moe_layers",
     "eval_loss",
     "skipped",
+    "replicas",
+    "rank_times",
 ]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moefold.checkpoint.content import differing_tensors
 from moefold.config.checks import check_config
@@ -100,16 +101,18 @@ def without(pool, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-SKIPS = [
-    {},
-    {"world_size": 2, "zero": 0},
-    {"world_size": 2, "tp": 2, "etp": 2},
-    {"world_size": 4, "pp": 2, "ep": 2, "zero": 2},
+CASES = [
+    pytest.param("skip", {}, id="skip"),
+    pytest.param("skip", {"world_size": 2, "zero": 0}, id="skip-dp"),
+    pytest.param("skip", {"world_size": 2, "tp": 2, "etp": 2}, id="skip-tp", marks=pytest.mark.slow),
+    pytest.param("skip", {"world_size": 4, "pp": 2, "ep": 2, "zero": 2}, id="skip-dp-pp-ep"),
+    pytest.param("rollback", {"world_size": 2, "ep": 2, "zero": 3}, id="rollback-dp-ep", marks=pytest.mark.slow),
+    pytest.param("rollback", {"world_size": 2, "pp": 2}, id="rollback-pp"),
+    pytest.param("rollback", {"world_size": 4, "tp": 2, "cp": 2, "ep": 4}, id="rollback-tp-cp-ep"),
 ]
-ROLLBACKS = [{"world_size": 2, "ep": 2, "zero": 3}, {"world_size": 2, "pp": 2, "ep": 1}]
 
 
-@pytest.mark.parametrize(("action", "parallel"), [*(("skip", p) for p in SKIPS), *(("rollback", p) for p in ROLLBACKS)])
+@pytest.mark.parametrize(("action", "parallel"), CASES)
 def test_weights_are_those_of_a_run_that_lacks_the_batch(pool, tmp_path, without, action, parallel):
     data = write_tokens(tmp_path / "data.npy")
     steps = 7 if action == "skip" else 6
@@ -143,8 +146,9 @@ def test_stop_names_rank_parameter_and_samples_and_saves_nothing(pool, tmp_path)
     message = messages[0]
     assert "step 4: the loss is nan and" in message
     assert "the loss on rank 1 (" in message
-    assert "the gradient of head.weight on rank 0 (" in message, "the first that the backward pass meets"
-    assert "samples 12 to 15 of the run, of which such ranks read 2: row 14 (" in message
+    assert "the reduced gradient of head.weight on rank 0 (" in message, "the first that the backward pass meets"
+    assert "; so again when computed anew; " in message
+    assert "samples 12 to 15 of the run, of which these ranks read 2: row 14 (" in message
     assert f"{data}, token {POISONED_ROW * SEQ_LEN}" in message
     assert f"{str(tmp_path / 'run' / 'checkpoints' / 'step-000002')!r}, is intact" in message
     assert last_checkpoint(tmp_path / "run").name == "step-000002"
@@ -168,22 +172,54 @@ def poison_gradient(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> 
     return output
 
 
+class _Once:
+    """Lets a hook do its harm to one forward pass alone."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        poisoned = poison_gradient(module, inputs, output)
+        self.calls += poisoned is not output
+        return poisoned if self.calls == 3 else output
+
+
 def test_a_gradient_alone_that_is_not_finite_is_met_where_it_is(pool, tmp_path):
     data = write_tokens(tmp_path / "data.npy", poisoned=())
     cfg = recipe(tmp_path / "run", data, 6, {"nonfinite": "skip", "max_skips": 2}, world_size=2, tp=2)
     cfg = replace(cfg, checkpoint=CheckpointConfig(every=0))
     message, _ = pool.run(2, train, cfg, poison_gradient)
     assert "step 3: the gradient norm is nan, after 2 skipped steps in a row (faults.max_skips)" in message
-    assert "not finite: the gradient of embedding.weight on rank" in message
+    assert "the reduced gradient of embedding.weight on rank" in message
     assert "the loss on" not in message
     assert "there is no checkpoint yet" in message
     assert [line["skipped"] for line in records(tmp_path / "run")] == ["nonfinite"] * 2
+
+
+@pytest.mark.parametrize("zero", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_replica_whose_gradient_is_not_finite_is_named_before_the_sum_hides_it(pool, tmp_path, zero):
+    data = write_tokens(tmp_path / "data.npy", poisoned=())
+    cfg = recipe(tmp_path / "run", data, 6, {}, world_size=2, zero=zero)
+    message, _ = pool.run(2, train, cfg, poison_gradient)
+    assert "step 1: the gradient norm is nan; not finite: the gradients that rank 1 (" in message
+    assert "; so again when computed anew; " in message
+    assert "samples 0 to 3 of the run, of which these ranks read 2: row 2 (" in message
+
+
+def test_a_fault_that_does_not_come_again_is_called_one_of_a_machine(pool, tmp_path):
+    data = write_tokens(tmp_path / "data.npy", poisoned=())
+    cfg = recipe(tmp_path / "run", data, 4, {"nonfinite": "skip"}, world_size=2)
+    pool.run(2, train, cfg, _Once())
+    (fault,) = read_faults(tmp_path / "run")
+    assert (fault["step"], fault["is_lasting"], fault["gradient_ranks"]) == (2, False, [])
+    assert [line["skipped"] for line in records(tmp_path / "run")] == [None, "nonfinite", None, None]
 
 
 def test_rollbacks_end_and_need_a_checkpoint(pool, tmp_path):
     bad = (1 * BATCH, 3 * BATCH, 4 * BATCH, 5 * BATCH)
     data = write_tokens(tmp_path / "data.npy", poisoned=bad[1:])
     cfg = recipe(tmp_path / "run", data, 8, {"nonfinite": "rollback", "max_rollbacks": 2})
+    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, async_save=True))
     (message,) = pool.run(1, train, cfg)
     assert "step 4: the loss is nan" in message
     assert "after 2 rollbacks (faults.max_rollbacks)" in message
@@ -209,3 +245,29 @@ def test_a_spike_of_the_gradient_is_answered_as_the_recipe_says(pool, tmp_path, 
     (fault,) = read_faults(tmp_path / "run")
     assert (fault["step"], fault["kind"], fault["action"]) == (4, "spike", action)
     assert (farthest(tmp_path / "run", without) < 1e-9) == same
+
+
+def flip_on_rank_2(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """After its third step, one bit of the first weight that it updates."""
+    parameter = optimizer.param_groups[0]["params"][0]
+    if torch.distributed.get_rank() == 2 and int(optimizer.state[parameter]["step"]) == 3:
+        parameter.to_local().detach().flatten().view(torch.int64)[0] ^= 1
+
+
+def _train_with_a_flip(cfg: Config) -> str:
+    register_optimizer_step_post_hook(flip_on_rank_2)
+    return train(cfg)
+
+
+def test_a_replica_that_diverges_ends_the_run_before_it_is_saved(pool, tmp_path):
+    data = write_tokens(tmp_path / "data.npy", poisoned=())
+    cfg = recipe(tmp_path / "run", data, 6, {"replica_check_every": 2}, world_size=4, zero=0, ep=2)
+    messages = pool.run(4, _train_with_a_flip, cfg)
+    assert len(set(messages)) == 1
+    assert "step 4: replicas have diverged: embedding.weight on rank 2 differs from the 3 other ranks" in messages[0]
+    assert "look at rank 2 (" in messages[0]
+    assert "all were alike at the check of step 2" in messages[0]
+    assert last_checkpoint(tmp_path / "run").name == "step-000002"
+    (fault,) = read_faults(tmp_path / "run")
+    assert {tuple(one["ranks"]) for one in fault["found"]} == {(2,)}
+    assert [line["replicas"] is not None for line in records(tmp_path / "run")] == [False, True, False, True]

@@ -4,7 +4,16 @@ from dataclasses import replace
 from itertools import product
 
 from moefold.config.checks import check_config
-from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.schema import (
+    Config,
+    DataConfig,
+    FaultsConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from moefold.parallel.layout import divisors
 
 Mapping = dict[str, int]
@@ -14,6 +23,7 @@ def tiny(
     model: dict[str, object] | None = None,
     moe: dict[str, object] | None = None,
     train: dict[str, object] | None = None,
+    faults: dict[str, object] | None = None,
     **parallel: object,
 ) -> Config:
     """A recipe that every legal mapping of 1 to 16 ranks can run, in float64."""
@@ -41,6 +51,7 @@ def tiny(
             | (train or {})
         ),
         data=DataConfig(kind="synthetic"),
+        faults=FaultsConfig(**(faults or {})),
     )
     check_config(cfg)
     return cfg

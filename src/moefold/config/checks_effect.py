@@ -293,6 +293,24 @@ IDLE = (
         "choose faults.spike='log'",
     ),
     Idle(
+        "faults.replica_check_every faults.straggler_factor",
+        lambda cfg: cfg.parallel.world_size == 1,
+        "one rank has no others to be compared with",
+        "set parallel.world_size",
+    ),
+    Idle(
+        "faults.replica_check_every",
+        lambda cfg: cfg.faults.replica_check_every > cfg.run.steps,
+        "the run ends before, after run.steps",
+        "choose at most run.steps",
+    ),
+    Idle(
+        "faults.spike_window",
+        lambda cfg: cfg.faults.spike_window >= cfg.run.steps,
+        "the run ends before so many steps are known",
+        "choose less than run.steps",
+    ),
+    Idle(
         "faults.max_skips",
         lambda cfg: "skip" not in cfg.faults.actions,
         "nothing is skipped",

@@ -82,7 +82,9 @@ RANGES = (
     Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "metrics", "expert_counts_every"),
     Range(*_at_least(1), "faults", "timeout_s"),
     Range(*POSITIVE, "faults", "spike_factor"),
+    Range("must be above 1, or 0 (off)", lambda factor: factor > 1 or factor == 0, "faults", "straggler_factor"),
     Range(*_at_least(3), "faults", "spike_window"),
+    Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "faults", "replica_check_every"),
     Range(*_at_least(1), "faults", "max_skips max_rollbacks"),
     Range("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
 )

@@ -518,6 +518,12 @@ class FaultsConfig:
     """Most steps that are skipped in a row; the next one stops the run."""
     max_rollbacks: int = 3
     """Most rollbacks of a run; the next one stops it."""
+    straggler_factor: float = 1.3
+    """Name a rank whose own work takes more than so many times the median of its pipeline stage for 8 steps in a row;
+    0 turns it off, and the timing of ranks in metrics.jsonl with it."""
+    replica_check_every: int = 0
+    """Compare replicas every so many steps: that ranks hold the same bytes where they should, and how far losses and
+    gradients of data-parallel replicas go apart; 0 never. A difference of bytes ends the run and names the rank."""
 
     @property
     def actions(self) -> tuple[str, str]:

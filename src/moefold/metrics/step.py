@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from moefold.metrics.moe import MoELayerMetrics
+from moefold.metrics.rank_times import RankTimes
+from moefold.metrics.replicas import ReplicaMetrics
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics inside the run folder: one JSON object a line, one line a step."""
@@ -57,6 +59,12 @@ class StepMetrics:
     skipped: str | None = None
     """Why this step changed nothing: "nonfinite" or "spike"; None for a step that did. faults.jsonl knows more."""
 
+    replicas: ReplicaMetrics | None = None
+    """How far the data-parallel replicas go apart; None except on steps that faults.replica_check_every checks."""
+
+    rank_times: RankTimes | None = None
+    """What ranks spend on their own work and on waiting for others; None with one rank or faults.straggler_factor=0."""
+
     @property
     def worst_expert_load(self) -> float | None:
         """The largest of expert_load (NaN if one is NaN); None for a model without MoE layers."""
@@ -92,7 +100,7 @@ def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
     """A value as JSON knows it; what it does not know goes into `nonfinite` under its full name."""
     if isinstance(value, tuple):
         return [_to_plain(part, f"{name}[{i}]", nonfinite) for i, part in enumerate(value)]
-    if isinstance(value, MoELayerMetrics):
+    if isinstance(value, MoELayerMetrics | ReplicaMetrics | RankTimes):
         return {key: _finite(part, f"{name}.{key}", nonfinite) for key, part in asdict(value).items()}
     return _finite(value, name, nonfinite)
 

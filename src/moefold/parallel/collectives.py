@@ -89,7 +89,8 @@ def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
 def add_up(x: Tensor, group: Group) -> None:
     """Replace `x` by the sum over the members; without a gradient, and without a copy."""
     group.note("all_reduce", x)
-    dist.all_reduce(x, group=group.handle)
+    with group.clock.waiting():
+        dist.all_reduce(x, group=group.handle)
 
 
 def all_reduce_max(x: Tensor, group: Group) -> Tensor:
@@ -97,8 +98,23 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     top = x.detach().clone()
     if group.size > 1:
         group.note("all_reduce", x)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
+        with group.clock.waiting():
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
     return top
+
+
+def all_gather_into(
+    out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, asynchronous: bool = False
+) -> dist.Work | None:
+    """Concatenate what the members of a process group have along dim 0 into `out`. No gradient."""
+    return _all_gather(out, x, group=handle, async_op=asynchronous)
+
+
+def reduce_scatter_into(
+    out: Tensor, x: Tensor, handle: dist.ProcessGroup, op: Any, *, asynchronous: bool = False
+) -> dist.Work | None:
+    """Reduce `x` over the members of a process group and write my part of it into `out`. No gradient."""
+    return _reduce_scatter(out, x, op=op, group=handle, async_op=asynchronous)
 
 
 def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
@@ -174,15 +190,18 @@ def begin_exchange(
 
 
 def _gather(x: Tensor, group: Group) -> Tensor:
-    return begin_all_gather(x, group, asynchronous=False)[0]
+    with group.clock.waiting():
+        return begin_all_gather(x, group, asynchronous=False)[0]
 
 
 def _reduce(x: Tensor, group: Group) -> Tensor:
-    return begin_reduce(x, group, asynchronous=False)[0]
+    with group.clock.waiting():
+        return begin_reduce(x, group, asynchronous=False)[0]
 
 
 def _exchange(x: Tensor, group: Group, send_rows: list[int], receive_rows: list[int]) -> Tensor:
-    return begin_exchange(x, group, send_rows, receive_rows, asynchronous=False)[0]
+    with group.clock.waiting():
+        return begin_exchange(x, group, send_rows, receive_rows, asynchronous=False)[0]
 
 
 def _gather_rows(x: Tensor, group: Group, rows: list[int]) -> Tensor:
@@ -201,7 +220,8 @@ def _swap(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
     sent = torch.stack(x.chunk(group.size, split_dim))
     received = torch.empty_like(sent)
     group.note("all_to_all", sent)
-    dist.all_to_all_single(received, sent, group=group.handle)
+    with group.clock.waiting():
+        dist.all_to_all_single(received, sent, group=group.handle)
     return torch.cat(received.unbind(0), concat_dim)
 
 

@@ -288,11 +288,11 @@ class _RingFunction(torch.autograd.Function):
         under_way = _pass_on(dkv, incoming, cp, GRADIENT_TAG)
         for source, held in arriving:
             shares = list(gradients.through(held, _zigzag(cp.size, source)))
-            _wait(under_way)
+            _wait(under_way, cp)
             dkv, incoming = incoming, dkv
             _add_shares(dkv, shares)
             under_way = _pass_on(dkv, incoming, cp, GRADIENT_TAG)
-        _wait(under_way)
+        _wait(under_way, cp)
         return gradients.dq.to(q.dtype), incoming.to(kv.dtype), sink_gradient(grad_out, out, lse, sinks), None, None
 
 
@@ -369,7 +369,7 @@ def _travel(kv: Tensor, cp: Group) -> Iterator[tuple[int, Tensor]]:
         incoming = torch.empty_like(kv) if spare is None else spare
         under_way = _pass_on(held, incoming, cp, KEY_VALUE_TAG)
         yield (cp.rank - step) % cp.size, held
-        _wait(under_way)
+        _wait(under_way, cp)
         held, spare = incoming, None if held is kv else held
     yield (cp.rank + 1) % cp.size, held
 
@@ -389,6 +389,7 @@ def _pass_on(send: Tensor, receive: Tensor, cp: Group, tag: int) -> list[dist.Wo
     )
 
 
-def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+def _wait(works: list[dist.Work], cp: Group) -> None:
+    with cp.clock.waiting():
+        for work in works:
+            work.wait()

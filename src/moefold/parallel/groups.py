@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefold.parallel.flight_record import FlightRecord, group_timeout
 from moefold.parallel.layout import Layout, View
+from moefold.parallel.wait_clock import WaitClock
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Group:
     def note(self, collective: str, x: torch.Tensor) -> None:
         """Write into the record that a collective begins, to which this rank brings `x`."""
         self.record.begin(collective, self.number, x.shape)
+
+    clock: WaitClock = field(default_factory=WaitClock, compare=False, repr=False)
+    """Counts the time that this rank spends in collectives."""
 
     @property
     def size(self) -> int:
@@ -105,12 +109,15 @@ class ParallelGroups:
         made: dict[tuple[int, ...], Group] = {}
         attention, moe = layout.attention, layout.moe
         names = _group_names(layout, rank)
+        clock = WaitClock(is_cuda=device.type == "cuda")
 
         def group(view: View, *axes: str) -> Group:
             ranks = tuple(sorted(view.group(rank, *axes)))
             if ranks not in made:
                 handle = _process_group(ranks, record.limit_s)
-                made[ranks] = Group(ranks, ranks.index(rank), handle, record, record.add_group(names[ranks], ranks))
+                made[ranks] = Group(
+                    ranks, ranks.index(rank), handle, record, record.add_group(names[ranks], ranks), clock
+                )
             return made[ranks]
 
         attn_groups = AttentionGroups(
@@ -130,7 +137,7 @@ class ParallelGroups:
             expert_coordinates=tuple((moe.coordinate(r, "ep"), moe.coordinate(r, "etp")) for r in experts.ranks),
         )
         everyone = tuple(range(layout.world_size))
-        world = Group(everyone, rank, _process_group(everyone, 0), record, record.add_group("world", everyone))
+        world = Group(everyone, rank, _process_group(everyone, 0), record, record.add_group("world", everyone), clock)
         return cls(
             layout=layout,
             rank=rank,

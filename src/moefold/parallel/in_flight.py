@@ -26,6 +26,7 @@ Begin = Callable[[Tensor], tuple[Tensor, dist.Work | None]]
 class _Exchange:
     """Both directions of one exchange, and what is under way of them."""
 
+    group: Group
     forward: Begin
     backward: Begin
     under_way: tuple[Tensor, dist.Work | None] | None = None
@@ -36,7 +37,8 @@ class _Exchange:
         buffer, work = self.under_way
         self.under_way = None
         if work is not None:
-            work.wait()
+            with self.group.clock.waiting():
+                work.wait()
         return buffer
 
 
@@ -74,7 +76,7 @@ def start_all_gather(x: Tensor, group: Group) -> InFlight:
 def _start(x: Tensor, group: Group, forward: Begin, backward: Begin) -> InFlight:
     if group.size == 1:
         return InFlight(x, None)
-    exchange = _Exchange(forward, backward)
+    exchange = _Exchange(group, forward, backward)
     return InFlight(_Begin.apply(x, exchange), exchange)
 
 

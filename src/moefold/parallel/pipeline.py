@@ -1,6 +1,7 @@
 """Pipeline parallelism through torch.distributed.pipelining: stages, micro-batches, copies of the embedding."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from moefold.parallel.groups import Group, ParallelGroups
 from moefold.parallel.late_gradients import LateGradients, postpone_weight_gradients
 from moefold.parallel.schedule import evaluation_schedule, training_schedule
 from moefold.parallel.stage_plan import StagePlan
+from moefold.parallel.wait_clock import WaitClock
 
 
 class Pipeline:
@@ -37,6 +39,7 @@ class Pipeline:
         self._num_terms = loss_terms(cfg.model)
         self._terms: list[Tensor] = []
         zero, schedule = cfg.parallel.zero, cfg.parallel.schedule
+        self._clock = groups.pp.clock
         layout = groups.layout
         shape = (cfg.train.seq_len // (layout.cp * layout.tp), cfg.train.micro_batch_size, cfg.model.hidden_size)
         hidden = torch.empty(shape, dtype=stages[0].dtype, device="meta", requires_grad=True)
@@ -55,7 +58,8 @@ class Pipeline:
 
         def build() -> list[_PipelineStageBase]:
             return [
-                PipelineStage(
+                _TimedStage(
+                    groups.pp.clock,
                     _OwnReduction(module) if zero >= 2 else module,
                     stage.number,
                     len(plan.stages),
@@ -77,7 +81,9 @@ class Pipeline:
         """Add the gradients of the batch to the parameters; returns the terms of my loss, 0 off the last stage."""
         self._terms.clear()
         update_local_copies(self._modules)
-        self._schedule.step(*self._inputs(batch), target=batch.labels, return_outputs=False, **batch.targets())
+        # The schedule waits for other stages wherever it is not in a chunk of its own.
+        with self._clock.waiting():
+            self._schedule.step(*self._inputs(batch), target=batch.labels, return_outputs=False, **batch.targets())
         for module in self._modules:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
@@ -144,13 +150,34 @@ def share_embedding_gradient(stages: list[Transformer], plan: StagePlan, pp: Gro
         dist.P2POp(dist.isend, mine, peer, pp.handle),
         dist.P2POp(dist.irecv, theirs, peer, pp.handle),
     ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    with pp.clock.waiting():
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
     mine += theirs
 
 
 def _embeddings(stages: list[Transformer]) -> list[nn.Parameter]:
     return [stage.embedding.weight for stage in stages if hasattr(stage, "embedding")]
+
+
+class _TimedStage(PipelineStage):
+    """A stage whose own work is told from the waiting around it."""
+
+    def __init__(self, clock: WaitClock, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._clock = clock
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.working():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.working():
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.working():
+            return super().backward_weight_one_chunk(*args, **kwargs)
 
 
 class _OwnReduction(nn.Module):

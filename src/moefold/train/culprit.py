@@ -1,4 +1,4 @@
-"""Where a step that is not finite went wrong: rank, parameter, samples. Asked after the fact; costs nothing before."""
+"""Where a step that is not finite went wrong: ranks and parameters. Asked after the fact; costs nothing before."""
 
 import re
 import socket
@@ -25,6 +25,10 @@ class RankFinding:
     """Its own part of the loss is not finite: the fault lies in the forward pass of samples that it computes."""
     bad_parameters: tuple[str, ...]
     """Parameters whose reduced gradient has a value that is not finite in this rank's part of it, in model order."""
+    has_bad_gradient: bool
+    """Computed once more, its own gradient was not finite before it was added to those of other ranks."""
+    is_bad_again: bool
+    """Computed once more, something of it was not finite."""
 
 
 @dataclass(frozen=True)
@@ -43,36 +47,55 @@ class Culprit:
         """All parameters whose gradient is not finite, in model order."""
         return tuple(sorted({name for f in self.findings for name in f.bad_parameters}, key=_depth))
 
+    @property
+    def gradient_ranks(self) -> tuple[int, ...]:
+        """Ranks whose own gradient is not finite, where the loss of all is."""
+        return () if self.loss_ranks else tuple(f.rank for f in self.findings if f.has_bad_gradient)
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it was not finite again when it was computed once more; else the batch is not at fault."""
+        return any(finding.is_bad_again for finding in self.findings)
+
     def words(self) -> str:
-        """Ranks and parameters, for a message; empty if all that is not finite is a sum."""
+        """Ranks and parameters, for a message."""
         found = []
-        if ranks := [f"rank {f.rank} ({f.host})" for f in self.findings if f.has_bad_loss]:
-            found.append(f"the loss on {some(ranks)}")
+        if self.loss_ranks:
+            found.append(f"the loss on {self._named(self.loss_ranks)}")
+        if self.gradient_ranks:
+            found.append(f"the gradients that {self._named(self.gradient_ranks)} computed")
         if names := self.parameters:
             # The backward pass comes from the last parameter of the model and carries the fault on to the first.
             first = names[-1]
-            holders = [f"rank {f.rank} ({f.host})" for f in self.findings if first in f.bad_parameters]
+            holders = tuple(f.rank for f in self.findings if first in f.bad_parameters)
             rest = f", and of {len(names) - 1} more up to {names[0]}" if len(names) > 1 else ""
-            found.append(f"the gradient of {first} on {some(holders)}{rest}")
-        return f"not finite: {'; '.join(found)}" if found else ""
+            found.append(f"the reduced gradient of {first} on {self._named(holders)}{rest}")
+        again = (
+            "so again when computed anew" if self.is_lasting else "but finite when computed anew, as of a bad machine"
+        )
+        return f"not finite: {'; '.join([*found, again])}"
+
+    def _named(self, ranks: tuple[int, ...]) -> str:
+        return some([f"rank {f.rank} ({f.host})" for f in self.findings if f.rank in ranks])
 
 
-def find_culprit(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> Culprit:
-    """Look at this rank's part of loss and gradients, and hear the others; collective over all ranks.
-
-    Args:
-        loss: this rank's part of the terms of the loss.
-        parameters: of this rank, by name, with their reduced gradients.
-    """
+def tell_ranks(bad_loss: bool, bad_parameters: tuple[str, ...], has_bad_gradient: bool, is_bad_again: bool) -> Culprit:
+    """Put together what all ranks have found; collective over all of them. The arguments are those of `RankFinding`."""
     crew = joined_crew()
-    bad = tuple(sorted((name for name, p in parameters.items() if not _is_finite(p.grad)), key=_depth))
-    mine = RankFinding(crew.rank, socket.gethostname(), not _is_finite(loss), bad)
+    mine = RankFinding(crew.rank, socket.gethostname(), bad_loss, bad_parameters, has_bad_gradient, is_bad_again)
     return Culprit(tuple(crew.gather(mine)))
 
 
-def _is_finite(tensor: Tensor | None) -> bool:
-    if tensor is None:
-        return True
+def not_finite(parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+    """Those whose gradient, or this rank's part of it, is not finite, in model order."""
+    bad = (
+        name for name, parameter in parameters.items() if parameter.grad is not None and not is_finite(parameter.grad)
+    )
+    return tuple(sorted(bad, key=_depth))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether this rank's part of a tensor is; waits for the device."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return bool(torch.isfinite(local).all())
 

@@ -28,12 +28,12 @@ class Incident:
     def words(self) -> str:
         """What was seen, where, and in which samples."""
         parts = [f"step {self.step}: {self.result.verdict.what}"]
-        if self.result.culprit is not None and (where := self.result.culprit.words()):
-            parts.append(where)
+        if self.result.culprit is not None:
+            parts.append(self.result.culprit.words())
         suspects = self._suspects()
         origins = some([self.row.origin(sample) for sample in suspects])
         size = self.cfg.train.global_batch_size
-        which = "" if len(suspects) == size else f", of which such ranks read {len(suspects)}"
+        which = "" if len(suspects) == size else f", of which these ranks read {len(suspects)}"
         batch = f"samples {self.first_sample} to {self.first_sample + size - 1} of the run{which}"
         return "; ".join([*parts, f"the batch is {batch}: {origins}"])
 
@@ -65,15 +65,17 @@ class Incident:
             "origins": [self.row.origin(sample) for sample in suspects[:LISTED_SAMPLES]],
         }
         if (culprit := result.culprit) is not None:
-            record["loss_ranks"] = list(culprit.loss_ranks)
+            record["loss_ranks"], record["gradient_ranks"] = list(culprit.loss_ranks), list(culprit.gradient_ranks)
+            record["is_lasting"] = culprit.is_lasting
             record["parameters"] = {f.rank: list(f.bad_parameters) for f in culprit.findings if f.bad_parameters}
         return record
 
     def _suspects(self) -> list[int]:
-        """Samples of the batch that can be at fault: those that the ranks with a bad loss read, or all."""
+        """Samples of the batch that can be at fault: those that the ranks at fault read, or all."""
         size = self.cfg.train.global_batch_size
         culprit = self.result.culprit
-        replicas = {self.layout.attention.coordinate(rank, "dp") for rank in culprit.loss_ranks} if culprit else set()
+        ranks = culprit.loss_ranks or culprit.gradient_ranks if culprit else ()
+        replicas = {self.layout.attention.coordinate(rank, "dp") for rank in ranks}
         count = size // self.cfg.parallel.dp
         places = [place for place in range(size) if not replicas or place // count in replicas]
         return [self.first_sample + place for place in places]

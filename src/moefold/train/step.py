@@ -1,7 +1,8 @@
 """One optimizer step: gradients, norm, clipping, update, and the numbers that all ranks agree on."""
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -11,16 +12,20 @@ from torch.distributed.tensor import DTensor
 from moefold.config.schema import Config
 from moefold.metrics.memory import peak_memory_gib
 from moefold.metrics.moe import MoELayerMetrics
+from moefold.metrics.rank_times import DATA, NUM_TIMES, OWN, WAIT
+from moefold.metrics.replicas import ReplicaMetrics
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.collectives import all_reduce_sum
+from moefold.parallel.fsdp_comms import FSDPComms, watch_fsdp
 from moefold.parallel.gradients import clip_gradients, squared_norm_share
 from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.replicas import Divergence, Replicas
 from moefold.parallel.routing_tape import RoutingTape
-from moefold.train.culprit import Culprit, find_culprit
+from moefold.train.culprit import Culprit, is_finite, not_finite, tell_ranks
 from moefold.train.guard import Guard, Verdict
 from moefold.train.lr_schedule import learning_rate
 from moefold.train.muon import build_muon
-from moefold.train.optimizer import build_optimizer, set_learning_rate
+from moefold.train.optimizer import build_optimizer, named_moments, set_learning_rate
 
 Flags = Callable[[], Sequence[bool]]
 
@@ -47,10 +52,16 @@ class StepResult:
     """For each flag given to `run`: how many ranks raised it."""
     peak_memory_gib: float
     """Largest peak memory of a rank since it started, up to the gradients of this step."""
+    rank_times: np.ndarray = field(default_factory=lambda: np.zeros((0, NUM_TIMES)))
+    """Own work, data and waiting of each rank in seconds, float64 [ranks, 3]; see `metrics.rank_times`."""
     verdict: Verdict = Verdict("update")
     """Whether weights, moments, expert bias and the counts of the last step took this one."""
     culprit: Culprit | None = None
     """Where a step went wrong that is not finite."""
+    replicas: ReplicaMetrics | None = None
+    """How the replicas differ; None unless the step was checked."""
+    divergences: tuple[Divergence, ...] = ()
+    """What ranks should hold alike after the step and do not, as far as it was checked."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,8 @@ class _Totals:
     grad_norm: float
     flags: tuple[int, ...]
     peak_memory_gib: float
+    times: Tensor
+    """Own work, data and waiting of each rank in seconds, [ranks, 3]; zeros where nothing is timed."""
     scalars: Tensor
     """Aux loss, z loss, copies, drops and entropy of each MoE layer, [MoE layers, 5]."""
     counts: Tensor
@@ -94,6 +107,15 @@ class TrainingStep:
         self.optimizer = _optimizer(model, cfg)
         self.guard = Guard(cfg.faults)
         self.tape = RoutingTape(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
+        self._clock = model.groups.world.clock
+        self._comms: FSDPComms | None = None
+        self._replicas: Replicas | None = None
+        faults, zero = cfg.faults, cfg.parallel.zero
+        if cfg.parallel.world_size > 1:
+            self._clock.is_on = faults.straggler_factor > 0
+            self._comms = watch_fsdp(model.stages, model.groups, zero)
+            if faults.replica_check_every:
+                self._replicas = Replicas(model, named_moments(self.optimizer, self.parameters), zero, self._comms)
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
         groups = model.groups
@@ -101,7 +123,11 @@ class TrainingStep:
         self._speaks_for_tp = groups.attn.tp.rank == 0
         self._speaks_for_stage = groups.attn.stage.rank == 0
 
-    def run(self, batch: Batch, step: int, flags: Flags = lambda: ()) -> StepResult:
+    def start_clock(self) -> None:
+        """Count what follows as part of the next step; else it begins with `run`."""
+        self._clock.start()
+
+    def run(self, batch: Batch, step: int, flags: Flags = lambda: (), data_s: float = 0.0) -> StepResult:
         """Train on this rank's part of a global batch.
 
         Collective: every rank calls it with its part of the same batch.
@@ -110,12 +136,18 @@ class TrainingStep:
             batch: this rank's part.
             step: number of this step, 1-based.
             flags: asked once the gradients are there for wishes of this rank (to stop, say); all ranks learn them.
+            data_s: time that this rank took to load the batch.
         """
+        self.start_clock()
         self.begin(step)
+        replicas = None if self._replicas is None or step % self._cfg.faults.replica_check_every else self._replicas
+        if replicas is not None:
+            replicas.arm()
         loss = self.model.forward_backward(batch)
         record = self.model.groups.record
         record.enter("summing up the step")
-        totals = self._agree(loss, flags())
+        totals = self._agree(loss, flags(), data_s)
+        metrics = None if replicas is None else replicas.metrics(self._my_share(loss.detach())[0])
         verdict = self.guard.judge(totals.watched())
         record.enter("optimizer")
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
@@ -126,9 +158,26 @@ class TrainingStep:
             self.optimizer.step()
             self._balance(totals.counts, totals.thresholds)
         elif verdict.reason == "nonfinite":
-            culprit = find_culprit(loss, self.parameters)
+            culprit = self._find_culprit(batch, step, loss)
         self.optimizer.zero_grad(set_to_none=True)
-        return self._result(totals, rate, verdict, culprit)
+        result = self._result(totals, rate, verdict, culprit)
+        if replicas is None:
+            return result
+        position = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state())}"
+        return replace(result, replicas=metrics, divergences=replicas.divergences(batch, position))
+
+    def _find_culprit(self, batch: Batch, step: int, loss: Tensor) -> Culprit:
+        """See where it is not finite, and compute it once more, with an eye on what each rank brings to the sums."""
+        device = self.model.groups.device
+        bad_loss, bad_parameters = not is_finite(loss), not_finite(self.parameters)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.begin(step)
+        if self._comms is not None:
+            self._comms.arm()
+        loss_again = self.model.forward_backward(batch)
+        has_bad_gradient = self._comms is not None and not self._comms.are_mine_finite(device)
+        again = has_bad_gradient or not is_finite(loss_again) or bool(not_finite(self.parameters))
+        return tell_ranks(bad_loss, bad_parameters, has_bad_gradient, again)
 
     def begin(self, step: int) -> None:
         """Prepare the routers: what follows, up to the next call, belongs to step `step`.
@@ -152,7 +201,7 @@ class TrainingStep:
         """Tensor-parallel ranks compute the same token losses: one of them speaks for all."""
         return loss if self._speaks_for_tp else torch.zeros_like(loss)
 
-    def _agree(self, loss: Tensor, flags: Sequence[bool]) -> _Totals:
+    def _agree(self, loss: Tensor, flags: Sequence[bool], data_s: float) -> _Totals:
         """Sum everything that is counted over the ranks, in one all-reduce."""
         world, device = self.model.groups.world, loss.device
         mine = self._my_share(loss.detach().double())
@@ -162,7 +211,13 @@ class TrainingStep:
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
         memory[world.rank] = peak_memory_gib(device.type)
         rows = self._routing_rows(device)
-        parts = (mine, squares, raised, memory, rows.flatten())
+        total_s, waited_s = self._clock.read()
+        times = torch.zeros(world.size, NUM_TIMES, dtype=torch.float64, device=device)
+        if total_s:
+            # One by one: a list would make the device wait for the host.
+            times[world.rank, OWN], times[world.rank, DATA] = total_s - waited_s, data_s
+            times[world.rank, WAIT] = waited_s
+        parts = (mine, squares, raised, memory, rows.flatten(), times.flatten())
         total = all_reduce_sum(torch.cat(parts), world)
         norm = total[len(mine)].sqrt()
         on_host = total.cpu().split([part.numel() for part in parts])
@@ -174,6 +229,7 @@ class TrainingStep:
             grad_norm=float(on_host[1].sqrt()),
             flags=tuple(int(count) for count in on_host[2].tolist()),
             peak_memory_gib=float(on_host[3].max()),
+            times=on_host[5].view_as(times),
             scalars=scalars,
             counts=counts,
             thresholds=thresholds,
@@ -196,6 +252,7 @@ class TrainingStep:
             moe_layers=layers,
             flags=totals.flags,
             peak_memory_gib=totals.peak_memory_gib,
+            rank_times=totals.times.numpy(),
             verdict=verdict,
             culprit=culprit,
         )

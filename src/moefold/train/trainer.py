@@ -1,13 +1,14 @@
 """The training run: steps, evaluation, checkpoints and metrics, from the recipe to the loss curve."""
 
+import socket
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.convert.start import start_weights
 from moefold.data import open_dataset
-from moefold.errors import RunError
+from moefold.errors import RunError, some
 from moefold.launch.crew import joined_crew
 from moefold.launch.failure import is_consequence
 from moefold.launch.status import SIGNAL_STATUS
@@ -30,6 +31,7 @@ from moefold.metrics.flops import train_flops_per_token
 from moefold.metrics.peak import peak_bf16_tflops
 from moefold.metrics.plot import plot_loss
 from moefold.metrics.progress import Progress
+from moefold.metrics.rank_times import RankTimes, Stragglers, straggler_words
 from moefold.metrics.routing_trace import TRACE_FOLDER, TraceWriter, trace_shape, truncate_trace
 from moefold.metrics.step import StepMetrics
 from moefold.metrics.writer import MetricsWriter
@@ -80,6 +82,7 @@ class Trainer:
         self._saved_dp: int | None = None
         self._resumed_from: Path | None = None
         self._has_saved = False
+        self._stragglers: Stragglers | None = None
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step, or until a signal; returns the exit status. Collective.
@@ -89,9 +92,11 @@ class Trainer:
 
         Raises:
             ConfigError: the checkpoint to resume from cannot be read, or the data holds ids beyond the vocabulary.
+            RunError: a step is not finite or a spike and the recipe says to stop, or replicas have diverged.
         """
         resume = self._resume()
         status, first_step = 0, self._step + 1
+        self._watch_ranks()
         with ExitStack() as stack:
             stack.enter_context(stop)
             report = None
@@ -149,12 +154,22 @@ class Trainer:
             )
         return tuple(notes)
 
+    def _watch_ranks(self) -> None:
+        """Get to know the hosts of all ranks, to name those that are slow; collective."""
+        factor, layout = self._cfg.faults.straggler_factor, self._groups.layout
+        if factor and layout.world_size > 1:
+            hosts = joined_crew().gather(socket.gethostname())
+            self._stragglers = Stragglers(factor, layout.attention.groups("dp", "cp", "tp"), hosts)
+
     def _one_step(self, report: "_Report | None", stop: StopSignals) -> int:
         """Train, evaluate and save as the recipe says; returns the exit status if the run is to end, else 0."""
         started_s = time.perf_counter()
         self._record.begin_step(self._step + 1, "loading data")
         self._samples = self._training.guard.next_batch(self._samples, self._cfg.train.global_batch_size)
-        result = self._training.run(self._batches.batch(self._samples), self._step + 1, lambda: stop.flags)
+        self._training.start_clock()
+        batch = self._batches.batch(self._samples)
+        data_s = time.perf_counter() - started_s
+        result = self._training.run(batch, self._step + 1, lambda: stop.flags, data_s)
         step_time_s = time.perf_counter() - started_s
         self._saver.check()
         if result.verdict.reason and not self._goes_on(result, report):
@@ -172,6 +187,8 @@ class Trainer:
         self._record.enter("writing metrics")
         if report is not None:
             report.write(self._metrics(result, step_time_s, eval_loss), result.expert_counts)
+            report.name_slow_ranks(self._step, self._stragglers.update(result.rank_times) if self._stragglers else [])
+        self._refuse_divergence(result, report)
         self._save_s = 0.0
         if _is_due(self._cfg.checkpoint.every, self._step, is_last or bool(raised)):
             self._save()
@@ -194,6 +211,25 @@ class Trainer:
             raise RunError(incident.stop_message())
         self._roll_back(incident, report)
         return False
+
+    def _refuse_divergence(self, result: StepResult, report: "_Report | None") -> None:
+        """End the run where replicas hold different bytes, before it saves them; collective."""
+        every, found = self._cfg.faults.replica_check_every, result.divergences
+        if not found:
+            return
+        if report is not None:
+            log_fault(
+                Path(self._cfg.run.dir),
+                {"step": self._step, "kind": "divergence"} | {"found": list(map(asdict, found))},
+            )
+        self._saver.drain()
+        hosts = joined_crew().gather(socket.gethostname())
+        odd = sorted({rank for one in found for rank in one.ranks})
+        raise RunError(
+            f"step {self._step}: replicas have diverged: {some([one.words() for one in found])}; look at "
+            f"{some([f'rank {rank} ({hosts[rank]})' for rank in odd])}; all were alike at the check of step "
+            f"{max(0, self._step - every)}: resume from a checkpoint up to there (checkpoint.resume=PATH)"
+        )
 
     def _roll_back(self, incident: Incident, report: "_Report | None") -> None:
         """Load the newest sound checkpoint, and leave the batch out from there on; collective."""
@@ -259,6 +295,8 @@ class Trainer:
             save_s=self._save_s,
             moe_layers=result.moe_layers,
             eval_loss=eval_loss,
+            replicas=result.replicas,
+            rank_times=RankTimes.from_ranks(result.rank_times),
             skipped=result.verdict.reason if result.verdict.action == "skip" else None,
         )
 
@@ -312,6 +350,12 @@ class _Report:
         if verdict.action != "stop":
             done = {"log": "trained on", "skip": "skipped", "rollback": "going back"}[verdict.action]
             self._progress.message(f"{incident.words()}; {done}, as faults.{verdict.reason} says")
+
+    def name_slow_ranks(self, step: int, records: list[dict[str, Any]]) -> None:
+        """Log ranks that have been slow for a while."""
+        for record in records:
+            log_fault(self._dir, {"step": step} | record)
+            self._progress.message(straggler_words(record))
 
     def go_back(self, found: Resume, step: int) -> None:
         """Drop what was logged past `step`, from which the run goes on."""

@@ -1,0 +1,60 @@
+"""Who is slower than the others, by hand."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moefold.metrics.rank_times import STEPS_IN_A_ROW, RankTimes, Stragglers, straggler_words
+from tests.metrics.example import STEP
+
+
+def times(*own: float) -> np.ndarray:
+    return np.array([[one, one / 10, 1.0 - one] for one in own])
+
+
+def test_numbers_over_the_ranks():
+    found = RankTimes.from_ranks(times(0.2, 0.5, 0.3, 0.4))
+    assert found is not None
+    assert (found.own_min_s, found.own_median_s, found.own_max_s) == pytest.approx((0.2, 0.35, 0.5))
+    assert found.slowest_rank == 1
+    assert found.data_max_s == pytest.approx(0.05)
+    assert (found.wait_min_s, found.wait_median_s) == pytest.approx((0.5, 0.65))
+    assert RankTimes.from_ranks(np.zeros((4, 3))) is None
+    assert json.loads(replace(STEP, rank_times=found).to_json())["rank_times"]["slowest_rank"] == 1
+
+
+def stragglers(*stages: list[int], factor: float = 1.5) -> Stragglers:
+    return Stragglers(factor, stages, [f"host{rank}" for rank in range(sum(map(len, stages)))])
+
+
+def test_a_rank_is_named_after_so_many_slow_steps_and_once():
+    watch = stragglers([0, 1, 2, 3])
+    found = [watch.update(times(0.2, 0.2, 0.31, 0.2)) for _ in range(3 * STEPS_IN_A_ROW)]
+    assert [len(records) for records in found] == [0] * (STEPS_IN_A_ROW - 1) + [1] + [0] * 2 * STEPS_IN_A_ROW
+    (record,) = found[STEPS_IN_A_ROW - 1]
+    assert (record["rank"], record["host"]) == (2, "host2")
+    assert straggler_words(record) == (
+        "rank 2 (host2) is slow: 0.31 s of its own work a step over 8 steps, 1.55 times the median of the 4 ranks of "
+        "its stage; 0.031 s of it for data"
+    )
+
+
+def test_one_step_as_fast_as_the_others_begins_the_count_anew():
+    watch = stragglers([0, 1])
+    for _ in range(3):
+        assert not any(watch.update(times(0.4, 0.2)) for _ in range(STEPS_IN_A_ROW - 1))
+        assert watch.update(times(0.29, 0.2)) == []
+
+
+def test_stages_are_judged_by_themselves_and_one_of_two_is_named():
+    watch = stragglers([0, 2], [1, 3])
+    for _ in range(STEPS_IN_A_ROW - 1):
+        watch.update(times(0.1, 0.9, 0.1, 0.5))
+    assert [record["rank"] for record in watch.update(times(0.1, 0.9, 0.1, 0.5))] == [1]
+
+
+def test_steps_that_were_not_timed_name_nobody():
+    watch = stragglers([0, 1])
+    assert [watch.update(np.zeros((2, 3))) for _ in range(10)] == [[]] * 10

@@ -1,0 +1,245 @@
+"""What ranks should hold alike: a single flipped bit is found, and the rank and the tensor are named."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from moefold.config.schema import Config, RunConfig
+from moefold.data import open_dataset
+from moefold.metrics.replicas import ReplicaMetrics
+from moefold.parallel.fsdp_comms import watch_fsdp
+from moefold.parallel.parallelize import parallelize
+from moefold.parallel.replicas import Divergence, Replicas, digest
+from moefold.train.batch import BatchLoader
+from moefold.train.optimizer import named_moments
+from moefold.train.step import TrainingStep
+from moefold.verify.mapping import make_groups
+from tests.verify.recipes import tiny, without_mapping
+
+TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_equal_bytes_have_equal_digests_and_others_have_not(dtype):
+    values = torch.arange(12).view(3, 4) % 2 if dtype == torch.bool else torch.arange(12).view(3, 4)
+    tensor = values.to(dtype)
+    assert torch.equal(digest(tensor), digest(tensor.clone()))
+    assert torch.equal(digest(tensor.T.contiguous().T), digest(tensor)), "strides are not content"
+    assert not torch.equal(digest(tensor), digest(tensor.T)), "nor is order"
+
+
+def test_every_bit_counts_in_every_chunk(monkeypatch):
+    monkeypatch.setattr("moefold.parallel.replicas.CHUNK", 7)
+    tensor = torch.randn(20, generator=torch.Generator().manual_seed(0))
+    seen = {tuple(digest(tensor).tolist())}
+    for place in range(20):
+        for bit in range(32):
+            flipped = tensor.clone()
+            flipped.view(torch.int32)[place] ^= -(2**31) if bit == 31 else 1 << bit
+            seen.add(tuple(digest(flipped).tolist()))
+    assert len(seen) == 1 + 20 * 32
+    assert not torch.equal(digest(torch.tensor([0.0])), digest(torch.tensor([-0.0])))
+
+
+def flip(tensor: Tensor) -> None:
+    """The lowest bit of the last value of this rank's part; a second time undoes it."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local.detach().flatten().view(torch.int64)[-1] ^= 1
+
+
+def _found_after_flips(cfg: Config, flips: list[tuple[str, int]]) -> list[tuple[Divergence, ...]]:
+    """What is found at first, after each flip of a tensor on a rank, undone again, and with a gather that errs."""
+    groups = make_groups(cfg)
+    model = parallelize(cfg, groups)
+    training = TrainingStep(model, cfg)
+    moments = named_moments(training.optimizer, training.parameters)
+    replicas = Replicas(model, moments, cfg.parallel.zero, watch_fsdp(model.stages, groups, cfg.parallel.zero))
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    batch = BatchLoader(data.train, cfg, groups, model.positions).batch(0)
+    training.run(batch, 1)
+    found = [replicas.divergences(batch, "here")]
+    tensors: dict[str, Any] = {**training.parameters, **moments, **training.buffers}
+    tensors |= {"the batch": batch.tokens}
+    for name, rank in flips:
+        if name == "the position of the run":
+            found.append(replicas.divergences(batch, f"here{groups.rank == rank}"))
+            continue
+        if groups.rank == rank:
+            flip(tensors[name])
+        found.append(replicas.divergences(batch, "here"))
+        if groups.rank == rank:
+            flip(tensors[name])
+    found.append(replicas.divergences(batch, "here"))
+    return found
+
+
+def _only(of_ranks: list[Any]) -> Any:
+    """What all ranks say alike."""
+    assert all(one == of_ranks[0] for one in of_ranks)
+    return of_ranks[0]
+
+
+NORM, EXPERT, BIAS = "layers.0.attention_norm.weight", "layers.1.ffn.experts.w_up", "layers.1.ffn.router.expert_bias"
+MODEL = {"expert_bias": True, "router_score": "sigmoid"}
+CASES: list[tuple[dict[str, Any], list[tuple[str, int, set[tuple[str, tuple[int, ...]]]]]]] = [
+    (
+        {"world_size": 3, "zero": 0},
+        [
+            ("head.weight", 2, {("dp_cp", (2,))}),
+            (EXPERT, 1, {("edp", (1,))}),
+            (f"{EXPERT}.exp_avg_sq", 0, {("edp", (0,))}),
+            (BIAS, 1, {("stage", (1,))}),
+            ("the position of the run", 2, {("world", (2,))}),
+        ],
+    ),
+    (
+        {"world_size": 4, "tp": 2, "pp": 2, "zero": 1},
+        [
+            (NORM, 1, {("tp", (0, 1))}),
+            (f"{NORM}.exp_avg", 0, {("tp", (0, 1))}),
+            ("the batch", 2, {("tp", (2, 3)), ("pp", (0, 2))}),
+            ("embedding.weight", 3, {("pp", (1, 3))}),
+        ],
+    ),
+]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("parallel", "cases"), CASES, ids=["three replicas", "tensor and pipeline"])
+def test_a_flipped_bit_is_named(pool, parallel, cases):
+    cfg = tiny(
+        model={**MODEL, "tie_embeddings": parallel.get("pp", 1) > 1},
+        train={"global_batch_size": 2 * parallel["world_size"]},
+        **parallel,
+    )
+    flips = [(name, rank) for name, rank, _ in cases]
+    healthy, *found, mended = _only(pool.run(parallel["world_size"], _found_after_flips, cfg, flips))
+    assert healthy == mended == ()
+    for (name, _, expected), seen in zip(cases, found, strict=True):
+        # Weights that differ are also gathered, and compared, as such.
+        assert {(one.axis, one.ranks) for one in seen if one.what == name} == expected
+        assert {one.what for one in seen} <= {name, f"the gathered {name}"}
+
+
+class _ErringGather:
+    """Gathers, and on one rank alone loses a bit."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(output_tensor, input_tensor, group=group)
+        if dist.get_rank() == 1:
+            flip(output_tensor[:1])
+
+
+def _found_with_an_erring_gather(cfg: Config) -> tuple[Divergence, ...]:
+    groups = make_groups(cfg)
+    model = parallelize(cfg, groups)
+    training = TrainingStep(model, cfg)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    batch = BatchLoader(data.train, cfg, groups, model.positions).batch(0)
+    experts = model.stages[0].moe_layers()[1].experts
+    assert isinstance(experts, FSDPModule)
+    experts.set_custom_all_gather(_ErringGather())  # type: ignore[arg-type]
+    return training.run(batch, 1).divergences
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_weights_that_were_gathered_wrong_are_named(pool, zero):
+    cfg = tiny(train={"global_batch_size": 3}, world_size=3, zero=zero, faults={"replica_check_every": 1})
+    found = _only(pool.run(3, _found_with_an_erring_gather, cfg))
+    assert {(one.axis, one.ranks) for one in found} == {("edp", (1,))}
+    assert {one.what.rpartition(".")[0] for one in found} == {"the gathered layers.1.ffn.experts"}
+    assert "on rank 1 differs from the 2 other ranks that hold it (edp)" in found[0].words()
+
+
+HEALTHY = [
+    {"world_size": 4, "cp": 2, "ep": 2, "zero": 2},
+    {"world_size": 4, "pp": 2, "virtual_stages": 2, "schedule": "interleaved", "etp": 2, "zero": 3},
+]
+
+
+def _divergences_of_a_run(cfg: Config) -> list[tuple[Divergence, ...]]:
+    groups = make_groups(cfg)
+    model = parallelize(cfg, groups)
+    training = TrainingStep(model, cfg)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    loader = BatchLoader(data.train, cfg, groups, model.positions)
+    return [training.run(loader.batch(4 * i), i + 1).divergences for i in range(2)]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("parallel", HEALTHY)
+def test_healthy_replicas_stay_alike(pool, parallel):
+    cfg = tiny(model=MODEL, faults={"replica_check_every": 1}, **parallel)
+    cfg = replace(cfg, run=RunConfig(seed=3, steps=3, device="cpu", dtype="bfloat16"))
+    assert pool.run(4, _divergences_of_a_run, cfg) == [[(), ()]] * 4
+
+
+def _metrics(cfg: Config) -> ReplicaMetrics | None:
+    groups = make_groups(cfg)
+    model = parallelize(cfg, groups)
+    training = TrainingStep(model, cfg)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    return training.run(BatchLoader(data.train, cfg, groups, model.positions).batch(0), 1).replicas
+
+
+def _gradient(cfg: Config, first_sample: int) -> tuple[float, np.ndarray, np.ndarray]:
+    """Loss, dense gradient and expert gradient of some samples alone, on one rank."""
+    groups = make_groups(cfg)
+    model = parallelize(cfg, groups)
+    training = TrainingStep(model, cfg)
+    training.begin(1)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    loss = model.forward_backward(BatchLoader(data.train, cfg, groups, model.positions).batch(first_sample))
+    dense, experts = [], []
+    for name, parameter in model.named_parameters.items():
+        assert parameter.grad is not None
+        (experts if ".experts." in name else dense).append(parameter.grad.flatten())
+    return float(loss[0]), torch.cat(dense).numpy(), torch.cat(experts).numpy()
+
+
+def _expected(parts: list[np.ndarray]) -> tuple[float, float, float]:
+    norms = [float(np.linalg.norm(part)) for part in parts]
+    cosines = [float(a @ b) / (norms[i] * norms[j]) for i, a in enumerate(parts) for j, b in enumerate(parts) if i < j]
+    return float(np.std(norms) / np.mean(norms)), float(np.mean(cosines)), min(cosines)
+
+
+PRODUCTS = [
+    pytest.param({"world_size": 3, "zero": 0}, id="zero 0"),
+    pytest.param({"world_size": 3, "zero": 1}, id="zero 1"),
+    pytest.param({"world_size": 3, "zero": 3}, id="zero 3", marks=pytest.mark.slow),
+    pytest.param({"world_size": 4, "pp": 2, "zero": 0}, id="pipeline", marks=pytest.mark.slow),
+    pytest.param({"world_size": 4, "cp": 2, "zero": 2}, id="context, zero 2"),
+]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("parallel", PRODUCTS)
+def test_dispersion_and_cosine_are_those_of_replicas_computed_alone(pool, parallel):
+    dp = parallel["world_size"] // parallel.get("cp", 1) // parallel.get("pp", 1)
+    train = {"micro_batch_size": 2, "global_batch_size": 2 * dp}
+    if parallel.get("pp", 1) > 1:
+        train = {"micro_batch_size": 1, "global_batch_size": 2 * dp}
+    cfg = tiny(train=train, faults={"replica_check_every": 1}, **parallel)
+    metrics = _only(pool.run(parallel["world_size"], _metrics, cfg))
+    alone = without_mapping(replace(cfg, train=replace(cfg.train, global_batch_size=2)))
+    replicas = [pool.run(1, _gradient, alone, 2 * replica)[0] for replica in range(dp)]
+    losses = [loss for loss, _, _ in replicas]
+    assert metrics.loss_dispersion == pytest.approx(np.std(losses) / np.mean(losses), rel=1e-9)
+    dense = (metrics.grad_norm_dispersion, metrics.grad_cosine, metrics.grad_cosine_min)
+    assert dense == pytest.approx(_expected([part for _, part, _ in replicas]), rel=1e-9)
+    experts = (metrics.expert_grad_norm_dispersion, metrics.expert_grad_cosine, metrics.expert_grad_cosine_min)
+    if "cp" not in parallel:  # else an edp replica has the tokens of one context shard
+        assert experts == pytest.approx(_expected([part for _, _, part in replicas]), rel=1e-9)

@@ -1,0 +1,57 @@
+"""A rank that is slow by itself is named, whatever it shares with the others; those that wait for it are not."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moefold.config.checks import check_config
+from moefold.config.schema import Config, RunConfig
+from moefold.metrics.fault_log import read_faults
+from moefold.model.transformer import Block
+from moefold.parallel.groups import ParallelGroups
+from moefold.train.stop import StopSignals
+from moefold.train.trainer import Trainer
+from tests.verify.recipes import tiny
+
+pytestmark = pytest.mark.parity
+
+SLOW_RANK = 1
+PAUSE_S = 0.05
+
+
+def pause(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    if isinstance(module, Block) and torch.distributed.get_rank() == SLOW_RANK:
+        time.sleep(PAUSE_S)
+
+
+def _train(cfg: Config) -> None:
+    torch.nn.modules.module.register_module_forward_hook(pause)
+    Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu"))).run(StopSignals())
+
+
+MAPPINGS = [
+    pytest.param({"world_size": 4, "tp": 2, "ep": 2}, id="tensor and experts"),
+    pytest.param({"world_size": 4, "pp": 2, "zero": 0}, id="pipeline"),
+    pytest.param({"world_size": 4, "cp": 2, "ep": 4, "zero": 3}, id="context, zero 3", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("parallel", MAPPINGS)
+def test_the_slow_rank_alone_is_named(pool, tmp_path: Path, parallel):
+    cfg = tiny(faults={"straggler_factor": 2.0}, **parallel)
+    cfg = replace(cfg, run=RunConfig(dir=str(tmp_path), seed=3, steps=10, device="cpu", dtype="float64"))
+    pool.run(4, _train, cfg)
+    (named,) = read_faults(tmp_path)
+    assert (named["kind"], named["rank"], named["step"]) == ("straggler", SLOW_RANK, named["step"])
+    assert named["own_s"] - named["median_s"] > PAUSE_S
+    lines = [json.loads(line)["rank_times"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["slowest_rank"] for line in lines[1:]] == [SLOW_RANK] * 9
+    # The others wait for it about as long as it pauses, and it for nobody.
+    late = sorted(line["wait_median_s"] - line["wait_min_s"] for line in lines)[len(lines) // 2]
+    assert late > PAUSE_S / 2
