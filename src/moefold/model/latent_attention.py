@@ -9,6 +9,7 @@ from moefold.model.core_attention import CausalAttention, CoreAttention
 from moefold.model.linear import linear
 from moefold.model.norm import RMSNorm
 from moefold.model.parameter import local
+from moefold.model.recall import Recall, kept
 from moefold.model.rope import Rotation, softmax_factor
 from moefold.model.seams import Tokens, WholeTokens
 
@@ -20,7 +21,8 @@ class LatentAttention(nn.Module):
     whole, and the latents, not the hidden states, are gathered over tp. Heads are made behind that, from the local
     rows of `wq_up` (or `wq`) and `wkv_up`.
 
-    `parallelize` replaces `tokens` (sequence parallelism) and `core` (context parallelism).
+    `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism) and `recall` (where heads are
+    made again from the latents instead of being kept).
 
     Args:
         cfg: sizes and scaling.
@@ -45,6 +47,7 @@ class LatentAttention(nn.Module):
         self.tokens: Tokens = WholeTokens()
         self.window = window
         self.core: CoreAttention = CausalAttention(window)
+        self.recall: Recall = kept
         # The core wants one width for all heads, and divides the scores by the root of that of the queries.
         self._width = max(cfg.head_size, cfg.v_head_dim)
         self._query_factor = softmax_factor(cfg) * (self._width / cfg.head_size) ** 0.5
@@ -63,8 +66,23 @@ class LatentAttention(nn.Module):
         source, latent, shared_key = self._gathered_latents(x)
         weight = self.wq if self.wq_up is None else self.wq_up
         assert weight is not None
-        query = linear(source, local(weight, x.dtype)).unflatten(-1, (-1, self.plain_size + self.rotated_size))
-        key_value = linear(latent, local(self.wkv_up, x.dtype)).unflatten(-1, (-1, self.plain_size + self.value_size))
+        weights = local(weight, x.dtype), local(self.wkv_up, x.dtype)
+
+        def heads(source: Tensor, latent: Tensor, shared_key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+            return self._heads((source, latent, shared_key), weights, rotation)
+
+        with self.recall(heads, source, latent, shared_key, *weights) as (query, key, value):
+            attended = self.core(query, key, value, starts)
+        attended = attended[..., : self.value_size].flatten(2)
+        return self.tokens.scatter(linear(attended, local(self.wo, x.dtype)))
+
+    def _heads(
+        self, parts: tuple[Tensor, Tensor, Tensor], weights: tuple[Tensor, ...], rotation: Rotation
+    ) -> tuple[Tensor, ...]:
+        """Queries, keys and values for the core, each [S/cp, B, heads of this rank, width], of the gathered latents."""
+        source, latent, shared_key = parts
+        query = linear(source, weights[0]).unflatten(-1, (-1, self.plain_size + self.rotated_size))
+        key_value = linear(latent, weights[1]).unflatten(-1, (-1, self.plain_size + self.value_size))
         plain_query, rotated_query = query.split((self.plain_size, self.rotated_size), -1)
         plain_key, value = key_value.split((self.plain_size, self.value_size), -1)
         rotated_key = rotation(shared_key.unsqueeze(-2)).expand(*plain_key.shape[:-1], -1)
@@ -72,9 +90,7 @@ class LatentAttention(nn.Module):
         key = torch.cat((plain_key, rotated_key), -1)
         if self._query_factor != 1.0:
             query = query * self._query_factor
-        attended = self.core(self._padded(query), self._padded(key), self._padded(value), starts)
-        attended = attended[..., : self.value_size].flatten(2)
-        return self.tokens.scatter(linear(attended, local(self.wo, x.dtype)))
+        return self._padded(query), self._padded(key), self._padded(value)
 
     def _gathered_latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What queries come from, the latent of keys and values, and the key that all heads share, each [S/cp, B, ...].

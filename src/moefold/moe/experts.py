@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from moefold.model.gemm import padded_rows, product
 from moefold.model.parameter import local
+from moefold.model.recall import recomputed
 from moefold.moe.dispatch.base import Loan
 from moefold.moe.gate import Gate, SiluGate
 
@@ -41,7 +42,8 @@ class Experts(nn.Module):
     element is added once. Every weight gets a gradient on every rank, zero for an expert without rows: the reduction of
     gradients over ranks counts on it.
 
-    `parallelize` replaces `bias_columns`, the columns of H that the local part of b_down belongs to.
+    `parallelize` replaces `bias_columns`, the columns of H that the local part of b_down belongs to, and `keeps_inner`:
+    whether the inner projections are kept for the backward pass, or made again there.
 
     Args:
         num_experts: E.
@@ -69,6 +71,7 @@ class Experts(nn.Module):
         self.b_down = nn.Parameter(torch.empty(num_experts, hidden_size)) if has_bias else None
         self.gate = gate or SILU
         self.bias_columns = ALL_COLUMNS
+        self.keeps_inner = True
 
     def forward(
         self,
@@ -111,8 +114,12 @@ class Experts(nn.Module):
     ) -> Tensor:
         w = ExpertWeights(*weights)
         has_kernel = _has_grouped_kernel(x_RH, w.gate_EHF, w.down_EFH)
-        apply = grouped_experts if has_kernel else looped_experts
-        return apply(x_RH, w, rows_per_expert, self.gate, self.bias_columns, weights_R)
+        if not has_kernel:
+            args = list(rows_per_expert), self.gate, self.bias_columns, self.keeps_inner
+            return _LoopedExperts.apply(x_RH, *args, weights_R, *_tensors(w))
+        apply = grouped_experts if self.keeps_inner else recomputed(grouped_experts)
+        y_RH: Tensor = apply(x_RH, w, rows_per_expert, self.gate, self.bias_columns, weights_R)
+        return y_RH
 
 
 def looped_experts(
@@ -124,8 +131,11 @@ def looped_experts(
     weights_R: Tensor | None = None,
 ) -> Tensor:
     """One expert after another: the reference, and the fastest way on CPU."""
-    tensors = [getattr(weights, part.name) for part in fields(weights)]
-    return _LoopedExperts.apply(x_RH, list(rows_per_expert), gate, bias_columns, weights_R, *tensors)
+    return _LoopedExperts.apply(x_RH, list(rows_per_expert), gate, bias_columns, True, weights_R, *_tensors(weights))
+
+
+def _tensors(weights: ExpertWeights) -> list[Tensor | None]:
+    return [getattr(weights, part.name) for part in fields(weights)]
 
 
 def grouped_experts(
@@ -193,7 +203,7 @@ def _has_grouped_kernel(x_RH: Tensor, *weights: Tensor) -> bool:
 
 
 class _LoopedExperts(torch.autograd.Function):
-    """Keeps x and the two inner projections for the backward pass; everything else of an expert lives in the cache."""
+    """Keeps x and, if asked, the two inner projections; everything else of an expert lives in the cache."""
 
     @staticmethod
     def forward(
@@ -202,6 +212,7 @@ class _LoopedExperts(torch.autograd.Function):
         rows_per_expert: list[int],
         gate: Gate,
         bias_columns: slice,
+        keeps_inner: bool,
         weights_R: Tensor | None,
         *tensors: Any,
     ) -> Tensor:
@@ -209,15 +220,14 @@ class _LoopedExperts(torch.autograd.Function):
         y_RH = torch.empty_like(x_RH)
         inner = []
         for e, rows in _spans(rows_per_expert):
-            x = _pad(x_RH[rows])
-            g = _plus(product(x, w.gate_EHF[e].t()), w.gate_bias_EF, e)
-            u = _plus(product(x, w.up_EHF[e].t()), w.up_bias_EF, e)
+            g, u = _inner(_pad(x_RH[rows]), w, e)
             hidden = gate.forward(g, u)
             weights = None if weights_R is None else _pad(weights_R[rows, None]).squeeze(1)
             y = product(hidden if weights is None else _scaled(hidden, weights), w.down_EFH[e].t())
             _plus(y[:, bias_columns], w.down_bias_EH, e, weights)
             y_RH[rows] = y[: rows.stop - rows.start]
-            inner += [g, u]
+            if keeps_inner:
+                inner += [g, u]
         ctx.save_for_backward(x_RH, weights_R, *tensors, *inner)
         ctx.args = rows_per_expert, gate, bias_columns
         return y_RH
@@ -239,7 +249,7 @@ class _LoopedExperts(torch.autograd.Function):
                     if grad is not None:
                         grad[e].zero_()
         for i, (e, rows) in enumerate(_spans(rows_per_expert)):
-            g, u = inner[2 * i : 2 * i + 2]
+            g, u = inner[2 * i : 2 * i + 2] if inner else _inner(_pad(x_RH[rows]), w, e)
             grad_y, count = _pad(grad_RH[rows]), rows.stop - rows.start
             grad_hidden = product(grad_y, w.down_EFH[e])
             if weights_R is None or grad_weights_R is None:
@@ -266,7 +276,13 @@ class _LoopedExperts(torch.autograd.Function):
                     torch.sum(rows_grad, 0, out=bias_grad[e])
             by_gate, by_up = product(grad_g, w.gate_EHF[e]), product(grad_u, w.up_EHF[e])
             torch.add(by_gate[:count], by_up[:count], out=grad_x_RH[rows])
-        return grad_x_RH, None, None, None, grad_weights_R, *grads
+        return grad_x_RH, None, None, None, None, grad_weights_R, *grads
+
+
+def _inner(x_MH: Tensor, w: ExpertWeights, expert: int) -> tuple[Tensor, Tensor]:
+    """The two inner projections of an expert."""
+    g = _plus(product(x_MH, w.gate_EHF[expert].t()), w.gate_bias_EF, expert)
+    return g, _plus(product(x_MH, w.up_EHF[expert].t()), w.up_bias_EF, expert)
 
 
 def _plus(y_MN: Tensor, bias_EN: Tensor | None, expert: int, weights_M: Tensor | None = None) -> Tensor:
