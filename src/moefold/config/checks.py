@@ -2,9 +2,9 @@
 
 `check_config` knows the settings alone; `check_machine` looks at the machine that will run them. Each rule is a small
 function that yields one message for each fault: key, value, rule and the nearest legal settings. The rules are in
-`checks_range` (one key by itself), `checks_model`, `checks_routing`, `checks_parallel` and `checks_train` (keys against
-each other), `checks_data`, `checks_faults` (what a run does when it goes wrong), `checks_effect` (settings that nothing
-would read) and `checks_machine` (files and packages).
+`checks_range` (one key by itself), `checks_model`, `checks_routing`, `checks_parallel`, `checks_train` and
+`checks_recompute` (keys against each other), `checks_data`, `checks_faults` (what a run does when it goes wrong),
+`checks_effect` (settings that nothing would read) and `checks_machine` (files and packages).
 """
 
 from moefold.config.checks_data import DATA_RULES
@@ -13,13 +13,22 @@ from moefold.config.checks_machine import MACHINE_RULES
 from moefold.config.checks_model import MODEL_RULES
 from moefold.config.checks_parallel import PARALLEL_RULES
 from moefold.config.checks_range import range_faults
+from moefold.config.checks_recompute import RECOMPUTE_RULES
 from moefold.config.checks_routing import ROUTING_RULES
 from moefold.config.checks_train import TRAIN_RULES
 from moefold.config.faults import refuse
 from moefold.config.schema import Config, ModelConfig
 from moefold.parallel.layout import Layout, fold
 
-RULES = (*MODEL_RULES, *ROUTING_RULES, *PARALLEL_RULES, *TRAIN_RULES, *DATA_RULES, *FAULT_RULES)
+RULES = (
+    *MODEL_RULES,
+    *ROUTING_RULES,
+    *PARALLEL_RULES,
+    *TRAIN_RULES,
+    *RECOMPUTE_RULES,
+    *DATA_RULES,
+    *FAULT_RULES,
+)
 
 
 def check_config(cfg: Config) -> Layout:

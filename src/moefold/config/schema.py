@@ -360,6 +360,19 @@ MUON_GROUPS = ("attention", "dense_mlp", "experts", "shared_experts", "router", 
 """The matrices of the layers by their part in them; mtp: the projection of multi-token prediction."""
 
 
+RECOMPUTE_PARTS = (
+    "norms",
+    "core_attention",
+    "mla_up",
+    "dense_mlp",
+    "expert_activation",
+    "shared_experts",
+    "moe",
+    "layer",
+)
+"""What of a layer may run again in the backward pass."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """Batch, optimizer, schedule and evaluation."""
@@ -401,6 +414,9 @@ class TrainConfig:
     type of the weights. bfloat16 needs decays of at most 0.98, and rounds: mappings then agree to its 8 bits."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    recompute: tuple[str, ...] = ()
+    """Parts of the layers that are not kept but made again in the backward pass: norms, core_attention, mla_up,
+    dense_mlp, expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bit for bit the same result."""
     loss_chunk: int = 0
     """Tokens of a rank whose logits are in memory at a time; the backward pass makes them again. 0: all of a
     micro-batch, once. -1: as many as 2**24 logits are, at least 256, and once if that is all."""

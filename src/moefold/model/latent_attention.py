@@ -12,6 +12,7 @@ from moefold.model.later import Later
 from moefold.model.linear import linear
 from moefold.model.norm import RMSNorm
 from moefold.model.parameter import local
+from moefold.model.recall import Recall, all_kept
 from moefold.model.rope import Rotation, softmax_factor
 from moefold.model.seams import Tokens, WholeTokens
 
@@ -42,10 +43,9 @@ class LatentAttention(nn.Module):
     whole, and the latents, not the hidden states, are gathered over tp. Heads are made behind that, from the local
     rows of `wq_up` (or `wq`) and `wkv_up`.
 
-    `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism) and `later` (a backward pass in
-    two parts).
-    A decoder sets `kept`, and then attention to earlier tokens reads their latents: no heads are made of them
-    (arXiv:2405.04434 sec. 2.1.2).
+    `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism), `later` (a backward pass in
+    two parts) and `recall` (where heads are made again from the latents instead of being kept). A decoder sets `kept`, and
+    then attention to earlier tokens reads their latents: no heads are made of them (arXiv:2405.04434 sec. 2.1.2).
 
     Args:
         cfg: sizes and scaling.
@@ -71,6 +71,7 @@ class LatentAttention(nn.Module):
         self.later: Later | None = None
         self.window = window
         self.core: CoreAttention = CausalAttention(window)
+        self.recall: Recall = all_kept
         self.kept: KeptLatents | None = None
         self._scale = softmax_factor(cfg) / cfg.head_size**0.5
         # The core wants one width for all heads, and divides the scores by the root of that of the queries.
@@ -91,25 +92,51 @@ class LatentAttention(nn.Module):
         source, latent, shared_key = self._gathered_latents(x)
         weight = self.wq if self.wq_up is None else self.wq_up
         assert weight is not None
-        query = self._project(source, weight).unflatten(-1, (-1, self.plain_size + self.rotated_size))
-        plain_query, rotated_query = query.split((self.plain_size, self.rotated_size), -1)
-        turned_query, turned_key = rotation(rotated_query), rotation(shared_key.unsqueeze(-2))
-        kept = None if self.kept is None else self.kept.add(torch.cat((latent, turned_key.squeeze(-2)), -1))
+        kept = None
+        if self.kept is not None:
+            turned_key = rotation(shared_key.unsqueeze(-2)).squeeze(-2)
+            kept = self.kept.add(torch.cat((latent, turned_key), -1))
         if kept is None:
-            attended = self._attend_to_heads(torch.cat((plain_query, turned_query), -1), latent, turned_key, starts)
+            attended = self._attend_to_heads((source, latent, shared_key), local(weight, x.dtype), rotation, starts)
         else:
-            attended = self._attend_to_latents(plain_query, turned_query, *kept)
+            query = self._project(source, weight).unflatten(-1, (-1, self.plain_size + self.rotated_size))
+            plain, rotated = query.split((self.plain_size, self.rotated_size), -1)
+            attended = self._attend_to_latents(plain, rotation(rotated), *kept)
         return self.tokens.scatter(self._project(attended.flatten(2), self.wo))
 
-    def _attend_to_heads(self, query: Tensor, latent: Tensor, turned_key: Tensor, starts: Tensor | None) -> Tensor:
-        """Make heads of the latents, for the core: [S, B, A, v] of queries [S, B, A, D] and latents [S, B, R]."""
-        key_value = self._project(latent, self.wkv_up).unflatten(-1, (-1, self.plain_size + self.value_size))
+    def _attend_to_heads(
+        self,
+        parts: tuple[Tensor, Tensor, Tensor],
+        query_weight: Tensor,
+        rotation: Rotation,
+        starts: Tensor | None,
+    ) -> Tensor:
+        """Make heads of the gathered latents, for the core; [S, B, A, v]."""
+        # What is made again has weights of its own there: nothing of theirs can be sent on later.
+        later = self.later if self.recall is all_kept else None
+
+        def heads(source: Tensor, latent: Tensor, shared_key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+            query = linear(source, weights[0], later=later).unflatten(-1, (-1, self.plain_size + self.rotated_size))
+            key_value = linear(latent, weights[1], later=later).unflatten(-1, (-1, self.plain_size + self.value_size))
+            return self._heads(query, key_value, shared_key, rotation)
+
+        weights = query_weight, local(self.wkv_up, query_weight.dtype)
+        with self.recall(heads, *parts, *weights) as (query, key, value):
+            attended = self.core(query, key, value, starts)
+        return attended[..., : self.value_size]
+
+    def _heads(
+        self, query: Tensor, key_value: Tensor, shared_key: Tensor, rotation: Rotation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values for the core, each [S/cp, B, heads of this rank, width]."""
+        plain_query, rotated_query = query.split((self.plain_size, self.rotated_size), -1)
         plain_key, value = key_value.split((self.plain_size, self.value_size), -1)
-        key = torch.cat((plain_key, turned_key.expand(*plain_key.shape[:-1], -1)), -1)
+        rotated_key = rotation(shared_key.unsqueeze(-2)).expand(*plain_key.shape[:-1], -1)
+        query = torch.cat((plain_query, rotation(rotated_query)), -1)
+        key = torch.cat((plain_key, rotated_key), -1)
         if self._query_factor != 1.0:
             query = query * self._query_factor
-        attended = self.core(self._padded(query), self._padded(key), self._padded(value), starts)
-        return attended[..., : self.value_size]
+        return self._padded(query), self._padded(key), self._padded(value)
 
     def _attend_to_latents(self, plain: Tensor, turned: Tensor, kept_BLR: Tensor, seen_BSL: Tensor) -> Tensor:
         """Bring the queries into the space of the latents, attend there, and make values of what was seen; local.

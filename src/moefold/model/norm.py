@@ -19,7 +19,17 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., size]; no communication."""
-        return F.rms_norm(x, x.shape[-1:], local(self.weight, x.dtype), self.eps)
+        return self.normalise(x, self.local_weight(x))[0]
+
+    def normalise(self, x: Tensor, weight: Tensor) -> tuple[Tensor]:
+        """The same as a function of its tensors alone."""
+        # Torch may use x several times: behind a view the parts of its gradient are added up before they leave here, so
+        # that they are the same bits whether or not this runs by itself.
+        return (F.rms_norm(x.view_as(x), x.shape[-1:], weight, self.eps),)
+
+    def local_weight(self, x: Tensor) -> Tensor:
+        """The weight in the type of x."""
+        return local(self.weight, x.dtype)
 
 
 class AllHeadsNorm(nn.Module):

@@ -14,6 +14,7 @@ from moefold.model.linear import linear
 from moefold.model.mlp import SwiGLU
 from moefold.model.norm import RMSNorm
 from moefold.model.parameter import local
+from moefold.model.recall import Recall, all_kept
 from moefold.model.rope import Rotation, rotation
 from moefold.model.seams import Tokens, Vocabulary, WholeTokens, WholeVocabulary
 from moefold.moe.layer import MoELayer
@@ -26,7 +27,10 @@ LEAST_CHUNK = 256
 
 
 class Block(nn.Module):
-    """Attention, then a dense or an MoE feed-forward, each behind a norm and added to the residual stream."""
+    """Attention, then a dense or an MoE feed-forward, each behind a norm and added to the residual stream.
+
+    `parallelize` replaces `recall`, where the results of the norms are not to be kept.
+    """
 
     def __init__(self, cfg: Config, number: int) -> None:
         super().__init__()
@@ -37,14 +41,16 @@ class Block(nn.Module):
         self.attention = LatentAttention(model, window) if model.attention == "mla" else Attention(model, window)
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.ffn = _moe_layer(cfg, number) if is_moe else SwiGLU(model.hidden_size, model.ffn_hidden_size)
+        self.recall: Recall = all_kept
 
     def forward(
         self, x: Tensor, rotation: Rotation, samples: Tensor | None = None, starts: Tensor | None = None
     ) -> Tensor:
         """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]; an MoE layer may want to know which samples these are."""
-        x = x + self.attention(self.attention_norm(x), rotation, starts)
-        normed = self.ffn_norm(x)
-        return x + (self.ffn(normed, samples) if isinstance(self.ffn, MoELayer) else self.ffn(normed))
+        with self.recall(self.attention_norm.normalise, x, self.attention_norm.local_weight(x)) as (normed,):
+            x = x + self.attention(normed, rotation, starts)
+        with self.recall(self.ffn_norm.normalise, x, self.ffn_norm.local_weight(x)) as (normed,):
+            return x + (self.ffn(normed, samples) if isinstance(self.ffn, MoELayer) else self.ffn(normed))
 
 
 class FurtherTokenBlock(Block):

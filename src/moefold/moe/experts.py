@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from moefold.model.gemm import padded_rows, product
 from moefold.model.later import Later, can_wait
 from moefold.model.parameter import local
+from moefold.model.recall import recomputed
 from moefold.moe.dispatch.base import Loan
 from moefold.moe.gate import Gate, SiluGate
 
@@ -42,8 +43,9 @@ class Experts(nn.Module):
     element is added once. Every weight gets a gradient on every rank, zero for an expert without rows: the reduction of
     gradients over ranks counts on it.
 
-    `parallelize` replaces `bias_columns`, the columns of H that the local part of b_down belongs to, and `later` (a
-    backward pass in two parts).
+    `parallelize` replaces `bias_columns`, the columns of H that the local part of b_down belongs to, `later` (a
+    backward pass in two parts) and `keeps_inner`: whether the inner projections are kept for the backward pass, or made again
+    there.
 
     Args:
         num_experts: E.
@@ -72,6 +74,7 @@ class Experts(nn.Module):
         self.gate = gate or SILU
         self.bias_columns = ALL_COLUMNS
         self.later: Later | None = None
+        self.keeps_inner = True
 
     def forward(
         self,
@@ -120,8 +123,20 @@ class Experts(nn.Module):
     ) -> Tensor:
         w = ExpertWeights(*weights)
         has_kernel = _has_grouped_kernel(x_RH, w.gate_EHF, w.down_EFH)
-        apply = grouped_experts if has_kernel else looped_experts
-        return apply(x_RH, w, rows_per_expert, self.gate, self.bias_columns, weights_R, later)
+        if not has_kernel:
+            return looped_experts(
+                x_RH,
+                w,
+                rows_per_expert,
+                self.gate,
+                self.bias_columns,
+                weights_R=weights_R,
+                later=later,
+                keeps_inner=self.keeps_inner,
+            )
+        apply = grouped_experts if self.keeps_inner else recomputed(grouped_experts)
+        y_RH: Tensor = apply(x_RH, w, rows_per_expert, self.gate, self.bias_columns, weights_R, later)
+        return y_RH
 
 
 def looped_experts(
@@ -132,10 +147,11 @@ def looped_experts(
     bias_columns: slice = ALL_COLUMNS,
     weights_R: Tensor | None = None,
     later: Later | None = None,
+    keeps_inner: bool = True,
 ) -> Tensor:
     """One expert after another: the reference, and the fastest way on CPU."""
     tensors = [getattr(weights, part.name) for part in fields(weights)]
-    how = _How(list(rows_per_expert), gate, bias_columns)
+    how = _How(list(rows_per_expert), gate, bias_columns, keeps_inner)
     if later is not None and can_wait(later, x_RH, weights.gate_EHF):
         how = replace(how, later=later, held=tuple(w for w in tensors if w is not None))
         tensors = [None if w is None else w.detach() for w in tensors]
@@ -222,6 +238,8 @@ class _How:
     rows_per_expert: Sequence[int]
     gate: Gate
     bias_columns: slice
+    keeps_inner: bool = True
+    """Whether the inner projections are kept, or made again."""
     later: Later | None = None
     """Takes the gradients of the weights."""
     held: tuple[Tensor, ...] = ()
@@ -262,7 +280,7 @@ class _Rows:
 
 
 class _LoopedExperts(torch.autograd.Function):
-    """Keeps x and the two inner projections for the backward pass; everything else of an expert lives in the cache."""
+    """Keeps x and, if asked, the two inner projections; everything else of an expert lives in the cache."""
 
     @staticmethod
     def forward(ctx: Any, x_RH: Tensor, how: _How, weights_R: Tensor | None, *tensors: Any) -> Tensor:
@@ -270,15 +288,14 @@ class _LoopedExperts(torch.autograd.Function):
         y_RH = torch.empty_like(x_RH)
         inner = []
         for e, rows in _spans(how.rows_per_expert):
-            x = _pad(x_RH[rows])
-            g = _plus(product(x, w.gate_EHF[e].t()), w.gate_bias_EF, e)
-            u = _plus(product(x, w.up_EHF[e].t()), w.up_bias_EF, e)
+            g, u = _inner(_pad(x_RH[rows]), w, e)
             hidden = how.gate.forward(g, u)
             weights = _padded_weights(weights_R, rows)
             y = product(hidden if weights is None else _scaled(hidden, weights), w.down_EFH[e].t())
             _plus(y[:, how.bias_columns], w.down_bias_EH, e, weights)
             y_RH[rows] = y[: rows.stop - rows.start]
-            inner += [g, u]
+            if how.keeps_inner:
+                inner += [g, u]
         ctx.save_for_backward(x_RH, weights_R, *tensors, *inner)
         ctx.how = how
         return y_RH
@@ -295,7 +312,7 @@ class _LoopedExperts(torch.autograd.Function):
         grad_x_RH = torch.empty_like(x_RH)
         grad_weights_R = None if weights_R is None else torch.empty_like(weights_R)
         for i, (e, rows) in enumerate(_spans(how.rows_per_expert)):
-            g, u = inner[2 * i : 2 * i + 2]
+            g, u = inner[2 * i : 2 * i + 2] if how.keeps_inner else _inner(_pad(x_RH[rows]), w, e)
             grad_y, count = _pad(grad_RH[rows]), rows.stop - rows.start
             grad_hidden = product(grad_y, w.down_EFH[e])
             weights = _padded_weights(weights_R, rows)
@@ -363,6 +380,12 @@ class _WeightGradients:
         ):
             if bias_grad is not None:
                 torch.sum(rows_grad, 0, out=bias_grad[e])
+
+
+def _inner(x_MH: Tensor, w: ExpertWeights, expert: int) -> tuple[Tensor, Tensor]:
+    """The two inner projections of an expert."""
+    g = _plus(product(x_MH, w.gate_EHF[expert].t()), w.gate_bias_EF, expert)
+    return g, _plus(product(x_MH, w.up_EHF[expert].t()), w.up_bias_EF, expert)
 
 
 def _plus(y_MN: Tensor, bias_EN: Tensor | None, expert: int, weights_M: Tensor | None = None) -> Tensor:

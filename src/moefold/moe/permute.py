@@ -184,7 +184,7 @@ def _to_copies(values_R: Tensor, permutation: Permutation) -> Tensor:
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RH: Tensor, probs_TK: Tensor | None, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
+        ctx.permutation, ctx.is_weighted = permutation, probs_TK is not None
         if probs_TK is None:
             return _sum_copies(y_RH, permutation, permutation.present_TK)
         ctx.save_for_backward(y_RH, probs_TK)
@@ -195,7 +195,7 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
         permutation: Permutation = ctx.permutation
-        if not ctx.saved_tensors:
+        if not ctx.is_weighted:
             grad_RH = grad_TH.index_select(0, permutation.token_R)
             if permutation.filled_R is not None:
                 grad_RH.masked_fill_(~permutation.filled_R.unsqueeze(1), 0.0)

@@ -26,6 +26,7 @@ from moefold.parallel.gradients import sum_replicated_gradients
 from moefold.parallel.groups import Group, ParallelGroups
 from moefold.parallel.phases import note_phases
 from moefold.parallel.pipeline import Pipeline, share_embedding_gradient
+from moefold.parallel.recompute import apply_recompute
 from moefold.parallel.sharding import master_dtype, shard_data_parallel, shard_model_parallel
 from moefold.parallel.stage_plan import StagePlan, plan_stages
 from moefold.parallel.tensor import HeadSquares, ShardedTokens, ShardedVocabulary, key_value_rows, local_positions
@@ -151,6 +152,8 @@ def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutMo
         _apply_tensor_parallel(stage, groups)
         _apply_expert_parallel(stage, groups, positions, dispatcher)
         _apply_context_parallel(stage, groups, cfg)
+        if is_trained:
+            apply_recompute(stage, cfg.train.recompute)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
             if is_trained:

@@ -1,0 +1,114 @@
+"""What runs again in the backward pass gives the same bits: losses, counts, gradients, and weights after steps."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+from moefold.config.schema import Config
+from moefold.verify.mapping import MappingRecord, run_mapping
+from tests.verify.recipes import tiny
+
+pytestmark = pytest.mark.parity
+
+MODEL = {
+    "layer_pattern": "DM",
+    "shared_expert_ffn_hidden_size": 16,
+    "shared_expert_gate": True,
+    "expert_bias": True,
+    "router_score": "sigmoid",
+}
+LATENT = {
+    "attention": "mla",
+    "q_lora_rank": 5,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+}
+MOE = {"input_jitter": 0.1, "capacity_factor": 1.0, "bias_update_rate": 0.1}
+TRAIN = {"micro_batch_size": 2, "global_batch_size": 8}
+CHEAP = ("norms", "core_attention", "dense_mlp", "expert_activation", "shared_experts")
+WHOLE = ("moe", "dense_mlp", "norms", "core_attention")
+
+
+def _run(pool, cfg: Config) -> list[MappingRecord]:
+    return pool.run(cfg.parallel.world_size, run_mapping, cfg, 2)
+
+
+def _assert_same_bits(pool, cfg: Config, parts: tuple[str, ...]) -> None:
+    again = replace(cfg, train=replace(cfg.train, recompute=parts))
+    for plain, found in zip(_run(pool, cfg), _run(pool, again), strict=True):
+        for which in ("gradients", "weights"):
+            expected, actual = getattr(plain, which), getattr(found, which)
+            assert set(actual) == set(expected)
+            for name, tensor in expected.items():
+                assert torch.equal(actual[name], tensor), (which, name)
+        for mine, theirs in zip(found.steps, plain.steps, strict=True):
+            for field in fields(theirs):
+                if field.name != "peak_memory_gib":
+                    a, b = getattr(mine, field.name), getattr(theirs, field.name)
+                    assert np.array_equal(np.asarray(a), np.asarray(b)), field.name
+
+
+@pytest.mark.parametrize("part", ["norms", "core_attention", "dense_mlp", "expert_activation", "shared_experts", "moe"])
+def test_each_part_on_one_rank(pool, part):
+    _assert_same_bits(pool, tiny(model=MODEL, moe=MOE, train=TRAIN), (part,))
+
+
+FAST = [
+    (CHEAP, {"world_size": 4, "tp": 2, "cp": 2, "ep": 2, "etp": 2, "zero": 3}),
+    (WHOLE, {"world_size": 4, "tp": 2, "pp": 2, "ep": 2, "dispatcher": "allgather", "zero": 2}),
+    (("layer",), {"world_size": 4, "cp": 2, "ep": 4, "zero": 3}),
+]
+WIDE = [
+    (("layer",), {"world_size": 1}),
+    (("layer",), {"world_size": 4, "pp": 2, "etp": 2, "schedule": "interleaved", "virtual_stages": 2, "zero": 1}),
+    (("layer",), {"world_size": 4, "tp": 2, "cp": 2, "ep": 2, "etp": 2, "context": "ulysses", "zero": 0}),
+    (CHEAP, {"world_size": 4, "tp": 4, "ep": 4, "dispatcher": "allgather"}),
+    (CHEAP, {"world_size": 4, "pp": 2, "cp": 2, "ep": 2, "schedule": "gpipe", "zero": 3, "context": "allgather"}),
+    (WHOLE, {"world_size": 4, "ep": 2, "zero": 3}),
+    (WHOLE, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4, "zero": 2}),
+    (("layer",), {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2, "zero": 3}),
+]
+
+
+@pytest.mark.parametrize(
+    ("parts", "mapping"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDE)], ids=str
+)
+def test_under_a_mapping(pool, parts, mapping):
+    _assert_same_bits(pool, tiny(model=MODEL, moe=MOE, train=TRAIN, **mapping), parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "mapping"),
+    [
+        (("mla_up", "norms", "core_attention"), {"world_size": 2, "tp": 2, "ep": 2}),
+        pytest.param(("mla_up",), {"world_size": 2, "cp": 2, "zero": 3}, marks=pytest.mark.slow),
+        pytest.param(("layer",), {"world_size": 2, "pp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_latent_attention_and_further_tokens(pool, parts, mapping):
+    _assert_same_bits(pool, tiny(model=LATENT | {"mtp_layers": 1}, train=TRAIN, **mapping), parts)
+
+
+LOAN = {"choice": "skewed", "llep_min_tokens": 1, "llep_threshold": 1.0, "llep_capacity": 1.0}
+KINDS = [
+    ({**LOAN, "weight_in_expert": True}, "leastloaded", ("moe",)),
+    ({"aux_kind": "global_batch", "aux_loss": 0.5}, "alltoall", ("layer",)),
+    ({"choice": "sinkhorn"}, "alltoall", ("moe",)),
+    ({"weight_in_expert": True, "aux_loss": 0.0, "z_loss": 0.0}, "alltoall", ("moe", "norms")),
+    ({"weight_in_expert": True}, "alltoall", ("expert_activation",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("moe", "dispatcher", "parts"),
+    [KINDS[0], *(pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS[1:])],
+    ids=str,
+)
+def test_kinds_of_routing(pool, moe, dispatcher, parts):
+    mapping = {"world_size": 4, "cp": 2, "ep": 2, "etp": 2, "dispatcher": dispatcher, "zero": 2}
+    _assert_same_bits(pool, tiny(moe=moe, train=TRAIN, **mapping), parts)
