@@ -13,6 +13,7 @@ the schedule is the largest of its ranks. (arXiv:2401.10241 takes the same time,
 """
 
 import argparse
+import re
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ from moefold.parallel.schedule import training_schedule
 from moefold.testing.pool import WorkerPool
 
 Spans = list[tuple[float, float]]
+COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ def run_rank(cfg: Config, times: Times, repeats: int) -> tuple[list[tuple[float,
         busy = sum(stop - start for start, stop in spans)
         measured.append((spans[-1][1] - spans[0][0] - busy, busy))
     order = getattr(schedule, "pipeline_order", None) or {}
-    rows = [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]
+    actions = [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]
+    rows = [[word for word in row if word.startswith("(") or COMPUTE.fullmatch(word)] for row in actions]
     return measured[1:], rows
 
 
@@ -195,8 +198,7 @@ def parse(word: str) -> list[Action]:
     words = word[1 : word.index(")")].split(";") if word.startswith("(") else [word]
     found = []
     for one in words:
-        kind = next(char for char in one if char.isalpha())
-        stage, micro_batch = one.split(kind)
+        stage, kind, micro_batch = COMPUTE.fullmatch(one).groups()
         found.append(Action(int(stage), kind, int(micro_batch)))
     return found
 

@@ -55,7 +55,7 @@ class Pipeline:
 
         def build() -> list[_PipelineStageBase]:
             return [
-                PipelineStage(
+                _Stage(
                     _OwnReduction(module) if zero >= 2 else module,
                     stage.number,
                     len(plan.stages),
@@ -150,6 +150,13 @@ def share_embedding_gradient(stages: list[Transformer], plan: StagePlan, pp: Gro
 
 def _embeddings(stages: list[Transformer]) -> list[nn.Parameter]:
     return [stage.embedding.weight for stage in stages if hasattr(stage, "embedding")]
+
+
+class _Stage(PipelineStage):
+    """A stage that opens no channel to a neighbour on its own rank: gloo has none, and nothing would go through it."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
 class _OwnReduction(nn.Module):
