@@ -76,6 +76,7 @@ CASES = [
     ("moe.skew=0.5", [], ["moe.choice=skewed"]),
     ("moe.input_jitter=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.router_dtype=float64", ["run.dtype=float64"], ["run.dtype=float32"]),
+    ("parallel.schedule_csv=rows.csv", [], ["parallel.schedule=csv"]),
     ("train.mtp_loss=0.1", [], ["model.mtp_layers=1"]),
     ("train.min_lr=1e-5", ["train.lr_schedule=constant"], ["train.lr_schedule=linear"]),
     ("train.decay_steps=10", [], ["train.lr_schedule=wsd"]),
