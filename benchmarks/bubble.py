@@ -13,6 +13,7 @@ the schedule is the largest of its ranks. (arXiv:2401.10241 takes the same time,
 """
 
 import argparse
+import re
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ from moefold.parallel.schedule import training_schedule
 from moefold.testing.pool import WorkerPool
 
 Spans = list[tuple[float, float]]
+COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 @dataclass(frozen=True)
@@ -154,35 +156,38 @@ def run_rank(cfg: Config, times: Times, repeats: int) -> tuple[list[tuple[float,
         busy = sum(stop - start for start, stop in spans)
         measured.append((spans[-1][1] - spans[0][0] - busy, busy))
     order = getattr(schedule, "pipeline_order", None) or {}
-    rows = [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]
+    actions = [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]
+    rows = [[word for word in row if word.startswith("(") or COMPUTE.fullmatch(word)] for row in actions]
     return measured[1:], rows
 
 
 def measure(
     pool: WorkerPool, case: Case, pp: int, micro_batches: int, times: Times, repeats: int
 ) -> tuple[float, float]:
-    """The bubble of a schedule, measured (the best of the repeats) and by simulation of its rows (nan without rows)."""
+    """The bubble of a schedule, measured (the best of the repeats) and by simulation of its rows."""
     cfg = Config(
         parallel=ParallelConfig(world_size=pp, pp=pp, schedule=case.schedule, virtual_stages=case.chunks),
         train=TrainConfig(global_batch_size=micro_batches),
     )
     ranks = pool.run(pp, run_rank, cfg, times, repeats)
     largest = [max(idle / busy for idle, busy in repeat) for repeat in zip(*(found for found, _ in ranks), strict=True)]
-    return min(largest), simulated(ranks[0][1], times)
+    rows = one_forward_one_backward(pp, micro_batches) if case.schedule == "1f1b" else ranks[0][1]
+    return min(largest), simulated(rows, times)
 
 
 def simulated(rows: list[list[str]], times: Times) -> float:
     """The bubble of rows of actions where messages take no time."""
-    if not rows:
-        return float("nan")
-    work = [tuple(action for word in row for action in parse(word)) for row in rows]
     seconds = {
         "F": times.forward,
         "I": times.input_gradient,
         "W": times.weight_gradient,
         "B": times.input_gradient + times.weight_gradient,
     }
-    ends = simulate(work, lambda action: seconds[action.kind]).ends
+    # What torch does together, F and then B, sends its results together.
+    words = [[COMPUTE.findall(word) for word in row] for row in rows]
+    work = [tuple(_action(part) for parts in row for part in parts) for row in words]
+    held_back = {_action(parts[0]) for row in words for parts in row if len(parts) > 1}
+    ends = simulate(work, lambda action: seconds[action.kind], held_back).ends
     bubbles = []
     for row, ended in zip(work, ends, strict=True):
         busy = sum(seconds[action.kind] for action in row)
@@ -190,15 +195,21 @@ def simulated(rows: list[list[str]], times: Times) -> float:
     return max(bubbles)
 
 
-def parse(word: str) -> list[Action]:
-    """`2F0`, or `(2F0;1B0)OVERLAP_F_B`."""
-    words = word[1 : word.index(")")].split(";") if word.startswith("(") else [word]
-    found = []
-    for one in words:
-        kind = next(char for char in one if char.isalpha())
-        stage, micro_batch = one.split(kind)
-        found.append(Action(int(stage), kind, int(micro_batch)))
-    return found
+def _action(part: tuple[str, str, str]) -> Action:
+    return Action(int(part[0]), part[1], int(part[2]))
+
+
+def one_forward_one_backward(pp: int, micro_batches: int) -> list[list[str]]:
+    """The rows of 1F1B, which torch does not tell."""
+    rows = []
+    for rank in range(pp):
+        ahead = pp - 1 - rank
+        row = [f"{rank}F{i}" for i in range(ahead)]
+        for i in range(micro_batches):
+            row += [f"{rank}F{i + ahead}"] if i + ahead < micro_batches else []
+            row.append(f"{rank}B{i}")
+        rows.append(row)
+    return rows
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ MAPPINGS: dict[str, dict[str, object]] = {
     "context, experts, zero 3": {"world_size": 4, "cp": 2, "ep": 4, "zero": 3},
     "replicated data": {"world_size": 4, "ep": 2, "zero": 0},
     "uneven experts": {"world_size": 8, "tp": 2, "etp": 2, "zero": 1},
+    "V": {"world_size": 4, "pp": 2, "ep": 2, "schedule": "zbv", "virtual_stages": 2, "pipeline_layout": "E|ttt||tL"},
 }
 FAST = [
     ("one rank", "tensor and pipeline"),
@@ -36,9 +37,11 @@ FAST = [
     ("interleaved", "replicated data"),
     ("replicated data", "uneven experts"),
     ("uneven experts", "one rank"),
+    ("one rank", "V"),
+    ("V", "tensor and pipeline"),
 ]
 PAIRS = [pytest.param(*pair, marks=[] if pair in FAST else [pytest.mark.slow]) for pair in permutations(MAPPINGS, 2)]
-"""Every way from one mapping to another: 30."""
+"""Every way from one mapping to another: 42."""
 
 
 @pytest.fixture(scope="module")

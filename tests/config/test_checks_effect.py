@@ -80,6 +80,7 @@ CASES = [
     ('train.muon_groups=["experts"]', [], ["train.optimizer=muon"]),
     ("train.muon_momentum=0.9", [], ["train.optimizer=muon"]),
     ("train.muon_ns_steps=6", [], ["train.optimizer=muon"]),
+    ("parallel.schedule_csv=rows.csv", [], ["parallel.schedule=csv"]),
     ("train.mtp_loss=0.1", [], ["model.mtp_layers=1"]),
     ("train.min_lr=1e-5", ["train.lr_schedule=constant"], ["train.lr_schedule=linear"]),
     ("train.decay_steps=10", [], ["train.lr_schedule=wsd"]),

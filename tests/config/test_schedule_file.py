@@ -99,3 +99,11 @@ def test_needs_are_those_of_the_chain_rule():
 )
 def test_schedules_place_their_stages(schedule, chunks, ranks):
     assert stage_ranks(ParallelConfig(world_size=3, pp=3, schedule=schedule, virtual_stages=chunks)) == ranks
+
+
+def test_results_that_are_held_back_leave_with_the_next(read):
+    rows = read("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n").rows
+    alone = simulate(rows, lambda action: 1.0)
+    together = simulate(rows, lambda action: 1.0, {rows[0][0]})
+    assert alone.ends[1][0] == 2.0
+    assert together.ends[1][0] == 3.0

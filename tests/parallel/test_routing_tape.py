@@ -27,6 +27,7 @@ MAPPINGS = [
     {"world_size": 4, "cp": 2, "pp": 2, "ep": 2, "context": "allgather"},
     {"world_size": 4, "tp": 2, "order": "pp-tp-cp-dp", "etp": 2},
     {"world_size": 4, "pp": 2, "schedule": "interleaved", "virtual_stages": 2, "ep": 2},
+    {"world_size": 2, "pp": 2, "schedule": "zbv", "virtual_stages": 2},
     {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4},
     {"world_size": 8, "cp": 2, "tp": 2, "context": "ulysses", "order": "cp-dp-pp-tp", "ep": 8},
 ]

@@ -64,7 +64,7 @@ def _run_without_embedding_exchange(cfg: Config) -> MappingRecord:
     """As if the last stage's use of the embedding stayed its own."""
     from moefold.parallel import parallelize
 
-    parallelize.share_embedding_gradient = lambda stages, pp: None
+    parallelize.share_embedding_gradient = lambda stages, plan, pp: None
     return run_mapping(cfg, 1)
 
 

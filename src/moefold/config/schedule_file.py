@@ -8,7 +8,7 @@ thing as soon as it has what it needs. It is the compute-only form of `torch.dis
 
 import csv
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,15 +103,22 @@ def read_schedule(path: str, pp: int, virtual_stages: int, num_micro_batches: in
     return ScheduleRows(rows, ranks)
 
 
-def simulate(rows: Sequence[Row], duration: Callable[[Action], float]) -> Timeline:
-    """Run rows of actions as fast as their order and their needs allow; sending takes no time."""
+def simulate(rows: Sequence[Row], duration: Callable[[Action], float], held_back: Collection[Action] = ()) -> Timeline:
+    """Run rows of actions as fast as their order and their needs allow; sending takes no time.
+
+    Args:
+        rows: the actions of each rank.
+        duration: of an action.
+        held_back: those whose results leave with those of the next action of the row.
+    """
     num_stages = 1 + max(action.stage for row in rows for action in row)
     done: dict[tuple[int, str, int], float] = {}
     ends: list[list[float]] = [[] for _ in rows]
+    unsent: list[list[tuple[int, str, int]]] = [[] for _ in rows]
     is_moving = True
     while is_moving:
         is_moving = False
-        for row, times in zip(rows, ends, strict=True):
+        for row, times, made in zip(rows, ends, unsent, strict=True):
             while len(times) < len(row):
                 action = row[len(times)]
                 needs = action.needs(num_stages)
@@ -120,7 +127,10 @@ def simulate(rows: Sequence[Row], duration: Callable[[Action], float]) -> Timeli
                 start = max([times[-1] if times else 0.0, *(done[need] for need in needs)])
                 times.append(start + duration(action))
                 kind = "I" if action.kind == "B" else action.kind
-                done[action.stage, kind, action.micro_batch] = times[-1]
+                made.append((action.stage, kind, action.micro_batch))
+                if action not in held_back:
+                    done |= dict.fromkeys(made, times[-1])
+                    made.clear()
                 is_moving = True
     return Timeline(
         tuple(map(tuple, ends)), tuple(len(row) - len(times) for row, times in zip(rows, ends, strict=True))

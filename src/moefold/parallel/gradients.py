@@ -21,6 +21,9 @@ def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], tp: Group) 
     if tp.size == 1:
         return
     grads = [_local(p.grad) for p in parameters.values() if p.grad is not None and _is_whole_on_tp(p.grad)]
+    if not grads:
+        # A stage of the embedding or of the output head alone has none, on every rank of the group.
+        return
     flat = torch.cat([grad.flatten() for grad in grads])
     add_up(flat, tp)
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):

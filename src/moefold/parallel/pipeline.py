@@ -58,7 +58,7 @@ class Pipeline:
 
         def build() -> list[_PipelineStageBase]:
             return [
-                _TimedStage(
+                _Stage(
                     groups.pp.clock,
                     _OwnReduction(module) if zero >= 2 else module,
                     stage.number,
@@ -160,8 +160,11 @@ def _embeddings(stages: list[Transformer]) -> list[nn.Parameter]:
     return [stage.embedding.weight for stage in stages if hasattr(stage, "embedding")]
 
 
-class _TimedStage(PipelineStage):
-    """A stage whose own work is told from the waiting around it."""
+class _Stage(PipelineStage):
+    """A stage whose own work is told from the waiting around it.
+
+    It opens no channel to a neighbour on its own rank: gloo has none, and nothing would go through it.
+    """
 
     def __init__(self, clock: WaitClock, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -178,6 +181,9 @@ class _TimedStage(PipelineStage):
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._clock.working():
             return super().backward_weight_one_chunk(*args, **kwargs)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
 class _OwnReduction(nn.Module):
