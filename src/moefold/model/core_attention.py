@@ -106,8 +106,9 @@ def _attend_by_document(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tens
     for begins_S, *sample in zip(_begins(starts).t(), *(x.split(1, dim=1) for x in (q, k, v)), strict=True):
         borders = [*begins_S.nonzero().flatten().tolist(), len(q)]
         lengths = [stop - start for start, stop in pairwise(borders)]
-        documents = zip(*(x.split(lengths) for x in sample), strict=True)
-        samples.append(torch.cat([_attend(*document, None) for document in documents]))
+        queries, keys, values = (x.split(lengths) for x in sample)
+        documents = zip(queries, keys, values, strict=True)
+        samples.append(torch.cat([_attend(*document, mask=None) for document in documents]))
     return torch.cat(samples, dim=1)
 
 
