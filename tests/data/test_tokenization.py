@@ -203,6 +203,13 @@ def test_a_broken_note_is_named(tmp_path: Path, note: str):
         token_files(DataConfig(kind="tokens", path=str(tmp_path / "out")))
 
 
+def test_a_call_that_made_nothing_binds_nobody_to_its_input(tmp_path: Path):
+    texts = write_jsonl(tmp_path / "a.jsonl", 9)
+    with pytest.raises(ConfigError, match="no column 'txt'; did you mean 'text'"):
+        tokenize([tmp_path / "a.jsonl"], tmp_path / "out", column="txt")
+    assert tokenize([tmp_path / "a.jsonl"], tmp_path / "out").num_documents == len(texts)
+
+
 def test_tokens_may_lie_in_the_folder_that_they_are_made_of(tmp_path: Path):
     texts = write_jsonl(tmp_path / "a.jsonl", 9)
     out = tmp_path / "tokens"

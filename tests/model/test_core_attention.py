@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefold.model.band import Band
-from moefold.model.core_attention import CausalAttention
+from moefold.model.core_attention import CausalAttention, _has_long_documents
 from moefold.model.sight import Sight
 from tests.model.attention_reference import (
     random_attention,
@@ -110,6 +110,22 @@ def test_sinks_in_narrow_types(dtype, tolerance):
     mine = with_gradients(lambda q, k, v, sinks: CausalAttention(5)(q, k, v, None, sinks), *given)
     assert {x.dtype for x in mine} == {dtype}
     assert max(relative_errors(mine, expected)) < tolerance
+
+
+@pytest.mark.parametrize(("heads", "window"), [((4, 2, 8), 0), ((2, 2, 8), 2000)])
+def test_long_documents_go_one_by_one(heads, window):
+    length, borders = 1100, ([0, 1, 700], [0, 513])
+    starts = torch.zeros(length, 2, dtype=torch.int64)
+    for sample, firsts in enumerate(borders):
+        for first in firsts:
+            starts[first:, sample] = first
+    assert _has_long_documents(starts)
+    assert not _has_long_documents(random_starts(5, 512, 2))
+    positions = torch.arange(length)
+    inputs = random_attention(6, length, 2, heads)
+    expected = with_gradients(lambda *x: reference_attention(*x, positions, positions, starts), *inputs)
+    given = with_gradients(lambda *x: CausalAttention(window)(*x, starts), *inputs)
+    assert max(relative_errors(given, expected)) < 1e-12
 
 
 def test_a_sink_takes_its_share():

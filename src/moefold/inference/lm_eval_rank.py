@@ -77,7 +77,7 @@ def run_harness(words: list[str], open_here: Callable[[], CommandedModel] | None
         if isinstance(error, ConfigError | BrokenPipeError) or _passed_through_us(error):
             raise
         ways_out = "`moefold lm_eval ls tasks` lists its tasks, `moefold lm_eval run --help` its options"
-        raise ConfigError(f"lm-eval: {error}; {ways_out}") from error
+        raise ConfigError(f"lm-eval: {str(error).rstrip('.')}; {ways_out}") from error
     finally:
         sys.argv = before
     return 0

@@ -1,5 +1,6 @@
 """Causal attention over a whole sequence: the core that a layer calls between its projections."""
 
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,9 @@ from moefold.model.attention_block import Seen, attention_block, attention_block
 from moefold.model.attention_sink import fold_in_sinks, sink_gradient
 from moefold.model.band import Band
 from moefold.model.sight import Sight
+
+LONG_DOCUMENT = 256
+"""Tokens of a document, in the mean, from which the CPU is faster one by one than with a mask (docs/log.md)."""
 
 
 class CoreAttention(Protocol):
@@ -62,22 +66,50 @@ class CausalAttention:
         Returns:
             [S, B, A, D]; a view of a tensor with the batch outermost, as the kernel writes it.
         """
+        if starts is not None and sinks is None and not 0 < self._window < len(q) and _has_long_documents(starts):
+            return _attend_by_document(q, k, v, starts)
         seen, mask = Sight(self._window, starts).of_run(0, q.shape[0], q.device), None
         if sinks is not None or isinstance(seen, Band):
             return _BlockAttention.apply(q, k, v, sinks, seen)
         if isinstance(seen, Tensor):
             mask = seen.unsqueeze(1)
-        # enable_gqa lets the kernel read each key/value head in place: no copy for its A/G query heads. With equal head
-        # counts it would only rule kernels out.
-        out = F.scaled_dot_product_attention(
-            q.permute(1, 2, 0, 3),
-            k.permute(1, 2, 0, 3),
-            v.permute(1, 2, 0, 3),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-        return out.permute(2, 0, 1, 3)
+        return _attend(q, k, v, mask)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The library's kernel on [S, B, heads, D]; without a mask, causal."""
+    # enable_gqa lets the kernel read each key/value head in place: no copy for its A/G query heads. With equal head
+    # counts it would only rule kernels out.
+    out = F.scaled_dot_product_attention(
+        q.permute(1, 2, 0, 3),
+        k.permute(1, 2, 0, 3),
+        v.permute(1, 2, 0, 3),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.permute(2, 0, 1, 3)
+
+
+def _has_long_documents(starts: Tensor) -> bool:
+    """Whether documents are worth a call each. Not asked of a GPU, which would have to be waited for."""
+    return starts.device.type == "cpu" and LONG_DOCUMENT * int(_begins(starts).sum()) <= starts.numel()
+
+
+def _begins(starts: Tensor) -> Tensor:
+    return starts == torch.arange(len(starts), device=starts.device)[:, None]
+
+
+def _attend_by_document(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+    """Causal attention in each document by itself: no score is computed that a mask would hide."""
+    samples = []
+    for begins_S, *sample in zip(_begins(starts).t(), *(x.split(1, dim=1) for x in (q, k, v)), strict=True):
+        borders = [*begins_S.nonzero().flatten().tolist(), len(q)]
+        lengths = [stop - start for start, stop in pairwise(borders)]
+        queries, keys, values = (x.split(lengths) for x in sample)
+        documents = zip(queries, keys, values, strict=True)
+        samples.append(torch.cat([_attend(*document, mask=None) for document in documents]))
+    return torch.cat(samples, dim=1)
 
 
 class _BlockAttention(torch.autograd.Function):
