@@ -150,6 +150,13 @@ def test_no_deepseek_folder_is_without_shared_experts(family):
             {"rope_theta": 5e5, "rope_scaling": "linear", "rope_scaling_factor": 2.0},
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7}}, {"rope_theta": 7.0}),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 7},
+                "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+            },
+            {"rope_theta": 1e4, "rope_scaling": "linear", "rope_scaling_factor": 3.0},
+        ),
     ],
 )
 def test_rotations_of_new_and_older_folders(keys, expected):
@@ -167,6 +174,23 @@ def test_yarn_takes_the_models_context_where_none_is_given():
 def test_sparse_layers_come_by_step_and_by_list():
     keys = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert model_of(num_layers=6, **SparseLayers().read(keys)).layer_kinds == tuple("DMDDDM")
+
+
+def test_of_two_rotations_the_one_that_transformers_takes():
+    transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
+    both = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+        "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+    }
+    theirs = transformers.LlamaConfig(**both).rope_parameters
+    assert Rope(1e4).read(both) == Rope(1e4).read({"rope_parameters": theirs})
+
+
+def test_further_layers_have_two_names():
+    keys = FAMILIES["deepseek_v3"].write(_model_for("deepseek_v3"))
+    del keys["num_nextn_predict_layers"]
+    assert read_keys(keys | {"num_mtp_layers": 3}, Path("hf")).mtp_layers == 3
+    assert read_keys(keys, Path("hf")).mtp_layers == 1
 
 
 def test_a_folder_of_the_wrong_family_is_named(tmp_path):
