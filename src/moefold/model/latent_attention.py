@@ -44,8 +44,8 @@ class LatentAttention(nn.Module):
     rows of `wq_up` (or `wq`) and `wkv_up`.
 
     `parallelize` replaces `tokens` (sequence parallelism), `core` (context parallelism), `later` (a backward pass in
-    two parts) and `recall` (where heads are made again from the latents instead of being kept). A decoder sets `kept`, and
-    then attention to earlier tokens reads their latents: no heads are made of them (arXiv:2405.04434 sec. 2.1.2).
+    two parts) and `recall` (where heads are made again from the latents instead of being kept). A decoder sets `kept`,
+    and then attention to earlier tokens reads their latents: no heads are made of them (arXiv:2405.04434 sec. 2.1.2).
 
     Args:
         cfg: sizes and scaling.

@@ -44,8 +44,8 @@ class Experts(nn.Module):
     gradients over ranks counts on it.
 
     `parallelize` replaces `bias_columns`, the columns of H that the local part of b_down belongs to, `later` (a
-    backward pass in two parts) and `keeps_inner`: whether the inner projections are kept for the backward pass, or made again
-    there.
+    backward pass in two parts) and `keeps_inner`: whether the inner projections are kept for the backward pass, or made
+    again there.
 
     Args:
         num_experts: E.
