@@ -80,7 +80,7 @@ def test_a_finished_run_whose_checkpoint_is_damaged_is_not_finished(recipe, tmp_
     write_manifest(path, {name: record_file(path / name) for name in (META_FILE, "__0_0.distcp")})
     (path / "__0_0.distcp").write_bytes(b"weighty")
     started = []
-    monkeypatch.setattr(train, "_train", lambda cfg, place: started.append(cfg) or 0)
+    monkeypatch.setattr(train, "_train", lambda cfg, place, resume: started.append(cfg) or 0)
     words = [recipe, *SMALL, f"run.dir={tmp_path}/run", "run.steps=10"]
     assert main(["train", *words]) == 0
     assert len(started) == 1

@@ -401,7 +401,7 @@ def test_what_travels_along_is_no_link_to_elsewhere(sound, tmp_path, capsys):
 def test_the_links_of_a_cache_of_the_hub_are_followed(sound, tmp_path):
     cache = tmp_path / "models--x"
     (cache / "snapshots").mkdir(parents=True)
-    folder = _copy(sound, cache / "snapshots")
+    folder = _copy(sound, tmp_path).rename(cache / "snapshots" / "abcd")
     blob = cache / "blobs" / "0123"
     blob.parent.mkdir()
     (folder / "config.json").rename(blob)

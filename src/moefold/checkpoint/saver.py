@@ -75,7 +75,8 @@ class BackgroundSaver(CheckpointSaver):
         super().__init__(cfg)
         self._group = group
         # Staging waits for the copies: the next step changes what they are copied from.
-        self._stager = DefaultStager(StagingOptions(is_on_gpu, False, False, is_on_gpu))
+        self._options = StagingOptions(is_on_gpu, False, False, is_on_gpu)
+        self._stager = DefaultStager(self._options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Path] | None = None
         self._is_awaited = threading.Event()
@@ -88,11 +89,19 @@ class BackgroundSaver(CheckpointSaver):
         """
         started_s = time.perf_counter()
         self._wait()
-        staged = cast(dict[str, Tensor], self._stager.stage(dict(state)))
+        staged = self._stage(state)
         self._is_awaited.clear()
         planner = _Resting(self._is_awaited)
         self._under_way = self._thread.submit(write_checkpoint, self._cfg, staged, position, self._group, planner)
         return time.perf_counter() - started_s
+
+    def _stage(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        try:
+            return cast(dict[str, Tensor], self._stager.stage(dict(state)))
+        except KeyError:
+            # A stager of torch 2.11 takes itself apart after its first use.
+            self._stager = DefaultStager(self._options)
+            return cast(dict[str, Tensor], self._stager.stage(dict(state)))
 
     def check(self) -> None:
         """Raise what has gone wrong since the last save."""
