@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.config.schema import Config, ModelConfig, MoEConfig, RunConfig, TrainConfig
 from moefold.model.cross_entropy import chunked_cross_entropy, cross_entropy
@@ -19,6 +18,7 @@ from moefold.model.transformer import build_model
 from moefold.moe.layer import MoELayer
 from moefold.parallel.groups import Group
 from moefold.parallel.recompute import apply_recompute
+from moefold.testing.kept import kept_bytes
 from moefold.train.muon import build_muon
 from moefold.train.optimizer import build_optimizer
 
@@ -50,7 +50,7 @@ def loss() -> None:
     def chunked(chunk: int) -> Callable[[], Tensor]:
         return lambda: chunked_cross_entropy(x, weight, labels, chunk).sum()
 
-    _compare({"whole": plain, "chunks of 512": chunked(512), "chunks of 256": chunked(256)}, [weight])
+    _compare({"whole": plain, "chunks of 512": chunked(512), "chunks of 256": chunked(256)})
 
 
 def experts() -> None:
@@ -60,23 +60,22 @@ def experts() -> None:
     for name, is_inside in (("on results", False), ("in the expert", True)):
         layers[name] = _filled(MoELayer(MODEL, MoEConfig(weight_in_expert=is_inside), loss_scale=1.0))
     runs = {name: (lambda layer=layer: layer(x).sum()) for name, layer in layers.items()}
-    _compare(runs, [p for layer in layers.values() for p in layer.parameters()])
+    _compare(runs)
 
 
 def recompute() -> None:
     """Four layers of 256, 1,024 tokens, float32."""
-    tokens, runs, parameters = torch.randint(256, (1, TOKENS)), {}, []
+    tokens, runs = torch.randint(256, (1, TOKENS)), {}
     for parts in ((), ("norms",), ("core_attention",), ("expert_activation",), ("moe",), ("layer",)):
         train = TrainConfig(seq_len=TOKENS, recompute=parts)
         model = _filled(build_model(Config(run=RunConfig(dtype="float32"), model=MODEL, train=train)))
         model.place(torch.arange(TOKENS))
         apply_recompute(model, parts)
-        parameters += list(model.parameters())
         shares = torch.full((1, TOKENS), 1 / TOKENS)
         runs[", ".join(parts) or "nothing"] = lambda model=model, shares=shares: model(
             tokens, labels=tokens, weights=shares
         ).sum()
-    _compare(runs, parameters)
+    _compare(runs)
 
 
 def muon() -> None:
@@ -97,35 +96,19 @@ def _filled(module: nn.Module) -> nn.Module:
     return module
 
 
-def _compare(runs: dict[str, Callable[[], Tensor]], parameters: list[Tensor]) -> None:
+def _compare(runs: dict[str, Callable[[], Tensor]]) -> None:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(RUNS):
         for name, run in runs.items():
             times[name].append(_time_s(lambda run=run: run().backward()))
     for name, run in runs.items():
-        print(f"  {name:24}{min(times[name]) * 1e3:9.1f} ms{_kept_bytes(run, parameters) / 2**20:9.1f} MiB kept")
+        print(f"  {name:24}{min(times[name]) * 1e3:9.1f} ms{kept_bytes(run)[1] / 2**20:9.1f} MiB kept")
 
 
 def _time_s(run: Callable[[], object]) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
-
-
-def _kept_bytes(run: Callable[[], Tensor], parameters: list[Tensor]) -> int:
-    own = {p.untyped_storage().data_ptr() for p in parameters}
-    kept: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = run()
-    total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    del result
-    return total
 
 
 if __name__ == "__main__":

@@ -71,11 +71,12 @@ class _Cell:
 
     def watch(self, results: tuple[Tensor, ...]) -> Callable[[Tensor], Any]:
         """A pack hook that replaces what lies in the memory of the results."""
-        storages = {result.untyped_storage().data_ptr(): i for i, result in enumerate(results)}
+        # Not the results themselves: the hook outlives the context.
+        places = {(result.untyped_storage().data_ptr(), result.dtype): i for i, result in enumerate(results)}
 
         def pack(tensor: Tensor) -> Any:
-            i = storages.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
-            if i is None or tensor.dtype != results[i].dtype:
+            i = places.get((tensor.untyped_storage().data_ptr(), tensor.dtype)) if tensor.numel() else None
+            if i is None:
                 return tensor
             return self, i, tensor.size(), tensor.stride(), tensor.storage_offset()
 

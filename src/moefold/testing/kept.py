@@ -1,0 +1,40 @@
+"""What a forward pass leaves in memory, whoever holds it: graphs, hooks or closures."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
+
+
+def kept_bytes(run: Callable[[], T]) -> tuple[T, int]:
+    """Run something; its result, and the bytes of all memory made meanwhile that is alive with it, its own included."""
+    with _Watch() as watch:
+        result = run()
+    return result, watch.alive_bytes()
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the memory of every tensor that an operation makes, without holding it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
+                storage = leaf.untyped_storage()
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def alive_bytes(self) -> int:
+        """Of what was made, what is not freed."""
+        return sum(size for reference, size in self._made.values() if not reference.expired())
