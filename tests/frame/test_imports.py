@@ -9,6 +9,9 @@ TORCH_FREE_PACKAGES = ("config", "data")
 TORCH_FREE_MODULES = (
     "errors",
     "parallel.layout",
+    "parallel.flight_record",
+    "launch.process_state",
+    "launch.who_is_late",
     "metrics.flops",
     "metrics.balance",
     "metrics.expert_counts",
