@@ -65,10 +65,12 @@ class Watchdog:
     Args:
         place: of this rank.
         limit_s: the job ends when a rank's record has stood still for so long.
+        device_type: "cpu" or "cuda".
     """
 
-    def __init__(self, place: Place, limit_s: float) -> None:
+    def __init__(self, place: Place, limit_s: float, device_type: str = "cpu") -> None:
         self._place = place
+        self._device_type = device_type
         self._file = _own_file(place)
         self.record = FlightRecord(limit_s, self._file)
         self._stopped = threading.Event()
@@ -80,6 +82,8 @@ class Watchdog:
         if self._place.world_size > 1:
             dist.broadcast_object_list(session, src=0)
         self._messenger = _Messenger(self._place, self.record, self._file, session[0])
+        # Of a GPU's ranks the host may wait anywhere for a collective: where it is tells nothing.
+        self._messenger.place_tells = self._device_type == "cpu"
         self._messenger.start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
@@ -165,6 +169,7 @@ class _Messenger(threading.Thread):
         self.own = ProcessId.own()
         self._file = file
         self.period_s = min(PERIOD_S, record.limit_s / 5)
+        self.place_tells = True
         self._place = place
         self._record = record
         self._session = session
@@ -285,7 +290,7 @@ class _Messenger(threading.Thread):
             "sighting": self._record.look().to_json(),
             "heard_s": time.time(),
             "place": place,
-            "communicates": communicates,
+            "communicates": communicates or not self.place_tells,
             "neighbours": {rank: neighbour.describe() for rank, neighbour in self._neighbours.items()},
         }
         self._the_store.set(f"report/{self._place.rank}", json.dumps(report))

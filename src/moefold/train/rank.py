@@ -27,7 +27,7 @@ def train_rank(cfg: Config, place: Place, device_type: str) -> int:
         torch.use_deterministic_algorithms(True)
     stop = StopSignals(announces=place.rank == 0)
     limit_s = cfg.faults.timeout_s
-    watchdog = Watchdog(place, limit_s)
+    watchdog = Watchdog(place, limit_s, device_type)
     failing = FailingRank(place, lambda: any(stop.flags), watchdog)
     with failing, joined(place, device_type, limit_s) as device, watchdog:
         return Trainer(cfg, ParallelGroups.create(layout, device, watchdog.record)).run(stop)
