@@ -12,7 +12,7 @@ from moefold.launch.place import Place
 RANK = """
 import signal, sys, time
 import moefold.launch.failure as failure
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, RunError
 from moefold.launch.place import Place
 
 failure.OTHERS_FIRST_S = failure.CAUSE_FIRST_S = 0.3
@@ -46,6 +46,12 @@ def test_a_user_error_is_one_message_at_once_from_the_first_rank():
     error = "raise ConfigError('a.b=1 is wrong')"
     assert fail(error) == (2, "waited=False", "moefold: error: a.b=1 is wrong\n")
     assert fail(error, rank=3) == (2, "waited=True", "moefold: error: a.b=1 is wrong\n")
+
+
+def test_a_fault_of_the_run_is_one_message_of_the_first_rank_with_a_status_of_its_own():
+    error = "raise RunError('step 3: the loss is nan')"
+    assert fail(error) == (70, "waited=False", "moefold: error: step 3: the loss is nan\n")
+    assert fail(error, rank=1)[1] == "waited=True"
 
 
 def test_a_bug_is_a_traceback_with_the_rank():
