@@ -265,6 +265,7 @@ def test_the_tokenizer_of_a_run_is_that_of_the_recipe(dense, tmp_path, monkeypat
         assert main(["import", name, f"{name}-ckpt"]) == 0
         meta = read_meta(Path(f"{name}-ckpt"))
         write_meta(Path(f"{name}-ckpt"), replace(meta, origin="", order={"tokenizer": tokenizer}))
+        seal(Path(f"{name}-ckpt"))
         shutil.rmtree(f"{name}-ckpt/hf")
     Path("words").mkdir()
     Path("words/tokenizer.json").write_text("{}")

@@ -70,7 +70,6 @@ def test_what_is_no_model(tmp_path):
     [
         ("num_attention_heads", 0, "model.num_attention_heads=0 must be at least 1"),
         ("layer_pattern", "x", "model.layer_pattern: unexpected 'x'"),
-        ("hidden_size", "64", "model.hidden_size='64' must be an integer"),
     ],
 )
 def test_a_description_that_makes_no_sense_is_named(tmp_path, key, value, message):
@@ -83,6 +82,17 @@ def test_a_description_that_makes_no_sense_is_named(tmp_path, key, value, messag
         find_source(str(tmp_path))
     with pytest.raises(ConfigError, match=f"has a model that this version does not know: {message}"):
         model_in(tmp_path)
+
+
+def test_a_description_of_other_types_is_broken(tmp_path):
+    described_run(tmp_path)
+    meta = tmp_path / "checkpoints" / "step-000010" / "moefold.json"
+    content = json.loads(meta.read_text())
+    content["model"]["hidden_size"] = "64"
+    meta.write_text(json.dumps(content))
+    for read in (lambda: find_source(str(tmp_path)), lambda: model_in(tmp_path)):
+        with pytest.raises(ConfigError, match="has a broken moefold.json: model.hidden_size is '64'"):
+            read()
 
 
 def test_checkpoints_that_lie_elsewhere_are_the_same_to_every_command(tmp_path):

@@ -48,9 +48,9 @@ def test_a_user_error_is_one_message_at_once_from_the_first_rank():
     assert fail(error, rank=3) == (2, "waited=True", "moefold: error: a.b=1 is wrong\n")
 
 
-def test_a_fault_of_the_run_is_one_message_of_the_first_rank_with_a_status_of_its_own():
+def test_a_fault_of_the_run_is_one_message_of_the_first_rank():
     error = "raise RunError('step 3: the loss is nan')"
-    assert fail(error) == (70, "waited=False", "moefold: error: step 3: the loss is nan\n")
+    assert fail(error) == (1, "waited=False", "moefold: error: step 3: the loss is nan\n")
     assert fail(error, rank=1)[1] == "waited=True"
 
 

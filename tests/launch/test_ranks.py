@@ -11,7 +11,6 @@ import torch
 from moefold.errors import ConfigError
 from moefold.launch.place import Place
 from moefold.launch.ranks import choose_device, start_ranks
-from moefold.launch.status import EXIT_EXPLAINED, EXIT_FAILED
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -75,18 +74,6 @@ def test_the_largest_status_of_a_rank_is_that_of_the_job():
 def test_a_rank_that_fails_is_named(capfd):
     assert start_ranks(_fail, 2, "cpu") == 1
     assert capfd.readouterr().err == "moefold: rank 1 failed (exit status 3), and the others were ended\n"
-
-
-def _explain(place: Place, device_type: str) -> int:
-    if place.rank == 1:
-        os._exit(EXIT_EXPLAINED)
-    time.sleep(60)
-    return 0
-
-
-def test_a_rank_that_has_said_why_is_not_named_again(capfd):
-    assert start_ranks(_explain, 2, "cpu") == EXIT_FAILED
-    assert capfd.readouterr().err == ""
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path):

@@ -104,6 +104,7 @@ def _hf_folder(path: Path) -> Source:
     data = DataConfig(kind="text", tokenizer=str(path / "tokenizer.json"))
     generation = read_json(path / "generation_config.json")
     eos = generation.get("eos_token_id", keys.get("eos_token_id"))
+    context = _context(keys.get("max_position_embeddings"), path)
     return Source(
         path,
         "huggingface",
@@ -112,7 +113,7 @@ def _hf_folder(path: Path) -> Source:
         MoEConfig(),
         data,
         stored if stored in ("bfloat16", "float64") else "float32",
-        _context(keys.get("max_position_embeddings"), path),
+        context,
         frozenset(number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int)),
     )
 
