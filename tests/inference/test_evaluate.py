@@ -20,6 +20,7 @@ MAPPINGS = [
     {},
     {"world_size": 2, "tp": 2, "ep": 2},
     {"world_size": 2, "pp": 2},
+    {"world_size": 2, "pp": 2, "pipeline_layout": "E|tttL"},
     {"world_size": 2, "cp": 2},
     {"world_size": 2},
     {"world_size": 4, "tp": 2, "cp": 2, "ep": 4},

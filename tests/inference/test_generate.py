@@ -22,6 +22,7 @@ MAPPINGS = [
     {"world_size": 2, "tp": 2, "ep": 2},
     {"world_size": 2, "tp": 2, "etp": 2},
     {"world_size": 2, "pp": 2},
+    {"world_size": 2, "pp": 2, "pipeline_layout": "E|tttL"},
     {"world_size": 4, "tp": 2, "pp": 2, "ep": 2},
     {"world_size": 4, "tp": 4, "ep": 2, "etp": 2},
 ]
