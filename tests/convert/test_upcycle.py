@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moefold.checkpoint.folder import read_meta, write_meta
-from moefold.checkpoint.stream import CheckpointSource
+from moefold.checkpoint.manifest import MANIFEST_FILE
+from moefold.checkpoint.stream import CheckpointSource, seal
 from moefold.cli.main import main
 from moefold.config.checks import check_config
 from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
@@ -19,6 +20,7 @@ from moefold.convert.start import start_weights
 from moefold.convert.upcycle import UpcycledSource
 from moefold.convert.upcycle_rule import starts_equal, upcycle_fault
 from moefold.convert.weights import HfSource, fill
+from moefold.launch.crew import Crew
 from moefold.model.transformer import build_model
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
@@ -265,7 +267,8 @@ def test_the_tokenizer_of_a_run_is_that_of_the_recipe(dense, tmp_path, monkeypat
         assert main(["import", name, f"{name}-ckpt"]) == 0
         meta = read_meta(Path(f"{name}-ckpt"))
         write_meta(Path(f"{name}-ckpt"), replace(meta, origin="", order={"tokenizer": tokenizer}))
-        seal(Path(f"{name}-ckpt"))
+        (Path(f"{name}-ckpt") / MANIFEST_FILE).unlink()
+        seal(Path(f"{name}-ckpt"), Crew())
         shutil.rmtree(f"{name}-ckpt/hf")
     Path("words").mkdir()
     Path("words/tokenizer.json").write_text("{}")
