@@ -11,7 +11,7 @@ from tests.e2e.command import FOLDED, TWO, checkpoints, losses, metrics, moefold
 
 pytestmark = pytest.mark.e2e
 
-TIMES = ("step_time_s", "tokens_per_s", "tflops_per_rank", "memory_gib")
+TIMES = ("step_time_s", "tokens_per_s", "tflops_per_rank", "memory_gib", "rank_times")
 
 
 def test_one_rank_and_eight_folded_ranks_write_the_same_losses(one_rank, eight_ranks):

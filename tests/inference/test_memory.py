@@ -10,7 +10,7 @@ import torch
 from moefold.cli.main import main
 from moefold.errors import ConfigError
 from moefold.inference.memory import batch_bytes, cache_bytes, device_bytes, memory_or, refuse_too_large
-from moefold.model.cache import CachedAttention
+from moefold.model.cache import CachedAttention, LatentCache
 from moefold.parallel.staged import Decoder
 from tests.inference.checkpoint_folder import described_run
 from tests.inference.example import KINDS, opened, recipe_of_kind, write_checkpoint
@@ -23,10 +23,9 @@ def kept_bytes(folder: Path, mapping: dict[str, Any]) -> tuple[int, int]:
     model = opened(folder, "generate", mapping, 10, 3).model
     with Decoder(model, 10) as decoder:
         decoder.forward(torch.zeros(3, 4, dtype=torch.int64), *[torch.zeros(3, dtype=torch.int64)] * 2, 4)
-        cores = [module.core for module in model.stage.modules() if hasattr(module, "core")]
-    assert all(isinstance(core, CachedAttention) for core in cores)
-    # Layers for further tokens do not decode.
-    return sum(x.nbytes for core in cores for x in core._kept or ()), cache_bytes(model.cfg, 10, 3)
+        seams = [getattr(module, name, None) for module in model.stage.modules() for name in ("core", "kept")]
+    caches = [seam for seam in seams if isinstance(seam, CachedAttention | LatentCache)]
+    return sum(cache.kept_bytes for cache in caches), cache_bytes(model.cfg, 10, 3)
 
 
 @pytest.mark.parity

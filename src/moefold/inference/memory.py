@@ -1,7 +1,7 @@
 """How much memory a wish needs at least, and what to say where there is less."""
 
-import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,19 +10,21 @@ import torch
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.metrics.memory import GIB
+from moefold.parallel.stage_plan import plan_stages
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def cache_bytes(cfg: Config, num_tokens: int, batch_size: int) -> int:
-    """Keys and values of all tokens of a batch on one rank, in the layers of its stage."""
+    """What is kept of all tokens of a batch on the rank that has most layers: latents, or keys and values."""
     m, p = cfg.model, cfg.parallel
     if m.attention == "mla":
-        # Keys and values are filled up to one width.
-        width = m.num_attention_heads * 2 * max(m.qk_nope_head_dim + m.qk_rope_head_dim, m.v_head_dim)
+        width = m.kv_lora_rank + m.qk_rope_head_dim
     else:
-        width = m.num_query_groups * 2 * (m.head_dim or m.hidden_size // m.num_attention_heads)
-    return num_tokens * batch_size * math.ceil(m.num_layers / p.pp) * (width // p.tp) * ITEM_BYTES[cfg.run.dtype]
+        width = m.num_query_groups * 2 * (m.head_dim or m.hidden_size // m.num_attention_heads) // p.tp
+    # Layers of multi-token prediction do not decode.
+    layers = Counter(rank for i, rank in plan_stages(cfg).rank_of_layers(m.num_layers).items() if i < m.num_layers)
+    return num_tokens * batch_size * max(layers.values()) * width * ITEM_BYTES[cfg.run.dtype]
 
 
 def batch_bytes(cfg: Config) -> int:
