@@ -16,6 +16,7 @@ from moefold.convert.hf_config import model_of
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.manifest import (
     COMPANIONS,
+    RECIPE_FILE,
     TOKENIZER,
     Listed,
     Manifest,
@@ -31,8 +32,6 @@ from moefold.convert.safetensors_file import WRITTEN_METADATA, read_metadata
 from moefold.convert.weights import HfSource, WeightSource
 from moefold.errors import ConfigError, some
 from moefold.launch.crew import Crew
-
-RECIPE_FILE = "recipe.toml"
 
 Advance = Callable[[int], None]
 """Called with the bytes that were dealt with since the last call."""

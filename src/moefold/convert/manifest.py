@@ -23,6 +23,8 @@ TRAVELS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of the files that travel: tokenizer, templates, configs. Code and weights do not."""
 TOKENIZER = "tokenizer.json"
 """The tokenizer that moefold reads text with."""
+RECIPE_FILE = "recipe.toml"
+"""Beside imported and upcycled weights: a recipe that trains on from them."""
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
 """What it does not read."""
 NO_COMPANIONS = (INDEX_FILE, MANIFEST_FILE)

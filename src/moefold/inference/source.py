@@ -1,6 +1,7 @@
 """The model that a path stands for: a checkpoint, a run, or a Hugging Face folder. Torch-free."""
 
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from moefold.config.checks import check_model
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig
 from moefold.convert.hf_config import is_hf_folder, model_of, read_hf_config
+from moefold.convert.manifest import RECIPE_FILE, TOKENIZER, find_companions
 from moefold.data.path import existing_path
 from moefold.errors import ConfigError
 
@@ -42,7 +44,9 @@ class Source:
     context: int
     """Tokens of the longest text that the model is made for: what it was trained on, or the folder says."""
     eos_ids: frozenset[int] = frozenset()
-    """Ids that a Hugging Face folder says end a text."""
+    """Ids that a Hugging Face folder says end a text; of a checkpoint the one that its weights came from."""
+    has_folder_text: bool = False
+    """Texts begin as a Hugging Face folder's tokenizer says: this is one, or weights of one, not trained on here."""
 
 
 def find_source(name: str) -> Source:
@@ -95,16 +99,67 @@ def _checkpoint(path: Path) -> Source:
     # An old checkpoint does not say.
     is_wide = (meta.dtype or ("" if run is None else run.run.dtype)) == "float64"
     dtype: Literal["float64", "float32"] = "float64" if is_wide else "float32"
-    return Source(path, "checkpoint", cfg.model, moe, cfg.data, dtype, int(meta.order.get("seq_len", DEFAULT_CONTEXT)))
+    context = int(meta.order.get("seq_len", DEFAULT_CONTEXT))
+    source = Source(path, "checkpoint", cfg.model, moe, cfg.data, dtype, context)
+    return _as_folder(source, is_trained="tokenizer" in meta.order)
+
+
+def _as_folder(source: Source, *, is_trained: bool) -> Source:
+    """The checkpoint with what the files that came with its weights say of texts, as far as they still hold.
+
+    An import and an upcycled model are read as the folder that they come from. Training goes on with the tokenizer of
+    its recipe: where that is still the folder's, the same ids end a text.
+    """
+    folder = find_companions(source.path)
+    file = source.path / TOKENIZER if folder is None else folder / TOKENIZER
+    if not is_trained:
+        recipe = _recipe_tokenizer(source.path) if not file.exists() else ""
+        source = replace(
+            source,
+            data=DataConfig(kind="text", tokenizer=recipe or str(file)),
+            has_folder_text=not recipe,
+            context=source.context if folder is None else _context(_folder_keys(folder)[0], folder),
+        )
+    if folder is None or not _is_same_file(Path(source.data.tokenizer), file):
+        return source
+    return replace(source, eos_ids=_eos_ids(*_folder_keys(folder)))
+
+
+def _recipe_tokenizer(path: Path) -> str:
+    """What the recipe beside imported or upcycled weights reads text with; empty if it names nothing."""
+    try:
+        recipe = tomllib.loads((path / RECIPE_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path / RECIPE_FILE} cannot be read ({error}); mend it, or take it away") from error
+    data = recipe.get("data")
+    named = data.get("tokenizer", "") if isinstance(data, dict) else ""
+    return named if isinstance(named, str) else ""
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    try:
+        return one.read_bytes() == other.read_bytes()
+    except OSError:
+        return False
+
+
+def _folder_keys(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What config.json and generation_config.json say."""
+    return read_json(path / CONFIG_FILE), read_json(path / "generation_config.json")
+
+
+def _eos_ids(keys: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:
+    eos = generation.get("eos_token_id", keys.get("eos_token_id"))
+    return frozenset(number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int))
 
 
 def _hf_folder(path: Path) -> Source:
     keys = read_hf_config(path)
     stored = keys.get("dtype", keys.get("torch_dtype"))
-    data = DataConfig(kind="text", tokenizer=str(path / "tokenizer.json"))
-    generation = read_json(path / "generation_config.json")
-    eos = generation.get("eos_token_id", keys.get("eos_token_id"))
-    context = _context(keys.get("max_position_embeddings"), path)
+    data = DataConfig(kind="text", tokenizer=str(path / TOKENIZER))
+    context = _context(keys, path)
     return Source(
         path,
         "huggingface",
@@ -114,11 +169,13 @@ def _hf_folder(path: Path) -> Source:
         data,
         stored if stored in ("bfloat16", "float64") else "float32",
         context,
-        frozenset(number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int)),
+        _eos_ids(keys, read_json(path / "generation_config.json")),
+        has_folder_text=True,
     )
 
 
-def _context(given: Any, path: Path) -> int:
+def _context(keys: Mapping[str, Any], path: Path) -> int:
+    given = keys.get("max_position_embeddings")
     if given is None:
         return DEFAULT_CONTEXT
     if type(given) is not int or given < 1:

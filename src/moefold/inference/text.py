@@ -25,10 +25,10 @@ def open_tokenizer(source: Source, wish: str = "") -> Tokenizer:
     Raises:
         ConfigError: it is missing or broken, or has more ids than the model has rows.
     """
-    if source.kind == "huggingface" and not wish and not Path(source.data.tokenizer).exists():
+    if source.has_folder_text and not wish and not Path(source.data.tokenizer).exists():
         raise ConfigError(
-            f"{str(source.path)!r} has no tokenizer.json, so it knows no text; name one with --tokenizer, "
-            "or evaluate ids with --tokens"
+            f"{str(source.path)!r} has no tokenizer.json, so it knows no text; name one with --tokenizer "
+            "(moefold eval takes ids too: --tokens)"
         )
     if wish:
         return load_tokenizer(DataConfig(kind="text", tokenizer=wish), vocab_size=source.model.vocab_size)
@@ -38,14 +38,14 @@ def open_tokenizer(source: Source, wish: str = "") -> Tokenizer:
 def encode_text(source: Source, tokenizer: Tokenizer, text: str, what: str) -> np.ndarray:
     """The ids of a text, int64 [tokens], as the model has seen texts begin.
 
-    A Hugging Face folder's tokenizer says what stands before a text (a begin-of-text id, say); our training puts
-    nothing there.
+    A Hugging Face folder's tokenizer says what stands before a text (a begin-of-text id, say), an import's too; our
+    training puts nothing there.
 
     Raises:
         ConfigError: the text is no Unicode, or the tokenizer knows numbers only, and the text is something else.
     """
     refuse_half_characters(text, what)
-    if source.kind == "huggingface" and isinstance(tokenizer, JsonTokenizer):
+    if source.has_folder_text and isinstance(tokenizer, JsonTokenizer):
         return tokenizer.encode_start(text)
     try:
         return tokenizer.encode(text)
