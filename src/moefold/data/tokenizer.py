@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -122,7 +122,8 @@ class JsonTokenizer:
         # A file may ask for both (sentence models do); they would cut and fill documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # No special tokens are added, so what is left of a post-processor is that it may move the places of ids.
+        self._special: Any = self._tokenizer.post_processor
+        # Where no special tokens are added, what is left of a post-processor is that it may move the places of ids.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
@@ -139,7 +140,8 @@ class JsonTokenizer:
     def encode_start(self, text: str) -> NDArray[np.int64]:
         """The ids of a text that begins a document, [tokens], with the special tokens that the file puts around one."""
         with self._explained("cannot make tokens of a text"):
-            return _ids(self._tokenizer.encode(text, add_special_tokens=True))
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            return _ids(encoding if self._special is None else self._special.process(encoding, None, True))
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """The ids of several texts, on all cores."""
