@@ -12,6 +12,7 @@ from moefold.checkpoint.folder import locate_checkpoint
 from moefold.checkpoint.sound import refuse_damaged
 from moefold.checkpoint.stream import CheckpointSource, chunks_of
 from moefold.config.schema import ModelConfig
+from moefold.convert.companions import find_companions
 from moefold.convert.compare import assemble, compare_with_folder, share_groups
 from moefold.convert.draft import agree, drafted
 from moefold.convert.echo import HEAD, REASONS, echoes_of
@@ -26,7 +27,6 @@ from moefold.convert.manifest import (
     Listed,
     Manifest,
     copy_companions,
-    find_companions,
     read_manifest,
     write_manifest,
 )

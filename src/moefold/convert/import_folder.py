@@ -10,14 +10,12 @@ from moefold.checkpoint.folder import FORMAT, CheckpointMeta, model_sizes, write
 from moefold.checkpoint.stream import CheckpointSource, Chunk, chunks_of, seal, write_chunks
 from moefold.config.checks_effect import check_explicit
 from moefold.config.schema import Config, ModelConfig
+from moefold.convert.companions import COMPANIONS, RECIPE_FILE, TOKENIZER
 from moefold.convert.compare import compare_with_folder
 from moefold.convert.draft import agree, drafted
 from moefold.convert.hf_config import model_of
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.manifest import (
-    COMPANIONS,
-    RECIPE_FILE,
-    TOKENIZER,
     Listed,
     Manifest,
     changed_tensors,

@@ -11,20 +11,15 @@ from typing import Any
 from moefold.checkpoint.folder import checkpoint_folder
 from moefold.checkpoint.store import explained
 from moefold.config.schema import Config
+from moefold.convert.companions import COMPANIONS, TOKENIZER, find_companions
 from moefold.convert.families import FAMILIES
 from moefold.convert.further_layer import INDEX_FILE
 from moefold.convert.safetensors_file import Stored, read_blocks
 from moefold.errors import ConfigError
 
 MANIFEST_FILE = "moefold-manifest.json"
-COMPANIONS = "hf"
-"""Folder in a checkpoint, or beside the checkpoints of a run, with what came with the weights from Hugging Face."""
 TRAVELS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of the files that travel: tokenizer, templates, configs. Code and weights do not."""
-TOKENIZER = "tokenizer.json"
-"""The tokenizer that moefold reads text with."""
-RECIPE_FILE = "recipe.toml"
-"""Beside imported and upcycled weights: a recipe that trains on from them."""
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
 """What it does not read."""
 NO_COMPANIONS = (INDEX_FILE, MANIFEST_FILE)
@@ -155,14 +150,6 @@ def tokenizer_fault(folder: Path, otherwise: str) -> str:
         f"{str(folder)!r} has {others[0]}, but no {TOKENIZER}, which moefold reads text with; save one with "
         f"transformers (AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR)), or {otherwise}"
     )
-
-
-def find_companions(checkpoint: Path) -> Path | None:
-    """The folder of what came with a checkpoint's weights: in it, or beside it; None if there is none."""
-    for folder in (checkpoint / COMPANIONS, checkpoint.parent / COMPANIONS):
-        if folder.is_dir():
-            return folder
-    return None
 
 
 def keep_companions(source: Path, cfg: Config) -> None:

@@ -7,10 +7,11 @@ from moefold.checkpoint.folder import read_meta
 from moefold.checkpoint.sound import refuse_damaged
 from moefold.checkpoint.stream import seal
 from moefold.config.schema import ModelConfig
+from moefold.convert.companions import COMPANIONS, find_companions
 from moefold.convert.draft import agree, drafted
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.import_folder import Advance, Conversion, finish_checkpoint, write_weights
-from moefold.convert.manifest import COMPANIONS, copy_companions, find_companions, tokenizer_fault
+from moefold.convert.manifest import copy_companions, tokenizer_fault
 from moefold.convert.start import open_weights
 from moefold.convert.start_check import weights_folder
 from moefold.convert.upcycle import UpcycledSource

@@ -17,8 +17,8 @@ from moefold.checkpoint.folder import (
 from moefold.config.checks import check_model
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig
+from moefold.convert.companions import RECIPE_FILE, TOKENIZER, find_companions
 from moefold.convert.hf_config import is_hf_folder, model_of, read_hf_config
-from moefold.convert.manifest import RECIPE_FILE, TOKENIZER, find_companions
 from moefold.data.path import existing_path
 from moefold.errors import ConfigError
 
