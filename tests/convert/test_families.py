@@ -65,9 +65,9 @@ SEEDS = {"qwen2-moe": 1, "qwen3-moe": 4, "gpt-oss": 2, "deepseek-v2": 2, "deepse
 
 
 def _is_quick(family: str, degrees: dict[str, int]) -> bool:
-    """Two folded mappings are in the fast suite, and one mapping of families that others contain."""
+    """One folded mapping is in the fast suite, and one mapping of families that others contain."""
     if degrees is FOLDED:
-        return family in ("qwen2-moe", "deepseek-v3")
+        return family == "qwen2-moe"
     return family not in ("qwen2", "qwen3") or "tp" in degrees
 
 

@@ -141,7 +141,7 @@ def _rank_without_agent(odd: object, file: Path, place: Place) -> None:
     os._exit(_rank(odd, file, place, "cpu", odd_rank=0))
 
 
-@pytest.mark.parametrize(("odd", "state"), [(_stop, "stopped"), (_die, "gone")])
+@pytest.mark.parametrize(("odd", "state"), [pytest.param(_stop, "stopped", marks=pytest.mark.slow), (_die, "gone")])
 def test_where_rank_0_keeps_the_store_its_loss_is_said(tmp_path, capfd, odd, state):
     """As under srun, where no agent keeps it."""
     with socket.socket() as probe:
