@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from moefold.checkpoint.folder import read_meta
 from moefold.cli.main import main
+from moefold.convert.trained_tokenizer import choose_tokenizer
 from moefold.data.tokenizer import JsonTokenizer
 from tests.convert.hf_models import make_model, save_model, transformers
 
@@ -195,3 +198,30 @@ def test_the_folders_tokenizer_stays_where_it_is_the_runs(place, capsys, words):
     assert "note" not in said
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (out / name).read_bytes() == (Path("hf") / name).read_bytes(), name
+
+
+def test_the_template_of_the_recipe_goes_out(place, capsys):
+    """It wins over the one beside the tokenizer; a description that says nothing of its looks opens no file."""
+    make_tokenizer(Path("words/tokenizer.json"))
+    Path("words/chat_template.jinja").write_text("beside")
+    Path("own.jinja").write_text("{% for m in messages %}{{ m.role }} {{ m.content }}<|endoftext|>{% endfor %}")
+    turns = [{"role": "user", "content": "Where to?"}, {"role": "assistant", "content": "To the sea, it is far."}]
+    Path("talk.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
+    words = ["data.kind=sft", "data.path=talk.jsonl", "data.chat_template=own.jinja", "train.seq_len=64"]
+    train("data.tokenizer=words/tokenizer.json", "model.vocab_size=320", *SIZES, *words)
+    out, _ = export(capsys)
+    assert (out / "chat_template.jinja").read_bytes() == Path("own.jinja").read_bytes()
+    meta = read_meta(Path("run/checkpoints/step-000001"))
+    assert choose_tokenizer(meta, None).beside["chat_template.jinja"] == Path("own.jinja")
+    unknown = choose_tokenizer(replace(meta, data_files={}), None)
+    assert unknown.beside["chat_template.jinja"] == Path("words/chat_template.jinja")
+
+
+def test_an_upcycled_run_has_the_tokenizer_of_the_run(place, capsys):
+    save_model(make_model("llama", num_hidden_layers=1, vocab_size=320), Path("hf"))
+    make_tokenizer(Path("hf/tokenizer.json"), merges=20)
+    make_tokenizer(Path("words/tokenizer.json"))
+    train("data.tokenizer=words/tokenizer.json", *sizes_of("hf"))
+    assert main(["upcycle", "run", "moe", "model.num_experts=4", "model.top_k=2"]) == 0
+    assert f'tokenizer = "{place}/words/tokenizer.json"' in Path("moe/recipe.toml").read_text()
+    assert not Path("moe/hf/tokenizer.json").exists()

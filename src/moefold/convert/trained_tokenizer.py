@@ -1,6 +1,7 @@
 """The tokenizer that the weights of a checkpoint were trained with, whatever other one came along with them."""
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -152,8 +153,13 @@ def _known_tokenizer(start: Path) -> str:
 
 def _file_of(name: str) -> Path:
     """The tokenizer.json that data.tokenizer means, which may be gone."""
-    path = Path(name).expanduser()
+    path = _expanded(name)
     return path / TOKENIZER if path.is_dir() else path
+
+
+def _expanded(name: str) -> Path:
+    """A path with the home folder for `~`, where there is such a folder."""
+    return Path(os.path.expanduser(name))
 
 
 def _is_trained_on(here: Path, there: Path, seen: str) -> bool:
@@ -173,8 +179,9 @@ def _fault(file: Path, seen: str) -> str:
 def _beside(file: Path, meta: CheckpointMeta) -> tuple[dict[str, Path], tuple[str, ...]]:
     """What travels with a tokenizer.json, by its name in the folder, and notes on what does not."""
     wanted = {name: (name, file.with_name(name)) for name in BESIDE if file.with_name(name).is_file()}
-    if own := str(meta.order.get("chat_template", "")):
-        wanted[TEMPLATE] = (own, Path(own).expanduser())
+    # A description that a stranger wrote may name any file: without its looks from the training, none is taken.
+    if (own := str(meta.order.get("chat_template", ""))) and meta.data_files.get(own):
+        wanted[TEMPLATE] = (own, _expanded(own))
     faults = {name: _fault(path, meta.data_files.get(noted, "")) for name, (noted, path) in wanted.items()}
     notes = [f"{wanted[name][1]} is not written: it {fault}" for name, fault in faults.items() if fault]
     return {name: path for name, (_, path) in wanted.items() if not faults[name]}, tuple(notes)
