@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moefold export",
         description="Make a Hugging Face folder of a checkpoint: config.json, safetensors files, the tokenizer that "
-        "came with the weights, and moefold-manifest.json with shapes, types and SHA-256 hashes.",
+        "the model was trained with, and moefold-manifest.json with shapes, types and SHA-256 hashes.",
         epilog="Under torchrun the ranks share the work. In memory is one parameter at a time, never the model.",
     )
     parser.add_argument(

@@ -54,8 +54,12 @@ def write_config(
     meta: CheckpointMeta,
     dtypes: Mapping[str, str],
     origin: Origin,
+    token_ids: Mapping[str, int | None],
 ) -> None:
-    """The config.json that came along where it still says what is computed, else a new one with its token ids."""
+    """The config.json that came along where it still says what is computed, else a new one with its token ids.
+
+    The given token ids win over those that came along.
+    """
     came, dtype = origin.config(), _word(dtypes)
     before = _model_in(came, origin.companions) if came.get("model_type") == family.name else None
     # Whether layers of multi-token prediction are there changes that count alone.
@@ -64,12 +68,13 @@ def write_config(
         if before.mtp_layers != model.mtp_layers and (model.mtp_layers or not origin.had_no_further_layers(model)):
             keys = {key: value for key, value in came.items() if key not in FURTHER_KEYS}
             keys[FURTHER_KEYS[0]] = model.mtp_layers
+        keys |= token_ids
         if keys == came and (origin.had_types(dtypes) or came.get("dtype", came.get("torch_dtype", dtype)) == dtype):
             return
     else:
         keys = family.write(model)
         keys |= {"max_position_embeddings": longest(model, meta), "moefold_version": __version__}
-        keys |= {key: came[key] for key in TRAVELLING_KEYS if key in came}
+        keys |= {key: came[key] for key in TRAVELLING_KEYS if key in came} | {**token_ids}
     keys.pop("torch_dtype", None)
     keys["dtype"] = dtype
     (draft / "config.json").write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -42,6 +42,7 @@ from moefold.convert.safetensors_file import (
     plan_file,
 )
 from moefold.convert.start_check import model_in
+from moefold.convert.trained_tokenizer import TokenizerChoice, choose_tokenizer, place_tokenizer
 from moefold.convert.weights import FURTHER, HfSource, plan_for
 from moefold.errors import ConfigError, some
 from moefold.launch.crew import Crew
@@ -115,10 +116,13 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
             _listed(layouts, hashes, echoes),
             {name: metadata[name] for name in files if name in metadata},
         )
+        tokenizer = TokenizerChoice()
         if crew.is_first:
+            tokenizer = choose_tokenizer(source.meta, companions)
             if companions is not None:
-                copy_companions(companions, draft)
-            write_config(draft, family, model, source.meta, dtypes, origin)
+                copy_companions(companions, draft, without=tokenizer.left_out)
+            place_tokenizer(draft, tokenizer)
+            write_config(draft, family, model, source.meta, dtypes, origin, tokenizer.token_ids)
             write_index(draft, layouts, companions)
             write_manifest(draft, manifest)
         agree(crew, "")
@@ -126,7 +130,7 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
             compare_with_folder(source, HfSource(open_hf_folder(draft)), crew)
     size = sum(stored.num_bytes for layout in layouts.values() for stored in layout.tensors.values())
     written = tuple(sorted(path.name for path in out.iterdir() if path.is_file()))
-    return Conversion(len(dtypes), size, written, dict.fromkeys(left_out, FURTHER), _notes(files))
+    return Conversion(len(dtypes), size, written, dict.fromkeys(left_out, FURTHER), (*_notes(files), *tokenizer.notes))
 
 
 def _wished_model(model: ModelConfig, source: CheckpointSource, wish: ExportWish) -> tuple[ModelConfig, list[str]]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -101,8 +101,8 @@ def changed_tensors(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
     return [name for name, found in hashes.items() if name in known and known[name].sha256 != found]
 
 
-def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy tokenizer, templates and configs; returns their names.
+def copy_companions(source: Path, target: Path, *, without: Collection[str] = ()) -> list[str]:
+    """Copy tokenizer, templates and configs, but for some; returns their names.
 
     Links are followed within the folder, and within a cache of the hub, whose snapshots are full of them.
 
@@ -114,7 +114,7 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     with explained(f"the tokenizer and configs of {str(source)!r} cannot be copied to {str(target)!r}"):
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.iterdir()):
-            if file.is_file() and file.suffix in TRAVELS and file.name not in NO_COMPANIONS:
+            if file.is_file() and file.suffix in TRAVELS and file.name not in (*NO_COMPANIONS, *without):
                 if not file.resolve().is_relative_to(home):
                     raise ConfigError(
                         f"{str(source)!r}: {file.name} is a link that leads out of it; copy the file itself"

@@ -9,6 +9,7 @@ from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.manifest import keep_companions
 from moefold.convert.start_check import weights_folder
+from moefold.convert.trained_tokenizer import tokenizer_note
 from moefold.convert.upcycle import UpcycledSource
 from moefold.convert.weights import HfSource, WeightSource, fill
 from moefold.launch.crew import joined_crew
@@ -31,7 +32,8 @@ def start_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> 
     first rank puts the tokenizer that came with the weights beside the run's checkpoints.
 
     Returns:
-        What happened, in words; "" where the recipe leaves the initial weights random.
+        What happened, in words, and on the first rank that the run reads text with another tokenizer than the weights
+        know; "" where the recipe leaves the initial weights random.
 
     Raises:
         ConfigError: the weights cannot be read, or are of another model.
@@ -49,4 +51,6 @@ def start_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> 
     fill(source, {**model.named_parameters, **model.named_buffers}, str(path))
     if is_first_rank and cfg.checkpoint.every:
         keep_companions(path, cfg)
-    return f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"
+    note = tokenizer_note(cfg.data, path) if is_first_rank else ""
+    done = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"
+    return f"{done}; note: {note}" if note else done

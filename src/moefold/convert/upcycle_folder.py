@@ -14,6 +14,7 @@ from moefold.convert.import_folder import Advance, Conversion, finish_checkpoint
 from moefold.convert.manifest import copy_companions, tokenizer_fault
 from moefold.convert.start import open_weights
 from moefold.convert.start_check import weights_folder
+from moefold.convert.trained_tokenizer import choose_tokenizer
 from moefold.convert.upcycle import UpcycledSource
 from moefold.launch.crew import Crew
 
@@ -40,11 +41,12 @@ def upcycle_folder(
     source = UpcycledSource(open_weights(dense), model, seed)
     companions, tokenizer = (dense, "") if is_hf_folder(dense) else (find_companions(dense), _tokenizer_of(dense))
     copied: tuple[str, ...] = ()
+    theirs = () if is_hf_folder(dense) else choose_tokenizer(read_meta(dense), companions).left_out
     with drafted(out, crew) as draft:
         write_weights(source, draft, crew, advance)
         if crew.is_first:
             if companions is not None:
-                copied = tuple(copy_companions(companions, draft / COMPANIONS))
+                copied = tuple(copy_companions(companions, draft / COMPANIONS, without=theirs))
             done = replace(model, upcycle_from="", upcycle_router="group", upcycle_scaling=True, upcycle_noise=0.0)
             finish_checkpoint(draft, out, done, f"upcycle of {dense}", tokenizer)
         agree(crew, "")

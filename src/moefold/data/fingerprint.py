@@ -64,6 +64,15 @@ def outline_differences(first: Mapping[str, str], here: Mapping[str, str]) -> li
     ]
 
 
+def is_as_noted(file: Path, seen: str) -> bool:
+    """Whether a file looks as `fingerprint` said then.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    return seen in (_look(file.name, file, num_middle) for num_middle in (_MIDDLE_BLOCKS, 0))
+
+
 def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
     """The files that are left out, asked for as the samples are: each part of a mixture by itself."""
     if not data.weights or isinstance(data.path, str):
