@@ -9,6 +9,7 @@ from typing import Any
 from tests.convert.hf_models import EVEN, LATENT, LLAMA3, QWEN_EXPERTS, YARN
 
 Sizes = dict[str, Any]
+_ONE_CHOICE = {"norm_topk_prob": False, "num_experts_per_tok": 1}
 
 
 def random_sizes(family: str, seed: int, *, is_cut: bool) -> Sizes:
@@ -65,8 +66,8 @@ def _experts(rng: random.Random, is_cut: bool) -> tuple[int, int, int]:
 
 
 def _weights(rng: random.Random) -> Sizes:
-    """Whether those of the chosen experts sum to 1; of one they always would."""
-    return {"norm_topk_prob": True} if rng.random() < 0.5 else {"norm_topk_prob": False, "num_experts_per_tok": 1}
+    """Whether those of the chosen experts sum to 1; of one, whose router is to learn, they must not."""
+    return rng.choice([{"norm_topk_prob": True}, {"norm_topk_prob": False}, _ONE_CHOICE])
 
 
 def _mixtral(rng: random.Random, is_cut: bool) -> Sizes:

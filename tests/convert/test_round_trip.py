@@ -95,6 +95,20 @@ def test_a_head_that_repeats_the_embedding_comes_back(tmp_path, capsys, is_split
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "half"), "--dtype", "bfloat16", "--check"]) == 0
 
 
+def test_what_is_said_is_so_and_can_be_typed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder_of(tmp_path, "llama", shard="8KB").rename("hf x")
+    assert main(["import", "hf x", "my ckpt"]) == 0
+    assert "train from it: moefold train 'my ckpt/recipe.toml'\n" in capsys.readouterr().out
+    assert main(["export", "my ckpt", "again"]) == 0
+    weights = list(Path("again").glob("*.safetensors"))
+    others = sum(path.is_file() for path in Path("again").iterdir()) - len(weights)
+    assert len(weights) > 3
+    assert f"; {others} other files" in capsys.readouterr().out
+    assert main(["export", "my ckpt/recipe.toml", "once more"]) == 2
+    assert "'my ckpt/recipe.toml' is a file; name a run, or a folder of checkpoints" in capsys.readouterr().err
+
+
 def test_what_is_computed_is_listed_and_not_written_again(tmp_path, capsys):
     folder = add_tokenizer(save_model(make_model("llama"), tmp_path / "hf"))
     tensors = load_file(folder / "model.safetensors")

@@ -13,6 +13,7 @@ from moefold.checkpoint.stream import CheckpointSource, seal
 from moefold.cli.main import main
 from moefold.config.checks import check_config
 from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.convert.exportable import export_note
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.piece import whole
@@ -286,3 +287,42 @@ def test_a_model_with_experts_is_not_upcycled(tmp_path, capsys, name):
     folder = add_tokenizer(save_model(make_model(name), tmp_path / "hf"))
     assert main(["upcycle", str(folder), str(tmp_path / "moe"), "model.num_experts=4"]) == 2
     assert "it has experts already" in capsys.readouterr().err
+
+
+def test_a_result_that_no_family_computes_is_noted_with_what_makes_it_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    add_tokenizer(save_model(make_model("qwen2"), Path("hf")))
+    words = ["model.num_experts=4", "model.top_k=2"]
+    assert main(["upcycle", "hf", "bare", *words]) == 0
+    way_out = ["model.shared_expert_ffn_hidden_size=36", "model.shared_expert_gate=true"]
+    note = f"so moefold export cannot write it; with {' '.join(way_out)} it is qwen2_moe"
+    assert note in capsys.readouterr().out
+    assert main(["export", "bare", "out"]) == 2
+    assert "no family of Hugging Face models computes what this model does" in capsys.readouterr().err
+    assert main(["upcycle", "hf", "shared", *words, *way_out]) == 0
+    assert "note: " not in capsys.readouterr().out
+    assert main(["export", "shared", "out", "--check"]) == 0
+    assert type(transformers.AutoModelForCausalLM.from_pretrained("out")).__name__ == "Qwen2MoeForCausalLM"
+    recipe = Path("bare/recipe.toml").read_text().replace("init_from", "resume = 'auto' #")
+    Path("start.toml").write_text(recipe.replace("[model]", '[model]\nupcycle_from = "hf"'))
+    few = ["run.device=cpu", "run.dtype=float32", "data.kind=synthetic", "data.tokenizer=bytes", "run.steps=1"]
+    few += ["train.seq_len=16", "train.global_batch_size=2"]
+    capsys.readouterr()
+    assert main(["train", "start.toml", *few]) == 0
+    assert note in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({}, ""),
+        ({"mtp_layers": 1}, ""),
+        ({"router_softmax": "pre"}, "with model.router_softmax=post it is mixtral"),
+        ({"router_softmax": "pre", "top_k": 1}, "model.shared_expert_gate=true it is qwen2_moe"),
+        ({"moe_bias": True}, "the nearest is mixtral: moe_bias True there, False here"),
+    ],
+)
+def test_the_note_names_the_nearest_family(change, note):
+    found = export_note(replace(ModelConfig(), **change))
+    assert found.endswith(note)
+    assert bool(found) == bool(note)

@@ -84,6 +84,7 @@ def test_it_renders_as_transformers_does():
         "{% include '/etc/passwd' %}",
         "{% import 'os' as os %}",
         "{{ raise_exception.__globals__.json }}",
+        "{{ strftime_now.__self__.year }}",
         "{{ messages[0].update({'role': 'x'}) }}",
     ],
 )
@@ -102,6 +103,24 @@ def test_a_template_cannot_leave_its_sandbox(attack: str):
 def test_a_template_without_measure_is_one_message(source: str, reason: str):
     with pytest.raises(ConfigError, match=f"f:1: .*{reason}"):
         template(source).render(CHAT, None, "f:1")
+
+
+DATES = {
+    "{{ 'Current date: ' + strftime_now('%Y-%m-%d') }}": "Current date: 2024-07-26",
+    "{% if strftime_now is defined %}{% set d = strftime_now('%d %b %Y') %}{% else %}{% set d = '?' %}{% endif %}"
+    "Today Date: {{ d }}": "Today Date: 26 Jul 2024",
+}
+
+
+@pytest.mark.parametrize("source", DATES)
+def test_the_date_of_a_template_is_the_same_every_day(source: str):
+    """As gpt-oss and Llama write it; a conversation of today is that of tomorrow."""
+    assert template(source).render(CHAT, None, "f:1").text == DATES[source]
+
+
+def test_a_date_that_is_none_is_one_message():
+    with pytest.raises(ConfigError, match=r"f:1: .*refuses the conversation"):
+        template("{{ strftime_now(3) }}").render(CHAT, None, "f:1")
 
 
 def test_what_the_template_refuses_is_said_with_the_line():

@@ -164,6 +164,7 @@ def test_a_text_that_is_no_utf8_is_named_with_file_and_row(tmp_path: Path, strea
 
 def test_paths_are_checked_before_anything_is_read(tmp_path: Path):
     jsonl = as_jsonl(tmp_path)
+    saved = as_saved(tmp_path)
     (tmp_path / "a.xyz").write_text("x")
     for data, words in (
         (recipe(tmp_path / "a.jsnl"), r"did you mean '.*a.jsonl'"),
@@ -172,11 +173,18 @@ def test_paths_are_checked_before_anything_is_read(tmp_path: Path):
         (recipe(jsonl, split="test"), r"whose only split is 'train'"),
         (recipe(jsonl, validation_split="test"), r"whose only split is 'train'"),
         (recipe(jsonl, jsonl), r"reaches .* twice"),
+        (recipe(jsonl, revision="abc"), r"data.revision='abc' has no effect: nothing in data.path=.* is on the hub"),
+        (recipe(tmp_path, revision="abc"), r"data.revision='abc' has no effect"),
+        (recipe(jsonl, subset="en"), r"data.subset='en' has no effect: .* is a file or a saved data set"),
+        (recipe(saved, subset="en"), r"data.subset='en' has no effect"),
         (DataConfig(kind="huggingface"), r"data.path is empty"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_data(data, seq_len=S, vocab_size=256)
-    check_data(DataConfig(kind="huggingface", path="owner/name", subset="en"), seq_len=S, vocab_size=256)
+    (tmp_path / "plain").mkdir()
+    for path in ("owner/name", (str(jsonl), "owner/name"), str(tmp_path / "plain")):
+        check_data(DataConfig(kind="huggingface", path=path, subset="en"), seq_len=S, vocab_size=256)
+    check_data(DataConfig(kind="huggingface", path=(str(jsonl), "owner/name"), revision="a"), seq_len=S, vocab_size=256)
 
 
 def test_a_data_set_on_the_hub_is_asked_for_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

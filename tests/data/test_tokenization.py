@@ -184,10 +184,10 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "full")
     tokenize([tmp_path / "a.jsonl"], tmp_path / "out")
     before = content(tmp_path / "out")
-    with pytest.raises(ConfigError, match="another shard_bytes"):
+    with pytest.raises(ConfigError, match="another --shard-mb"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "out", shard_bytes=77)
     write_jsonl(tmp_path / "a.jsonl", 11)
-    with pytest.raises(ConfigError, match="another files"):
+    with pytest.raises(ConfigError, match="other input files, or files that changed"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "out")
     assert content(tmp_path / "out") == before
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moefold.cli.main import main
 from moefold.errors import ConfigError
 from moefold.inference.evaluate import evaluate
 from moefold.inference.generate import generate
@@ -78,3 +79,21 @@ def test_a_context_that_is_no_number_is_one_message(tmp_path, given):
         find_source(str(folder))
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": None}))
     assert find_source(str(folder)).context == 2048
+
+
+def test_a_model_of_one_choice_that_weighs_1_is_read_and_not_trained(pool, tmp_path, capsys, monkeypatch):
+    """transformers computes it; only a router that is to learn needs a gradient."""
+    monkeypatch.chdir(tmp_path)
+    theirs = make_model("mixtral", num_experts_per_tok=1)
+    folder = save_model(theirs, tmp_path / "hf")
+    ids = torch.from_numpy(row_of_ids(64).astype("int64")).view(4, 16)
+    with torch.no_grad():
+        logits = theirs(input_ids=ids).logits
+    loss = float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+    assert pool.run(1, evaluate_and_continue, folder, {})[0][0] == pytest.approx(loss, rel=1e-5)
+    assert main(["import", "hf", "ckpt", "--no-tokenizer"]) == 0
+    refusal = 'model.top_k=1 with model.router_softmax="post" weighs every choice with 1, so the router gets no'
+    assert f"note: moefold train refuses this model: {refusal}" in capsys.readouterr().out
+    assert main(["export", "ckpt", "again"]) == 0
+    assert main(["train", "ckpt/recipe.toml", "data.kind=synthetic"]) == 2
+    assert refusal in capsys.readouterr().err

@@ -141,7 +141,8 @@ def locate_folder(path: Path) -> Path:
         ConfigError: there is none.
     """
     if not path.is_dir():
-        raise ConfigError(f"{str(path)!r} does not exist; name a run, or a folder of checkpoints")
+        what = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(f"{str(path)!r} {what}; name a run, or a folder of checkpoints")
     inside = path / "checkpoints"
     if complete_checkpoints(path) or complete_checkpoints(inside):
         return inside if complete_checkpoints(inside) else path

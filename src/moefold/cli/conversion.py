@@ -1,5 +1,6 @@
 """What import, export and upcycle share: the ranks of a launcher, the progress line, the summary."""
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,6 +40,11 @@ def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
         leave(0)
 
 
+def training_command(out: Path) -> str:
+    """How to train from a checkpoint, for the shell."""
+    return f"train from it: moefold train {shlex.quote(str(out / 'recipe.toml'))}"
+
+
 def conversion_summary(done: "Conversion", out: Path, was_checked: bool) -> str:
     """One line on what was written, and what was not, and one for each note."""
     checked = ", read again and equal" if was_checked else ""
@@ -48,7 +54,11 @@ def conversion_summary(done: "Conversion", out: Path, was_checked: bool) -> str:
     over = "".join(f"; passed over ({reason}): {some(sorted(names))}" for reason, names in passed.items())
     size = f"{done.tensors} tensors, {done.num_bytes / 1e9:.3g} GB"
     notes = "".join(f"\nnote: {note}" for note in done.notes)
-    return f"{out}: {size}{checked}; {len(done.companions)} other files{over}{notes}"
+    return f"{out}: {size}{checked}; {_other_files(len(done.companions))}{over}{notes}"
+
+
+def _other_files(count: int) -> str:
+    return "1 other file" if count == 1 else f"{count} other files"
 
 
 @contextmanager

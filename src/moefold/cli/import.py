@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from moefold.cli.conversion import conversion_job, conversion_summary
+from moefold.cli.conversion import conversion_job, conversion_summary, training_command
 
 
 def run(argv: list[str]) -> int:
@@ -18,7 +18,7 @@ def run(argv: list[str]) -> int:
         done = import_folder(folder, out, crew, wish, advance=advance)
         if crew.is_first:
             print(conversion_summary(done, out, args.check))
-            print(f"train from it: moefold train {out / 'recipe.toml'}")
+            print(training_command(out))
     return 0
 
 

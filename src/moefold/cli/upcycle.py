@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from moefold.cli.conversion import conversion_job, conversion_summary
+from moefold.cli.conversion import conversion_job, conversion_summary, training_command
 from moefold.config.checks import check_config
 from moefold.config.load import config_from_dict, load_config
 from moefold.config.schema import Config, ModelConfig
@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
             print(conversion_summary(done, out, False))
             equal = "computes at first what the dense model does" if starts_equal(model) else "does not start equal"
             print(f"{model.num_experts} experts, top {model.top_k}, of width {model.moe_ffn_hidden_size}: {equal}")
-            print(f"train from it: moefold train {out / 'recipe.toml'}")
+            print(training_command(out))
     return 0
 
 

@@ -14,7 +14,7 @@ from moefold.config.checks_model import MODEL_RULES
 from moefold.config.checks_parallel import PARALLEL_RULES
 from moefold.config.checks_range import range_faults
 from moefold.config.checks_recompute import RECOMPUTE_RULES
-from moefold.config.checks_routing import ROUTING_RULES
+from moefold.config.checks_routing import LEARNING_RULES, ROUTING_RULES
 from moefold.config.checks_train import TRAIN_RULES
 from moefold.config.faults import refuse
 from moefold.config.schema import Config, ModelConfig
@@ -31,8 +31,12 @@ RULES = (
 )
 
 
-def check_config(cfg: Config) -> Layout:
+def check_config(cfg: Config, *, trains: bool = True) -> Layout:
     """Refuse every setting and combination that cannot run, and return the folding of the ranks.
+
+    Args:
+        cfg: the settings.
+        trains: whether the model is to learn; one that only computes may do what no gradient goes through.
 
     Raises:
         ConfigError: one line for each fault. Rules between keys are tried only when every key is sound by itself and
@@ -43,7 +47,7 @@ def check_config(cfg: Config) -> Layout:
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
-    refuse(fault for rule in RULES for fault in rule(cfg))
+    refuse(fault for rule in (*RULES, *(LEARNING_RULES if trains else ())) for fault in rule(cfg))
     return layout
 
 

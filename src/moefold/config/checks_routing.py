@@ -22,7 +22,6 @@ def routing_faults(cfg: Config) -> Iterator[str]:
             f"choose 1 to {cfg.model.num_experts}"
         )
         return
-    yield from _weight_faults(cfg.model)
     yield from _group_faults(cfg.model)
     yield from _choice_faults(cfg.model, cfg.moe)
     yield from _capacity_faults(cfg.model, cfg.moe)
@@ -39,9 +38,10 @@ def _replay_faults(moe: MoEConfig) -> Iterator[str]:
         )
 
 
-def _weight_faults(model: ModelConfig) -> Iterator[str]:
-    """One choice that is divided by its own sum weighs 1, whatever the router thinks."""
-    if model.top_k > 1:
+def gradient_faults(cfg: Config) -> Iterator[str]:
+    """One choice that is divided by its own sum weighs 1, whatever the router thinks: such a model only computes."""
+    model = cfg.model
+    if model.top_k > 1 or not has_moe_layers(model):
         return
     if model.router_score == "softmax" and model.router_softmax == "post":
         key, way_out = 'model.router_softmax="post"', 'model.router_softmax="pre"'
@@ -153,3 +153,5 @@ def _padding_faults(cfg: Config) -> Iterator[str]:
 
 
 ROUTING_RULES = (routing_faults,)
+LEARNING_RULES = (gradient_faults,)
+"""Of training alone."""

@@ -129,7 +129,7 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
         if wish.check:
             compare_with_folder(source, HfSource(open_hf_folder(draft)), crew)
     size = sum(stored.num_bytes for layout in layouts.values() for stored in layout.tensors.values())
-    written = tuple(sorted(path.name for path in out.iterdir() if path.is_file()))
+    written = tuple(sorted(path.name for path in out.iterdir() if path.is_file() and path.name not in layouts))
     return Conversion(len(dtypes), size, written, dict.fromkeys(left_out, FURTHER), (*_notes(files), *tokenizer.notes))
 
 

@@ -84,7 +84,7 @@ def model_of(keys: Mapping[str, Any], folder: Path) -> ModelConfig:
         for entry in family.entries:
             model |= entry.read(keys)
         cfg = config_from_dict({"model": model})
-        check_config(cfg)
+        check_config(cfg, trains=False)
     except ConfigError as error:
         raise ConfigError(f"{str(folder)!r} ({family.name}): {error}") from None
     return cfg.model

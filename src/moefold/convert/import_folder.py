@@ -9,6 +9,7 @@ import torch
 from moefold.checkpoint.folder import FORMAT, CheckpointMeta, model_sizes, write_meta
 from moefold.checkpoint.stream import CheckpointSource, Chunk, chunks_of, seal, write_chunks
 from moefold.config.checks_effect import check_explicit
+from moefold.config.checks_routing import gradient_faults
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.companions import COMPANIONS, RECIPE_FILE, TOKENIZER
 from moefold.convert.compare import compare_with_folder
@@ -102,10 +103,12 @@ def import_folder(
 
 
 def _notes(source: HfSource) -> tuple[str, ...]:
+    notes = [f"moefold train refuses this model: {fault}" for fault in gradient_faults(Config(model=source.model))]
     counted = model_of(source.folder.keys, source.folder.path).mtp_layers
     if not counted or source.folder.model.mtp_layers:
-        return ()
+        return tuple(notes)
     return (
+        *notes,
         f"config.json counts num_nextn_predict_layers={counted}, but the folder holds none of their tensors: the model "
         "has no layers of multi-token prediction",
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 from moefold.checkpoint.sound import refuse_damaged
 from moefold.checkpoint.stream import CheckpointSource
 from moefold.config.schema import Config
+from moefold.convert.exportable import export_note
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.manifest import keep_companions
@@ -51,6 +52,8 @@ def start_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> 
     fill(source, {**model.named_parameters, **model.named_buffers}, str(path))
     if is_first_rank and cfg.checkpoint.every:
         keep_companions(path, cfg)
-    note = tokenizer_note(cfg.data, path) if is_first_rank else ""
+    notes = [tokenizer_note(cfg.data, path) if is_first_rank else ""]
+    if cfg.model.upcycle_from:
+        notes.append(export_note(cfg.model))
     done = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"
-    return f"{done}; note: {note}" if note else done
+    return "; note: ".join([done, *filter(None, notes)])

@@ -9,6 +9,7 @@ from moefold.checkpoint.stream import seal
 from moefold.config.schema import ModelConfig
 from moefold.convert.companions import COMPANIONS, find_companions
 from moefold.convert.draft import agree, drafted
+from moefold.convert.exportable import export_note
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.import_folder import Advance, Conversion, finish_checkpoint, write_weights
 from moefold.convert.manifest import copy_companions, tokenizer_fault
@@ -55,8 +56,8 @@ def upcycle_folder(
     fault = ""
     if companions is not None and not tokenizer:
         fault = tokenizer_fault(companions, "set data.tokenizer, or train on token ids")
-    notes = (f"recipe.toml names no tokenizer: {fault}",) if fault else ()
-    return Conversion(len(source.shapes), size, copied, notes=notes)
+    notes = [note for note in (fault and f"recipe.toml names no tokenizer: {fault}", export_note(model)) if note]
+    return Conversion(len(source.shapes), size, copied, notes=tuple(notes))
 
 
 def _tokenizer_of(checkpoint: Path) -> str:

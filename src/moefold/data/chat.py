@@ -1,7 +1,7 @@
 """Chat templates: a conversation as the text that a model sees, and which parts of it the model has to write.
 
 A template is a Jinja program that comes with a tokenizer. It runs in Jinja's sandbox for untrusted templates, without
-files, imports or attributes of Python objects, and knows no date: the same conversation is the same text every day.
+files, imports or attributes of Python objects, and has no clock: the same conversation is the same text every day.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ BYTES_TEMPLATE = """\
 {% endif %}
 """
 """ChatML, for the tokenizer "bytes", which has no special tokens: its marks are plain text there."""
+
+CHAT_DATE = datetime(2024, 7, 26)
+"""What `strftime_now` of a template writes: the date that Llama's templates take where there is no clock."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -62,7 +66,8 @@ class ChatTemplate:
             ConfigError: it is not a Jinja template.
         """
         self.source = source
-        self.identity = hashlib.sha256(json.dumps([source, sorted(special_tokens.items())]).encode()).hexdigest()
+        date = [CHAT_DATE.isoformat()] if "strftime_now" in source else []
+        self.identity = hashlib.sha256(json.dumps([source, sorted(special_tokens.items()), *date]).encode()).hexdigest()
         self._place = place
         self._special_tokens = dict(special_tokens)
         self._marks = (f"\0{uuid.uuid4().hex}\0", f"\0{uuid.uuid4().hex}\0")
@@ -198,7 +203,7 @@ def _compile(source: str, place: str, marks: tuple[str, str]) -> Callable[[Mappi
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": CHAT_DATE.strftime}
     try:
         template = environment.from_string(source)
     except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,7 +209,8 @@ def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) 
     A name that exists is a file or folder; one that looks like `owner/name` and does not is a data set on the hub.
 
     Raises:
-        ConfigError: a file or folder does not exist, is named twice, or has no form that the package reads.
+        ConfigError: a file or folder does not exist, is named twice, or has no form that the package reads; or a key
+            is set that none of them has.
     """
     names = [name for name in ((data.path,) if isinstance(data.path, str) else data.path) if name]
     if not names:
@@ -220,6 +221,7 @@ def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) 
     refuse_repeats(tuple(path for path in paths if path is not None))
     for name, path in zip(names, paths, strict=True):
         _refuse_unreadable(name, path, split)
+    _refuse_unread_keys(data, paths)
     tables = [
         TextTable(name, path, split, data.column, data.subset, data.revision)
         for name, path in zip(names, paths, strict=True)
@@ -301,6 +303,20 @@ def _refuse_unreadable(name: str, path: Path | None, split: str) -> None:
     if split != "train":
         raise ConfigError(
             f"data.path={name!r} is one file, whose only split is 'train', not {split!r}; name a folder that has splits"
+        )
+
+
+def _refuse_unread_keys(data: DataConfig, paths: Sequence[Path | None]) -> None:
+    """Of what is on a disk only a plain folder has configurations, and nothing has revisions."""
+    if data.revision and None not in paths:
+        raise ConfigError(
+            f"data.revision={data.revision!r} has no effect: nothing in data.path={data.path!r} is on the hub, and "
+            "only data sets there have revisions; leave it out"
+        )
+    if data.subset and not any(path is None or (path.is_dir() and not _is_saved(path)) for path in paths):
+        raise ConfigError(
+            f"data.subset={data.subset!r} has no effect: data.path={data.path!r} is a file or a saved data set, which "
+            "has no configurations; leave it out"
         )
 
 

@@ -17,6 +17,17 @@ from moefold.data.worker_pool import run_tasks
 from moefold.errors import ConfigError
 
 FORMAT_VERSION = 1
+_DIFFERENCES = {
+    "format": "of another version of this program",
+    "tokenizer": "another --tokenizer",
+    "vocab_size": "another --tokenizer",
+    "separator_id": "another --tokenizer",
+    "column": "another --column",
+    "shard_bytes": "another --shard-mb",
+    "files": "other input files, or files that changed",
+    "num_shards": "another number of shards",
+}
+"""What a note says otherwise, in the words of the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +141,7 @@ def _refuse_other(out: Path, note: dict[str, Any]) -> None:
     wrong = [key for key, value in note.items() if found.get(key) != value]
     if wrong:
         raise ConfigError(
-            f"--out {out} holds tokens of other input or settings (another {wrong[0]}); choose another folder or "
+            f"--out {out} holds tokens of other input or settings ({_DIFFERENCES[wrong[0]]}); choose another folder or "
             "remove it"
         )
 

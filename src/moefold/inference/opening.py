@@ -37,7 +37,7 @@ def open_model(source: Source, cfg: Config, device: torch.device, tokenizer: Tok
     Raises:
         ConfigError: the weights are damaged or incomplete; on every rank alike.
     """
-    groups = ParallelGroups.create(check_config(cfg), device)
+    groups = ParallelGroups.create(check_config(cfg, trains=False), device)
     model = StagedModel(cfg, groups)
     load = load_hf_weights if source.kind == "huggingface" else load_weights
     load(source.path, model.named_parameters, model.named_buffers)

@@ -82,7 +82,7 @@ def inference_config(source: Source, wish: Wish, purpose: Purpose) -> Config:
         data=source.data,
     )
     _check_meaning(cfg, drops, purpose)
-    check_config(cfg)
+    check_config(cfg, trains=False)
     if purpose == "generate":
         _check_generation(cfg)
     return cfg
