@@ -148,12 +148,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(pool, tmp_path, damage, f
     inflict(path / file)
     first, second = pool.run(2, _resume, cfg)
     assert first == second
-    if (damage, file) == ("removed", "moefold.json"):
-        # Without its description it is no complete checkpoint.
-        assert first == (str(path.with_name("step-000001")), ())
-    else:
-        fault = message.format(name=file, size=size, half=size // 2)
-        assert first == (str(path.with_name("step-000001")), (f"step-000002: {fault}",))
+    fault = message.format(name=file, size=size, half=size // 2)
+    assert first == (str(path.with_name("step-000001")), (f"step-000002: {fault}",))
 
 
 def _resume(cfg: Config) -> tuple[str, tuple[str, ...]]:
@@ -170,14 +166,18 @@ def test_a_flipped_byte_goes_unseen_without_verify(pool, tmp_path):
     assert pool.run(1, _resume, unverified) == [(str(path), ())]
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(pool, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "damage"), [("__0_0.distcp", "flipped"), ("moefold.json", "removed")], ids=["flipped", "undescribed"]
+)
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(pool, tmp_path, file, damage):
     cfg = recipe(tmp_path)
     pool.run(1, _save, cfg, [1, 2])
+    inflict, message = DAMAGES[damage]
     for path in (tmp_path / "checkpoints").iterdir():
-        _flip_a_byte(path / "__0_0.distcp")
+        inflict(path / file)
     (error,) = pool.run(1, _load, cfg)
-    assert "can be used: step-000002: file __0_0.distcp has other content than was written; step-000001: " in error
-    assert error.endswith('move them away to begin anew, or set checkpoint.resume="never"')
+    assert f"can be used: step-000002: {message.format(name=file)}; step-000001: " in error
+    assert error.endswith("move them away to begin anew, or set another run.dir")
 
 
 def test_a_damaged_checkpoint_that_is_named_is_refused(pool, tmp_path):

@@ -23,6 +23,7 @@ from moefold.checkpoint.folder import (
     candidate,
     checkpoint_folder,
     draft_path,
+    folder_key,
     model_sizes,
     put_in_place,
     read_meta,
@@ -90,7 +91,7 @@ def agree_on_resume(cfg: Config, files: Mapping[str, str] | None = None) -> Resu
         if path is None and skipped:
             raise ConfigError(
                 f"no checkpoint in {str(checkpoint_folder(cfg))!r} can be used: {'; '.join(skipped.values())}; "
-                'move them away to begin anew, or set checkpoint.resume="never"'
+                f"move them away to begin anew, or set another {folder_key(cfg)}"
             )
         if path is None:
             refuse_unfit(None, cfg)
