@@ -132,8 +132,8 @@ def test_one_that_has_lost_its_description_is_passed_over_and_neither_counts_nor
     assert quick_faults(step_path(tmp_path, 10)) == [f"file {META_FILE} is missing"]
     remove_older(step_path(tmp_path, 15), 2)
     assert names(tmp_path) == ["step-000005", "step-000010", "step-000015"]
+    shutil.rmtree(step_path(tmp_path, 15))
     with pytest.raises(ConfigError, match=r"starts after step 5, .*step-000010.*or set another checkpoint\.dir"):
-        shutil.rmtree(step_path(tmp_path, 15))
         find_resume(recipe(tmp_path, resume=str(step_path(tmp_path, 5))))
 
 

@@ -100,6 +100,13 @@ def test_diff_of_equals_and_of_others(run, copy, capsys):
     assert all(0 < difference["max_abs"] < 0.1 for difference in found["tensors"])
 
 
+def test_diff_shortens_what_is_long(run, capsys):
+    assert main(_words("diff", run / "checkpoints" / STEPS[0], run)) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("guard.last: ")]
+    assert len(line) < 250
+    assert "characters; --json has all) | {" in line
+
+
 def test_diff_of_other_sizes(pool, run, tmp_path, capsys):
     cfg = recipe(tmp_path, 2)
     pool.run(1, _train, replace(cfg, model=replace(cfg.model, num_layers=1, vocab_size=64)))

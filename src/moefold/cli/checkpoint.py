@@ -22,6 +22,8 @@ from moefold.errors import ConfigError
 
 DIFFERENCES_SHOWN = 20
 """Tensors of a `diff` that are printed without --json."""
+VALUE_SHOWN = 60
+"""Characters of a value of the description that are printed without --json."""
 
 EPILOG = """CKPT: a folder step-000100; or a run, or its folder of checkpoints, for the newest complete one in it
 
@@ -103,7 +105,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         print(json.dumps({"description": described, "tensors": [asdict(difference) for difference in tensors]}))
         return int(bool(described or tensors))
     for key, (here, there) in described.items():
-        print(f"{key}: {here} | {there}")
+        print(f"{key}: {_short(here)} | {_short(there)}")
     for difference in tensors[:DIFFERENCES_SHOWN]:
         print(f"{difference.name}: {difference.what}")
     if len(tensors) > DIFFERENCES_SHOWN:
@@ -155,6 +157,12 @@ def _meta_differences(here: CheckpointMeta, there: CheckpointMeta) -> dict[str, 
     flat = [_flat(asdict(here)), _flat(asdict(there))]
     keys = sorted(flat[0].keys() | flat[1].keys())
     return {key: (flat[0].get(key), flat[1].get(key)) for key in keys if flat[0].get(key) != flat[1].get(key)}
+
+
+def _short(value: object) -> str:
+    """A value in a line; of a long one the beginning, and how much there is."""
+    text = str(value)
+    return text if len(text) <= VALUE_SHOWN else f"{text[:VALUE_SHOWN]}... ({len(text)} characters; --json has all)"
 
 
 def _flat(tree: dict[str, object]) -> dict[str, object]:
