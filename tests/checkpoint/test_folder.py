@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -122,6 +123,18 @@ def test_auto_takes_the_newest_if_any(tmp_path):
     newest = write(tmp_path, 10)
     (tmp_path / "step-000015").mkdir()
     assert find_resume(recipe(tmp_path)) == newest
+
+
+def test_one_that_has_lost_its_description_is_passed_over_and_neither_counts_nor_goes(tmp_path):
+    for step in (5, 10, 15):
+        write(tmp_path, step)
+    (step_path(tmp_path, 10) / META_FILE).unlink()
+    assert quick_faults(step_path(tmp_path, 10)) == [f"file {META_FILE} is missing"]
+    remove_older(step_path(tmp_path, 15), 2)
+    assert names(tmp_path) == ["step-000005", "step-000010", "step-000015"]
+    shutil.rmtree(step_path(tmp_path, 15))
+    with pytest.raises(ConfigError, match=r"starts after step 5, .*step-000010.*or set another checkpoint\.dir"):
+        find_resume(recipe(tmp_path, resume=str(step_path(tmp_path, 5))))
 
 
 @pytest.mark.parametrize("content", ["{", '{"format": 9}', None], ids=str)

@@ -1,20 +1,24 @@
 """Checkpoints that lack something, and what a save leaves in the folder."""
 
+import errno
 import os
 import pickle
+import re
 import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moefold.checkpoint.folder import FORMAT, CheckpointMeta, Position, model_sizes, sample_order, step_path, write_meta
 from moefold.checkpoint.manifest import MANIFEST_FILE, record_file, write_manifest
-from moefold.checkpoint.store import agree_on_resume, checkpoint_state, load_checkpoint, write_checkpoint
+from moefold.checkpoint.store import agree_on_resume, checkpoint_state, explained, load_checkpoint, write_checkpoint
 from moefold.config.checks import check_config
 from moefold.config.schema import CheckpointConfig, Config, RunConfig
 from moefold.errors import ConfigError
@@ -148,12 +152,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(pool, tmp_path, damage, f
     inflict(path / file)
     first, second = pool.run(2, _resume, cfg)
     assert first == second
-    if (damage, file) == ("removed", "moefold.json"):
-        # Without its description it is no complete checkpoint.
-        assert first == (str(path.with_name("step-000001")), ())
-    else:
-        fault = message.format(name=file, size=size, half=size // 2)
-        assert first == (str(path.with_name("step-000001")), (f"step-000002: {fault}",))
+    fault = message.format(name=file, size=size, half=size // 2)
+    assert first == (str(path.with_name("step-000001")), (f"step-000002: {fault}",))
 
 
 def _resume(cfg: Config) -> tuple[str, tuple[str, ...]]:
@@ -170,14 +170,18 @@ def test_a_flipped_byte_goes_unseen_without_verify(pool, tmp_path):
     assert pool.run(1, _resume, unverified) == [(str(path), ())]
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(pool, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "damage"), [("__0_0.distcp", "flipped"), ("moefold.json", "removed")], ids=["flipped", "undescribed"]
+)
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(pool, tmp_path, file, damage):
     cfg = recipe(tmp_path)
     pool.run(1, _save, cfg, [1, 2])
+    inflict, message = DAMAGES[damage]
     for path in (tmp_path / "checkpoints").iterdir():
-        _flip_a_byte(path / "__0_0.distcp")
+        inflict(path / file)
     (error,) = pool.run(1, _load, cfg)
-    assert "can be used: step-000002: file __0_0.distcp has other content than was written; step-000001: " in error
-    assert error.endswith('move them away to begin anew, or set checkpoint.resume="never"')
+    assert f"can be used: step-000002: {message.format(name=file)}; step-000001: " in error
+    assert error.endswith("move them away to begin anew, or set another run.dir")
 
 
 def test_a_damaged_checkpoint_that_is_named_is_refused(pool, tmp_path):
@@ -276,6 +280,21 @@ def test_a_folder_that_cannot_be_written_is_one_message(pool, tmp_path):
     assert "\n" not in error
 
 
+def _explained(causes: list[Exception], disk: Path | None) -> str:
+    failures = {rank: (cause, StackSummary()) for rank, cause in enumerate(causes)}
+    with pytest.raises(ConfigError) as error, explained("it fails", disk=disk):
+        raise CheckpointException("write", failures)
+    return str(error.value)
+
+
+def test_a_full_disk_is_told_before_what_comes_of_it(tmp_path):
+    after, full = RuntimeError("unexpected pos 704 vs 598"), OSError(errno.ENOSPC, "No space left on device")
+    assert _explained([after, full], tmp_path) == "it fails: No space left on device"
+    error = _explained([after, after], tmp_path / "gone" / "checkpoints")
+    assert re.fullmatch(r"it fails: unexpected pos 704 vs 598; ([\d,]+ MiB are free there|the disk is full)", error)
+    assert _explained([after], None) == "it fails: unexpected pos 704 vs 598"
+
+
 def _save_on_a_full_disk(cfg: Config) -> str:
     """Save where no file may grow beyond some bytes, on the last rank alone."""
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -291,7 +310,7 @@ def test_a_full_disk_is_one_message_and_leaves_the_checkpoint_before(pool, tmp_p
     pool.run(2, _save, cfg, [1])
     for error in pool.run(2, _save_on_a_full_disk, cfg):
         assert error.startswith(f"the checkpoint of step 2 cannot be written to '{tmp_path}/checkpoints': ")
-        assert "File too large" in error or "PytorchStreamWriter failed writing file" in error
+        assert "File too large" in error or " MiB are free there" in error
         assert "\n" not in error
     assert pool.run(2, _resume, cfg) == [(str(tmp_path / "checkpoints" / "step-000001"), ())] * 2
     pool.run(2, _save, cfg, [2])

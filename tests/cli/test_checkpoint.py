@@ -100,6 +100,13 @@ def test_diff_of_equals_and_of_others(run, copy, capsys):
     assert all(0 < difference["max_abs"] < 0.1 for difference in found["tensors"])
 
 
+def test_diff_shortens_what_is_long(run, capsys):
+    assert main(_words("diff", run / "checkpoints" / STEPS[0], run)) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("guard.last: ")]
+    assert len(line) < 250
+    assert "characters; --json has all) | {" in line
+
+
 def test_diff_of_other_sizes(pool, run, tmp_path, capsys):
     cfg = recipe(tmp_path, 2)
     pool.run(1, _train, replace(cfg, model=replace(cfg.model, num_layers=1, vocab_size=64)))
@@ -113,7 +120,7 @@ def test_diff_of_other_sizes(pool, run, tmp_path, capsys):
 def test_rm_leaves_the_last_one_unless_forced(copy, capsys):
     first, last = (copy / "checkpoints" / step for step in STEPS)
     assert main(_words("rm", first, last)) == 2
-    assert "that would leave no complete checkpoint" in capsys.readouterr().err
+    assert "that would leave no sound checkpoint" in capsys.readouterr().err
     assert first.is_dir()
     assert main(_words("rm", first)) == 0
     assert sorted(path.name for path in first.parent.iterdir()) == [STEPS[1]]
@@ -129,8 +136,31 @@ def test_a_broken_description_is_listed_and_can_be_removed(copy, capsys):
     assert lines[1].split()[:3] == [STEPS[0], "?", "?"]
     assert "moefold.json has" in " ".join(lines)
     assert main(_words("rm", copy / "checkpoints" / STEPS[1])) == 2
-    assert "that would leave no complete checkpoint" in capsys.readouterr().err
+    assert "that would leave no sound checkpoint" in capsys.readouterr().err
     assert main(_words("rm", broken.parent)) == 0
+
+
+def test_a_checkpoint_without_its_description_is_listed_and_is_damaged(copy, capsys):
+    newest = copy / "checkpoints" / STEPS[1]
+    (newest / "moefold.json").unlink()
+    assert main(_words("list", copy, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["faults"] for row in found] == [[], ["file moefold.json is missing"]]
+    for named in (copy, newest):
+        assert main(_words("verify", named)) == 1
+        assert capsys.readouterr().out.splitlines()[-1] == f"{newest}: file moefold.json is missing"
+    (copy / "checkpoints" / STEPS[0] / "moefold.json").unlink()
+    assert main(_words("verify", copy)) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_rm_does_not_leave_a_damaged_one_alone(copy, capsys):
+    first, last = (copy / "checkpoints" / step for step in STEPS)
+    _flip(first)
+    assert main(_words("rm", last)) == 2
+    assert "that would leave no sound checkpoint" in capsys.readouterr().err
+    assert last.is_dir()
+    assert main(_words("rm", first)) == 0
 
 
 def test_wrong_folders_are_one_message(run, tmp_path, capsys):

@@ -123,7 +123,7 @@ def test_a_corrupt_file_is_fatal_or_left_out_and_named_once(tmp_path, kind, capl
     with caplog.at_level(logging.WARNING):
         prepare(skips, **sizes, seed=0, cache_dir=tmp_path / "cache")
     named = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
-    assert [str(broken) in message for message in named] == [True]
+    assert [message.count(str(broken)) for message in named] == [1]
     without = make(tmp_path / "without", kind, [i for i in range(FILES) if i != BROKEN])
     assert first_samples(skips, tmp_path / "cache") == first_samples(recipe(kind, without), tmp_path / "cache")
     looks = fingerprint(skips, cache_dir=tmp_path / "cache")

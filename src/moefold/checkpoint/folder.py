@@ -85,6 +85,11 @@ def checkpoint_folder(cfg: Config) -> Path:
     return Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else Path(cfg.run.dir) / "checkpoints"
 
 
+def folder_key(cfg: Config) -> str:
+    """The key of the recipe that decides where that is."""
+    return "checkpoint.dir" if cfg.checkpoint.dir else "run.dir"
+
+
 def step_path(folder: Path, step: int) -> Path:
     """Name of the complete checkpoint of a step."""
     return folder / f"step-{step:06d}"
@@ -128,10 +133,14 @@ def other_order(meta: CheckpointMeta, cfg: Config, files: Mapping[str, str] | No
     return wrong if wrong or files is None or not meta.data_files else some(file_differences(meta.data_files, files))
 
 
+def named_checkpoints(folder: Path) -> list[Path]:
+    """Whatever has the name of a checkpoint, oldest first: each was complete once, so what lacks a file is damaged."""
+    return sorted((path for path in folder.glob("step-*") if step_of(path) >= 0 and path.is_dir()), key=step_of)
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of a folder, oldest first."""
-    complete = [path for path in folder.glob("step-*") if step_of(path) >= 0 and (path / META_FILE).is_file()]
-    return sorted(complete, key=step_of)
+    """The checkpoints of a folder that have a description, oldest first."""
+    return [path for path in named_checkpoints(folder) if (path / META_FILE).is_file()]
 
 
 def locate_folder(path: Path) -> Path:
@@ -144,8 +153,8 @@ def locate_folder(path: Path) -> Path:
         what = "is a file" if path.exists() else "does not exist"
         raise ConfigError(f"{str(path)!r} {what}; name a run, or a folder of checkpoints")
     inside = path / "checkpoints"
-    if complete_checkpoints(path) or complete_checkpoints(inside):
-        return inside if complete_checkpoints(inside) else path
+    if named_checkpoints(path) or named_checkpoints(inside):
+        return inside if named_checkpoints(inside) else path
     return _moved_folder(path) or (inside if inside.is_dir() else path)
 
 
@@ -258,8 +267,8 @@ def candidate(cfg: Config, ignored: Container[str] = ()) -> Path | None:
         return None
     if cfg.checkpoint.resume != "auto":
         return Path(cfg.checkpoint.resume)
-    complete = complete_checkpoints(checkpoint_folder(cfg))
-    return next((path for path in reversed(complete) if str(path) not in ignored), None)
+    named = named_checkpoints(checkpoint_folder(cfg))
+    return next((path for path in reversed(named) if str(path) not in ignored), None)
 
 
 def quick_faults(path: Path) -> list[str]:
@@ -299,7 +308,7 @@ def refuse_unfit(path: Path | None, cfg: Config, files: Mapping[str, str] | None
         if wish == "auto":
             _refuse_other_data(path, meta, cfg, files)
     if wish != "auto" and cfg.checkpoint.every:
-        _refuse_later(complete_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
+        _refuse_later(named_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
 
 
 def put_in_place(draft: Path, final: Path) -> None:
@@ -313,7 +322,7 @@ def remove_older(newest: Path, keep: int, keep_every: int = 0) -> None:
     """Delete what retention does not keep, and what killed runs left half written.
 
     Checkpoints of later steps than the newest are those that a resume has passed over as damaged: they neither count
-    nor go.
+    nor go, and as little do those that have lost their description.
 
     Args:
         newest: the checkpoint that was just written; it stays.
@@ -341,13 +350,13 @@ def remove(path: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def _refuse_later(complete: list[Path], step: int, cfg: Config) -> None:
-    later = [path for path in complete if step_of(path) > step]
+def _refuse_later(named: list[Path], step: int, cfg: Config) -> None:
+    later = [path for path in named if step_of(path) > step]
     if later:
         raise ConfigError(
             f"checkpoint.resume={cfg.checkpoint.resume!r} starts after step {step}, but there are checkpoints of later "
             f"steps, such as {str(later[-1])!r}, which would count as those of this run; move them away, "
-            "or set another run.dir"
+            f"or set another {folder_key(cfg)}"
         )
 
 

@@ -23,6 +23,7 @@ from moefold.checkpoint.folder import (
     candidate,
     checkpoint_folder,
     draft_path,
+    folder_key,
     model_sizes,
     put_in_place,
     read_meta,
@@ -90,7 +91,7 @@ def agree_on_resume(cfg: Config, files: Mapping[str, str] | None = None) -> Resu
         if path is None and skipped:
             raise ConfigError(
                 f"no checkpoint in {str(checkpoint_folder(cfg))!r} can be used: {'; '.join(skipped.values())}; "
-                'move them away to begin anew, or set checkpoint.resume="never"'
+                f"move them away to begin anew, or set another {folder_key(cfg)}"
             )
         if path is None:
             refuse_unfit(None, cfg)
@@ -134,7 +135,7 @@ def write_checkpoint(
     is_first_rank = dist.get_rank() == 0
     folder = checkpoint_folder(cfg)
     draft, final = draft_path(folder, position.step), step_path(folder, position.step)
-    with explained(f"the checkpoint of step {position.step} cannot be written to {str(folder)!r}"):
+    with explained(f"the checkpoint of step {position.step} cannot be written to {str(folder)!r}", disk=folder):
         if is_first_rank:
             shutil.rmtree(draft, ignore_errors=True)
             # Another rank may have made it meanwhile; it writes into it only once all ranks have agreed on a plan.
@@ -298,22 +299,48 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def explained(failure: str, *also: type[Exception]) -> Iterator[None]:
-    """Turn what a disk or a broken file raises, and what else is named, into the user's error."""
+def explained(failure: str, *also: type[Exception], disk: Path | None = None) -> Iterator[None]:
+    """Turn what a disk or a broken file raises, and what else is named, into the user's error.
+
+    Args:
+        failure: what cannot be done; the reason is added.
+        also: further exceptions that are expected.
+        disk: a folder that is written to: where no reason is the disk's own, what is free there is said as well.
+
+    Raises:
+        ConfigError: instead of what is expected.
+    """
     expected: tuple[type[Exception], ...] = (OSError, ValueError, *also)
     try:
         yield
     except ConfigError:
         raise
     except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
+        cause = _clearest([cause for cause, _ in error.failures.values()])
         if isinstance(cause, ConfigError):
             raise cause from None
         if not isinstance(cause, (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, *also)):
             raise
-        raise ConfigError(f"{failure}: {_one_line(cause)}") from error
+        free = f"; {_free(disk)}" if disk is not None and not isinstance(cause, OSError) else ""
+        raise ConfigError(f"{failure}: {_one_line(cause)}{free}") from error
     except expected as error:
         raise ConfigError(f"{failure}: {_one_line(error)}") from error
+
+
+def _clearest(causes: list[BaseException]) -> BaseException:
+    """The failure of a rank that says most: a full disk is an OSError on one rank, and what comes of it on others.
+
+    A rank that cannot write the end of its file as well shows the library's complaint about that instead.
+    """
+    ranked = [c for kind in (ConfigError, OSError) for c in causes if isinstance(c, kind)]
+    return (ranked or causes)[0]
+
+
+def _free(folder: Path) -> str:
+    """What is free on the disk of a folder, in words."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    free_mib = shutil.disk_usage(existing).free / 2**20
+    return "the disk is full" if free_mib < 1 else f"{free_mib:,.0f} MiB are free there"
 
 
 def _one_line(error: BaseException) -> str:

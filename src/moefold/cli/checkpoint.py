@@ -8,9 +8,9 @@ from pathlib import Path
 
 from moefold.checkpoint.folder import (
     CheckpointMeta,
-    complete_checkpoints,
     locate_checkpoint,
     locate_folder,
+    named_checkpoints,
     quick_faults,
     read_meta,
     remove,
@@ -22,6 +22,8 @@ from moefold.errors import ConfigError
 
 DIFFERENCES_SHOWN = 20
 """Tensors of a `diff` that are printed without --json."""
+VALUE_SHOWN = 60
+"""Characters of a value of the description that are printed without --json."""
 
 EPILOG = """CKPT: a folder step-000100; or a run, or its folder of checkpoints, for the newest complete one in it
 
@@ -45,7 +47,7 @@ def run(argv: list[str]) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     folder = locate_folder(arguments.folder)
-    rows = [_listed(path) for path in complete_checkpoints(folder)]
+    rows = [_listed(path) for path in named_checkpoints(folder)]
     if arguments.json:
         print(json.dumps([asdict(row) | {"path": str(row.path)} for row in rows]))
         return 0
@@ -86,10 +88,7 @@ def _show(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     status = 0
     for path in _all_or_one(arguments.checkpoint):
-        faults = quick_faults(path)
-        if not faults:
-            manifest = read_manifest(path)
-            faults = hash_faults(path, manifest, manifest)
+        faults = _faults(path)
         print(f"{path}: {'; '.join(faults) if faults else 'sound'}")
         status |= bool(faults)
     return int(status)
@@ -106,7 +105,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         print(json.dumps({"description": described, "tensors": [asdict(difference) for difference in tensors]}))
         return int(bool(described or tensors))
     for key, (here, there) in described.items():
-        print(f"{key}: {here} | {there}")
+        print(f"{key}: {_short(here)} | {_short(there)}")
     for difference in tensors[:DIFFERENCES_SHOWN]:
         print(f"{difference.name}: {difference.what}")
     if len(tensors) > DIFFERENCES_SHOWN:
@@ -127,20 +126,29 @@ def _rm(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{str(path)!r} does not exist")
     doomed = {path.resolve() for path in arguments.checkpoints}
     for folder in sorted({path.parent for path in doomed}):
-        rest = [path for path in set(complete_checkpoints(folder)) - doomed if not quick_faults(path)]
-        if not arguments.force and not rest:
-            raise ConfigError(f"that would leave no complete checkpoint in {str(folder)!r}; add --force if you mean it")
+        # The newest first: it is the one to go on from, and the reading ends with the first that is sound.
+        rest = [path for path in reversed(named_checkpoints(folder)) if path not in doomed]
+        if not arguments.force and all(map(_faults, rest)):
+            raise ConfigError(f"that would leave no sound checkpoint in {str(folder)!r}; add --force if you mean it")
     for path in sorted(doomed):
         remove(path)
         print(f"removed {path}")
     return 0
 
 
+def _faults(path: Path) -> list[str]:
+    """What is wrong with a checkpoint; reads it whole unless the sizes tell."""
+    if faults := quick_faults(path):
+        return faults
+    manifest = read_manifest(path)
+    return hash_faults(path, manifest, manifest)
+
+
 def _all_or_one(path: Path) -> list[Path]:
     """The checkpoint that a path names, or all of a folder of them."""
-    if step_of(path.resolve()) >= 0:
-        return [locate_checkpoint(path)]
-    if not (found := complete_checkpoints(locate_folder(path))):
+    if step_of(path.resolve()) >= 0 and path.is_dir():
+        return [path]
+    if not (found := named_checkpoints(locate_folder(path))):
         raise ConfigError(f"{str(path)!r} holds no complete checkpoint")
     return found
 
@@ -149,6 +157,12 @@ def _meta_differences(here: CheckpointMeta, there: CheckpointMeta) -> dict[str, 
     flat = [_flat(asdict(here)), _flat(asdict(there))]
     keys = sorted(flat[0].keys() | flat[1].keys())
     return {key: (flat[0].get(key), flat[1].get(key)) for key in keys if flat[0].get(key) != flat[1].get(key)}
+
+
+def _short(value: object) -> str:
+    """A value in a line; of a long one the beginning, and how much there is."""
+    text = str(value)
+    return text if len(text) <= VALUE_SHOWN else f"{text[:VALUE_SHOWN]}... ({len(text)} characters; --json has all)"
 
 
 def _flat(tree: dict[str, object]) -> dict[str, object]:
@@ -179,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(action=action)
         return made
 
-    listed = add("list", _list, "the complete checkpoints of a run: step, size, mapping that wrote it")
+    listed = add("list", _list, "the checkpoints of a run: step, size, mapping that wrote it, what files it lacks")
     listed.add_argument("folder", type=Path, metavar="RUN", help="a run, or a folder of checkpoints")
     listed.add_argument("--json", action="store_true", help="print one JSON array")
     shown = add("show", _show, "what one checkpoint holds")
@@ -193,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument("other", type=Path, metavar="OTHER")
     compared.add_argument("--weights", action="store_true", help="compare weights and buffers, not the optimizer")
     compared.add_argument("--json", action="store_true", help="print one JSON object")
-    removed = add("rm", _rm, "remove checkpoints, but not the last complete one")
+    removed = add("rm", _rm, "remove checkpoints, but not the last sound one")
     removed.add_argument("checkpoints", type=Path, nargs="+", metavar="CKPT", help="folders step-000100")
-    removed.add_argument("--force", action="store_true", help="the last complete one too")
+    removed.add_argument("--force", action="store_true", help="the last sound one too")
     return parser

@@ -28,9 +28,9 @@ class Listed:
 
 
 def print_list(console: Console, folder: Path, rows: Sequence[Listed]) -> None:
-    """Print the complete checkpoints of a folder, oldest first."""
+    """Print the checkpoints of a folder, oldest first, and what is wrong with their files."""
     if not rows:
-        console.print(f"{folder} holds no complete checkpoint")
+        console.print(f"{folder} holds no checkpoint")
         return
     table = Table("checkpoint", "tokens", "samples", "MiB", "written by", "files", box=None, pad_edge=False)
     for row in rows:

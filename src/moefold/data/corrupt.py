@@ -49,7 +49,8 @@ def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: b
     if len(faults) == len(files):
         raise ConfigError(f"data.path holds no sound file: {some(list(faults.values()))}; copy them anew")
     for file, fault in faults.items() if reports else ():
-        logger.warning("data.corrupt: left out %s: %s", file, fault)
+        # Most faults name their file already.
+        logger.warning("data.corrupt: left out a file: %s", fault if file in fault else f"{file}: {fault}")
     return frozenset(Path(file) for file in faults)
 
 

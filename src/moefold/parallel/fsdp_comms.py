@@ -78,7 +78,12 @@ class GradientProducts:
     def _after_all_reduce(self, output: Tensor) -> None:
         self._group.clock.leave(self._entered)
         if self.is_armed:
-            self._add(self._buffers[0])
+            sent = self._buffers[0]
+            if sent.is_cuda:
+                # FSDP frees it once its reduce-scatter is over, which is before this stream, the one of the all-reduce,
+                # has read it: without the note the stream it was allocated on might write other gradients into it.
+                sent.record_stream(torch.cuda.current_stream())
+            self._add(sent)
         self._buffers.clear()
 
     @torch.no_grad()

@@ -115,10 +115,6 @@ class Guard:
         self._rollbacks = max(self._rollbacks, rollbacks)
         self._left_out = list(dict.fromkeys(left_out + self._left_out))
 
-    def forget_samples(self) -> None:
-        """Leave nothing out any more: the run goes on with other data."""
-        self._left_out.clear()
-
     def _first_verdict(self, numbers: Mapping[str, float]) -> Verdict:
         """What the recipe wants of this step, whatever came before."""
         cfg = self._cfg
