@@ -11,8 +11,9 @@ from typing import Any
 from moefold.checkpoint.folder import CheckpointMeta, read_meta
 from moefold.checkpoint.store import explained
 from moefold.config.schema import DataConfig
+from moefold.convert.companions import TOKENIZER, find_companions
 from moefold.convert.hf_config import is_hf_folder
-from moefold.convert.manifest import OTHER_TOKENIZERS, TOKENIZER, find_companions
+from moefold.convert.manifest import OTHER_TOKENIZERS
 from moefold.data.fingerprint import is_as_noted
 from moefold.data.source_file import BESIDE_TOKENIZER
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer
