@@ -111,6 +111,8 @@ def _model_for(family: str) -> ModelConfig:
         sizes |= {"attention_pattern": "WF", "sliding_window": 5, "rope_scaling": "yarn", "rope_scaling_factor": 2.0}
     if family == "deepseek_v3":
         sizes["mtp_layers"] = 2
+    if family == "qwen2_moe":
+        sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
     if family.startswith("deepseek"):
         sizes |= {"attention": "mla", "shared_expert_ffn_hidden_size": 1024, "layer_pattern": "DM2"}
     return ModelConfig(**sizes)
@@ -130,6 +132,16 @@ def test_a_family_refuses_what_it_cannot_say(change, reason):
     model = replace(ModelConfig(), **change)
     assert what_family_lacks(FAMILIES["mixtral"], ModelConfig()) == ""
     assert reason in what_family_lacks(FAMILIES["mixtral"], model)
+
+
+@pytest.mark.parametrize("width", [0, -4])
+def test_no_qwen2_moe_folder_is_without_shared_expert(width):
+    """transformers has tensors of width 0 for such a folder, and expects them in an exported one."""
+    keys = FAMILIES["qwen2_moe"].write(_model_for("qwen2_moe"))
+    with pytest.raises(ConfigError, match=f"shared_expert_intermediate_size={width}, whose empty tensors moefold"):
+        read_keys(keys | {"shared_expert_intermediate_size": width}, Path("hf"))
+    model = replace(_model_for("qwen2_moe"), shared_expert_ffn_hidden_size=0, shared_expert_gate=False)
+    assert "shared_expert_intermediate_size=0" in what_family_lacks(FAMILIES["qwen2_moe"], model)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])

@@ -249,6 +249,26 @@ class SharedExperts:
 
 
 @dataclass(frozen=True)
+class GatedSharedExpert:
+    """`shared_expert_intermediate_size` of Qwen2-MoE, whose shared expert has a gate."""
+
+    def read(self, theirs: Json) -> dict[str, Any]:
+        """Its width. For 0 transformers makes, and expects in the files, tensors of width 0 and a gate of nothing."""
+        found = Same("shared_expert_intermediate_size", "shared_expert_ffn_hidden_size").read(theirs)
+        width = found["shared_expert_ffn_hidden_size"]
+        if width < 1:
+            raise ConfigError(
+                f"config.json has shared_expert_intermediate_size={width}, whose empty tensors moefold does not read; "
+                "it reads folders with a shared expert of width 1 or more"
+            )
+        return found | {"shared_expert_gate": True}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The width; what has no gate reads back with one."""
+        return {"shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size}
+
+
+@dataclass(frozen=True)
 class FurtherLayers:
     """`num_nextn_predict_layers`, which transformers 5 also spells num_mtp_layers."""
 

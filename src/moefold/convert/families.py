@@ -19,6 +19,7 @@ from moefold.convert.config_key import (
     FirstDense,
     FullAttention,
     FurtherLayers,
+    GatedSharedExpert,
     HeadSize,
     KeyValueHeads,
     Only,
@@ -298,8 +299,7 @@ FAMILIES = {
                 *_NO_WINDOW,
                 *_QWEN_EXPERTS,
                 _NumExperts("num_experts"),
-                Same("shared_expert_intermediate_size", "shared_expert_ffn_hidden_size"),
-                Always("shared_expert_gate", True),
+                GatedSharedExpert(),
                 Same("qkv_bias", "qkv_bias", True),
             ),
             tuple(

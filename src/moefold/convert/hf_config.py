@@ -66,7 +66,8 @@ def family_of(keys: Mapping[str, Any], folder: Path) -> Family:
         )
     if keys.get("quantization_config") is not None:
         raise ConfigError(
-            f"{str(folder)!r} has quantised weights (quantization_config); convert them to bfloat16 first"
+            f"{str(folder)!r} has quantised weights (quantization_config); convert them to bfloat16 first, "
+            "as docs/conversion.md shows"
         )
     return FAMILIES[name]
 
