@@ -29,6 +29,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _is_open(meet_at: str) -> bool:
+    """Whether something listens there."""
+    host, port = meet_at.split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the same run on one rank."""
@@ -64,6 +71,7 @@ def test_a_lost_node_is_named_and_the_other_goes_on_from_the_last_checkpoint(uni
     words = small(run_dir, *ELASTIC)
     agents = [Agent(words, tmp_path / "first.log", meet_at=meet_at)]
     try:
+        wait_for(lambda: _is_open(meet_at), agents)
         agents.append(Agent(words, tmp_path / "second.log", meet_at=meet_at))
         message_s, _ = _lose_the_second(agents, run_dir, agents[1].kill)
     finally:
@@ -80,12 +88,14 @@ def test_a_lost_node_is_named_and_the_other_goes_on_from_the_last_checkpoint(uni
 
 @pytest.mark.slow
 def test_nodes_of_two_ranks_go_on_where_one_is_lost(uninterrupted, tmp_path):
-    """Those that start again are more than one, and must not take the addresses of those before them for each other's."""
+    """Those that start again are more than one, and must not look for each other at the addresses of those before."""
     run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{_free_port()}"
     words, agents = small(run_dir, *ELASTIC, "faults.timeout_s=20"), []
     try:
-        for name in ("first", "second"):
-            agents.append(Agent(words, tmp_path / f"{name}.log", meet_at=meet_at, num_ranks=2))
+        agents.append(Agent(words, tmp_path / "first.log", meet_at=meet_at, num_ranks=2))
+        # The first one to come keeps the rendezvous, and must live.
+        wait_for(lambda: _is_open(meet_at), agents)
+        agents.append(Agent(words, tmp_path / "second.log", meet_at=meet_at, num_ranks=2))
         _lose_the_second(agents, run_dir, agents[1].kill, num_ranks=4)
     finally:
         for agent in agents:
