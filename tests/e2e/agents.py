@@ -26,9 +26,17 @@ class Agent:
         meet_at: str,
         prefix: Sequence[str] = (),
         local: Sequence[str] = (),
+        num_ranks: int = 1,
         **variables: str,
     ) -> None:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", *local]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=1:2",
+            f"--nproc-per-node={num_ranks}",
+            *local,
+        ]
         torchrun += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-conf={QUICK}", f"--rdzv-endpoint={meet_at}"]
         self.log = log
         with log.open("w") as opened:

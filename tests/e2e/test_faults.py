@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.agents import Agent, wait_for
-from tests.e2e.command import ROOT, checkpoints, environment, losses, small, train
+from tests.e2e.command import ROOT, checkpoints, child_ids, environment, losses, small, train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
 
@@ -29,6 +29,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _is_open(meet_at: str) -> bool:
+    """Whether something listens there."""
+    host, port = meet_at.split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the same run on one rank."""
@@ -37,19 +44,19 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(run_dir)
 
 
-def _trains_on_both(run_dir: Path, steps: int) -> bool:
-    """Whether the run has come so far on two ranks."""
+def _trains_on(num_ranks: int, run_dir: Path, steps: int) -> bool:
+    """Whether the run has come so far on all ranks."""
     file, config = run_dir / "metrics.jsonl", run_dir / "config.json"
     if not file.exists() or not config.exists():
         return False
-    num_ranks = json.loads(config.read_text())["parallel"]["world_size"]
-    return num_ranks == 2 and len(file.read_text().splitlines()) >= steps
+    found = json.loads(config.read_text())["parallel"]["world_size"]
+    return found == num_ranks and len(file.read_text().splitlines()) >= steps
 
 
-def _lose_the_second(agents: list[Agent], run_dir: Path, lose: object) -> tuple[float, float]:
+def _lose_the_second(agents: list[Agent], run_dir: Path, lose: object, num_ranks: int = 2) -> tuple[float, float]:
     """Lose a node in mid-run and let the other one end it; seconds until the message, and until it trains again."""
     first = agents[0]
-    wait_for(lambda: _trains_on_both(run_dir, 9), agents)
+    wait_for(lambda: _trains_on(num_ranks, run_dir, 9), agents)
     lost_s = time.time()
     lose()
     message_s = wait_for(lambda: "docs/failures.md" in first.text(), agents, 60) - lost_s
@@ -64,6 +71,7 @@ def test_a_lost_node_is_named_and_the_other_goes_on_from_the_last_checkpoint(uni
     words = small(run_dir, *ELASTIC)
     agents = [Agent(words, tmp_path / "first.log", meet_at=meet_at)]
     try:
+        wait_for(lambda: _is_open(meet_at), agents)
         agents.append(Agent(words, tmp_path / "second.log", meet_at=meet_at))
         message_s, _ = _lose_the_second(agents, run_dir, agents[1].kill)
     finally:
@@ -75,6 +83,24 @@ def test_a_lost_node_is_named_and_the_other_goes_on_from_the_last_checkpoint(uni
     assert message_s < 10
     assert said.count("docs/failures.md") == 1
     assert json.loads((run_dir / "config.json").read_text())["parallel"]["world_size"] == 1
+    assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_nodes_of_two_ranks_go_on_where_one_is_lost(uninterrupted, tmp_path):
+    """Those that start again are more than one, and must not look for each other at the addresses of those before."""
+    run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{_free_port()}"
+    words, agents = small(run_dir, *ELASTIC, "faults.timeout_s=20"), []
+    try:
+        agents.append(Agent(words, tmp_path / "first.log", meet_at=meet_at, num_ranks=2))
+        # The first one to come keeps the rendezvous, and must live.
+        wait_for(lambda: _is_open(meet_at), agents)
+        agents.append(Agent(words, tmp_path / "second.log", meet_at=meet_at, num_ranks=2))
+        _lose_the_second(agents, run_dir, agents[1].kill, num_ranks=4)
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert json.loads((run_dir / "config.json").read_text())["parallel"]["world_size"] == 2
     assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-9)
 
 
@@ -166,15 +192,40 @@ def _torchrun(run_dir: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
+def test_a_rank_that_is_killed_under_torchrun_starts_again_with_the_others(uninterrupted, tmp_path):
+    run_dir = tmp_path / "run"
+    process = _torchrun(run_dir, *ELASTIC, "faults.timeout_s=20")
+    try:
+        _wait_for_steps(process, run_dir, 9)
+        os.kill(child_ids(process.pid)[1], signal.SIGKILL)
+        killed_s = time.time()
+        assert process.stdout is not None
+        line = next((line for line in process.stdout if "resumed from" in line), None)
+        again_s = time.time() - killed_s
+        output, errors = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    print(f"training again after {again_s:.1f} s")
+    assert process.returncode == 0, output + errors
+    assert line is not None
+    assert "resumed from" not in output
+    assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-9)
+
+
+def _wait_for_steps(process: subprocess.Popen[str], run_dir: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while not _trains_on(2, run_dir, steps):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_sigterm_to_torchrun_saves_and_exits_in_time(tmp_path):
     run_dir = tmp_path / "run"
     process = _torchrun(run_dir, "parallel.elastic=true", "checkpoint.every=100000", "run.steps=100000")
     try:
-        deadline = time.monotonic() + 120
-        while not _trains_on_both(run_dir, 3):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        _wait_for_steps(process, run_dir, 3)
         sent_s = time.monotonic()
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moefold.launch.failure import FailingRank
+from moefold.launch.meeting import meet
 from moefold.launch.place import Place
 from moefold.launch.ranks import joined, start_ranks
 from moefold.launch.watchdog import Watchdog
@@ -43,7 +44,8 @@ def _raise(place: Place) -> None:
 def _rank(odd: object, file: Path, place: Place, device_type: str, odd_rank: int = 1) -> int:
     """Steps with two collectives; one rank does its odd thing in one of them."""
     watchdog = Watchdog(place, LIMIT_S)
-    with FailingRank(place, lambda: False, watchdog), joined(place, device_type, LIMIT_S) as device, watchdog:
+    failing = FailingRank(place, lambda: False, watchdog)
+    with failing, joined(place, device_type, LIMIT_S, watchdog.start) as device, watchdog:
         groups = ParallelGroups.create(fold(world_size=RANKS, cp=RANKS), device, watchdog.record)
         for step in range(1, 8):
             watchdog.record.begin_step(step, "loading data")
@@ -133,6 +135,49 @@ def test_a_rank_that_does_not_join_is_named(capfd):
     assert err.startswith(f"moefold: error: rank 1 of {RANKS} did not come to ")
     assert "within 2 s; start them, or set faults.timeout_s higher\n" in err
     assert err.count("\n") == 1
+
+
+def _meet_and_hang(place: Place, device_type: str) -> int:
+    if place.rank == 1:
+        _, session = meet(place, LIMIT_S)
+        # Its threads run and its main thread has not come to what the others do.
+        Watchdog(place, 60).start(session)
+        time.sleep(60)
+    watchdog = Watchdog(place, LIMIT_S)
+    failing = FailingRank(place, lambda: False, watchdog)
+    with failing, joined(place, device_type, LIMIT_S, watchdog.start), watchdog:
+        return 0
+
+
+def test_a_rank_that_met_the_others_and_does_not_connect_is_named(capfd):
+    started_s = time.monotonic()
+    assert start_ranks(_meet_and_hang, RANKS, "cpu") == 1
+    took_s = time.monotonic() - started_s
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("moefold: rank 1 on ")
+    assert lines[0].endswith(" is late")
+    assert lines[1].startswith("  rank 1: connecting to the other ranks, ")
+    assert " _meet_and_hang" in lines[1]
+    assert lines[2].startswith("  ranks 0, 2: connecting to the other ranks, ")
+    assert lines[3:] == ["  the run ends: no progress for 3 s (faults.timeout_s); docs/failures.md says what to do"]
+    assert took_s < LIMIT_S + 12
+
+
+def _connect_to_nobody(place: Place, device_type: str) -> int:
+    os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    watchdog = Watchdog(place, LIMIT_S)
+    failing = FailingRank(place, lambda: False, watchdog)
+    with failing, joined(place, device_type, LIMIT_S, watchdog.start), watchdog:
+        return 0
+
+
+def test_ranks_that_cannot_connect_say_it_in_one_message(capfd):
+    assert start_ranks(_connect_to_nobody, RANKS, "cpu") == 1
+    err = capfd.readouterr().err
+    assert err.count("moefold: ") == 1
+    assert "met the others and did not connect to all of them: " in err
+    assert "nosuch0" in err
+    assert "Traceback" not in err
 
 
 def _rank_without_agent(odd: object, file: Path, place: Place) -> None:

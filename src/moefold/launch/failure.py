@@ -70,10 +70,11 @@ class FailingRank:
     def _end(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._leave(SIGNAL_STATUS + signal.SIGINT)
-        if (found := _found_at_run_time(error)) is not None:
-            self._end_with(found)
-        if is_consequence(error):
+        found = _found_at_run_time(error)
+        if is_consequence(found or error):
             self._end_after_another(error)
+        if found is not None:
+            self._end_with(found)
         time.sleep(self._patience_s(error))
         if isinstance(error, ConfigError):
             self._part(EXIT_USER_ERROR)
@@ -113,7 +114,8 @@ class FailingRank:
 
     def _patience_s(self, error: BaseException) -> float:
         if is_consequence(error):
-            return CAUSE_FIRST_S
+            # Before the watchdog takes the rest of this rank for standing still.
+            return CAUSE_FIRST_S if self._watchdog is None else min(CAUSE_FIRST_S, self._watchdog.record.limit_s / 2)
         return 0.0 if self._place.local_rank == 0 else OTHERS_FIRST_S
 
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -11,9 +12,18 @@ from moefold.errors import RunError
 from moefold.launch.place import Place
 from moefold.parallel.flight_record import rank_list
 
+LOOK_S = 0.05
+"""How often a rank of few looks for the others; thousands look less often, as one store answers them all."""
 
-def meet(place: Place, limit_s: float) -> dist.Store:
+STORE_ERRORS = (dist.DistError, RuntimeError, OSError)
+
+
+def meet(place: Place, limit_s: float) -> tuple[dist.Store, str]:
     """Open the job's store and wait until every rank has.
+
+    Returns:
+        The store, with keys of its own for this start of the job, and the name of this start. An elastic agent keeps
+        one store over all restarts (torch >= 2.13), in which the ranks of the start before left their addresses.
 
     Raises:
         RunError: the store cannot be reached, or ranks are missing, after `limit_s`.
@@ -25,19 +35,74 @@ def meet(place: Place, limit_s: float) -> dist.Store:
     try:
         store: dist.Store
         store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=limit_s)))
-    except (dist.DistError, RuntimeError) as error:
+        roll_call = _RollCall(store, place)
+        while not roll_call.is_complete():
+            if time.monotonic() - started_s > limit_s:
+                raise _Late(roll_call.missing())
+            time.sleep(max(LOOK_S, place.world_size / 5000))
+    except _Late as late:
+        raise RunError(
+            f"{rank_list(late.ranks)} of {place.world_size} did not come to {at} within {limit_s:g} s; start them, or "
+            "set faults.timeout_s higher"
+        ) from None
+    except STORE_ERRORS as error:
         raise RunError(
             f"rank {place.rank} did not meet the other {place.world_size - 1} at {at} within {limit_s:g} s: "
             f"{str(error).splitlines()[0]}; start all ranks where they reach it, or set faults.timeout_s higher"
         ) from None
-    keys = {f"moefold/here/{rank}": rank for rank in range(place.world_size)}
-    store.set(f"moefold/here/{place.rank}", "1")
-    while not store.check(list(keys)):
-        if time.monotonic() - started_s > limit_s:
-            missing = [rank for key, rank in keys.items() if not store.check([key])]
-            raise RunError(
-                f"{rank_list(missing)} of {place.world_size} did not come to {at} within {limit_s:g} s; start them, or "
-                "set faults.timeout_s higher"
-            )
-        time.sleep(0.05)
-    return store
+    return dist.PrefixStore(f"moefold/{roll_call.session}", store), roll_call.session
+
+
+class _Late(Exception):  # noqa: N818 - says who, and ends here
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(ranks)
+        self.ranks = ranks
+
+
+class _RollCall:
+    """All processes of this start, and none of an earlier one, agree on the name that rank 0 gives it.
+
+    A process can tell its own keys from old ones, and no others: it has made up a name that nobody had before. Rank 0
+    shows its name, the others answer to the name that they see with their own, and rank 0 lets exactly those begin who
+    did. Nothing is taken from counters of a launcher, which agents may not agree on when nodes come and go.
+    """
+
+    def __init__(self, store: dist.Store, place: Place) -> None:
+        self._store = dist.PrefixStore("moefold/roll-call", store)
+        self._rank = place.rank
+        self._others = range(1, place.world_size)
+        self._own = uuid.uuid4().hex
+        self.session = ""
+        """The name of rank 0 as last seen."""
+        if place.rank == 0:
+            self.session = self._own
+            self._store.set("first", self._own)
+
+    def is_complete(self) -> bool:
+        """Look once; whether all have come, and know it."""
+        return self._let_begin() if self._rank == 0 else self._may_begin()
+
+    def missing(self) -> list[int]:
+        """Those who did not answer to the name that was seen; rank 0 if they all did, as it then left them alone."""
+        waited_for = [rank for rank in self._others if rank != self._rank] if self.session else []
+        return [rank for rank in waited_for if not self._store.check([self._answer(rank)])] or [0]
+
+    def _let_begin(self) -> bool:
+        answers = [self._answer(rank) for rank in self._others]
+        if answers and not self._store.check(answers):
+            return False
+        for answer in answers:
+            self._store.set(f"begin/{self._own}/{self._store.get(answer).decode()}", "1")
+        return True
+
+    def _may_begin(self) -> bool:
+        if not self._store.check(["first"]):
+            return False
+        seen = self._store.get("first").decode()
+        if seen != self.session:
+            self.session = seen
+            self._store.set(self._answer(self._rank), self._own)
+        return self._store.check([f"begin/{seen}/{self._own}"])
+
+    def _answer(self, rank: int) -> str:
+        return f"answer/{self.session}/{rank}"

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, RunError
 from moefold.launch.departure import leave
 from moefold.launch.meeting import meet
 from moefold.launch.place import Place
@@ -123,16 +123,20 @@ def alone() -> Place:
 
 
 @contextmanager
-def joined(place: Place, device_type: str, limit_s: float = JOIN_S) -> Iterator[torch.device]:
+def joined(
+    place: Place, device_type: str, limit_s: float = JOIN_S, on_meeting: Callable[[str], None] | None = None
+) -> Iterator[torch.device]:
     """Inside, this process is a member of the job's process group and has its device.
 
     Args:
         place: of this rank.
         device_type: "cpu" or "cuda".
         limit_s: so long it waits for the others.
+        on_meeting: is told the name of this start of the job when all ranks have met and have yet to connect, in which
+            one that is lost leaves the others waiting for longer: `Watchdog.start` bounds it.
 
     Raises:
-        RunError: not all ranks came in time.
+        RunError: not all ranks came in time, or they did not reach each other.
     """
     if device_type == "cuda":
         device = torch.device("cuda", place.local_rank)
@@ -143,9 +147,18 @@ def joined(place: Place, device_type: str, limit_s: float = JOIN_S) -> Iterator[
             # Ranks that share cores and spin on each other's threads are many times slower than one thread each.
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.world_size))
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    store = meet(place, limit_s)
+    store, session = meet(place, limit_s)
+    if on_meeting is not None:
+        on_meeting(session)
     timeout = group_timeout(limit_s)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    try:
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    except (dist.DistError, RuntimeError) as error:
+        raise RunError(
+            f"rank {place.rank} on {socket.gethostname()} met the others and did not connect to all of them: "
+            f"{str(error).splitlines()[0]}; one may have ended meanwhile, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+            "must name the network between the hosts"
+        ) from error
     try:
         yield device
     finally:

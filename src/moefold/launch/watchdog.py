@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +23,7 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 
 from moefold.launch.departure import leave
+from moefold.launch.meeting import STORE_ERRORS
 from moefold.launch.place import Place
 from moefold.launch.process_state import ALIVE, GONE, STOPPED, ProcessId
 from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR
@@ -40,8 +40,6 @@ OUT_OF_REACH_S = 8.0
 """A store that has not answered for so long is not asked."""
 TOLD = "told"
 """A file beside the records, once the message is out: the launcher then adds none of its own."""
-
-STORE_ERRORS = (dist.DistError, RuntimeError, OSError)
 
 
 def record_file(folder: Path, rank: int) -> Path:
@@ -62,6 +60,8 @@ def _own_file(place: Place) -> Path | None:
 class Watchdog:
     """Context manager inside a process group: keeps the record of this rank and watches over it.
 
+    It starts before, when the ranks have met: they may wait for each other for ever while they connect.
+
     Args:
         place: of this rank.
         limit_s: the job ends when a rank's record has stood still for so long.
@@ -76,16 +76,22 @@ class Watchdog:
         self._stopped = threading.Event()
         self._messenger: _Messenger | None = None
 
-    def __enter__(self) -> Self:
-        # Keys of an attempt before may lie in a store that outlives the ranks.
-        session = [uuid.uuid4().hex]
-        if self._place.world_size > 1:
-            dist.broadcast_object_list(session, src=0)
-        self._messenger = _Messenger(self._place, self.record, self._file, session[0])
+    def start(self, session: str) -> None:
+        """Begin to watch.
+
+        Args:
+            session: the name of this start of the job: keys of one before may lie in a store that outlives the ranks.
+        """
+        self.record.enter("connecting to the other ranks")
+        self._messenger = _Messenger(self._place, self.record, self._file, session)
         # Of a GPU's ranks the host may wait anywhere for a collective: where it is tells nothing.
         self._messenger.place_tells = self._device_type == "cpu"
         self._messenger.start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        assert self._messenger is not None, "it starts when the ranks have met"
+        self.record.enter("starting")
         return self
 
     def __exit__(

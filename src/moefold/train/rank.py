@@ -29,5 +29,5 @@ def train_rank(cfg: Config, place: Place, device_type: str) -> int:
     limit_s = cfg.faults.timeout_s
     watchdog = Watchdog(place, limit_s, device_type)
     failing = FailingRank(place, lambda: any(stop.flags), watchdog)
-    with failing, joined(place, device_type, limit_s) as device, watchdog:
+    with failing, joined(place, device_type, limit_s, watchdog.start) as device, watchdog:
         return Trainer(cfg, ParallelGroups.create(layout, device, watchdog.record)).run(stop)
