@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from moefold.checkpoint.content import differing_tensors
-from moefold.checkpoint.folder import complete_checkpoints
+from moefold.checkpoint.folder import complete_checkpoints, step_of
 from moefold.config.schema import Config
 from moefold.testing.pool import WorkerError, WorkerPool
 from tests.train.test_trainer import _train, recipe, records
@@ -24,31 +25,56 @@ STEPS_PER_LIFE = 25
 LIFE_S = (0.15, 0.6)
 
 
-def _live(cfg: Config, life_s: float, killed: tuple[int, ...]) -> int:
-    """Train until the end, or until this rank's life is over: SIGKILL, which nothing can catch."""
+def _live(cfg: Config, life_s: float, killed: tuple[int, ...], saves_first: bool) -> int:
+    """Train until the end, or until this rank's life is over: SIGKILL, which nothing can catch.
+
+    Args:
+        cfg: the recipe.
+        life_s: how long it is.
+        killed: the ranks that die.
+        saves_first: it is counted from the first checkpoint that it completes: on a busy machine few come to one.
+    """
+    folder = Path(cfg.run.dir) / "checkpoints"
+    before = complete_checkpoints(folder)[-1:]
+
+    def die() -> None:
+        while saves_first and complete_checkpoints(folder)[-1:] == before:
+            time.sleep(0.01)
+        time.sleep(life_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     if dist.get_rank() in killed:
-        threading.Timer(life_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Thread(target=die, daemon=True).start()
     return _train(cfg)
 
 
 def _campaign(pool: WorkerPool, run_dir: Path, kills: int, *, async_save: bool, seed: int) -> dict[str, int]:
-    """Kill one rank or all, at random moments, until the count is full; then let the run end.
+    """Kill one rank or all, at random moments, until the count is full, a line for each (-s); then let the run end.
 
     Returns:
-        The number of deaths, and of those in which a save was under way.
+        The number of deaths, of those in which a save was surely under way, and of those after a new checkpoint.
     """
+    folder = run_dir / "checkpoints"
     chance = random.Random(seed)
     cfg = recipe(run_dir, STEPS_PER_LIFE * kills, every=1, world_size=RANKS, ep=2)
     cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, async_save=async_save, keep=2))
-    deaths = in_saves = 0
+    deaths = in_saves = after_saves = newest = 0
+    drafts: set[str] = set()
     while deaths < kills:
         killed = chance.choice([(0,), (1,), (0, 1)])
+        saves_first = deaths % 2 == 1
+        life_s = chance.uniform(*LIFE_S) / (2 if saves_first else 1)
         with pytest.raises(WorkerError, match="died"):
-            pool.run(RANKS, _live, cfg, chance.uniform(*LIFE_S), killed)
+            pool.run(RANKS, _live, cfg, life_s, killed, saves_first)
         deaths += 1
-        in_saves += any((run_dir / "checkpoints").glob(".step-*.partial"))
+        seen, drafts = drafts, {path.name for path in folder.glob(".step-*.partial")}
+        before, newest = newest, max(map(step_of, complete_checkpoints(folder)), default=0)
+        in_saves += bool(drafts - seen)  # at least so many: a draft of the same step may be a new one too
+        after_saves += newest > before
+        since = "the first checkpoint" if saves_first else "the start"
+        print(f"{deaths}: {killed} killed {life_s:.2f} s after {since}; drafts: {sorted(drafts)}; newest: {newest}")
     pool.run(RANKS, _train, cfg)
-    return {"deaths": deaths, "in saves": in_saves}
+    return {"deaths": deaths, "in saves": in_saves, "after saves": after_saves}
 
 
 def _assert_nothing_is_lost(pool: WorkerPool, tmp_path: Path, kills: int, *, async_save: bool) -> None:
@@ -62,6 +88,7 @@ def _assert_nothing_is_lost(pool: WorkerPool, tmp_path: Path, kills: int, *, asy
     losses = [[(r["step"], r["loss"]) for r in records(tmp_path / name)] for name in ("killed", "whole")]
     assert losses[0] == losses[1]
     assert found["in saves"] > 0
+    assert found["after saves"] >= kills // 2
 
 
 @pytest.mark.parametrize("async_save", [False, True])
