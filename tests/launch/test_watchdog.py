@@ -183,7 +183,13 @@ def test_ranks_that_cannot_connect_say_it_in_one_message(capfd):
 def _rank_without_agent(odd: object, file: Path, place: Place) -> None:
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
         del os.environ[name]
-    os._exit(_rank(odd, file, place, "cpu", odd_rank=0))
+
+    def later(place: Place) -> None:
+        # The ranks learn of each other through the store, once a period: it must live for so long.
+        time.sleep(1.5)
+        odd(place)
+
+    os._exit(_rank(later, file, place, "cpu", odd_rank=0))
 
 
 @pytest.mark.parametrize(("odd", "state"), [pytest.param(_stop, "stopped", marks=pytest.mark.slow), (_die, "gone")])

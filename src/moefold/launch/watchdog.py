@@ -75,6 +75,7 @@ class Watchdog:
         self.record = FlightRecord(limit_s, self._file)
         self._stopped = threading.Event()
         self._messenger: _Messenger | None = None
+        self._speaking = threading.Lock()
 
     def start(self, session: str) -> None:
         """Begin to watch.
@@ -147,6 +148,8 @@ class Watchdog:
 
     def _speak_alone(self, messenger: "_Messenger", why: str) -> NoReturn:
         """Say what this rank knows; the store cannot be asked."""
+        # For good: the other thread that might speak waits here until the process ends.
+        self._speaking.acquire()
         place = self._place
         states = messenger.neighbour_states()
         if any(rank < place.rank for rank, state in states.items() if state == ALIVE):
@@ -164,6 +167,9 @@ class Watchdog:
         lines += [f"  rank {rank} of this machine is {state}" for rank, state in states.items() if state != ALIVE]
         lines.append(f"  the run ends: {why}; docs/failures.md says what to do")
         tell("\n".join(lines), place)
+        # The others of the machine find out a little later, and are silent where they see this one alive.
+        if any(rank > place.rank for rank, state in states.items() if state == ALIVE):
+            time.sleep(2 * PERIOD_S)
         messenger.end()
 
 
