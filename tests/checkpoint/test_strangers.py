@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from moefold.checkpoint.folder import META_FILE, complete_checkpoints
 from moefold.checkpoint.manifest import MANIFEST_FILE, record_file, write_manifest
+from moefold.checkpoint.metadata_file import read_metadata
 from moefold.cli.main import main
 from tests.convert.hf_models import make_model, save_model
 
@@ -225,6 +227,19 @@ def watched() -> Iterator[None]:
     assert Metadata.version is None
     yield
     assert Metadata.version is None
+
+
+def test_members_of_enumerations_that_are_written_by_name_stay_undone(base, folder):
+    """As some releases of Python 3.11 write them."""
+    path = folder / "run" / "checkpoints" / "step-000001"
+    index = pickle.loads((path / ".metadata").read_bytes())
+    before = read_metadata(path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+        content = pickle.dumps(index)
+    assert b"getattr" in content
+    (path / ".metadata").write_bytes(content)
+    assert read_metadata(path).state_dict_metadata == before.state_dict_metadata
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

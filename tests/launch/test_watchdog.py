@@ -171,6 +171,7 @@ def _connect_to_nobody(place: Place, device_type: str) -> int:
         return 0
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_connect_say_it_in_one_message(capfd):
     assert start_ranks(_connect_to_nobody, RANKS, "cpu") == 1
     err = capfd.readouterr().err
@@ -192,7 +193,8 @@ def _rank_without_agent(odd: object, file: Path, place: Place) -> None:
     os._exit(_rank(later, file, place, "cpu", odd_rank=0))
 
 
-@pytest.mark.parametrize(("odd", "state"), [pytest.param(_stop, "stopped", marks=pytest.mark.slow), (_die, "gone")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("odd", "state"), [(_stop, "stopped"), (_die, "gone")])
 def test_where_rank_0_keeps_the_store_its_loss_is_said(tmp_path, capfd, odd, state):
     """As under srun, where no agent keeps it."""
     with socket.socket() as probe:

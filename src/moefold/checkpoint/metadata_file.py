@@ -175,7 +175,12 @@ class _Unpickler(pickle.Unpickler):
     """Knows the names in an index alone, and gives a new class for each: a pickle may change what it is given."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _MODULES.get(module, ()) or module.startswith("pathlib"):
+        # Some releases of Python 3.11 write a member of an enumeration as getattr(class, name): it stays undone here.
+        if (
+            name in _MODULES.get(module, ())
+            or module.startswith("pathlib")
+            or (module, name) == ("builtins", "getattr")
+        ):
             return type(name, (_Plain,), {})
         if (module, name) == ("torch", "Size"):
             return type(name, (tuple,), {})
