@@ -17,7 +17,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchLoader
 from moefold.train.step import TrainingStep
 from moefold.verify.compare import run_oracle
-from tests.verify.recipes import tiny, without_mapping
+from tests.verify.recipes import LATENT, tiny, without_mapping
 
 pytestmark = pytest.mark.parity
 
@@ -50,15 +50,9 @@ def expected() -> list[float]:
     return [step.loss for step in run_oracle(without_mapping(_recipe("one rank", Path("unused"))), 5).steps]
 
 
-LATENT = {
+LATENT_MODEL = LATENT | {
     "tie_embeddings": False,
     "qk_norm": False,
-    "attention": "mla",
-    "q_lora_rank": 5,
-    "kv_lora_rank": 6,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 3,
     "mtp_layers": 1,
 }
 
@@ -117,7 +111,9 @@ def test_resume_under_another_mapping_equals_the_uninterrupted_oracle(pool, tmp_
 
 def test_latents_and_multi_token_prediction_resume_under_another_mapping(pool, tmp_path):
     """The last stage of a pipeline has the embedding too, and the checkpoint has it once."""
-    first, second = (_recipe(name, tmp_path, **LATENT) for name in ("tensor and pipeline", "context, experts, zero 3"))
+    first, second = (
+        _recipe(name, tmp_path, **LATENT_MODEL) for name in ("tensor and pipeline", "context, experts, zero 3")
+    )
     losses = pool.run(4, _train, first, 0, 2, "")[0]
     losses += pool.run(4, _train, second, 2, 4, str(tmp_path / "checkpoints" / "step-000002"))[0]
     expected = [step.loss for step in run_oracle(without_mapping(first), 4).steps]

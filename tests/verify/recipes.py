@@ -18,6 +18,16 @@ from moefold.parallel.layout import divisors
 
 Mapping = dict[str, int]
 
+LATENT = {
+    "attention": "mla",
+    "q_lora_rank": 5,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+}
+"""Sizes of latent attention, all different."""
+
 
 def tiny(
     model: dict[str, object] | None = None,

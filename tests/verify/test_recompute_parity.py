@@ -8,7 +8,7 @@ import torch
 
 from moefold.config.schema import Config
 from moefold.verify.mapping import MappingRecord, run_mapping
-from tests.verify.recipes import tiny
+from tests.verify.recipes import LATENT, tiny
 from tests.verify.test_parity import assert_equals_oracle
 
 pytestmark = pytest.mark.parity
@@ -19,14 +19,6 @@ MODEL = {
     "shared_expert_gate": True,
     "expert_bias": True,
     "router_score": "sigmoid",
-}
-LATENT = {
-    "attention": "mla",
-    "q_lora_rank": 5,
-    "kv_lora_rank": 6,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 3,
 }
 MOE = {"input_jitter": 0.1, "capacity_factor": 1.0, "bias_update_rate": 0.1}
 TRAIN = {"micro_batch_size": 2, "global_batch_size": 8}
