@@ -40,7 +40,7 @@ train: $(STAMP) ## train the quickstart: eight ranks, attention and experts fold
 test: $(STAMP) ## run the whole fast suite: unit, parity and end to end
 	$(PYTEST) -m "$(FAST)"
 
-check: lint types rules unit ## run everything that needs no second process: style, types, house rules, unit tests
+check: lint types rules ## check style, types and house rules; what runs is tested by `make test`, or by `make unit` alone
 
 lint: $(STAMP) ## check style and format
 	$(BIN)/ruff check .

@@ -13,7 +13,6 @@ the schedule is the largest of its ranks. (arXiv:2401.10241 takes the same time,
 """
 
 import argparse
-import re
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,16 +22,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from moefold.config.schedule_file import Action, simulate
 from moefold.config.schedules import SCHEDULES, stage_ranks
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.model.later import Later
 from moefold.parallel.late_gradients import LateGradients, postpone_weight_gradients
 from moefold.parallel.schedule import training_schedule
+from moefold.plan.simulate import Piece, StageWork, simulate
+from moefold.plan.slot import slot_rows
 from moefold.testing.pool import WorkerPool
 
 Spans = list[tuple[float, float]]
-COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,8 @@ class WaitingStage(nn.Module):
         return (torch.zeros(1),)
 
 
-def run_rank(cfg: Config, times: Times, repeats: int) -> tuple[list[tuple[float, float]], list[list[str]]]:
-    """One pipeline rank: (idle, busy) seconds of each repeat, and the rows of the schedule, if it has any."""
+def run_rank(cfg: Config, times: Times, repeats: int) -> list[tuple[float, float]]:
+    """One pipeline rank: (idle, busy) seconds of each repeat."""
     p, count = cfg.parallel, cfg.num_micro_batches
     spans: Spans = []
     x = torch.zeros(1, 1, device="meta", requires_grad=True)
@@ -155,61 +154,30 @@ def run_rank(cfg: Config, times: Times, repeats: int) -> tuple[list[tuple[float,
         schedule.step(*batch, target=torch.zeros(count, 1), return_outputs=False)
         busy = sum(stop - start for start, stop in spans)
         measured.append((spans[-1][1] - spans[0][0] - busy, busy))
-    order = getattr(schedule, "pipeline_order", None) or {}
-    actions = [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]
-    rows = [[word for word in row if word.startswith("(") or COMPUTE.fullmatch(word)] for row in actions]
-    return measured[1:], rows
+    return measured[1:]
 
 
 def measure(
     pool: WorkerPool, case: Case, pp: int, micro_batches: int, times: Times, repeats: int
 ) -> tuple[float, float]:
-    """The bubble of a schedule, measured (the best of the repeats) and by simulation of its rows."""
+    """The bubble of a schedule, measured (the best of the repeats) and by simulation of its order."""
     cfg = Config(
         parallel=ParallelConfig(world_size=pp, pp=pp, schedule=case.schedule, virtual_stages=case.chunks),
         train=TrainConfig(global_batch_size=micro_batches),
     )
     ranks = pool.run(pp, run_rank, cfg, times, repeats)
-    largest = [max(idle / busy for idle, busy in repeat) for repeat in zip(*(found for found, _ in ranks), strict=True)]
-    rows = one_forward_one_backward(pp, micro_batches) if case.schedule == "1f1b" else ranks[0][1]
-    return min(largest), simulated(rows, times)
+    largest = [max(idle / busy for idle, busy in repeat) for repeat in zip(*ranks, strict=True)]
+    return min(largest), simulated(case, pp, micro_batches, times)
 
 
-def simulated(rows: list[list[str]], times: Times) -> float:
-    """The bubble of rows of actions where messages take no time."""
-    seconds = {
-        "F": times.forward,
-        "I": times.input_gradient,
-        "W": times.weight_gradient,
-        "B": times.input_gradient + times.weight_gradient,
-    }
-    # What torch does together, F and then B, sends its results together.
-    words = [[COMPUTE.findall(word) for word in row] for row in rows]
-    work = [tuple(_action(part) for parts in row for part in parts) for row in words]
-    held_back = {_action(parts[0]) for row in words for parts in row if len(parts) > 1}
-    ends = simulate(work, lambda action: seconds[action.kind], held_back).ends
-    bubbles = []
-    for row, ended in zip(work, ends, strict=True):
-        busy = sum(seconds[action.kind] for action in row)
-        bubbles.append((ended[-1] - (ended[0] - seconds[row[0].kind]) - busy) / busy)
-    return max(bubbles)
-
-
-def _action(part: tuple[str, str, str]) -> Action:
-    return Action(int(part[0]), part[1], int(part[2]))
-
-
-def one_forward_one_backward(pp: int, micro_batches: int) -> list[list[str]]:
-    """The rows of 1F1B, which torch does not tell."""
-    rows = []
-    for rank in range(pp):
-        ahead = pp - 1 - rank
-        row = [f"{rank}F{i}" for i in range(ahead)]
-        for i in range(micro_batches):
-            row += [f"{rank}F{i + ahead}"] if i + ahead < micro_batches else []
-            row.append(f"{rank}B{i}")
-        rows.append(row)
-    return rows
+def simulated(case: Case, pp: int, micro_batches: int, times: Times) -> float:
+    """The bubble of the order of work where messages take no time."""
+    forward, inputs, weights = (
+        (Piece("work", seconds),) for seconds in (times.forward, times.input_gradient, times.weight_gradient)
+    )
+    work = StageWork(forward=forward, backward=inputs + weights, input_gradient=inputs, weight_gradient=weights)
+    rows = slot_rows(case.schedule, pp, case.chunks, micro_batches)
+    return simulate(rows, [work] * (pp * case.chunks)).bubble
 
 
 def main() -> None:

@@ -96,6 +96,7 @@ def test_meta_comes_back(tmp_path):
         ("[" * 100_000, f"has a broken {META_FILE}"),
         (json.dumps(asdict(meta(1)) | {"step": "1"}), f"has a broken {META_FILE}: step is '1'"),
         (json.dumps(asdict(meta(1)) | {"tokens": None}), f"has a broken {META_FILE}: tokens is None"),
+        (json.dumps(asdict(meta(1)) | {"checked_step": "1"}), f"has a broken {META_FILE}: checked_step is '1'"),
         (json.dumps(asdict(meta(1)) | {"model": []}), f"has a broken {META_FILE}: model is no object"),
         (json.dumps(asdict(meta(1)) | {"order": {"seq_len": "x"}}), f"broken {META_FILE}: order.seq_len is 'x'"),
         (json.dumps(asdict(meta(1)) | {"parallel": {"tp": 0}}), f"broken {META_FILE}: parallel.tp is 0"),

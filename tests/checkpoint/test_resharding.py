@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from moefold.checkpoint.content import differing_tensors, stored_tensors
 from moefold.checkpoint.folder import Position
 from moefold.checkpoint.store import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.config.checks import check_config
-from moefold.config.schema import Config, RunConfig
+from moefold.config.schema import CheckpointConfig, Config, RunConfig
 from moefold.data import open_dataset
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
@@ -40,6 +41,26 @@ FAST = [
     ("one rank", "V"),
     ("V", "tensor and pipeline"),
 ]
+NEWER: dict[str, dict[str, object]] = {
+    "zero bubble": {"world_size": 4, "pp": 2, "tp": 2, "schedule": "zero-bubble", "ep": 2, "zero": 2},
+    "DualPipeV": {"world_size": 4, "pp": 2, "ep": 2, "schedule": "dualpipev", "virtual_stages": 2},
+    "leftover layers": {"world_size": 4, "pp": 2, "cp": 2, "pipeline_layout": "Ettt|tL", "schedule": "zero-bubble"},
+}
+NEWER_PAIRS = [
+    pytest.param("DualPipeV", "zero bubble"),
+    *(
+        pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in (
+            ("zero bubble", "V"),
+            ("V", "DualPipeV"),
+            ("one rank", "DualPipeV"),
+            ("DualPipeV", "uneven experts"),
+            ("leftover layers", "interleaved"),
+            ("context, experts, zero 3", "leftover layers"),
+        )
+    ),
+]
+"""Ways to and from the schedules that split the backward pass, and layouts of stages that are not even."""
 PAIRS = [pytest.param(*pair, marks=[] if pair in FAST else [pytest.mark.slow]) for pair in permutations(MAPPINGS, 2)]
 """Every way from one mapping to another: 42."""
 
@@ -70,7 +91,7 @@ def _recipe(name: str, run_dir: Path, **model: object) -> Config:
         },
         moe={"bias_update_rate": 0.1},
         train={"global_batch_size": 8},
-        **MAPPINGS[name],
+        **(MAPPINGS | NEWER)[name],
     )
     run = RunConfig(dir=str(run_dir), seed=3, steps=5, device="cpu", dtype="float64")
     return replace(cfg, run=run)
@@ -100,13 +121,44 @@ def _train(cfg: Config, first: int, last: int, resume: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize(("before", "after"), PAIRS + NEWER_PAIRS)
 def test_resume_under_another_mapping_equals_the_uninterrupted_oracle(pool, tmp_path, expected, before, after):
     first, second = _recipe(before, tmp_path), _recipe(after, tmp_path)
     losses = pool.run(first.parallel.world_size, _train, first, 0, 2, "")[0]
     saved = str(tmp_path / "checkpoints" / "step-000002")
     losses += pool.run(second.parallel.world_size, _train, second, 2, 5, saved)[0]
     assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def _resave(cfg: Config, saved: str, step: int) -> None:
+    """Load a checkpoint under a mapping, and save it again under another step."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    training = TrainingStep(parallelize(cfg, groups), cfg)
+    load_checkpoint(Path(saved), training.parameters, training.buffers, training.optimizer)
+    state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
+    write_checkpoint(cfg, state, Position(step=step, samples=0, tokens=0))
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param({"moment_dtype": "bfloat16"}, marks=pytest.mark.slow),
+        {"optimizer": "muon", "moment_dtype": "bfloat16"},
+    ],
+    ids=["adamw", "muon"],
+)
+def test_rounded_moments_come_through_other_mappings_bit_for_bit(pool, tmp_path, train):
+    """Steps with them agree to 8 bits between mappings; what is stored must agree to the last."""
+    saved = [str(tmp_path / "checkpoints" / f"step-{step:06d}") for step in (2, 3, 4)]
+    configs = [_recipe(name, tmp_path) for name in ("tensor and pipeline", "uneven experts", "one rank")]
+    configs = [replace(cfg, train=replace(cfg.train, **train), checkpoint=CheckpointConfig()) for cfg in configs]
+    pool.run(4, _train, configs[0], 0, 2, "")
+    pool.run(8, _resave, configs[1], saved[0], 3)
+    pool.run(1, _resave, configs[2], saved[1], 4)
+    kinds = {tensor.dtype for tensor in stored_tensors(Path(saved[0])) if tensor.name.startswith("optimizer.")}
+    assert "bfloat16" in kinds
+    for other in saved[1:]:
+        assert differing_tensors(Path(saved[0]), Path(other)) == []
 
 
 def test_latents_and_multi_token_prediction_resume_under_another_mapping(pool, tmp_path):

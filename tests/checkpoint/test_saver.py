@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,14 +122,14 @@ def _fail_beside_a_save(cfg: Config) -> str:
     assert isinstance(trainer._saver, BackgroundSaver)
     trainer._saver._thread.submit(held.wait)
     threading.Timer(0.5, held.set).start()
-    batches = trainer._batches.batch
+    next_batch = trainer._data.next_batch
 
-    def batch(first_sample: int) -> Batch:
+    def batch(first_sample: int, left_out: Sequence[range]) -> tuple[Batch, Sequence[int]]:
         if first_sample:
             raise ConfigError("the data ends")
-        return batches(first_sample)
+        return next_batch(first_sample, left_out)
 
-    trainer._batches.batch = batch
+    trainer._data.next_batch = batch  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="the data ends"):
         trainer.run(StopSignals())
     return trainer._cfg.run.dir

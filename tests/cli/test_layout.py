@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 
@@ -167,6 +168,16 @@ def test_png_reports_the_file_beside_the_json(tmp_path, capsys):
     assert json.loads(printed.out)["world_size"] == 8
     assert printed.err == f"wrote {path}\n"
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_a_recipe_has_its_stages(tmp_path):
+    recipe, path = tmp_path / "recipe.toml", tmp_path / "layout.svg"
+    recipe.write_text("[model]\nnum_layers = 6\n[parallel]\nworld_size = 2\npp = 2\n")
+    heights = []
+    for words in ([str(recipe)], ["world_size=2", "pp=2"], ["world_size=2", "pp=2", "pipeline_layout=Et*3|t*3L"]):
+        assert run([*words, "--json", "--png", str(path)]) == 0
+        heights.append(ElementTree.parse(path).getroot().get("height"))
+    assert heights[0] == heights[2] != heights[1]
 
 
 def test_layout_needs_no_torch():

@@ -7,8 +7,12 @@ import pytest
 from matplotlib.image import imread
 
 from moefold.cli.layout_picture import save_picture
+from moefold.cli.layout_stages import compact_count
+from moefold.config.schema import Config, ModelConfig, ParallelConfig
 from moefold.errors import ConfigError
 from moefold.parallel.layout import View, fold
+from moefold.parallel.stage_balance import stage_load
+from moefold.parallel.stage_plan import plan_stages
 
 SVG = "{http://www.w3.org/2000/svg}"
 FOLDINGS = [
@@ -18,10 +22,10 @@ FOLDINGS = [
 ]
 
 
-def draw(tmp_path, layout, gpus_per_node) -> ElementTree.ElementTree:
+def draw(tmp_path, layout, gpus_per_node, *stages) -> ElementTree.ElementTree:
     path = tmp_path / "layout.svg"
     with mpl.rc_context({"svg.fonttype": "none"}):
-        save_picture(layout, gpus_per_node, path)
+        save_picture(layout, gpus_per_node, path, *stages)
     return ElementTree.parse(path)
 
 
@@ -97,3 +101,77 @@ def test_an_unwritable_file_is_refused(tmp_path):
     (tmp_path / "layout.png").mkdir()
     with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
         save_picture(fold(world_size=2), 8, tmp_path / "layout.png")
+
+
+def staged(layout: str, **parallel) -> Config:
+    return Config(
+        model=ModelConfig(num_layers=6, layer_pattern="DMM", mtp_layers=1),
+        parallel=ParallelConfig(world_size=4, pp=4, pipeline_layout=layout, **parallel),
+    )
+
+
+def stage_texts(tree) -> list[list[str]]:
+    """The texts behind "stage 0", behind "stage 1", and so on, up to the next."""
+    texts = [element.text for element in tree.iter(f"{SVG}text")]
+    starts = [i for i, text in enumerate(texts) if re.fullmatch(r"stage \d+", text or "")]
+    assert [texts[i] for i in starts] == [f"stage {i}" for i in range(len(starts))]
+    return [texts[i + 1 : stop] for i, stop in zip(starts, [*starts[1:], len(texts)], strict=True)]
+
+
+def test_every_stage_shows_its_rank_its_layers_and_what_they_cost(tmp_path):
+    cfg = staged("E|t|||t*3|t||tmL", virtual_stages=2, schedule="zbv")
+    plan = plan_stages(cfg)
+    tree = draw(tmp_path, fold(world_size=4, pp=4), 8, plan, cfg)
+    loads = [stage_load(cfg, stage.parts) for stage in plan.stages]
+    most = max(load.flops for load in loads)
+    costs = [[f"{load.flops / most:.0%}", compact_count(load.weights)] for load in loads]
+    units = [["E"], ["0"], ["nothing"], ["nothing"], ["1", "2", "3"], ["4"], ["nothing"], ["5", "m", "L"]]
+    ranks = [0, 1, 2, 3, 3, 2, 1, 0]
+    expected = [[f"pp rank {ranks[i]}", *units[i], *costs[i]] for i in range(8)]
+    assert stage_texts(tree) == expected
+
+
+def test_bars_are_as_long_as_the_loads(tmp_path):
+    cfg = staged("Et|tt|tt|tmL")
+    plan = plan_stages(cfg)
+    tree = draw(tmp_path, fold(world_size=4, pp=4), 8, plan, cfg)
+    widths = {"#5b7fb5": [], "#8a9a5b": []}
+    for element in tree.iter(f"{SVG}path"):
+        fill = re.search(r"fill: (#\w+)", element.get("style", ""))
+        if fill and fill[1] in widths:
+            xs = [float(x) for x in re.findall(r"[ML] ([\d.]+) ", element.get("d"))]
+            widths[fill[1]].append(max(xs) - min(xs))
+    loads = [stage_load(cfg, stage.parts) for stage in plan.stages]
+    for drawn, costs in zip(widths.values(), (("flops",), ("weights",)), strict=True):
+        of_stage = [getattr(load, *costs) for load in loads]
+        assert drawn == pytest.approx([max(drawn) * cost / max(of_stage) for cost in of_stage], rel=1e-3)
+
+
+def test_without_a_recipe_the_stages_show_their_layers_alone(tmp_path):
+    plan = plan_stages(staged("Et|tt|tt|tmL"))
+    rows = stage_texts(draw(tmp_path, fold(world_size=4, pp=4), 8, plan))
+    assert rows == [
+        ["pp rank 0", "E", "0"],
+        ["pp rank 1", "1", "2"],
+        ["pp rank 2", "3", "4"],
+        ["pp rank 3", "5", "m", "L"],
+    ]
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (16, 2), (32, 4)])
+def test_stages_of_any_number_stay_in_the_picture(tmp_path, pp, chunks):
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    cfg = Config(
+        model=ModelConfig(num_layers=160),
+        parallel=ParallelConfig(world_size=64, pp=pp, virtual_stages=chunks, schedule=schedule),
+    )
+    tree = draw(tmp_path, fold(world_size=64, pp=pp), 8, plan_stages(cfg), cfg)
+    assert len(stage_texts(tree)) == pp * chunks
+    _, _, width, height = map(float, tree.getroot().get("viewBox").split())
+    assert 0.3 < width / height < 4
+    for element in tree.iter(f"{SVG}text"):
+        x, y = (float(element.get(key) or 0) for key in ("x", "y"))
+        found = re.search(r"translate\(([\d.-]+) ([\d.-]+)\)", element.get("transform", ""))
+        x, y = map(float, found.groups()) if found else (x, y)
+        assert 0 <= x < width
+        assert 0 <= y < height

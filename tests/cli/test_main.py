@@ -158,4 +158,4 @@ def test_a_wrong_recipe_is_answered_within_two_seconds():
 
 
 def test_every_command_is_a_module_with_run():
-    assert all(callable(importlib.import_module(f"moefold.cli.{name}").run) for name in COMMANDS)
+    assert all(callable(importlib.import_module(f"moefold.cli.{name.replace('-', '_')}").run) for name in COMMANDS)

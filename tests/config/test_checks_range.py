@@ -102,6 +102,9 @@ CASES = [
     ("faults.straggler_factor=1", "must be above 1, or 0 (off)"),
     ("faults.max_skips=0", "must be at least 1"),
     ("faults.max_rollbacks=0", "must be at least 1"),
+    ("train.offload_min_kib=-1", "must be at least 0 (0: all)"),
+    ("train.offload_limit_gib=-1", "must be at least 0 (0: no limit)"),
+    ("train.memory_budget_gib=-1", "must be at least 0 (0: the device's)"),
     ("metrics.peak_tflops=-1", "must be at least 0 (0: look the device up)"),
 ]
 

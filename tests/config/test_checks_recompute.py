@@ -17,6 +17,11 @@ CASES = [
         [],
         "train.recompute has 'expert_activation' and 'moe', which makes it again anyway; leave one of them out",
     ),
+    (
+        '["auto"]',
+        ["train.memory_budget_gib=1", 'train.offload=["layer"]'],
+        "train.recompute=['auto'] goes by formulas that do not know train.offload; name parts, or leave",
+    ),
     ('["layer", "norms"]', [], "train.recompute has 'norms' and 'layer', which makes it again anyway"),
 ]
 

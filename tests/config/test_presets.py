@@ -30,6 +30,9 @@ def test_every_preset_is_a_model_that_can_run(name):
         ("deepseek-v2", 235_741_434_880, 21.4e9),
         ("deepseek-v3", 671_026_404_352 + 11_610_067_968, 37.6e9),
         ("olmoe-1b-7b", 6_919_161_856, 1.28e9),
+        # Llama-3-70B has 70,553,706,496 parameters, of which 56,371,445,760 are what the eight experts copy.
+        ("llama3-8x70b", 70_553_706_496 + 7 * 56_371_445_760 + 80 * 8192 * 8, 126.9e9),
+        ("mixtral-8x22b-g8t8", 140_620_634_112 + 56 * 6144 * 56, 22.3e9),
     ],
 )
 def test_published_models_have_their_published_number_of_parameters(name, total, active):

@@ -13,7 +13,7 @@ import pytest
 from moefold.config.schema import DataConfig
 from moefold.data import check_data, prepare
 from moefold.data.npy_file import map_npy
-from moefold.data.token_file import map_document_ends
+from moefold.data.token_file import open_document_ends
 from moefold.errors import ConfigError
 from moefold.inference.token_row import open_ids
 from moefold.metrics.routing_trace import FORMAT, MANIFEST, Trace
@@ -99,7 +99,7 @@ def test_a_plain_array_is_mapped(tmp_path):
 def test_a_strange_index_of_documents_is_one_message(tmp_path, ends):
     np.array(ends, dtype="<i8").tofile(tmp_path / "ids.ends")
     with pytest.raises(ConfigError, match="is no index of the 20 tokens"):
-        map_document_ends(tmp_path / "ids.npy", 20)
+        open_document_ends(tmp_path / "ids.npy", 20)
 
 
 @pytest.mark.parametrize(

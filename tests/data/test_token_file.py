@@ -1,3 +1,4 @@
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 from moefold.config.schema import DataConfig
 from moefold.data.marked import EndMarkedSamples
 from moefold.data.sampling import PackedSamples
-from moefold.data.token_file import TokenFiles, look_at_npy, token_files
+from moefold.data.token_file import TokenFile, TokenFiles, look_at_npy, token_files
 from moefold.errors import ConfigError
 
 
@@ -166,9 +167,26 @@ def test_a_sample_says_its_file_token_and_document(tmp_path: Path):
     for name, length in (("a.npy", 30), ("b.npy", 40)):
         np.save(tmp_path / name, np.zeros(length, dtype=np.uint16))
     np.array([5, 20, 40], dtype="<i8").tofile(tmp_path / "b.ends")
-    stream = TokenFiles(token_files(config(tmp_path)), vocab_size=4)
+    stream = TokenFiles(token_files(config(tmp_path)), vocab_size=4, is_indexed=True)
     source = EndMarkedSamples(PackedSamples(stream, 8), 1)
+    # The first has no index.
     assert source.origin(2) == f"{tmp_path / 'a.npy'}, token 16"
     # Sample 6 begins at token 48 of both, 18 of the second, whose documents end before tokens 5, 20 and 40.
     assert source.origin(6) == f"{tmp_path / 'b.npy'}, token 18, document 1"
     assert [stream.place(30 + token)[-1] for token in (0, 4, 5, 19, 20)] == list("00112")
+
+
+@pytest.mark.parametrize("is_indexed", [True, False])
+@pytest.mark.parametrize("spoil", ["stale", "cut", "no index"])
+def test_saying_what_a_sample_is_never_raises(tmp_path: Path, is_indexed: bool, spoil: str):
+    np.save(tmp_path / "a.npy", np.zeros(40, dtype=np.uint16))
+    ends = tmp_path / "a.ends"
+    np.array([5, 30 if spoil == "stale" else 40], dtype="<i8").tofile(ends)
+    file = TokenFile(tmp_path / "a.npy", 40, None, "tokens/a.npy")
+    stream = TokenFiles((file,), vocab_size=4, is_indexed=is_indexed)
+    if spoil == "cut":
+        assert stream.place(16).endswith("document 1") == is_indexed
+        os.truncate(ends, 8)
+    elif spoil == "no index":
+        ends.write_bytes(b"some text")
+    assert PackedSamples(stream, 8).origin(2) == f"{tmp_path / 'a.npy'}, token 16"

@@ -2,19 +2,16 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.agents import Agent, wait_for
+from tests.e2e.agents import Agent, agent_on_host, obstacle_to_namespaces, two_hosts, wait_for
 from tests.e2e.command import ROOT, checkpoints, child_ids, environment, losses, small, train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
@@ -104,65 +101,15 @@ def test_nodes_of_two_ranks_go_on_where_one_is_lost(uninterrupted, tmp_path):
     assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-9)
 
 
-@contextmanager
-def _two_hosts() -> Iterator[list[str]]:
-    """Two network namespaces, joined by a cable; yields their names."""
-    names = [f"moefold{os.getpid()}{letter}" for letter in "ab"]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable0", "netns", names[1])
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"10.213.0.{number}/24", "dev", "cable0")
-            ip("-n", name, "link", "set", "cable0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-def _obstacle_to_namespaces() -> str:
-    """Why this machine makes no network namespaces; empty if it does."""
-    if shutil.which("ip") is None or shutil.which("unshare") is None:
-        return "the commands ip and unshare are missing"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    try:
-        with _two_hosts():
-            return ""
-    except subprocess.CalledProcessError as error:
-        return f"ip cannot: {error.stderr.strip()}"
-
-
 @pytest.mark.slow
 def test_a_host_that_is_cut_off_is_named_on_both_sides(uninterrupted, tmp_path):
-    if obstacle := _obstacle_to_namespaces():
+    if obstacle := obstacle_to_namespaces():
         pytest.skip(obstacle)
     run_dir, agents = tmp_path / "run", []
-    hosts = tmp_path / "hosts"
-    hosts.write_text("127.0.0.1 localhost\n10.213.0.1 node1\n10.213.0.2 node2\n")
     words = small(run_dir, *ELASTIC, "faults.timeout_s=5")
-    with _two_hosts() as names:
+    with two_hosts() as names:
         try:
-            for number, name in enumerate(names, 1):
-                # A host has a name of its own, which the message gives, and knows that of the other.
-                naming = f'hostname node{number} && mount --bind {hosts} /etc/hosts && exec "$@"'
-                rename = ("unshare", "--uts", "--mount", "sh", "-c", naming, "sh")
-                agents.append(
-                    Agent(
-                        words,
-                        tmp_path / f"{number}.log",
-                        meet_at="10.213.0.1:29400",
-                        prefix=("ip", "netns", "exec", name, *rename),
-                        local=(f"--local-addr=10.213.0.{number}",),
-                        GLOO_SOCKET_IFNAME="cable0",
-                    )
-                )
+            agents += [agent_on_host(name, number, words, tmp_path) for number, name in enumerate(names, 1)]
             cut = ["ip", "-n", names[1], "link", "set", "cable0", "down"]
             message_s, _ = _lose_the_second(agents, run_dir, lambda: subprocess.run(cut, check=True))
             wait_for(lambda: "does not answer rank" in agents[1].text(), agents, 30)

@@ -5,7 +5,7 @@ import pytest
 
 from tests.frame import rules
 
-TORCH_FREE_PACKAGES = ("config", "data")
+TORCH_FREE_PACKAGES = ("config", "data", "plan")
 TORCH_FREE_MODULES = (
     "errors",
     "parallel.layout",
@@ -15,6 +15,11 @@ TORCH_FREE_MODULES = (
     "launch.process_state",
     "launch.who_is_late",
     "metrics.flops",
+    "metrics.weight_shapes",
+    "metrics.state_memory",
+    "metrics.activation_memory",
+    "metrics.memory_formula",
+    "metrics.recompute_choice",
     "metrics.balance",
     "metrics.expert_counts",
     "metrics.routing_trace",

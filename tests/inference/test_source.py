@@ -1,9 +1,11 @@
+import contextlib
 import json
 import shutil
 
 import pytest
 
 from moefold.checkpoint.folder import locate_checkpoint, locate_folder
+from moefold.cli.main import main
 from moefold.convert.start_check import model_in
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source
@@ -19,6 +21,36 @@ def test_the_newest_checkpoint_of_a_run_is_found_from_anywhere(tmp_path, name):
     assert source.model.num_experts == cfg.model.num_experts
     assert (source.kind, source.dtype, source.context) == ("checkpoint", "float32", cfg.train.seq_len)
     assert (source.moe.router_dtype, source.moe.trace_every) == ("float64", 0)
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-000020"])
+def test_a_newer_checkpoint_that_lacks_its_description_is_passed_over_by_name(tmp_path, name):
+    described_run(tmp_path, (9, 20, 30))
+    for step in (30, 9):
+        (tmp_path / "checkpoints" / f"step-{step:06d}" / "moefold.json").unlink()
+    source = find_source(str(tmp_path / name))
+    assert source.path.name == "step-000020"
+    words = ("step-000030: ",) if not name.startswith("checkpoints/") else ()
+    assert [one[: len("step-000030: ")] for one in source.skipped] == [*words]
+    assert all("moefold.json" in one or "manifest.json" in one for one in source.skipped)
+    (tmp_path / "checkpoints" / "step-000020" / "moefold.json").unlink()
+    with pytest.raises(ConfigError, match="no complete checkpoint and holds none .step-000009: .*step-000030: "):
+        locate_checkpoint(tmp_path)
+
+
+def test_what_was_passed_over_is_said_by_every_command(tmp_path, capsys):
+    described_run(tmp_path, (20, 30))
+    (tmp_path / "checkpoints" / "step-000030" / "moefold.json").unlink()
+    for words in (
+        ["eval", "--seq-len", "4", "--tokens", "x"],
+        ["generate", "x", "parallel.tp=0"],
+        ["checkpoint", "show"],
+    ):
+        command = [*words[:1], str(tmp_path), *words[1:]] if words[0] != "checkpoint" else [*words, str(tmp_path)]
+        with contextlib.suppress(SystemExit):
+            main(command)
+        lines = capsys.readouterr().err.splitlines()
+        assert [line for line in lines if "skipped a damaged checkpoint, step-000030: " in line] == lines[:1], command
 
 
 def test_checkpoints_that_lie_elsewhere(tmp_path):

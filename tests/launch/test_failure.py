@@ -1,6 +1,7 @@
 """A failing rank ends its process, so each case runs in one of its own."""
 
 import signal
+import socket
 import subprocess
 import sys
 
@@ -57,7 +58,7 @@ def test_a_fault_of_the_run_is_one_message_of_the_first_rank():
 def test_a_bug_is_a_traceback_with_the_rank():
     status, out, err = fail("1 / 0", rank=3)
     assert (status, out) == (1, "waited=True")
-    assert err.startswith("moefold: rank 3 failed:\nTraceback")
+    assert err.startswith(f"moefold: rank 3 on {socket.gethostname()} failed:\nTraceback")
     assert err.endswith("ZeroDivisionError: division by zero\n")
 
 

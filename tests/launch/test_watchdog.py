@@ -1,6 +1,7 @@
 """Real ranks, of which one does something odd: what the job says of it, and how soon."""
 
 import os
+import re
 import signal
 import socket
 import time
@@ -107,10 +108,12 @@ def test_a_rank_that_is_killed_is_named_at_once_by_the_launcher(tmp_path, capfd)
 
 def test_a_rank_that_fails_by_itself_has_the_word(tmp_path, capfd):
     lines, _ = _run(_raise, tmp_path, capfd)
-    assert lines[0] == "moefold: rank 1 failed:"
-    assert "ZeroDivisionError: a bug" in lines
-    assert lines[-1].startswith("moefold: rank 1 failed (exit status 1) on ")
-    assert not any("lost its connection" in line for line in lines)
+    assert lines[0] == (
+        f"moefold: rank 1 on {socket.gethostname()} failed in step {ODD_STEP}, loading data; "
+        "last collective all_reduce over world (ranks 0-2), shape [6, 4]:"
+    )
+    assert lines[-1] == "ZeroDivisionError: a bug"
+    assert sum("moefold: " in line for line in lines) == 1
 
 
 def test_ranks_that_finish_say_nothing(tmp_path, capfd):
@@ -171,7 +174,6 @@ def _connect_to_nobody(place: Place, device_type: str) -> int:
         return 0
 
 
-@pytest.mark.slow
 def test_ranks_that_cannot_connect_say_it_in_one_message(capfd):
     assert start_ranks(_connect_to_nobody, RANKS, "cpu") == 1
     err = capfd.readouterr().err
@@ -185,15 +187,9 @@ def _rank_without_agent(odd: object, file: Path, place: Place) -> None:
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
         del os.environ[name]
 
-    def later(place: Place) -> None:
-        # The ranks learn of each other through the store, once a period: it must live for so long.
-        time.sleep(1.5)
-        odd(place)
-
-    os._exit(_rank(later, file, place, "cpu", odd_rank=0))
+    os._exit(_rank(odd, file, place, "cpu", odd_rank=0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("odd", "state"), [(_stop, "stopped"), (_die, "gone")])
 def test_where_rank_0_keeps_the_store_its_loss_is_said(tmp_path, capfd, odd, state):
     """As under srun, where no agent keeps it."""
@@ -213,7 +209,10 @@ def test_where_rank_0_keeps_the_store_its_loss_is_said(tmp_path, capfd, odd, sta
         for process in ranks:
             process.kill()
     err = capfd.readouterr().err
-    assert f"moefold: the store at 127.0.0.1:{port} does not answer rank 1 on " in err
-    assert f"  rank 1: step {ODD_STEP}, forward of micro-batch 0; last collective all_gather over cp" in err
+    # Whichever of the two comes to it first.
+    assert re.search(rf"^moefold: the store at 127\.0\.0\.1:{port} does not answer rank [12] on ", err, re.M)
+    assert re.search(
+        rf"^  rank [12]: step {ODD_STEP}, forward of micro-batch 0; last collective all_gather ", err, re.M
+    )
     assert f"  rank 0 of this machine is {state}\n" in err
-    assert err.count("docs/failures.md") == 1
+    assert err.count("docs/failures.md") == err.count("moefold: ") == 1

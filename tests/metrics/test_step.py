@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moefold.metrics.offload import OffloadMetrics
 from moefold.metrics.step import read_records
 from tests.metrics.example import LAYER, STEP
 
@@ -30,6 +31,7 @@ KEYS = [
     "eval_loss",
     "skipped",
     "replicas",
+    "offload",
     "rank_times",
 ]
 
@@ -43,6 +45,12 @@ def test_holds_every_key_in_order_and_null_for_what_is_not_known() -> None:
     assert record["skipped"] is None
     assert json.loads(replace(STEP, skipped="spike").to_json())["skipped"] == "spike"
     assert json.loads(replace(STEP, mfu=0.5, eval_loss=2.75).to_json())["eval_loss"] == 2.75
+
+
+def test_offload_is_summed_in_bytes_and_averaged_in_seconds() -> None:
+    metrics = OffloadMetrics.from_sums((3 * 2**30, 2**29, 6.0, 1.0), num_ranks=4)
+    record = json.loads(replace(STEP, offload=metrics).to_json())["offload"]
+    assert record == {"stored_gib": 3.0, "kept_gib": 0.5, "io_s": 1.5, "waited_s": 0.25}
 
 
 @pytest.mark.parametrize("value", [0.1 + 0.2, 1 / 3, 5e-324, 2.2250738585072014e-308, 123456789.12345679])

@@ -1,6 +1,7 @@
 """metrics.jsonl: appended and flushed each step, and cut back to the checkpoint on resume."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,3 +98,20 @@ def test_the_file_is_replaced_in_one_move(tmp_path: Path, monkeypatch: pytest.Mo
 def test_no_tracker_makes_no_other_file(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_held_out_loss_can_be_added_to_its_step(tmp_path: Path) -> None:
+    write_steps(tmp_path, 1, 3)
+    before = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    with MetricsWriter(tmp_path, MetricsConfig(), resume_step=3) as writer:
+        writer.write(replace(STEP, step=4, eval_loss=None))
+        assert [writer.lacks_evaluation(step) for step in (4, 5)] == [True, False]
+        writer.add_evaluation(4, 1 / 3)
+        assert not writer.lacks_evaluation(4)
+        writer.write(replace(STEP, step=5, eval_loss=None))
+        writer.add_evaluation(5, math.nan)
+        assert not writer.lacks_evaluation(5)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert lines[:3] == before
+    assert lines[3] == replace(STEP, step=4, eval_loss=1 / 3).to_json()
+    assert json.loads(lines[4])["nonfinite"]["eval_loss"] == "nan"

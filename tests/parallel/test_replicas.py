@@ -17,7 +17,7 @@ from moefold.data import open_dataset
 from moefold.metrics.replicas import ReplicaMetrics
 from moefold.parallel.fsdp_comms import watch_fsdp
 from moefold.parallel.parallelize import parallelize
-from moefold.parallel.replicas import Divergence, Replicas, digest
+from moefold.parallel.replicas import Digester, Divergence, Replicas, Said
 from moefold.train.batch import BatchLoader
 from moefold.train.optimizer import named_moments
 from moefold.train.step import TrainingStep
@@ -27,26 +27,63 @@ from tests.verify.recipes import tiny, without_mapping
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 
+digest = Digester(torch.device("cpu")).of
+
+
 @pytest.mark.parametrize("dtype", TYPES)
-def test_equal_bytes_have_equal_digests_and_others_have_not(dtype):
-    values = torch.arange(12).view(3, 4) % 2 if dtype == torch.bool else torch.arange(12).view(3, 4)
-    tensor = values.to(dtype)
+@pytest.mark.parametrize("rows", [3, 4])
+def test_equal_bytes_have_equal_digests_and_others_have_not(dtype, rows):
+    values = torch.arange(rows * rows).view(rows, rows)
+    tensor = values % 4 > 2 if dtype == torch.bool else values.to(dtype)
     assert torch.equal(digest(tensor), digest(tensor.clone()))
     assert torch.equal(digest(tensor.T.contiguous().T), digest(tensor)), "strides are not content"
     assert not torch.equal(digest(tensor), digest(tensor.T)), "nor is order"
+    beside = torch.cat([tensor.flatten()[:1], tensor.flatten()])
+    assert torch.equal(digest(beside[1:]), digest(tensor)), "nor is where it lies in memory"
 
 
-def test_every_bit_counts_in_every_chunk(monkeypatch):
-    monkeypatch.setattr("moefold.parallel.replicas.CHUNK", 7)
-    tensor = torch.randn(20, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("length", [20, 21])
+def test_every_bit_counts_in_every_chunk(monkeypatch, length):
+    monkeypatch.setattr("moefold.parallel.replicas.CHUNK", 3)
+    digest = Digester(torch.device("cpu")).of
+    tensor = torch.randn(length, generator=torch.Generator().manual_seed(0))
     seen = {tuple(digest(tensor).tolist())}
-    for place in range(20):
+    for place in range(length):
         for bit in range(32):
             flipped = tensor.clone()
             flipped.view(torch.int32)[place] ^= -(2**31) if bit == 31 else 1 << bit
             seen.add(tuple(digest(flipped).tolist()))
-    assert len(seen) == 1 + 20 * 32
+    assert len(seen) == 1 + length * 32
     assert not torch.equal(digest(torch.tensor([0.0])), digest(torch.tensor([-0.0])))
+
+
+@pytest.mark.parametrize("bit", [31, 63])
+def test_two_flips_of_the_same_bit_do_not_cancel(bit):
+    tensor = torch.randn(200, generator=torch.Generator().manual_seed(0)).view(torch.int64)
+    seen = {tuple(digest(tensor).tolist())}
+    for first in range(100):
+        for second in range(first):
+            flipped = tensor.clone()
+            flipped[[first, second]] ^= -(2**63) if bit == 63 else 1 << bit
+            seen.add(tuple(digest(flipped).tolist()))
+    assert len(seen) == 1 + 100 * 99 // 2
+
+
+def test_integers_that_change_places_within_a_chunk_or_between_two_are_seen(monkeypatch):
+    monkeypatch.setattr("moefold.parallel.replicas.CHUNK", 3)
+    digest = Digester(torch.device("cpu")).of
+    tensor = torch.arange(1, 13)
+    for first in range(12):
+        for second in range(first):
+            order = list(range(12))
+            order[first], order[second] = second, first
+            swapped = digest(tensor[order])
+            assert swapped[0] == digest(tensor)[0]
+            assert swapped[1] != digest(tensor)[1]
+
+
+def _said(words: str) -> list[Said]:
+    return [Said("the position of the run", words, ("world",))]
 
 
 def flip(tensor: Tensor) -> None:
@@ -65,19 +102,19 @@ def _found_after_flips(cfg: Config, flips: list[tuple[str, int]]) -> list[tuple[
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
     batch = BatchLoader(data.train, cfg, groups, model.positions).batch(0)
     training.run(batch, 1)
-    found = [replicas.divergences(batch, "here")]
+    found = [replicas.divergences(batch, _said("here"))]
     tensors: dict[str, Any] = {**training.parameters, **moments, **training.buffers}
     tensors |= {"the batch": batch.tokens}
     for name, rank in flips:
         if name == "the position of the run":
-            found.append(replicas.divergences(batch, f"here{groups.rank == rank}"))
+            found.append(replicas.divergences(batch, _said(f"here{groups.rank == rank}")))
             continue
         if groups.rank == rank:
             flip(tensors[name])
-        found.append(replicas.divergences(batch, "here"))
+        found.append(replicas.divergences(batch, _said("here")))
         if groups.rank == rank:
             flip(tensors[name])
-    found.append(replicas.divergences(batch, "here"))
+    found.append(replicas.divergences(batch, _said("here")))
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -155,6 +156,35 @@ def test_stop_names_rank_parameter_and_samples_and_saves_nothing(pool, tmp_path)
     assert len(records(tmp_path / "run")) == 3
 
 
+@pytest.mark.parametrize("sound", [2, 0])
+def test_a_checkpoint_that_is_damaged_is_not_called_intact(pool, tmp_path, sound):
+    data = write_tokens(tmp_path / "data.npy", poisoned=(5 * BATCH,))
+    cfg = replace(recipe(tmp_path / "run", data, 8, {}, world_size=2), checkpoint=CheckpointConfig(every=2))
+    messages = pool.run(2, train, cfg, _Damage(tmp_path / "run" / "checkpoints", sound))
+    assert messages[0] == messages[1]
+    assert "step 6: the loss is nan" in messages[0]
+    if sound:
+        assert "the last sound checkpoint, " in messages[0]
+        assert "step-000002', is intact as far as sizes of files tell (step-000004 is damaged: " in messages[0]
+    else:
+        assert "no checkpoint is intact (step-000004 is damaged: " in messages[0]
+
+
+class _Damage:
+    """As `poison`, and the checkpoints behind step `sound` lose a file before that."""
+
+    def __init__(self, folder: Path, sound: int) -> None:
+        self._folder, self._sound = folder, sound
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        poisoned = poison(module, inputs, output)
+        if poisoned is not output and torch.distributed.get_rank() == 0:
+            for path in self._folder.glob("step-*"):
+                if int(path.name[5:]) > self._sound:
+                    (path / ".metadata").unlink(missing_ok=True)
+        return poisoned
+
+
 class _PoisonedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -257,6 +287,70 @@ def flip_on_rank_2(optimizer: torch.optim.Optimizer, args: object, kwargs: objec
 def _train_with_a_flip(cfg: Config) -> str:
     register_optimizer_step_post_hook(flip_on_rank_2)
     return train(cfg)
+
+
+def _train_with_a_flip_and_a_signal(cfg: Config) -> str:
+    register_optimizer_step_post_hook(flip_on_rank_2)
+    return train(cfg, _Sigterm())
+
+
+class _Sigterm:
+    """Sends rank 1 the signal in its third step, if each has one micro-batch."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        self.calls += isinstance(module, Embedding)
+        if self.calls == 3 and isinstance(module, Embedding) and torch.distributed.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "steps", "run", "seen_at"),
+    [
+        pytest.param(CheckpointConfig(every=2), 8, _train_with_a_flip, 4, id="every"),
+        pytest.param(
+            CheckpointConfig(every=2, async_save=True), 8, _train_with_a_flip, 4, id="async", marks=pytest.mark.slow
+        ),
+        pytest.param(CheckpointConfig(every=100), 4, _train_with_a_flip, 4, id="last", marks=pytest.mark.slow),
+        pytest.param(CheckpointConfig(every=2), 8, _train_with_a_flip_and_a_signal, 3, id="signal"),
+    ],
+)
+def test_replicas_that_have_diverged_are_never_saved(pool, tmp_path, checkpoint, steps, run, seen_at):
+    data = write_tokens(tmp_path / "data.npy", poisoned=())
+    cfg = recipe(tmp_path / "run", data, steps, {"replica_check_every": 7}, world_size=4, zero=0, ep=2)
+    cfg = replace(cfg, checkpoint=checkpoint)
+    messages = pool.run(4, run, cfg)
+    assert len(set(messages)) == 1
+    assert f"step {seen_at}: replicas have diverged: embedding.weight on rank 2 differs" in messages[0]
+    last = "all were alike at the check of step 2: " if checkpoint.every == 2 else "no check came before: "
+    assert last in messages[0]
+    saved = [path.name for path in (tmp_path / "run").glob("checkpoints/step-*")]
+    assert saved == (["step-000002"] if checkpoint.every == 2 else [])
+
+
+@pytest.mark.parametrize(("before", "last"), [(0, "no check came before"), (1, "at the check of step 2: ")])
+def test_the_last_check_is_known_after_a_resume_and_none_is_made_up(pool, tmp_path, before, last):
+    data = write_tokens(tmp_path / "data.npy", poisoned=())
+    cfg = recipe(tmp_path / "run", data, 2, {"replica_check_every": before}, world_size=4, zero=0, ep=2)
+    assert pool.run(4, train, cfg) == [""] * 4
+    cfg = recipe(tmp_path / "run", data, 8, {"replica_check_every": 3}, world_size=4, zero=0, ep=2)
+    message = pool.run(4, _train_with_a_flip, cfg)[0]
+    assert "step 3: replicas have diverged: " in message
+    assert last in message
+
+
+def test_a_check_before_each_save_lets_sound_replicas_go_on(pool, tmp_path):
+    data = write_tokens(tmp_path / "data.npy", poisoned=())
+    for name, every in (("checked", 5), ("unchecked", 0)):
+        # Evaluating leaves FSDP's weights as a check finds them at no other time.
+        cfg = recipe(tmp_path / name, data, 5, {"replica_check_every": every}, world_size=4, zero=2, pp=2, ep=2)
+        cfg = replace(cfg, data=replace(cfg.data, validation_fraction=0.2), train=replace(cfg.train, eval_every=2))
+        assert pool.run(4, train, cfg) == [""] * 4
+    assert differing_tensors(last_checkpoint(tmp_path / "checked"), last_checkpoint(tmp_path / "unchecked")) == []
+    assert [line["replicas"] is not None for line in records(tmp_path / "checked")] == [False] * 4 + [True]
 
 
 def test_a_replica_that_diverges_ends_the_run_before_it_is_saved(pool, tmp_path):

@@ -13,6 +13,7 @@ from torch import nn
 from moefold.config.checks import check_config
 from moefold.config.schema import Config, RunConfig
 from moefold.metrics.fault_log import read_faults
+from moefold.metrics.rank_times import MANY
 from moefold.model.transformer import Block
 from moefold.parallel.groups import ParallelGroups
 from moefold.train.stop import StopSignals
@@ -22,7 +23,7 @@ from tests.verify.recipes import tiny
 pytestmark = pytest.mark.parity
 
 SLOW_RANK = 1
-PAUSE_S = 0.05
+PAUSE_S = 0.08
 
 
 def pause(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -44,14 +45,15 @@ MAPPINGS = [
 
 @pytest.mark.parametrize("parallel", MAPPINGS)
 def test_the_slow_rank_alone_is_named(pool, tmp_path: Path, parallel):
-    cfg = tiny(faults={"straggler_factor": 2.0}, **parallel)
-    cfg = replace(cfg, run=RunConfig(dir=str(tmp_path), seed=3, steps=10, device="cpu", dtype="float64"))
+    cfg = tiny(faults={"straggler_factor": 1.5}, **parallel)
+    cfg = replace(cfg, run=RunConfig(dir=str(tmp_path), seed=3, steps=20, device="cpu", dtype="float64"))
     pool.run(4, _train, cfg)
     (named,) = read_faults(tmp_path)
     assert (named["kind"], named["rank"], named["step"]) == ("straggler", SLOW_RANK, named["step"])
     assert named["own_s"] - named["median_s"] > PAUSE_S
     lines = [json.loads(line)["rank_times"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["slowest_rank"] for line in lines[1:]] == [SLOW_RANK] * 9
+    # In a single step another one may have been the slowest in truth: the system did not run it for a while.
+    assert [line["slowest_rank"] for line in lines[1:]].count(SLOW_RANK) >= MANY
     # The others wait for it about as long as it pauses, and it for nobody.
     late = sorted(line["wait_median_s"] - line["wait_min_s"] for line in lines)[len(lines) // 2]
     assert late > PAUSE_S / 2

@@ -1,6 +1,7 @@
 """The training run on forked ranks: resuming with other settings, evaluation, and the numbers it reports."""
 
 import json
+import os
 import signal
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -19,7 +20,7 @@ from moefold.metrics.routing_trace import Trace
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchLoader
-from moefold.train.step import TrainingStep
+from moefold.train.step import ASK_EVERY, TrainingStep
 from moefold.train.stop import StopSignals
 from moefold.train.trainer import Trainer
 from tests.verify.recipes import tiny
@@ -172,8 +173,73 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(pool, tmp_path):
     assert (tmp_path / "checkpoints" / "step-000001").is_dir()
 
 
-def test_a_signal_in_the_last_step_changes_nothing(pool, tmp_path):
+def _train_and_stop_in_an_evaluation(cfg: Config, at_batch: int) -> tuple[int, int]:
+    """Train with a signal that comes to the second rank within an evaluation; returns status and batches evaluated."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    trainer = Trainer(cfg, groups)
+    runner = trainer._training.model.runner
+    evaluate, count = runner.evaluate, 0
+
+    def interrupted(batch: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == at_batch and groups.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(batch)
+
+    runner.evaluate = interrupted
+    return trainer.run(StopSignals()), count
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pp": 2}], ids=["dp", "pp"])
+def test_a_signal_within_an_evaluation_saves_and_stops_before_long(pool, tmp_path, parallel):
+    train = {"eval_every": 2, "eval_samples": 40}
+    cfg = recipe(tmp_path / "run", 4, every=100, train=train, world_size=2, **parallel)
+    assert pool.run(2, _train_and_stop_in_an_evaluation, cfg, 3) == [(143, ASK_EVERY)] * 2
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+    assert [record["eval_loss"] for record in records(tmp_path / "run")] == [None, None]
+    pool.run(2, _train, cfg)
+    whole = replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "whole")))
+    pool.run(2, _train, whole)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+
+
+def evaluations(run_dir: Path) -> list[float | None]:
+    return [record["eval_loss"] for record in records(run_dir)]
+
+
+def test_a_signal_in_a_last_step_without_evaluation_changes_nothing(pool, tmp_path):
     assert pool.run(1, _train_and_stop, recipe(tmp_path, 1)) == [0]
+
+
+def test_an_evaluation_of_the_last_step_that_a_signal_cut_off_is_made_up_for(pool, tmp_path):
+    cfgs = [recipe(tmp_path / name, 1, train={"eval_every": 3}, world_size=2, ep=2) for name in ("run", "whole")]
+    assert pool.run(2, _train_and_stop, cfgs[0]) == [143, 143]
+    assert evaluations(tmp_path / "run") == [None]
+    assert pool.run(2, _resume_and_stop, cfgs[0]) == [143, 143]
+    assert evaluations(tmp_path / "run") == [None]
+    assert pool.run(2, _train, cfgs[0]) == [0, 0]
+    assert pool.run(2, _train, cfgs[1]) == [0, 0]
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole") != [None]
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert pool.run(2, _train, cfgs[0]) == [0, 0]
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def _resume_and_stop(cfg: Config) -> int:
+    """Resume; a signal comes to one rank before anything is computed."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    trainer = Trainer(cfg, groups)
+    evaluation = trainer._data.evaluation
+
+    def interrupted() -> Any:
+        if groups.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluation()
+
+    trainer._data.evaluation = interrupted
+    return trainer.run(StopSignals())
 
 
 def test_a_dense_model_has_no_expert_load(pool, tmp_path):

@@ -28,7 +28,7 @@ def _recipe(schedule: str, model: dict[str, object] | None = None, batch: int = 
     return tiny(model=model, train={"global_batch_size": batch}, schedule=schedule, **chunks | parallel)
 
 
-def _write_split_rows(path: Path, ranks: tuple[int, ...], num_micro_batches: int) -> str:
+def write_split_rows(path: Path, ranks: tuple[int, ...], num_micro_batches: int) -> str:
     """All forward passes, then all gradients of inputs, then all of weights, last stage first."""
     rows: list[list[str]] = [[] for _ in range(max(ranks) + 1)]
     stages = list(enumerate(ranks))
@@ -56,7 +56,7 @@ def test_split_backward(pool, schedule, model, parallel):
 
 @pytest.mark.parity
 def test_a_schedule_from_a_file(pool, tmp_path):
-    path = _write_split_rows(tmp_path / "rows.csv", (1, 0, 1, 0), 4)
+    path = write_split_rows(tmp_path / "rows.csv", (1, 0, 1, 0), 4)
     cfg = _recipe("csv", TIED, batch=4, world_size=2, pp=2, virtual_stages=2, schedule_csv=path)
     assert_equals_oracle(pool, cfg)
 
@@ -145,7 +145,7 @@ def test_split_backward_mixed(pool, schedule, model, parallel):
 @pytest.mark.parametrize("axes", AXES)
 def test_a_schedule_from_a_file_mixed(pool, tmp_path, axes):
     cfg = _recipe("csv", LATENT, world_size=4, pp=2, virtual_stages=3, schedule_csv=str(tmp_path / "rows.csv"), **axes)
-    _write_split_rows(tmp_path / "rows.csv", (0, 1, 1, 0, 0, 1), cfg.num_micro_batches)
+    write_split_rows(tmp_path / "rows.csv", (0, 1, 1, 0, 0, 1), cfg.num_micro_batches)
     assert_equals_oracle(pool, cfg)
 
 

@@ -1,14 +1,12 @@
 """What runs again in the backward pass gives the same bits: losses, counts, gradients, and weights after steps."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 
 from moefold.config.schema import Config
-from moefold.verify.mapping import MappingRecord, run_mapping
 from tests.verify.recipes import LATENT, tiny
+from tests.verify.same_bits import assert_same_bits
 from tests.verify.test_parity import assert_equals_oracle
 
 pytestmark = pytest.mark.parity
@@ -23,27 +21,11 @@ MODEL = {
 MOE = {"input_jitter": 0.1, "capacity_factor": 1.0, "bias_update_rate": 0.1}
 TRAIN = {"micro_batch_size": 2, "global_batch_size": 8}
 CHEAP = ("norms", "core_attention", "dense_mlp", "expert_activation", "shared_experts")
-MEASURED = ("peak_memory_gib", "rank_times")
 WHOLE = ("moe", "dense_mlp", "norms", "core_attention")
 
 
-def _run(pool, cfg: Config) -> list[MappingRecord]:
-    return pool.run(cfg.parallel.world_size, run_mapping, cfg, 2)
-
-
 def _assert_same_bits(pool, cfg: Config, parts: tuple[str, ...]) -> None:
-    again = replace(cfg, train=replace(cfg.train, recompute=parts))
-    for plain, found in zip(_run(pool, cfg), _run(pool, again), strict=True):
-        for which in ("gradients", "weights"):
-            expected, actual = getattr(plain, which), getattr(found, which)
-            assert set(actual) == set(expected)
-            for name, tensor in expected.items():
-                assert torch.equal(actual[name], tensor), (which, name)
-        for mine, theirs in zip(found.steps, plain.steps, strict=True):
-            for field in fields(theirs):
-                if field.name not in MEASURED:
-                    a, b = getattr(mine, field.name), getattr(theirs, field.name)
-                    assert np.array_equal(np.asarray(a), np.asarray(b)), field.name
+    assert_same_bits(pool, cfg, replace(cfg, train=replace(cfg.train, recompute=parts)))
 
 
 @pytest.mark.parametrize("part", ["norms", "core_attention", "dense_mlp", "expert_activation", "shared_experts", "moe"])

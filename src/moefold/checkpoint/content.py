@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from moefold.bounded import bounded_batches
 from moefold.checkpoint.metadata_file import SafeReader, read_metadata
 from moefold.checkpoint.store import reading, refuse_broken_files
 
@@ -51,7 +51,7 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
             name=name,
             shape=tuple(stored.size),
             dtype=str(stored.properties.dtype).removeprefix("torch."),
-            size_bytes=math.prod(stored.size) * stored.properties.dtype.itemsize,
+            size_bytes=_size_bytes(stored),
             num_chunks=len(stored.chunks),
         )
         for name, stored in sorted(_index(path).items())
@@ -76,7 +76,7 @@ def differing_tensors(path: Path, other: Path, prefix: str = "") -> list[Differe
             found.append(Difference(name, f"type {here[name].properties.dtype} | {there[name].properties.dtype}"))
         else:
             same.append(name)
-    for batch in _batches(same, here):
+    for batch in bounded_batches(same, lambda name: _size_bytes(here[name]), BATCH_BYTES):
         mine, theirs = _read(path, batch, here), _read(other, batch, there)
         found += [
             _compare(name, mine[name], theirs[name]) for name in batch if not _is_bit_equal(mine[name], theirs[name])
@@ -100,18 +100,8 @@ def _read(path: Path, names: list[str], index: dict[str, TensorStorageMetadata])
     return state
 
 
-def _batches(names: list[str], index: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    total = 0
-    for name in names:
-        size = math.prod(index[name].size) * index[name].properties.dtype.itemsize
-        if batch and total + size > BATCH_BYTES:
-            yield batch
-            batch, total = [], 0
-        batch.append(name)
-        total += size
-    if batch:
-        yield batch
+def _size_bytes(stored: TensorStorageMetadata) -> int:
+    return math.prod(stored.size) * stored.properties.dtype.itemsize
 
 
 def _is_bit_equal(here: Tensor, there: Tensor) -> bool:

@@ -7,11 +7,11 @@ import json
 import re
 import shutil
 from collections.abc import Container, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moefold.checkpoint.data_files import file_differences
+from moefold.checkpoint.data_files import check_names, file_differences, lost_files
 from moefold.checkpoint.manifest import MANIFEST_FILE, hash_faults, read_manifest, regular_file, size_faults
 from moefold.config.schema import Config, ModelConfig, layer_windows
 from moefold.errors import ConfigError, some
@@ -51,8 +51,14 @@ class Position:
     """Where a stream of data stands, so that it need not be read from its start; None for other data."""
     guard: Any = None
     """What the run remembers of its faults and of the last losses: `train.guard.Guard.state`; None of old runs."""
+    checked_step: int | None = None
+    """Step of the last check that found all replicas alike; None if there was none."""
     data_files: dict[str, str] = field(default_factory=dict)
-    """What the files of the data looked like: `moefold.data.fingerprint`. Empty where nobody looked."""
+    """What the files of the data looked like when the run began, by `data.fingerprint`; empty where nobody looked."""
+    data_tokens: dict[str, int] = field(default_factory=dict)
+    """How many tokens each token file held then; empty for other data, and in old checkpoints."""
+    data_lost: dict[str, str] = field(default_factory=dict)
+    """Those that the run has left out since, each with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +129,8 @@ def sample_order(cfg: Config) -> dict[str, Any]:
 def other_order(meta: CheckpointMeta, cfg: Config, files: Mapping[str, str] | None = None) -> str:
     """How the samples of a checkpoint's run differ from those of a recipe, in words; empty if they are the same.
 
+    Token files that have broken since, or are gone, make no difference under data.corrupt="skip": see `data_losses`.
+
     Args:
         meta: what the checkpoint says.
         cfg: the recipe.
@@ -130,7 +138,28 @@ def other_order(meta: CheckpointMeta, cfg: Config, files: Mapping[str, str] | No
     """
     # A checkpoint of a version that did not know a key yet is of a run with its default.
     wrong = _differences(sample_order(Config()) | meta.order, sample_order(cfg))
-    return wrong if wrong or files is None or not meta.data_files else some(file_differences(meta.data_files, files))
+    if wrong or files is None or not meta.data_files:
+        return wrong
+    lost, others = _sorted_differences(meta, files)
+    if not lost or (cfg.data.corrupt == "skip" and _leaves_some(meta, lost)):
+        return some(list(others.values()))
+    return some([*lost.values(), *others.values()])
+
+
+def data_losses(meta: CheckpointMeta, files: Mapping[str, str]) -> dict[str, str]:
+    """The token files that a run can no longer read as it did, those included that it has lost before; with reasons."""
+    lost = _sorted_differences(meta, files)[0] | meta.data_lost
+    return {name: why for name, why in lost.items() if name in meta.data_tokens}
+
+
+def _sorted_differences(meta: CheckpointMeta, files: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Token files that are lost, and other differences, in words by name."""
+    lost, others = lost_files(meta.data_files, file_differences(meta.data_files, files), meta.data_tokens)
+    return lost | {name: f"data file {name} was left out ({why})" for name, why in meta.data_lost.items()}, others
+
+
+def _leaves_some(meta: CheckpointMeta, lost: Mapping[str, str]) -> bool:
+    return any(name not in lost for name in meta.data_tokens)
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
@@ -170,6 +199,19 @@ def newest_checkpoint(path: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
+def skipped_checkpoints(given: Path, found: Path) -> list[str]:
+    """What `newest_checkpoint` passed over: later checkpoints that lack their description, each with what is wrong.
+
+    Args:
+        given: the path that the user named.
+        found: the checkpoint that it stands for.
+    """
+    if (given / META_FILE).is_file() or step_of(found) < 0:
+        return []
+    later = [path for path in named_checkpoints(found.parent) if step_of(path) > step_of(found)]
+    return [f"{path.name}: {some(quick_faults(path) or [f'it has no {META_FILE}'])}" for path in reversed(later)]
+
+
 def _moved_folder(run_dir: Path) -> Path | None:
     """Where a run keeps its checkpoints that keeps them elsewhere (checkpoint.dir); None if it does not say so."""
     try:
@@ -187,7 +229,11 @@ def locate_checkpoint(path: Path) -> Path:
         ConfigError: there is none.
     """
     if (found := newest_checkpoint(path)) is None:
-        raise ConfigError(f"{str(path)!r} is no complete checkpoint and holds none; name one, or a run that saved some")
+        damaged = [f"{one.name}: {some(quick_faults(one))}" for one in named_checkpoints(locate_folder(path))]
+        why = f" ({some(damaged)})" if damaged else ""
+        raise ConfigError(
+            f"{str(path)!r} is no complete checkpoint and holds none{why}; name one, or a run that saved some"
+        )
     return found
 
 
@@ -221,7 +267,9 @@ def _check_meta(meta: CheckpointMeta) -> None:
         value = getattr(meta, name)
         if type(value) is not int or value < 0:
             raise TypeError(f"{name} is {value!r}")
-    for name in ("order", "model", "parallel", "data_files"):
+    if meta.checked_step is not None and (type(meta.checked_step) is not int or meta.checked_step < 0):
+        raise TypeError(f"checked_step is {meta.checked_step!r}")
+    for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")
     sizes = meta.model
@@ -241,6 +289,11 @@ def _check_meta(meta: CheckpointMeta) -> None:
     for name, value in numbers.items():
         if type(value) is not int or value < 1:
             raise TypeError(f"{name} is {value!r}")
+    if not all(type(count) is int and count > 0 for count in meta.data_tokens.values()):
+        raise TypeError("data_tokens are no counts")
+    if not all(isinstance(words, str) for words in [*meta.data_files.values(), *meta.data_lost.values()]):
+        raise TypeError("data_files or data_lost hold no text")
+    check_names(meta.order.get("path"), meta.data_files, meta.data_tokens, meta.data_lost)
     for name in ("dtype", "origin"):
         if not isinstance(getattr(meta, name), str):
             raise TypeError(f"{name} is no text")
@@ -293,8 +346,9 @@ def refuse_unfit(path: Path | None, cfg: Config, files: Mapping[str, str] | None
         files: as of `other_order`.
 
     Raises:
-        ConfigError: it is one of another model; "auto" found one of other data; or the run would write beside
-            checkpoints of later steps, which a later "auto" would take for its own.
+        ConfigError: it is one of another model; "auto" found one of other data; one that was named is of data that
+            has lost files, and could go on without them; or the run would write beside checkpoints of later steps,
+            which a later "auto" would take for its own.
     """
     wish = cfg.checkpoint.resume
     meta = None if path is None else read_meta(path)
@@ -305,7 +359,7 @@ def refuse_unfit(path: Path | None, cfg: Config, files: Mapping[str, str] | None
                 f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
             )
         _refuse_other_model(path, meta, cfg)
-        if wish == "auto":
+        if wish == "auto" or _can_skip(meta, cfg, files):
             _refuse_other_data(path, meta, cfg, files)
     if wish != "auto" and cfg.checkpoint.every:
         _refuse_later(named_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
@@ -385,10 +439,25 @@ def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
 
 def _refuse_other_data(path: Path, meta: CheckpointMeta, cfg: Config, files: Mapping[str, str] | None) -> None:
     if wrong := other_order(meta, cfg, files):
-        raise ConfigError(
-            f"checkpoint {str(path)!r} took its samples from other data: {wrong}; give the recipe its settings, set "
-            f"checkpoint.resume={str(path)!r} to go on with the new data from its start, or set another run.dir"
+        way_out = (
+            "set data.corrupt='skip' to go on without what is broken or gone, bring it back, or begin the data anew in "
+            f"another run.dir with checkpoint.init_from={str(path)!r}"
+            if _can_skip(meta, cfg, files)
+            else f"give the recipe its settings, set checkpoint.resume={str(path)!r} to go on with the new data from "
+            "its start, or set another run.dir"
         )
+        raise ConfigError(f"checkpoint {str(path)!r} took its samples from other data: {wrong}; {way_out}")
+
+
+def _can_skip(meta: CheckpointMeta, cfg: Config, files: Mapping[str, str] | None) -> bool:
+    """Whether the data differs by nothing but what data.corrupt="skip" would leave out."""
+    if cfg.data.corrupt == "skip" or not other_order(meta, cfg, files):
+        return False
+    return not other_order(meta, _skipping(cfg), files)
+
+
+def _skipping(cfg: Config) -> Config:
+    return replace(cfg, data=replace(cfg.data, corrupt="skip"))
 
 
 def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> str:

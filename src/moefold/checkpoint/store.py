@@ -39,7 +39,8 @@ from moefold.checkpoint.sound import file_faults, refuse_damaged
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, some
 from moefold.launch.crew import joined_crew
-from moefold.train.optimizer import MOMENTS, MOMENTUM, named_moments, set_step_count
+from moefold.train.adamw import MOMENTS
+from moefold.train.optimizer import MOMENTUM, named_moments, set_step_count
 
 FRESH_WHERE_ABSENT = ".last_counts_E"
 """Buffers of this name are those of a loss that a run may turn on at any step: an older checkpoint may lack them."""

@@ -18,6 +18,7 @@ from moefold.checkpoint.folder import (
 )
 from moefold.checkpoint.manifest import hash_faults, read_manifest
 from moefold.cli.checkpoint_table import Listed
+from moefold.cli.skipped import say_skipped_for
 from moefold.errors import ConfigError
 
 DIFFERENCES_SHOWN = 20
@@ -70,6 +71,7 @@ def _listed(path: Path) -> Listed:
 
 def _show(arguments: argparse.Namespace) -> int:
     path = locate_checkpoint(arguments.checkpoint)
+    say_skipped_for(arguments.checkpoint, path)
     meta = read_meta(path)
     from moefold.checkpoint.content import stored_tensors
 
@@ -96,6 +98,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     paths = locate_checkpoint(arguments.checkpoint), locate_checkpoint(arguments.other)
+    for given, found in zip((arguments.checkpoint, arguments.other), paths, strict=True):
+        say_skipped_for(given, found)
     metas = read_meta(paths[0]), read_meta(paths[1])
     from moefold.checkpoint.content import differing_tensors
 

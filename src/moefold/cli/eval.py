@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.compute_options import add_compute_options
 from moefold.cli.one_voice import one_voice
+from moefold.cli.skipped import say_skipped
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
 
@@ -48,6 +49,7 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
     if arguments.batch_size < 1:
         raise ConfigError(f"--batch-size {arguments.batch_size} must be at least 1")
     source = find_source(arguments.model)
+    say_skipped(source.skipped, place)
     wish = Wish(
         overrides=tuple(arguments.overrides),
         dtype=arguments.dtype,

@@ -4,7 +4,9 @@ import argparse
 import re
 from pathlib import Path
 
+from moefold.checkpoint.folder import locate_checkpoint
 from moefold.cli.conversion import conversion_job, conversion_summary
+from moefold.cli.skipped import say_skipped_for
 from moefold.convert.families import FAMILIES
 from moefold.errors import ConfigError
 
@@ -29,7 +31,11 @@ def run(argv: list[str]) -> int:
             mtp_inside=args.mtp_inside,
             verify=not args.no_verify,
         )
-        done = export_folder(Path(args.checkpoint), out, crew, wish, advance=advance)
+        # The first process decides: a run may save one more meanwhile.
+        checkpoint = crew.gather(locate_checkpoint(Path(args.checkpoint)))[0]
+        if crew.is_first:
+            say_skipped_for(Path(args.checkpoint), checkpoint)
+        done = export_folder(checkpoint, out, crew, wish, advance=advance)
         if crew.is_first:
             print(conversion_summary(done, out, args.check))
     return 0

@@ -8,6 +8,7 @@ from functools import partial
 
 from moefold.cli.compute_options import add_compute_options
 from moefold.cli.one_voice import one_voice
+from moefold.cli.skipped import say_skipped
 from moefold.config.keys import nearest
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
@@ -47,6 +48,7 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
     )
     sampling.check()
     source = find_source(arguments.model)
+    say_skipped(source.skipped, place)
     # A wrong mapping is answered before anybody is asked for a prompt.
     wish = Wish(
         overrides=tuple(word for word in arguments.words if _is_setting(word)),

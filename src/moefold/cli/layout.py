@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
     if arguments.png is not None:
         from moefold.cli.layout_picture import save_picture
 
-        save_picture(layout, gpus_per_node, arguments.png)
+        save_picture(layout, gpus_per_node, arguments.png, pipeline, cfg if has_recipe else None)
         print(f"wrote {arguments.png}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(layout.as_dict | ({} if pipeline is None else stages_as_dict(pipeline))))
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print the rank groups of both views as one JSON object")
     parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="also draw the two views into FILE (.png, .svg or .pdf)"
+        "--png", type=Path, metavar="FILE", help="also draw views and stages into FILE (.png, .svg or .pdf)"
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""The two views of a layout as a picture: one card a rank, one band an axis, one colour a group."""
+"""The two views of a layout as a picture: one card a rank, one band an axis, one colour a group; then the stages."""
 
 import colorsys
 from collections.abc import Iterator
@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moefold.cli.layout_stages_picture import StagePanel
 from moefold.cli.layout_table import named_views, nodes
+from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.parallel.layout import Layout, View
+from moefold.parallel.stage_plan import StagePlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,8 +40,17 @@ AXIS_MEANING = {
 }
 
 
-def save_picture(layout: Layout, gpus_per_node: int, path: Path) -> None:
-    """Draw both views of a layout into a .png, .svg or .pdf file.
+def save_picture(
+    layout: Layout, gpus_per_node: int, path: Path, plan: StagePlan | None = None, cfg: Config | None = None
+) -> None:
+    """Draw both views of a layout into a .png, .svg or .pdf file, and below them the pipeline stages.
+
+    Args:
+        layout: the two views.
+        gpus_per_node: ranks of one node.
+        path: of the file.
+        plan: the stages; None draws none.
+        cfg: the recipe, if there is one: then the stages show what they cost.
 
     Raises:
         ConfigError: the ending is another one, the file cannot be written, or the ranks are too many for a picture.
@@ -54,19 +66,30 @@ def save_picture(layout: Layout, gpus_per_node: int, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    plan = _Plan.of(layout, gpus_per_node)
-    stacked = plan.num_rows <= STACK_ROWS
-    width = plan.width if stacked else 2 * plan.width + MARGIN
-    height = 2 * plan.height if stacked else plan.height
+    cards = _Plan.of(layout, gpus_per_node)
+    stacked = cards.num_rows <= STACK_ROWS
+    width = cards.width if stacked else 2 * cards.width + MARGIN
+    views_height = 2 * cards.height if stacked else cards.height
+    panel = None if plan is None else StagePanel(plan, cfg, width)
+    below = 0.0
+    if panel is not None:
+        width, below = max(width, panel.least_width), panel.height
+    height = views_height + below
     figure = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
     FigureCanvasAgg(figure)
-    for index, (name, view) in enumerate(named_views(layout)):
-        left = 0.0 if stacked else index * (plan.width + MARGIN)
-        bottom = (1 - index) * plan.height if stacked else 0.0
-        axes = figure.add_axes((left / width, bottom / height, plan.width / width, plan.height / height))
-        axes.set(xlim=(0, plan.width), ylim=(plan.height, 0))
+
+    def axes_of(left: float, bottom: float, size: tuple[float, float]) -> "Axes":
+        axes = figure.add_axes((left / width, bottom / height, size[0] / width, size[1] / height))
+        axes.set(xlim=(0, size[0]), ylim=(size[1], 0))
         axes.axis("off")
-        _draw_view(axes, plan, name, view)
+        return axes
+
+    for index, (name, view) in enumerate(named_views(layout)):
+        left = 0.0 if stacked else index * (cards.width + MARGIN)
+        bottom = below + ((1 - index) * cards.height if stacked else 0.0)
+        _draw_view(axes_of(left, bottom, (cards.width, cards.height)), cards, name, view)
+    if panel is not None:
+        panel.draw(axes_of(0.0, 0.0, (width, below)))
     try:
         figure.savefig(path)
     except OSError as error:

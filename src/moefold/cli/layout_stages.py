@@ -35,16 +35,21 @@ def print_stages(console: Console, plan: StagePlan, cfg: Config | None) -> None:
         table.add_column("weights", justify="right", no_wrap=True)
         table.add_column("operations", no_wrap=True)
     for stage in plan.stages:
-        cells = [str(stage.number), str(stage.pp_rank), _holds(stage.parts)]
+        cells = [str(stage.number), str(stage.pp_rank), holds(stage.parts)]
         if loads is not None:
             load, most = loads[stage.number], max(1, *(load.flops for load in loads))
-            cells += [_count(load.weights), f"{load.flops / most:4.0%} {BAR * round(BAR_WIDTH * load.flops / most)}"]
+            share = load.flops / most
+            cells += [
+                compact_count(load.weights),
+                f"{share:4.0%} {BAR * round(BAR_WIDTH * share)}",
+            ]
         table.add_row(*cells)
     console.print()
     console.print(table)
 
 
-def _holds(parts: StageParts) -> str:
+def holds(parts: StageParts) -> str:
+    """What a stage holds, in words."""
     words = ["embedding"] if parts.has_embedding else []
     layers = parts.layers
     if len(layers) == 1:
@@ -58,7 +63,8 @@ def _holds(parts: StageParts) -> str:
     return ", ".join(words) or "nothing"
 
 
-def _count(weights: int) -> str:
+def compact_count(weights: int) -> str:
+    """A number of parameters, short."""
     for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
         if weights >= size:
             return f"{weights / size:.1f} {unit}"

@@ -4,6 +4,7 @@ import importlib.util
 from functools import partial
 
 from moefold.cli.one_voice import one_voice
+from moefold.cli.skipped import say_skipped
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
 
@@ -57,6 +58,7 @@ def _start(words: list[str], place: Place | None) -> int:
         raise ConfigError("--config is read by lm_eval alone; give --model_args and --tasks on the command line")
     settings = LmSettings.from_arguments(model_arguments(words))
     source, cfg = settings.resolve(None if place is None else place.world_size)
+    say_skipped(source.skipped, place)
     if place is not None:
         check_world_size(place, cfg.parallel.world_size)
 

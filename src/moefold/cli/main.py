@@ -16,7 +16,11 @@ from moefold.errors import ConfigError, RunError
 
 COMMANDS = {
     "train": "train a model from a recipe; starts the ranks itself on one machine",
+    "plan": "rank all legal mappings of a model on some GPUs by predicted step time",
     "layout": "show how attention and experts fold over the same ranks",
+    "simulate": "play a step of a recipe out on paper: numbers, a trace, a picture",
+    "plan-accuracy": "compare the planner's predictions with published measurements",
+    "memory": "show what a step has in memory on each rank, measured or by formula",
     "verify": "prove on CPU that a recipe's mapping computes what one process computes",
     "checkpoint": "list, show, verify, compare and remove checkpoints",
     "tokenize": "turn text, JSON lines or parquet into token files",
@@ -78,7 +82,7 @@ def _dispatch(words: list[str]) -> int:
         if name.startswith("-"):
             _parser().parse_args(words)
             return EXIT_USER_ERROR
-        return int(importlib.import_module(f"moefold.cli.{name}").run(words[1:]))
+        return int(importlib.import_module(f"moefold.cli.{name.replace('-', '_')}").run(words[1:]))
     except SystemExit as leave:
         # argparse ends so, after its help (0) and after its own message on a wrong word (2).
         return leave.code if isinstance(leave.code, int) else 0 if leave.code is None else EXIT_USER_ERROR

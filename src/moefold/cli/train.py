@@ -10,8 +10,9 @@ from moefold.cli.one_voice import one_voice
 from moefold.config.checks import check_config, check_machine
 from moefold.config.checks_dispatch import check_dispatch_device
 from moefold.config.checks_machine import check_replay_content
+from moefold.config.checks_offload import check_offload_device
 from moefold.config.elastic import with_world_size
-from moefold.config.load import load_config
+from moefold.config.load import load_given
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
@@ -29,7 +30,9 @@ def run(argv: list[str]) -> int:
         raise ConfigError("a recipe is missing: moefold train RECIPE.toml [section.key=value ...]")
     place = find_place()
     with one_voice(place):
-        cfg = load_config(Path(args.recipe), args.overrides)
+        cfg, given = load_given(Path(args.recipe), args.overrides)
+        if cfg.parallel.mapping == "auto":
+            cfg = _plan(cfg, given, place)
         if place is not None and cfg.parallel.elastic:
             cfg = with_world_size(cfg, place.world_size)
         check_config(cfg)
@@ -42,6 +45,17 @@ def run(argv: list[str]) -> int:
             print(f"{resume} has all {cfg.run.steps} steps of run.steps; nothing to do")
         return 0
     return _train(cfg, place, resume)
+
+
+def _plan(cfg: Config, given: frozenset[str], place: Place | None) -> Config:
+    # Only a machine's devices tell what to plan for, and they take torch.
+    from moefold.launch.machine import machine_of
+    from moefold.plan.auto import plan_mapping
+
+    planned, words = plan_mapping(cfg, given, machine_of(cfg.run.device, place))
+    if place is None or place.rank == 0:
+        print(words)
+    return planned
 
 
 def _is_sound(checkpoint: Path, cfg: Config) -> bool:
@@ -60,9 +74,12 @@ def _train(cfg: Config, place: Place | None, resume: Path | None) -> int:
     world_size = cfg.parallel.world_size
     device_type = choose_device(cfg.run.device, world_size, place)
     check_dispatch_device(cfg, device_type)
+    check_offload_device(cfg, device_type)
     if place is None or place.local_rank == 0:
         check_replay_content(cfg)
-        prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+        if cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal":
+            # Which token files are left out is for the ranks to agree on, and a matter of the checkpoint.
+            prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
         refuse_unfit(resume, cfg, None if resume is None else fingerprint(cfg.data))
     return run_ranks(partial(train_rank, cfg), world_size, device_type, place)
 

@@ -5,10 +5,11 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from moefold.cli.conversion import conversion_job, conversion_summary, training_command
+from moefold.cli.skipped import say_skipped_for
 from moefold.config.checks import check_config
 from moefold.config.load import config_from_dict, load_config
 from moefold.config.schema import Config, ModelConfig
-from moefold.convert.start_check import model_in
+from moefold.convert.start_check import model_in, weights_folder
 from moefold.convert.upcycle_rule import MOE_KEYS, experts_fault, starts_equal, upcycle_fault
 from moefold.errors import ConfigError
 
@@ -19,6 +20,8 @@ def run(argv: list[str]) -> int:
     dense, out = Path(args.dense), Path(args.out)
     model = upcycled_model(dense, args.overrides, args.granularity)
     with conversion_job("upcycle") as (crew, advance):
+        if crew.is_first:
+            say_skipped_for(dense, weights_folder(dense))
         # torch takes seconds to import: a wrong word is answered without it.
         from moefold.convert.upcycle_folder import upcycle_folder
 

@@ -11,6 +11,7 @@ from moefold.config.checks import check_config
 from moefold.config.checks_dispatch import check_dispatch_device
 from moefold.config.checks_machine import check_data_source, check_replay, check_replay_content
 from moefold.config.checks_model import has_moe_layers
+from moefold.config.checks_recompute import AUTO
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -43,6 +44,11 @@ def run(argv: list[str]) -> int:
     args = _parser().parse_intermixed_args(argv)
     cfg = load_config(Path(args.recipe), args.overrides)
     check_config(cfg)
+    if AUTO in cfg.train.recompute:
+        raise ConfigError(
+            f"train.recompute=['{AUTO}'] depends on the memory of the run, which this is not: name the parts that its "
+            'log names, such as train.recompute=["norms"] train.memory_budget_gib=0'
+        )
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps} must be at least 1")
     if args.shrink:

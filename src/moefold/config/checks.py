@@ -2,15 +2,19 @@
 
 `check_config` knows the settings alone; `check_machine` looks at the machine that will run them. Each rule is a small
 function that yields one message for each fault: key, value, rule and the nearest legal settings. The rules are in
-`checks_range` (one key by itself), `checks_model`, `checks_routing`, `checks_parallel`, `checks_train` and
-`checks_recompute` (keys against each other), `checks_data`, `checks_faults` (what a run does when it goes wrong),
-`checks_effect` (settings that nothing would read) and `checks_machine` (files and packages).
+`checks_range` (one key by itself), `checks_model`, `checks_routing`, `checks_parallel`, `checks_train`,
+`checks_recompute`, `checks_offload` and `checks_overlap` (keys against each other), `checks_data`, `checks_faults`
+(what a run does when it goes wrong), `checks_memory` (whether a step fits), `checks_effect` (settings that nothing
+would read) and `checks_machine` (files and packages).
 """
 
 from moefold.config.checks_data import DATA_RULES
 from moefold.config.checks_faults import FAULT_RULES
 from moefold.config.checks_machine import MACHINE_RULES
+from moefold.config.checks_memory import memory_faults
 from moefold.config.checks_model import MODEL_RULES
+from moefold.config.checks_offload import OFFLOAD_RULES, check_offload_folder
+from moefold.config.checks_overlap import OVERLAP_RULES, check_exchange_order
 from moefold.config.checks_parallel import PARALLEL_RULES
 from moefold.config.checks_range import range_faults
 from moefold.config.checks_recompute import RECOMPUTE_RULES
@@ -26,6 +30,8 @@ RULES = (
     *PARALLEL_RULES,
     *TRAIN_RULES,
     *RECOMPUTE_RULES,
+    *OFFLOAD_RULES,
+    *OVERLAP_RULES,
     *DATA_RULES,
     *FAULT_RULES,
 )
@@ -48,6 +54,9 @@ def check_config(cfg: Config, *, trains: bool = True) -> Layout:
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
     refuse(fault for rule in (*RULES, *(LEARNING_RULES if trains else ())) for fault in rule(cfg))
+    refuse(check_exchange_order(cfg))
+    if trains:
+        refuse(memory_faults(cfg))
     return layout
 
 
@@ -70,5 +79,5 @@ def check_machine(cfg: Config) -> None:
     Raises:
         ConfigError: the first fault found.
     """
-    for rule in MACHINE_RULES:
+    for rule in (*MACHINE_RULES, check_offload_folder):
         rule(cfg)

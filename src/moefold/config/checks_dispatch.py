@@ -28,6 +28,8 @@ def deepep_obstacles(cfg: Config) -> Iterator[str]:
         )
     if cfg.faults.check_dispatch:
         yield "deep_ep keeps its row counts to itself, and faults.check_dispatch=true compares them"
+    if p.overlap_experts:
+        yield "deep_ep waits for its rows where it sends them, and parallel.overlap_experts=true works meanwhile"
     if cfg.run.device == "cpu":
         yield "deep_ep needs CUDA GPUs, and run.device='cpu'"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from moefold.config.checks_data import has_validation_split
 from moefold.config.checks_model import has_dense_layers, has_moe_layers
+from moefold.config.checks_offload import keys_that_write
 from moefold.config.faults import refuse
 from moefold.config.keys import default_of
 from moefold.config.schema import Config
@@ -28,7 +29,7 @@ IDLE = (
     Idle(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
-        "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher "
+        "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts "
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens "
         "model.router_score model.router_normalize model.router_scaling_factor model.num_groups model.top_groups "
         "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
@@ -44,6 +45,24 @@ IDLE = (
         lambda cfg: not has_dense_layers(cfg.model),
         "no layer of model.layer_pattern is D",
         "choose a pattern with D, or set model.moe_ffn_hidden_size, the width of an expert",
+    ),
+    Idle(
+        "train.offload_to train.offload_limit_gib train.offload_waits",
+        lambda cfg: not cfg.train.offload,
+        "train.offload=[] offloads no activations",
+        "name parts in train.offload",
+    ),
+    Idle(
+        "train.offload_min_kib",
+        lambda cfg: not cfg.train.offload and cfg.train.offload_optimizer == "none",
+        "nothing is offloaded",
+        "name parts in train.offload, or set train.offload_optimizer",
+    ),
+    Idle(
+        "train.offload_dir",
+        lambda cfg: not keys_that_write(cfg.train),
+        "nothing is offloaded to a disk",
+        "choose 'ssd' for train.offload_to (with parts in train.offload) or for train.offload_optimizer",
     ),
     Idle(
         "model.sliding_window",
@@ -299,10 +318,16 @@ IDLE = (
         "set parallel.world_size",
     ),
     Idle(
+        "faults.straggler_factor",
+        lambda cfg: cfg.faults.straggler_factor > 0 and cfg.parallel.world_size == cfg.parallel.pp,
+        "ranks are compared within their pipeline stage, and each stage has one rank",
+        "choose parallel.pp below parallel.world_size",
+    ),
+    Idle(
         "faults.replica_check_every",
-        lambda cfg: cfg.faults.replica_check_every > cfg.run.steps,
-        "the run ends before, after run.steps",
-        "choose at most run.steps",
+        lambda cfg: cfg.faults.replica_check_every > cfg.run.steps and cfg.checkpoint.every == 0,
+        "the run ends before, after run.steps, and saves nothing, before which it would be checked",
+        "choose at most run.steps, or set checkpoint.every",
     ),
     Idle(
         "faults.spike_window",

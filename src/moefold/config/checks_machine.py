@@ -15,9 +15,9 @@ def check_writable(cfg: Config) -> None:
     Raises:
         ConfigError: a folder is a file, or cannot be written to.
     """
-    _probe("run.dir", Path(cfg.run.dir))
+    probe_folder("run.dir", cfg.run.dir)
     if cfg.checkpoint.dir and cfg.checkpoint.every:
-        _probe("checkpoint.dir", Path(cfg.checkpoint.dir))
+        probe_folder("checkpoint.dir", cfg.checkpoint.dir)
 
 
 def check_packages(cfg: Config) -> None:
@@ -119,9 +119,14 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
-def _probe(key: str, folder: Path) -> None:
-    """Try to make a file where the folder is or would be made; only a trial tells for sure, and it leaves nothing."""
-    name = f"{key}={str(folder)!r}"
+def probe_folder(key: str, path: str) -> None:
+    """Try to make a file where a folder is or would be made; only a trial tells for sure, and it leaves nothing.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    folder = Path(path)
+    name = f"{key}={path!r}"
     standing = folder.absolute()
     try:
         while not standing.exists():

@@ -152,6 +152,15 @@ def sequence_faults(cfg: Config) -> Iterator[str]:
     yield f"train.seq_len={seq_len} must be {rule}; choose {nearest_multiples(seq_len, step)}"
 
 
+def unplanned_faults(cfg: Config) -> Iterator[str]:
+    """The mapping is there: `moefold train` plans it first, other commands are told it."""
+    if cfg.parallel.mapping == "auto":
+        yield (
+            "parallel.mapping='auto' is planned by `moefold train` alone; for this command give the degrees, as "
+            "`moefold plan RECIPE --recipe OUT.toml` writes them"
+        )
+
+
 def dispatcher_faults(cfg: Config) -> Iterator[str]:
     """The local dispatcher has no communication, and those that are named for theirs have some."""
     p = cfg.parallel
@@ -227,6 +236,7 @@ def batch_faults(cfg: Config) -> Iterator[str]:
 
 
 PARALLEL_RULES = (
+    unplanned_faults,
     cut_faults,
     sequence_faults,
     dispatcher_faults,

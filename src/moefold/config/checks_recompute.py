@@ -1,30 +1,82 @@
 """Rules on what is made again in the backward pass."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from moefold.config.checks_model import has_dense_layers, has_moe_layers
 from moefold.config.schema import RECOMPUTE_PARTS, Config, ModelConfig
 
+AUTO = "auto"
 INSIDE = {"moe": ("expert_activation", "shared_experts"), "layer": tuple(p for p in RECOMPUTE_PARTS if p != "layer")}
 """What runs again with a part anyway."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A key that lists parts of the layers, and what its errors say."""
+
+    key: str
+    known: tuple[str, ...]
+    unknown: str
+    """Of a word that is none of them."""
+    includes: str
+    """What a part does to those inside it."""
+
+
+AGAIN = Parts("train.recompute", (*RECOMPUTE_PARTS, AUTO), "is no part of a layer", "makes it again anyway")
 
 
 def recompute_faults(cfg: Config) -> Iterator[str]:
     """Every part is one, stands there once, is in the model, and is not inside another."""
     parts = cfg.train.recompute
+    if AUTO in parts:
+        yield from _auto_faults(cfg)
+        return
+    if cfg.train.memory_budget_gib:
+        yield (
+            f"train.memory_budget_gib={cfg.train.memory_budget_gib:g} is read with train.recompute=['{AUTO}'] alone; "
+            "leave it out"
+        )
+    yield from part_faults(AGAIN, parts, cfg.model)
+
+
+def part_faults(kind: Parts, parts: Sequence[str], model: ModelConfig) -> Iterator[str]:
+    """What is wrong with a list of parts."""
     for part in dict.fromkeys(parts):
-        if part not in RECOMPUTE_PARTS:
-            known = ", ".join(map(repr, RECOMPUTE_PARTS))
-            yield f"train.recompute has {part!r}, which is no part of a layer; choose from {known}"
+        if part not in kind.known:
+            yield f"{kind.key} has {part!r}, which {kind.unknown}; choose from {', '.join(map(repr, kind.known))}"
         elif parts.count(part) > 1:
-            yield f"train.recompute names {part!r} {parts.count(part)} times; name it once"
-        elif lack := _lack(part, cfg.model):
-            yield f"train.recompute has {part!r}, and {lack}; leave it out"
-        elif whole := next((whole for whole in parts if part in INSIDE.get(whole, ())), None):
-            yield f"train.recompute has {part!r} and {whole!r}, which makes it again anyway; leave one of them out"
+            yield f"{kind.key} names {part!r} {parts.count(part)} times; name it once"
+        elif lack := lacking_part(part, model):
+            yield f"{kind.key} has {part!r}, and {lack}; leave it out"
+        elif whole := part_around(part, parts):
+            yield f"{kind.key} has {part!r} and {whole!r}, which {kind.includes}; leave one of them out"
 
 
-def _lack(part: str, model: ModelConfig) -> str:
+def part_around(part: str, parts: Sequence[str]) -> str | None:
+    """The one of `parts` that another one is inside of."""
+    return next((whole for whole in parts if part in INSIDE.get(whole, ())), None)
+
+
+def _auto_faults(cfg: Config) -> Iterator[str]:
+    """It stands by itself; a CPU has no memory of its own to go by; and something fits."""
+    train = cfg.train
+    if len(train.recompute) > 1:
+        yield f"train.recompute={list(train.recompute)!r} names parts beside '{AUTO}', which chooses; leave one out"
+    elif train.memory_budget_gib == 0 and cfg.run.device == "cpu":
+        yield (
+            f"train.recompute=['{AUTO}'] needs train.memory_budget_gib with run.device='cpu': ranks share the "
+            "machine's memory; give what one rank may use"
+        )
+    uncounted = {"train.offload": train.offload, "parallel.overlap_experts": cfg.parallel.overlap_experts}
+    for key, is_set in uncounted.items():
+        if is_set:
+            yield (
+                f"train.recompute=['{AUTO}'] goes by formulas that do not know {key}; name parts, or leave {key} out"
+            )
+
+
+def lacking_part(part: str, model: ModelConfig) -> str:
     """Why a model has no such part; empty if it has."""
     if part == "mla_up" and model.attention != "mla":
         return "model.attention is not 'mla'"

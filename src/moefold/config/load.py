@@ -31,6 +31,8 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
 Tree = dict[str, Any]
+AUTO = "auto"
+"""`parallel = "auto"` is short for mapping = "auto" in the section."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -47,12 +49,23 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         ConfigError: the file cannot be read, or a section, key, type, choice or preset is wrong. All such faults of
             a readable file are listed, one a line.
     """
+    return load_given(path, overrides)[0]
+
+
+def load_given(path: Path | None, overrides: Sequence[str] = ()) -> tuple[Config, frozenset[str]]:
+    """As `load_config`, with the keys that the recipe and the overrides set, as "section.key".
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
     tree = read_recipe(path) if path is not None else {}
+    if tree.get("parallel") == AUTO:
+        tree["parallel"] = {"mapping": AUTO}
     apply_overrides(tree, overrides)
     given = frozenset(f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys)
     cfg = config_from_dict(tree)
     check_explicit(given, cfg)
-    return cfg
+    return cfg, given
 
 
 def apply_overrides(tree: Tree, words: Sequence[str]) -> None:

@@ -251,6 +251,9 @@ def _spelling(kinds: str) -> str:
 class ParallelConfig:
     """How the two views of the ranks are cut. dp and edp follow from world_size."""
 
+    mapping: Literal["given", "auto"] = "given"
+    """auto: `moefold train` plans the axes that the recipe leaves out ([planner.md](planner.md)); `parallel = "auto"`
+    above all sections is short for it. Without world_size, all ranks of the launcher, or all devices of the machine."""
     world_size: int = 1
     """Ranks in all."""
     tp: int = 1
@@ -282,6 +285,9 @@ class ParallelConfig:
     dispatcher: Literal["auto", "local", "allgather", "alltoall", "leastloaded", "deepep"] = "alltoall"
     """How tokens reach their experts. local: ep = etp = 1. leastloaded: alltoall that relieves overloaded ranks.
     deepep: the kernels of that package, for GPUs. auto: deepep where it can run, else alltoall; the log says which."""
+    overlap_experts: bool = False
+    """Work on two micro-batches at a time, the forward pass of one beside the backward pass of another, so that each
+    hides the dispatch and the combine of the other ([pipeline.md](pipeline.md)). Keeps more micro-batches in memory."""
     context: Literal["ring", "allgather", "ulysses"] = "ring"
     """How attention sees the whole sequence under cp."""
     elastic: bool = False
@@ -416,7 +422,27 @@ class TrainConfig:
     """Largest global gradient norm; 0 turns clipping off."""
     recompute: tuple[str, ...] = ()
     """Parts of the layers that are not kept but made again in the backward pass: norms, core_attention, mla_up,
-    dense_mlp, expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bit for bit the same result."""
+    dense_mlp, expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bit for bit the same result.
+    auto, by itself: those that fit a step into memory_budget_gib at the least work."""
+    memory_budget_gib: float = 0.0
+    """Memory of a rank that recompute "auto" may fill, by formula; 0: nine tenths of the GPU's, and refused on CPU."""
+    offload: tuple[str, ...] = ()
+    """Parts of the layers whose activations are outside of memory between the passes: norms, core_attention, dense_mlp,
+    expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bit for bit the same result."""
+    offload_to: Literal["host", "ssd"] = "host"
+    """host: memory of the host, for GPUs. ssd: a file in offload_dir that has no name and goes with the process."""
+    offload_optimizer: Literal["none", "host", "ssd"] = "none"
+    """Where the moments of the optimizer are between steps: with the weights, in memory of the host (for GPUs), or in
+    mapped files in offload_dir. Bit for bit the same result."""
+    offload_dir: str = ""
+    """Folder on a local disk (ssd); made if there is none."""
+    offload_min_kib: int = 1024
+    """A smaller block of activations, or moment of one parameter on one rank, stays, in KiB."""
+    offload_limit_gib: float = 0.0
+    """Most that a rank offloads at a time, in GiB; what is beyond stays in memory. 0: no limit."""
+    offload_waits: bool = False
+    """Let the forward pass wait for the copies: what is offloaded takes as little memory however slow they are. false:
+    what cannot be copied out and back before it is needed stays in memory."""
     loss_chunk: int = 0
     """Tokens of a rank whose logits are in memory at a time; the backward pass makes them again. 0: all of a
     micro-batch, once. -1: as many as 2**24 logits are, at least 256, and once if that is all."""
@@ -452,7 +478,7 @@ class DataConfig:
     """As document_end, with the documents that `moefold tokenize` noted beside the tokens (tokens)."""
     corrupt: Literal["fatal", "skip"] = "fatal"
     """What happens to files that cannot be read to their end: fatal refuses the run, skip leaves them out, each as a
-    whole, and names them in the log ([data.md](data.md#corrupt-files))."""
+    whole, and names them in the log; token files also when they break later ([data.md](data.md#corrupt-files))."""
     shuffle: bool = True
     """Visit the samples of each epoch in an order drawn from run.seed."""
     column: str = "text"
@@ -535,11 +561,12 @@ class FaultsConfig:
     max_rollbacks: int = 3
     """Most rollbacks of a run; the next one stops it."""
     straggler_factor: float = 1.3
-    """Name a rank whose own work takes more than so many times the median of its pipeline stage for 8 steps in a row;
+    """Name a rank whose own work takes more than so many times the median of its pipeline stage in 12 of 16 steps;
     0 turns it off, and the timing of ranks in metrics.jsonl with it."""
     replica_check_every: int = 0
     """Compare replicas every so many steps: that ranks hold the same bytes where they should, and how far losses and
-    gradients of data-parallel replicas go apart; 0 never. A difference of bytes ends the run and names the rank."""
+    gradients of data-parallel replicas go apart; 0 never. The bytes are compared before each save too. A difference of
+    bytes ends the run and names the rank."""
 
     @property
     def actions(self) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from moefold.convert.further_layer import stored_model, tensor_names
 from moefold.errors import ConfigError
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 
 
 def is_hf_folder(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from moefold.checkpoint.folder import skipped_checkpoints
 from moefold.checkpoint.sound import refuse_damaged
 from moefold.checkpoint.stream import CheckpointSource
 from moefold.config.schema import Config
@@ -44,6 +45,7 @@ def start_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> 
         return ""
     crew = joined_crew()
     path: Path = crew.gather(weights_folder(Path(given)))[0]
+    skipped = skipped_checkpoints(Path(given), path) if is_first_rank else []
     if not is_hf_folder(path):
         refuse_damaged(path, crew, reads_all=cfg.checkpoint.verify)
     source = open_weights(path)
@@ -52,7 +54,8 @@ def start_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> 
     fill(source, {**model.named_parameters, **model.named_buffers}, str(path))
     if is_first_rank and cfg.checkpoint.every:
         keep_companions(path, cfg)
-    notes = [tokenizer_note(cfg.data, path) if is_first_rank else ""]
+    notes = [f"skipped a damaged checkpoint, {words}" for words in skipped]
+    notes += [tokenizer_note(cfg.data, path) if is_first_rank else ""]
     if cfg.model.upcycle_from:
         notes.append(export_note(cfg.model))
     done = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"

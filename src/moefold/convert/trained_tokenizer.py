@@ -12,7 +12,7 @@ from moefold.checkpoint.folder import CheckpointMeta, read_meta
 from moefold.checkpoint.store import explained
 from moefold.config.schema import DataConfig
 from moefold.convert.companions import TOKENIZER, find_companions
-from moefold.convert.hf_config import is_hf_folder
+from moefold.convert.hf_config import GENERATION_FILE, is_hf_folder
 from moefold.convert.manifest import OTHER_TOKENIZERS
 from moefold.data.fingerprint import is_as_noted
 from moefold.data.source_file import BESIDE_TOKENIZER
@@ -21,7 +21,6 @@ from moefold.errors import ConfigError, some
 
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
-GENERATION = "generation_config.json"
 BESIDE = (*BESIDE_TOKENIZER, "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 """Files beside a tokenizer.json that travel with it."""
 TOKENIZER_FILES = (TOKENIZER, *BESIDE, "merges.txt", *OTHER_TOKENIZERS)
@@ -108,8 +107,8 @@ def place_tokenizer(draft: Path, choice: TokenizerChoice) -> None:
             settings = {"eos_token": JsonTokenizer(draft / TOKENIZER).decode([eos])}
         if "tokenizer_class" not in settings:
             _write(draft / SETTINGS, settings | {"tokenizer_class": PLAIN_CLASS})
-    if choice.token_ids and (draft / GENERATION).is_file():
-        _write(draft / GENERATION, _read(draft / GENERATION) | {**choice.token_ids})
+    if choice.token_ids and (draft / GENERATION_FILE).is_file():
+        _write(draft / GENERATION_FILE, _read(draft / GENERATION_FILE) | {**choice.token_ids})
 
 
 def tokenizer_note(data: DataConfig, start: Path) -> str:

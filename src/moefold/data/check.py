@@ -9,7 +9,7 @@ from moefold.data.fine_tuning import conversation_files
 from moefold.data.huggingface import check_package, text_tables
 from moefold.data.path import data_paths, files_below
 from moefold.data.split import split_samples
-from moefold.data.token_file import map_document_ends, token_files
+from moefold.data.token_file import open_document_ends, token_files
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
 from moefold.errors import ConfigError
 
@@ -39,7 +39,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         files = token_files(data, skipped_files(data))
         if data.document_index:
             for file in files:
-                map_document_ends(file.path, file.num_tokens)
+                open_document_ends(file.path, file.num_tokens)
         num_tokens = sum(file.num_tokens for file in files)
         refuse_too_few(num_tokens, seq_len=seq_len)
         split_samples((num_tokens - 1) // seq_len, data.validation_fraction)

@@ -2,8 +2,8 @@
 
 Every file is read through before the ranks start, and what was found is noted in the token cache, by the sizes and
 times of the files; ranks and later runs go by the note. A file is left out as a whole, or not at all: so which sample
-has which number does not depend on where a reader stumbles. Token files are looked at as often as they are opened: that
-costs their headers alone.
+has which number does not depend on where a reader stumbles. Of token files the headers tell; what becomes of those that
+break later is said in `shards`.
 """
 
 import hashlib
@@ -11,15 +11,17 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 
+from moefold.checkpoint.data_files import ENDS_SUFFIX
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cache_folders
 from moefold.data.document import TextFile, read_through
 from moefold.data.jsonl import jsonl_records
+from moefold.data.shard_reader import BrokenShardError
 from moefold.data.source_file import named_sources
-from moefold.data.token_file import look_at, map_document_ends
+from moefold.data.token_file import look_at, open_document_ends
 from moefold.errors import ConfigError, some
 
 FORMAT_VERSION = 1
@@ -38,9 +40,24 @@ def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: b
     Raises:
         ConfigError: all files are corrupt, or a source is on the hub.
     """
+    faults = corrupt_files(data, cache_dir=cache_dir)
+    if reports:
+        report_skipped(faults)
+    return faults.keys()
+
+
+def report_skipped(faults: Mapping[Path, str]) -> None:
+    """Log what is left out."""
+    for file, fault in faults.items():
+        # Most faults name their file already.
+        logger.warning("data.corrupt: left out a file: %s", fault if str(file) in fault else f"{file}: {fault}")
+
+
+def corrupt_files(data: DataConfig, *, cache_dir: Path | None = None) -> dict[Path, str]:
+    """As `skipped_files`, each with what is wrong with it."""
     if data.corrupt == "fatal":
-        return frozenset()
-    files = [file for _, file in named_sources(data) if file.suffix != ".ends"]
+        return {}
+    files = [file for _, file in named_sources(data) if file.suffix != ENDS_SUFFIX]
     if not files:
         raise ConfigError(
             'data.corrupt="skip" looks at files, and data.path names none; leave it out for data sets on the hub'
@@ -48,10 +65,7 @@ def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: b
     faults = _token_faults(data, files) if data.kind == "tokens" else _noted_faults(data, files, cache_dir)
     if len(faults) == len(files):
         raise ConfigError(f"data.path holds no sound file: {some(list(faults.values()))}; copy them anew")
-    for file, fault in faults.items() if reports else ():
-        # Most faults name their file already.
-        logger.warning("data.corrupt: left out a file: %s", fault if file in fault else f"{file}: {fault}")
-    return frozenset(Path(file) for file in faults)
+    return {Path(file): fault for file, fault in faults.items()}
 
 
 def _token_faults(data: DataConfig, files: list[Path]) -> dict[str, str]:
@@ -60,9 +74,13 @@ def _token_faults(data: DataConfig, files: list[Path]) -> dict[str, str]:
         try:
             found = look_at(file, data.token_dtype)
             if data.document_index and found.num_tokens:
-                map_document_ends(file, found.num_tokens)
+                open_document_ends(file, found.num_tokens)
+        except BrokenShardError as error:
+            faults[str(file)] = error.cause
         except ConfigError as error:
             faults[str(file)] = str(error)
+        except OSError as error:
+            faults[str(file)] = f"it cannot be read ({error.strerror or error})"
     return faults
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cached_tokens
-from moefold.data.corrupt import skipped_files
+from moefold.data.corrupt import corrupt_files, report_skipped, skipped_files
 from moefold.data.document import Corpus, python_docs_corpus, text_corpus
 from moefold.data.fine_tuning import open_conversations, pack_conversations
 from moefold.data.huggingface import text_tables
@@ -14,6 +14,8 @@ from moefold.data.marked import EndMarkedSamples, SampleSource
 from moefold.data.mixture import Mixture
 from moefold.data.random_bits import combine
 from moefold.data.sampling import IndexMarkedSamples, PackedSamples, SampleRow, Split
+from moefold.data.shards import Shards, find_shards
+from moefold.data.source_file import named_sources
 from moefold.data.split import Runs, split_samples
 from moefold.data.stream import StreamRow
 from moefold.data.synthetic import SyntheticSamples
@@ -23,6 +25,7 @@ from moefold.errors import ConfigError
 
 # Validation is visited in one order for every seed, so that its first samples come from all over the data.
 _VALIDATION_ORDER = combine(0)
+_VALIDATION = "validation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,13 @@ class Dataset:
 
 
 def open_dataset(
-    data: DataConfig, *, seq_len: int, vocab_size: int, seed: int, cache_dir: Path | None = None
+    data: DataConfig,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    seed: int,
+    cache_dir: Path | None = None,
+    shards: Shards | None = None,
 ) -> Dataset:
     """Open the data of a recipe; every process that does so with the same arguments sees the same samples.
 
@@ -50,11 +59,12 @@ def open_dataset(
         vocab_size: model.vocab_size; every id is below it.
         seed: run.seed; it draws the order of the training samples, and all of `synthetic`.
         cache_dir: folder of tokenised text; None means `default_cache_dir()`.
+        shards: the token files of a run that has begun, for data of that kind; None: look for them.
 
     Raises:
         ConfigError: the data is missing, broken, too small, or does not fit the model's vocabulary.
     """
-    return _Opener(data, seq_len, vocab_size, seed, cache_dir).open()
+    return _Opener(data, seq_len, vocab_size, seed, cache_dir, shards=shards).open()
 
 
 def prepare(
@@ -67,10 +77,11 @@ def prepare(
     Returns:
         The file of tokenised text; None for kinds of data that need none, and for mixtures.
     """
-    if data.kind == "tokens":
-        TokenFiles(token_files(data, skipped_files(data)), vocab_size=vocab_size).probe()
+    if data.kind == "tokens" and data.corrupt == "fatal":
+        TokenFiles(token_files(data), vocab_size=vocab_size).probe()
     opener = _Opener(data, seq_len, vocab_size, seed, cache_dir, is_first=True)
-    opener.open().train.sample(0)
+    row = opener.open().train
+    row.sample(row.next_samples(0, 1)[0])
     return opener.cached
 
 
@@ -86,6 +97,7 @@ class _Opener:
     is_first: bool = False
     """This process opens the data before all others: it shows progress and reports."""
     cached: Path | None = None
+    shards: Shards | None = None
     _skipped: Set[Path] = frozenset()
 
     def open(self) -> Dataset:
@@ -99,7 +111,10 @@ class _Opener:
                 Mixture([part.validation for part in parts], data.weights),
                 tokenizer,
             )
-        self._skipped = skipped_files(data, cache_dir=self.cache_dir, reports=self.is_first)
+        if self.shards is None and data.kind == "tokens" and data.corrupt == "skip":
+            self.shards = self._find_shards()
+        if self.shards is None:
+            self._skipped = skipped_files(data, cache_dir=self.cache_dir, reports=self.is_first)
         if data.kind == "sft":
             return Dataset(*self._conversations(tokenizer), tokenizer)
         if data.streaming:
@@ -110,9 +125,17 @@ class _Opener:
         training, validation = split_samples(len(source), data.validation_fraction)
         return Dataset(
             Split(source, training, order_key=self._order_key),
-            Split(source, validation, order_key=_VALIDATION_ORDER),
+            Split(source, validation, order_key=_VALIDATION_ORDER, part=_VALIDATION),
             tokenizer,
         )
+
+    def _find_shards(self) -> Shards:
+        faults = corrupt_files(self.data)
+        skipped = {name for name, file in named_sources(self.data) if file in faults}
+        shards = find_shards(self.data, vocab_size=self.vocab_size, skipped=skipped)
+        if self.is_first:
+            report_skipped(faults | {Path(name): fault for name, fault in shards.lost.items()})
+        return shards
 
     @property
     def _order_key(self) -> int | None:
@@ -125,13 +148,14 @@ class _Opener:
             samples = SyntheticSamples(seed=self.seed, vocab_size=self.vocab_size, seq_len=self.seq_len)
             return samples if data.document_end < 0 else EndMarkedSamples(samples, data.document_end)
         if data.kind == "tokens":
-            files = token_files(data, self._skipped)
+            files = token_files(data, self._skipped) if self.shards is None else self.shards.files(data)
         else:
             is_table = data.kind == "huggingface"
             texts = text_tables(data, split, self._skipped) if is_table else _corpus(data, self._skipped)
             self.cached = cached_tokens(texts, tokenizer, cache_dir=self.cache_dir, shows_progress=self.is_first)
             files = (look_at_npy(self.cached),)
-        stream = TokenFiles(files, vocab_size=self.vocab_size)
+        lost = () if self.shards is None else self.shards.lost
+        stream = TokenFiles(files, vocab_size=self.vocab_size, lost=lost, is_indexed=data.document_index)
         refuse_too_few(len(stream), seq_len=self.seq_len)
         if data.document_index:
             return IndexMarkedSamples(stream, self.seq_len)
@@ -144,9 +168,11 @@ class _Opener:
     def _held_out_split(self, tokenizer: Tokenizer) -> Split:
         """The split named to evaluate on, from the cache also beside a stream: it is read again and again."""
         if not self.data.validation_split:
-            return Split(SyntheticSamples(seed=0, vocab_size=1, seq_len=self.seq_len), Runs(()), order_key=None)
+            return Split(
+                SyntheticSamples(seed=0, vocab_size=1, seq_len=self.seq_len), Runs(()), order_key=None, part=_VALIDATION
+            )
         source = self._source(tokenizer, self.data.validation_split)
-        return Split(source, Runs((range(len(source)),)), order_key=_VALIDATION_ORDER)
+        return Split(source, Runs((range(len(source)),)), order_key=_VALIDATION_ORDER, part=_VALIDATION)
 
     def _stream(self, tokenizer: Tokenizer) -> StreamRow:
         texts = text_tables(self.data, self.data.split, self._skipped)
@@ -162,7 +188,9 @@ class _Opener:
         training, validation = pack_conversations(
             self.data, conversations, seq_len=self.seq_len, pad_id=pad_id, reports=self.is_first
         )
-        return self._all_of(training), Split(validation, Runs((range(len(validation)),)), order_key=_VALIDATION_ORDER)
+        return self._all_of(training), Split(
+            validation, Runs((range(len(validation)),)), order_key=_VALIDATION_ORDER, part=_VALIDATION
+        )
 
 
 def refuse_path(data: DataConfig) -> None:

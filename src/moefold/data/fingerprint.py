@@ -34,10 +34,14 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
     sources = named_sources(data)
     skipped = _skipped(data, cache_dir)
     num_middle = _MIDDLE_BLOCKS if len(sources) <= _FEW_FILES else 0
-    found = {
-        name: SKIPPED if file in skipped else _look(name, file, num_middle)
-        for name, file in [*sources, *settings_files(data)]
-    }
+    found = {}
+    for name, file in [*sources, *settings_files(data)]:
+        try:
+            found[name] = SKIPPED if file in skipped else _look(name, file, num_middle)
+        except ConfigError:
+            if data.kind != "tokens" or data.corrupt == "fatal":
+                raise
+            found[name] = SKIPPED
     if data.kind == "python-docs":
         text = "\n".join(f"{name} {seen}" for name, seen in found.items())
         return {"python-docs": f"{len(found)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"}
@@ -55,13 +59,18 @@ def outline(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str
 
 def outline_differences(first: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """How the files here differ from those of the first rank, of which more may be known."""
+    return list(files_that_differ(first, here).values())
+
+
+def files_that_differ(first: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+    """As `outline_differences`, by the names of the files."""
     if not here:
-        return []
-    missing = [f"{name} is not there" for name, seen in first.items() if name not in here and seen != SKIPPED]
+        return {}
+    missing = {n: f"{n} is not there" for n, seen in first.items() if n not in here and seen != SKIPPED}
     sizes = {name: (first[name].split()[0] if name in first else "none", seen) for name, seen in here.items()}
-    return missing + [
-        f"{name} has {seen} bytes, and {theirs} there" for name, (theirs, seen) in sizes.items() if theirs != seen
-    ]
+    return missing | {
+        name: f"{name} has {seen} bytes, and {theirs} there" for name, (theirs, seen) in sizes.items() if theirs != seen
+    }
 
 
 def is_as_noted(file: Path, seen: str) -> bool:
@@ -74,8 +83,8 @@ def is_as_noted(file: Path, seen: str) -> bool:
 
 
 def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
-    """The files that are left out, asked for as the samples are: each part of a mixture by itself."""
-    if not data.weights or isinstance(data.path, str):
+    """The files that are left out, asked for as the samples are: each part of a mixture by itself, but token files."""
+    if not data.weights or isinstance(data.path, str) or data.kind == "tokens":
         return skipped_files(data, cache_dir=cache_dir)
     parts = [replace(data, path=path, weights=()) for path in data.path]
     return frozenset(file for part in parts for file in skipped_files(part, cache_dir=cache_dir))

@@ -4,6 +4,7 @@ A source of samples that has a `marked_sample` beside its `sample` (a `MarkedSou
 and the mean of the loss follow.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -60,6 +61,24 @@ class NamedSource(Protocol):
 
     def origin(self, number: int) -> str:
         """Where a sample lies, for a message: a file and a place in it."""
+        ...
+
+
+@runtime_checkable
+class LosingSource(Protocol):
+    """Numbered samples that lie in files, which can be given up; the other samples keep their numbers."""
+
+    def lose(self, names: Iterable[str]) -> None:
+        """Give up files, by their names in the recipe."""
+        ...
+
+    def is_lost(self, number: int) -> bool:
+        """Whether a sample has a token of a file that was given up."""
+        ...
+
+    @property
+    def lost_samples(self) -> list[range]:
+        """The numbers of those that have, ascending and disjoint."""
         ...
 
 
@@ -155,3 +174,17 @@ class EndMarkedSamples:
     def origin(self, number: int) -> str:
         """Where a sample lies; empty if the source cannot say."""
         return self._source.origin(number) if isinstance(self._source, NamedSource) else ""
+
+    def lose(self, names: Iterable[str]) -> None:
+        """Give up files of the source."""
+        if isinstance(self._source, LosingSource):
+            self._source.lose(names)
+
+    def is_lost(self, number: int) -> bool:
+        """Whether a sample of the source is lost."""
+        return isinstance(self._source, LosingSource) and self._source.is_lost(number)
+
+    @property
+    def lost_samples(self) -> list[range]:
+        """The lost samples of the source."""
+        return self._source.lost_samples if isinstance(self._source, LosingSource) else []

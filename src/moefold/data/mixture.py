@@ -5,8 +5,9 @@ Sample n belongs to the part whose interval holds frac(n * g + 1/2), g the golde
 the shares to within a few samples. How many of the first n samples came from a part is a sum of floors: O(log n).
 """
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -29,6 +30,7 @@ class Mixture(SampleRow):
             shares: the share of each, above 0, in any unit.
         """
         self.seq_len = parts[0].seq_len
+        self.part = parts[0].part
         self._parts = tuple(parts)
         total = sum(shares)
         self._shares = tuple(share / total for share in shares)
@@ -66,6 +68,26 @@ class Mixture(SampleRow):
         """The sample's part, and its row there."""
         which, number = self.place(index)
         return f"part {which}, {self._parts[which].origin(number)}"
+
+    def lose(self, names: Iterable[str]) -> None:
+        """Give up files of whichever part they are of."""
+        wanted = frozenset(names)
+        for part in self._parts:
+            part.lose(wanted)
+
+    def is_lost(self, index: int) -> bool:
+        """Whether the part's sample is lost."""
+        which, number = self.place(index)
+        return self._parts[which].is_lost(number)
+
+    @property
+    def num_lost(self) -> int:
+        """Samples of an epoch that are lost, near enough: parts lose each their share of it."""
+        length = len(self)
+        lost = [part.num_lost / len(part) * self._count(i, length) for i, part in enumerate(self._parts) if len(part)]
+        if all(part.num_lost == len(part) for part in self._parts):
+            return length
+        return min(length - 1, math.ceil(sum(lost)))
 
     def state(self, index: int) -> Any:
         """The states of the parts, None if none has any."""

@@ -1,16 +1,25 @@
 """From a sample's global number to its tokens: order, epochs and batches, the same under every mapping."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.data.marked import MarkedSample, MarkedSource, NamedSource, SampleBatch, SampleSource, stack_samples
+from moefold.data.marked import (
+    LosingSource,
+    MarkedSample,
+    MarkedSource,
+    NamedSource,
+    SampleBatch,
+    SampleSource,
+    stack_samples,
+)
 from moefold.data.permutation import Permutation
 from moefold.data.random_bits import combine
 from moefold.data.split import Runs
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, RunError
 
 
 class TokenStream(Protocol):
@@ -42,6 +51,24 @@ class PlacedStream(Protocol):
         ...
 
 
+@runtime_checkable
+class LosingStream(Protocol):
+    """A row of ids that lies in files, which can be given up; their ids keep their places."""
+
+    def lose(self, names: Iterable[str]) -> None:
+        """Give up files."""
+        ...
+
+    @property
+    def lost_tokens(self) -> list[range]:
+        """The places of the files that were given up, ascending."""
+        ...
+
+    def is_lost(self, start: int, stop: int) -> bool:
+        """Whether any of the tokens start .. stop-1 is of one of them."""
+        ...
+
+
 class PackedSamples:
     """Documents packed without padding: sample i is tokens[i*S : i*S + S + 1], S = seq_len.
 
@@ -67,6 +94,28 @@ class PackedSamples:
         start = number * self.seq_len
         return self.stream.place(start) if isinstance(self.stream, PlacedStream) else ""
 
+    def lose(self, names: Iterable[str]) -> None:
+        """Give up files: samples with any token of theirs are lost."""
+        if isinstance(self.stream, LosingStream):
+            self.stream.lose(names)
+
+    def is_lost(self, number: int) -> bool:
+        """Whether a sample has a token of a file that was given up."""
+        start = number * self.seq_len
+        return isinstance(self.stream, LosingStream) and self.stream.is_lost(start, start + self.seq_len + 1)
+
+    @property
+    def lost_samples(self) -> list[range]:
+        """The numbers of the samples that are lost, ascending and disjoint."""
+        found: list[range] = []
+        for tokens in self.stream.lost_tokens if isinstance(self.stream, LosingStream) else ():
+            # Sample i has the tokens i * S .. i * S + S.
+            first = max(-(-(tokens.start - self.seq_len) // self.seq_len), found[-1].stop if found else 0)
+            end = min((tokens.stop - 1) // self.seq_len + 1, len(self))
+            if first < end:
+                found.append(range(first, end))
+        return found
+
 
 class IndexMarkedSamples(PackedSamples):
     """Packed samples with the documents that their stream knows of."""
@@ -88,6 +137,8 @@ class SampleRow(ABC):
     """Samples in the order in which a run visits them, without end: the same row under every mapping."""
 
     seq_len: int
+    part: str = "training"
+    """What the samples are for, in messages."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -112,12 +163,58 @@ class SampleRow(ABC):
 
     def batch(self, first: int, count: int) -> SampleBatch:
         """Samples first .. first+count-1 of the run."""
+        return self.rows(range(first, first + count))
+
+    def rows(self, indices: Sequence[int]) -> SampleBatch:
+        """These samples of the run, below each other."""
         if self.is_marked:
-            return stack_samples([self.marked_sample(first + i) for i in range(count)], self.seq_len)
-        tokens = np.empty((count, self.seq_len + 1), dtype=np.int64)
-        for i in range(count):
-            tokens[i] = self.sample(first + i)
+            return stack_samples([self.marked_sample(index) for index in indices], self.seq_len)
+        tokens = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
+        for i, index in enumerate(indices):
+            tokens[i] = self.sample(index)
         return SampleBatch(tokens)
+
+    def next_samples(self, first: int, count: int, left_out: Sequence[range] = ()) -> Sequence[int]:
+        """The next `count` samples of the run from sample `first` on, ascending: those that are not lost or left out.
+
+        Raises:
+            RunError: all samples are lost.
+        """
+        if self.is_all_lost:
+            raise RunError(
+                f"no {self.part} sample is left to take: the files of all of them are left out (data.corrupt='skip'); "
+                "bring them back, or give the run other data"
+            )
+        blocked = [part for part in left_out if part.stop > first]
+        if not self.num_lost and all(part.start >= first + count for part in blocked):
+            return range(first, first + count)
+        taken: list[int] = []
+        while len(taken) < count:
+            if ends := [part.stop for part in blocked if first in part]:
+                first = max(ends)
+                continue
+            if not self.is_lost(first):
+                taken.append(first)
+            first += 1
+        return taken
+
+    def lose(self, names: Iterable[str]) -> None:
+        """Give up files of the data, by their names in the recipe; where samples keep no place in files, nothing."""
+        return
+
+    def is_lost(self, index: int) -> bool:
+        """Whether sample `index` of the run has a token of a file that was given up, so that it cannot be taken."""
+        return False
+
+    @property
+    def num_lost(self) -> int:
+        """Samples of an epoch that are lost."""
+        return 0
+
+    @property
+    def is_all_lost(self) -> bool:
+        """Whether there were samples, and all are lost."""
+        return self.num_lost > 0 and self.num_lost == len(self)
 
     def origin(self, index: int) -> str:
         """What sample `index` of the run is, for a message: its row in the data, and where that lies if it is known."""
@@ -139,19 +236,23 @@ class Split(SampleRow):
     therefore the number of samples it has taken, whatever the mapping was.
     """
 
-    def __init__(self, source: SampleSource, members: Runs, *, order_key: int | None) -> None:
+    def __init__(self, source: SampleSource, members: Runs, *, order_key: int | None, part: str = "training") -> None:
         """Name the samples of one part.
 
         Args:
             source: all samples of the data.
             members: the sample numbers of this part.
             order_key: key of the shuffled order, another one for each epoch; None visits them in the order of the data.
+            part: as of `SampleRow`.
         """
         self.seq_len = source.seq_len
+        self.part = part
         self._source = source
         self._members = members
         self._order_key = order_key
         self._epoch_order: tuple[int, Permutation] | None = None
+        self._num_lost = 0
+        self.lose(())
 
     def __len__(self) -> int:
         """Samples in an epoch."""
@@ -178,6 +279,23 @@ class Split(SampleRow):
         number = self._number(index)
         place = self._source.origin(number) if isinstance(self._source, NamedSource) else ""
         return f"row {number} ({place})" if place else f"row {number}"
+
+    def lose(self, names: Iterable[str]) -> None:
+        """Give up files of the source."""
+        if isinstance(self._source, LosingSource):
+            self._source.lose(names)
+            self._num_lost = self._members.count_in(self._source.lost_samples)
+
+    def is_lost(self, index: int) -> bool:
+        """Whether the sample has a token of a file that was given up."""
+        if not self._num_lost:
+            return False
+        return isinstance(self._source, LosingSource) and self._source.is_lost(self._number(index))
+
+    @property
+    def num_lost(self) -> int:
+        """Samples of an epoch that are lost."""
+        return self._num_lost
 
     def _number(self, index: int) -> int:
         """The number in the source of the sample that a run takes as its `index`-th."""

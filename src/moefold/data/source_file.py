@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from moefold.checkpoint.data_files import ENDS_SUFFIX
 from moefold.config.schema import DataConfig
 from moefold.data.document import python_docs_corpus
 from moefold.data.jsonl import is_jsonl
@@ -15,7 +16,7 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
     """The sources of the samples in their order: files that are named, and those in folders that are.
 
     Names are those of the recipe and, below a folder, the path from there, so that they are the same on every machine.
-    Data sets on the hub have none.
+    Data sets on the hub have none. A token file that is named, may be left out and is not there is among them.
 
     Raises:
         ConfigError: a path is missing.
@@ -28,6 +29,9 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
     for name in (data.path,) if isinstance(data.path, str) else data.path:
         if data.kind == "huggingface" and not Path(name).expanduser().exists():
             continue
+        if may_be_gone(data, name):
+            found.append((name, Path(name).expanduser().absolute()))
+            continue
         root = existing_path("data.path", name)
         for file in files_below(root):
             if not root.is_dir():
@@ -35,6 +39,13 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
             elif _is_source(data, file):
                 found.append((str(Path(name) / file.relative_to(root)), file))
     return found
+
+
+def may_be_gone(data: DataConfig, name: str) -> bool:
+    """Whether data.path names a token file that is not there, which data.corrupt="skip" leaves out like others."""
+    path = Path(name).expanduser()
+    is_left_out = data.kind == "tokens" and data.corrupt == "skip" and path.suffix in TOKEN_SUFFIXES
+    return is_left_out and not path.exists()
 
 
 def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
@@ -51,5 +62,5 @@ def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
 
 def _is_source(data: DataConfig, file: Path) -> bool:
     if data.kind == "tokens":
-        return file.suffix in TOKEN_SUFFIXES or (data.document_index and file.suffix == ".ends")
+        return file.suffix in TOKEN_SUFFIXES or (data.document_index and file.suffix == ENDS_SUFFIX)
     return data.kind != "sft" or is_jsonl(file)

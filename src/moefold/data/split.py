@@ -8,6 +8,7 @@ same text.
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -39,6 +40,18 @@ class Runs:
             raise IndexError(f"index {index} is outside [0, {len(self)})")
         which = bisect_right(self._ends, index)
         return self.ranges[which][index - (self._ends[which - 1] if which else 0)]
+
+    def count_in(self, others: Sequence[range]) -> int:
+        """How many of the sample numbers lie in other ranges, which are ascending and disjoint as well."""
+        total, first = 0, 0
+        for mine in self.ranges:
+            while first < len(others) and others[first].stop <= mine.start:
+                first += 1
+            which = first
+            while which < len(others) and others[which].start < mine.stop:
+                total += min(mine.stop, others[which].stop) - max(mine.start, others[which].start)
+                which += 1
+        return total
 
 
 def split_samples(num_samples: int, validation_fraction: float) -> tuple[Runs, Runs]:

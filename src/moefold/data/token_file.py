@@ -1,9 +1,9 @@
-"""Token ids in files, mapped into memory: a run touches only the pages that its samples lie on."""
+"""Token ids in files: a run reads only what its samples lie on."""
 
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -12,16 +12,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.checkpoint.data_files import ENDS_SUFFIX
 from moefold.config.schema import DataConfig
 from moefold.data.npy_file import map_npy
 from moefold.data.path import data_paths, files_below, refuse_repeats
+from moefold.data.shard_reader import BrokenShardError, DocumentEnds, Ids, ShardReader, StrangeIdError
 from moefold.errors import ConfigError
 
 SUFFIXES = (".bin", ".npy")
 NOTE = "tokenize.json"
 """What `moefold tokenize` says of a folder of tokens."""
-# A mapping holds a file descriptor, and data sets of thousands of shards exist.
-_MAX_MAPPED_FILES = 64
+# Data sets of thousands of shards exist.
+_MAX_OPEN_FILES = 64
 _PROBED_TOKENS = 2**24
 _PROBE_TOKENS = 2**14
 
@@ -34,6 +36,8 @@ class TokenFile:
     num_tokens: int
     bin_dtype: np.dtype[np.generic] | None
     """Type of the ids of a bare .bin; None for .npy, which says so itself."""
+    name: str = ""
+    """Its name in the recipe; empty stands for the path."""
 
     def map(self) -> NDArray[np.integer]:
         """Map the file read-only, [num_tokens]."""
@@ -42,101 +46,188 @@ class TokenFile:
             return mapped
         return map_npy(self.path)
 
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return self.name or str(self.path)
+
+    def open(self) -> ShardReader:
+        """Open the file to read ids from it.
+
+        Raises:
+            BrokenShardError: it is not there, or not what it was.
+        """
+        if self.bin_dtype is not None:
+            return ShardReader(self.ids(0, self.bin_dtype))
+        expected = self.ids(0, np.dtype(np.uint8))
+        try:
+            array = map_npy(self.path)
+        except ValueError as error:
+            raise expected.broken(f"it is not a complete .npy array ({error})") from error
+        if array.dtype.kind not in "iu" or array.shape != (self.num_tokens,):
+            raise expected.broken(f"it holds {array.dtype} {list(array.shape)}, not {self.num_tokens} ids")
+        assert isinstance(array, np.memmap)
+        return ShardReader(self.ids(array.offset, array.dtype))
+
+    def ids(self, offset_bytes: int, dtype: np.dtype[np.generic]) -> Ids:
+        """Where the ids lie, and of what type they are."""
+        return Ids(self.path, self.shown, offset_bytes, dtype, self.num_tokens, self.name)
+
 
 class TokenFiles:
-    """Several files of ids read as one row; every id read is checked against the vocabulary."""
+    """Several files of ids read as one row; every id read is checked against the vocabulary.
 
-    def __init__(self, files: tuple[TokenFile, ...], *, vocab_size: int) -> None:
+    A file can be given up: its ids keep their places in the row, and nobody may ask for them.
+    """
+
+    def __init__(
+        self, files: tuple[TokenFile, ...], *, vocab_size: int, lost: Iterable[str] = (), is_indexed: bool = False
+    ) -> None:
         """Join files in their order.
 
         Args:
             files: files of at least one token each.
             vocab_size: rows of the model's embedding; ids must be below.
+            lost: as of `lose`.
+            is_indexed: the run reads the index of documents beside each; what else lies there is not looked at.
         """
         self._files = files
         self._ends = tuple(accumulate(file.num_tokens for file in files))
         self._vocab_size = vocab_size
-        self._document_ends = lru_cache(maxsize=_MAX_MAPPED_FILES)(
-            lambda which: map_document_ends(files[which].path, files[which].num_tokens)
-        )
-        self._map = lru_cache(maxsize=_MAX_MAPPED_FILES)(lambda which: files[which].map())
+        self._is_indexed = is_indexed
+        self._document_ends = lru_cache(maxsize=_MAX_OPEN_FILES)(lambda which: self._open_document_ends(files[which]))
+        self._open = lru_cache(maxsize=_MAX_OPEN_FILES)(lambda which: files[which].open())
+        self._lost: frozenset[int] = frozenset()
+        self.lose(lost)
 
     def __len__(self) -> int:
         """Tokens of all files."""
         return self._ends[-1]
 
+    def lose(self, names: Iterable[str]) -> None:
+        """Give up files; names are those of the files, others are passed over."""
+        wanted = frozenset(names)
+        self._lost |= {which for which, file in enumerate(self._files) if file.name in wanted}
+
+    @property
+    def lost_tokens(self) -> list[range]:
+        """The places in the row of the files that were given up, ascending."""
+        return [range(self._ends[i] - self._files[i].num_tokens, self._ends[i]) for i in sorted(self._lost)]
+
+    def is_lost(self, start: int, stop: int) -> bool:
+        """Whether any of the tokens start .. stop-1 is of a file that was given up."""
+        return bool(self._lost) and any(which in self._lost for which, _, _ in self._pieces(start, stop))
+
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens start .. stop-1, int64 [stop - start], across the borders of files.
 
         Raises:
-            ConfigError: an id is negative or not below the vocabulary; its file and place are named.
+            StrangeIdError: an id is negative or not below the vocabulary; its file and place are named.
+            BrokenShardError: a file is not what it was.
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} .. {stop - 1} are outside [0, {len(self)})")
         tokens = np.empty(stop - start, dtype=np.int64)
-        which, done = bisect_right(self._ends, start), 0
-        while done < len(tokens):
-            offset = start + done - (self._ends[which] - self._files[which].num_tokens)
-            part = self._map(which)[offset : offset + len(tokens) - done]
-            self._refuse_strange_ids(part, self._files[which].path, offset)
-            tokens[done : done + len(part)] = part
-            which, done = which + 1, done + len(part)
+        done = 0
+        for which, offset, length in self._pieces(start, stop):
+            tokens[done : done + length] = self._read_piece(which, offset, length)
+            done += length
         return tokens
 
     def place(self, token: int) -> str:
-        """File, place in it and, where documents are indexed, the number of the document of a token, for a message."""
-        which = bisect_right(self._ends, token)
+        """File, place in it and, where documents are indexed, the number of the document of a token, for a message.
+
+        It never raises: a message of another fault is what it is for.
+        """
+        which, offset, _ = next(self._pieces(token, token + 1))
         file = self._files[which]
-        offset = token - (self._ends[which] - file.num_tokens)
         words = f"{file.path}, token {offset}"
-        if not document_ends_path(file.path).exists():
+        if which in self._lost or not self._is_indexed:
             return words
-        return f"{words}, document {int(np.searchsorted(self._document_ends(which), offset, side='right'))}"
+        try:
+            return f"{words}, document {self._document_ends(which).document(offset)}"
+        except (ConfigError, BrokenShardError):
+            return words
 
     def begins(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Which of the tokens start .. stop-1 is the first of a document, [stop - start].
 
         Raises:
             ConfigError: a file has no index of its documents beside it.
+            BrokenShardError: it had one, and that is not what it was.
         """
         begins = np.zeros(stop - start, dtype=np.bool_)
-        which, done = bisect_right(self._ends, start), 0
-        while done < len(begins):
-            first = self._ends[which] - self._files[which].num_tokens
-            offset = start + done - first
-            length = min(len(begins) - done, self._files[which].num_tokens - offset)
-            begins[done : done + length] = self._begins_in_file(which, offset, offset + length)
-            which, done = which + 1, done + length
+        done = 0
+        for which, offset, length in self._pieces(start, stop):
+            part = begins[done : done + length]
+            part[self._document_ends(which).between(offset, offset + length) - offset] = True
+            if offset == 0:
+                part[0] = True
+            done += length
         return begins
 
-    def _begins_in_file(self, which: int, start: int, stop: int) -> NDArray[np.bool_]:
-        begins = np.zeros(stop - start, dtype=np.bool_)
-        ends = self._document_ends(which)
-        within = ends[np.searchsorted(ends, start) : np.searchsorted(ends, stop)]
-        begins[within - start] = True
-        if start == 0:
-            begins[0] = True
-        return begins
-
-    def probe(self) -> None:
+    def faults(self) -> dict[str, BrokenShardError | StrangeIdError]:
         """Read up to 16 Mi tokens, spread evenly, so that most strange ids are found before a run starts.
 
-        Raises:
-            ConfigError: an id is negative or not below the vocabulary.
+        Returns:
+            What is wrong with files that are, by their names; each is read no further then.
         """
+        found: dict[str, BrokenShardError | StrangeIdError] = {}
         num_probes = min(_PROBED_TOKENS // _PROBE_TOKENS, -(-len(self) // _PROBE_TOKENS))
         for i in range(num_probes):
             start = i * len(self) // num_probes
-            self.read(start, min(start + _PROBE_TOKENS, len(self)))
+            for which, offset, length in self._pieces(start, min(start + _PROBE_TOKENS, len(self))):
+                name = self._files[which].shown
+                if which in self._lost or name in found:
+                    continue
+                try:
+                    self._read_piece(which, offset, length)
+                except (BrokenShardError, StrangeIdError) as error:
+                    found[name] = error
+        return found
 
-    def _refuse_strange_ids(self, part: NDArray[np.integer], path: Path, offset: int) -> None:
+    def probe(self) -> None:
+        """Refuse what `faults` finds.
+
+        Raises:
+            StrangeIdError: an id is negative or not below the vocabulary.
+            BrokenShardError: a file cannot be read.
+        """
+        for fault in self.faults().values():
+            raise fault
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The parts of files that tokens start .. stop-1 lie in: which file, place in it and length."""
+        which = bisect_right(self._ends, start)
+        while start < stop:
+            offset = start - (self._ends[which] - self._files[which].num_tokens)
+            length = min(stop, self._ends[which]) - start
+            yield which, offset, length
+            which, start = which + 1, start + length
+
+    def _read_piece(self, which: int, offset: int, length: int) -> NDArray[np.integer]:
+        file = self._files[which]
+        assert which not in self._lost, f"{file.shown} was given up, and is read"
+        part = self._open(which).read(offset, offset + length)
         strange = (part < 0) | (part >= self._vocab_size)
         if strange.any():
             place = int(np.argmax(strange))
-            raise ConfigError(
-                f"{path} holds id {int(part[place])} at token {offset + place}, but ids must be at least 0 and below "
-                f"model.vocab_size={self._vocab_size}; raise it, or check data.token_dtype and the tokenizer"
+            raise StrangeIdError(
+                f"{file.path} holds id {int(part[place])} at token {offset + place}, but ids must be at least 0 and "
+                f"below model.vocab_size={self._vocab_size}",
+                "raise it, or check data.token_dtype and the tokenizer",
+                file.name,
             )
+        return part
+
+    def _open_document_ends(self, file: TokenFile) -> DocumentEnds:
+        try:
+            return open_document_ends(file.path, file.num_tokens, file.name)
+        except ConfigError as error:
+            if not file.name:
+                raise
+            # The index was sound when the run looked at its files.
+            raise file.ids(0, np.dtype(np.uint8)).broken(str(error)) from error
 
 
 def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[TokenFile, ...]:
@@ -149,9 +240,10 @@ def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[Tok
     Raises:
         ConfigError: a path is missing, named twice, or not of these two forms; all are empty.
     """
-    roots = data_paths(data.path, "tokens")
+    names = (data.path,) if isinstance(data.path, str) else data.path
+    roots = data_paths(tuple(name for name in names if Path(name).expanduser().absolute() not in skipped), "tokens")
     for root in roots:
-        _refuse_unfinished(root)
+        refuse_unfinished(root)
     paths = tuple(file for root in roots for file in files_below(root) if not root.is_dir() or file.suffix in SUFFIXES)
     if not paths:
         raise ConfigError(f"data.path={roots[0]} holds no .bin or .npy file; name token files or a folder with some")
@@ -165,29 +257,29 @@ def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[Tok
 
 def document_ends_path(path: Path) -> Path:
     """Where the index of a token file's documents stands, if it has one: int64 little-endian, no header."""
-    return path.with_suffix(".ends")
+    return path.with_suffix(ENDS_SUFFIX)
 
 
-def map_document_ends(path: Path, num_tokens: int) -> NDArray[np.int64]:
-    """The index beside a token file: one past the last token of each document, ascending, [documents].
+def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentEnds:
+    """The index beside a token file of so many tokens, read through once.
 
     Raises:
         ConfigError: there is none, it is broken, or it is of another file than one of so many tokens.
+        BrokenShardError: it cannot be read to its end.
     """
     index = document_ends_path(path)
     try:
-        ends: NDArray[np.int64] = np.memmap(index, dtype=np.dtype("<i8"), mode="r")
-    except (OSError, ValueError) as error:
+        return DocumentEnds(index, num_tokens, shard=name)
+    except OSError as error:
         raise ConfigError(
             f"data.document_index=true needs an index of documents beside {path}, and {index.name} is none ({error}); "
             "tokenise with `moefold tokenize`, or set data.document_end to the token that ends documents"
         ) from error
-    if ends[-1] != num_tokens or ends[0] < 0 or (np.diff(ends) < 0).any():
+    except ValueError as error:
         raise ConfigError(
-            f"{index} is no index of the {num_tokens} tokens of {path.name}, at which it has to end, ascending; "
-            "tokenise anew"
-        )
-    return ends
+            f"{index} is no index of the {num_tokens} tokens of {path.name}, at which it has to end, ascending "
+            f"({error}); tokenise anew"
+        ) from error
 
 
 def look_at_npy(path: Path) -> TokenFile:
@@ -207,7 +299,7 @@ def look_at_npy(path: Path) -> TokenFile:
     return TokenFile(path, len(array), None)
 
 
-def _refuse_unfinished(folder: Path) -> None:
+def refuse_unfinished(folder: Path) -> None:
     """Raise ConfigError if `moefold tokenize` has not finished the folder."""
     try:
         note = json.loads((folder / NOTE).read_text(encoding="utf-8"))

@@ -13,16 +13,16 @@ from moefold.checkpoint.folder import (
     model_sizes,
     newest_checkpoint,
     read_meta,
+    skipped_checkpoints,
 )
 from moefold.config.checks import check_model
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig
 from moefold.convert.companions import RECIPE_FILE, TOKENIZER, find_companions
-from moefold.convert.hf_config import is_hf_folder, model_of, read_hf_config
+from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder, model_of, read_hf_config
 from moefold.data.path import existing_path
 from moefold.errors import ConfigError
 
-CONFIG_FILE = "config.json"
 DEFAULT_CONTEXT = 2048
 """Where nothing says for how long a text a model is made."""
 
@@ -47,6 +47,8 @@ class Source:
     """Ids that a Hugging Face folder says end a text; of a checkpoint the one that its weights came from."""
     has_folder_text: bool = False
     """Texts begin as a Hugging Face folder's tokenizer says: this is one, or weights of one, not trained on here."""
+    skipped: tuple[str, ...] = ()
+    """Later checkpoints of the run that lack their description, each with what is wrong."""
 
 
 def find_source(name: str) -> Source:
@@ -63,7 +65,7 @@ def find_source(name: str) -> Source:
     if not path.is_dir():
         raise ConfigError(f"MODEL={name!r} is a file; name a checkpoint, a run folder or a Hugging Face folder")
     if (checkpoint := newest_checkpoint(path)) is not None:
-        return _checkpoint(checkpoint)
+        return replace(_checkpoint(checkpoint), skipped=tuple(skipped_checkpoints(path, checkpoint)))
     if is_hf_folder(path):
         return _hf_folder(path)
     raise ConfigError(
@@ -147,7 +149,7 @@ def _is_same_file(one: Path, other: Path) -> bool:
 
 def _folder_keys(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What config.json and generation_config.json say."""
-    return read_json(path / CONFIG_FILE), read_json(path / "generation_config.json")
+    return read_json(path / CONFIG_FILE), read_json(path / GENERATION_FILE)
 
 
 def _eos_ids(keys: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:
@@ -169,7 +171,7 @@ def _hf_folder(path: Path) -> Source:
         data,
         stored if stored in ("bfloat16", "float64") else "float32",
         context,
-        _eos_ids(keys, read_json(path / "generation_config.json")),
+        _eos_ids(keys, read_json(path / GENERATION_FILE)),
         has_folder_text=True,
     )
 

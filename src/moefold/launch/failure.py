@@ -2,7 +2,7 @@
 
 import os
 import signal
-import sys
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -16,7 +16,9 @@ from moefold.launch.departure import leave
 from moefold.launch.place import Place
 from moefold.launch.relay import RELAYED
 from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
-from moefold.launch.watchdog import Watchdog, tell
+from moefold.launch.watchdog import Watchdog
+from moefold.launch.who_is_late import activity
+from moefold.launch.word import Word
 
 OTHERS_FIRST_S = 0.7
 """What most often fails on one rank fails on all. The first of a machine speaks; the others give it this long to."""
@@ -46,6 +48,7 @@ class FailingRank:
         self._place = place
         self._was_told_to_stop = was_told_to_stop
         self._watchdog = watchdog
+        self._word = Word(place) if watchdog is None else watchdog.word
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -78,22 +81,28 @@ class FailingRank:
         time.sleep(self._patience_s(error))
         if isinstance(error, ConfigError):
             self._part(EXIT_USER_ERROR)
-            print(f"moefold: error: {error}", file=sys.stderr)
+            self._word.say(f"moefold: error: {error}")
             leave(EXIT_USER_ERROR)
         self._part(EXIT_FAILED)
-        text = "".join(traceback.format_exception(error))
-        print(f"moefold: rank {self._place.rank} failed:\n{text}", file=sys.stderr, end="")
-        leave(EXIT_FAILED)
+        text = "".join(traceback.format_exception(error)).rstrip("\n")
+        self._word.say(f"moefold: rank {self._place.rank} on {socket.gethostname()} failed{self._doing()}:\n{text}")
+        self._end_failed()
 
     def _end_with(self, found: RunError) -> NoReturn:
         """Ranks that found the same fault leave the message to the first of them."""
         time.sleep(self._patience_s(found))
-        if self._watchdog is None or self._watchdog.is_first("fault"):
-            self._part(EXIT_FAILED)
-            tell(f"moefold: error: {found}", self._place)
-        else:
-            time.sleep(OTHERS_FIRST_S)
-        self._leave(EXIT_FAILED)
+        self._part(EXIT_FAILED)
+        self._word.say(f"moefold: error: {found}", lambda: self._watchdog is None or self._watchdog.is_first("fault"))
+        self._end_failed()
+
+    def _doing(self) -> str:
+        """Where in the run this rank is, for a message; empty where nothing keeps it."""
+        return "" if self._watchdog is None else f" in {activity(self._watchdog.record.look())}"
+
+    def _end_failed(self) -> NoReturn:
+        if self._watchdog is not None:
+            self._watchdog.end()
+        leave(EXIT_FAILED)
 
     def _end_after_another(self, error: BaseException) -> None:
         """Leave quietly, or with the reason why another rank is gone; returns if there is none to be had."""

@@ -25,8 +25,9 @@ from moefold.launch.meeting import meet
 from moefold.launch.place import Place
 from moefold.launch.relay import SignalRelay
 from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
-from moefold.launch.watchdog import TOLD, record_file
+from moefold.launch.watchdog import record_file
 from moefold.launch.who_is_late import activity
+from moefold.launch.word import was_said
 from moefold.parallel.flight_record import group_timeout, read_record
 
 RankMain = Callable[[Place, str], int]
@@ -204,7 +205,7 @@ def _failed(error: ChildFailedError, relay: SignalRelay, records: Path) -> int:
         raise KeyboardInterrupt from None
     if relay.explains(failure.exitcode):
         return SIGNAL_STATUS + relay.received[0]
-    if (records / TOLD).exists():
+    if was_said(records):
         return EXIT_FAILED
     last = read_record(record_file(records, rank))
     doing = "" if last is None else f" on {socket.gethostname()} in {activity(last)}"

@@ -28,6 +28,7 @@ from moefold.launch.place import Place
 from moefold.launch.process_state import ALIVE, GONE, STOPPED, ProcessId
 from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR
 from moefold.launch.who_is_late import Report, activity, explain
+from moefold.launch.word import Word
 from moefold.parallel.flight_record import FILE_BYTES, FlightRecord, Sighting, decode_record, rank_list
 
 PERIOD_S = 1.0
@@ -36,10 +37,12 @@ MUSTER_S = 3.0
 """So long the one who speaks waits for the last reports of the others."""
 TELL_S = 10.0
 """So long the others wait for the one who speaks."""
-OUT_OF_REACH_S = 8.0
-"""A store that has not answered for so long is not asked."""
+OUT_OF_REACH = 8
+"""A store that has not answered for so many periods is not asked."""
+LOOK_S = 0.05
+"""How often a rank of few looks whether it can know all others; thousands look less often."""
 TOLD = "told"
-"""A file beside the records, once the message is out: the launcher then adds none of its own."""
+"""A key of the store, once the message is out."""
 
 
 def record_file(folder: Path, rank: int) -> Path:
@@ -73,22 +76,24 @@ class Watchdog:
         self._device_type = device_type
         self._file = _own_file(place)
         self.record = FlightRecord(limit_s, self._file)
+        self.word = Word(place)
         self._stopped = threading.Event()
         self._messenger: _Messenger | None = None
-        self._speaking = threading.Lock()
 
     def start(self, session: str) -> None:
-        """Begin to watch.
+        """Begin to watch; returns when this rank knows those of its machine, as nobody can ask once the store is gone.
 
         Args:
             session: the name of this start of the job: keys of one before may lie in a store that outlives the ranks.
         """
         self.record.enter("connecting to the other ranks")
-        self._messenger = _Messenger(self._place, self.record, self._file, session)
+        self._messenger = _Messenger(self._place, self.record, self._file, self.word, session)
         # Of a GPU's ranks the host may wait anywhere for a collective: where it is tells nothing.
         self._messenger.place_tells = self._device_type == "cpu"
         self._messenger.start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._messenger.is_acquainted.wait()
+        self.record.enter("connecting to the other ranks")
 
     def __enter__(self) -> Self:
         assert self._messenger is not None, "it starts when the ranks have met"
@@ -112,6 +117,12 @@ class Watchdog:
         """Whether no rank has asked this before; true where the ranks have not met."""
         return self._messenger is None or self._messenger.is_first(matter)
 
+    def end(self) -> NoReturn:
+        """End this process as one that failed, and stopped ranks of its machine, which no signal of a launcher ends."""
+        if self._messenger is not None:
+            self._messenger.end()
+        leave(EXIT_FAILED)
+
     def explain_loss(self, error: BaseException) -> None:
         """Ask all ranks why this one lost another, and end the process with the answer; returns before any rank met.
 
@@ -125,8 +136,9 @@ class Watchdog:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         why = f"rank {self._place.rank} lost its connection to another rank: {first_line[:160]}"
         self._ask(messenger, why, is_loss=True)
-        # The store may be gone because the rank that kept it failed, and said so: what started it ends the others.
-        time.sleep(OUT_OF_REACH_S)
+        # The store may be gone because the rank that kept it failed, and said so: what started it ends the others. If
+        # that is one of this machine, the word tells.
+        _wait_until(lambda: self.word.is_said() or messenger.neighbour_states().get(0) == GONE, messenger.patience_s)
         self._speak_alone(messenger, why)
 
     def _watch(self) -> None:
@@ -148,14 +160,8 @@ class Watchdog:
 
     def _speak_alone(self, messenger: "_Messenger", why: str) -> NoReturn:
         """Say what this rank knows; the store cannot be asked."""
-        # For good: the other thread that might speak waits here until the process ends.
-        self._speaking.acquire()
         place = self._place
         states = messenger.neighbour_states()
-        if any(rank < place.rank for rank, state in states.items() if state == ALIVE):
-            # One of a machine speaks for it.
-            time.sleep(2 * PERIOD_S)
-            messenger.end()
         store = f"the store at {place.master_address}:{place.master_port}"
         keeper = "rank 0, the launcher, or the first torchrun agent, whichever keeps it"
         sighting = self.record.look()
@@ -166,21 +172,22 @@ class Watchdog:
         ]
         lines += [f"  rank {rank} of this machine is {state}" for rank, state in states.items() if state != ALIVE]
         lines.append(f"  the run ends: {why}; docs/failures.md says what to do")
-        tell("\n".join(lines), place)
-        # The others of the machine find out a little later, and are silent where they see this one alive.
-        if any(rank > place.rank for rank, state in states.items() if state == ALIVE):
-            time.sleep(2 * PERIOD_S)
+        self.word.say("\n".join(lines))
         messenger.end()
 
 
 class _Messenger(threading.Thread):
     """Talks to the store on a connection of its own: one that trains or waits must not share it."""
 
-    def __init__(self, place: Place, record: FlightRecord, file: Path | None, session: str) -> None:
+    def __init__(self, place: Place, record: FlightRecord, file: Path | None, word: Word, session: str) -> None:
         super().__init__(name="messenger", daemon=True)
         self.own = ProcessId.own()
+        self.is_acquainted = threading.Event()
+        """Set once the other ranks of this machine are known, or will never be."""
         self._file = file
+        self._word = word
         self.period_s = min(PERIOD_S, record.limit_s / 5)
+        self.patience_s = OUT_OF_REACH * self.period_s
         self.place_tells = True
         self._place = place
         self._record = record
@@ -193,7 +200,6 @@ class _Messenger(threading.Thread):
         self._why = ""
         self._is_loss = False
         self._neighbours: dict[int, _Neighbour] = {}
-        self._num_neighbours = 0
         self._store: dist.Store | None = None
 
     def run(self) -> None:
@@ -202,7 +208,8 @@ class _Messenger(threading.Thread):
             self._open()
             while self._status is None:
                 self._round()
-                self._wake.wait(self.period_s)
+                is_new = not self.is_acquainted.is_set()
+                self._wake.wait(max(LOOK_S, self._place.world_size / 5000) if is_new else self.period_s)
                 self._wake.clear()
             if self._status != 0 and (lost := self._lost()):
                 self._tell_of(lost)
@@ -210,6 +217,7 @@ class _Messenger(threading.Thread):
         except STORE_ERRORS:
             self._contact_s = -float("inf")
         finally:
+            self.is_acquainted.set()
             self._parted.set()
 
     def ask(self, why: str, *, is_loss: bool) -> None:
@@ -234,7 +242,7 @@ class _Messenger(threading.Thread):
 
     def is_in_touch(self) -> bool:
         """Whether the store has answered lately."""
-        return self.is_alive() and self.silent_s() < OUT_OF_REACH_S
+        return self.is_alive() and self.silent_s() < self.patience_s
 
     def silent_s(self) -> float:
         """How long ago the store last answered."""
@@ -259,7 +267,7 @@ class _Messenger(threading.Thread):
 
     def _open(self) -> None:
         place = self._place
-        timeout = timedelta(seconds=max(self._record.limit_s, OUT_OF_REACH_S))
+        timeout = timedelta(seconds=max(self._record.limit_s, OUT_OF_REACH * PERIOD_S))
         store = dist.TCPStore(
             place.master_address, place.master_port, is_master=False, timeout=timeout, wait_for_workers=False
         )
@@ -267,8 +275,9 @@ class _Messenger(threading.Thread):
         own = self.own
         number = self._store.add(f"machine/{own.machine}", 1)
         card: dict[str, Any] = {"rank": place.rank, "host": own.host, "number": own.number, "started": own.started}
-        card["file"] = str(self._file or "")
+        card |= {"file": str(self._file or ""), "word": self._word.address}
         self._store.set(f"card/{own.machine}/{number}", json.dumps(card))
+        self._store.add("cards", 1)
 
     def _round(self) -> None:
         store = self._the_store
@@ -277,7 +286,8 @@ class _Messenger(threading.Thread):
         self._contact_s = time.monotonic()
         if asked:
             self._follow()
-        self._meet_neighbours()
+        if not self.is_acquainted.is_set():
+            self._meet_neighbours()
         if lost := self._lost():
             self._tell_of(lost)
         if self._why:
@@ -308,16 +318,22 @@ class _Messenger(threading.Thread):
         self._the_store.set(f"report/{self._place.rank}", json.dumps(report))
 
     def _meet_neighbours(self) -> None:
-        """Learn of the ranks of this machine that have come since."""
-        count = self._the_store.add(f"machine/{self.own.machine}", 0)
-        for number in range(self._num_neighbours + 1, count + 1):
-            if not self._the_store.check([f"card/{self.own.machine}/{number}"]):
-                return
-            card = json.loads(self._the_store.get(f"card/{self.own.machine}/{number}"))
-            self._num_neighbours = number
+        """Learn of the ranks of this machine once all ranks have come, and which of them keeps the word."""
+        store, machine = self._the_store, self.own.machine
+        if store.add("cards", 0) < self._place.world_size:
+            return
+        words, neighbours = {}, {}
+        for number in range(1, store.add(f"machine/{machine}", 0) + 1):
+            card = json.loads(store.get(f"card/{machine}/{number}"))
             rank, file = card.pop("rank"), card.pop("file")
+            words[rank] = card.pop("word")
             if rank != self._place.rank:
-                self._neighbours[rank] = _Neighbour(ProcessId(machine=self.own.machine, **card), file)
+                neighbours[rank] = _Neighbour(ProcessId(machine=machine, **card), file)
+        if first := words[min(words)]:
+            self._word.use(first)
+        # At once: another thread may be looking through them.
+        self._neighbours = neighbours
+        self.is_acquainted.set()
 
     def _follow(self) -> NoReturn:
         """Report once more to the one who speaks, and leave when it has."""
@@ -340,7 +356,7 @@ class _Messenger(threading.Thread):
         reports = self._gather()
         # A rank that failed by itself has said so, and those around it only lost it.
         if not (is_loss and any(report.left in (EXIT_FAILED, EXIT_USER_ERROR) for report in reports.values())):
-            tell(explain(reports, self._place.world_size, why), self._place)
+            self._word.say(explain(reports, self._place.world_size, why))
         store.set(TOLD, "1")
         self.end()
 
@@ -389,14 +405,6 @@ class _Neighbour:
         self._record.seek(0)
         sighting = decode_record(self._record.read(FILE_BYTES))
         return state, None if sighting is None else sighting.to_json()
-
-
-def tell(message: str, place: Place) -> None:
-    """Print the one message of the job."""
-    if place.records:
-        (Path(place.records) / TOLD).touch()
-    sys.stderr.write(message + "\n")
-    sys.stderr.flush()
 
 
 def _wait_until(is_so: Callable[[], bool], patience_s: float) -> None:

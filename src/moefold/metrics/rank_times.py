@@ -3,19 +3,23 @@
 All ranks of a pipeline stage do alike, so the odd one is visible (C4, arXiv:2406.04594).
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
-STEPS_IN_A_ROW = 8
-"""A rank is named once it has been slow for so many steps: a pause of the system's is no straggler."""
+WINDOW, MANY, FEW = 16, 12, 4
+"""A rank that was slow in MANY of the last WINDOW steps is named; it is well again once it was in FEW at most."""
+IMPACT = 0.05
+"""What makes a rank slow must be at least this part of the step: less is not worth a look at a machine."""
 OWN, DATA, WAIT = 0, 1, 2
 """Columns of what a step knows of each rank, in seconds."""
 NUM_TIMES = 3
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +55,11 @@ class RankTimes:
 
 
 class Stragglers:
-    """Names ranks whose own time exceeds `factor` times the median of their stage for STEPS_IN_A_ROW steps.
+    """Names ranks whose own time exceeds `factor` times the median of their stage in most steps of a while.
 
-    Of an even number of ranks the lower middle counts, so that one of two can be named. A rank is named once, and again
-    after it was as fast as the others.
+    The times of single steps scatter, on a machine with other work by more than any factor worth naming: so steps are
+    counted, which no pause, however long, counts for more than once. Of an even number of ranks the lower middle
+    counts, so that one of two can be named. A rank is named once, and again after it was as fast as the others.
 
     Args:
         factor: above 1.
@@ -66,27 +71,29 @@ class Stragglers:
         self._factor = factor
         self._stages = [list(stage) for stage in stages]
         self._hosts = list(hosts)
-        self._slow_steps = dict.fromkeys(range(len(self._hosts)), 0)
-        self._sums = np.zeros((len(self._hosts), 3))
+        self._slow: deque[Flags] = deque(maxlen=WINDOW)
+        self._seen: deque[Array] = deque(maxlen=WINDOW)
+        self._named: set[int] = set()
 
     def update(self, times: Array) -> list[dict[str, Any]]:
         """Take one step, [ranks, (own, data, wait)]; returns a record of each rank that is to be named now."""
-        named = []
+        if not times.any():
+            return []
+        own, data = times[:, OWN], times[:, DATA]
+        middle = np.zeros(len(own))
         for stage in self._stages:
-            own = times[stage, OWN]
-            middle = float(np.sort(own)[(len(stage) - 1) // 2])
-            for rank in stage:
-                if middle <= 0 or times[rank, OWN] <= self._factor * middle:
-                    self._slow_steps[rank], self._sums[rank] = 0, 0.0
-                    continue
-                self._slow_steps[rank] += 1
-                self._sums[rank] += (times[rank, OWN], times[rank, DATA], middle)
-                if self._slow_steps[rank] == STEPS_IN_A_ROW:
-                    named.append(self._record(rank, stage))
-        return named
+            middle[stage] = np.sort(own[stage])[(len(stage) - 1) // 2]
+        is_felt = own - middle > IMPACT * (own + times[:, WAIT])
+        self._slow.append((own > self._factor * middle) & is_felt)
+        self._seen.append(np.stack([own, data, middle], axis=1))
+        counts = np.sum(self._slow, axis=0)
+        self._named -= set(np.flatnonzero(counts <= FEW).tolist())
+        new = [rank for rank in np.flatnonzero(counts >= MANY).tolist() if rank not in self._named]
+        self._named |= set(new)
+        return [self._record(rank, int(counts[rank])) for rank in new]
 
-    def _record(self, rank: int, stage: list[int]) -> dict[str, Any]:
-        own_s, data_s, median_s = (self._sums[rank] / STEPS_IN_A_ROW).tolist()
+    def _record(self, rank: int, slow_steps: int) -> dict[str, Any]:
+        own_s, data_s, median_s = np.median([seen[rank] for seen in self._seen], axis=0).tolist()
         return {
             "kind": "straggler",
             "action": "log",
@@ -95,14 +102,16 @@ class Stragglers:
             "own_s": own_s,
             "data_s": data_s,
             "median_s": median_s,
-            "ranks": len(stage),
+            "ranks": next(len(stage) for stage in self._stages if rank in stage),
+            "slow_steps": slow_steps,
+            "steps": len(self._seen),
         }
 
 
 def straggler_words(record: dict[str, Any]) -> str:
     """A straggler for the log."""
     return (
-        f"rank {record['rank']} ({record['host']}) is slow: {record['own_s']:.3g} s of its own work a step over "
-        f"{STEPS_IN_A_ROW} steps, {record['own_s'] / record['median_s']:.2f} times the median of the {record['ranks']} "
-        f"ranks of its stage; {record['data_s']:.2g} s of it for data"
+        f"rank {record['rank']} ({record['host']}) is slow in {record['slow_steps']} of {record['steps']} steps: "
+        f"{record['own_s']:.3g} s of its own work a step, {record['own_s'] / record['median_s']:.2f} times the median "
+        f"of the {record['ranks']} ranks of its stage; {record['data_s']:.2g} s of it for data"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.metrics.moe import MoELayerMetrics
+from moefold.metrics.offload import OffloadMetrics
 from moefold.metrics.rank_times import RankTimes
 from moefold.metrics.replicas import ReplicaMetrics
 
@@ -62,6 +63,9 @@ class StepMetrics:
     replicas: ReplicaMetrics | None = None
     """How far the data-parallel replicas go apart; None except on steps that faults.replica_check_every checks."""
 
+    offload: OffloadMetrics | None = None
+    """What train.offload took out of memory, and what it cost; None where everything stays."""
+
     rank_times: RankTimes | None = None
     """What ranks spend on their own work and on waiting for others; None with one rank or faults.straggler_factor=0."""
 
@@ -100,7 +104,7 @@ def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
     """A value as JSON knows it; what it does not know goes into `nonfinite` under its full name."""
     if isinstance(value, tuple):
         return [_to_plain(part, f"{name}[{i}]", nonfinite) for i, part in enumerate(value)]
-    if isinstance(value, MoELayerMetrics | ReplicaMetrics | RankTimes):
+    if isinstance(value, MoELayerMetrics | ReplicaMetrics | RankTimes | OffloadMetrics):
         return {key: _finite(part, f"{name}.{key}", nonfinite) for key, part in asdict(value).items()}
     return _finite(value, name, nonfinite)
 

@@ -10,6 +10,7 @@ from moefold.config.schema import MetricsConfig
 from moefold.errors import ConfigError
 from moefold.metrics.step import StepMetrics
 
+EVALUATION = "eval/loss"
 _SCALARS = (
     ("train/loss", "loss"),
     ("train/aux_loss", "aux_loss"),
@@ -18,7 +19,7 @@ _SCALARS = (
     ("train/grad_norm", "grad_norm"),
     ("train/lr", "lr"),
     ("train/tokens", "tokens"),
-    ("eval/loss", "eval_loss"),
+    (EVALUATION, "eval_loss"),
     ("speed/step_time_s", "step_time_s"),
     ("speed/tokens_per_s", "tokens_per_s"),
     ("speed/tflops_per_rank", "tflops_per_rank"),
@@ -47,6 +48,9 @@ class Tracker(Protocol):
 
     def log(self, metrics: StepMetrics) -> None:
         """Take one step."""
+
+    def log_evaluation(self, step: int, eval_loss: float) -> None:
+        """Take the held-out loss of a step that was taken without."""
 
     def close(self) -> None:
         """Hand over what is still buffered; nothing may follow."""
@@ -98,6 +102,10 @@ class TensorBoardTracker:
         for name, value in _scalars(metrics).items():
             self._writer.add_scalar(name, value, global_step=metrics.step)
 
+    def log_evaluation(self, step: int, eval_loss: float) -> None:
+        """Take the held-out loss of a step that was taken without."""
+        self._writer.add_scalar(EVALUATION, eval_loss, global_step=step)
+
     def close(self) -> None:
         """Write what is still buffered."""
         self._writer.close()
@@ -126,6 +134,10 @@ class WandbTracker:
     def log(self, metrics: StepMetrics) -> None:
         """Take one step."""
         self._run.log(_scalars(metrics), step=metrics.step)
+
+    def log_evaluation(self, step: int, eval_loss: float) -> None:
+        """Take the held-out loss of a step that was taken without: a summary, as the history only grows."""
+        self._run.summary[f"{EVALUATION} of step {step}"] = eval_loss
 
     def close(self) -> None:
         """Finish the run: upload, or complete the offline files."""

@@ -1,7 +1,9 @@
 """RUN_DIR/metrics.jsonl: one JSON object a step, written by one rank and flushed every step."""
 
+import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -9,6 +11,8 @@ from typing import Any, Self
 from moefold.config.schema import MetricsConfig
 from moefold.metrics.step import METRICS_FILE, StepMetrics, read_records
 from moefold.metrics.tracker import open_trackers
+
+EVAL_LOSS = "eval_loss"
 
 
 class MetricsWriter:
@@ -34,7 +38,7 @@ class MetricsWriter:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / METRICS_FILE
+        self._path = path = run_dir / METRICS_FILE
         self.removed_lines = truncate_metrics(path, resume_step)
         self._trackers = open_trackers(run_dir, metrics, resume_step=resume_step, config=config or {})
         self._file = path.open("a", encoding="utf-8")
@@ -45,6 +49,28 @@ class MetricsWriter:
         self._file.flush()
         for tracker in self._trackers:
             tracker.log(metrics)
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether the file has a step and no held-out loss of it."""
+        records = [record for _, record in read_records(self._path) if record is not None and record["step"] == step]
+        return bool(records) and records[-1].get(EVAL_LOSS) is None and EVAL_LOSS not in _nonfinite(records[-1])
+
+    def add_evaluation(self, step: int, eval_loss: float) -> None:
+        """Write the held-out loss into the line of a step, and hand it to the trackers."""
+        lines = []
+        for line, record in read_records(self._path):
+            if record is not None and record["step"] == step:
+                is_finite = math.isfinite(eval_loss)
+                record[EVAL_LOSS] = eval_loss if is_finite else None
+                if not is_finite:
+                    record["nonfinite"] = _nonfinite(record) | {EVAL_LOSS: str(eval_loss)}
+                line = json.dumps(record, allow_nan=False)
+            lines.append(line + "\n")
+        self._file.close()
+        _replace(self._path, lines)
+        self._file = self._path.open("a", encoding="utf-8")
+        for tracker in self._trackers:
+            tracker.log_evaluation(step, eval_loss)
 
     def close(self) -> None:
         """Close the file and finish the trackers."""
@@ -78,13 +104,23 @@ def truncate_metrics(path: Path, last_step: int) -> int:
         else:
             removed += 1
     if removed or _ends_mid_line(path):
-        draft = path.with_name(path.name + ".tmp")
-        with draft.open("w", encoding="utf-8") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        _replace(path, kept)
     return removed
+
+
+def _replace(path: Path, lines: Sequence[str]) -> None:
+    draft = path.with_name(path.name + ".tmp")
+    with draft.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _nonfinite(record: Mapping[str, Any]) -> dict[str, str]:
+    """The values of a line that JSON does not know, by name."""
+    found = record.get("nonfinite")
+    return found if isinstance(found, dict) else {}
 
 
 def _ends_mid_line(path: Path) -> bool:

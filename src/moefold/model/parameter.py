@@ -18,4 +18,20 @@ def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     if isinstance(parameter, DTensor):
         parameter = parameter.to_local()
-    return parameter if dtype is None else parameter.to(dtype)
+    weight = parameter if dtype is None else parameter.to(dtype)
+    setattr(weight.untyped_storage(), _MARK, True)
+    return weight
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """What this rank holds, to be read or changed in place without autograd."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor lies in the memory of a parameter, or of a copy that `local` made of one."""
+    return hasattr(tensor.untyped_storage(), _MARK)
+
+
+_MARK = "_moefold_is_weight"
+"""Attribute of a storage: torch keeps it as long as the memory lives, whichever tensor asks for it."""

@@ -7,12 +7,15 @@ result: while the next operations run, what they would keep of it is replaced by
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+
+from moefold.model.steps import Steps
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -61,6 +64,102 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def recomputed_steps(function: Callable[..., Steps[Tensor]], meanwhile: Callable[[], None]) -> Callable[..., Any]:
+    """`recomputed` for a function that pauses, which a checkpoint of torch cannot: it would watch what runs meanwhile.
+
+    Args:
+        function: gives steps; its tensors are positional arguments.
+        meanwhile: called at each pause while it runs again.
+    """
+
+    def run(*args: Any) -> Steps[Tensor]:
+        if not torch.is_grad_enabled():
+            return (yield from function(*args))
+        memory = _StepMemory(function, args, meanwhile)
+        steps = function(*args)
+        while True:
+            with saved_tensors_hooks(memory.forget, _remember):
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    result: Tensor = end.value
+                    return result
+            yield
+
+    return run
+
+
+class _StepMemory:
+    """How to make again what the steps of one call would have kept."""
+
+    def __init__(
+        self, function: Callable[..., Steps[Tensor]], args: Sequence[Any], meanwhile: Callable[[], None]
+    ) -> None:
+        self._function, self._meanwhile = function, meanwhile
+        self._others = [None if isinstance(arg, Tensor) else arg for arg in args]
+        self._places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        self._wants_gradient = [args[i].requires_grad for i in self._places]
+        self._count = 0
+        self._found: dict[int, Tensor] = {}
+        self._arguments: Tensor = _Kept.apply(torch.empty(0, requires_grad=True), *(args[i] for i in self._places))
+
+    def forget(self, tensor: Tensor) -> "tuple[_StepMemory, int]":
+        """A pack hook: the number of the tensor instead of it."""
+        self._count += 1
+        return self, self._count - 1
+
+    def find(self, number: int) -> Tensor:
+        """The tensor of that number, once."""
+        if number not in self._found:
+            self._run_again()
+        return self._found.pop(number)
+
+    def _run_again(self) -> None:
+        args = list(self._others)
+        kept = self._arguments.grad_fn.saved_tensors  # type: ignore[union-attr]
+        for i, tensor, wants in zip(self._places, kept, self._wants_gradient, strict=True):
+            args[i] = tensor.detach().requires_grad_(wants)
+        found: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> None:
+            found[len(found)] = tensor.detach()
+
+        with torch.enable_grad():
+            # To the end, even if nothing is kept of it: where it stops must not differ between ranks.
+            steps = self._function(*args)
+            while not _is_over(steps, keep):
+                self._meanwhile()
+        assert len(found) == self._count, "what runs again keeps what the first run kept"
+        self._found = found
+
+
+def _is_over(steps: Steps[Tensor], keep: Callable[[Tensor], None]) -> bool:
+    """Take a step whose operations give to `keep` what they would keep; whether none was left."""
+    with saved_tensors_hooks(keep, _never):
+        return next(steps, _END) is _END
+
+
+_END = object()
+
+
+def _remember(packed: tuple[_StepMemory, int]) -> Tensor:
+    memory, number = packed
+    return memory.find(number)
+
+
+def _never(packed: None) -> Tensor:
+    raise AssertionError("nobody goes backwards through what runs again")
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps arguments as an operation would, so that those which the hooks around forget are forgotten here too."""
+
+    @staticmethod
+    def forward(ctx: Any, node: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return node.clone()
+
+
 class _Cell:
     """How to make the results of one call again, and the results while the backward pass needs them."""
 
@@ -73,12 +172,14 @@ class _Cell:
         """A pack hook that replaces what lies in the memory of the results."""
         # Not the results themselves: the hook outlives the context.
         places = {(result.untyped_storage().data_ptr(), result.dtype): i for i, result in enumerate(results)}
+        # Torch asks the innermost hooks alone: what they do not want is for those around them.
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
         def pack(tensor: Tensor) -> Any:
             i = places.get((tensor.untyped_storage().data_ptr(), tensor.dtype)) if tensor.numel() else None
-            if i is None:
-                return tensor
-            return self, i, tensor.size(), tensor.stride(), tensor.storage_offset()
+            if i is not None:
+                return self, i, tensor.size(), tensor.stride(), tensor.storage_offset()
+            return tensor if outer is None else _Passed(outer[0](tensor), outer[1])
 
         return pack
 
@@ -99,9 +200,19 @@ class _Cell:
         self._again = None
 
 
+@dataclass(frozen=True)
+class _Passed:
+    """What the hooks around a recall made of a tensor."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
+    if isinstance(packed, _Passed):
+        return packed.unpack(packed.packed)
     cell, i, size, stride, offset = packed
     result: Tensor = cell.run()[1][i].detach()
     return result.as_strided(size, stride, offset)
@@ -112,7 +223,9 @@ class _Recalled(torch.autograd.Function):
     def forward(ctx: Any, cell: _Cell, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.cell, cell.context = cell, ctx
-        return tuple(result.detach() for result in cell.traced(tensors)[1])
+        # This graph is gone at once: hooks around need not look at what it keeps.
+        with saved_tensors_hooks(Tensor.detach, _unpack):
+            return tuple(result.detach() for result in cell.traced(tensors)[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

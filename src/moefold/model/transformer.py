@@ -1,6 +1,7 @@
 """A decoder-only transformer, or one pipeline stage of it."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from moefold.model.parameter import local
 from moefold.model.recall import Recall, all_kept
 from moefold.model.rope import Rotation, rotation
 from moefold.model.seams import Tokens, Vocabulary, WholeTokens, WholeVocabulary
+from moefold.model.steps import Begun, Steps, finish
 from moefold.moe.layer import MoELayer
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -29,7 +31,8 @@ LEAST_CHUNK = 256
 class Block(nn.Module):
     """Attention, then a dense or an MoE feed-forward, each behind a norm and added to the residual stream.
 
-    `parallelize` replaces `recall`, where the results of the norms are not to be kept.
+    `parallelize` replaces `recall`, where the results of the norms are not to be kept, and `pauses`, where somebody
+    works meanwhile: nothing may hook into the call of a layer then, or into that of its feed-forward part.
     """
 
     def __init__(self, cfg: Config, number: int) -> None:
@@ -42,15 +45,30 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.ffn = _moe_layer(cfg, number) if is_moe else SwiGLU(model.hidden_size, model.ffn_hidden_size)
         self.recall: Recall = all_kept
+        self.pauses = False
 
-    def forward(
+    def forward(self, x: Tensor, rotation: Rotation, *more: Tensor | None) -> Tensor:
+        """All of `steps` at once."""
+        return finish(self.steps(x, rotation, *more))
+
+    def steps(
         self, x: Tensor, rotation: Rotation, samples: Tensor | None = None, starts: Tensor | None = None
-    ) -> Tensor:
-        """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]; an MoE layer may want to know which samples these are."""
+    ) -> Steps[Tensor]:
+        """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H], with a pause wherever rows of an MoE layer travel, if it `pauses`.
+
+        An MoE layer may want to know which samples these are.
+        """
         with self.recall(self.attention_norm.normalise, x, self.attention_norm.local_weight(x)) as (normed,):
             x = x + self.attention(normed, rotation, starts)
         with self.recall(self.ffn_norm.normalise, x, self.ffn_norm.local_weight(x)) as (normed,):
-            return x + (self.ffn(normed, samples) if isinstance(self.ffn, MoELayer) else self.ffn(normed))
+            if not isinstance(self.ffn, MoELayer):
+                return x + self.ffn(normed)
+            if not self.pauses:
+                return x + self.ffn(normed, samples)
+            moe = Begun(self.ffn.steps(normed, samples))
+            # Up to its first pause it reads the result of the norm, and another micro-batch may work at each.
+            moe.go_on()
+        return x + (yield from moe.rest())
 
 
 class FurtherTokenBlock(Block):
@@ -68,19 +86,19 @@ class FurtherTokenBlock(Block):
         self.later: Later | None = None
         self.output_norm = RMSNorm(hidden, eps)
 
-    def forward(
+    def steps(
         self,
         x: Tensor,
         rotation: Rotation,
         samples: Tensor | None = None,
         starts: Tensor | None = None,
         embedded: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Steps[Tensor]:
         """Hidden states behind a norm and token vectors, both [S/(cp*tp), B, H] -> the same, behind a norm again."""
         assert embedded is not None
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), -1)
-        x = super().forward(linear(both, local(self.projection, x.dtype), later=self.later), rotation, samples, starts)
-        return self.output_norm(x)
+        x = linear(both, local(self.projection, x.dtype), later=self.later)
+        return self.output_norm((yield from super().steps(x, rotation, samples, starts)))
 
 
 class Embedding(nn.Module):
@@ -167,7 +185,11 @@ class Transformer(nn.Module):
         self.positions = positions
         self.rotation = rotation(self.cfg.model, positions, self.dtype)
 
-    def forward(
+    def forward(self, x: Tensor, *targets: Tensor | None, **named: Tensor | None) -> Tensor:
+        """All of `steps` at once."""
+        return finish(self.steps(x, *targets, **named))
+
+    def steps(
         self,
         x: Tensor,
         labels: Tensor | None = None,
@@ -176,8 +198,8 @@ class Transformer(nn.Module):
         further_labels: Tensor | None = None,
         further_weights: Tensor | None = None,
         starts: Tensor | None = None,
-    ) -> Tensor:
-        """Run the layers of this stage.
+    ) -> Steps[Tensor]:
+        """Run the layers of this stage, with their pauses if they have any.
 
         Args:
             x: tokens, int64 [B, S/cp], on the first stage; else the hidden states of the stage before, [S/(cp*tp), B,
@@ -200,7 +222,7 @@ class Transformer(nn.Module):
             x = self.embedding(x)
         for block in self.layers.values():
             if not isinstance(block, FurtherTokenBlock):
-                x = block(x, turn, samples, starts_SB)
+                x = yield from self._through(block, x, turn, samples, starts_SB)
         if not self.is_last:
             # A stage without layers hands on what it gets, as a tensor of its own: the pipeline keeps both.
             return x if self.is_first or len(self.layers) else x.view_as(x)
@@ -218,12 +240,19 @@ class Transformer(nn.Module):
         read = labels
         for i in range(self.cfg.model.mtp_layers):
             block = self.layers[str(self.cfg.model.num_layers + i)]
-            normed = block(normed, turn, samples, starts_SB, self.embedding(read))
+            normed = yield from self._through(block, normed, turn, samples, starts_SB, self.embedding(read))
             read = further_labels[:, i]
             further_loss = further_loss + self._loss(
                 normed, tied, read, None if further_weights is None else further_weights[:, i]
             )
         return torch.cat((loss, further_loss * (self.cfg.train.mtp_loss / self.cfg.model.mtp_layers)))
+
+    def _through(self, block: nn.Module, *args: Any) -> Steps[Tensor]:
+        assert isinstance(block, Block)
+        if block.pauses:
+            return (yield from block.steps(*args))
+        y: Tensor = block(*args)
+        return y
 
     def _loss(self, normed: Tensor, tied: Tensor | None, labels: Tensor, weights: Tensor | None) -> Tensor:
         """Weighted sum of the cross-entropies of labels [B, S/cp], [1]."""
@@ -241,6 +270,12 @@ class Transformer(nn.Module):
         # numbers that it would have alone, in narrow types too.
         positions_SB = self.positions[:, None] - starts.t()[self.positions]
         return rotation(self.cfg.model, positions_SB, self.dtype)
+
+    def pause(self) -> None:
+        """From now on `steps` pauses wherever rows travel."""
+        for block in self.layers.values():
+            assert isinstance(block, Block)
+            block.pauses = True
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """The MoE layers of this stage by their number in the whole model."""

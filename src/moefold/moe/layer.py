@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from moefold.config.schema import ModelConfig, MoEConfig
 from moefold.model.parameter import local
+from moefold.model.steps import Steps, finish
 from moefold.moe.dispatch.base import Assignment, Dispatcher
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.drop import DropRule
@@ -101,21 +102,25 @@ class MoELayer(nn.Module):
             x: hidden states.
             samples: place of each sample in the global batch, int64 [B]; None stands for the first ones.
         """
+        return finish(self.steps(x, samples))
+
+    def steps(self, x: Tensor, samples: Tensor | None = None) -> Steps[Tensor]:
+        """`forward`, with a pause wherever rows travel; nothing reads `x` after the first."""
         samples_B = torch.arange(x.shape[1], device=x.device) if samples is None else samples
         places = TokenPlaces(self.scope, x.shape[0], samples_B)
         x_TH = x.flatten(0, 1)
         routing = self.router(x_TH, places)
         assignment = self._assign(routing, places)
-        y_shared = None
-        if self.shared is None:
-            rows_RH, plan = self.dispatcher.dispatch(x_TH, assignment)
-        else:
-            rows_RH, plan, y_shared = self.dispatcher.dispatch_beside(x_TH, assignment, lambda: self._shared(x))
+        beside = None if self.shared is None else lambda: self._shared(x)
+        rows, plan = self.dispatcher.dispatch_preprocess(x_TH, assignment)
+        rows, y_shared = yield from self.dispatcher.dispatch_steps(rows, plan, beside)
+        rows_RH = self.dispatcher.dispatch_postprocess(rows, plan)
         rows_per_expert, loan, weights_R = plan.rows_per_expert, self.dispatcher.loan(plan), None
         if self._weighs_in_expert:
             weights_R, plan = self.dispatcher.take_weights(plan)
         y_RH = self.experts(rows_RH, rows_per_expert, loan, weights_R)
-        y = self.dispatcher.combine(y_RH, plan).view_as(x)
+        rows = yield from self.dispatcher.combine_steps(self.dispatcher.combine_preprocess(y_RH, plan), plan)
+        y = self.dispatcher.combine_postprocess(rows, plan).view_as(x)
         if y_shared is not None:
             y = y + y_shared
         return self._attach_losses(y, routing, assignment, places) if self.training else y

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from moefold.parallel.beside import Beside
 from moefold.parallel.flight_record import FlightRecord, group_timeout
 from moefold.parallel.layout import Layout, View
 from moefold.parallel.wait_clock import WaitClock
@@ -32,6 +33,8 @@ class Group:
 
     clock: WaitClock = field(default_factory=WaitClock, compare=False, repr=False)
     """Counts the time that this rank spends in collectives."""
+    beside: Beside = field(default_factory=Beside, compare=False, repr=False)
+    """What this rank computes while an exchange of a backward pass is under way."""
 
     @property
     def size(self) -> int:
@@ -86,6 +89,8 @@ class ParallelGroups:
     expert_mesh: DeviceMesh
     record: FlightRecord
     """What this rank is doing; all groups write into it."""
+    beside: Beside
+    """What it computes while exchanges of a backward pass are under way."""
 
     @classmethod
     def create(cls, layout: Layout, device: torch.device, record: FlightRecord | None = None) -> "ParallelGroups":
@@ -109,15 +114,14 @@ class ParallelGroups:
         made: dict[tuple[int, ...], Group] = {}
         attention, moe = layout.attention, layout.moe
         names = _group_names(layout, rank)
-        clock = WaitClock(is_cuda=device.type == "cuda")
+        clock, beside = WaitClock(is_cuda=device.type == "cuda"), Beside()
 
         def group(view: View, *axes: str) -> Group:
             ranks = tuple(sorted(view.group(rank, *axes)))
             if ranks not in made:
                 handle = _process_group(ranks, record.limit_s)
-                made[ranks] = Group(
-                    ranks, ranks.index(rank), handle, record, record.add_group(names[ranks], ranks), clock
-                )
+                number = record.add_group(names[ranks], ranks)
+                made[ranks] = Group(ranks, ranks.index(rank), handle, record, number, clock, beside)
             return made[ranks]
 
         attn_groups = AttentionGroups(
@@ -149,6 +153,7 @@ class ParallelGroups:
             dense_mesh=_dense_mesh(layout, attn_groups, group(attention), device),
             expert_mesh=_expert_mesh(layout, rank, moe_groups, group(attention), device),
             record=record,
+            beside=beside,
         )
 
     def beside_training(self) -> Group:

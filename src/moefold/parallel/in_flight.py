@@ -4,17 +4,21 @@ An exchange is two nodes of the autograd graph: one begins it, the other waits f
 hides it. Backward the second node begins the exchange of the gradients and the first one waits, and because autograd
 takes the later-made of two ready nodes first, the gradients of what was computed between hide that one too.
 
+Where another micro-batch has a forward pass to be done (`parallel/beside.py`), it goes on between the two as well: a
+forward pass pauses there, and a backward pass lets it go on before it waits.
+
 A rank must begin and await its exchanges in the same order as the other members.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from moefold.model.steps import Steps
 from moefold.parallel.collectives import begin_all_gather, begin_exchange, begin_reduce
 from moefold.parallel.groups import Group
 
@@ -48,13 +52,21 @@ class InFlight:
 
     _ticket: Tensor
     _exchange: _Exchange | None
+    _finish: Callable[[Tensor], Tensor] | None = None
+    """What is to be done with what arrives."""
 
     def wait(self) -> Tensor:
         """The result; to be asked for once."""
         if self._exchange is None:
             return self._ticket
         received: Tensor = _Await.apply(self._ticket, self._exchange)
-        return received
+        return received if self._finish is None else self._finish(received)
+
+    def landing(self) -> Steps[Tensor]:
+        """The result, after a pause; none in a group of one, where nothing is under way."""
+        if self._exchange is not None:
+            yield
+        return self.wait()
 
 
 def start_all_to_all(x: Tensor, group: Group, send_rows: Sequence[int], receive_rows: Sequence[int]) -> InFlight:
@@ -71,6 +83,28 @@ def start_all_to_all(x: Tensor, group: Group, send_rows: Sequence[int], receive_
 def start_all_gather(x: Tensor, group: Group) -> InFlight:
     """Begin `collectives.all_gather`; `x` must not change before the wait."""
     return _start(x, group, lambda rows: begin_all_gather(rows, group), lambda grad: begin_reduce(grad, group))
+
+
+def start_reduce_scatter(x: Tensor, group: Group) -> InFlight:
+    """Begin `collectives.reduce_scatter`; `x` must not change before the wait."""
+    return _start(x, group, lambda rows: begin_reduce(rows, group), lambda grad: begin_all_gather(grad, group))
+
+
+def start_all_gather_rows(x: Tensor, group: Group, rows: Sequence[int]) -> InFlight:
+    """Begin `collectives.all_gather_rows`."""
+    if group.size == 1:
+        return InFlight(x, None)
+    sent = x.repeat(group.size, *[1] * (x.dim() - 1))
+    return start_all_to_all(sent, group, [x.shape[0]] * group.size, rows)
+
+
+def start_reduce_scatter_rows(x: Tensor, group: Group, rows: Sequence[int]) -> InFlight:
+    """Begin `collectives.reduce_scatter_rows`; `x` must not change before the wait."""
+    if group.size == 1:
+        return InFlight(x, None)
+    mine = rows[group.rank]
+    in_flight = start_all_to_all(x, group, rows, [mine] * group.size)
+    return replace(in_flight, _finish=lambda parts: parts.view(group.size, mine, *parts.shape[1:]).sum(0))
 
 
 def _start(x: Tensor, group: Group, forward: Begin, backward: Begin) -> InFlight:
@@ -91,6 +125,7 @@ class _Begin(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.group.beside.go_on()
         return ctx.exchange.wait(), None
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefold.bounded import bounded_batches
 from moefold.model.init import local_region
 from moefold.parallel.collectives import all_to_all
 from moefold.parallel.groups import Group
@@ -88,7 +89,7 @@ class MatrixExchange:
         self._first = {name: start[0] if len(start) == 3 else 0 for name, (start, _) in mine.items()}
         found = [m for name in sorted(tensors) for m in _matrices(name, tuple(tensors[name].shape), of_ranks)]
         self._nothing = next((values.new_empty(0) for values, _ in regions.values()), torch.empty(0))
-        self._rounds = list(_rounds(_deal(found, group.size), round_elements * group.size))
+        self._rounds = list(bounded_batches(_deal(found, group.size), _numel, round_elements * group.size))
 
     def run(
         self,
@@ -187,16 +188,5 @@ def _deal(found: Sequence[_Unowned], num_members: int) -> list[_Matrix]:
     return dealt
 
 
-def _rounds(dealt: Sequence[_Matrix], most_elements: int) -> Iterator[list[_Matrix]]:
-    """Consecutive matrices with at most so many elements, or one matrix."""
-    batch: list[_Matrix] = []
-    total = 0
-    for matrix in dealt:
-        size = matrix.shape[0] * matrix.shape[1]
-        if batch and total + size > most_elements:
-            yield batch
-            batch, total = [], 0
-        batch.append(matrix)
-        total += size
-    if batch:
-        yield batch
+def _numel(matrix: _Matrix) -> int:
+    return matrix.shape[0] * matrix.shape[1]

@@ -20,13 +20,16 @@ from moefold.moe.dispatch.deepep import open_buffer
 from moefold.moe.dispatch.selection import select_dispatcher
 from moefold.moe.dispatch.spill import SpillRule
 from moefold.moe.layer import MoELayer
+from moefold.offload.activations import ActivationOffload
 from moefold.parallel.accumulate import Accumulation, Batch
 from moefold.parallel.context import context_attention, sequence_positions
 from moefold.parallel.gradients import sum_replicated_gradients
 from moefold.parallel.groups import Group, ParallelGroups
+from moefold.parallel.offload import apply_offload, open_offload
+from moefold.parallel.paired import PairedAccumulation
 from moefold.parallel.phases import note_phases
 from moefold.parallel.pipeline import Pipeline, share_embedding_gradient
-from moefold.parallel.recompute import apply_recompute
+from moefold.parallel.recompute import apply_recompute, settle_recompute
 from moefold.parallel.sharding import master_dtype, shard_data_parallel, shard_model_parallel
 from moefold.parallel.stage_plan import StagePlan, plan_stages
 from moefold.parallel.tensor import HeadSquares, ShardedTokens, ShardedVocabulary, key_value_rows, local_positions
@@ -57,6 +60,8 @@ class ParallelModel:
     """Positions of a sample that this rank reads, int64 [S/cp]."""
     note: str = ""
     """What the recipe left open and how it was decided; empty if it left nothing open."""
+    offload: ActivationOffload | None = None
+    """What takes activations out of memory between the passes."""
 
     @cached_property
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -75,6 +80,8 @@ class ParallelModel:
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Add the gradients of the batch, reduced over every axis; returns my part of the loss, [terms]."""
+        if self.offload is not None:
+            self.offload.begin_step()
         loss = self.runner.forward_backward(batch)
         sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
         if self.stages[0].cfg.model.embeds_twice:
@@ -106,6 +113,7 @@ class CutModel:
     plan: StagePlan
     positions: Tensor
     note: str
+    offload: ActivationOffload | None
 
 
 def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
@@ -113,16 +121,20 @@ def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
 
     Collective: FSDP may communicate. Parameters are whole on no rank at any time.
     """
+    cfg, recompute_note = settle_recompute(cfg, groups.device)
     cut = cut_model(cfg, groups, is_trained=True)
     for stage in cut.stages:
         initialise(stage, cfg.model, cfg.run.seed)
         note_phases(stage, groups.record)
     runner: Runner
-    if groups.layout.pp == 1:
+    if groups.layout.pp == 1 and cfg.parallel.overlap_experts:
+        runner = PairedAccumulation(cut.stages[0], cfg.num_micro_batches, cfg.parallel.zero, groups)
+    elif groups.layout.pp == 1:
         runner = Accumulation(cut.stages[0], cfg.num_micro_batches, cfg.parallel.zero)
     else:
         runner = Pipeline(cut.stages, cut.plan, groups, cfg)
-    return ParallelModel(cut.stages, cut.plan, runner, groups, cut.positions, cut.note)
+    note = "; ".join(filter(None, (cut.note, recompute_note)))
+    return ParallelModel(cut.stages, cut.plan, runner, groups, cut.positions, note, cut.offload)
 
 
 def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutModel:
@@ -145,6 +157,7 @@ def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutMo
         ]
     selection = select_dispatcher(cfg, groups)
     dispatcher = _dispatcher(selection.name, cfg, groups)
+    offload = open_offload(cfg.train, groups.device, groups.rank) if is_trained else None
     for stage in stages:
         stage.to(master_dtype(cfg) if is_trained else stage.dtype)
         for layer in stage.moe_layers().values():
@@ -153,14 +166,16 @@ def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutMo
         _apply_expert_parallel(stage, groups, positions, dispatcher)
         _apply_context_parallel(stage, groups, cfg)
         if is_trained:
-            apply_recompute(stage, cfg.train.recompute)
+            apply_recompute(stage, cfg.train.recompute, groups.beside)
+        if offload is not None:
+            apply_offload(stage, cfg.train.offload, offload)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
             if is_trained:
                 shard_data_parallel(stage, groups, cfg)
         stage.to_empty(device=groups.device)
         stage.place(positions)
-    return CutModel(stages, plan, positions, selection.note)
+    return CutModel(stages, plan, positions, selection.note, offload)
 
 
 def _apply_tensor_parallel(stage: Transformer, groups: ParallelGroups) -> None:

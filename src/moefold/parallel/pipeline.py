@@ -1,5 +1,8 @@
 """Pipeline parallelism through torch.distributed.pipelining: stages, micro-batches, copies of the embedding."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,13 +14,17 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 
+from moefold.config.paired_schedule import paired_rows
 from moefold.config.schedules import SCHEDULES
 from moefold.config.schema import Config
 from moefold.model.transformer import Transformer, loss_terms
 from moefold.parallel.accumulate import Batch
+from moefold.parallel.flight_record import FlightRecord
 from moefold.parallel.groups import Group, ParallelGroups
+from moefold.parallel.held import HeldParameters
 from moefold.parallel.late_gradients import LateGradients, postpone_weight_gradients
-from moefold.parallel.schedule import evaluation_schedule, training_schedule
+from moefold.parallel.paired import PairedSchedule, SteppedStage
+from moefold.parallel.schedule import Schedule, evaluation_schedule, training_schedule
 from moefold.parallel.stage_plan import StagePlan
 from moefold.parallel.wait_clock import WaitClock
 
@@ -48,6 +55,7 @@ class Pipeline:
         )
         loss = torch.empty(self._num_terms, dtype=_loss_dtype(stages[0].dtype), device="meta", requires_grad=True)
         late: list[LateGradients | None] = [None] * len(stages)
+        self._held = HeldParameters(stages, zero) if cfg.parallel.overlap_experts else None
         for i, module in enumerate(stages):
             if zero == 2 and isinstance(module, FSDPModule):
                 # Gradients are reduced with each micro-batch, but parameters stay until the step is through.
@@ -60,7 +68,8 @@ class Pipeline:
             return [
                 _Stage(
                     groups.pp.clock,
-                    _OwnReduction(module) if zero >= 2 else module,
+                    None if self._held is None or queue is not None else partial(self._held.settle, module),
+                    self._called(module, zero, groups.record),
                     stage.number,
                     len(plan.stages),
                     groups.device,
@@ -74,7 +83,14 @@ class Pipeline:
 
         # Each schedule has stages of its own: torch 2.11 decides once, when a schedule first runs, whether what its
         # stages receive needs gradients. An evaluation on the stages of training would switch them off for good.
-        self._schedule = training_schedule(cfg, build(), self._total)
+        self._schedule: Schedule
+        if self._held is None:
+            self._schedule = training_schedule(cfg, build(), self._total)
+        else:
+            p, count = cfg.parallel, cfg.num_micro_batches
+            rows = paired_rows(p.schedule, p.pp, p.virtual_stages, count)
+            beside, record = groups.beside, groups.record
+            self._schedule = PairedSchedule(build(), count, self._total, rows, beside=beside, record=record)
         self._evaluation = evaluation_schedule(cfg, plan, build(), self._total)
 
     def forward_backward(self, batch: Batch) -> Tensor:
@@ -82,7 +98,7 @@ class Pipeline:
         self._terms.clear()
         update_local_copies(self._modules)
         # The schedule waits for other stages wherever it is not in a chunk of its own.
-        with self._clock.waiting():
+        with self._held.step() if self._held else nullcontext(), self._clock.waiting():
             self._schedule.step(*self._inputs(batch), target=batch.labels, return_outputs=False, **batch.targets())
         for module in self._modules:
             for part in module.modules():
@@ -95,8 +111,15 @@ class Pipeline:
         """The terms of the loss of my tokens, [terms], without gradients; 0 off the last stage."""
         self._terms.clear()
         update_local_copies(self._modules)
-        self._evaluation.eval(*self._inputs(batch), target=batch.labels, **batch.targets())
+        with self._held.gathered() if self._held else nullcontext():
+            self._evaluation.eval(*self._inputs(batch), target=batch.labels, **batch.targets())
         return self._sum(batch)
+
+    def _called(self, module: Transformer, zero: int, record: FlightRecord) -> nn.Module:
+        """What a schedule calls in place of a stage."""
+        if self._held is not None:
+            return SteppedStage(module, record)
+        return _OwnReduction(module) if zero >= 2 else module
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         return (batch.tokens,) if self._is_first else ()
@@ -163,20 +186,24 @@ def _embeddings(stages: list[Transformer]) -> list[nn.Parameter]:
 class _Stage(PipelineStage):
     """A stage whose own work is told from the waiting around it.
 
-    It opens no channel to a neighbour on its own rank: gloo has none, and nothing would go through it.
+    It opens no channel to a neighbour on its own rank: gloo has none, and nothing would go through it. `settle`, if
+    any, is called behind each backward pass.
     """
 
-    def __init__(self, clock: WaitClock, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, clock: WaitClock, settle: Callable[[], None] | None, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._clock = clock
+        self._settle = settle
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._clock.working():
             return super().forward_one_chunk(*args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         with self._clock.working():
-            return super().backward_one_chunk(*args, **kwargs)
+            super().backward_one_chunk(*args, **kwargs)
+            if self._settle is not None:
+                self._settle()
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._clock.working():

@@ -1,16 +1,49 @@
 """Which parts of the layers run again in the backward pass instead of being kept (`train.recompute`)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
+
+from moefold.config.checks_recompute import AUTO
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.metrics.activation_memory import CPU, CUDA
+from moefold.metrics.recompute_choice import GIB, choose_recompute
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.mlp import SwiGLU
-from moefold.model.recall import recalled, recomputed
+from moefold.model.recall import recalled, recomputed, recomputed_steps
 from moefold.model.transformer import Block, Transformer
 from moefold.moe.layer import MoELayer
+from moefold.parallel.beside import Beside
+
+DEVICE_SHARE = 0.9
+"""Of a GPU's memory; the rest is for kernels' workspaces, NCCL and what the allocator cannot use."""
 
 
-def apply_recompute(stage: Transformer, parts: Sequence[str]) -> None:
+def settle_recompute(cfg: Config, device: torch.device) -> tuple[Config, str]:
+    """What `train.recompute = ["auto"]` stands for on a device, and a line that says why; others stay as they are.
+
+    Every rank of equal devices comes to the same answer.
+
+    Raises:
+        ConfigError: nothing fits, or nobody said how much memory a rank on the CPU may use.
+    """
+    if AUTO not in cfg.train.recompute:
+        return cfg, ""
+    budget_bytes = round(cfg.train.memory_budget_gib * GIB)
+    if device.type == "cuda":
+        budget_bytes = budget_bytes or round(DEVICE_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    elif not budget_bytes:
+        raise ConfigError(f"train.recompute=['{AUTO}'] needs train.memory_budget_gib on a CPU: what one rank may use")
+    choice = choose_recompute(cfg, budget_bytes, CUDA if device.type == "cuda" else CPU)
+    return replace(cfg, train=replace(cfg.train, recompute=choice.parts)), choice.words(budget_bytes)
+
+
+def apply_recompute(stage: Transformer, parts: Sequence[str], beside: Beside | None = None) -> None:
     """Let those parts of every layer of a stage forget; after the axes are applied and before FSDP.
+
+    What is beside a backward pass goes on at the pauses of what runs again, too.
 
     Communication inside a part runs again too: on all ranks alike, because all run the same graph backwards. Nothing
     else changes: routing, drops and noise follow from tokens and places, loads are kept by micro-batch, and what a step
@@ -19,10 +52,10 @@ def apply_recompute(stage: Transformer, parts: Sequence[str]) -> None:
     for block in stage.layers.values():
         assert isinstance(block, Block)
         for part in parts:
-            _forget(block, part)
+            _forget(block, part, beside or Beside())
 
 
-def _forget(block: Block, part: str) -> None:
+def _forget(block: Block, part: str, beside: Beside) -> None:
     attention, ffn = block.attention, block.ffn
     match part:
         case "norms":
@@ -35,10 +68,10 @@ def _forget(block: Block, part: str) -> None:
         case "dense_mlp" if isinstance(ffn, SwiGLU):
             ffn.forward = recomputed(ffn.forward)  # type: ignore[method-assign]
         case "moe" if isinstance(ffn, MoELayer):
-            ffn.forward = recomputed(ffn.forward)  # type: ignore[method-assign]
+            ffn.steps = recomputed_steps(ffn.steps, beside.go_on)  # type: ignore[method-assign]
         case "shared_experts" if isinstance(ffn, MoELayer) and ffn.shared is not None:
             ffn.shared.forward = recomputed(ffn.shared.forward)
         case "expert_activation" if isinstance(ffn, MoELayer):
             ffn.experts.keeps_inner = False
         case "layer":
-            block.forward = recomputed(block.forward)  # type: ignore[method-assign]
+            block.steps = recomputed_steps(block.steps, beside.go_on)  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ result on one rank, a kernel that is not deterministic where another rank's is.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,16 +16,18 @@ from torch.distributed.tensor import DTensor
 
 from moefold.launch.crew import joined_crew
 from moefold.metrics.replicas import ReplicaMetrics
+from moefold.model.parameter import local_values
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.collectives import all_gather, all_reduce_sum
 from moefold.parallel.fsdp_comms import FSDPComms
 from moefold.parallel.groups import Group
 from moefold.parallel.parallelize import ParallelModel
 
-CHUNK = 1 << 20
-"""So many values are widened to int64 at a time."""
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD = 0x9E3779B97F4A7C1
+CHUNK = 1 << 18
+"""So many integers are multiplied at a time."""
+_WORD_BYTES = 8
+_SEED = 0
+_STRIDE = 0x2545F4914F6CDD1C
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,24 @@ class Divergence:
 
 
 @dataclass(frozen=True)
+class Said:
+    """Something that ranks decide or draw by, in words, which should be the same on others."""
+
+    what: str
+    words: str
+    axes: tuple[str, ...]
+    """Along which it should: of tp, cp, pp, stage and world."""
+
+
+@dataclass(frozen=True)
 class _Held:
     """Some bytes of this rank, and the axes along which other ranks hold the same."""
 
     what: str
     digest: Tensor
     axes: tuple[str, ...]
+    is_everywhere: bool = True
+    """False if some of those ranks have no copy, and zeros for a digest."""
 
 
 class Replicas:
@@ -74,11 +88,14 @@ class Replicas:
         self._moments = moments
         self._zero = zero
         self._comms = comms
+        self._digester = Digester(groups.device)
+        self._none = torch.zeros(2, dtype=torch.int64, device=groups.device)
         self._groups: dict[str, Group] = {
             "tp": groups.attn.tp,
             "dp_cp": groups.attn.dp_cp,
             "edp": groups.moe.edp,
             "stage": groups.attn.stage,
+            "cp": groups.attn.cp,
             "pp": groups.pp,
             "world": groups.world,
         }
@@ -110,20 +127,45 @@ class Replicas:
         )
 
     @torch.no_grad()
-    def divergences(self, batch: Batch, position: str) -> tuple[Divergence, ...]:
+    def divergences(self, batch: Batch, said: Sequence[Said]) -> tuple[Divergence, ...]:
         """What is not alike where it should be, the same list on every rank; collective over all ranks.
+
+        Where all is alike, each rank sends two numbers for each axis, once.
 
         Args:
             batch: this rank's part of the batch of the step.
-            position: all that ranks decide by, in words; it should be the same everywhere.
+            said: what else should be alike; the same names in the same order on all ranks.
         """
-        held = list(self._held(batch, position))
-        found = [one for axis in self._groups for one in self._compare(axis, [h for h in held if axis in h.axes])]
-        world = self._groups["world"]
-        count = torch.tensor(len(found), dtype=torch.int64, device=self._model.groups.device)
-        if int(all_reduce_sum(count, world)) == 0:
+        held = list(self._held(batch, said))
+        of_axes = {axis: [one for one in held if axis in one.axes] for axis in self._groups}
+        if self._is_alike(of_axes):
             return ()
+        found = [one for axis, those in of_axes.items() for one in self._compare(axis, those)]
         return tuple(dict.fromkeys(one for of_rank in joined_crew().gather(found) for one in of_rank))
+
+    def _is_alike(self, of_axes: Mapping[str, list[_Held]]) -> bool:
+        """Whether all members of all groups hold the same; every rank sees it of every group."""
+        world = self._groups["world"]
+        sums = []
+        for those in of_axes.values():
+            # What some ranks of a group have no copy of is told apart from what all have.
+            for digests in ([one.digest for one in those if one.is_everywhere == everywhere] for everywhere in (0, 1)):
+                sums.append(self._digester.of(torch.stack(digests)) if digests else self._none)
+        told = all_gather(torch.stack(sums)[None], world).view(world.size, len(of_axes), 2, 2).tolist()
+        for i, axis in enumerate(of_axes):
+            for ranks in self._partition(axis):
+                some, everywhere = ({tuple(told[rank][i][kind]) for rank in ranks} for kind in (0, 1))
+                if len(some - {(0, 0)}) > 1 or len(everywhere) > 1:
+                    return False
+        return True
+
+    def _partition(self, axis: str) -> Sequence[Sequence[int]]:
+        """The ranks of every group of an axis."""
+        layout = self._model.groups.layout
+        if axis == "world":
+            return [range(layout.world_size)]
+        names = {"dp_cp": ("dp", "cp"), "stage": ("dp", "cp", "tp")}.get(axis, (axis,))
+        return (layout.moe if axis == "edp" else layout.attention).groups(*names)
 
     def _compare(self, axis: str, held: list[_Held]) -> list[Divergence]:
         group = self._groups[axis]
@@ -134,15 +176,14 @@ class Replicas:
         found = []
         for i, one in enumerate(held):
             members = {rank: tuple(rows[i]) for rank, rows in zip(group.ranks, of_members, strict=True)}
-            # A pipeline rank that holds no copy of the embedding says so with zeros.
-            holders = {rank: digest for rank, digest in members.items() if axis != "pp" or any(digest)}
+            holders = {rank: digest for rank, digest in members.items() if one.is_everywhere or any(digest)}
             if odd := _odd_ones(holders):
                 found.append(Divergence(one.what, axis, odd, tuple(holders)))
         return found
 
-    def _held(self, batch: Batch, position: str) -> Iterator[_Held]:
+    def _held(self, batch: Batch, said: Sequence[Said]) -> Iterator[_Held]:
         """Everything that other ranks hold too; the same names in the same order on all members of a group."""
-        model = self._model
+        model, digest = self._model, self._digester.of
         device = model.groups.device
         tensors = {name: p.data for name, p in model.named_parameters.items()} | dict(self._moments)
         for name, tensor in tensors.items():
@@ -155,12 +196,13 @@ class Replicas:
         if model.stages[0].cfg.model.embeds_twice:
             # The first and the last pipeline rank hold the embedding, with the same shards of it.
             for name in ("embedding.weight", *(n for n in self._moments if n.startswith("embedding.weight."))):
-                none = torch.zeros(2, dtype=torch.int64, device=device)
-                yield _Held(name, digest(tensors[name]) if name in tensors else none, ("pp",))
+                copy = digest(tensors[name]) if name in tensors else self._none
+                yield _Held(name, copy, ("pp",), is_everywhere=False)
         tokens = torch.cat([batch.tokens.flatten(), batch.labels.flatten()])
         yield _Held("the batch", digest(tokens), ("tp", "pp"))
-        number = int.from_bytes(hashlib.sha256(position.encode()).digest()[:8], "little", signed=True)
-        yield _Held("the position of the run", torch.tensor([number, 1], device=device), ("world",))
+        for one in said:
+            number = int.from_bytes(hashlib.sha256(one.words.encode()).digest()[:8], "little", signed=True)
+            yield _Held(one.what, torch.tensor([number, 1], device=device), one.axes)
 
     def _gathered_weights(self) -> Iterator[_Held]:
         """What ranks compute with, gathered once more, one FSDP module at a time."""
@@ -171,28 +213,54 @@ class Replicas:
                     yield from self._gathered(stage.get_submodule(prefix), prefix)
                     module.reshard()
 
-    @staticmethod
-    def _gathered(module: nn.Module, prefix: str) -> Iterator[_Held]:
+    def _gathered(self, module: nn.Module, prefix: str) -> Iterator[_Held]:
         for name, parameter in _own_parameters(module, prefix):
             axis = "edp" if ".experts." in name else "dp_cp"
-            yield _Held(f"the gathered {name}", digest(parameter), (axis,))
+            yield _Held(f"the gathered {name}", self._digester.of(parameter), (axis,))
 
 
-def digest(tensor: Tensor) -> Tensor:
-    """Two sums of the bits of this rank's part of a tensor, int64 [2]; no communication, no host sync.
+class Digester:
+    """Sums of the bits of tensors, by which ranks compare them without sending them; no communication, no host sync.
 
-    The bits of each value are an integer x_i; the sums are of x_i and of x_i times an odd number drawn from i, modulo
-    2**64. Integers add up alike in any order, so equal bytes give equal sums on any device; a change of one value
-    always changes the first sum, and values that change places the second.
+    The bytes are read as integers of 64 bits x_i; the sums are of x_i and of y_i = x_i xor (x_i >> 31) times an odd
+    number drawn from i, modulo 2**64. Integers add up alike in any order, so equal bytes give equal sums on any device;
+    a change of one integer always changes both sums, and integers that change places the second. A product with an odd
+    number leaves the highest bit, the sign of a weight, where it is, and two of them would cancel: y_i, from which x_i
+    follows, has it lower down as well.
     """
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    bits = local.detach().contiguous().flatten().view(_BITS[local.element_size()])
-    total = torch.zeros(2, dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), CHUNK):
-        values = bits[start : start + CHUNK].long()
-        factors = torch.arange(start, start + len(values), device=bits.device).mul_(_ODD).bitwise_or_(1)
-        total += torch.stack([values.sum(), (values * factors).sum()])
-    return total
+
+    def __init__(self, device: torch.device) -> None:
+        drawn = torch.randint(-(2**63), 2**63 - 1, (CHUNK,), generator=torch.Generator().manual_seed(_SEED))
+        self._factors = drawn.bitwise_or_(1).to(device)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The sums of this rank's part of a tensor, int64 [2]."""
+        # Moments may be on the host.
+        words = _words(local_values(tensor).to(self._factors.device))
+        parts = words.split(CHUNK)
+        # The same place in another chunk has another factor: the product of two odd numbers, which is odd.
+        weighted = [self._weighted(part) * _odd(i) for i, part in enumerate(parts)]
+        return torch.stack([words.sum(), torch.stack(weighted).sum()])
+
+    def _weighted(self, words: Tensor) -> Tensor:
+        mixed = words >> 31
+        mixed ^= words
+        mixed *= self._factors[: len(words)]
+        return mixed.sum()
+
+
+def _odd(chunk: int) -> int:
+    """A factor for all of a chunk that fits into 63 bits."""
+    return (chunk * _STRIDE | 1) % 2**63
+
+
+def _words(local: Tensor) -> Tensor:
+    """The bytes of a tensor in the order of its values, as int64; copied only where memory does not lie so."""
+    flat = local.detach().contiguous().flatten()
+    num_bytes = flat.numel() * flat.element_size()
+    if num_bytes % _WORD_BYTES == 0 and flat.data_ptr() % _WORD_BYTES == 0:
+        return flat.view(torch.int64)
+    return nn.functional.pad(flat.view(torch.uint8), (0, -num_bytes % _WORD_BYTES)).view(torch.int64)
 
 
 def _replicated_axes(tensor: Tensor) -> tuple[str, ...]:

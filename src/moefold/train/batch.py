@@ -1,5 +1,7 @@
 """This rank's part of each global batch."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,6 +15,8 @@ from moefold.parallel.collectives import all_reduce_sum
 from moefold.parallel.groups import ParallelGroups
 
 Weights = NDArray[np.float64]
+Part = tuple[SampleBatch, Weights]
+"""Samples of one rank, and the weights of their targets, [count, 1 + mtp_layers, S]."""
 
 
 class BatchLoader:
@@ -34,30 +38,57 @@ class BatchLoader:
         self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
 
     def batch(self, first_sample: int) -> Batch:
-        """This rank's part of the global batch that starts at sample `first_sample` of the run.
+        """As `batch_of`, of the global batch that starts at sample `first_sample` of the run."""
+        return self.batch_of(self.read(range(first_sample, first_sample + self._size)))
+
+    def read(self, samples: Sequence[int]) -> Part:
+        """This rank's samples of a global batch, and the weights of their targets.
+
+        Args:
+            samples: the global batch, by the numbers of the run.
+        """
+        return self._part(samples, self._size)
+
+    def batch_of(self, part: Part) -> Batch:
+        """This rank's part of a global batch, from what it has read.
 
         Collective over dp where samples have marks: the mean is over the targets that count, on whichever rank.
         """
-        (batch,) = self._weighted([self._part(first_sample, first_sample + self._size)], self._size)
+        (batch,) = self._weighted([part], self._size)
         return batch
 
     def evaluation(self, num_samples: int) -> list[Batch]:
         """This rank's part of the first `num_samples` of the split, each taken once: of a smaller split, all.
 
-        The weights of all batches and ranks sum to 1. A global batch that the samples do not fill goes on with samples
-        that weigh nothing, so the mean does not depend on the size of the batch. Collective as `batch`.
+        The weights of all batches and ranks sum to 1. Collective as `batch_of`.
+        """
+        return self.evaluation_of(*self.read_evaluation(num_samples))
+
+    def read_evaluation(self, num_samples: int) -> tuple[list[Part], int]:
+        """This rank's samples of an evaluation, and of how many samples all ranks' are.
+
+        A global batch that the samples do not fill goes on with samples that weigh nothing, so the mean does not depend
+        on the size of the batch. Samples that are lost are passed over.
         """
         # An empty split explains itself when it is asked for a sample.
-        num_samples = max(1, min(num_samples, len(self._split)))
-        parts = [self._part(first, num_samples) for first in range(0, num_samples, self._size)]
+        num_samples = max(1, min(num_samples, len(self._split) - self._split.num_lost))
+        parts: list[Part] = []
+        first = 0
+        for taken in range(0, num_samples, self._size):
+            samples = self._split.next_samples(first, self._size)
+            parts.append(self._part(samples, num_samples - taken))
+            first = samples[-1] + 1
+        return parts, num_samples
+
+    def evaluation_of(self, parts: list[Part], num_samples: int) -> list[Batch]:
+        """The batches of an evaluation; collective as `batch_of`."""
         return self._weighted(parts, num_samples)
 
-    def _part(self, first_sample: int, end: int) -> tuple[SampleBatch, Weights]:
-        """This rank's samples of one global batch, and the weights of their targets, [count, S]: 0 from `end` on."""
-        first = first_sample + self._first
-        samples = self._split.batch(first, self._count)
-        is_taken = np.arange(first, first + self._count) < end
-        return samples, self._target_weights(samples) * is_taken[:, None, None]
+    def _part(self, samples: Sequence[int], num_taken: int) -> Part:
+        """This rank's samples of one global batch, and the weights of their targets: 0 for all but the first ones."""
+        mine = self._split.rows(samples[self._first : self._first + self._count])
+        is_taken = np.arange(self._first, self._first + self._count) < num_taken
+        return mine, self._target_weights(mine) * is_taken[:, None, None]
 
     def _target_weights(self, samples: SampleBatch) -> Weights:
         """What each target counts, [count, 1 + mtp_layers, S]: the next token, the one behind it, and so on.
@@ -76,7 +107,7 @@ class BatchLoader:
                 weights[:, depth, :-depth] *= starts[:, :-depth] == starts[:, depth:]
         return weights
 
-    def _weighted(self, parts: list[tuple[SampleBatch, Weights]], num_samples: int) -> list[Batch]:
+    def _weighted(self, parts: list[Part], num_samples: int) -> list[Batch]:
         """Batches whose weights sum to 1 at each depth over all parts and ranks, or to 0 if no target counts."""
         length = self._split.seq_len
         totals = np.array([float(num_samples * (length - depth)) for depth in range(1 + self._depths)])

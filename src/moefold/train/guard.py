@@ -73,15 +73,14 @@ class Guard:
             self._rollbacks += 1
         return verdict
 
-    def leave_out(self, first: int, count: int) -> None:
-        """Remember that samples first .. first + count - 1 of the run are not to be taken again."""
-        self._left_out.append((first, first + count))
+    def leave_out(self, first: int, end: int) -> None:
+        """Remember that samples first .. end - 1 of the run are not to be taken again."""
+        self._left_out.append((first, end))
 
-    def next_batch(self, first: int, count: int) -> int:
-        """Where the next batch of `count` samples begins, from `first` on: behind what is left out."""
-        while blocked := [end for start, end in self._left_out if start < first + count and first < end]:
-            first = max(blocked)
-        return first
+    @property
+    def left_out(self) -> tuple[range, ...]:
+        """The samples of the run that are not to be taken."""
+        return tuple(range(start, end) for start, end in self._left_out)
 
     def state(self) -> dict[str, Any]:
         """All that is remembered, as JSON keeps it."""

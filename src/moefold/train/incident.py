@@ -1,12 +1,15 @@
 """A step that went wrong, in words and as a record of faults.jsonl."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from moefold.checkpoint.folder import checkpoint_folder, complete_checkpoints
+from moefold.checkpoint.folder import checkpoint_folder, named_checkpoints, quick_faults
 from moefold.config.schema import Config
 from moefold.data import SampleRow
 from moefold.errors import some
+from moefold.launch.crew import joined_crew
 from moefold.parallel.layout import Layout
 from moefold.train.step import StepResult
 
@@ -19,11 +22,17 @@ class Incident:
     """What became of a step that is not finite, or a spike."""
 
     step: int
-    first_sample: int
+    samples: Sequence[int]
+    """The samples of the run that are its batch, ascending."""
     result: StepResult
     cfg: Config
     layout: Layout
     row: SampleRow
+
+    @property
+    def end_sample(self) -> int:
+        """Where the run goes on behind the batch."""
+        return self.samples[-1] + 1
 
     def words(self) -> str:
         """What was seen, where, and in which samples."""
@@ -32,16 +41,16 @@ class Incident:
             parts.append(self.result.culprit.words())
         suspects = self._suspects()
         origins = some([self.row.origin(sample) for sample in suspects])
-        size = self.cfg.train.global_batch_size
+        size = len(self.samples)
         which = "" if len(suspects) == size else f", of which these ranks read {len(suspects)}"
-        batch = f"samples {self.first_sample} to {self.first_sample + size - 1} of the run{which}"
+        among = "" if self.end_sample - self.samples[0] == size else f"{size} among the "
+        batch = f"{among}samples {self.samples[0]} to {self.samples[-1]} of the run{which}"
         return "; ".join([*parts, f"the batch is {batch}: {origins}"])
 
     def stop_message(self) -> str:
-        """Why the run ends, what is safe, and the way out."""
-        verdict = self.result.verdict
-        saved = complete_checkpoints(checkpoint_folder(self.cfg))
-        safe = f"the last checkpoint, {str(saved[-1])!r}, is intact" if saved else "there is no checkpoint yet"
+        """Why the run ends, what is safe, and the way out; collective over all ranks, of which one looks."""
+        verdict, crew = self.result.verdict, joined_crew()
+        safe = crew.gather(_what_is_safe(checkpoint_folder(self.cfg)) if crew.is_first else "")[0]
         key = f"faults.{verdict.reason}"
         others = "'skip' or 'rollback'" if self.cfg.checkpoint.every else "'skip'"
         wish = getattr(self.cfg.faults, verdict.reason)
@@ -60,7 +69,7 @@ class Incident:
             "what": result.verdict.what,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "batch": [self.first_sample, self.first_sample + self.cfg.train.global_batch_size],
+            "batch": [self.samples[0], self.end_sample],
             "samples": suspects,
             "origins": [self.row.origin(sample) for sample in suspects[:LISTED_SAMPLES]],
         }
@@ -72,10 +81,23 @@ class Incident:
 
     def _suspects(self) -> list[int]:
         """Samples of the batch that can be at fault: those that the ranks at fault read, or all."""
-        size = self.cfg.train.global_batch_size
+        size = len(self.samples)
         culprit = self.result.culprit
         ranks = culprit.loss_ranks or culprit.gradient_ranks if culprit else ()
         replicas = {self.layout.attention.coordinate(rank, "dp") for rank in ranks}
         count = size // self.cfg.parallel.dp
         places = [place for place in range(size) if not replicas or place // count in replicas]
-        return [self.first_sample + place for place in places]
+        return [self.samples[place] for place in places]
+
+
+def _what_is_safe(folder: Path) -> str:
+    """The newest checkpoint of a folder that sizes of files find nothing wrong with, and later ones, in words."""
+    damaged: list[str] = []
+    for path in reversed(named_checkpoints(folder)):
+        if not (faults := quick_faults(path)):
+            which, later = "the last checkpoint", ""
+            if damaged:
+                which, later = "the last sound checkpoint", f" ({some(damaged)})"
+            return f"{which}, {str(path)!r}, is intact as far as sizes of files tell{later}"
+        damaged.append(f"{path.name} is damaged: {some(faults)}")
+    return f"no checkpoint is intact ({some(damaged)})" if damaged else "there is no checkpoint yet"

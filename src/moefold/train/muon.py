@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.schema import Config, ModelConfig, TrainConfig
+from moefold.model.parameter import local_values
 from moefold.parallel.groups import Group
 from moefold.parallel.matrix_exchange import MatrixExchange, MatrixKey
-from moefold.train.adamw import local_values
+from moefold.parallel.moments import MomentHome
 from moefold.train.optimizer import MOMENTUM, build_optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -87,6 +88,7 @@ class Muon(torch.optim.Optimizer):
         cfg: momentum, steps and weight decay.
         split: the logical matrices of a whole one, as views.
         stage: the ranks that hold the parameters between them; collective over them to make, and to step.
+        home: where the momenta live.
     """
 
     def __init__(
@@ -96,16 +98,18 @@ class Muon(torch.optim.Optimizer):
         cfg: TrainConfig,
         split: Split,
         stage: Group,
+        home: MomentHome,
     ) -> None:
         mine = {"params": list(matrices.values()), "weight_decay": cfg.weight_decay, "lr": cfg.lr}
         # The groups of the other optimizer are shared, so that whoever sets a rate here sets it there.
         super().__init__([mine, *rest.param_groups], {})
         self._matrices, self._rest, self._cfg, self._split = dict(matrices), rest, cfg, split
         self._exchange = MatrixExchange(stage, self._matrices)
+        self._home = home
         self.state.update(rest.state)
         for parameter in matrices.values():
             dtype = torch.bfloat16 if cfg.moment_dtype == "bfloat16" else parameter.dtype
-            self.state[parameter] = {MOMENTUM: torch.zeros_like(parameter, dtype=dtype)}
+            self.state[parameter] = {MOMENTUM: home.zeros(parameter, dtype)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -114,19 +118,19 @@ class Muon(torch.optim.Optimizer):
         self._rest.step()
         group = self.param_groups[0]
         weights = {name: local_values(p) for name, p in self._matrices.items()}
-        gradients, momenta = {}, {}
-        for name, parameter in self._matrices.items():
-            assert parameter.grad is not None, name
-            gradients[name] = local_values(parameter.grad)
-            momenta[name] = local_values(self.state[parameter][MOMENTUM])
-            weights[name].mul_(1 - group["lr"] * group["weight_decay"])
-
+        gradients = {}
+        visited = self._home.visit([[self.state[p][MOMENTUM]] for p in self._matrices.values()])
         decay = self._cfg.muon_momentum
-        for name, momentum in momenta.items():
-            momentum.copy_(momentum.to(gradients[name].dtype).mul_(decay).add_(gradients[name]))
+        for (name, parameter), (momentum,) in zip(self._matrices.items(), visited, strict=True):
+            assert parameter.grad is not None, name
+            gradient = gradients[name] = local_values(parameter.grad)
+            weights[name].mul_(1 - group["lr"] * group["weight_decay"])
+            momentum.copy_(momentum.to(gradient.dtype).mul_(decay).add_(gradient))
+            # What looks ahead takes the place of the gradient, of which nothing else is wanted.
+            gradient.add_(momentum, alpha=decay)
 
         def ahead(key: MatrixKey, place: int) -> Tensor:
-            return _matrix(gradients[key.name], place).add(_matrix(momenta[key.name], place), alpha=decay)
+            return _matrix(gradients[key.name], place)
 
         def apply(key: MatrixKey, place: int, update: Tensor) -> None:
             _matrix(weights[key.name], place).sub_(update, alpha=group["lr"])
@@ -142,22 +146,25 @@ class Muon(torch.optim.Optimizer):
         return whole
 
 
-def build_muon(parameters: Mapping[str, nn.Parameter], cfg: Config, stage: Group) -> Muon:
+def build_muon(
+    parameters: Mapping[str, nn.Parameter], cfg: Config, stage: Group, home: MomentHome | None = None
+) -> Muon:
     """The optimizer of a recipe with `train.optimizer = "muon"`; collective over the stage.
 
     Args:
         parameters: of this rank, by name.
         cfg: the recipe.
         stage: the ranks that hold them between them.
+        home: where the moments live; None: beside the weights.
     """
     groups = cfg.train.muon_groups
     matrices = {name: p for name, p in parameters.items() if is_muons(name, groups)}
-    rest = build_optimizer({name: p for name, p in parameters.items() if name not in matrices}, cfg.train)
+    rest = build_optimizer({name: p for name, p in parameters.items() if name not in matrices}, cfg.train, home)
 
     def split(name: str, matrix: Tensor) -> list[Tensor]:
         return logical_matrices(cfg.model, name, matrix)
 
-    return Muon(matrices, rest, cfg.train, split, stage)
+    return Muon(matrices, rest, cfg.train, split, stage, home or MomentHome())
 
 
 def _matrix(tensor: Tensor, place: int) -> Tensor:

@@ -8,19 +8,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moefold.config.schema import TrainConfig
-from moefold.train.adamw import NarrowAdamW
+from moefold.parallel.moments import MomentHome
+from moefold.train.adamw import MOMENTS, AdamWByParameter
 
 EXPERT_BIASES = ("experts.b_gate", "experts.b_up", "experts.b_down")
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Of AdamW."""
 MOMENTUM = "momentum"
 """Of Muon."""
 
 
-def build_optimizer(parameters: Mapping[str, nn.Parameter], cfg: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter], cfg: TrainConfig, home: MomentHome | None = None
+) -> torch.optim.Optimizer:
     """AdamW whose groups keep the two views apart; weight decay skips norms, sinks and biases.
 
     The moments exist from the start, so that a checkpoint can be read into them.
+
+    Args:
+        parameters: of this rank, by name.
+        cfg: the recipe's.
+        home: where the moments live; None: beside the weights.
+
+    Raises:
+        ConfigError: there is no room for them.
     """
     groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -33,8 +42,9 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], cfg: TrainConfig) ->
         {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0, **options}
         for (_, decays), params in groups.items()
     ]
-    if cfg.moment_dtype == "bfloat16":
-        return NarrowAdamW(described, torch.bfloat16)
+    dtype = torch.bfloat16 if cfg.moment_dtype == "bfloat16" else None
+    if dtype or home:
+        return AdamWByParameter(described, dtype, home or MomentHome())
     optimizer = torch.optim.AdamW(described, fused=True)
     for parameter in parameters.values():
         optimizer.state[parameter] = {

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 import torch
@@ -12,14 +12,16 @@ from torch.distributed.tensor import DTensor
 from moefold.config.schema import Config
 from moefold.metrics.memory import peak_memory_gib
 from moefold.metrics.moe import MoELayerMetrics
+from moefold.metrics.offload import OffloadMetrics
 from moefold.metrics.rank_times import DATA, NUM_TIMES, OWN, WAIT
 from moefold.metrics.replicas import ReplicaMetrics
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.collectives import all_reduce_sum
 from moefold.parallel.fsdp_comms import FSDPComms, watch_fsdp
 from moefold.parallel.gradients import clip_gradients, squared_norm_share
+from moefold.parallel.offload import open_moment_home
 from moefold.parallel.parallelize import ParallelModel
-from moefold.parallel.replicas import Divergence, Replicas
+from moefold.parallel.replicas import Divergence, Replicas, Said
 from moefold.parallel.routing_tape import RoutingTape
 from moefold.train.culprit import Culprit, is_finite, not_finite, tell_ranks
 from moefold.train.guard import Guard, Verdict
@@ -28,6 +30,8 @@ from moefold.train.muon import build_muon
 from moefold.train.optimizer import build_optimizer, named_moments, set_learning_rate
 
 Flags = Callable[[], Sequence[bool]]
+ASK_EVERY = 8
+"""Batches of an evaluation between two questions whether to stop: each is an all-reduce that the host waits for."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class StepResult:
     """Where a step went wrong that is not finite."""
     replicas: ReplicaMetrics | None = None
     """How the replicas differ; None unless the step was checked."""
+    offload: OffloadMetrics | None = None
+    """What the activations did outside of memory; None where all of them stay."""
     divergences: tuple[Divergence, ...] = ()
     """What ranks should hold alike after the step and do not, as far as it was checked."""
 
@@ -83,6 +89,8 @@ class _Totals:
     """[MoE layers, E], as are thresholds and biases."""
     thresholds: Tensor
     biases: Tensor
+    offload: tuple[float, ...]
+    """Of `train.offload`: bytes stored and kept, seconds of carrying and of waiting."""
 
     def watched(self) -> dict[str, float]:
         """What must be finite, by its name in a message."""
@@ -127,7 +135,14 @@ class TrainingStep:
         """Count what follows as part of the next step; else it begins with `run`."""
         self._clock.start()
 
-    def run(self, batch: Batch, step: int, flags: Flags = lambda: (), data_s: float = 0.0) -> StepResult:
+    def run(
+        self,
+        batch: Batch,
+        step: int,
+        flags: Flags = lambda: (),
+        data_s: float = 0.0,
+        said: Callable[[], Sequence[Said]] = tuple,
+    ) -> StepResult:
         """Train on this rank's part of a global batch.
 
         Collective: every rank calls it with its part of the same batch.
@@ -137,6 +152,7 @@ class TrainingStep:
             step: number of this step, 1-based.
             flags: asked once the gradients are there for wishes of this rank (to stop, say); all ranks learn them.
             data_s: time that this rank took to load the batch.
+            said: what a check of replicas compares beside what the step itself holds.
         """
         self.start_clock()
         self.begin(step)
@@ -163,8 +179,26 @@ class TrainingStep:
         result = self._result(totals, rate, verdict, culprit)
         if replicas is None:
             return result
-        position = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state())}"
-        return replace(result, replicas=metrics, divergences=replicas.divergences(batch, position))
+        return replace(result, replicas=metrics, divergences=self.divergences(batch, step, rate, said()))
+
+    @property
+    def checks_replicas(self) -> bool:
+        """Whether the recipe asks for checks, and there are ranks to compare."""
+        return self._replicas is not None
+
+    def divergences(self, batch: Batch, step: int, rate: float, said: Sequence[Said]) -> tuple[Divergence, ...]:
+        """What ranks should hold alike after a step and do not; nothing unless the recipe asks for checks. Collective.
+
+        Args:
+            batch: this rank's part of the step's batch.
+            step: number of the step.
+            rate: its learning rate.
+            said: as of `run`.
+        """
+        if self._replicas is None:
+            return ()
+        words = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state())}"
+        return self._replicas.divergences(batch, (Said("the position of the run", words, ("world",)), *said))
 
     def _find_culprit(self, batch: Batch, step: int, loss: Tensor) -> Culprit:
         """See where it is not finite, and compute it once more, with an eye on what each rank brings to the sums."""
@@ -192,10 +226,40 @@ class TrainingStep:
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Weighted sum of the cross-entropies of held-out tokens, in nats; collective."""
+        loss, _ = self.evaluate_or_stop(batches, None)
+        assert loss is not None
+        return loss
+
+    def evaluate_or_stop(self, batches: Sequence[Batch], flags: Flags | None) -> tuple[float | None, tuple[int, ...]]:
+        """As `evaluate`, unless a rank wishes to stop; collective.
+
+        Args:
+            batches: this rank's parts.
+            flags: as of `run`, asked before the first batch and every `ASK_EVERY` of them; None: nobody is asked.
+
+        Returns:
+            The loss, None where the evaluation was given up; and how many ranks raised each flag then.
+        """
         self.model.train(False)
-        total = torch.stack([self.model.runner.evaluate(batch)[:1] for batch in batches]).sum(0)
+        losses: list[Tensor] = []
+        raised: tuple[int, ...] = ()
+        for i, batch in enumerate(batches):
+            if flags is not None and i % ASK_EVERY == 0:
+                raised = self._count_flags(flags())
+            if any(raised):
+                break
+            losses.append(self.model.runner.evaluate(batch)[:1])
         self.model.train(True)
-        return float(all_reduce_sum(self._my_share(total.double()), self.model.groups.world))
+        if any(raised):
+            return None, raised
+        total = torch.stack(losses).sum(0)
+        return float(all_reduce_sum(self._my_share(total.double()), self.model.groups.world)), raised
+
+    def _count_flags(self, flags: Sequence[bool]) -> tuple[int, ...]:
+        """How many ranks raise each flag; collective."""
+        groups = self.model.groups
+        raised = torch.tensor(flags, dtype=torch.float32, device=groups.device)
+        return tuple(int(count) for count in all_reduce_sum(raised, groups.world).tolist())
 
     def _my_share(self, loss: Tensor) -> Tensor:
         """Tensor-parallel ranks compute the same token losses: one of them speaks for all."""
@@ -217,7 +281,7 @@ class TrainingStep:
             # One by one: a list would make the device wait for the host.
             times[world.rank, OWN], times[world.rank, DATA] = total_s - waited_s, data_s
             times[world.rank, WAIT] = waited_s
-        parts = (mine, squares, raised, memory, rows.flatten(), times.flatten())
+        parts = (mine, squares, raised, memory, rows.flatten(), times.flatten(), self._offload_numbers(device))
         total = all_reduce_sum(torch.cat(parts), world)
         norm = total[len(mine)].sqrt()
         on_host = total.cpu().split([part.numel() for part in parts])
@@ -234,6 +298,7 @@ class TrainingStep:
             counts=counts,
             thresholds=thresholds,
             biases=biases,
+            offload=tuple(on_host[6].tolist()),
         )
 
     def _result(self, totals: _Totals, rate: float, verdict: Verdict, culprit: Culprit | None) -> StepResult:
@@ -253,9 +318,15 @@ class TrainingStep:
             flags=totals.flags,
             peak_memory_gib=totals.peak_memory_gib,
             rank_times=totals.times.numpy(),
+            offload=OffloadMetrics.from_sums(totals.offload, len(totals.times)) if totals.offload else None,
             verdict=verdict,
             culprit=culprit,
         )
+
+    def _offload_numbers(self, device: torch.device) -> Tensor:
+        """What this rank did with its activations, [4], or [0] where it keeps all."""
+        numbers = () if self.model.offload is None else astuple(self.model.offload.end_step())
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
 
     def _routing_rows(self, device: torch.device) -> Tensor:
         """My part of the totals of every MoE layer of the model: five scalars, then counts, thresholds and biases."""
@@ -299,9 +370,10 @@ class TrainingStep:
 
 
 def _optimizer(model: ParallelModel, cfg: Config) -> torch.optim.Optimizer:
+    home = open_moment_home(cfg.train, model.groups.device)
     if cfg.train.optimizer == "muon":
-        return build_muon(model.named_parameters, cfg, model.groups.attn.stage)
-    return build_optimizer(model.named_parameters, cfg.train)
+        return build_muon(model.named_parameters, cfg, model.groups.attn.stage, home)
+    return build_optimizer(model.named_parameters, cfg.train, home)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -1,8 +1,11 @@
 """The training run: steps, evaluation, checkpoints and metrics, from the recipe to the loss curve."""
 
+import hashlib
+import json
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,14 +16,13 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from moefold.checkpoint.folder import Position, other_order
+from moefold.checkpoint.folder import Position, read_meta
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.checkpoint.store import Resume, agree_on_resume, checkpoint_state, load_checkpoint
 from moefold.config.checks_model import has_moe_layers
 from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.convert.start import start_weights
-from moefold.data import open_dataset
 from moefold.errors import RunError, some
 from moefold.launch.crew import joined_crew
 from moefold.launch.failure import is_consequence
@@ -37,10 +39,11 @@ from moefold.metrics.step import StepMetrics
 from moefold.metrics.writer import MetricsWriter
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchLoader
-from moefold.train.data_files import agree_on_files
+from moefold.parallel.replicas import Divergence, Said
+from moefold.train.data_files import goes_on
 from moefold.train.incident import Incident
 from moefold.train.optimizer import set_step_count
+from moefold.train.run_data import LostEvaluation, LostFile, RunData
 from moefold.train.step import StepResult, TrainingStep
 from moefold.train.stop import SIGNALS, StopSignals
 
@@ -57,14 +60,13 @@ class Trainer:
         self._cfg = cfg
         self._groups = groups
         self._record = groups.record
+        # Nothing here draws from torch's own generator; what else does, draws alike on all ranks and in every run.
+        torch.manual_seed(cfg.run.seed)
         self._record.enter("building the model")
         model = parallelize(cfg, groups)
         self._training = TrainingStep(model, cfg)
         self._record.enter("opening the data")
-        data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-        self._row = data.train
-        self._batches = BatchLoader(data.train, cfg, groups, model.positions)
-        self._held_out = BatchLoader(data.validation, cfg, groups, model.positions)
+        self._data = RunData(cfg, groups, model.positions)
         self._step = self._samples = self._tokens = 0
         self._flops_per_token = train_flops_per_token(cfg.model, cfg.train.seq_len).total
         # The peaks that are known are those of bfloat16.
@@ -77,9 +79,9 @@ class Trainer:
             group = groups.beside_training().handle
             self._saver = BackgroundSaver(cfg, group, is_on_gpu=groups.device.type == "cuda")
         self._save_s = self._saves_s = 0.0
-        self._files: dict[str, str] = {}
         self._start = ""
         self._saved_dp: int | None = None
+        self._checked_step: int | None = None
         self._resumed_from: Path | None = None
         self._has_saved = False
         self._stragglers: Stragglers | None = None
@@ -102,7 +104,9 @@ class Trainer:
             report = None
             if self._is_first_rank:
                 report = stack.enter_context(_Report(self._cfg, first_step, resume, self._notes()))
+            self._tell_losses(report, first_step)
             try:
+                status = self._make_up_evaluation(resume, report, stop)
                 while self._step < self._cfg.run.steps and status == 0:
                     status = self._one_step(report, stop)
                 self._record.enter("ending the last save")
@@ -117,9 +121,9 @@ class Trainer:
 
     def _resume(self) -> Resume:
         self._record.enter("loading what it starts from")
-        self._files = agree_on_files(self._cfg.data, joined_crew())
-        resume = agree_on_resume(self._cfg, self._files)
+        resume = agree_on_resume(self._cfg, self._data.files)
         self._resumed_from = resume.path
+        self._data.open(None if resume.path is None else read_meta(resume.path))
         if resume.path is not None:
             self._load(resume.path)
         else:
@@ -133,19 +137,19 @@ class Trainer:
         self._step, self._tokens, self._samples = meta.step, meta.tokens, 0
         guard = meta.guard
         # A checkpoint that was named may be continued on other data, from its start.
-        if not other_order(meta, self._cfg, self._files):
+        if goes_on(self._cfg, meta, self._data.files):
             self._samples = meta.samples
-            self._row.restore(meta.stream)
+            self._data.row.restore(meta.stream)
         elif isinstance(guard, dict):
             guard = guard | {"left_out": []}
         training.guard.restore(guard)
         set_step_count(training.optimizer, meta.step - training.guard.num_skipped)
-        self._saved_dp = meta.dp
+        self._saved_dp, self._checked_step = meta.dp, meta.checked_step
 
     def _notes(self) -> tuple[str, ...]:
         """What the log is to say before the first step."""
         moe, dp = self._cfg.moe, self._cfg.parallel.dp
-        notes = [note for note in (self._training.model.note, self._start) if note]
+        notes = [note for note in (self._training.model.note, self._start, self._data.note) if note]
         looks_at_dp = moe.aux_coefficient > 0 and moe.aux_kind == "global_batch" and has_moe_layers(self._cfg.model)
         if looks_at_dp and self._saved_dp not in (None, dp):
             notes.append(
@@ -165,22 +169,25 @@ class Trainer:
         """Train, evaluate and save as the recipe says; returns the exit status if the run is to end, else 0."""
         started_s = time.perf_counter()
         self._record.begin_step(self._step + 1, "loading data")
-        self._samples = self._training.guard.next_batch(self._samples, self._cfg.train.global_batch_size)
         self._training.start_clock()
-        batch = self._batches.batch(self._samples)
+        batch, samples = self._data.next_batch(self._samples, self._training.guard.left_out)
+        self._tell_losses(report, self._step + 1)
         data_s = time.perf_counter() - started_s
-        result = self._training.run(batch, self._step + 1, lambda: stop.flags, data_s)
+        result = self._training.run(batch, self._step + 1, lambda: stop.flags, data_s, self._said)
         step_time_s = time.perf_counter() - started_s
         self._saver.check()
-        if result.verdict.reason and not self._goes_on(result, report):
+        if result.verdict.reason and not self._goes_on(result, samples, report):
             return 0
         self._step += 1
-        self._samples += self._cfg.train.global_batch_size
+        self._samples = samples[-1] + 1
         self._tokens += self._cfg.tokens_per_step
         is_last = self._step == self._cfg.run.steps
         raised = [number for number, count in zip(SIGNALS, result.flags, strict=True) if count]
-        is_eval_due = _is_due(self._cfg.train.eval_every, self._step, is_last) and not raised
-        eval_loss = self._evaluate() if is_eval_due else None
+        eval_loss, is_eval_due = None, self._is_evaluation_due()
+        is_evaluated = not is_eval_due
+        if is_eval_due and not raised:
+            eval_loss, raised = self._evaluate(report, stop)
+            is_evaluated = eval_loss is not None or not raised
         tape = self._training.tape
         if tape is not None and tape.is_due(self._step):
             tape.save(self._step, None if report is None else report.trace)
@@ -188,20 +195,79 @@ class Trainer:
         if report is not None:
             report.write(self._metrics(result, step_time_s, eval_loss), result.expert_counts)
             report.name_slow_ranks(self._step, self._stragglers.update(result.rank_times) if self._stragglers else [])
-        self._refuse_divergence(result, report)
+        is_save_due = _is_due(self._cfg.checkpoint.every, self._step, is_last or bool(raised))
+        found, is_checked = result.divergences, result.replicas is not None
+        if is_save_due and not is_checked and self._training.checks_replicas:
+            # A resume makes all replicas alike: weights that have drifted apart would never be noticed again.
+            self._record.enter("comparing replicas")
+            found, is_checked = self._training.divergences(batch, self._step, result.lr, self._said()), True
+        self._refuse_divergence(found, report)
+        self._checked_step = self._step if is_checked else self._checked_step
         self._save_s = 0.0
-        if _is_due(self._cfg.checkpoint.every, self._step, is_last or bool(raised)):
+        if is_save_due:
             self._save()
-        return SIGNAL_STATUS + raised[0] if raised and not is_last else 0
+        return SIGNAL_STATUS + raised[0] if raised and not (is_last and is_evaluated) else 0
 
-    def _goes_on(self, result: StepResult, report: "_Report | None") -> bool:
+    def _is_evaluation_due(self) -> bool:
+        return _is_due(self._cfg.train.eval_every, self._step, self._step == self._cfg.run.steps)
+
+    def _evaluate(self, report: "_Report | None", stop: StopSignals) -> tuple[float | None, list[Signals]]:
+        """The loss of held-out tokens, and the signals that came meanwhile; collective.
+
+        The loss is None where signals came before it was known, and where all held-out samples are lost.
+        """
+        batches = self._data.evaluation()
+        self._tell_losses(report, self._step)
+        if not batches:
+            return None, []
+        eval_loss, flags = self._training.evaluate_or_stop(batches, lambda: stop.flags)
+        return eval_loss, [number for number, count in zip(SIGNALS, flags, strict=bool(flags)) if count]
+
+    def _make_up_evaluation(self, resume: Resume, report: "_Report | None", stop: StopSignals) -> int:
+        """Evaluate where a signal kept the run from it that it goes on from; collective.
+
+        Returns:
+            The exit status if another signal came, else 0.
+        """
+        is_lost = report is not None and report.lacks_evaluation(self._step)
+        if resume.path is None or not self._is_evaluation_due() or not any(joined_crew().gather(is_lost)):
+            return 0
+        for layer in self._training.model.moe_layers().values():
+            layer.begin_step(self._step)
+        eval_loss, raised = self._evaluate(report, stop)
+        if report is not None and eval_loss is not None:
+            report.add_evaluation(self._step, eval_loss)
+        return SIGNAL_STATUS + raised[0] if raised and eval_loss is None else 0
+
+    def _said(self) -> list[Said]:
+        """What ranks draw and read by, for a check of replicas. It stands where the step found it."""
+        routers = [layer.router.step for layer in self._training.model.moe_layers().values()]
+        device = self._groups.device
+        states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+        drawn = [hashlib.sha256(state.numpy().tobytes()).hexdigest() for state in states]
+        data = self._data
+        return [
+            Said("the random number generators", f"{self._cfg.run.seed} {routers} {drawn}", ("stage",)),
+            Said("the place in the data", f"{self._samples} {json.dumps(data.position())}", ("world",)),
+            # Replicas read other samples, and may have come to another block of a stream.
+            Said("the place in the stream", json.dumps(data.row.state(self._samples)), ("tp", "cp", "pp")),
+        ]
+
+    def _tell_losses(self, report: "_Report | None", step: int) -> None:
+        """Log the files that were left out, each once, at the step that goes without them."""
+        if report is not None:
+            for lost in self._data.news:
+                report.lose(step, lost)
+        self._data.news.clear()
+
+    def _goes_on(self, result: StepResult, samples: Sequence[int], report: "_Report | None") -> bool:
         """Answer a step that is not finite or a spike; returns False if the run has gone back. Collective.
 
         Raises:
             RunError: it is to stop.
         """
         action = result.verdict.action
-        incident = Incident(self._step + 1, self._samples, result, self._cfg, self._groups.layout, self._row)
+        incident = Incident(self._step + 1, samples, result, self._cfg, self._groups.layout, self._data.row)
         if report is not None:
             report.fault(incident)
         if action in ("log", "skip"):
@@ -212,9 +278,8 @@ class Trainer:
         self._roll_back(incident, report)
         return False
 
-    def _refuse_divergence(self, result: StepResult, report: "_Report | None") -> None:
+    def _refuse_divergence(self, found: Sequence[Divergence], report: "_Report | None") -> None:
         """End the run where replicas hold different bytes, before it saves them; collective."""
-        every, found = self._cfg.faults.replica_check_every, result.divergences
         if not found:
             return
         if report is not None:
@@ -225,10 +290,12 @@ class Trainer:
         self._saver.drain()
         hosts = joined_crew().gather(socket.gethostname())
         odd = sorted({rank for one in found for rank in one.ranks})
+        last = "nothing tells since when, as no check came before: resume from a checkpoint that you trust"
+        if self._checked_step is not None:
+            last = f"all were alike at the check of step {self._checked_step}: resume from a checkpoint up to there"
         raise RunError(
             f"step {self._step}: replicas have diverged: {some([one.words() for one in found])}; look at "
-            f"{some([f'rank {rank} ({hosts[rank]})' for rank in odd])}; all were alike at the check of step "
-            f"{max(0, self._step - every)}: resume from a checkpoint up to there (checkpoint.resume=PATH)"
+            f"{some([f'rank {rank} ({hosts[rank]})' for rank in odd])}; {last} (checkpoint.resume=PATH)"
         )
 
     def _roll_back(self, incident: Incident, report: "_Report | None") -> None:
@@ -236,32 +303,30 @@ class Trainer:
         found = Resume(self._resumed_from)
         if self._has_saved:
             own = replace(self._cfg.checkpoint, resume="auto")
-            found = agree_on_resume(replace(self._cfg, checkpoint=own), self._files)
+            found = agree_on_resume(replace(self._cfg, checkpoint=own), self._data.files)
         if found.path is None:
             raise RunError(
                 f"{incident.words()}; nothing of the step was applied, and there is no checkpoint yet to go back to: "
                 "set checkpoint.every lower, or skip such steps"
             )
         self._load(found.path)
-        self._training.guard.leave_out(incident.first_sample, self._cfg.train.global_batch_size)
+        self._training.guard.leave_out(incident.samples[0], incident.end_sample)
         if report is not None:
             report.go_back(found, self._step)
-
-    def _evaluate(self) -> float:
-        return self._training.evaluate(self._held_out.evaluation(self._cfg.train.eval_samples))
 
     def _save(self) -> None:
         self._record.enter("saving a checkpoint")
         training = self._training
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-        stream = self._row.state(self._samples)
+        stream = self._data.row.state(self._samples)
         position = Position(
             step=self._step,
             samples=self._samples,
             tokens=self._tokens,
             stream=stream,
             guard=training.guard.state(),
-            data_files=self._files,
+            checked_step=self._checked_step,
+            **self._data.position(),
         )
         waited_s = self._saver.save(state, position)
         self._save_s += waited_s
@@ -296,6 +361,7 @@ class Trainer:
             moe_layers=result.moe_layers,
             eval_loss=eval_loss,
             replicas=result.replicas,
+            offload=result.offload,
             rank_times=RankTimes.from_ranks(result.rank_times),
             skipped=result.verdict.reason if result.verdict.action == "skip" else None,
         )
@@ -343,6 +409,15 @@ class _Report:
         self._writer.write(metrics)
         self._progress.update(metrics)
 
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether the log has a step and no held-out loss of it."""
+        return self._writer.lacks_evaluation(step)
+
+    def add_evaluation(self, step: int, eval_loss: float) -> None:
+        """Log the held-out loss of a step that is in the log."""
+        self._writer.add_evaluation(step, eval_loss)
+        self._progress.message(f"step {step}: eval {eval_loss:.4f}, which a signal had kept the run from")
+
     def fault(self, incident: Incident) -> None:
         """Log a step that went wrong."""
         log_fault(self._dir, incident.record())
@@ -350,6 +425,11 @@ class _Report:
         if verdict.action != "stop":
             done = {"log": "trained on", "skip": "skipped", "rollback": "going back"}[verdict.action]
             self._progress.message(f"{incident.words()}; {done}, as faults.{verdict.reason} says")
+
+    def lose(self, step: int, lost: LostFile | LostEvaluation) -> None:
+        """Log what the data goes without from a step on."""
+        log_fault(self._dir, {"step": step} | lost.record())
+        self._progress.message(f"step {step}: {lost.words()}, as data.corrupt says")
 
     def name_slow_ranks(self, step: int, records: list[dict[str, Any]]) -> None:
         """Log ranks that have been slow for a while."""
@@ -407,7 +487,8 @@ class _Report:
         if not status:
             return f"done: {step} steps, in {self._dir}"
         rest = "the same command goes on from there" if saves else "nothing saved, as checkpoint.every=0 says"
-        return f"stopped by {Signals(status - SIGNAL_STATUS).name} after step {step} of {steps}; {rest}"
+        where = f"step {step} of {steps}{', before its evaluation' if step == steps else ''}"
+        return f"stopped by {Signals(status - SIGNAL_STATUS).name} after {where}; {rest}"
 
 
 def _repeats(removed_lines: int) -> str:

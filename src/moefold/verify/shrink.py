@@ -175,4 +175,5 @@ def _train(cfg: Config, p: ParallelConfig) -> TrainConfig:
         warmup_steps=0,
         # Two samples of four tokens are the least that a rank of the small recipe has.
         loss_chunk=min(train.loss_chunk, 3),
+        offload_min_kib=0,
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moefold.errors import RunError
+from moefold.model.steps import finish
 from moefold.moe.dispatch import Assignment, Dispatcher, make_dispatcher
 from moefold.moe.dispatch.checked import CheckedDispatcher
 from moefold.moe.dispatch.spill import SpillRule
@@ -36,7 +37,9 @@ def _assignment(rank: int, num_tokens: int = T) -> tuple[torch.Tensor, Assignmen
 def _journey(dispatcher: Dispatcher[Any], rank: int) -> tuple[Any, ...]:
     x, assignment = _assignment(rank)
     x.requires_grad_()
-    rows, plan, beside = dispatcher.dispatch_beside(x, assignment, lambda: x * 2)
+    rows, plan = dispatcher.dispatch_preprocess(x, assignment)
+    rows, beside = finish(dispatcher.dispatch_steps(rows, plan, lambda: x * 2))
+    rows = dispatcher.dispatch_postprocess(rows, plan)
     loan = dispatcher.loan(plan)
     home = dispatcher.combine(rows * 3, plan)
     (home.sum() + beside.sum()).backward()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moefold.config.schema import ModelConfig, MoEConfig
 from moefold.errors import ConfigError
+from moefold.model.steps import Steps
 from moefold.moe.dispatch import Assignment, Dispatcher, GroupScope, LocalDispatcher, make_dispatcher
 from moefold.moe.layer import MoELayer
 from moefold.parallel.groups import ParallelGroups
@@ -110,7 +111,14 @@ class _DoubleGradient(torch.autograd.Function):
 def _break(dispatcher: Dispatcher[Any], phase: str) -> None:
     """Double the gradient that leaves one phase."""
     whole = getattr(dispatcher, phase)
-    setattr(dispatcher, phase, lambda rows, plan: _DoubleGradient.apply(whole(rows, plan)))
+
+    def broken(rows: Tensor, plan: Any, *compute: Any) -> Steps[Any]:
+        found = yield from whole(rows, plan, *compute)
+        if phase == "combine_steps":
+            return _DoubleGradient.apply(found)
+        return _DoubleGradient.apply(found[0]), found[1]
+
+    setattr(dispatcher, phase, broken)
 
 
 def _run_case(case: Case, name: str, groups: ParallelGroups, broken_phase: str = "") -> dict[str, Any]:
@@ -200,7 +208,7 @@ def test_every_dispatcher_equals_the_reference(pool, sizes):
 @pytest.mark.parametrize("name", DISPATCHERS)
 @pytest.mark.parametrize(
     ("phase", "noticed"),
-    [("dispatch_communicate", "x"), ("combine_communicate", "(router.weight|experts.w_gate)")],
+    [("dispatch_steps", "x"), ("combine_steps", "(router.weight|experts.w_gate)")],
 )
 def test_a_wrong_factor_is_noticed(pool, name, phase, noticed):
     sizes = {"world_size": 2, "tp": 2, "ep": 2}

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from moefold.model.steps import Steps, finish
 from moefold.moe.dispatch.base import Assignment, Dispatcher
 from moefold.moe.dispatch.exchange import Exchange
 from moefold.moe.permute import Permutation, permute, plan_permutation, row_weights, unpermute
-from moefold.parallel.collectives import all_gather, reduce_scatter
+from moefold.parallel.collectives import all_gather
 from moefold.parallel.groups import Group
-from moefold.parallel.in_flight import start_all_gather
+from moefold.parallel.in_flight import start_all_gather, start_reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
 
     def dispatch_communicate(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
         """Gather the tokens of all ranks, [N*T, H]."""
-        return all_gather(rows, self._experts)
+        return finish(self.dispatch_steps(rows, plan))[0]
 
     def routing_exchanges(self, x_TH: Tensor) -> Sequence[Exchange]:
         """The routing of my tokens goes to all."""
@@ -70,13 +71,13 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
         counts = [num_tokens] * self._experts.size
         return Exchange("experts", counts, counts)
 
-    def dispatch_communicate_beside(
-        self, rows: Tensor, plan: AllGatherPlan, compute: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Compute while the tokens are gathered."""
+    def dispatch_steps(
+        self, rows: Tensor, plan: AllGatherPlan, compute: Callable[[], Tensor] | None = None
+    ) -> Steps[tuple[Tensor, Tensor | None]]:
+        """Pauses while the tokens are gathered."""
         in_flight = start_all_gather(rows, self._experts)
-        computed = compute()
-        return in_flight.wait(), computed
+        computed = None if compute is None else compute()
+        return (yield from in_flight.landing()), computed
 
     def dispatch_postprocess(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
         """Take my experts' copies, sorted."""
@@ -88,7 +89,11 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
 
     def combine_communicate(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
         """Add the parts of all ranks; each keeps its own tokens."""
-        return reduce_scatter(rows, self._experts)
+        return finish(self.combine_steps(rows, plan))
+
+    def combine_steps(self, rows: Tensor, plan: AllGatherPlan) -> Steps[Tensor]:
+        """Pauses while the parts travel."""
+        return (yield from start_reduce_scatter(rows, self._experts).landing())
 
     def combine_postprocess(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
         """They are home already."""

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moefold.model.steps import Steps, finish
 from moefold.moe.dispatch.base import Assignment, Dispatcher, Loan
 from moefold.moe.dispatch.exchange import Exchange
 from moefold.moe.permute import Permutation, order_by_expert, permute, plan_permutation, reorder, row_weights, unpermute
-from moefold.parallel.collectives import all_gather, all_gather_rows, all_to_all, reduce_scatter_rows
+from moefold.parallel.collectives import all_gather, all_gather_rows, all_to_all
 from moefold.parallel.groups import Group
-from moefold.parallel.in_flight import start_all_to_all
+from moefold.parallel.in_flight import start_all_gather_rows, start_all_to_all, start_reduce_scatter_rows
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,15 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
         mine = [plan.etp_rows[self._etp.rank]] * self._etp.size
         return Exchange("ep", plan.send_rows, plan.receive_rows), Exchange("etp", mine, plan.etp_rows)
 
-    def dispatch_communicate_beside(
-        self, rows: Tensor, plan: AllToAllPlan, compute: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Compute while the rows travel over ep."""
+    def dispatch_steps(
+        self, rows: Tensor, plan: AllToAllPlan, compute: Callable[[], Tensor] | None = None
+    ) -> Steps[tuple[Tensor, Tensor | None]]:
+        """Pauses while the rows travel over ep, and while they travel over etp."""
         in_flight = start_all_to_all(rows, self._ep, plan.send_rows, plan.receive_rows)
-        computed = compute()
-        return all_gather_rows(in_flight.wait(), self._etp, plan.etp_rows), computed
+        computed = None if compute is None else compute()
+        arrived = yield from in_flight.landing()
+        gathered = yield from start_all_gather_rows(arrived, self._etp, plan.etp_rows).landing()
+        return gathered, computed
 
     def dispatch_postprocess(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
         """Sort by expert; within one, by the source."""
@@ -95,8 +98,12 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
 
     def combine_communicate(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
         """Add the etp parts of each result, then send it to where its token came from."""
-        rows = reduce_scatter_rows(rows, self._etp, plan.etp_rows)
-        return all_to_all(rows, self._ep, plan.receive_rows, plan.send_rows)
+        return finish(self.combine_steps(rows, plan))
+
+    def combine_steps(self, rows: Tensor, plan: AllToAllPlan) -> Steps[Tensor]:
+        """Pauses while the etp parts travel, and while the results travel over ep."""
+        added = yield from start_reduce_scatter_rows(rows, self._etp, plan.etp_rows).landing()
+        return (yield from start_all_to_all(added, self._ep, plan.receive_rows, plan.send_rows).landing())
 
     def combine_postprocess(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
         """Sum the copies of each token, weighted."""

@@ -7,6 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from moefold.model.steps import Steps, finish
 from moefold.moe.dispatch.exchange import Exchange
 
 
@@ -110,30 +111,34 @@ class Dispatcher(ABC, Generic[PlanT]):
         """What `dispatch_communicate` exchanges; `combine_communicate` does the reverse."""
         return ()
 
-    def dispatch_communicate_beside(
-        self, rows: Tensor, plan: PlanT, compute: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Exchange rows while something is computed that does not need them: (the rows, what was computed).
+    def dispatch_steps(
+        self, rows: Tensor, plan: PlanT, compute: Callable[[], Tensor] | None = None
+    ) -> Steps[tuple[Tensor, Tensor | None]]:
+        """`dispatch_communicate` with a pause while rows travel: (the rows, what was computed meanwhile).
 
-        This one does the one after the other.
+        This one never pauses.
+
+        Args:
+            rows: to send; they must not change before the last step.
+            plan: of the micro-batch.
+            compute: what does not need the rows, to be done before the first pause.
         """
-        computed = compute()
+        computed = None if compute is None else compute()
+        yield from ()
         return self.dispatch_communicate(rows, plan), computed
+
+    def combine_steps(self, rows: Tensor, plan: PlanT) -> Steps[Tensor]:
+        """`combine_communicate` with a pause while rows travel. This one never pauses."""
+        yield from ()
+        return self.combine_communicate(rows, plan)
 
     def dispatch(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, PlanT]:
         """The three phases to the experts: ([R, H] sorted by expert, plan)."""
         rows, plan = self.dispatch_preprocess(x_TH, assignment)
-        return self.dispatch_postprocess(self.dispatch_communicate(rows, plan), plan), plan
-
-    def dispatch_beside(
-        self, x_TH: Tensor, assignment: Assignment, compute: Callable[[], Tensor]
-    ) -> tuple[Tensor, PlanT, Tensor]:
-        """`dispatch`, with something to compute while the rows travel: ([R, H], plan, what was computed)."""
-        rows, plan = self.dispatch_preprocess(x_TH, assignment)
-        rows, computed = self.dispatch_communicate_beside(rows, plan, compute)
-        return self.dispatch_postprocess(rows, plan), plan, computed
+        rows, _ = finish(self.dispatch_steps(rows, plan))
+        return self.dispatch_postprocess(rows, plan), plan
 
     def combine(self, y_RH: Tensor, plan: PlanT) -> Tensor:
         """The three phases back: [T, H]."""
         rows = self.combine_preprocess(y_RH, plan)
-        return self.combine_postprocess(self.combine_communicate(rows, plan), plan)
+        return self.combine_postprocess(finish(self.combine_steps(rows, plan)), plan)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moefold.errors import RunError
+from moefold.model.steps import Steps
 from moefold.moe.dispatch.base import Assignment, Dispatcher, Loan
 from moefold.moe.dispatch.exchange import Exchange
 from moefold.parallel.collectives import all_gather
@@ -53,12 +54,12 @@ class CheckedDispatcher(Dispatcher[Any]):
         self._compare("dispatch", rows.shape[1], self._inner.exchanges(plan))
         return self._inner.dispatch_communicate(rows, plan)
 
-    def dispatch_communicate_beside(
-        self, rows: Tensor, plan: Any, compute: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def dispatch_steps(
+        self, rows: Tensor, plan: Any, compute: Callable[[], Tensor] | None = None
+    ) -> Steps[tuple[Tensor, Tensor | None]]:
         """As the inner one."""
         self._compare("dispatch", rows.shape[1], self._inner.exchanges(plan))
-        return self._inner.dispatch_communicate_beside(rows, plan, compute)
+        return (yield from self._inner.dispatch_steps(rows, plan, compute))
 
     def dispatch_postprocess(self, rows: Tensor, plan: Any) -> Tensor:
         """As the inner one."""
@@ -70,9 +71,13 @@ class CheckedDispatcher(Dispatcher[Any]):
 
     def combine_communicate(self, rows: Tensor, plan: Any) -> Tensor:
         """As the inner one."""
-        back = [exchange.back() for exchange in self._inner.exchanges(plan)]
-        self._compare("combine", rows.shape[1], back)
+        self._compare_combine(rows, plan)
         return self._inner.combine_communicate(rows, plan)
+
+    def combine_steps(self, rows: Tensor, plan: Any) -> Steps[Tensor]:
+        """As the inner one."""
+        self._compare_combine(rows, plan)
+        return (yield from self._inner.combine_steps(rows, plan))
 
     def combine_postprocess(self, rows: Tensor, plan: Any) -> Tensor:
         """As the inner one."""
@@ -89,6 +94,9 @@ class CheckedDispatcher(Dispatcher[Any]):
         if loan is not None:
             self._compare("loan", 0, [loan.rows()])
         return loan
+
+    def _compare_combine(self, rows: Tensor, plan: Any) -> None:
+        self._compare("combine", rows.shape[1], [exchange.back() for exchange in self._inner.exchanges(plan)])
 
     def _compare(self, phase: str, width: int, exchanges: Sequence[Exchange]) -> None:
         experts = self._experts

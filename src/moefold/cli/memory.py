@@ -1,0 +1,191 @@
+"""`moefold memory`: what a step has in memory on each rank, by part: measured, or by formula for any world."""
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moefold.config.checks import check_config
+from moefold.config.checks_dispatch import check_dispatch_device
+from moefold.config.checks_machine import check_data_source
+from moefold.config.checks_recompute import AUTO
+from moefold.config.load import load_config
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.metrics.activation_memory import CPU, CUDA, Kernels
+from moefold.metrics.memory_formula import RankMemory, memory_of_ranks
+from moefold.metrics.recompute_choice import GIB, choose_recompute
+from moefold.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from moefold.metrics.state_memory import StateBytes
+    from moefold.train.measured_memory import MeasuredMemory
+
+KERNELS = {"cpu": CPU, "cuda": CUDA}
+MOST_MEASURED = 64
+"""Ranks that one machine is asked to start."""
+RANKS_TIMEOUT_S = 3600.0
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+STATE_PARTS = {"weights": "weights", "gathered": "gathered weights", "optimizer": "optimizer", "buffers": "buffers"}
+
+EPILOG = """Measured, the recipe's ranks run one step on this machine's CPU, and a ledger notes all tensors
+by the part of the step that made them. A column is the moment at which a rank had most. With --dry
+nothing runs: weights and moments are read off the sharded model of the first rank of each pipeline
+stage, built without memory, for any world size; gradients and activations are those of the formulas.
+The first rank of a stage holds as much as any other of it.
+
+examples:
+  moefold memory recipes/quickstart.toml
+  moefold memory recipes/quickstart.toml --dry parallel.world_size=64 train.global_batch_size=128
+  moefold memory recipes/mixtral-8x7b.toml --dry --device cuda --imbalance 1.2
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Print the memory of each rank; returns 0, or 1 if the built model and the formulas disagree.
+
+    Raises:
+        ConfigError: the recipe is wrong, or cannot be measured here.
+    """
+    args = _parser().parse_intermixed_args(argv)
+    if args.imbalance < 1:
+        raise ConfigError(f"--imbalance {args.imbalance:g} must be at least 1, the load of even experts")
+    cfg = load_config(Path(args.recipe), args.overrides)
+    layout = check_config(cfg)
+    if not args.dry and (args.device or args.imbalance != 1):
+        raise ConfigError("--device and --imbalance are for formulas: add --dry, or leave them out")
+    device = args.device or ("cpu" if cfg.run.device == "cpu" or not args.dry else "cuda")
+    cfg, note = _settled(cfg, KERNELS[device], args.imbalance)
+    formulas = memory_of_ranks(cfg, kernels=KERNELS[device], imbalance=args.imbalance)
+    if args.dry:
+        return _dry(cfg, layout, formulas, note=note, as_json=args.json)
+    return _measured(cfg, formulas, note=note, as_json=args.json)
+
+
+def _settled(cfg: Config, kernels: Kernels, imbalance: float) -> tuple[Config, str]:
+    """The recipe with the parts that train.recompute "auto" stands for, and why."""
+    if AUTO not in cfg.train.recompute:
+        return cfg, ""
+    if not cfg.train.memory_budget_gib:
+        raise ConfigError(
+            f"train.recompute=['{AUTO}'] needs train.memory_budget_gib here: no GPU is asked for its memory"
+        )
+    budget = round(cfg.train.memory_budget_gib * GIB)
+    choice = choose_recompute(cfg, budget, kernels, imbalance)
+    return replace(cfg, train=replace(cfg.train, recompute=choice.parts, memory_budget_gib=0.0)), choice.words(budget)
+
+
+def _dry(cfg: Config, layout: Layout, formulas: tuple[RankMemory, ...], *, note: str, as_json: bool) -> int:
+    from moefold.train.built_memory import built_states
+
+    stages = [layout.attention.coordinate(rank, "pp") for rank in range(layout.world_size)]
+    first = [stages.index(pp_rank) for pp_rank in range(layout.pp)]
+    built = [built_states(cfg, rank) for rank in first]
+    faults = [fault for memory, states in zip(formulas, built, strict=True) for fault in _faults(cfg, memory, states)]
+    rows = {rank: _formula_row(memory) for rank, memory in zip(first, formulas, strict=True)}
+    if as_json:
+        ranks = [
+            {"rank": rank, **asdict(memory), "total": memory.total}
+            for rank, memory in zip(first, formulas, strict=True)
+        ]
+        print(json.dumps({"dry": True, "note": note, "ranks": ranks, "faults": faults}))
+        return bool(faults)
+    print(_table(rows, "by formula, first rank of each pipeline stage"))
+    print(f"\n{note}" if note else "", end="\n" if note else "")
+    print(
+        "the built model holds other weights or moments:\n  " + "\n  ".join(faults)
+        if faults
+        else f"weights, moments and buffers are those of the sharded model, of {layout.world_size} ranks, to the byte"
+    )
+    return bool(faults)
+
+
+def _faults(cfg: Config, memory: RankMemory, built: "StateBytes") -> Iterable[str]:
+    """Where the formulas and the sharded model differ."""
+    for name, part in STATE_PARTS.items():
+        if name == "gathered" and cfg.parallel.zero == 3:
+            continue
+        mine, real = getattr(memory.states, name), getattr(built, name)
+        if mine != real:
+            yield f"pipeline rank {memory.pp_rank}: {part} {real:,} bytes, by formula {mine:,}"
+
+
+def _measured(cfg: Config, formulas: tuple[RankMemory, ...], *, note: str, as_json: bool) -> int:
+    if cfg.run.device == "cuda":
+        raise ConfigError("run.device='cuda': a step is measured on the CPU alone; add --dry, or run.device=cpu")
+    if cfg.parallel.world_size > MOST_MEASURED:
+        raise ConfigError(
+            f"parallel.world_size={cfg.parallel.world_size} is more than the {MOST_MEASURED} ranks that one machine is "
+            "asked to start; add --dry"
+        )
+    check_data_source(cfg)
+    check_dispatch_device(cfg, "cpu")
+    from moefold.data import prepare
+    from moefold.testing.pool import WorkerPool
+    from moefold.train.measured_memory import measure_rank
+
+    prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    ranks = WorkerPool().run(cfg.parallel.world_size, measure_rank, cfg, timeout_s=RANKS_TIMEOUT_S)
+    if as_json:
+        print(json.dumps({"dry": False, "note": note, "ranks": [asdict(rank) for rank in ranks]}))
+        return 0
+    print(_table({rank.rank: rank.peak for rank in ranks}, "measured on the CPU, at the fullest moment of each rank"))
+    print(f"\n{note}" if note else "", end="\n" if note else "")
+    print(_comparison(ranks, formulas))
+    return 0
+
+
+def _comparison(ranks: list["MeasuredMemory"], formulas: tuple[RankMemory, ...]) -> str:
+    lines = ["activations at their fullest moment, measured and by formula:"]
+    for rank in ranks:
+        formula = formulas[rank.pp_rank].activations.total
+        share = f"{formula / rank.activations - 1:+.1%}" if rank.activations else ""
+        lines.append(f"  rank {rank.rank:<4}{_size(rank.activations):>10}{_size(formula):>12}{share:>8}")
+    return "\n".join(lines)
+
+
+def _formula_row(memory: RankMemory) -> dict[str, int]:
+    states = memory.states
+    row = {label: getattr(states, name) for name, label in STATE_PARTS.items()}
+    row["gradients"] = max(states.gradients, states.gradient_sums)
+    return row | memory.activations.by_part | {"pipeline buffers": memory.pipeline}
+
+
+def _table(rows: Mapping[int, Mapping[str, int]], title: str) -> str:
+    """A column for each rank, a row for each part that any of them has."""
+    parts = dict.fromkeys(part for row in rows.values() for part, size in row.items() if size)
+    width = max(map(len, parts)) + 2
+    lines = [title, "", f"{'rank':{width}}" + "".join(f"{rank:>12}" for rank in rows)]
+    for part in parts:
+        lines.append(f"{part:{width}}" + "".join(f"{_size(row.get(part, 0)):>12}" for row in rows.values()))
+    lines.append(f"{'total':{width}}" + "".join(f"{_size(sum(row.values())):>12}" for row in rows.values()))
+    return "\n".join(lines) + "\n"
+
+
+def _size(size: int) -> str:
+    unit, name = next(entry for entry in UNITS if size >= entry[0] or entry[0] == 1)
+    return f"{size / unit:.3g} {name}" if size else "-"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold memory",
+        description="Show what a step has in memory on each rank: weights, gradients, optimizer, activations by part.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the recipe")
+    parser.add_argument(
+        "--dry", action="store_true", help="by formula and from a model that is only built; any world size"
+    )
+    parser.add_argument(
+        "--device", choices=tuple(KERNELS), help="with --dry: whose kernels (default: the recipe's, or cuda)"
+    )
+    parser.add_argument(
+        "--imbalance", type=float, default=1.0, metavar="X", help="with --dry: rows of the fullest rank over the mean"
+    )
+    parser.add_argument("--json", action="store_true", help="print bytes as one JSON object")
+    return parser

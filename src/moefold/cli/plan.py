@@ -1,0 +1,235 @@
+"""`moefold plan`: rank all legal mappings of a model on some GPUs by predicted step time, with memory and reasons."""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moefold.cli.plan_words import read_axes
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.plan.device import device_names, load_device
+from moefold.plan.planner import Planner, Question, name_of, read_model
+from moefold.plan.restriction import FOLDED, METHODS, Restriction
+from moefold.plan.search import Plan
+from moefold.plan.workload import PRECISIONS, Workload
+
+EPILOG = (
+    """MODEL is a preset, a recipe.toml or the config.json (or folder) of a Hugging Face model. A recipe says the batch,
+the number of GPUs and what its other sections say, where no option does.
+
+methods, the baselines of arXiv:2504.14960 as parts of the search:
+"""
+    + "\n".join(f"  {name:9} {method.summary}" for name, method in METHODS.items())
+    + """
+
+examples:
+  moefold plan mixtral-8x22b --gpu h100 --num-gpus 128 --seq-len 4096 --global-batch-size 256
+  moefold plan mixtral-8x22b --gpu h100 --num-gpus 128 --seq-len 4096 --global-batch-size 256 --fix tp=2,ep=8
+  moefold plan recipes/mixtral-8x7b.toml --gpu h100 --explain "tp=4 cp=1 pp=4 ep=8 etp=1 mbs=1"
+  moefold plan recipes/mixtral-8x7b.toml --gpu h200 --num-gpus 64 --recipe planned.toml
+"""
+)
+EXIT_NO = 1
+
+
+def run(argv: list[str]) -> int:
+    """Answer the question; 1 where the mapping to explain is illegal or does not fit.
+
+    Raises:
+        ConfigError: the model, the device or an option is wrong, or nothing is legal or fits.
+    """
+    started = time.perf_counter()
+    args = _parser().parse_args(argv)
+    question = question_of(args)
+    if args.explain is not None:
+        from moefold.cli.plan_explain import explain
+
+        return explain(question, args)
+    planner = _planner(question, args)
+    best = planner.best()
+    if args.recipe is not None:
+        _write_recipe(planner, best, args.recipe, argv)
+    if args.report is not None:
+        _write_report(planner, args.report)
+    if args.json:
+        print(json.dumps(answer_as_dict(planner)))
+    else:
+        from rich.console import Console
+
+        from moefold.cli.plan_table import print_plans
+
+        console = Console(width=None if sys.stdout.isatty() else 200)
+        print_plans(console, planner, args.top, time.perf_counter() - started)
+    return 0
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    """What the options ask.
+
+    Raises:
+        ConfigError: an option is wrong or missing.
+    """
+    device = load_device(args.gpu)
+    base, shape = read_model(args.model)
+    is_recipe = args.model.endswith(".toml")
+    p, train = base.parallel, base.train
+    num_gpus = _number("--num-gpus", args.num_gpus, p.world_size, is_recipe)
+    seq_len = _number("--seq-len", args.seq_len, train.seq_len, is_recipe)
+    batch = _number("--global-batch-size", args.global_batch_size, train.global_batch_size, is_recipe)
+    if not 0 <= args.memory_reserve < device.memory_gib:
+        raise ConfigError(
+            f"--memory-reserve {args.memory_reserve:g} must be at least 0 and below {device.memory_gib:g}"
+        )
+    if args.imbalance < 1:
+        raise ConfigError(f"--imbalance {args.imbalance:g} must be at least 1, the busiest ep rank over the mean")
+    factor = base.moe.capacity_factor if args.capacity_factor is None else args.capacity_factor
+    fixed = read_axes(args.fix, "--fix") if args.fix else {}
+    cfg = replace(
+        base,
+        run=replace(base.run, device="cpu" if device.name == "cpu" else "cuda"),
+        moe=replace(base.moe, capacity_factor=factor),
+        parallel=replace(p, world_size=num_gpus, mapping="given"),
+        train=replace(train, seq_len=seq_len, global_batch_size=batch),
+    )
+    return Question(
+        base=cfg,
+        shape=shape,
+        device=replace(device, memory_gib=device.memory_gib - args.memory_reserve),
+        workload=Workload(
+            seq_len=seq_len,
+            global_batch_size=batch,
+            precision=args.precision,
+            capacity_factor=factor,
+            imbalance=args.imbalance,
+            cuda_graphs=args.cuda_graphs,
+            causal=args.flops == "causal",
+        ),
+        restriction=Restriction(fixed, args.method),
+    )
+
+
+def _planner(question: Question, args: argparse.Namespace) -> Planner:
+    if args.trace is None:
+        return Planner(question)
+    from moefold.plan.routing_load import RoutingLoad
+    from moefold.plan.traced import TracedPlanner
+
+    return TracedPlanner(question, RoutingLoad(args.trace, question.base.model))
+
+
+def answer_as_dict(planner: Planner) -> dict[str, Any]:
+    """The best mapping of every fold, best first, in the form of `moefold plan --json`."""
+    q = planner.question
+    return {
+        "model": q.shape.name,
+        "gpu": q.device.name,
+        "num_gpus": q.num_gpus,
+        "seq_len": q.workload.seq_len,
+        "global_batch_size": q.workload.global_batch_size,
+        "precision": q.workload.precision,
+        "imbalance": q.workload.imbalance,
+        "method": q.restriction.method,
+        "flop_convention": "causal" if q.workload.causal else "full",
+        "num_legal": planner.space.count(),
+        "mappings": [plan_as_dict(plan) for plan in planner.plans],
+    }
+
+
+def plan_as_dict(plan: Plan) -> dict[str, Any]:
+    """One mapping with its price."""
+    gib, time_of = 2**30, plan.time
+    return plan.mapping.as_dict() | {
+        "step_time_s": time_of.total_s,
+        "mfu": time_of.mfu,
+        "tflops_per_gpu": time_of.tflops_per_gpu,
+        "tokens_per_s_per_gpu": time_of.tokens_per_s_per_gpu,
+        "num_micro_batches": time_of.num_micro_batches,
+        "memory_gib": plan.memory.total / gib,
+        "memory_parts_gib": {part: size / gib for part, size in plan.memory_parts.items()},
+        "time_parts_s": time_of.parts,
+        "binding": plan.binding,
+        "fits": plan.memory.fits,
+    }
+
+
+def _write_recipe(planner: Planner, best: Plan, path: Path, argv: list[str]) -> None:
+    from moefold.plan.recipe import write_recipe
+
+    remarks = [
+        f"Planned by: moefold plan {' '.join(argv)}",
+        f"{name_of(best)}: predicted {best.time.total_s:.3g} s a step, MFU {best.time.mfu:.1%}, "
+        f"{best.memory.total / 2**30:.1f} GiB on the fullest GPU.",
+    ]
+    write_recipe(_trainable(planner.config_of(best)), path, remarks)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _trainable(cfg: Config) -> Config:
+    return replace(cfg, run=replace(cfg.run, device="auto"))
+
+
+def _write_report(planner: Planner, path: Path) -> None:
+    from moefold.plan.report import Study, write_report
+
+    q = planner.question
+    study = Study(
+        model=q.shape.name,
+        gpu=q.device,
+        num_gpus=q.num_gpus,
+        workload=q.workload,
+        shape=q.shape,
+        plans=planner.plans,
+        replan=lambda count: _best_on(q, count),
+    )
+    write_report(study, path)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _best_on(question: Question, num_gpus: int) -> Plan | None:
+    try:
+        return Planner(question.on(num_gpus)).best()
+    except ConfigError:
+        return None
+
+
+def _number(option: str, given: int | None, of_recipe: int, is_recipe: bool) -> int:
+    if given is None and not is_recipe:
+        raise ConfigError(f"{option} is missing; a recipe as MODEL would say it")
+    number = of_recipe if given is None else given
+    if number < 1:
+        raise ConfigError(f"{option} {number} must be at least 1")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold plan",
+        description="Rank all legal mappings of a model on some GPUs by predicted step time.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="preset, recipe.toml, or Hugging Face config.json")
+    add("--gpu", required=True, metavar="NAME", help=f"{', '.join(device_names())}, or a FILE.toml")
+    add("--num-gpus", type=int, metavar="N", help="GPUs in all")
+    add("--seq-len", type=int, metavar="S", help="tokens of a sample")
+    add("--global-batch-size", type=int, metavar="B", help="samples of a step")
+    add("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products (default bf16)")
+    add("--imbalance", type=float, default=1.0, metavar="X", help="copies of the busiest ep rank over the mean (1)")
+    add("--capacity-factor", type=float, metavar="X", help="token dropping; 0 is dropless (default: the recipe's, 0)")
+    add("--memory-reserve", type=float, default=0.0, metavar="GIB", help="leave so much of each GPU free (0)")
+    add("--cuda-graphs", choices=("none", "partial", "full"), default="none", help="what is captured (none)")
+    add("--flops", choices=("full", "causal"), default="full", help="attention in the FLOP count of the MFU (full)")
+    add("--method", choices=tuple(METHODS), default=FOLDED, help="a part of the search (folding: all of it)")
+    add("--fix", nargs="+", metavar="AXIS=VALUE", help="search only mappings with these, such as tp=2,ep=8")
+    add("--explain", nargs="+", metavar="AXIS=VALUE", help="one mapping by itself, and why it cannot run or fit")
+    add("--trace", type=Path, metavar="RUN_DIR", help="routing of a real run (moe.trace_every), whose load is priced")
+    add("--top", type=int, default=10, metavar="N", help="rows of the table (10)")
+    add("--json", action="store_true", help="print the best mapping of every fold as one JSON object")
+    add("--recipe", type=Path, metavar="OUT.toml", help="write a recipe of the best mapping")
+    add("--report", type=Path, metavar="FILE.html", help="write the answer as one page with pictures")
+    return parser

@@ -1,0 +1,103 @@
+"""The tables of `moefold plan`."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from moefold.plan.mapping import Mapping
+from moefold.plan.planner import Planner
+from moefold.plan.restriction import FOLDED
+from moefold.plan.search import MEMORY_PARTS, Plan
+from moefold.plan.step_time import PARTS
+
+GIB = 2**30
+DEGREES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs")
+
+
+def print_plans(console: Console, planner: Planner, count: int, seconds: float) -> None:
+    """The best mappings, their time and their memory by part."""
+    q = planner.question
+    w = q.workload
+    method = "" if q.restriction.method == FOLDED else f", method {q.restriction.method}"
+    console.print(
+        f"{q.shape.name} on {q.num_gpus} x {q.device.name} ({q.device.memory_gib:.0f} GiB), {w.seq_len} tokens x "
+        f"{w.global_batch_size} samples a step, {w.precision}, imbalance {w.imbalance:g}{method}"
+    )
+    fitting = [plan for plan in planner.plans if plan.memory.fits]
+    shown = fitting[:count]
+    console.print(_ranking(shown))
+    _print_parts(console, shown)
+    attention = "half of" if w.causal else "all of"
+    console.print(
+        f"{planner.space.count():,} legal mappings in {len(planner.plans):,} folds, of which {len(fitting):,} fit; the "
+        f"best of each fold is ranked ({seconds:.1f} s). MFU counts {attention} the attention matrix, against the "
+        "bfloat16 peak."
+    )
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """One mapping."""
+    console.print(_ranking([plan]))
+    _print_parts(console, [plan])
+
+
+def _print_parts(console: Console, plans: Sequence[Plan]) -> None:
+    # A title of the table would be broken to its width.
+    console.print("seconds of a step, on the busiest pipeline rank")
+    console.print(_parts(plans, _times(plans), 3))
+    console.print("GiB on the fullest GPU")
+    console.print(_parts(plans, [_memory(plan) for plan in plans], 1))
+
+
+def _ranking(plans: Sequence[Plan]) -> Table:
+    table = Table(pad_edge=False)
+    for name in ("#", *DEGREES):
+        table.add_column(name, justify="right")
+    for name in ("schedule", "zero", "dispatcher", "recompute"):
+        table.add_column(name)
+    for name in ("step s", "MFU %", "TFLOP/s", "tokens/s/GPU", "GiB"):
+        table.add_column(name, justify="right")
+    table.add_column("bound by")
+    for place, plan in enumerate(plans, 1):
+        m, t = plan.mapping, plan.time
+        table.add_row(
+            str(place),
+            *(str(getattr(m, name)) for name in DEGREES),
+            m.schedule if m.pp > 1 else "-",
+            str(m.zero),
+            m.dispatcher if m.ep * m.etp > 1 else "-",
+            _again(m),
+            f"{t.total_s:.3f}",
+            f"{100 * t.mfu:.1f}",
+            f"{t.tflops_per_gpu:.0f}",
+            f"{t.tokens_per_s_per_gpu:.0f}",
+            f"{plan.memory.total / GIB:.1f}",
+            plan.binding,
+        )
+    return table
+
+
+def _parts(plans: Sequence[Plan], rows: Sequence[dict[str, float]], digits: int) -> Table:
+    """One row a plan, one column for each part that some plan has."""
+    table = Table(pad_edge=False)
+    table.add_column("#", justify="right")
+    least = 0.5 * 10**-digits
+    names = [name for name in rows[0] if any(row[name] >= least for row in rows)] if rows else []
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="right")
+    for place, row in enumerate(rows[: len(plans)], 1):
+        table.add_row(str(place), *(f"{row[name]:.{digits}f}" for name in names))
+    return table
+
+
+def _times(plans: Sequence[Plan]) -> list[dict[str, float]]:
+    return [{part: plan.time.parts[part] for part in PARTS} for plan in plans]
+
+
+def _memory(plan: Plan) -> dict[str, float]:
+    return {part: plan.memory_parts[part] / GIB for part in MEMORY_PARTS}
+
+
+def _again(m: Mapping) -> str:
+    return ", ".join(m.recompute) or "-"

@@ -1,0 +1,67 @@
+"""Mappings and restrictions as words of the command line: `tp=2 cp=1 pp=8`, `tp=2,ep=8`."""
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from moefold.config.choices import any_of
+from moefold.config.keys import key_types, nearest
+from moefold.config.schema import RECOMPUTE_PARTS
+from moefold.errors import ConfigError
+
+NUMBERS = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
+CHOICES = ("schedule", "dispatcher")
+RECOMPUTE = "recompute"
+NOTHING = "none"
+KEYS = (*NUMBERS, *CHOICES, RECOMPUTE)
+NOT_THERE = {
+    "overlap": "the experts' exchange is not hidden behind another micro-batch yet",
+    "offload": "nothing is offloaded to the host yet",
+}
+"""Of a mapping elsewhere; not of one that moefold runs."""
+
+
+def read_axes(words: Sequence[str], option: str) -> dict[str, Any]:
+    """The axes that some words set, such as `tp=2,ep=8` or `recompute=norms+moe`.
+
+    Raises:
+        ConfigError: a word is no axis, has no such value, or an axis is set twice.
+    """
+    found: dict[str, Any] = {}
+    for word in " ".join(words).replace(",", " ").split():
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise ConfigError(f"{option} {word!r} must be AXIS=VALUE, such as tp=2; the axes are {', '.join(KEYS)}")
+        if key in NOT_THERE:
+            raise ConfigError(f"{option} {word}: {NOT_THERE[key]}; leave it out")
+        if key not in KEYS:
+            guess = nearest(key, KEYS, cutoff=0.5)
+            hint = f"; did you mean {guess}?" if guess else ""
+            raise ConfigError(f"{option} {word}: unknown axis {key!r}{hint} The axes are {', '.join(KEYS)}")
+        if key in found:
+            raise ConfigError(f"{option} {word}: {key} is set twice")
+        found[key] = _value(key, value, f"{option} {word}")
+    if not found:
+        raise ConfigError(f"{option} names no axis; write for example tp=2,ep=8")
+    return found
+
+
+def _value(key: str, text: str, where: str) -> Any:
+    if key in NUMBERS:
+        least, most = (0, 3) if key == "zero" else (1, None)
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            legal = f"{least} to {most}" if most is not None else f"a whole number of at least {least}"
+            raise ConfigError(f"{where} must be {legal}")
+        return int(text)
+    if key in CHOICES:
+        choices = [choice for choice in get_args(key_types("parallel")[key]) if choice not in ("csv", "auto")]
+        if text not in choices:
+            guess = nearest(text, choices)
+            raise ConfigError(f"{where} must be {any_of(choices)}" + (f"; did you mean {guess}?" if guess else ""))
+        return text
+    parts = () if text == NOTHING else tuple(text.split("+"))
+    for part in parts:
+        if part not in RECOMPUTE_PARTS:
+            guess = nearest(part, RECOMPUTE_PARTS)
+            hint = f"; did you mean {guess}?" if guess else ""
+            raise ConfigError(f"{where}: {part!r} is no part; join some of {', '.join(RECOMPUTE_PARTS)} by +{hint}")
+    return tuple(sorted(parts, key=RECOMPUTE_PARTS.index))

@@ -1,0 +1,182 @@
+"""`moefold simulate`: one step of a recipe on GPUs that need not be there, as numbers, a trace or a picture."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from moefold.config.checks import check_config
+from moefold.config.load import load_config
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.plan.device import device_names, load_device
+from moefold.plan.mapping import Mapping, mapping_of
+from moefold.plan.shape import shape_of
+from moefold.plan.simulate import Disturbance
+from moefold.plan.stage_work import simulate_mapping, stages_of
+from moefold.plan.step_time import Pricer
+from moefold.plan.timeline import Timeline
+from moefold.plan.timeline_file import check_timeline_file, summary, write_timeline
+from moefold.plan.workload import PRECISIONS, Workload
+
+EPILOG = """examples:
+  moefold simulate recipes/mixtral-8x7b.toml --gpu h100
+  moefold simulate RECIPE.toml parallel.schedule=zbv parallel.virtual_stages=2 --timeline step.json --timeline step.png
+  moefold simulate RECIPE.toml --straggler 17=1.3 --jitter 0.05 --seed 1
+
+Open step.json in ui.perfetto.dev or chrome://tracing. A straggler computes so many times as long as the others.
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Simulate and print.
+
+    Raises:
+        ConfigError: the recipe, the device or an option is wrong, or a file cannot be written.
+    """
+    args = _parser().parse_intermixed_args(argv)
+    cfg = load_config(Path(args.words[0]), args.words[1:])
+    check_config(cfg)
+    for path in args.timeline:
+        check_timeline_file(path)
+    disturbance = Disturbance(slow=stragglers_of(cfg, args.straggler), jitter=_jitter(args.jitter), seed=args.seed)
+    mapping = replace(mapping_of(cfg), overlap=args.overlap)
+    timeline = _play(cfg, mapping, args, disturbance)
+    for path in args.timeline:
+        write_timeline(timeline, path)
+        print(f"wrote {path}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(as_dict(timeline)))
+    else:
+        _print(timeline)
+    return 0
+
+
+def stragglers_of(cfg: Config, words: Sequence[str]) -> dict[int, float]:
+    """The factor of each slow pipeline rank, of words such as `17=1.3`; a stage waits for the slowest of its ranks.
+
+    Raises:
+        ConfigError: a word is none, or there is no such rank.
+    """
+    from moefold.cli.layout import fold_of
+
+    layout, found = fold_of(cfg), dict[int, float]()
+    for word in words:
+        rank, _, factor = word.partition("=")
+        try:
+            number, times = int(rank), float(factor)
+        except ValueError:
+            raise ConfigError(f"--straggler {word!r} must be RANK=FACTOR, such as 17=1.3") from None
+        if not 0 <= number < layout.world_size:
+            raise ConfigError(f"--straggler {word}: ranks run from 0 to {layout.world_size - 1}")
+        if not 0 < times < float("inf"):
+            raise ConfigError(f"--straggler {word}: the factor must be above 0; 1.3 computes 1.3 times as long")
+        pp_rank = layout.attention.coordinate(number, "pp")
+        found[pp_rank] = max(times, found.get(pp_rank, times))
+    return found
+
+
+def as_dict(timeline: Timeline) -> dict[str, object]:
+    """The step in the form that `--json` prints."""
+    return {
+        "step_time_s": timeline.total_s,
+        "pipeline_s": timeline.span_s,
+        "bubble": timeline.bubble,
+        "idle_share": timeline.idle_share,
+        "ranks": [
+            {
+                "pp_rank": rank,
+                "work_s": timeline.work_s(rank),
+                "idle_s": timeline.idle_s(rank),
+                "exposed_s": timeline.exposed_s(rank),
+                "in_flight": timeline.most_in_flight(rank),
+            }
+            for rank in range(timeline.num_ranks)
+        ],
+    }
+
+
+def _play(cfg: Config, mapping: Mapping, args: argparse.Namespace, disturbance: Disturbance) -> Timeline:
+    shape = shape_of(cfg.model)
+    workload = Workload(
+        seq_len=cfg.train.seq_len,
+        global_batch_size=cfg.train.global_batch_size,
+        precision=args.precision,
+        capacity_factor=cfg.moe.capacity_factor,
+        imbalance=_imbalance(args.imbalance),
+    )
+    pricer = Pricer(shape, load_device(args.gpu), workload)
+    path = cfg.parallel.schedule_csv
+    return simulate_mapping(pricer, mapping, disturbance, chunks=stages_of(cfg, shape), schedule_csv=path)
+
+
+def _jitter(value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ConfigError(
+            f"--jitter {value:g} must lie between 0 and 1: 0.05 makes the times of actions vary by about 5 %"
+        )
+    return value
+
+
+def _imbalance(value: float) -> float:
+    if not 1 <= value < float("inf"):
+        raise ConfigError(f"--imbalance {value:g} must be at least 1: the busiest expert-parallel rank over the mean")
+    return value
+
+
+def _print(timeline: Timeline) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(summary(timeline), highlight=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in ("pp rank", "work, s", "idle, s", "exposed, s", "in flight"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank in range(timeline.num_ranks):
+        seconds = (timeline.work_s(rank), timeline.idle_s(rank), timeline.exposed_s(rank))
+        table.add_row(str(rank), *(f"{value:.4g}" for value in seconds), str(timeline.most_in_flight(rank)))
+    console.print(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold simulate",
+        description="Play one step of a recipe out on paper, on GPUs that need not be there.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "words", nargs="+", metavar="RECIPE.toml | section.key=value", help="a recipe, then its changes"
+    )
+    parser.add_argument("--gpu", default="h100", help=f"{', '.join(device_names())}, or FILE.toml (default h100)")
+    parser.add_argument("--precision", default="bf16", choices=PRECISIONS, help="of the products (default bf16)")
+    parser.add_argument(
+        "--imbalance", type=float, default=1.0, metavar="X", help="busiest ep rank over the mean (default 1)"
+    )
+    parser.add_argument(
+        "--overlap", action="store_true", help="hide the experts' exchange under the work of another micro-batch"
+    )
+    parser.add_argument(
+        "--straggler",
+        action="append",
+        default=[],
+        metavar="RANK=FACTOR",
+        help="a rank that computes slower; repeatable",
+    )
+    parser.add_argument(
+        "--jitter",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="spread of the times of actions, such as 0.05 (default 0)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the jitter (default 0)")
+    parser.add_argument(
+        "--timeline", action="append", type=Path, default=[], metavar="FILE", help=".json trace or .png, .svg, .pdf"
+    )
+    parser.add_argument("--json", action="store_true", help="print the numbers as one JSON object")
+    return parser

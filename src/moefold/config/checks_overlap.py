@@ -1,0 +1,72 @@
+"""Rules of `parallel.overlap_experts`: what the exchanges of one micro-batch can hide behind another."""
+
+from collections.abc import Iterator
+
+from moefold.config.checks_model import has_moe_layers
+from moefold.config.paired_schedule import PAIRED_SCHEDULES, never_begun, paired_rows
+from moefold.config.schema import Config
+from moefold.parallel.exchange_order import disagreements, program
+from moefold.parallel.layout import fold
+from moefold.parallel.stage_plan import plan_stages
+
+KEY = "parallel.overlap_experts=true"
+
+
+def overlap_faults(cfg: Config) -> Iterator[str]:
+    """There are exchanges to hide, a backward and a forward pass to hide them, and parameters that stay for both."""
+    p = cfg.parallel
+    if not p.overlap_experts or not has_moe_layers(cfg.model):
+        return
+    if p.ep * p.etp == 1:
+        yield (
+            f"{KEY} hides the exchanges of experts, and with parallel.ep=1 and parallel.etp=1 there are none; "
+            "choose ep=2 or more, or overlap_experts=false"
+        )
+    if p.schedule not in PAIRED_SCHEDULES:
+        *others, last = map(repr, PAIRED_SCHEDULES)
+        yield (
+            f"{KEY} needs a schedule with a phase of one forward and one backward pass, and "
+            f"parallel.schedule={p.schedule!r} has none; choose schedule={', '.join(others)} or {last}, or "
+            "overlap_experts=false"
+        )
+    if p.zero == 3:
+        yield (
+            f"{KEY} works on a layer for two micro-batches at a time, and parallel.zero=3 frees its parameters for "
+            "one; choose zero=2, or overlap_experts=false"
+        )
+    if cfg.train.offload:
+        yield (
+            f"{KEY} works on two micro-batches at a time, and train.offload follows one through its stage; choose "
+            "train.offload=[], or overlap_experts=false"
+        )
+    step = cfg.train.micro_batch_size * p.dp
+    if cfg.train.global_batch_size % step == 0 and cfg.num_micro_batches < 2:
+        yield (
+            f"{KEY} needs two micro-batches or more, and train.global_batch_size={cfg.train.global_batch_size} gives "
+            f"each data-parallel rank 1; choose global_batch_size={2 * step}, or overlap_experts=false"
+        )
+
+
+def check_exchange_order(cfg: Config) -> Iterator[str]:
+    """All ranks that share a group begin the exchanges of their experts in one order, and no rank waits for ever.
+
+    For a config that is sound otherwise. Both follow from how rows and pairs are made; a fault here is one of moefold.
+    """
+    p = cfg.parallel
+    if not p.overlap_experts or not has_moe_layers(cfg.model):
+        return
+    rows = paired_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)
+    for rank, left in enumerate(never_begun(rows)):
+        if left:
+            yield f"{KEY}: pipeline rank {rank} would wait for ever before its last {left} passes; set it to false"
+    layout = fold(
+        world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
+    )
+    plan = plan_stages(cfg)
+    of_stage = [program(cfg, {stage.number: stage for stage in plan.of_rank(i)}, row) for i, row in enumerate(rows)]
+    programs = [of_stage[layout.attention.coordinate(rank, "pp")] for rank in range(p.world_size)]
+    for fault in disagreements(programs, layout):
+        yield f"{KEY}: {fault}, so that they would wait for each other for ever; set it to false"
+
+
+OVERLAP_RULES = (overlap_faults,)

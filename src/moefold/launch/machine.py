@@ -1,0 +1,66 @@
+"""What the planner must know of the machine that is to train: how many ranks, on what."""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from moefold.errors import ConfigError
+from moefold.launch.place import Place
+from moefold.plan.device import device_names
+
+MOST_CPU_RANKS = 8
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Ranks and their device."""
+
+    device_type: Literal["cpu", "cuda"]
+    """cpu or cuda."""
+    device: str
+    """Name of the planner's device."""
+    num_ranks: int
+    """Of the launcher; without one, those that this machine has devices for."""
+    is_launched: bool
+    """Whether a launcher started that many."""
+    memory_gib: float
+    """Of all ranks together; 0: what each device has."""
+
+
+def machine_of(wish: str, place: Place | None) -> Machine:
+    """The machine of this process, without touching a GPU.
+
+    Args:
+        wish: run.device.
+        place: of this process, if a launcher started it.
+
+    Raises:
+        ConfigError: the planner does not know the GPU.
+    """
+    num_gpus = 0 if wish == "cpu" else torch.cuda.device_count()
+    if num_gpus == 0:
+        ranks = place.world_size if place is not None else min(MOST_CPU_RANKS, len(os.sched_getaffinity(0)))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+        return Machine("cpu", "cpu", ranks, place is not None, memory)
+    ranks = place.world_size if place is not None else num_gpus
+    return Machine("cuda", gpu_name(torch.cuda.get_device_name(0)), ranks, place is not None, 0.0)
+
+
+def gpu_name(driver_name: str) -> str:
+    """The planner's name of a GPU that the driver calls "NVIDIA H100 80GB HBM3".
+
+    Raises:
+        ConfigError: the planner does not know it.
+    """
+    words: list[str] = re.findall(r"[a-z]+[0-9]+[a-z]*", driver_name.lower())
+    known = [word for word in words if word in device_names()]
+    if not known:
+        raise ConfigError(
+            f"parallel.mapping='auto' does not know the GPU {driver_name!r}; describe it in a file, plan with `moefold "
+            "plan RECIPE --gpu FILE.toml --recipe OUT.toml`, and train OUT.toml"
+        )
+    return known[0]

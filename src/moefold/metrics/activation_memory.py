@@ -1,0 +1,361 @@
+"""Bytes that one micro-batch leaves in memory for its backward pass, by part of the model. Torch-free.
+
+Each formula lists the tensors that the operations of a part keep; tests hold the sums to within 10 % of what a ledger
+of real runs finds. Letters as everywhere: T tokens between the sub-layers, S*B/(cp*tp); N tokens inside them, S*B/cp;
+R rows of the routed experts; H, F, A, D, V, E, K sizes (docs/notation.md).
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from moefold.config.schema import Config
+from moefold.metrics.state_memory import compute_bytes
+from moefold.parallel.stage_plan import Stage
+
+INT_BYTES = 8
+CHUNK_LOGITS, LEAST_CHUNK = 1 << 24, 256
+"""Of train.loss_chunk = -1."""
+Parts = Counter[str]
+"""Bytes by part: embedding, norms, attention, core attention, dense MLP, router, dispatch buffers, experts, shared
+experts, logits, residual stream, pipeline."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """What a device's kernels keep."""
+
+    fused_norm: bool
+    """RMSNorm is one kernel, which keeps its input and one number a token. Else it also keeps the normalised values,
+    and in bfloat16 these and its input in float32."""
+    grouped_experts: bool
+    """The experts of a rank run together and keep all of a SwiGLU, four inner widths. Else one after another, and the
+    two inner projections are kept."""
+
+
+CPU = Kernels(fused_norm=False, grouped_experts=False)
+CUDA = Kernels(fused_norm=True, grouped_experts=True)
+
+
+class ActivationFormula:
+    """What the layers of a config keep on one rank.
+
+    Args:
+        cfg: a recipe that `check_config` passed.
+        recompute: parts that run again; None takes those of the recipe.
+        kernels: of the device.
+        imbalance: rows of the fullest rank's experts over the mean of all ranks.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        recompute: Iterable[str] | None = None,
+        kernels: Kernels = CUDA,
+        imbalance: float = 1.0,
+    ) -> None:
+        p, train = cfg.parallel, cfg.train
+        self._cfg, self._kernels = cfg, kernels
+        self.recompute = frozenset(train.recompute if recompute is None else recompute)
+        self._imbalance = imbalance
+        self._item = compute_bytes(cfg)
+        self._wide = max(4, self._item)
+        self._inside = train.seq_len // p.cp * train.micro_batch_size
+        self._tokens = self._inside // p.tp
+
+    @property
+    def hidden(self) -> int:
+        """One hidden state of every token between the sub-layers."""
+        return self._tokens * self._cfg.model.hidden_size * self._item
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows that the routed experts of this rank work on, R: those of the fullest rank."""
+        model, moe, p = self._cfg.model, self._cfg.moe, self._cfg.parallel
+        copies = self._tokens * model.top_k
+        balanced = copies * p.etp
+        if moe.capacity_factor <= 0:
+            return min(round(balanced * self._imbalance), balanced * p.ep)
+        capacity = ceil(copies / model.num_experts * moe.capacity_factor) * model.num_experts * p.etp
+        return capacity if moe.pad_to_capacity else min(round(balanced * self._imbalance), capacity)
+
+    def layer(self, kind: str) -> Parts:
+        """A layer of kind "D" or "M" behind its input."""
+        if "layer" in self.recompute:
+            # The next layer's input, which is this one's result.
+            return Parts({"residual stream": self.hidden})
+        kept = self._norm_and_its_result(keeps_result=self._cfg.parallel.tp == 1, part="attention") + self._attention()
+        kept += self._moe() if kind == "M" else self._dense()
+        kept["residual stream"] += 2 * self._residual
+        return kept
+
+    def stage(self, stage: Stage) -> Parts:
+        """All that a stage keeps of one micro-batch in flight."""
+        kept = self._before_layers(stage)
+        for kind, count in Counter(self._kinds(stage)).items():
+            for part, size in self._layers[kind].items():
+                kept[part] += count * size
+        return kept + self._behind_layers(stage)
+
+    def forward(self, stage: Stage) -> Parts:
+        """The fullest moment of a stage's forward pass."""
+        now = self._before_layers(stage)
+        best = now
+        for kind in self._kinds(stage):
+            now = now + self._layers[kind]
+            full = now + self._passing[kind]
+            best = full if full.total() > best.total() else best
+        now = now + self._behind_layers(stage)
+        now["logits"] += self._transient_logits if stage.is_last else 0
+        return now if now.total() >= best.total() else best
+
+    def backward(self, stage: Stage, *, splits: bool) -> Parts:
+        """The fullest moment of a stage's backward pass: what a layer makes again is there, and those behind are gone.
+
+        Args:
+            stage: one.
+            splits: what the layers behind have postponed is there too.
+        """
+        now = self._before_layers(stage)
+        left = self.postponed(stage) if splits else Parts()
+        best = now + left
+        for kind in self._kinds(stage):
+            now = now + self._layers[kind]
+            # What the layer itself postpones is what it has kept, or takes its place.
+            left = left - self._postponed_layer(kind) if splits else left
+            full = now + self._again[kind] + self._passing[kind] + left
+            best = full if full.total() > best.total() else best
+        return best
+
+    def _kinds(self, stage: Stage) -> list[str]:
+        return [self._cfg.model.layer_kinds[i] for i in stage.parts.layers]
+
+    def _before_layers(self, stage: Stage) -> Parts:
+        if not stage.is_first:
+            return Parts()
+        return Parts(embedding=self.hidden if "layer" in self.recompute else self._residual)
+
+    def _behind_layers(self, stage: Stage) -> Parts:
+        if not stage.is_last:
+            return Parts() if self._residual else Parts(pipeline=self.hidden)
+        kept = self._head()
+        for _ in range(stage.parts.num_further):
+            kept += self._further()
+        return kept
+
+    @property
+    def _transient_logits(self) -> int:
+        """What the loss has in memory beside what it keeps."""
+        rows = self._cfg.model.vocab_size // self._cfg.parallel.tp
+        if not self._chunk:
+            return self._inside * rows * self._item
+        # The logits of two chunks, as the last ones go when the next ones are there.
+        narrow = self._item if self._item < self._wide else 0
+        return self._chunk * rows * (2 * self._wide + narrow)
+
+    def postponed(self, stage: Stage) -> Parts:
+        """What a split backward pass leaves of a micro-batch until its weight gradients are computed."""
+        left = Parts()
+        for kind in self._kinds(stage):
+            left += self._postponed_layer(kind)
+        if stage.is_last and not self._chunk:
+            width = self._cfg.model.hidden_size + self._cfg.model.vocab_size // self._cfg.parallel.tp
+            left["logits"] += (1 + stage.parts.num_further) * self._inside * self._item * width
+        return left
+
+    def _postponed_layer(self, kind: str) -> Parts:
+        """The inputs of the products of a layer and the gradients of their results."""
+        model, p, left = self._cfg.model, self._cfg.parallel, Parts()
+        item, hidden = self._inside * self._item, model.hidden_size
+        query, key_value = self._head_widths
+        left["attention"] = item * (2 * hidden + 2 * query + key_value)
+        if kind == "D":
+            left["dense MLP"] = item * (2 * hidden + 3 * model.ffn_hidden_size // p.tp)
+            return left
+        if p.dispatcher != "leastloaded":
+            left["experts"] = self.rows * self._item * (2 * hidden + 3 * model.moe_ffn_hidden_size // p.etp)
+        if model.shared_expert_ffn_hidden_size:
+            left["shared experts"] = item * (2 * hidden + 3 * model.shared_expert_ffn_hidden_size // p.tp)
+        return left
+
+    @cached_property
+    def _layers(self) -> dict[str, Parts]:
+        return {kind: self.layer(kind) for kind in set(self._cfg.model.all_layer_kinds)}
+
+    @cached_property
+    def _again(self) -> dict[str, Parts]:
+        """What is there of each kind of layer while it runs again, beside what it keeps."""
+        # A norm is over before the next one runs again, and so are experts that run one after another.
+        brief = {"norms"} if self._kernels.grouped_experts else {"norms", "expert_activation"}
+        if self.recompute <= brief:
+            return {kind: Parts() for kind in self._layers}
+        whole = ActivationFormula(self._cfg, self.recompute & brief, self._kernels, self._imbalance)
+        return {kind: whole.layer(kind) - kept for kind, kept in self._layers.items()}
+
+    @cached_property
+    def _passing(self) -> dict[str, Parts]:
+        """What passes while each kind of layer runs, for the first time or again."""
+        found = {}
+        for kind in self._layers:
+            passing = self._passing_experts() if kind == "M" else Parts()
+            if "norms" in self.recompute:
+                passing["norms"] += self._norm(self._tokens, self._cfg.model.hidden_size) + self.hidden
+            found[kind] = passing
+        return found
+
+    def _passing_experts(self) -> Parts:
+        """The largest moment of the routed experts: one of them at work, or the sum of the results of all."""
+        model, p = self._cfg.model, self._cfg.parallel
+        inner = model.moe_ffn_hidden_size // p.etp * (3 if "expert_activation" in self.recompute else 1)
+        # Copies are summed in float32 at least.
+        copies = self.rows if p.dispatcher == "allgather" or p.ep * p.etp == 1 else self._tokens * model.top_k
+        widened = copies * model.hidden_size * self._wide if self._item < self._wide else 0
+        summed = widened + self._tokens * model.hidden_size * self._wide
+        if p.ep * p.etp > 1:
+            # Results in the order of experts and of senders; before, the parts from all etp ranks are added up.
+            row = model.hidden_size * self._item
+            summed = 2 * self.rows * row + max(summed, self.rows * row if p.etp > 1 else 0)
+        at_work = self.rows // (model.num_experts // p.ep) * (inner + model.hidden_size) * self._item
+        if self._kernels.grouped_experts or summed > at_work:
+            return Parts({"dispatch buffers": summed})
+        return Parts(experts=at_work)
+
+    @property
+    def _residual(self) -> int:
+        """A hidden state of the residual stream, where the norm that reads it keeps it."""
+        keeps = self._kernels.fused_norm or self._item == self._wide or "norms" in self.recompute
+        return self.hidden if keeps else 0
+
+    @property
+    def _head_widths(self) -> tuple[int, int]:
+        """Queries, and keys with values, of this rank's heads."""
+        model, tp = self._cfg.model, self._cfg.parallel.tp
+        heads = model.num_attention_heads // tp
+        if model.attention == "mla":
+            return heads * model.head_size, heads * (model.head_size + model.v_head_dim)
+        groups = max(1, model.num_query_groups // tp)
+        return heads * model.head_size, 2 * groups * model.head_size
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens whose logits are there at a time; 0: all."""
+        chunk, model, p = self._cfg.train.loss_chunk, self._cfg.model, self._cfg.parallel
+        if chunk < 0:
+            chunk = max(LEAST_CHUNK, CHUNK_LOGITS * p.tp // model.vocab_size)
+        return chunk if 0 < chunk < self._inside else 0
+
+    def _norm(self, tokens: int, width: int) -> int:
+        """What a norm keeps beside its input in the compute type and its result."""
+        if self._kernels.fused_norm:
+            return tokens * self._wide
+        return tokens * (width * self._wide * (1 if self._item == self._wide else 2) + self._wide)
+
+    def _norm_and_its_result(self, *, keeps_result: bool, part: str) -> Parts:
+        """A norm of the residual stream, with its result or the copy of it that is gathered over tp."""
+        kept, hidden = Parts(), self._cfg.model.hidden_size
+        recalled = "norms" in self.recompute
+        if not recalled:
+            kept["norms"] += self._norm(self._tokens, hidden)
+            kept["norms"] += self.hidden if keeps_result else 0
+        if self._cfg.parallel.tp > 1 and part:
+            kept[part] += self._inside * hidden * self._item
+        return kept
+
+    def _attention(self) -> Parts:
+        model, kept, n = self._cfg.model, Parts(), self._inside
+        query, key_value = self._head_widths
+        if model.attention == "mla":
+            kept += self._latents()
+        else:
+            kept["attention"] += n * self._item * (query + key_value)
+            if model.qk_norm:
+                width = query + key_value // 2
+                kept["norms"] += self._norm(n, width) + n * self._item * width
+        heads = model.num_attention_heads // self._cfg.parallel.tp
+        value = heads * (model.v_head_dim if model.attention == "mla" else model.head_size)
+        # Ulysses keeps the result with all tokens of some heads, and with some tokens of all heads.
+        copies = 2 if self._cfg.parallel.cp > 1 and self._cfg.parallel.context == "ulysses" else 1
+        kept["core attention"] += n * self._item * value * copies
+        if "core_attention" not in self.recompute:
+            kept["core attention"] += n * heads * self._wide
+        return kept
+
+    def _latents(self) -> Parts:
+        """The latents that heads are made of, and the heads."""
+        model, p, kept = self._cfg.model, self._cfg.parallel, Parts()
+        heads, n = model.num_attention_heads // p.tp, self._inside
+        rank, rope, query_rank = model.kv_lora_rank, model.qk_rope_head_dim, model.q_lora_rank
+        gathered = (query_rank or model.hidden_size) + rank + rope
+        kept["attention"] += n * self._item * gathered + self._tokens * self._item * (query_rank + rank + rope)
+        kept["norms"] += self._norm(self._tokens, query_rank + rank)
+        if "mla_up" not in self.recompute:
+            width = max(model.head_size, model.v_head_dim)
+            values = width if width > model.v_head_dim else model.qk_nope_head_dim + model.v_head_dim
+            kept["attention"] += n * self._item * heads * (2 * width + values)
+        return kept
+
+    def _dense(self) -> Parts:
+        if "dense_mlp" in self.recompute:
+            return self._norm_and_its_result(keeps_result=True, part="")
+        kept = self._norm_and_its_result(keeps_result=self._cfg.parallel.tp == 1, part="dense MLP")
+        kept["dense MLP"] += self._swiglu(self._cfg.model.ffn_hidden_size)
+        return kept
+
+    def _swiglu(self, width: int) -> int:
+        """Gate, its SiLU, up and their product."""
+        return 4 * self._inside * self._item * width // self._cfg.parallel.tp
+
+    def _moe(self) -> Parts:
+        model, p = self._cfg.model, self._cfg.parallel
+        if "moe" in self.recompute:
+            return self._norm_and_its_result(keeps_result=True, part="")
+        is_narrow = self._item < self._wide
+        has_shared = model.shared_expert_ffn_hidden_size > 0
+        whole_shared = has_shared and (p.tp == 1 or "shared_experts" in self.recompute)
+        kept = self._norm_and_its_result(keeps_result=whole_shared or not is_narrow, part="")
+        if has_shared and "shared_experts" not in self.recompute:
+            kept["shared experts"] += self._swiglu(model.shared_expert_ffn_hidden_size)
+            kept["shared experts"] += self._inside * model.hidden_size * self._item if p.tp > 1 else 0
+        choices = 2 * model.num_experts * self._wide + model.top_k * (self._wide + INT_BYTES)
+        kept["router"] += self._tokens * choices
+        kept["router"] += self._tokens * model.hidden_size * self._wide if is_narrow else 0
+        return kept + self._experts()
+
+    def _experts(self) -> Parts:
+        """The rows of the routed experts, what they make of them, and the results on their way home."""
+        model, p, moe, kept = self._cfg.model, self._cfg.parallel, self._cfg.moe, Parts()
+        copies, row = self._tokens * model.top_k, model.hidden_size * self._item
+        travels = p.ep * p.etp > 1
+        kept["dispatch buffers"] += self.rows * row + copies * 3 * INT_BYTES
+        kept["dispatch buffers"] += 2 * self.rows * INT_BYTES if travels else 0
+        if not moe.weight_in_expert:
+            gathers = p.dispatcher == "allgather" or not travels
+            kept["experts" if gathers else "dispatch buffers"] += (self.rows if gathers else copies) * row
+        inner = 4 if self._kernels.grouped_experts else 2
+        if moe.weight_in_expert:
+            inner = 3 if self._kernels.grouped_experts else 2
+            kept["experts"] += self.rows * self._wide
+        if "expert_activation" not in self.recompute:
+            kept["experts"] += self.rows * inner * model.moe_ffn_hidden_size // p.etp * self._item
+        return kept
+
+    def _head(self) -> Parts:
+        """The last norm, and the logits or what is kept instead."""
+        model, p, kept = self._cfg.model, self._cfg.parallel, Parts()
+        kept["norms"] += self._norm(self._tokens, model.hidden_size)
+        gathers = p.tp > 1
+        kept["logits" if gathers else "norms"] += self._inside * model.hidden_size * self._item
+        if self._chunk:
+            kept["logits"] += self._inside * (2 * self._wide + INT_BYTES)
+        else:
+            kept["logits"] += self._inside * (model.vocab_size // p.tp * self._wide + INT_BYTES + 1)
+        return kept
+
+    def _further(self) -> Parts:
+        """A layer of multi-token prediction: three norms, the projection's input, the layer, and logits once more."""
+        kept = self.layer(self._cfg.model.layer_kinds[-1]) + self._head()
+        kept["norms"] += 2 * self._norm(self._tokens, self._cfg.model.hidden_size)
+        kept["residual stream"] += 2 * self._residual + 2 * self.hidden
+        return kept

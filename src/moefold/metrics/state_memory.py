@@ -1,0 +1,194 @@
+"""Bytes of weights, gradients and optimizer state that each rank holds, to the byte. Torch-free.
+
+What counts is what the runtime allocates: FSDP's padding of uneven shards, the copy of the weights in the compute type
+that it gathers, and its sums of gradients before they are reduced. Code and buffers of the libraries do not count, nor
+does what an allocator rounds up.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from moefold.config.schema import Config
+from moefold.metrics.weight_shapes import (
+    WeightShape,
+    embedding_weight,
+    further_layer_weights,
+    head_weights,
+    layer_weights,
+)
+from moefold.parallel.stage_plan import Stage, plan_stages
+
+ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+STEP_BYTES = 4
+"""AdamW counts the steps of each parameter in a float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What a rank holds between and during steps beside activations, in bytes."""
+
+    weights: int = 0
+    """Master weights: this rank's shards with their padding."""
+    gathered: int = 0
+    """The weights in the compute type as the maths reads them, as much as is there at once."""
+    gradients: int = 0
+    """Reduced gradients, sharded as the master weights are, in their type."""
+    gradient_sums: int = 0
+    """Gradients of this rank alone, not sharded, which are summed over micro-batches before they are reduced."""
+    optimizer: int = 0
+    """Moments, and a count of steps for each parameter of AdamW."""
+    buffers: int = 0
+    """Expert bias and counts, cosines and sines of the rotation."""
+
+    def __add__(self, other: "StateBytes") -> "StateBytes":
+        return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(StateBytes)))
+
+    @property
+    def resting(self) -> int:
+        """Between two steps."""
+        return self.weights + self.optimizer + self.buffers
+
+
+def master_bytes(cfg: Config) -> int:
+    """Bytes of a master weight, of its gradient and of a float32 moment."""
+    return 8 if cfg.run.dtype == "float64" else 4
+
+
+def compute_bytes(cfg: Config) -> int:
+    """Bytes of a number of the compute type."""
+    return ITEM_BYTES[cfg.run.dtype]
+
+
+def rank_states(cfg: Config, pp_rank: int, dense_member: int = 0, expert_member: int = 0) -> StateBytes:
+    """What one rank holds.
+
+    Members 0 of data parallelism, such as the first rank of each stage, hold the most: those behind them get what is
+    left of the rows.
+
+    Args:
+        cfg: a recipe that `check_config` passed.
+        pp_rank: pipeline rank.
+        dense_member: place among the dp x cp ranks over which dense weights are cut.
+        expert_member: place among the edp ranks over which experts are cut.
+    """
+    return StateFormula(cfg).rank(pp_rank, dense_member, expert_member)
+
+
+class StateFormula:
+    """The states of the ranks of one config; the work grows with the stages, not with the tensors."""
+
+    def __init__(self, cfg: Config) -> None:
+        p = cfg.parallel
+        self._cfg = cfg
+        self._plan = plan_stages(cfg)
+        self._is_fsdp = p.world_size > 1
+        self._is_cut = self._is_fsdp and p.zero > 0
+        self._degrees = (p.dp * p.cp if self._is_cut else 1, p.edp if self._is_cut else 1)
+        self._sums = self._is_fsdp and p.zero < 2 and cfg.num_micro_batches > 1
+        self._known: dict[tuple[str, int, int], StateBytes] = {}
+
+    def rank(self, pp_rank: int, dense_member: int = 0, expert_member: int = 0) -> StateBytes:
+        """See `rank_states`."""
+        members = (dense_member, expert_member) if self._is_cut else (0, 0)
+        stages = self._plan.of_rank(pp_rank)
+        total = sum((self._unit(name, *members) for stage in stages for name in unit_names(self._cfg, stage)), ZERO)
+        if self._cfg.model.embeds_twice and len(stages) > 1 and stages[0].is_first and stages[-1].is_last:
+            # The second copy follows the first: no moments, and no gradient of its own once both are added up.
+            total += replace(ZERO, optimizer=-self._unit("embedding", *members).optimizer)
+        gathered = sum(self._gathered(stage) for stage in stages)
+        rotation = 2 * (self._cfg.train.seq_len // self._cfg.parallel.cp) * self._cfg.model.rotated_size
+        return replace(
+            total, gathered=gathered, buffers=total.buffers + len(stages) * rotation * compute_bytes(self._cfg)
+        )
+
+    @cached_property
+    def worst(self) -> tuple[StateBytes, ...]:
+        """The first rank of every pipeline stage, which holds as much as any of its stage."""
+        return tuple(self.rank(pp_rank) for pp_rank in range(self._cfg.parallel.pp))
+
+    def _unit(self, name: str, dense_member: int, expert_member: int) -> StateBytes:
+        key = (name, dense_member, expert_member)
+        if key not in self._known:
+            self._known[key] = self._count(name, (dense_member, expert_member))
+        return self._known[key]
+
+    def _count(self, name: str, members: tuple[int, int]) -> StateBytes:
+        """A layer, the embedding or the head."""
+        cfg, total = self._cfg, ZERO
+        master = master_bytes(cfg)
+        for weight in self._cut_weights(name):
+            shards = weight.shards(self._degrees[weight.is_expert])
+            padded = shards.padded_numel * master
+            sums = shards.padded_numel * shards.degree * master if self._sums else 0
+            moments = shards.numel(members[weight.is_expert]) * self._moment_bytes(weight)
+            steps = 0 if self._is_muons(weight) else STEP_BYTES
+            total += StateBytes(weights=padded, gradients=padded, gradient_sums=sums, optimizer=moments + steps)
+        model = cfg.model
+        has_experts = name == "M" or (name == "further" and model.layer_kinds[-1] == "M")
+        counts = 8 * (cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch")
+        buffers = model.num_experts * (4 * model.expert_bias + counts) if has_experts else 0
+        return replace(total, buffers=buffers)
+
+    def _cut_weights(self, name: str) -> list[WeightShape]:
+        p = self._cfg.parallel
+        return [weight.cut(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg, name)]
+
+    def _is_muons(self, weight: WeightShape) -> bool:
+        train = self._cfg.train
+        return train.optimizer == "muon" and weight.is_muons and weight.part in train.muon_groups
+
+    def _moment_bytes(self, weight: WeightShape) -> int:
+        one = 2 if self._cfg.train.moment_dtype == "bfloat16" else master_bytes(self._cfg)
+        return one if self._is_muons(weight) else 2 * one
+
+    def _gathered(self, stage: Stage) -> int:
+        """The weights that the maths of a stage reads, which are copies of the master weights."""
+        names = unit_names(self._cfg, stage)
+        if not self._is_fsdp:
+            return self._cast(names)
+        sizes = [self._gathered_unit(name) for name in names]
+        if self._cfg.parallel.zero < 3:
+            return sum(sizes)
+        layers = [size for name, size in zip(names, sizes, strict=True) if name not in ("embedding", "head")]
+        # The root's own weights stay while any of its layers runs; of the layers, one.
+        return sum(sizes) - sum(layers) + max(layers, default=0)
+
+    def _cast(self, names: list[str]) -> int:
+        """The copies of a rank by itself: it reads its master weights, in a narrower type if there is one."""
+        cfg = self._cfg
+        if compute_bytes(cfg) == master_bytes(cfg):
+            return 0
+        read = [name for name in names if name != "embedding" or cfg.model.tie_embeddings]
+        weights = [weight for name in read for weight in self._cut_weights(name) if weight.part != "router"]
+        return sum(weight.numel for weight in weights) * compute_bytes(cfg)
+
+    def _gathered_unit(self, name: str) -> int:
+        total = 0
+        for weight in self._cut_weights(name):
+            item = master_bytes(self._cfg) if weight.part == "router" else compute_bytes(self._cfg)
+            shards = weight.shards(self._degrees[weight.is_expert])
+            total += shards.padded_numel * shards.degree * item
+        return total
+
+
+def unit_names(cfg: Config, stage: Stage) -> list[str]:
+    """What stands on a stage: "embedding", layers as "D" and "M", "head" and layers of prediction as "further"."""
+    model, parts = cfg.model, stage.parts
+    names = ["embedding"] if stage.is_first or (stage.is_last and model.embeds_twice) else []
+    names += [model.layer_kinds[i] for i in parts.layers]
+    return names + ["head"] + ["further"] * parts.num_further if stage.is_last else names
+
+
+def unit_weights(cfg: Config, name: str) -> tuple[WeightShape, ...]:
+    """The whole weights of one of `unit_names`."""
+    match name:
+        case "embedding":
+            return (embedding_weight(cfg.model),)
+        case "head":
+            return head_weights(cfg.model)
+        case "further":
+            return further_layer_weights(cfg.model, cfg.parallel.tp)
+    return layer_weights(cfg.model, name, cfg.parallel.tp)
+
+
+ZERO = StateBytes()

@@ -1,0 +1,162 @@
+"""Where offloaded bytes go, and how they get there from the device: the interface, and host memory."""
+
+import errno
+import math
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Tier(Protocol):
+    """A place for bytes. `store` and `load` run on threads beside training, several at a time."""
+
+    name: str
+    """For messages."""
+
+    @property
+    def link(self) -> "Link":
+        """The way between the device and the host."""
+        ...
+
+    def store(self, data: Tensor, ready: Any) -> Any:
+        """Copy bytes.
+
+        Args:
+            data: uint8 [bytes] on the device.
+            ready: what `Link.mark` gave when the data was made.
+
+        Returns:
+            What `load` wants; the room is free again once nobody holds it. None: there is no room.
+
+        Raises:
+            OSError: they cannot be stored.
+        """
+        ...
+
+    def load(self, stored: Any, out: Tensor, ready: Any) -> Any:
+        """Bring bytes back.
+
+        Args:
+            stored: what `store` gave.
+            out: uint8 [bytes] on the device, to be filled.
+            ready: what `Link.mark` gave when `out` was made.
+
+        Returns:
+            What `Link.wait` wants before `out` is read.
+
+        Raises:
+            RunError: they are lost, or not what was stored.
+        """
+        ...
+
+
+class Link:
+    """Copies between the memory of a device and that of the host, beside what the device computes.
+
+    On CUDA each direction has a stream of its own. On the CPU the two are one memory, and there is nothing to wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._is_cuda = device.type == "cuda"
+        self._out, self._in = (torch.cuda.Stream(device) if self._is_cuda else None for _ in range(2))
+
+    def enter_thread(self) -> None:
+        """Let this thread work for the device: host memory is locked for the current one, which is another at first."""
+        if self._is_cuda:
+            torch.cuda.set_device(self.device)
+
+    def mark(self) -> Any:
+        """Everything that the device was told so far."""
+        return torch.cuda.current_stream(self.device).record_event() if self._is_cuda else None
+
+    def room_on_host(self, num_bytes: int) -> Tensor:
+        """Uint8 [bytes] of host memory that the device can reach by itself."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
+
+    def room_on_device(self, num_bytes: int) -> Tensor:
+        """Uint8 [bytes] of device memory; called by the thread that will use it."""
+        room = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        if self._in is not None:
+            room.record_stream(self._in)
+        return room
+
+    def to_host(self, data: Tensor, ready: Any, host: Tensor) -> Tensor:
+        """Fill `host`; returns once it is filled."""
+        if self._out is None:
+            return host.copy_(data)
+        with torch.cuda.stream(self._out):
+            self._out.wait_event(ready)
+            host.copy_(data, non_blocking=True)
+            done = self._out.record_event()
+        done.synchronize()
+        return host
+
+    def to_device(self, host: Tensor, out: Tensor, ready: Any) -> Any:
+        """Begin to fill `out`; returns what to wait for."""
+        if self._in is None:
+            out.copy_(host)
+            return None
+        with torch.cuda.stream(self._in):
+            self._in.wait_event(ready)
+            out.copy_(host, non_blocking=True)
+            return self._in.record_event()
+
+    def wait(self, event: Any) -> None:
+        """What the device is told from now on finds the copy done."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """Bytes in host memory, which count until nobody holds this object."""
+
+    host: Tensor
+    _returned: deque[int]
+
+    def __del__(self) -> None:
+        self._returned.append(self.host.numel())
+
+
+class HostMemory:
+    """Memory of the host; on CUDA page-locked, in which copies run beside the computation.
+
+    Args:
+        link: to the device.
+        limit_bytes: most that is held at a time.
+    """
+
+    name = "host memory"
+
+    def __init__(self, link: Link, limit_bytes: float = math.inf) -> None:
+        self.link = link
+        self._limit_bytes = limit_bytes
+        self._held_bytes = 0
+        self._returned: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    def store(self, data: Tensor, ready: Any) -> _Buffer | None:
+        """See `Tier.store`."""
+        num_bytes = data.numel()
+        with self._lock:
+            while self._returned:
+                self._held_bytes -= self._returned.popleft()
+            if self._held_bytes + num_bytes > self._limit_bytes:
+                return None
+            try:
+                buffer = _Buffer(self.link.room_on_host(num_bytes), self._returned)
+            except RuntimeError as error:
+                self._limit_bytes = self._held_bytes
+                raise OSError(errno.ENOMEM, str(error).partition("\n")[0]) from error
+            self._held_bytes += num_bytes
+        self.link.to_host(data, ready, buffer.host)
+        return buffer
+
+    def load(self, stored: _Buffer, out: Tensor, ready: Any) -> Any:
+        """See `Tier.load`."""
+        return self.link.to_device(stored.host, out, ready)

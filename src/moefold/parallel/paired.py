@@ -1,0 +1,163 @@
+"""Steps whose micro-batches are worked on in pairs: the forward pass of one beside the backward pass of another."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import (
+    FORWARD,
+    FULL_BACKWARD,
+    OVERLAP_F_B,
+    _Action,
+    _PipelineScheduleRuntime,
+    _wait_batch_p2p,
+)
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from moefold.config.paired_schedule import Pair, Work, WorkRow
+from moefold.model.steps import Begun, finish
+from moefold.model.transformer import Transformer, loss_terms
+from moefold.parallel.accumulate import Accumulation, Batch
+from moefold.parallel.beside import Beside
+from moefold.parallel.flight_record import FlightRecord
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.held import HeldParameters
+from moefold.parallel.schedule import LossFunction
+
+
+class PairedAccumulation(Accumulation):
+    """Runs the whole model on two micro-batches at a time: the next one forward, the last one backward."""
+
+    def __init__(self, model: Transformer, num_micro_batches: int, zero: int, groups: ParallelGroups) -> None:
+        super().__init__(model, num_micro_batches, zero)
+        model.pause()
+        self._held = HeldParameters([model], zero)
+        self._beside = groups.beside
+        self._record = groups.record
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """See `Accumulation`."""
+        total = batch.weights.new_zeros(loss_terms(self._model.cfg.model))
+        loss: Tensor | None = None
+        with self._held.step():
+            for i, (tokens, targets) in enumerate(self._micro_batches(batch)):
+                begun = Begun(self._model.steps(tokens, **targets))
+                if loss is None:
+                    self._record.enter("forward of micro-batch 0")
+                else:
+                    self._record.enter(f"backward of micro-batch {i - 1} beside the forward of {i}")
+                    with self._beside.backward(begun):
+                        loss.sum().backward()
+                    self._held.settle(self._model)
+                loss = begun.finish()
+                total += loss.detach()
+            assert loss is not None
+            self._record.enter("backward of the last micro-batch")
+            loss.sum().backward()
+            self._held.settle(self._model)
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See `Accumulation`."""
+        self._record.enter("evaluation")
+        with self._held.gathered():
+            return super().evaluate(batch)
+
+
+class SteppedStage(nn.Module):
+    """A pipeline stage whose forward pass may have begun before it is called for.
+
+    Its stage is no sub-module: torch's schedules would free the parameters of FSDP modules that they find.
+    """
+
+    def __init__(self, stage: Transformer, record: FlightRecord) -> None:
+        super().__init__()
+        stage.pause()
+        self._steps = stage.steps
+        self._is_training = lambda: stage.training
+        self._record = record
+        self._begun: Begun[Tensor] | None = None
+
+    def begin(self, x: Tensor, **targets: Tensor) -> Begun[Tensor]:
+        """A forward pass that the next call of `forward` will finish."""
+        assert self._begun is None, "one forward pass of a stage at a time"
+        self._begun = Begun(self._steps(x, **targets))
+        return self._begun
+
+    def forward(self, x: Tensor, **targets: Tensor) -> Tensor:
+        """As the stage."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            return begun.finish()
+        self._record.enter("forward of a micro-batch" if self._is_training() else "evaluation")
+        return finish(self._steps(x, **targets))
+
+
+class PairedSchedule(_PipelineScheduleRuntime):
+    """A pipeline schedule with pairs.
+
+    Args:
+        stages: of this rank; their modules are `SteppedStage`s.
+        num_micro_batches: of a step.
+        loss_fn: of the last stage.
+        rows: the work of each pipeline rank.
+        beside: what takes steps of a forward pass during a backward pass.
+        record: is told of the pairs.
+    """
+
+    def __init__(
+        self,
+        stages: list[_PipelineStageBase],
+        num_micro_batches: int,
+        loss_fn: LossFunction,
+        rows: Sequence[WorkRow],
+        *,
+        beside: Beside,
+        record: FlightRecord,
+    ) -> None:
+        super().__init__(stages, num_micro_batches, loss_fn=loss_fn, scale_grads=False)
+        self._beside, self._record = beside, record
+        self._mine = {stage.stage_index: stage for stage in stages}
+        self._prepare_schedule_with_comms({rank: [_as_action(work) for work in row] for rank, row in enumerate(rows)})
+        self.register_custom_function(OVERLAP_F_B, self._run_pair)
+
+    def _run_pair(self, action: _Action, ctx: Any) -> None:
+        """What torch does for the one action and the other, with the forward pass begun before the backward pass."""
+        assert action.sub_actions is not None
+        (ahead, forward), (behind, backward) = self._received(*action.sub_actions)
+        args, kwargs = ctx.arg_mbs[forward], ctx.kwarg_mbs[forward]
+        inputs = args if ahead.is_first else ahead._retrieve_recv_activations(forward)
+        assert isinstance(ahead.submod, SteppedStage)
+        self._record.enter(
+            f"backward of micro-batch {backward} in stage {behind.stage_index} beside the forward of {forward} in "
+            f"stage {ahead.stage_index}"
+        )
+        self.backward_counter[behind.stage_index] += 1
+        with self._beside.backward(ahead.submod.begin(*inputs, **kwargs)):
+            behind.backward_one_chunk(backward, loss=self._maybe_get_loss(behind, backward))
+        if behind.stage_index - 1 in self._mine:
+            self._mine[behind.stage_index - 1].set_local_bwd_input(behind.get_local_bwd_output(backward), backward)
+        output = ahead.forward_one_chunk(forward, args, kwargs, save_forward_output=False)
+        self._maybe_compute_loss(ahead, output, ctx.target_mbs, forward)
+        if ahead.stage_index + 1 in self._mine:
+            self._mine[ahead.stage_index + 1].set_local_fwd_input(output, forward)
+
+    def _received(self, forward: _Action, backward: _Action) -> list[tuple[_PipelineStageBase, int]]:
+        """Stage and micro-batch of both passes, once their inputs have arrived."""
+        found = []
+        for action, receiving in ((forward, self.fwd_recv_ops), (backward, self.bwd_recv_ops)):
+            stage, micro_batch = self._mine[action.stage_index], action.microbatch_index
+            assert micro_batch is not None
+            # Nothing is received from a stage of this rank.
+            _wait_batch_p2p(receiving.pop((stage.stage_index, micro_batch), []))
+            found.append((stage, micro_batch))
+        return found
+
+
+def _as_action(work: Work) -> _Action:
+    if not isinstance(work, Pair):
+        return _Action.from_str(str(work))
+    passes = ((work.forward, FORWARD), (work.backward, FULL_BACKWARD))
+    return _Action(-1, OVERLAP_F_B, None, tuple(_Action(a.stage, kind, a.micro_batch) for a, kind in passes))

@@ -1,0 +1,195 @@
+"""Predicted against published throughput, row by row. Torch-free."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+
+from moefold.parallel.layout import divisors
+from moefold.plan.device import load_device
+from moefold.plan.flop_count import train_flops
+from moefold.plan.mapping import Mapping
+from moefold.plan.memory import memory_bytes
+from moefold.plan.model_name import read_shape
+from moefold.plan.published import OUT_OF_MEMORY, Case, Row, SkipRowError, case_of, read_rows
+from moefold.plan.shape import ModelShape
+from moefold.plan.step_time import Pricer
+from moefold.plan.workload import Workload
+
+MICRO_BATCHES = (1, 2, 4, 8)
+MOST_VIRTUAL_STAGES = 24
+SELECTIVE = ("norms", "expert_activation", "mla_up", "dense_mlp", "shared_experts")
+"""What authors who do not print their recomputation may have run again, cheapest first."""
+
+STATE_BYTES = ((4.0, 12.0), (4.0, 8.0), (2.0, 4.0))
+"""Gradient and optimizer of each parameter, where a source does not print its optimizer's precision: the first that
+fits of float32, bfloat16 moments, all bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """One row, measured and predicted; a number, or OOM."""
+
+    row: Row
+    measured: float | str
+    predicted: float | str
+    mapping: Mapping
+    precision: str
+
+    @property
+    def error_pct(self) -> float | None:
+        """Of the prediction over the measurement; None where one of them is OOM."""
+        if isinstance(self.measured, str) or isinstance(self.predicted, str):
+            return None
+        return (self.predicted / self.measured - 1) * 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accuracy:
+    """All rows of a table."""
+
+    predictions: tuple[Prediction, ...]
+    skipped: dict[str, int]
+    """Rows that were not priced, by reason."""
+
+    @property
+    def mean_abs_error_pct(self) -> float | None:
+        """Over the rows with a number on both sides."""
+        return mean_abs_error_pct(self.predictions)
+
+    @property
+    def by_gpu_precision(self) -> dict[str, dict[str, float | int | None]]:
+        """Rows and mean absolute error for each device and precision."""
+        groups: dict[str, list[Prediction]] = defaultdict(list)
+        for prediction in self.predictions:
+            groups[f"{prediction.row['gpu']} {prediction.precision}"].append(prediction)
+        return {
+            name: {"rows": len(group), "mean_abs_error_pct": mean_abs_error_pct(group)}
+            for name, group in sorted(groups.items())
+        }
+
+    @property
+    def memory_mistakes(self) -> tuple[Prediction, ...]:
+        """Rows that ran and are predicted not to fit, and the other way round."""
+        return tuple(p for p in self.predictions if isinstance(p.measured, str) != isinstance(p.predicted, str))
+
+    def as_dict(self) -> dict[str, object]:
+        """In the form of `moefold plan-accuracy --json`."""
+        return {
+            "rows": [_row_as_dict(prediction) for prediction in self.predictions],
+            "mean_abs_error_pct": self.mean_abs_error_pct,
+            "by_gpu_precision": self.by_gpu_precision,
+            "num_skipped": sum(self.skipped.values()),
+            "skipped": self.skipped,
+        }
+
+
+def mean_abs_error_pct(predictions: Sequence[Prediction]) -> float | None:
+    """Mean of the absolute errors there are; None where there are none."""
+    errors = [abs(p.error_pct) for p in predictions if p.error_pct is not None]
+    return sum(errors) / len(errors) if errors else None
+
+
+def judge(path: Path) -> Accuracy:
+    """Predict every row of a table that has a complete mapping.
+
+    Raises:
+        ConfigError: the file cannot be read or lacks a column.
+    """
+    predictions, skipped = [], Counter[str]()
+    for row in read_rows(path):
+        try:
+            predictions.append(predict(case_of(row)))
+        except SkipRowError as reason:
+            skipped[str(reason)] += 1
+    return Accuracy(predictions=tuple(predictions), skipped=dict(skipped.most_common()))
+
+
+def predict(case: Case) -> Prediction:
+    """Price one case, with the best of what its source leaves open.
+
+    Raises:
+        SkipRowError: no choice of what is open divides the batch, or the value is no number.
+    """
+    shape = read_shape(case.model)
+    mapping = _best(shape, case)
+    value = case.row["value"]
+    try:
+        measured: float | str = OUT_OF_MEMORY if value.upper() == OUT_OF_MEMORY else float(value)
+    except ValueError:
+        raise SkipRowError(f"value {value!r} is no number") from None
+    predicted: float | str = OUT_OF_MEMORY if mapping is None else _metric(shape, case, mapping)
+    return Prediction(
+        row=case.row,
+        measured=measured,
+        predicted=predicted,
+        mapping=mapping or case.mapping,
+        precision=case.workload.precision,
+    )
+
+
+def _metric(shape: ModelShape, case: Case, mapping: Mapping) -> float:
+    tokens = _pricer(shape.name, case.gpu, case.workload).step_time(mapping).tokens_per_s_per_gpu
+    w = case.workload
+    flops = case.printed_flops or train_flops(shape, w.seq_len, causal=w.causal, router=False, mtp=w.with_mtp)
+    if case.row["metric"] == "tokens_per_s_per_gpu":
+        return tokens
+    if case.row["metric"] == "tflops_per_gpu":
+        return tokens * flops / 1e12
+    return tokens * flops / load_device(case.gpu).peak("bf16") * 100
+
+
+@lru_cache(maxsize=512)
+def _pricer(model: str, gpu: str, workload: Workload) -> Pricer:
+    return Pricer(read_shape(model), load_device(gpu), workload)
+
+
+def _best(shape: ModelShape, case: Case) -> Mapping | None:
+    """The fastest of the open choices that fits; None where none does."""
+    pricer = _pricer(shape.name, case.gpu, case.workload)
+    fitting = [m for choice in _choices(shape, case) if (m := _fitted(shape, case, choice)) is not None]
+    return min(fitting, key=lambda m: pricer.step_time(m).total_s) if fitting else None
+
+
+def _choices(shape: ModelShape, case: Case) -> list[Mapping]:
+    m, batch = case.mapping, case.workload.global_batch_size
+    local = batch // m.dp
+    sizes = [m.mbs] if m.mbs else [size for size in MICRO_BATCHES if local % size == 0]
+    if m.mbs and local % m.mbs:
+        raise SkipRowError(f"micro-batches of {m.mbs} do not divide {local} samples of a rank")
+    most = min(MOST_VIRTUAL_STAGES, len(shape.layers) // m.pp)
+    stages = [m.vpp] if m.vpp else [1, *(v for v in divisors(max(1, len(shape.layers) // m.pp)) if 1 < v <= most)]
+    return [replace(m, mbs=size, vpp=vpp) for size, vpp in product(sizes, stages)]
+
+
+def _fitted(shape: ModelShape, case: Case, mapping: Mapping) -> Mapping | None:
+    """The mapping with the least sharding, the least recomputation and the widest optimizer under which it fits."""
+    device = load_device(case.gpu)
+    ways = [SELECTIVE[:i] for i in range(len(SELECTIVE) + 1)]
+    if not case.is_complete:
+        ways += [("norms", "moe"), ("layer",)]
+    if case.recompute is not None:
+        ways.insert(0, case.recompute)
+    states = STATE_BYTES[:1] if case.is_complete else STATE_BYTES
+    zeros = (mapping.zero,) if case.is_complete or mapping.pp > 1 else dict.fromkeys((mapping.zero, 3))
+    for zero, parts, (gradient, optimizer) in product(zeros, ways, states):
+        tried = replace(mapping, recompute=parts, zero=zero)
+        workload = replace(case.workload, gradient_bytes=gradient, optimizer_bytes=optimizer)
+        if memory_bytes(shape, tried, workload, device).fits:
+            return tried
+    return None
+
+
+def _row_as_dict(prediction: Prediction) -> dict[str, object]:
+    row = prediction.row
+    return {
+        "source": row["source"],
+        "model": row["model"],
+        "gpu": row["gpu"],
+        "metric": row["metric"],
+        "measured": prediction.measured,
+        "predicted": prediction.predicted,
+        "error_pct": prediction.error_pct,
+    }

@@ -1,0 +1,68 @@
+"""Time of matrix products from their shape: tiles, waves, depth and bytes. Torch-free."""
+
+from math import ceil
+
+from moefold.plan.device import Device
+from moefold.plan.workload import Workload
+
+MASTER_GRADIENT_BYTES = 8
+"""A weight gradient is added to float32: read and written, 4 bytes each."""
+
+
+LONELY_WAVES = 0.351
+"""Part of the last waves of separate kernels that the next kernel, on another stream, does not fill."""
+
+
+class Products:
+    """Prices products on one device in one precision."""
+
+    def __init__(self, device: Device, workload: Workload) -> None:
+        precision = workload.precision if workload.precision in device.peak_flops else "bf16"
+        self.device = device
+        self.fraction = device.gemm_fraction.get(precision, device.gemm_fraction["bf16"])
+        self.rate = device.peak(precision) * self.fraction
+        self.bytes_per_s = device.hbm_bytes_per_s * device.hbm_fraction
+        self.element_bytes = {"bf16": 2.0, "nvfp4": 0.5625}.get(precision, 1.0)
+        self.quantize_bytes = 0.0 if precision == "bf16" else device.quantize_passes.get(precision, 4.0)
+        self.fuses = workload.fused_experts and precision == "mxfp8"
+
+    def product_s(self, rows: float, columns: int, depth: float, *, groups: int = 1, fused: bool = False) -> float:
+        """One product of [rows, depth] and [depth, columns], or `groups` of them in one kernel, each of rows/groups.
+
+        Tiles of a wave that is not full are counted as half a wave, what a product meets on average.
+        """
+        moved = self.element_bytes * (rows * depth + groups * depth * columns) + 2.0 * rows * columns
+        return self._tiled_s((rows / groups, columns, depth), groups, moved, fused=fused)
+
+    def weight_gradient_s(
+        self, rows: float, columns: int, depth: int, *, groups: int = 1, fused: bool = False
+    ) -> float:
+        """The gradient of a weight of [depth, columns] from `rows` tokens, added to its float32 sum."""
+        moved = self.element_bytes * rows * (depth + columns) + MASTER_GRADIENT_BYTES * groups * depth * columns
+        return self._tiled_s((depth, columns, rows / groups), groups, moved, fused=fused)
+
+    def _tiled_s(self, sizes: tuple[float, float, float], groups: int, moved_bytes: float, *, fused: bool) -> float:
+        """Products of [rows, inner] and [inner, columns]: whole tiles in waves, or the bytes if they take longer."""
+        device, (rows, columns, inner) = self.device, sizes
+        if min(sizes) <= 0:
+            return 0.0
+        tiles = groups * ceil(rows / device.tile_rows) * ceil(columns / device.tile_columns)
+        work = 2.0 * device.tile_rows * device.tile_columns * (inner + device.half_depth) * tiles
+        rate = self.rate * device.grouped_fraction if groups > 1 else self.rate
+        return max(work * self._wave(tiles, 1 if fused else groups) / rate, moved_bytes / self.bytes_per_s)
+
+    def _wave(self, tiles: int, groups: int) -> float:
+        """How much longer than full waves a product takes: the last wave is half empty on average.
+
+        Experts' products that are kernels of their own each end with such a wave, of which streams fill a part.
+        """
+        kernels = 1.0 if groups == 1 else max(1.0, groups * LONELY_WAVES)
+        return 1.0 + 0.5 * self.device.multiprocessors * kernels / tiles
+
+    def quantize_s(self, elements: float, *, fused: bool = False) -> float:
+        """Casting operands below 16 bits; nothing where the products do it themselves."""
+        return 0.0 if fused else elements * self.quantize_bytes / self.bytes_per_s
+
+    def pass_s(self, moved_bytes: float) -> float:
+        """A kernel that only moves bytes."""
+        return moved_bytes / self.bytes_per_s

@@ -1,0 +1,84 @@
+"""From what a user or a table calls a model to its shape. Torch-free."""
+
+import re
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from moefold.config.keys import nearest
+from moefold.config.load import load_config
+from moefold.config.presets import preset_names
+from moefold.convert.hf_config import read_model_config
+from moefold.errors import ConfigError
+from moefold.plan.foreign_shape import foreign_names, foreign_shape
+from moefold.plan.shape import ModelShape, shape_of
+
+_ASIDE = re.compile(r"\(.*?\)")
+_SYNONYMS = {
+    "nemotron3nano30ba3b": "nemotron-3-nano",
+    "nemotron3super120b": "nemotron-3-super",
+    "nemotron3super120ba12b": "nemotron-3-super",
+    "llama4scoutllm": "llama4-scout",
+    "llama318b": "llama3-8b",
+    "llama3170b": "llama3-70b",
+    "llama31405b": "llama3-405b",
+    "llama38b": "llama3-8b",
+    "llama370b": "llama3-70b",
+    "kimik2base": "kimi-k2",
+    "kimik21t": "kimi-k2",
+    "qwen3next80b": "qwen3-next-80b-a3b",
+    "qwen330b": "qwen3-30b-a3b",
+    "qwen3235b": "qwen3-235b-a22b",
+    "mixtral8x22bg8t8": "mixtral-8x22b-g8t8",
+    "qwen257b": "qwen2-57b-a14b",
+    "gptoss": "gpt-oss-120b",
+    "deepseekv3671b": "deepseek-v3",
+    "deepseekv3base": "deepseek-v3",
+    "qwen3moe30b": "qwen3-30b-a3b",
+    "qwen3moe235b": "qwen3-235b-a22b",
+    "qwen2moe57b": "qwen2-57b-a14b",
+    "nemotron3nano30b": "nemotron-3-nano",
+    "nemotron3nanov330ba3b": "nemotron-3-nano",
+    "llama4scout17b16e": "llama4-scout",
+    "llama4maverick17b128e": "llama4-maverick",
+    "llama4maverickllm": "llama4-maverick",
+    "moonlight16ba3b": "moonlight-16b",
+    "olmoe": "olmoe-1b-7b",
+}
+
+
+@lru_cache(maxsize=64)
+def read_shape(name: str) -> ModelShape:
+    """The shape of a preset, a recipe, a Hugging Face config.json (or its folder), or another model known by name.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    path = Path(name)
+    if path.suffix == ".toml":
+        return shape_of(load_config(path).model)
+    if path.name == "config.json" or path.is_dir():
+        return shape_of(read_model_config(path.parent if path.name == "config.json" else path))
+    known = known_name(name)
+    if known is None:
+        names = (*preset_names(), *foreign_names())
+        guess = nearest(name.lower(), names, cutoff=0.5)
+        hint = f"did you mean {guess!r}? The" if guess else "the"
+        raise ConfigError(
+            f"model {name!r} is unknown; {hint} models are {', '.join(sorted(names))}; "
+            "or name a recipe.toml, or a folder with a config.json"
+        )
+    if known in foreign_names():
+        return foreign_shape(known)
+    return replace(shape_of(load_config(None, [f"model.preset={known}"]).model), name=known)
+
+
+def known_name(name: str) -> str | None:
+    """The model that a spelling means ("Qwen3_30B_a3B (tokendrop)" is qwen3-30b-a3b), or None."""
+    plain = _plain(_ASIDE.sub("", name))
+    names = {_plain(known): known for known in (*preset_names(), *foreign_names())}
+    return names.get(plain) or _SYNONYMS.get(plain)
+
+
+def _plain(name: str) -> str:
+    return "".join(char for char in name.lower() if char.isalnum())

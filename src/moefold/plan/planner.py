@@ -1,0 +1,179 @@
+"""A question to the planner, and its answers: what `moefold plan` and `parallel = "auto"` ask. Torch-free."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from moefold.config.load import config_from_dict, load_config
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.plan.device import Device
+from moefold.plan.fit import Fit
+from moefold.plan.legality import Legality
+from moefold.plan.model_name import read_shape
+from moefold.plan.restriction import FOLDED, Restriction
+from moefold.plan.search import Plan, Search
+from moefold.plan.shape import ModelShape, shape_of
+from moefold.plan.space import MappingSpace
+from moefold.plan.step_time import Pricer
+from moefold.plan.workload import Workload
+
+MOST_GPUS = 65536
+"""So far a budget that fits is looked for."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, a batch, and the GPUs to run it on."""
+
+    base: Config
+    """A recipe; its mapping counts for nothing but world_size and what no search touches: orders, context, layout."""
+    shape: ModelShape
+    device: Device
+    workload: Workload
+    restriction: Restriction = Restriction()
+
+    @property
+    def num_gpus(self) -> int:
+        """Ranks in all."""
+        return self.base.parallel.world_size
+
+    def on(self, num_gpus: int) -> "Question":
+        """The same question for another number of GPUs."""
+        return replace(self, base=replace(self.base, parallel=replace(self.base.parallel, world_size=num_gpus)))
+
+
+class Planner:
+    """Answers one question.
+
+    Args:
+        question: the question.
+
+    Raises:
+        ConfigError: the recipe cannot run under any mapping.
+    """
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.space = MappingSpace(Legality(question.base), question.restriction)
+
+    @cached_property
+    def search(self) -> Search:
+        """The search of all legal mappings."""
+        q = self.question
+        workload = replace(q.workload, coupled=q.restriction.method != FOLDED)
+        fit = Fit(q.shape, workload, q.device, self.space.recomputes)
+        return Search(self.space, Pricer(q.shape, q.device, workload), fit)
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """The best mapping of every legal fold, best first, those that do not fit last.
+
+        Raises:
+            ConfigError: no mapping is legal.
+        """
+        if not self.space.folds:
+            raise ConfigError(self._nothing_legal())
+        return self.search.ranked()
+
+    def best(self) -> Plan:
+        """The fastest mapping that fits.
+
+        Raises:
+            ConfigError: no mapping is legal, or none fits; the message says what would have to change.
+        """
+        best = self.plans[0]
+        if not best.memory.fits:
+            raise ConfigError(self._nothing_fits(best))
+        return best
+
+    def config_of(self, plan: Plan) -> Config:
+        """The recipe under a mapping, with stages balanced where they are not even."""
+        from moefold.plan.recipe import config_under
+
+        return config_under(self.space.legality, plan.mapping)
+
+    def _nothing_legal(self) -> str:
+        q = self.question
+        fixed = " ".join(f"{axis}={value}" for axis, value in q.restriction.fixed.items())
+        within = f" with {fixed}" if fixed else ""
+        within += f" of method {q.restriction.method!r}" if q.restriction.method != FOLDED else ""
+        text = (
+            f"no mapping of {q.num_gpus} GPUs{within} is legal for {q.shape.name} with train.seq_len="
+            f"{q.workload.seq_len} and train.global_batch_size={q.workload.global_batch_size}"
+        )
+        others = [n for n in _neighbours(q.num_gpus) if MappingSpace(Legality(q.on(n).base), q.restriction).folds]
+        ways = [f"{n} GPUs" for n in others[:3]]
+        ways += ["fewer fixed axes"] if fixed else []
+        return f"{text}; choose {', or '.join(ways)}" if ways else f"{text}; choose another batch or number of GPUs"
+
+    def _nothing_fits(self, closest: Plan) -> str:
+        q, gib = self.question, 2**30
+        least = min(self.plans, key=lambda plan: plan.memory.total)
+        text = (
+            f"no mapping of {q.shape.name} on {q.num_gpus} GPUs fits into {q.device.memory_bytes / gib:.0f} GiB of "
+            f"{q.device.name}: the least is {least.memory.total / gib:.0f} GiB with {name_of(least)}"
+        )
+        ways = []
+        enough = self._enough_gpus()
+        if enough:
+            ways.append(f"{enough} GPUs or more")
+        ways += [f"{name} ({size:.0f} GiB)" for name, size in self._larger_devices(least)]
+        return f"{text}; it would fit with {', or '.join(ways)}" if ways else f"{text}; choose a smaller model"
+
+    def _enough_gpus(self) -> int | None:
+        """The least power of two times these GPUs on which some mapping fits."""
+        count = 2 * self.question.num_gpus
+        while count <= MOST_GPUS:
+            planner = Planner(self.question.on(count))
+            if any(planner.search.can_fit(fold, view) for fold, view in planner.space.folds):
+                return count
+            count *= 2
+        return None
+
+    def _larger_devices(self, least: Plan) -> list[tuple[str, float]]:
+        from moefold.plan.device import GIB, device_names, load_device
+
+        sizes = {name: load_device(name).memory_gib for name in device_names() if name != "cpu"}
+        enough = {name: size for name, size in sizes.items() if size * GIB >= least.memory.total}
+        return sorted(enough.items(), key=lambda item: item[1])[:2]
+
+
+def name_of(plan: Plan) -> str:
+    """A mapping in the words of `--explain`."""
+    m = plan.mapping
+    words = [f"tp={m.tp} cp={m.cp} pp={m.pp} ep={m.ep} etp={m.etp} mbs={m.mbs} zero={m.zero}"]
+    if m.pp > 1:
+        words.append(f"schedule={m.schedule} vpp={m.vpp}")
+    words.append(f"dispatcher={m.dispatcher}")
+    if m.recompute:
+        words.append(f"recompute={'+'.join(m.recompute)}")
+    return " ".join(words)
+
+
+def read_model(name: str) -> tuple[Config, ModelShape]:
+    """What a user calls a model, as a recipe and as a shape.
+
+    Args:
+        name: a preset, a recipe (.toml), or a Hugging Face config.json or its folder.
+
+    Raises:
+        ConfigError: there is no such model, or the runtime cannot train it.
+    """
+    if name.endswith(".toml"):
+        cfg = load_config(Path(name))
+        return cfg, replace(shape_of(cfg.model), name=cfg.model.preset or Path(name).stem)
+    shape = read_shape(name)
+    if shape.config is None:
+        raise ConfigError(
+            f"model {name!r} has layers that moefold cannot train, so none of its mappings is legal; `moefold "
+            "plan-accuracy` prices given mappings of it"
+        )
+    return replace(config_from_dict({}), model=shape.config), shape
+
+
+def _neighbours(num_gpus: int) -> Iterator[int]:
+    """Numbers of GPUs near one, nearest first, whole nodes preferred."""
+    candidates = {2**k for k in range(17)} | {8 * k for k in range(1, 65)} | set(range(1, 9))
+    yield from sorted((n for n in candidates if n != num_gpus), key=lambda n: (abs(n - num_gpus), n))[:24]

@@ -1,0 +1,270 @@
+"""Rows of published measurements: what each says about the model, the mapping and the software. Torch-free.
+
+An empty cell is what a source does not print. Some of it is said by other words of the row (a method without pipeline
+stages has one), some is open and chosen by the planner (micro-batch size, virtual stages), and where the rest is open
+the mapping is incomplete and the row is skipped.
+"""
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moefold.errors import ConfigError
+from moefold.plan.device import device_names, load_device
+from moefold.plan.mapping import Mapping
+from moefold.plan.model_name import known_name
+from moefold.plan.workload import NATURAL_IMBALANCE, CudaGraphs, Workload
+
+_SAID = ("source", "model", "gpu", "n_gpus", "precision", "seq_len", "gbs")
+_MAPPING = ("mbs", "tp", "etp", "cp", "ep", "pp", "vpp")
+COLUMNS = (*_SAID, *_MAPPING, "metric", "value", "method", "note")
+METRICS = ("mfu_pct", "tflops_per_gpu", "tokens_per_s_per_gpu")
+OUT_OF_MEMORY = "OOM"
+NOT_PRINTED = ("", "-", "n/a", "na", "none")
+
+PAPER = "arXiv:2504.14960"
+BASELINES = {"FSDP": 3, "FSDP+EP": 3, "TP+EP+DP": 1, "MCore": 1}
+"""The methods of the paper that couple the experts to tensor and data parallelism, and their ZeRO stage."""
+
+_RELEASE = re.compile(r"\[(\d+)\.(\d+)[\d.]* NeMo|\(NeMo (\d+)\.(\d+)\)")
+_RECOMPUTE = {
+    r"norm": "norms",
+    r"core.?att": "core_attention",
+    r"mla": "mla_up",
+    r"\bmlp": "dense_mlp",
+    r"\b(moe.?)?act(ivation)?\b": "expert_activation",
+    r"shared": "shared_experts",
+    r"\bmoe\b(?!.?act)": "moe",
+    r"\bfull\b": "layer",
+}
+_BLACKWELL = ("b200", "b300", "gb200", "gb300")
+_RACKS = ("gb200", "gb300")
+
+
+class SkipRowError(ValueError):
+    """Why a row cannot be priced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table, as text."""
+
+    cells: dict[str, str]
+
+    def __getitem__(self, column: str) -> str:
+        return self.cells[column].strip()
+
+    def number(self, column: str) -> int | None:
+        """The whole number of a cell; None where it is empty."""
+        text = "" if self[column].lower() in NOT_PRINTED else self[column]
+        if text and not text.isdecimal():
+            raise SkipRowError(f"{column}={text!r} is no whole number")
+        if text and int(text) < 1:
+            raise SkipRowError(f"{column}={text} is below 1")
+        return int(text) if text else None
+
+    @property
+    def words(self) -> str:
+        """Method and note, lower case."""
+        return f"{self['method']} {self['note']}".lower()
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """Year and month of the container that a source names; (0, 0) where it names none."""
+        found = _RELEASE.search(self["source"])
+        return (0, 0) if found is None else (int(found[1] or found[3]), int(found[2] or found[4]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A row that can be priced: one mapping, but for what the planner is to choose."""
+
+    row: Row
+    model: str
+    gpu: str
+    mapping: Mapping
+    """With mbs or vpp of 0 where the source does not print them."""
+    workload: Workload
+    recompute: tuple[str, ...] | None
+    """None where the source does not print it."""
+    is_complete: bool = False
+    """Whether states are known to be float32 and no whole layer runs again: the paper's methods are compared so."""
+    printed_flops: float = 0.0
+    """Operations for a token by the source's own formula, where it is not one of the two conventions; 0: it is."""
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a table.
+
+    Raises:
+        ConfigError: the file cannot be read or lacks a column.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            lacking = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+            if lacking:
+                raise ConfigError(f"{path}: lacks the columns {', '.join(lacking)}; see `moefold plan-accuracy --help`")
+            return [Row({column: line[column] or "" for column in COLUMNS}) for line in reader]
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: cannot be read as CSV: {error}") from None
+
+
+def case_of(row: Row) -> Case:
+    """What a row says.
+
+    Raises:
+        SkipRowError: it does not say enough, or speaks of a model or device that the planner does not know.
+    """
+    if "lora" in row.words:
+        raise SkipRowError("LoRA trains other weights than the model's")
+    model, gpu = known_name(row["model"]), _device_name(row["gpu"])
+    if model is None:
+        raise SkipRowError(f"model {row['model']!r} is not known")
+    if gpu is None:
+        raise SkipRowError(f"gpu {row['gpu']!r} is not known")
+    if row["metric"] not in METRICS:
+        raise SkipRowError(f"metric {row['metric']!r} is not known")
+    mapping = _mapping(row, gpu)
+    workload = _workload(row, gpu, mapping)
+    recompute = _recompute(row)
+    return Case(
+        row=row,
+        model=model,
+        gpu=gpu,
+        mapping=replace(mapping, recompute=recompute or ()),
+        workload=workload,
+        recompute=recompute,
+        is_complete=row["source"].startswith(PAPER),
+        printed_flops=27.15e9 if model == "gpt-oss-120b" and (0, 0) < row.release < (26, 6) else 0.0,
+    )
+
+
+def _device_name(text: str) -> str | None:
+    """The one device that a cell names ("DGX H100"), or None."""
+    named = [word for word in re.split(r"[^a-z0-9]+", text.lower()) if word in device_names()]
+    return named[0] if len(named) == 1 else None
+
+
+def _mapping(row: Row, gpu: str) -> Mapping:
+    """The degrees, those that other words of the row say included."""
+    method = row["method"]
+    is_baseline = row["source"].startswith(PAPER) and method in BASELINES
+    known = {axis: row.number(axis) for axis in ("tp", "etp", "cp", "ep", "pp", "n_gpus")}
+    if known["pp"] is None and (is_baseline and method != "MCore"):
+        known["pp"] = 1
+    if known["ep"] is None and (_is_dense(row) or (is_baseline and method == "FSDP")):
+        known["ep"] = 1
+    lacking = [axis for axis in ("n_gpus", "tp", "cp", "ep", "pp") if known[axis] is None]
+    if lacking:
+        raise SkipRowError(f"incomplete mapping: {', '.join(lacking)} not printed")
+    tp, cp, ep, pp, n = (int(known[axis] or 1) for axis in ("tp", "cp", "ep", "pp", "n_gpus"))
+    etp = known["etp"] or (tp if is_baseline else 1)
+    if n % (tp * cp * pp) or n % (etp * ep * pp):
+        raise SkipRowError(f"the degrees do not divide {n} GPUs")
+    has_fsdp = "fsdp" in row.words
+    return Mapping(
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        dp=n // (tp * cp * pp),
+        edp=n // (etp * ep * pp),
+        vpp=1 if pp == 1 else row.number("vpp") or 0,
+        mbs=row.number("mbs") or (1 if row["source"].startswith(PAPER) else 0),
+        zero=3 if has_fsdp else 1,
+        dispatcher=_dispatcher(row, gpu),
+        overlap=_overlaps(row, gpu, ep * etp),
+        offload=tuple(what for what in ("optimizer", "activations") if re.search(f"{what[:8]}\\w* offload", row.words)),
+    )
+
+
+def _overlaps(row: Row, gpu: str, ranks: int) -> bool:
+    """Said by the row; Megatron-Bridge's recipes turn it on where the experts' exchange leaves the NVLink domain."""
+    if "overlap" in row.words:
+        return "no overlap" not in row.words
+    return "Megatron-Bridge" in row["method"] and row.release >= (26, 0) and ranks > load_device(gpu).domain
+
+
+def _dispatcher(row: Row, gpu: str) -> str:
+    for name in ("hybridep", "deepep"):
+        if name in row.words:
+            return name
+    if "Megatron-Bridge" not in row["method"] or row.release < (26, 0):
+        return "alltoall"
+    return "hybridep" if gpu in _RACKS else "deepep"
+
+
+def _is_dense(row: Row) -> bool:
+    return "llama3" in "".join(char for char in row["model"].lower() if char.isalnum()) and "8x" not in row["model"]
+
+
+def _workload(row: Row, gpu: str, mapping: Mapping) -> Workload:
+    seq_len, batch = row.number("seq_len"), row.number("gbs")
+    if seq_len is None:
+        raise SkipRowError("seq_len not printed")
+    if batch is None:
+        if not mapping.mbs or mapping.pp > 1:
+            raise SkipRowError("gbs not printed")
+        batch = mapping.mbs * mapping.dp
+    if batch % mapping.dp:
+        raise SkipRowError(f"a batch of {batch} does not divide over dp={mapping.dp}")
+    is_paper, words = row["source"].startswith(PAPER), row.words
+    drops = is_paper or "token-drop" in words or "tokendrop" in row["model"].lower()
+    is_new = gpu in _BLACKWELL and row.release >= (26, 6)
+    graphs: CudaGraphs = "partial" if "cuda graph" in words or row.release >= (26, 0) else "none"
+    return Workload(
+        seq_len=seq_len,
+        global_batch_size=batch,
+        precision=_precision(row, gpu),
+        capacity_factor=1.0 if drops else 0.0,
+        imbalance=NATURAL_IMBALANCE if "natural routing" in words else 1.0,
+        cuda_graphs="full" if is_new else graphs,
+        fused_experts=is_new,
+        causal=not is_paper and not (0, 0) < row.release < (25, 6),
+        coupled=is_paper and row["method"] in BASELINES,
+        overlaps_gathers=not is_paper,
+        shards_over_dp_alone=is_paper,
+        overlaps_tensor="Megatron-Bridge" in row["method"] and _is_dense(row),
+        reduce_bytes=2.0 if mapping.zero == 3 else 4.0,
+        with_mtp="w/o mtp" not in row["model"].lower(),
+    )
+
+
+def _precision(row: Row, gpu: str) -> str:
+    text = row["precision"].upper().rstrip("?").replace("FP16", "BF16")
+    is_fine = "parenthesised" in row["note"]
+    if text in ("BF16", "NVFP4", "MXFP8"):
+        return text.lower()
+    if text == "FP8-MX" or (is_fine and gpu in _BLACKWELL and text.startswith("FP8")):
+        return "mxfp8"
+    if "BLOCK" in text or (is_fine and text.startswith("FP8")):
+        return "fp8-blockwise"
+    if text.startswith("FP8"):
+        return "fp8"
+    raise SkipRowError(f"precision {row['precision']!r} is not known")
+
+
+def _recompute(row: Row) -> tuple[str, ...] | None:
+    words = row.words
+    if "no recompute" in words or "no ac" in words:
+        return ()
+    if "full ac" in words:
+        return ("layer",)
+    listed = re.search(r"(full )?recompute ?([^;]*)", words)
+    if listed is None:
+        return None
+    if listed[1]:
+        return ("layer",)
+    return tuple(_parts(listed[2]))
+
+
+def _parts(text: str) -> Iterator[str]:
+    for pattern, part in _RECOMPUTE.items():
+        if re.search(pattern, text.replace("_", " ")):
+            yield part

@@ -1,0 +1,94 @@
+"""Parts of the space of mappings: axes that are fixed, and the five methods of arXiv:2504.14960. Torch-free."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class Degrees(Protocol):
+    """The degrees of a fold."""
+
+    @property
+    def tp(self) -> int:
+        """Degree of tp."""
+        ...
+
+    @property
+    def dp(self) -> int:
+        """Degree of dp."""
+        ...
+
+    @property
+    def pp(self) -> int:
+        """Degree of pp."""
+        ...
+
+    @property
+    def ep(self) -> int:
+        """Degree of ep."""
+        ...
+
+    @property
+    def etp(self) -> int:
+        """Degree of etp."""
+        ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of mapping that others have, as a part of the space."""
+
+    summary: str
+    folds: Callable[[Degrees], bool]
+    zero: int | None = None
+    """What it shards over the data-parallel ranks; None: any."""
+
+
+def _is_coupled(d: Degrees) -> bool:
+    """Experts are cut as attention is, and ep lies within dp: what there was before folding."""
+    return d.etp == d.tp and d.dp % d.ep == 0
+
+
+FOLDED = "folding"
+"""The method without a restriction."""
+
+METHODS = {
+    FOLDED: Method("any ep and etp that fold over the ranks of a stage", lambda d: True),
+    "coupled": Method("etp = tp, and ep divides dp (Megatron-Core without folding)", _is_coupled),
+    "fsdp": Method("pp = ep = 1, etp = tp, zero = 3", lambda d: _is_coupled(d) and d.pp == d.ep == 1, 3),
+    "fsdp+ep": Method(
+        "pp = 1, ep of 2 or more divides dp, etp = tp, zero = 3",
+        lambda d: _is_coupled(d) and d.pp == 1 and d.ep > 1,
+        3,
+    ),
+    "tp+ep+dp": Method("pp = 1, ep divides dp, etp = tp, zero = 1", lambda d: _is_coupled(d) and d.pp == 1, 1),
+}
+"""By the name that `moefold plan --method` takes. As far as the paper describes its baselines (sec. 4.1)."""
+
+DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """The mappings of a method with some axes fixed."""
+
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Value by axis: tp cp dp pp ep etp edp mbs schedule vpp zero dispatcher recompute."""
+    method: str = FOLDED
+    """A key of `METHODS`."""
+
+    def wants_fold(self, degrees: Degrees) -> bool:
+        """Whether the degrees are as fixed, and the method's."""
+        fixed = self._fixed_degrees
+        return all(getattr(degrees, axis) == degree for axis, degree in fixed) and METHODS[self.method].folds(degrees)
+
+    @property
+    def _fixed_degrees(self) -> list[tuple[str, Any]]:
+        return [(axis, self.fixed[axis]) for axis in DEGREES if axis in self.fixed]
+
+    def wants(self, axis: str, value: Any) -> bool:
+        """Whether another axis may have a value."""
+        method = METHODS[self.method]
+        if axis == "zero" and method.zero not in (None, value):
+            return False
+        return axis not in self.fixed or bool(self.fixed[axis] == value)

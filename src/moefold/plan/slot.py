@@ -1,0 +1,66 @@
+"""What a pipeline rank does together: slots of one action, or of a forward and a backward pass of two micro-batches.
+
+The order of the actions is that of `config.schedule_order` and, where exchanges hide under other work, of
+`config.paired_schedule`: that of the runtime. Torch-free.
+"""
+
+from moefold.config.paired_schedule import PAIRED_SCHEDULES, actions, paired_rows
+from moefold.config.schedule_file import Action, Row, read_schedule
+from moefold.config.schedule_order import rank_row
+from moefold.errors import ConfigError
+
+Slot = tuple[Action, ...]
+SlotRow = tuple[Slot, ...]
+
+
+def slot_rows(
+    schedule: str, pp: int, virtual_stages: int, num_micro_batches: int, *, path: str = "", overlap: bool = False
+) -> tuple[SlotRow, ...]:
+    """The slots of every pipeline rank, as torch forms them: pairs in DualPipeV, single actions elsewhere.
+
+    Args:
+        schedule: a key of `config.schedules.SCHEDULES`; 1f1b with several virtual stages is interleaved.
+        pp: pipeline ranks; with 1, micro-batches follow each other.
+        virtual_stages: stages of each rank.
+        num_micro_batches: of a step.
+        path: of the file, for csv.
+        overlap: whether exchanges hide under other work: then the steady phase is one of pairs.
+
+    Raises:
+        ConfigError: the file is wrong, or the schedule has no pairs.
+    """
+    if overlap:
+        if schedule not in PAIRED_SCHEDULES:
+            legal = ", ".join(map(repr, PAIRED_SCHEDULES))
+            raise ConfigError(f"overlap needs a schedule of pairs, and {schedule!r} has none; choose one of {legal}")
+        rows = paired_rows(schedule, pp, virtual_stages, num_micro_batches)
+        return tuple(tuple(actions(work) for work in row) for row in rows)
+    if schedule == "csv":
+        return tuple(alone(row) for row in read_schedule(path, pp, virtual_stages, num_micro_batches).rows)
+    if pp == 1:
+        return (alone(rank_row("1f1b", 0, 1, 1, num_micro_batches)),)
+    name = "interleaved" if schedule == "1f1b" and virtual_stages > 1 else schedule
+    plain = [rank_row(name, rank, pp, virtual_stages, num_micro_batches) for rank in range(pp)]
+    if name == "dualpipev":
+        return tuple(_overlapped(row, is_last=rank == pp - 1) for rank, row in enumerate(plain))
+    return tuple(map(alone, plain))
+
+
+def alone(row: Row) -> SlotRow:
+    """Each action in a slot of its own."""
+    return tuple((action,) for action in row)
+
+
+def _overlapped(row: Row, *, is_last: bool) -> SlotRow:
+    """DualPipeV's pairs: a forward pass with the whole backward pass behind it, but for the last rank's first one."""
+    slots: list[Slot] = []
+    keeps_apart = is_last
+    for action in row:
+        if action.kind == "B" and slots and slots[-1][-1].kind == "F":
+            if keeps_apart:
+                keeps_apart = False
+            else:
+                slots[-1] = (*slots[-1], action)
+                continue
+        slots.append((action,))
+    return tuple(slots)

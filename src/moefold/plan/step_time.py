@@ -1,0 +1,367 @@
+"""The time of one optimizer step under a mapping, by part. Torch-free.
+
+`Pricer` is made once for a model, a device and a workload; it prices each part once for the few integers that the part
+depends on, so that a search of many thousand mappings adds up numbers it already has.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from moefold.plan.collective import Group, all_reduce_s, gather_s, send_s
+from moefold.plan.device import Device
+from moefold.plan.flop_count import layer_parameters, train_flops
+from moefold.plan.layer_time import BlockTime, LayerTimes, Work
+from moefold.plan.mapping import Mapping
+from moefold.plan.pipeline_time import bubble_s
+from moefold.plan.shape import BYTES, ModelShape
+from moefold.plan.stage_split import Chunk, split_stages
+from moefold.plan.workload import Workload
+
+COMMUNICATION = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")
+COMPUTE = ("attention", "dense_mlp", "experts", "shared_experts", "router", "permute", "head", "recompute", "launch")
+PARTS = (*COMPUTE, *COMMUNICATION, "bubble", "optimizer")
+"""Every second of a step belongs to one of them."""
+
+HIDDEN_EXCHANGE = 0.708
+"""Part of the experts' exchange that overlap can hide, where there is compute enough; the rest starts and ends with
+nothing to run beside it. arXiv:2603.07685: from 20-60 % of a step to under 5 % of it."""
+
+HIDDEN_TENSOR = 0.7
+"""Part of tensor parallelism's collectives that overlap in pieces hides (`overlaps_tensor`)."""
+
+HIDDEN_SENDS = 0.8
+"""Part of the sends between stages that interleaved schedules hide under other chunks."""
+
+HIDDEN_GRADIENTS = 0.9
+"""Part of the gradients' and parameters' collectives that can run under the last backward and the first forward."""
+
+GRADIENT_BYTES = 4
+"""Gradients are summed in float32."""
+
+OPTIMIZER_BYTES = 34
+"""Moved by AdamW for each parameter: gradient 4 twice (norm, update), weight and both moments 4 each read and written,
+and the bfloat16 copy written."""
+
+OFFLOADED_BYTES = 6
+"""Over the host's link for each parameter whose optimizer state lives there: gradient down, weight up."""
+
+STEP_S = 0.01
+"""Of each step, whatever its size: gradient norm across ranks, loss, data, host work between steps."""
+
+
+_RankTime = tuple[float, float, float, tuple[float, ...]]
+"""Forward, backward, weights' gradients, and parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSum:
+    """One layer of one micro-batch, exposed seconds only."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    forward_ep_s: float
+    backward_ep_s: float
+    parts: tuple[float, ...]
+    """By the order of PARTS."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """One model chunk of one micro-batch."""
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    forward_ep_s: float
+    """Of `forward_s`: the experts' exchange."""
+    backward_ep_s: float
+    p2p_s: float
+    """To the next chunk, or back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """What a step takes, and where the time goes."""
+
+    total_s: float
+    parts: dict[str, float]
+    """Seconds by part, of the busiest pipeline rank; they add up to `total_s`."""
+    num_micro_batches: int
+    tokens_per_s_per_gpu: float
+    flops_per_token: float
+    tflops_per_gpu: float
+    mfu: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that nothing runs beside."""
+        return sum(self.parts[name] for name in COMMUNICATION)
+
+    @property
+    def binding(self) -> str:
+        """The part that takes the most time."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+
+class Pricer:
+    """Prices mappings of one model on one device for one workload."""
+
+    def __init__(self, shape: ModelShape, device: Device, workload: Workload) -> None:
+        self.shape, self.device, self.workload = shape, device, workload
+        self.times = LayerTimes(shape, device, workload)
+        self._layers: dict[tuple[object, ...], LayerSum] = {}
+        self._ends: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._replicas: dict[tuple[int, ...], tuple[float, float, float]] = {}
+        self._ranks: dict[tuple[int, int], tuple[tuple[tuple[int, ...], bool, bool], ...]] = {}
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Of a training step, in the workload's convention."""
+        w = self.workload
+        return train_flops(self.shape, w.seq_len, causal=w.causal, mtp=w.with_mtp)
+
+    def step_time(self, mapping: Mapping) -> StepTime:
+        """Price one mapping, which must divide the model and the batch."""
+        n = mapping.num_micro_batches(self.workload.global_batch_size)
+        layers = tuple(self.layer(kind, mapping) for kind in range(len(self.shape.kinds)))
+        slowest, mean = self._rank_times(mapping, layers)
+        forward, backward, weight, parts = slowest
+        sends, send_back = self._sends(mapping, n)
+        bubble = bubble_s(
+            mean[0] + send_back, mean[1] + send_back, mean[2], pp=mapping.pp, vpp=mapping.vpp, schedule=mapping.schedule
+        )
+        gathers, gradients, optimizer = self.replicas(mapping)
+        dp_comm = self._exposed_replicas(mapping, (gathers, gradients), forward, backward, n)
+        seconds = dict(zip(PARTS, (part * n for part in parts), strict=True))
+        seconds["pp_comm"] += sends
+        seconds["dp_comm"] += dp_comm
+        seconds["bubble"] += bubble
+        seconds["optimizer"] += optimizer + STEP_S
+        return self._finish(seconds, n, mapping.world_size)
+
+    def layer(self, kind: int, m: Mapping) -> LayerSum:
+        """One layer of a micro-batch with what recomputation, launches and exposed communication add."""
+        key = (kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher, m.recompute, m.overlap, m.offload)
+        if key not in self._layers:
+            mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
+            feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
+            self._layers[key] = self._sum(mixer, feed_forward, m)
+        return self._layers[key]
+
+    def _sum(self, mixer: BlockTime, feed_forward: BlockTime, m: Mapping) -> LayerSum:
+        seconds = dict.fromkeys(PARTS, 0.0)
+        ahead = self._direction(mixer.forward + feed_forward.forward, m, seconds)
+        behind = self._direction(feed_forward.backward + mixer.backward, m, seconds)
+        again = _recomputed(mixer, feed_forward, m.recompute)
+        seconds["recompute"] += again
+        waits = self._launch_waits(mixer, feed_forward, (sum(ahead), sum(behind) + again))
+        seconds["launch"] += sum(waits)
+        return LayerSum(
+            forward_s=sum(ahead) + waits[0],
+            backward_s=sum(behind) + again + waits[1],
+            weight_s=mixer.weight_s + feed_forward.weight_s,
+            forward_ep_s=ahead[1],
+            backward_ep_s=behind[1],
+            parts=tuple(seconds.values()),
+        )
+
+    def _direction(self, works: tuple[Work, ...], m: Mapping, seconds: dict[str, float]) -> tuple[float, float]:
+        """Add the works up by part; returns the time without the experts' exchange, and what of that shows."""
+        compute = exchange = 0.0
+        shown = 1 - HIDDEN_TENSOR if self.workload.overlaps_tensor else 1.0
+        for work in works:
+            if work.part == "ep_comm":
+                exchange += work.seconds
+                continue
+            spent = shown * work.seconds if work.part == "tp_comm" else work.seconds
+            compute += spent
+            seconds[work.part] += spent
+        if m.overlap:
+            hidden = min(HIDDEN_EXCHANGE * exchange, compute)
+            exchange -= hidden
+        seconds["ep_comm"] += exchange
+        return compute, exchange
+
+    def _launch_waits(
+        self, mixer: BlockTime, feed_forward: BlockTime, busy: tuple[float, float]
+    ) -> tuple[float, float]:
+        """Seconds of a layer, forward and backward, that go between its kernels, or by which the host is late."""
+        graphs, device = self.workload.cuda_graphs, self.device
+        if graphs == "full":
+            return 0.0, 0.0
+        shown = 0.0 if graphs == "partial" else 1.0
+        ahead = shown * mixer.forward_kernels + feed_forward.forward_kernels
+        behind = shown * mixer.backward_kernels + feed_forward.backward_kernels
+        waits = [
+            max(launched * device.kernel_gap_s, launched * device.host_launch_s - seconds)
+            for launched, seconds in zip((ahead, behind), busy, strict=True)
+        ]
+        return waits[0] + feed_forward.syncs * device.sync_s, waits[1]
+
+    def ends(self, tp: int, cp: int, mbs: int) -> tuple[float, float]:
+        """Output head and loss of one micro-batch, forward and backward, on the last stage."""
+        key = (tp, cp, mbs)
+        if key not in self._ends:
+            shape, products, tokens = self.shape, self.times.products, self.times.tokens(cp, mbs)
+            width = shape.vocab_size // tp
+            gather = gather_s(self.device, Group(tp, 1), tokens * shape.hidden_size * BYTES)
+            logits = products.pass_s(tokens * width * 4)
+            ahead = products.product_s(tokens, width, shape.hidden_size) + 2.5 * logits + gather
+            behind = products.product_s(tokens, shape.hidden_size, width) + 1.5 * logits + gather
+            behind += products.weight_gradient_s(tokens, width, shape.hidden_size)
+            times = 1 + (shape.mtp_layers if self.workload.with_mtp else 0)
+            self._ends[key] = (times * ahead, times * behind)
+        return self._ends[key]
+
+    def stage_times(self, mapping: Mapping) -> tuple[StageTime, ...]:
+        """Every chunk of the pipeline, in the order of the model."""
+        layers = tuple(self.layer(kind, mapping) for kind in range(len(self.shape.kinds)))
+        ends = self.ends(mapping.tp, mapping.cp, mapping.mbs)
+        p2p = self._send(mapping) if mapping.pp > 1 else 0.0
+        stages = []
+        for chunk in split_stages(self.shape, mapping.pp * mapping.vpp, self.workload.seq_len):
+            held = list(zip(chunk.counts, layers, strict=True))
+            weight = sum(count * layer.weight_s for count, layer in held)
+            stages.append(
+                StageTime(
+                    forward_s=sum(count * layer.forward_s for count, layer in held) + chunk.has_loss * ends[0],
+                    backward_input_s=sum(count * (layer.backward_s - layer.weight_s) for count, layer in held)
+                    + chunk.has_loss * ends[1],
+                    backward_weight_s=weight,
+                    forward_ep_s=sum(count * layer.forward_ep_s for count, layer in held),
+                    backward_ep_s=sum(count * layer.backward_ep_s for count, layer in held),
+                    p2p_s=p2p,
+                )
+            )
+        return tuple(stages)
+
+    def _rank_times(self, m: Mapping, layers: tuple[LayerSum, ...]) -> tuple[_RankTime, tuple[float, float, float]]:
+        """The busiest pipeline rank, and the mean over all of them, of one micro-batch."""
+        head = self.ends(m.tp, m.cp, m.mbs)
+        ranks = self._rank_contents(m.pp, m.vpp)
+        slowest, worst = ranks[0], -1.0
+        total = [0.0, 0.0, 0.0]
+        for rank in ranks:
+            forward = backward = weight = 0.0
+            for count, layer in zip(rank[0], layers, strict=True):
+                forward += count * layer.forward_s
+                backward += count * layer.backward_s
+                weight += count * layer.weight_s
+            if rank[2]:
+                forward, backward = forward + head[0], backward + head[1]
+            total = [total[0] + forward, total[1] + backward, total[2] + weight]
+            if forward + backward > worst:
+                slowest, worst, times = rank, forward + backward, (forward, backward, weight)
+        parts = [
+            sum(c * layer.parts[i] for c, layer in zip(slowest[0], layers, strict=True)) for i in range(len(PARTS))
+        ]
+        if slowest[2]:
+            parts[PARTS.index("head")] += sum(head)
+        pp = len(ranks)
+        return (*times, tuple(parts)), (total[0] / pp, total[1] / pp, total[2] / pp)
+
+    def _rank_contents(self, pp: int, vpp: int) -> tuple[tuple[tuple[int, ...], bool, bool], ...]:
+        """Layers of each kind on each pipeline rank, and whether it embeds and has the loss."""
+        key = (pp, vpp)
+        if key not in self._ranks:
+            chunks = split_stages(self.shape, pp * vpp, self.workload.seq_len)
+            self._ranks[key] = tuple(_rank_content(chunks[rank::pp]) for rank in range(pp))
+        return self._ranks[key]
+
+    def _send(self, m: Mapping) -> float:
+        tokens = self.times.tokens(m.cp, m.mbs) / m.tp
+        return send_s(self.device, m.world_size // m.pp, tokens * self.shape.hidden_size * BYTES)
+
+    def _sends(self, m: Mapping, n: int) -> tuple[float, float]:
+        """Seconds of exposed sends of a step, and of one way through a rank's chunks."""
+        if m.pp == 1:
+            return 0.0, 0.0
+        one = self._send(m)
+        shown = 1 - HIDDEN_SENDS if m.vpp > 1 else 1.0
+        return 2 * n * m.vpp * one * shown, m.vpp * one
+
+    def replicas(self, m: Mapping) -> tuple[float, float, float]:
+        """Seconds of gathering the parameters once, of summing the gradients once, and of the optimizer."""
+        key = (m.tp, m.cp, m.dp, m.pp, m.vpp, m.ep, m.etp, m.edp, m.zero, "optimizer" in m.offload)
+        if key not in self._replicas:
+            self._replicas[key] = self._price_replicas(m)
+        return self._replicas[key]
+
+    def _price_replicas(self, m: Mapping) -> tuple[float, float, float]:
+        device = self.device
+        dense, experts = self._parameters(m)
+        dense_group, expert_group = Group(m.dp * m.cp, m.tp), Group(m.edp, m.etp * m.ep)
+        gathers = gather_s(device, dense_group, dense * BYTES) + gather_s(device, expert_group, experts * BYTES)
+        size = self.workload.reduce_bytes if m.zero == 3 else GRADIENT_BYTES
+        gradients = gather_s(device, dense_group, dense * size) + gather_s(device, expert_group, experts * size)
+        if m.zero == 0:
+            gradients = all_reduce_s(device, dense_group, dense * GRADIENT_BYTES)
+            gradients += all_reduce_s(device, expert_group, experts * GRADIENT_BYTES)
+            return 0.0, gradients, self.times.products.pass_s((dense + experts) * OPTIMIZER_BYTES)
+        owned = dense / dense_group.size + experts / expert_group.size
+        optimizer = self.times.products.pass_s(owned * OPTIMIZER_BYTES)
+        if "optimizer" in m.offload:
+            optimizer += owned * OFFLOADED_BYTES / device.host_bytes_per_s
+        return gathers, gradients, optimizer
+
+    def _parameters(self, m: Mapping) -> tuple[float, float]:
+        """Parameters of the fullest rank: outside the experts, and of them."""
+        sizes = [layer_parameters(self.shape, kind) for kind in range(len(self.shape.kinds))]
+        ends = self.shape.vocab_size * self.shape.hidden_size
+        fullest = (0.0, 0.0)
+        for counts, has_embedding, has_loss in self._rank_contents(m.pp, m.vpp):
+            dense = sum(count * size[0] for count, size in zip(counts, sizes, strict=True))
+            experts = sum(count * size[1] for count, size in zip(counts, sizes, strict=True))
+            dense += ends * (has_embedding + has_loss)
+            fullest = max(fullest, (dense / m.tp, experts / (m.ep * m.etp)), key=sum)
+        return fullest
+
+    def _exposed_replicas(
+        self, m: Mapping, comm: tuple[float, float], forward: float, backward: float, n: int
+    ) -> float:
+        gathers, gradients = comm
+        if m.zero < 2:
+            return _shown(gathers, forward) + _shown(gradients, backward)
+        if m.zero == 2:
+            return _shown(gathers, forward) + (
+                n * gradients if not self.workload.overlaps_gathers else n * _shown(gradients, backward)
+            )
+        if not self.workload.overlaps_gathers:
+            return n * (2 * gathers + gradients)
+        return n * (_shown(gathers, forward) + _shown(gathers + gradients, backward))
+
+    def _finish(self, seconds: dict[str, float], n: int, world_size: int) -> StepTime:
+        total = sum(seconds.values())
+        w = self.workload
+        tokens = w.global_batch_size * w.seq_len / world_size / total
+        flops = tokens * self.flops_per_token
+        return StepTime(
+            total_s=total,
+            parts=seconds,
+            num_micro_batches=n,
+            tokens_per_s_per_gpu=tokens,
+            flops_per_token=self.flops_per_token,
+            tflops_per_gpu=flops / 1e12,
+            mfu=flops / self.device.peak("bf16"),
+        )
+
+
+def _shown(comm: float, compute: float) -> float:
+    """What of a collective shows beside so much compute."""
+    return max((1 - HIDDEN_GRADIENTS) * comm, comm - compute)
+
+
+def _recomputed(mixer: BlockTime, feed_forward: BlockTime, parts: tuple[str, ...]) -> float:
+    if not parts:
+        return 0.0
+    if "layer" in parts:
+        return sum(work.seconds for work in (*mixer.forward, *feed_forward.forward))
+    inside = ("expert_activation", "shared_experts") if "moe" in parts else ()
+    again = (*mixer.recompute, *feed_forward.recompute)
+    return sum(seconds for part, seconds in again if part in parts and part not in inside)
+
+
+def _rank_content(chunks: tuple[Chunk, ...]) -> tuple[tuple[int, ...], bool, bool]:
+    counts = tuple(sum(column) for column in zip(*(chunk.counts for chunk in chunks), strict=True))
+    return counts, any(c.has_embedding for c in chunks), any(c.has_loss for c in chunks)

@@ -1,0 +1,145 @@
+"""What a simulated step was: the events of every rank, and what is measured from them. Torch-free."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from moefold.config.schedule_file import Action
+
+COMPUTE, COMMUNICATION, SEND = "compute", "communication", "send"
+STREAMS = (COMPUTE, COMMUNICATION, SEND)
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A rank does one thing from one moment to another."""
+
+    rank: int
+    """Pipeline rank."""
+    stream: str
+    """One of STREAMS."""
+    part: str
+    """What it is, in the words of the cost model."""
+    start_s: float
+    end_s: float
+    action: Action | None
+    """Of which action; None at the end of the step."""
+    peer: int = -1
+    """The pipeline rank that is sent to."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step. A rank works while one of its streams runs; sending is no work."""
+
+    events: tuple[Event, ...]
+    num_ranks: int
+    span_s: float
+    """Until the last action of all ranks has ended."""
+    total_s: float
+    """Until the end of the step."""
+
+    def of(self, rank: int, *streams: str) -> tuple[Event, ...]:
+        """The events of some streams of a rank, in the order of their start."""
+        return tuple(event for event in self._by_rank[rank] if event.stream in streams)
+
+    @cached_property
+    def _by_rank(self) -> list[list[Event]]:
+        ranks: list[list[Event]] = [[] for _ in range(self.num_ranks)]
+        for event in sorted(self.events, key=lambda event: (event.start_s, event.end_s)):
+            ranks[event.rank].append(event)
+        return ranks
+
+    def work_s(self, rank: int) -> float:
+        """Seconds in which a rank works on micro-batches."""
+        return sum(end - start for start, end in self._work(rank))
+
+    def wait_s(self, rank: int) -> float:
+        """Seconds between the first and the last work of a rank in which it does not work."""
+        spans = self._work(rank)
+        return spans[-1][1] - spans[0][0] - self.work_s(rank) if spans else 0.0
+
+    def idle_s(self, rank: int) -> float:
+        """Seconds of the pipeline's span in which a rank does not work."""
+        return self.span_s - self.work_s(rank)
+
+    @property
+    def bubble(self) -> float:
+        """The waiting of a rank over its work, of the rank that waits most: as docs/pipeline.md counts."""
+        works = [(self.wait_s(rank), self.work_s(rank)) for rank in range(self.num_ranks)]
+        return max((wait / work for wait, work in works if work > 0), default=0.0)
+
+    @property
+    def idle_share(self) -> float:
+        """The mean part of the pipeline's span in which a rank does not work."""
+        if self.span_s == 0.0:
+            return 0.0
+        return sum(self.idle_s(rank) for rank in range(self.num_ranks)) / (self.num_ranks * self.span_s)
+
+    def exposed_s(self, rank: int) -> float:
+        """Seconds in which a rank's collectives run and its compute does not, the end of the step included."""
+        collectives = merged((event.start_s, event.end_s) for event in self.of(rank, COMMUNICATION))
+        compute = merged((event.start_s, event.end_s) for event in self.of(rank, COMPUTE))
+        return sum(end - start for start, end in collectives) - shared_s(collectives, compute)
+
+    def most_in_flight(self, rank: int) -> int:
+        """The most forward passes of one stage that are kept for a backward pass, that of the weights included."""
+        steps: list[tuple[float, int]] = []
+        for action, (start, end) in self.actions(rank):
+            if action.kind == "F":
+                steps.append((start, 1))
+            elif action.kind in "BW":
+                steps.append((end, -1))
+        held = most = 0
+        for _, change in sorted(steps):
+            held += change
+            most = max(most, held)
+        return most
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether some rank works on two actions at a time."""
+        return any(
+            after < end * (1 - 1e-12)
+            for rank in range(self.num_ranks)
+            for (_, (_, end)), (_, (after, _)) in pairwise(self.actions(rank))
+        )
+
+    def actions(self, rank: int) -> Iterator[tuple[Action, Span]]:
+        """The actions of a rank with their first start and last end, in the order of their start."""
+        spans: dict[Action, Span] = {}
+        for event in self.of(rank, COMPUTE, COMMUNICATION):
+            if event.action is not None:
+                start, end = spans.get(event.action, (event.start_s, event.end_s))
+                spans[event.action] = min(start, event.start_s), max(end, event.end_s)
+        yield from spans.items()
+
+    def _work(self, rank: int) -> list[Span]:
+        events = self.of(rank, COMPUTE, COMMUNICATION)
+        return merged((event.start_s, event.end_s) for event in events if event.action is not None)
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The union of some spans, in order."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def shared_s(left: list[Span], right: list[Span]) -> float:
+    """Seconds that lie in both of two unions."""
+    total, i, j = 0.0, 0, 0
+    while i < len(left) and j < len(right):
+        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total

@@ -1,0 +1,213 @@
+"""A simulated step as a file: a trace for Perfetto and Chrome, or a picture. Torch-free."""
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moefold.config.schedule_file import Action
+from moefold.errors import ConfigError
+from moefold.plan.chart import CLOSING_COLOURS, EXPOSED, FAINT, INK, PASS_COLOURS, PASS_NAMES
+from moefold.plan.timeline import COMMUNICATION, COMPUTE, SEND, Event, Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PICTURES = (".png", ".svg", ".pdf")
+TRACKS = ("forward", "backward", COMPUTE, COMMUNICATION, SEND)
+"""Lines of a rank in a trace: what pass it is at, and what its streams do."""
+IDLE = "#f1f3f6"
+WIDTH, LANE, DPI = 16.0, 0.42, 150
+SMALLEST_LABELLED = 0.012
+"""Part of the picture's width that a number of a micro-batch needs."""
+
+
+def write_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
+    """Write a step as a trace (.json) or draw it (.png, .svg, .pdf).
+
+    Raises:
+        ConfigError: the ending is another one, or the file cannot be written.
+    """
+    check_timeline_file(path)
+    try:
+        if path.suffix.lower() == ".json":
+            path.write_text(json.dumps(trace(timeline)))
+        else:
+            _draw(timeline, path, title)
+    except OSError as error:
+        raise ConfigError(f"--timeline {path} cannot be written: {error.strerror}") from None
+
+
+def check_timeline_file(path: Path) -> None:
+    """Refuse an ending that says neither trace nor picture, before anything is worked out.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    if path.suffix.lower() not in (".json", *PICTURES):
+        raise ConfigError(f"--timeline {path} must end in .json, for Perfetto, or in .png, .svg or .pdf, for a picture")
+
+
+def trace(timeline: Timeline) -> dict[str, Any]:
+    """The step in the trace event format: a process for each pipeline rank, microseconds, arrows for messages."""
+    return {"traceEvents": [*_names(timeline), *_slices(timeline), *_arrows(timeline)], "displayTimeUnit": "ms"}
+
+
+def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for rank in range(timeline.num_ranks):
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+        for i, track in enumerate(TRACKS):
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": i, "args": {"name": track}}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": i, "args": {"sort_index": i}}
+
+
+def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for rank in range(timeline.num_ranks):
+        for action, (start, end) in timeline.actions(rank):
+            yield _slice(rank, _track(action), f"{PASS_NAMES[action.kind]} {action.micro_batch}", (start, end), action)
+    for event in timeline.events:
+        track = TRACKS.index(event.stream)
+        yield _slice(event.rank, track, event.part, (event.start_s, event.end_s), event.action)
+
+
+def _slice(rank: int, track: int, name: str, span: tuple[float, float], action: Action | None) -> dict[str, Any]:
+    args = {} if action is None else {"action": str(action), "stage": action.stage, "micro_batch": action.micro_batch}
+    start, end = span
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": TRACKS[track],
+        "pid": rank,
+        "tid": track,
+        "ts": start * 1e6,
+        "dur": (end - start) * 1e6,
+        "args": args,
+    }
+
+
+def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """From each message to the pass that reads it."""
+    begins = {
+        (rank, action.stage, "F" if action.kind == "F" else "B", action.micro_batch): (start, _track(action))
+        for rank in range(timeline.num_ranks)
+        for action, (start, _) in timeline.actions(rank)
+        if action.kind != "W"
+    }
+    messages = [event for event in timeline.events if event.stream == SEND]
+    for number, event in enumerate(messages):
+        assert event.action is not None
+        way = "F" if event.action.kind == "F" else "B"
+        stage = event.action.stage + (1 if way == "F" else -1)
+        start, track = begins[event.peer, stage, way, event.action.micro_batch]
+        common = {"name": "message", "cat": SEND, "id": number}
+        yield {"ph": "s", "pid": event.rank, "tid": TRACKS.index(SEND), "ts": event.start_s * 1e6, **common}
+        yield {"ph": "f", "bp": "e", "pid": event.peer, "tid": track, "ts": start * 1e6, **common}
+
+
+def _track(action: Action) -> int:
+    return 0 if action.kind == "F" else 1
+
+
+def _draw(timeline: Timeline, path: Path, title: str) -> None:
+    """A lane for each rank: its passes above, its collectives below, red where they show."""
+    # The figure is made without pyplot, which would pick a display and keep every figure alive.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    height = 1.5 + LANE * timeline.num_ranks
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0.055, 0.55 / height, 0.935, 1 - 1.35 / height))
+    crowded = timeline.overlaps
+    unit, scale = ("s", 1.0) if timeline.total_s >= 1 else ("ms", 1e3)
+    for rank in range(timeline.num_ranks):
+        axes.broken_barh([(0, timeline.total_s * scale)], (rank - 0.44, 0.88), facecolor=IDLE)
+        _draw_passes(axes, timeline, rank, scale, crowded)
+        _draw_streams(axes, timeline, rank, scale)
+    axes.set(xlim=(0, timeline.total_s * scale), ylim=(timeline.num_ranks - 0.5, -0.5))
+    axes.set_xlabel(unit, color=FAINT, fontsize=9, labelpad=1)
+    axes.set_yticks(range(timeline.num_ranks), [f"pp rank {rank}" for rank in range(timeline.num_ranks)], fontsize=9)
+    axes.tick_params(colors=FAINT, labelsize=9, length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    figure.text(0.008, 1 - 0.3 / height, title or summary(timeline), fontsize=12, fontweight="bold", color=INK)
+    _draw_legend(figure, height, summary(timeline) if title else "")
+    figure.savefig(path)
+
+
+def summary(timeline: Timeline) -> str:
+    """The step in one line."""
+    exposed = max(timeline.exposed_s(rank) for rank in range(timeline.num_ranks)) / timeline.total_s
+    return (
+        f"step {timeline.total_s:.4g} s, bubble {timeline.bubble:.1%} of the work, ranks idle "
+        f"{timeline.idle_share:.1%} of the pipeline, exposed communication up to {exposed:.1%} of the step"
+    )
+
+
+def _draw_passes(axes: "Axes", timeline: Timeline, rank: int, scale: float, crowded: bool) -> None:
+    spans = dict(timeline.actions(rank))
+    for kind, colour in PASS_COLOURS.items():
+        # Where passes overlap, the forward ones have the upper half of the lane.
+        low, high = (-0.4, 0.4) if not crowded else (-0.4, -0.02) if kind == "F" else (0.02, 0.4)
+        chosen = [(action, span) for action, span in spans.items() if action.kind == kind]
+        bars = [(start * scale, (end - start) * scale) for _, (start, end) in chosen]
+        axes.broken_barh(bars, (rank + low, high - low), facecolor=colour, edgecolor="white", linewidth=0.3)
+        for action, (start, end) in chosen:
+            if end - start > SMALLEST_LABELLED * timeline.total_s:
+                middle = (start + end) / 2 * scale
+                axes.text(
+                    middle,
+                    rank + (low + high) / 2,
+                    str(action.micro_batch),
+                    fontsize=7,
+                    ha="center",
+                    va="center",
+                    color=INK,
+                )
+
+
+def _draw_streams(axes: "Axes", timeline: Timeline, rank: int, scale: float) -> None:
+    """Collectives as a thin line at the foot of the lane, red where no compute runs beside them."""
+    compute = [(e.start_s, e.end_s) for e in timeline.of(rank, COMPUTE)]
+    hidden: list[Span] = []
+    shown: list[Span] = []
+    for event in timeline.of(rank, COMMUNICATION):
+        for start, end, is_hidden in split_by(event, compute):
+            (hidden if is_hidden else shown).append((start * scale, (end - start) * scale))
+    axes.broken_barh(hidden, (rank + 0.34, 0.09), facecolor=FAINT)
+    axes.broken_barh(shown, (rank + 0.34, 0.09), facecolor=EXPOSED)
+    for event in timeline.of(rank, COMPUTE, COMMUNICATION):
+        if event.action is None:
+            bar = (event.start_s * scale, (event.end_s - event.start_s) * scale)
+            axes.broken_barh([bar], (rank - 0.4, 0.72), facecolor=CLOSING_COLOURS[event.part])
+
+
+def split_by(event: Event, compute: list[tuple[float, float]]) -> Iterator[tuple[float, float, bool]]:
+    """The pieces of an event in which one of some ordered spans runs too, and those in which none does."""
+    at = event.start_s
+    first = max(0, bisect_right(compute, (at, float("inf"))) - 1)
+    for i in range(first, len(compute)):
+        start, end = compute[i]
+        if start >= event.end_s:
+            break
+        if end > at:
+            if start > at:
+                yield at, start, False
+            yield max(at, start), min(end, event.end_s), True
+            at = min(end, event.end_s)
+    if at < event.end_s:
+        yield at, event.end_s, False
+
+
+def _draw_legend(figure: Any, height: float, text: str) -> None:
+    entries = [(PASS_COLOURS[kind], name) for kind, name in PASS_NAMES.items()]
+    entries += [(EXPOSED, "exposed communication"), (FAINT, "hidden communication")]
+    entries += [(CLOSING_COLOURS["dp_comm"], "gradients"), (CLOSING_COLOURS["optimizer"], "optimizer")]
+    left = 0.055
+    for colour, name in entries:
+        figure.text(left, 1 - 0.6 / height, "■", color=colour, fontsize=10, va="center")
+        figure.text(left + 0.011, 1 - 0.6 / height, name, color=FAINT, fontsize=9, va="center")
+        left += 0.022 + 0.0052 * len(name)
+    figure.text(0.99, 1 - 0.3 / height, text, color=FAINT, fontsize=9, ha="right")

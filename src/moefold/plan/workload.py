@@ -1,0 +1,66 @@
+"""What a step has to do, whatever its mapping: the batch, the precision, the routing and the software."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+PRECISIONS = ("bf16", "fp8", "fp8-blockwise", "mxfp8", "nvfp4")
+"""Of the matrix products. fp8 has one scale for a tensor, fp8-blockwise one for 128 values of an activation and for
+128 x 128 of a weight, mxfp8 one for 32 values, nvfp4 one for 16 values of 4 bits."""
+
+NATURAL_IMBALANCE = 1.26
+"""Copies that reach the busiest expert-parallel rank over the mean, under a router that was trained with a balancing
+loss. Fitted on Qwen3-235B with natural routing and forced balance (published/README.md, 16K to 128K tokens)."""
+
+CudaGraphs = Literal["none", "partial", "full"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One optimizer step."""
+
+    seq_len: int
+    """Tokens of a sample."""
+    global_batch_size: int
+    """Samples of a step."""
+    precision: str = "bf16"
+    """One of PRECISIONS."""
+    capacity_factor: float = 0.0
+    """0: dropless. Else every expert takes at most so many times its even share of copies."""
+    imbalance: float = 1.0
+    """Copies of the busiest expert-parallel rank over the mean: 1 for forced balance, else NATURAL_IMBALANCE."""
+    cuda_graphs: CudaGraphs = "none"
+    """What is captured and so costs no launches: nothing, all but the experts and their exchange, or the whole step."""
+    fused_experts: bool = False
+    """Whether grouped products of mxfp8 quantise, apply SwiGLU and permute in their own kernels (CuTe DSL kernels of
+    2026 on Blackwell), instead of in passes over memory of their own. Other activations and precisions have none."""
+    causal: bool = False
+    """The FLOP count of the MFU takes half of the attention core, as its mask leaves, instead of all of it. The time
+    is that of a causal kernel either way."""
+    coupled: bool = False
+    """The experts' ranks lie within data parallelism, as before MoE Parallel Folding: ep neighbours are tp*cp apart."""
+    overlaps_gathers: bool = True
+    """Whether the gathers of ZeRO-3 run under the compute of the layer before. One hardware queue for all kernels, as
+    tensor parallelism of Megatron-Core asks for (CUDA_DEVICE_MAX_CONNECTIONS=1), runs them one after the other."""
+    shards_over_dp_alone: bool = False
+    """ZeRO shards over dp, with copies over cp, as FSDP of the time of arXiv:2504.14960 did (its table 3 prints OOM for
+    465B parameters on 256 GPUs with cp=8)."""
+    optimizer_bytes: float = 12.0
+    """Of each parameter: float32 weight and moments; 8 with bfloat16 moments, 4 where all is bfloat16."""
+    gradient_bytes: float = 4.0
+    """Of each parameter's gradient."""
+    overlaps_tensor: bool = False
+    """Whether gathers and scatters of tensor parallelism run in pieces under their products."""
+    reduce_bytes: float = 4.0
+    """Of each gradient that ZeRO-3 sums over ranks; 2 where it does so in bfloat16."""
+    with_mtp: bool = True
+    """Whether layers of multi-token prediction run, where the model has them."""
+
+    @property
+    def load(self) -> float:
+        """Copies that the busiest expert-parallel rank works on, over the mean."""
+        return min(self.imbalance, self.capacity_factor) if self.capacity_factor else self.imbalance
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Whether products run below 16 bits."""
+        return self.precision != "bf16"

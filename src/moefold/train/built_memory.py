@@ -1,0 +1,54 @@
+"""Weights and moments of any rank of any world, read off the sharded model: what the formulas are held to."""
+
+from torch import Tensor, nn
+
+from moefold.config.schema import Config
+from moefold.metrics.state_memory import StateBytes
+from moefold.model.parameter import local_values
+from moefold.parallel.fake_world import fake_rank, sharded_bytes
+from moefold.parallel.parallelize import cut_model
+from moefold.train.muon import build_muon
+from moefold.train.optimizer import build_optimizer
+
+COMPUTE_BYTES = 2
+"""Of a bfloat16."""
+
+
+def built_states(cfg: Config, rank: int) -> StateBytes:
+    """Build the stages and the optimizer of one rank on the meta device, and count what they hold.
+
+    Gradients are not counted: there are none before a step.
+    """
+    with fake_rank(cfg, rank) as groups:
+        stages = cut_model(cfg, groups, is_trained=True).stages
+        parameters: dict[str, nn.Parameter] = {}
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                parameters.setdefault(name, parameter)
+        if cfg.parallel.world_size > 1:
+            weights, gathered = sharded_bytes(stages)
+        else:
+            weights = sum(map(_bytes, parameters.values()))
+            gathered = _cast_bytes(cfg, parameters)
+        has_muon = cfg.train.optimizer == "muon"
+        stage_group = groups.attn.stage
+        optimizer = build_muon(parameters, cfg, stage_group) if has_muon else build_optimizer(parameters, cfg.train)
+        moments = sum(_bytes(local_values(x)) for state in optimizer.state.values() for x in state.values())
+        # As `initialise` makes them: whole numbers keep their type, all others are float32.
+        buffers = sum(b.numel() * (4 if b.is_floating_point() else 8) for stage in stages for b in stage.buffers())
+        turns = [stage.rotation for stage in stages if stage.rotation is not None]
+        buffers += sum(_bytes(turn.cos) + _bytes(turn.sin) for turn in turns)
+    return StateBytes(weights=weights, gathered=gathered, optimizer=moments, buffers=buffers)
+
+
+def _cast_bytes(cfg: Config, parameters: dict[str, nn.Parameter]) -> int:
+    """One rank by itself reads copies of its weights in the compute type: all but the router's and a mere look-up's."""
+    if cfg.run.dtype != "bfloat16":
+        return 0
+    wide = ("embedding.weight",) if not cfg.model.tie_embeddings else ()
+    read = [p for name, p in parameters.items() if ".router." not in name and name not in wide]
+    return sum(p.numel() for p in read) * COMPUTE_BYTES
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,76 @@
+"""One step of a recipe on this rank under a ledger: what is in memory, by part, at the fullest moment and behind it."""
+
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from moefold.config.schema import Config
+from moefold.data import open_dataset
+from moefold.metrics.ledger import Ledger
+from moefold.parallel.accumulate import Batch
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.layout import fold
+from moefold.parallel.memory_parts import (
+    NOT_ACTIVATIONS,
+    PIPELINE,
+    POSTPONED,
+    named_parts,
+    settle_gradients,
+    settle_states,
+)
+from moefold.parallel.parallelize import parallelize
+from moefold.train.batch import BatchLoader
+from moefold.train.step import TrainingStep
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """What a rank had in memory during a step, in bytes by part."""
+
+    rank: int
+    pp_rank: int
+    total: int
+    """The most at once."""
+    peak: dict[str, int]
+    """At that moment."""
+    activations: int
+    """The most activations at once, which may be another moment."""
+    activation_peak: dict[str, int]
+    """At that one."""
+    after: dict[str, int]
+    """Behind the backward pass, with all gradients."""
+
+
+def measure_rank(cfg: Config) -> MeasuredMemory:
+    """Train one step on this rank of the default process group, on the CPU; collective."""
+    p = cfg.parallel
+    layout = fold(
+        world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
+    )
+    groups = ParallelGroups.create(layout, torch.device("cpu"))
+    training = TrainingStep(parallelize(cfg, groups), cfg)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    batch = BatchLoader(data.train, cfg, groups, training.model.positions).batch(0)
+    ledger = measure_step(training, batch)
+    everything = ledger.peak()
+    activations = ledger.peak(lambda part: part not in NOT_ACTIVATIONS)
+    kept = {part: size for part, size in activations.by_part.items() if part not in NOT_ACTIVATIONS}
+    pp_rank = layout.attention.coordinate(groups.rank, "pp")
+    return MeasuredMemory(
+        groups.rank, pp_rank, everything.total, everything.by_part, activations.total, kept, ledger.current()
+    )
+
+
+def measure_step(training: TrainingStep, batch: Batch) -> Ledger:
+    """Run the forward and backward passes of step 1 under a ledger; collective."""
+    stages, ledger = training.model.stages, Ledger()
+    settle_states(ledger, stages, training.optimizer, chain((batch.tokens,), batch.targets().values()))
+    with ledger, named_parts(stages, ledger):
+        training.begin(1)
+        training.model.forward_backward(batch)
+        # FSDP replaces shards by padded ones at its first step.
+        settle_states(ledger, stages, training.optimizer)
+        settle_gradients(ledger, stages)
+        ledger.rename_alive(POSTPONED, PIPELINE)
+    return ledger

@@ -1,0 +1,114 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from moefold.cli.simulate import run, stragglers_of
+from moefold.config.load import load_config
+from moefold.errors import ConfigError
+
+RECIPE = """
+[model]
+num_layers = 8
+hidden_size = 1024
+[parallel]
+world_size = 16
+tp = 2
+pp = 4
+ep = 4
+[train]
+global_batch_size = 16
+seq_len = 1024
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def simulated(capsys, *words) -> dict:
+    assert run([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_numbers_are_those_of_the_schedule(recipe, capsys):
+    step = simulated(capsys, recipe)
+    assert [rank["pp_rank"] for rank in step["ranks"]] == [0, 1, 2, 3]
+    assert [rank["in_flight"] for rank in step["ranks"]] == [4, 3, 2, 1]
+    assert step["step_time_s"] > step["pipeline_s"] > 0
+    for rank in step["ranks"]:
+        assert rank["work_s"] + rank["idle_s"] == pytest.approx(step["pipeline_s"])
+    interleaved = ["parallel.schedule=interleaved", "parallel.virtual_stages=2"]
+    assert simulated(capsys, recipe, *interleaved)["bubble"] < step["bubble"]
+
+
+def test_a_straggler_slows_its_stage_and_jitter_is_drawn_by_the_seed(recipe, capsys):
+    plain = simulated(capsys, recipe)
+    # Ranks 4 to 7 are the second pipeline rank; the slowest of them counts.
+    late = simulated(capsys, recipe, "--straggler", "5=1.5", "--straggler", "6=1.2")
+    slower = [a["work_s"] / b["work_s"] for a, b in zip(late["ranks"], plain["ranks"], strict=True)]
+    assert slower[0] == pytest.approx(1.0)
+    assert 1.3 < slower[1] <= 1.5
+    assert late["step_time_s"] > plain["step_time_s"]
+    runs = [simulated(capsys, recipe, "--jitter", "0.05", "--seed", seed) for seed in ("1", "1", "2")]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_stragglers_are_ranks_of_the_world():
+    words = ["parallel.world_size=16", "parallel.tp=2", "parallel.pp=4", "train.global_batch_size=16"]
+    assert stragglers_of(load_config(None, words), ["0=2", "3=3", "15=1.5"]) == {0: 3.0, 3: 1.5}
+
+
+def test_timelines_are_written_beside_the_table(recipe, tmp_path, capsys):
+    files = [tmp_path / "step.json", tmp_path / "step.png"]
+    assert run([recipe, "--timeline", str(files[0]), "--timeline", str(files[1])]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "".join(f"wrote {path}\n" for path in files)
+    assert "bubble" in printed.out
+    assert len(json.loads(files[0].read_text())["traceEvents"]) > 100
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_order_from_a_file_is_played(tmp_path, capsys):
+    path = tmp_path / "order.csv"
+    path.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'[parallel]\nworld_size = 2\npp = 2\nschedule = "csv"\nschedule_csv = "{path}"\n')
+    step = simulated(capsys, str(recipe), "train.global_batch_size=2")
+    assert [rank["in_flight"] for rank in step["ranks"]] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--straggler", "x"], "--straggler 'x' must be RANK=FACTOR, such as 17=1.3"),
+        (["--straggler", "16=2"], "--straggler 16=2: ranks run from 0 to 15"),
+        (["--straggler", "1=0"], "the factor must be above 0"),
+        (["--straggler", "1=nan"], "the factor must be above 0"),
+        (["--jitter", "-1"], "--jitter -1 must lie between 0 and 1"),
+        (["--imbalance", "0.5"], "--imbalance 0.5 must be at least 1"),
+        (["--gpu", "h10"], "did you mean 'h100'?"),
+        (["--timeline", "step.gif"], "--timeline step.gif must end in .json"),
+        (["--timeline", "no-such-folder/step.json"], "no-such-folder/step.json cannot be written: No such file"),
+        (["parallel.pp=3"], "parallel.pp=3"),
+        (["--overlap", "parallel.schedule=zero-bubble"], "overlap needs a schedule of pairs"),
+    ],
+)
+def test_wrong_words_are_refused_in_one_message(recipe, capsys, words, message):
+    with pytest.raises(ConfigError) as refused:
+        run([recipe, *words])
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert capsys.readouterr().out == ""
+
+
+def test_simulating_needs_no_torch(recipe):
+    code = (
+        f"import sys; from moefold.cli.simulate import run; run([{recipe!r}]); "
+        "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True).returncode == 0

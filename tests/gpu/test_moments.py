@@ -1,0 +1,52 @@
+"""Moments on the host, or in files, update weights on the GPU as moments beside them do. Needs CUDA."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from moefold.config.schema import Config, TrainConfig
+from moefold.offload.tier import Link
+from moefold.parallel.moments import FileHome, HostHome, MomentHome
+from moefold.testing.group import group_of
+from moefold.train.muon import build_muon
+from moefold.train.optimizer import build_optimizer, named_moments
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def _train(cfg: TrainConfig, home: MomentHome | None) -> dict[str, torch.Tensor]:
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    shapes = {f"layers.{i}.ffn.w_up": (512, 1024) for i in range(6)} | {"head.norm.weight": (1024,)}
+    given = {name: nn.Parameter(torch.randn(shape, device=device)) for name, shape in shapes.items()}
+    alone = group_of((0,), 0, None)
+    optimizer: torch.optim.Optimizer
+    if cfg.optimizer == "muon":
+        optimizer = build_muon(given, Config(train=cfg), alone, home)
+    else:
+        optimizer = build_optimizer(given, cfg, home)
+    for _ in range(5):
+        for parameter in given.values():
+            parameter.grad = torch.randn_like(parameter) + parameter.detach().sin()
+        optimizer.step()
+    moments = named_moments(optimizer, given)
+    if home is not None:
+        assert {m.device.type for name, m in moments.items() if ".w_up" in name} == {"cpu"}
+    return {name: tensor.detach().cpu() for name, tensor in {**given, **moments}.items()}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("place", ["host", "ssd"])
+def test_moments_outside_of_the_gpu_give_the_same_bits(tmp_path: Path, kind, moment_dtype, place):
+    cfg = TrainConfig(lr=1e-2, optimizer=kind, moment_dtype=moment_dtype)
+    link = Link(torch.device("cuda"))
+    home = HostHome(link, 4096) if place == "host" else FileHome(link, tmp_path, 4096)
+    expected, found = _train(cfg, None), _train(cfg, home)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name

@@ -1,0 +1,107 @@
+"""`train.recompute = ["auto"]`: of all sets that fit, the one with the least to do again."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from moefold.config.checks import check_config
+from moefold.config.schema import RECOMPUTE_PARTS, Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.errors import ConfigError
+from moefold.metrics.activation_memory import CPU, CUDA
+from moefold.metrics.memory_formula import memory_of_ranks
+from moefold.metrics.recompute_choice import GIB, choose_recompute, extra_work
+
+SHARED = {"shared_expert_ffn_hidden_size": 512, "layer_pattern": "DM"}
+LATENT = {"attention": "mla"}
+
+
+def _config(model: dict[str, object] | None = None, budget_gib: float = 0.0, **parallel: object) -> Config:
+    return Config(
+        run=RunConfig(device="cpu"),
+        model=ModelConfig(num_layers=8, **(model or {})),
+        parallel=ParallelConfig(**parallel),
+        train=TrainConfig(seq_len=2048, global_batch_size=64, recompute=("auto",), memory_budget_gib=budget_gib),
+    )
+
+
+def _worst(cfg: Config, parts: tuple[str, ...]) -> int:
+    return max(rank.total for rank in memory_of_ranks(cfg, recompute=parts, kernels=CUDA))
+
+
+def _legal(cfg: Config, parts: tuple[str, ...]) -> bool:
+    try:
+        check_config(replace(cfg, train=replace(cfg.train, recompute=parts)))
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        _config(),
+        _config(SHARED),
+        _config(LATENT | SHARED),
+        _config(SHARED, world_size=16, tp=2, pp=4, ep=4, schedule="interleaved", virtual_stages=2),
+    ],
+    ids=["plain", "shared", "latent", "pipeline"],
+)
+def test_for_every_budget_the_least_work_that_fits(cfg):
+    everything = itertools.chain.from_iterable(
+        itertools.combinations(RECOMPUTE_PARTS, n) for n in range(len(RECOMPUTE_PARTS) + 1)
+    )
+    known = {parts: _worst(cfg, parts) for parts in everything if _legal(cfg, parts)}
+    extras, chosen = [], set()
+    for budget in sorted(set(known.values()), reverse=True)[::9]:
+        choice = choose_recompute(cfg, budget)
+        assert known[choice.parts] == choice.worst_bytes <= budget
+        assert choice.extra == min(extra_work(cfg, parts) for parts, size in known.items() if size <= budget)
+        extras.append(choice.extra)
+        chosen.add(choice.parts)
+    assert extras == sorted(extras), "less memory never means less work"
+    assert () in chosen
+    assert len(chosen) > 1
+
+
+def test_what_fits_as_it_is_is_left_alone():
+    choice = choose_recompute(_config(), 10**12)
+    assert (choice.parts, choice.extra) == ((), 0.0)
+    assert "makes nothing again" in choice.words(10**12)
+
+
+def test_norms_go_first_and_whole_layers_last():
+    cfg = _config()
+    plain = choose_recompute(cfg, 10**12).worst_bytes
+    assert choose_recompute(cfg, plain - 1).parts == ("norms",)
+    assert choose_recompute(cfg, _worst(cfg, ("layer",))).parts == ("layer",)
+
+
+def test_a_budget_that_holds_nothing_is_refused_with_what_would_have_to_change():
+    with pytest.raises(ConfigError, match=r"weights, gradients and optimizer alone do not fit: raise parallel.pp"):
+        choose_recompute(_config(), 10**6)
+    least = _worst(_config(), ("layer",))
+    with pytest.raises(ConfigError, match=r"lower train.micro_batch_size=1, raise parallel.cp"):
+        choose_recompute(_config(), least - 1)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "budget", "message"),
+    [
+        (("auto",), 0.0, "needs train.memory_budget_gib with run.device='cpu'"),
+        (("auto", "norms"), 1.0, "names parts beside 'auto'"),
+        (("norms",), 1.0, "is read with train.recompute=\\['auto'\\] alone"),
+        (("auto",), 0.001, "holds no step, whatever is made again"),
+        (("auto",), -1.0, "must be at least 0"),
+    ],
+)
+def test_wrong_settings_are_refused(recompute, budget, message):
+    cfg = _config(budget_gib=budget)
+    with pytest.raises(ConfigError, match=message):
+        check_config(replace(cfg, train=replace(cfg.train, recompute=recompute)))
+
+
+def test_a_budget_that_holds_a_step_passes():
+    cfg = _config(budget_gib=_worst(_config(), ()) / GIB)
+    check_config(cfg)
+    assert choose_recompute(cfg, round(cfg.train.memory_budget_gib * GIB), CPU).parts != ("layer",)

@@ -1,0 +1,319 @@
+"""What leaves memory, once; what comes back, as it was and in time; what stays because there is no time or no room."""
+
+import logging
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moefold.config.schema import Config, RunConfig, TrainConfig
+from moefold.model.parameter import local
+from moefold.model.transformer import build_model
+from moefold.offload.activations import ActivationOffload
+from moefold.offload.ssd import SsdFile
+from moefold.offload.tier import HostMemory, Link
+from moefold.parallel.offload import apply_offload, open_offload
+from moefold.testing.kept import kept_bytes
+from tests.parallel.test_recompute import FE, FS, GQA, LATENT, A, D, F, G, H, K, T
+
+CPU = torch.device("cpu")
+SIZE = 1024
+WORD = 8
+BLOCK = SIZE * WORD
+
+
+class NotingLink(Link):
+    """Counts what is asked back."""
+
+    num_asked = 0
+
+    def room_on_device(self, num_bytes):
+        self.num_asked += 1
+        return super().room_on_device(num_bytes)
+
+
+class SlowMemory(HostMemory):
+    """Memory that takes its time, and notes what it is asked for."""
+
+    def __init__(self, store_s: float = 0.0, load_s: float = 0.0) -> None:
+        super().__init__(NotingLink(CPU))
+        self.store_s, self.load_s = store_s, load_s
+        self.loaded: list[float] = []
+        self.may_store = threading.Event()
+        self.may_store.set()
+
+    def store(self, data, ready):
+        self.may_store.wait(30)
+        time.sleep(self.store_s)
+        return super().store(data, ready)
+
+    def load(self, stored, out, ready):
+        time.sleep(self.load_s)
+        self.loaded.append(float(stored.host.view(torch.float64)[0]))
+        return super().load(stored, out, ready)
+
+
+def _offload(tier=None, *, waits: bool = True, min_bytes: int = 0) -> ActivationOffload:
+    return ActivationOffload(tier or HostMemory(Link(CPU)), min_bytes=min_bytes, waits=waits)
+
+
+def _stage(offload: ActivationOffload, forward):
+    return offload.around_stage(forward, tuple)
+
+
+def _vector(value: float = 1.0) -> Tensor:
+    return torch.full((SIZE,), value, dtype=torch.float64)
+
+
+def _passes(offload: ActivationOffload, forward, *args: Tensor):
+    offload.begin_step()
+    y = _stage(offload, forward)(*args)
+    y.sum().backward()
+    return offload.end_step()
+
+
+def test_a_storage_that_several_operations_save_is_stored_once_and_every_view_comes_back():
+    offload, weight = _offload(), torch.rand(32, 32, dtype=torch.float64, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        @offload.around
+        def part(z: Tensor) -> Tensor:
+            # A square, its transpose, a slice, a column, every other row, and one row read many times.
+            views = z.t(), z[3:20], z[:, 5], z[::2], z[7].expand(32, 32), z.view(2, 16, 32)[1]
+            y = (z * z).sum() + (z @ weight).sum()
+            return y + sum((view * view).sum() * i for i, view in enumerate(views))
+
+        return part(x.exp().view(32, 32))
+
+    found = []
+    for stage in (forward, _stage(offload, forward)):
+        x = torch.linspace(-1, 1, 32 * 32, dtype=torch.float64, requires_grad=True)
+        weight.grad = None
+        stage(x).backward()
+        found.append((x.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    # exp saves its result too, outside of the part: the same storage. The weight is a plain tensor here.
+    assert offload.end_step().stored_bytes == 2 * 32 * 32 * WORD
+
+
+def test_memory_is_free_while_it_is_away_and_nothing_is_left_behind():
+    offload = _offload()
+    stage = _stage(offload, offload.around(lambda x: ((x * 2).exp().sin() * x).sum()))
+    x = _vector().requires_grad_()
+    y, kept = kept_bytes(lambda: stage(x))
+    assert kept < BLOCK
+    # The results of exp and of sin; x is of whoever called.
+    assert offload.end_step().stored_bytes == 2 * BLOCK
+    y.backward()
+    assert len(offload._records) == 0
+
+
+def test_weights_small_tensors_and_what_lasts_anyway_stay():
+    offload = _offload(min_bytes=BLOCK)
+    weight = nn.Parameter(_vector(3.0).float())
+    lasting, short = _vector(5.0), torch.ones(SIZE - 1, dtype=torch.float64, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        y = (x * local(weight, torch.float64)).exp() * lasting
+        return y.sum() + (short * 2).exp().sum()
+
+    x = _vector().requires_grad_()
+    stage = offload.around_stage(offload.around(forward), lambda: (lasting,))
+    stage(x).backward()
+    # Only the result of exp; x itself belongs to whoever called.
+    assert offload.end_step().stored_bytes == BLOCK
+
+
+def test_a_part_that_comes_later_takes_what_was_kept_before_it():
+    offload = _offload()
+    part = offload.around(lambda x: x.square())
+
+    def forward(x: Tensor) -> Tensor:
+        z = x.exp()
+        return part(z).sum()
+
+    x = _vector().requires_grad_()
+    y, kept = kept_bytes(lambda: _stage(offload, forward)(x))
+    assert kept < BLOCK
+    y.backward()
+
+
+def test_what_is_on_its_way_out_is_taken_from_memory():
+    tier = SlowMemory()
+    tier.may_store.clear()
+    offload = _offload(tier, waits=False)
+    x = _vector(2.0).requires_grad_()
+    totals = _passes(offload, lambda x: offload.around(lambda z: (z * 1).exp())(x).sum(), x)
+    tier.may_store.set()
+    assert torch.equal(x.grad, x.detach().exp())
+    assert (totals.stored_bytes, totals.kept_bytes) == (0, BLOCK)
+    assert tier.loaded == []
+
+
+def test_parts_come_back_last_first_and_one_ahead_of_their_use():
+    tier = SlowMemory()
+    offload = _offload(tier)
+    part = offload.around(lambda x: x.square())
+    asked = []
+
+    def forward(x: Tensor) -> Tensor:
+        for i in range(4):
+            x = x * 1
+            x.register_hook(lambda grad, i=i: asked.append((i, tier.link.num_asked)))
+            x = part(x)
+        return x.sum()
+
+    _passes(offload, forward, _vector(2.0).requires_grad_())
+    # Each when the gradient of a part has passed: by then that of the part before was asked for too.
+    assert asked == [(3, 2), (2, 3), (1, 4), (0, 4)]
+    assert sorted(tier.loaded) == [2.0, 2.0**2, 2.0**4, 2.0**8]
+    assert tier.loaded[0] == 2.0**8
+
+
+def test_what_could_not_be_back_in_time_is_not_sent_again():
+    tier = SlowMemory(store_s=0.05, load_s=0.05)
+    offload = _offload(tier, waits=False)
+    part = offload.around(lambda x: x.square())
+
+    def forward(x: Tensor) -> Tensor:
+        for i in range(3):
+            x = part(x * 1)
+            # Only the first has the time.
+            time.sleep(0.4 if i == 0 else 0.0)
+        return x.sum()
+
+    first = _passes(offload, forward, _vector().requires_grad_())
+    second = _passes(offload, forward, _vector().requires_grad_())
+    assert first.stored_bytes == second.stored_bytes == BLOCK
+    assert second.kept_bytes == 2 * BLOCK
+    assert offload._storing._work_queue.empty()
+
+
+def test_a_slow_place_is_told_once(caplog):
+    offload = _offload(SlowMemory(store_s=0.05), waits=False)
+    forward = offload.around(lambda x: (x * 1).exp().sin().sum())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(4):
+            _passes(offload, forward, _vector().requires_grad_())
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["rank 0"]
+    assert "host memory is too slow" in caplog.text
+
+
+def test_a_full_place_is_told_once_and_the_rest_stays(caplog):
+    offload = _offload(HostMemory(Link(CPU), 1.5 * BLOCK))
+    forward = offload.around(lambda x: x.exp().exp().sum())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            x = _vector().requires_grad_()
+            totals = _passes(offload, forward, x)
+            assert (totals.stored_bytes, totals.kept_bytes) == (BLOCK, BLOCK)
+            assert torch.equal(x.grad, x.detach().exp().exp() * x.detach().exp())
+    (record,) = caplog.records
+    assert "host memory has no more room (train.offload_limit_gib): some activations stay in memory" in record.message
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_change_in_place_is_noticed(waits):
+    """Autograd does not look at tensors that hooks take."""
+    tier = SlowMemory()
+    offload = _offload(tier, waits=waits)
+    tier.may_store.clear()
+
+    def forward(x: Tensor) -> Tensor:
+        z = x * 1
+        y = offload.around(torch.square)(z)
+        z.detach().add_(1)
+        tier.may_store.set()
+        return y.sum()
+
+    with pytest.raises(RuntimeError, match="was modified in place after it was saved"):
+        _passes(offload, forward, _vector().requires_grad_())
+
+
+def test_a_failure_that_nobody_expected_is_not_lost():
+    class Broken(HostMemory):
+        def store(self, data, ready):
+            raise ZeroDivisionError
+
+    offload = _offload(Broken(Link(CPU)))
+    with pytest.raises(ZeroDivisionError):
+        _passes(offload, offload.around(lambda x: x.exp().sum()), _vector().requires_grad_())
+
+
+def test_without_gradients_nothing_leaves():
+    offload = _offload()
+    with torch.no_grad():
+        _stage(offload, offload.around(torch.exp))(_vector())
+    assert offload.end_step().stored_bytes == 0
+
+
+def test_a_weight_keeps_its_mark():
+    """As long as its memory lives, whichever tensor asks: FSDP frees and refills it between the passes."""
+    weight = nn.Parameter(torch.ones(4, 4))
+    copy = local(weight, torch.float64)
+    del weight
+    offload = _offload()
+    seen = []
+    offload.around_stage(lambda: seen.append([offload._takes(x) for x in (copy, copy.t()[1:], copy.data)]), tuple)()
+    assert seen == [[False] * 3]
+
+
+# Of each part, for a token: what is written in float64, over the layers D and M.
+HEADS = (2 * A + 2 * G) * D + A
+PARTS = [
+    # Two norms in each of two layers: input, result, and on CPU what is within; the first input is the embedding.
+    ("norms", 2 * 2 * (3 * H + 1)),
+    ("core_attention", 2 * HEADS),
+    ("dense_mlp", H + 4 * F),
+    ("expert_activation", K * (H + 2 * FE)),
+    ("shared_experts", H + 4 * FS),
+    ("moe", 2 * H + K * (2 * H + 2 * FE) + 4 * FS),
+]
+
+
+def _model(model, parts: tuple[str, ...], **train: object):
+    train = {"seq_len": T // 2, "micro_batch_size": 2, "offload": parts, "offload_min_kib": 0} | train
+    cfg = Config(run=RunConfig(dtype="float64"), model=model, train=TrainConfig(offload_waits=True, **train))
+    module = build_model(cfg).double()
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    module.place(torch.arange(T // 2))
+    offload = open_offload(cfg.train, CPU, 0)
+    if offload is not None:
+        apply_offload(module, parts, offload)
+    tokens = torch.randint(8, (2, T // 2), generator=torch.Generator().manual_seed(1))
+    further = tokens[:, None].expand(-1, model.mtp_layers, -1) if model.mtp_layers else None
+    shares = torch.ones(tokens.shape)
+    return module, offload, lambda: module(tokens, tokens, shares, further_labels=further).sum()
+
+
+@pytest.mark.parametrize(("part", "formula"), PARTS)
+def test_each_part_gives_away_what_its_formula_says(part, formula):
+    _, offload, loss = _model(GQA, (part,))
+    loss().backward()
+    assert offload.end_step().stored_bytes / WORD / T == pytest.approx(formula, rel=0.1)
+
+
+@pytest.mark.parametrize("model", [GQA, LATENT, replace(GQA, mtp_layers=2)])
+def test_all_but_the_ends_of_the_model_is_away(model, tmp_path):
+    plain, _, loss = _model(model, ())
+    (expected, everything) = kept_bytes(loss)
+    expected.backward()
+    module, offload, loss = _model(model, ("layer",), offload_to="ssd", offload_dir=str(tmp_path))
+    for _ in range(2):
+        module.zero_grad()
+        (found, kept) = kept_bytes(loss)
+        away = offload.end_step().stored_bytes
+        assert isinstance(offload._tier, SsdFile)
+        # Of the layers nothing but counts is left, what embedding, head and losses keep is the same.
+        assert kept < everything - 0.98 * away
+        assert kept < everything * (0.35 if model.mtp_layers else 0.15)
+        found.backward()
+        assert torch.equal(found, expected)
+        for (name, mine), theirs in zip(module.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad), name
+    assert offload._tier._extents.end == 0

@@ -1,0 +1,85 @@
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from moefold.config.schema import Config, TrainConfig
+from moefold.errors import ConfigError
+from moefold.offload.tier import Link
+from moefold.parallel.moments import FileHome
+from moefold.testing.group import group_of
+from moefold.train.muon import build_muon
+from moefold.train.optimizer import build_optimizer, named_moments
+
+CPU = torch.device("cpu")
+MIB = 2**20
+ALONE = group_of((0,), 0, None)
+
+
+def _parameters() -> dict[str, nn.Parameter]:
+    torch.manual_seed(0)
+    shapes = {"layers.0.ffn.w_up": (40, 30), "layers.0.experts.w_up": (3, 8, 10), "head.norm.weight": (30,)}
+    return {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+
+
+def _train(given: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        for parameter in given.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator) + parameter.detach().sin()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("min_bytes", [0, 200, MIB])
+def test_moments_in_files_give_the_same_bits(tmp_path, kind, moment_dtype, min_bytes):
+    cfg = TrainConfig(lr=1e-2, optimizer=kind, moment_dtype=moment_dtype)
+
+    def build(given: dict[str, nn.Parameter], home: FileHome | None) -> torch.optim.Optimizer:
+        return (
+            build_muon(given, Config(train=cfg), ALONE, home)
+            if kind == "muon"
+            else build_optimizer(given, cfg, home=home)
+        )
+
+    here, away = _parameters(), _parameters()
+    beside = build(here, None)
+    outside = build(away, FileHome(Link(CPU), tmp_path, min_bytes))
+    _train(here, beside)
+    _train(away, outside)
+    for name in here:
+        assert torch.equal(here[name], away[name]), name
+    expected = named_moments(beside, here)
+    for name, moment in named_moments(outside, away).items():
+        assert torch.equal(moment, expected[name]), name
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_step_has_seen_leaves_memory(tmp_path):
+    home = FileHome(Link(CPU), tmp_path, min_bytes=MIB)
+    moment = home.zeros(torch.zeros(32 * MIB), torch.float32)
+    start = _resident_bytes()
+    for (here,) in home.visit([[moment]]):
+        here.add_(1)
+        assert _resident_bytes() - start > 100 * MIB
+    assert _resident_bytes() - start < 30 * MIB
+    assert moment.sum().item() == 32 * MIB
+
+
+def test_a_disk_without_room_is_named_before_training(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"train\.offload_dir='.*' has no place for 0\.00 GiB of moments: "):
+            FileHome(Link(CPU), tmp_path, 0).zeros(torch.zeros(MIB), torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()

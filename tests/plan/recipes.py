@@ -1,0 +1,57 @@
+"""Small recipes whose rules differ: what the enumeration must be exact for."""
+
+from dataclasses import replace
+
+from moefold.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+
+SMALL = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=48,
+    moe_ffn_hidden_size=24,
+    vocab_size=64,
+    num_experts=4,
+    top_k=2,
+    layer_pattern="DM",
+)
+
+RECIPES = {
+    "plain": Config(
+        run=RunConfig(device="cuda"),
+        model=SMALL,
+        moe=MoEConfig(llep_min_tokens=8),
+        train=TrainConfig(seq_len=16, global_batch_size=4),
+    ),
+    "windows and an uneven batch": Config(
+        run=RunConfig(dtype="float32"),
+        model=replace(SMALL, num_layers=2, num_attention_heads=6, num_query_groups=3, head_dim=8, layer_pattern="M"),
+        train=TrainConfig(seq_len=24, global_batch_size=6, loss_chunk=10),
+        parallel=ParallelConfig(context="ulysses"),
+    ),
+    "latent attention, padded to a capacity": Config(
+        model=replace(SMALL, attention="mla", mtp_layers=1, shared_expert_ffn_hidden_size=16),
+        moe=MoEConfig(capacity_factor=1.0, pad_to_capacity=True),
+        train=TrainConfig(seq_len=16, global_batch_size=4),
+        parallel=ParallelConfig(pipeline_layout="auto"),
+    ),
+    "another order of the ranks": Config(
+        model=replace(SMALL, num_layers=2),
+        train=TrainConfig(seq_len=8, global_batch_size=4),
+        parallel=ParallelConfig(order="dp-pp-cp-tp", moe_order="edp-pp-ep-etp"),
+    ),
+    "dense": Config(
+        model=replace(SMALL, num_layers=2, layer_pattern="D"), train=TrainConfig(seq_len=8, global_batch_size=4)
+    ),
+    "stages spelled out": Config(
+        model=replace(SMALL, num_layers=3),
+        train=TrainConfig(seq_len=8, global_batch_size=8),
+        parallel=ParallelConfig(pipeline_layout="Et|t|t|L"),
+    ),
+}
+
+
+def on_ranks(cfg: Config, world_size: int) -> Config:
+    """A recipe on a number of ranks."""
+    return replace(cfg, parallel=replace(cfg.parallel, world_size=world_size))

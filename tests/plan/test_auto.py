@@ -1,0 +1,69 @@
+from pathlib import Path
+
+import pytest
+
+from moefold.config.checks import check_config
+from moefold.config.load import load_given
+from moefold.errors import ConfigError
+from moefold.launch.machine import Machine, gpu_name
+from moefold.plan.auto import plan_mapping
+
+RECIPE = """parallel = "auto"
+[run]
+device = "cpu"
+dtype = "float32"
+[model]
+preset = "tiny"
+[train]
+seq_len = 64
+global_batch_size = 6
+"""
+
+
+def planned(tmp_path: Path, *overrides: str, ranks: int = 4, launched: bool = False, memory_gib: float = 16.0):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return plan_mapping(*load_given(path, overrides), Machine("cpu", "cpu", ranks, launched, memory_gib))
+
+
+def test_the_chosen_mapping_is_legal_and_told(tmp_path):
+    cfg, words = planned(tmp_path)
+    check_config(cfg)
+    assert cfg.parallel.mapping == "given"
+    assert cfg.run.device == "cpu"
+    assert words.startswith(f"parallel = auto: tp={cfg.parallel.tp} ")
+    assert "bound by" in words
+
+
+def test_given_axes_stay(tmp_path):
+    cfg, _ = planned(tmp_path, "parallel.world_size=2", "parallel.ep=2", "train.micro_batch_size=3")
+    assert (cfg.parallel.world_size, cfg.parallel.ep, cfg.train.micro_batch_size) == (2, 2, 3)
+
+
+def test_as_many_devices_are_taken_as_some_mapping_uses(tmp_path):
+    cfg, _ = planned(tmp_path, ranks=7)
+    assert 1 < cfg.parallel.world_size <= 6
+
+
+def test_all_ranks_of_a_launcher_are_taken(tmp_path):
+    assert planned(tmp_path, ranks=2, launched=True)[0].parallel.world_size == 2
+    with pytest.raises(ConfigError, match="no mapping of 7 GPUs"):
+        planned(tmp_path, ranks=7, launched=True)
+
+
+def test_too_little_memory_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"parallel.world_size=2 leaves 0.25 GiB"):
+        planned(tmp_path, "parallel.world_size=2", memory_gib=0.5)
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GB200", "gb200"), ("AMD Instinct MI300X", "mi300x")],
+)
+def test_the_driver_s_name_is_understood(driver, name):
+    assert gpu_name(driver) == name
+
+
+def test_an_unknown_gpu_is_refused():
+    with pytest.raises(ConfigError, match="--gpu FILE.toml"):
+        gpu_name("NVIDIA GeForce RTX 3090")

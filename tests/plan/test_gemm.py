@@ -1,0 +1,54 @@
+"""Products, by hand and against what was measured."""
+
+import pytest
+
+from moefold.plan.device import load_device
+from moefold.plan.gemm import Products
+from moefold.plan.workload import Workload
+
+WORK = Workload(seq_len=4096, global_batch_size=8)
+
+
+def products(gpu="h100", precision="bf16", **options):
+    return Products(load_device(gpu), Workload(seq_len=4096, global_batch_size=8, precision=precision, **options))
+
+
+def test_a_large_product_runs_as_fast_as_it_was_measured():
+    """published/README.md: 790 TFLOP/s on an H200 for 8192^3, cold; training holds a little less."""
+    seconds = products("h200").product_s(8192, 8192, 8192)
+    assert 2 * 8192**3 / seconds / 1e12 == pytest.approx(790, rel=0.1)
+
+
+def test_a_product_is_never_faster_than_its_operations_or_its_bytes():
+    one = products()
+    for rows, columns, depth in ((16, 4096, 4096), (4096, 128, 128), (4096, 4096, 64), (1, 1, 1)):
+        seconds = one.product_s(rows, columns, depth)
+        assert seconds >= 2 * rows * columns * depth / 989.5e12
+        assert seconds >= 2 * (rows * depth + depth * columns + rows * columns) / 3.35e12
+
+
+def test_no_rows_take_no_time():
+    assert products().product_s(0, 4096, 4096) == 0.0
+    assert products().weight_gradient_s(0, 4096, 4096) == 0.0
+
+
+def test_many_small_experts_are_slower_than_one_product():
+    one = products()
+    whole = one.product_s(16384, 1536, 2048)
+    apart = one.product_s(16384, 1536, 2048, groups=32)
+    fused = one.product_s(16384, 1536, 2048, groups=32, fused=True)
+    assert whole < fused < apart
+
+
+def test_weight_gradients_write_float32():
+    one = products()
+    thin = one.weight_gradient_s(128, 16384, 6144, groups=8)
+    assert thin >= 8 * 8 * 16384 * 6144 / 3.35e12
+
+
+def test_casting_costs_passes_below_sixteen_bits_alone():
+    assert products().quantize_s(1e9) == 0.0
+    assert products(precision="fp8").quantize_s(1e9) > 0.0
+    assert products("gb200", "mxfp8", fused_experts=True).quantize_s(1e9, fused=True) == 0.0
+    assert products("gb200", "mxfp8").product_s(8192, 8192, 8192) < products("gb200").product_s(8192, 8192, 8192)
+    assert products("a100", "fp8").product_s(4096, 4096, 4096) == products("a100").product_s(4096, 4096, 4096)

@@ -1,0 +1,237 @@
+"""The page of a plan: what is on it as text, and what a browser makes of it."""
+
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass, replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from moefold.config.load import load_config
+from moefold.errors import ConfigError
+from moefold.plan.device import load_device
+from moefold.plan.mapping import Mapping
+from moefold.plan.memory import MemoryEstimate, memory_bytes
+from moefold.plan.report import MEMORY_PARTS, Study, name_of, report_html, write_report
+from moefold.plan.shape import shape_of
+from moefold.plan.step_time import Pricer, StepTime
+from moefold.plan.workload import Workload
+
+BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome", "chrome")
+SECTIONS = ("views", "ranking", "memory-bars", "time-bars", "timeline", "sensitivity", "scaling")
+WORKLOAD = Workload(seq_len=4096, global_batch_size=256)
+BEST = Mapping(tp=2, dp=8, pp=4, vpp=2, ep=8, edp=2, schedule="interleaved")
+OTHERS = (replace(BEST, vpp=1, schedule="1f1b"), replace(BEST, vpp=1, schedule="zero-bubble", recompute=("layer",)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    mapping: Mapping
+    time: StepTime
+    memory: MemoryEstimate
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    gpu, shape = load_device("h100"), shape_of(load_config(None, ["model.preset=mixtral-8x7b"]).model)
+    pricer = Pricer(shape, gpu, WORKLOAD)
+
+    def plan(mapping: Mapping) -> Plan:
+        return Plan(mapping, pricer.step_time(mapping), memory_bytes(shape, mapping, WORKLOAD, gpu))
+
+    def replan(num_gpus: int) -> Plan | None:
+        return None if num_gpus not in (32, 128) else plan(replace(BEST, dp=num_gpus // 8, edp=num_gpus // 32))
+
+    plans = [plan(mapping) for mapping in (BEST, *OTHERS)]
+    return Study("mixtral <8x7b>", gpu, 64, WORKLOAD, shape, plans, replan)
+
+
+@pytest.fixture(scope="module")
+def page(study) -> str:
+    return report_html(study)
+
+
+class Page(HTMLParser):
+    """Collects tags, and the texts of the cells of each table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.tags, self.rows, self.texts = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "link", "img", "br", "rect", "line", "circle", "polyline") or tag == "rect":
+            self.open.append(tag)
+        self.tags.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag in ("circle",):
+            return
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th") and self.rows:
+            self.rows[-1].append(data.strip())
+        self.texts.append(data)
+
+
+def read(page: str) -> Page:
+    parser = Page()
+    parser.feed(page)
+    assert parser.open == []
+    return parser
+
+
+def drawings(page: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+
+
+def test_the_page_has_all_parts_and_asks_nothing_of_the_network(page, study):
+    parts = [attributes.get("id") for tag, attributes in read(page).tags if tag == "h2"]
+    assert parts == list(SECTIONS)
+    assert "mixtral &lt;8x7b&gt; on 64 x h100" in page
+    assert "<8x7b>" not in page
+    assert not re.search(r"https?://|src=|href=|@import|url\(", page)
+    assert len(drawings(page)) == 2 + 2 + 1 + 3 + 1
+
+
+def test_the_table_ranks_the_mappings(page, study):
+    rows = [row for row in read(page).rows if len(row) > 15]
+    assert len(rows) == 1 + len(study.plans)
+    for row, plan in zip(rows[1:], study.plans, strict=True):
+        m = plan.mapping
+        assert row[1:11] == [str(getattr(m, key)) for key in rows[0][1:11]]
+        assert row[11] == m.schedule
+        assert float(row[14]) == round(plan.time.total_s, 3)
+
+
+def test_every_gpu_is_in_both_views_with_its_groups(page, study):
+    views = [svg for svg in drawings(page) if svg.get("data-view")]
+    assert [svg.get("data-view") for svg in views] == ["attention", "experts"]
+    for svg, axes in zip(views, (("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")), strict=True):
+        cells = [rect for rect in svg.iter("rect") if rect.get("class") == "gpu"]
+        assert len(cells) == 64
+        assert len({(cell.get("x"), cell.get("y")) for cell in cells}) == 64
+        for axis in axes:
+            sizes = [[cell.get(f"data-{axis}") for cell in cells].count(str(group)) for group in range(64)]
+            assert set(sizes) <= {0, getattr(BEST, axis)}
+        assert sum(text.text.startswith("node") for text in svg.iter("text")) == 8
+
+
+def test_bars_are_as_long_as_their_parts(page, study):
+    memory, time = drawings(page)[2:4]
+    for svg, parts_of in (
+        (memory, lambda plan: [getattr(plan.memory, part) for part in MEMORY_PARTS]),
+        (time, lambda plan: list(plan.time.parts.values())),
+    ):
+        bars = [rect for rect in svg.iter("rect") if rect.get("class") == "part"]
+        wanted = [value for plan in study.plans for value in parts_of(plan) if value > 0]
+        assert len(bars) == len(wanted)
+        drawn = sorted(float(bar.get("width")) for bar in bars)
+        scale = sum(drawn) / sum(wanted)
+        assert drawn == pytest.approx([value * scale for value in sorted(wanted)], abs=0.02)
+    assert [text.text for text in memory.iter("text")].count("79.1 GiB a GPU") == 1
+
+
+def test_the_timeline_has_a_bar_for_every_pass(page):
+    svg = drawings(page)[4]
+    passes = [rect for rect in svg.iter("rect") if rect.get("class") == "pass"]
+    assert len(passes) == 2 * 8 * BEST.num_micro_batches(256)
+    assert [text.text for text in svg.iter("text") if text.text.startswith("pp rank")] == [
+        f"pp rank {i}" for i in range(4)
+    ]
+
+
+def test_the_curves_show_the_best_mapping_under_other_conditions(page, study):
+    *_, bandwidth, imbalance, count, scaling = drawings(page)
+    best = study.plans[0].time
+    titles = [title.text for svg in (bandwidth, imbalance, count) for title in svg.iter("title")]
+    assert f"within nvlink: {best.total_s:.4g} s a step at 1" in titles
+    assert f"the best mapping: {best.total_s:.4g} s a step at 1" in titles
+    assert f"the best mapping: {best.tokens_per_s_per_gpu:.4g} tokens/s/GPU at 64" in titles
+    slow = [float(title.split(": ")[1].split()[0]) for title in titles if title.startswith("beyond it")]
+    assert slow == sorted(slow, reverse=True)
+    uneven = [float(title.text.split(": ")[1].split()[0]) for title in imbalance.iter("title")]
+    assert uneven == sorted(uneven)
+    assert uneven[-1] > uneven[0]
+    planned = [title.text for title in scaling.iter("title") if title.text.startswith("planned anew")]
+    # On 16 and on 256 GPUs nothing was found.
+    assert [title.split()[-1] for title in planned] == ["32", "64", "128"]
+
+
+def test_the_numbers_are_there_for_programs(page, study):
+    text = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1]
+    data = json.loads(text)
+    assert data["model"] == study.model
+    assert [row["step_time_s"] for row in data["mappings"]] == [plan.time.total_s for plan in study.plans]
+
+
+def test_names_say_what_is_unusual():
+    assert name_of(Mapping()) == "tp1 cp1 dp1 pp1 ep1 etp1 mbs1"
+    mapping = Mapping(pp=4, vpp=2, schedule="zbv", zero=3, recompute=("moe",), offload=("optimizer",), overlap=True)
+    assert name_of(mapping) == "tp1 cp1 dp1 pp4x2 ep1 etp1 mbs1 zbv zero3 -moe offload optimizer overlap"
+
+
+def test_wrong_files_and_empty_plans_are_refused(study, tmp_path):
+    with pytest.raises(ConfigError, match=r"report\.pdf must end in \.html"):
+        write_report(study, tmp_path / "report.pdf")
+    with pytest.raises(ConfigError, match="cannot be written: No such file"):
+        write_report(study, tmp_path / "nowhere" / "report.html")
+    with pytest.raises(ConfigError, match="no mapping is legal"):
+        write_report(replace(study, plans=[]), tmp_path / "report.html")
+
+
+def test_thousands_of_gpus_are_drawn_in_part(study):
+    mapping = replace(BEST, dp=256, edp=64, mbs=1)
+    plan = replace(study.plans[0], mapping=mapping)
+    page = report_html(replace(study, num_gpus=2048, plans=[plan], workload=replace(WORKLOAD, global_batch_size=2048)))
+    assert "the first 1024 of 2048 GPUs" in page
+    assert page.count('class="gpu"') == 2 * 1024
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    found = next((path for path in map(shutil.which, BROWSERS) if path), None)
+    if found is None:
+        pytest.skip(f"no browser to look with: none of {', '.join(BROWSERS)} is on the PATH")
+    return found
+
+
+def look(browser: str, path: Path, *words: str) -> str:
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--window-size=1260,2800"]
+    done = subprocess.run(
+        [browser, *flags, *words, path.as_uri()], capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout
+
+
+def test_a_browser_shows_the_page(browser, study, tmp_path):
+    path, picture = tmp_path / "report.html", tmp_path / "report.png"
+    write_report(study, path)
+    shown = look(browser, path, "--dump-dom")
+    # The script has run: every GPU has a colour, and as many colours as there are groups along the first axis.
+    for view, groups in (("attention", 32), ("experts", 8)):
+        svg = re.search(rf'<svg data-view="{view}".*?</svg>', shown, re.DOTALL)[0]
+        fills = re.findall(r'<rect class="gpu"[^>]*style="fill: ([^"]*?);?"', svg)
+        assert len(fills) == 64
+        assert len(set(fills)) == groups
+    for section in SECTIONS:
+        assert f'id="{section}"' in shown
+    look(browser, path, f"--screenshot={picture}")
+    pixels = imread(picture)[..., :3]
+    assert pixels.shape[1] >= 1200
+    inked = (pixels.min(axis=-1) < 0.85).mean(axis=1)
+    # The window is longer than the page. Each fifth down to the last line has ink, and none is covered by it.
+    height = int(inked.nonzero()[0][-1])
+    assert height > 1500
+    for part in range(5):
+        assert 0.003 < inked[part * height // 5 : (part + 1) * height // 5].mean() < 0.6

@@ -1,0 +1,120 @@
+"""The search leaves nothing out that could win: compared with pricing every mapping of small worlds."""
+
+from dataclasses import replace
+
+import pytest
+
+from moefold.plan.device import load_device
+from moefold.plan.fit import Fit
+from moefold.plan.legality import Legality
+from moefold.plan.mapping import Mapping
+from moefold.plan.memory import OVERHEAD_GIB, memory_bytes
+from moefold.plan.restriction import Restriction
+from moefold.plan.search import Plan, Search
+from moefold.plan.shape import shape_of
+from moefold.plan.space import Fold, MappingSpace
+from moefold.plan.step_time import Pricer
+from moefold.plan.workload import Workload
+from tests.plan.recipes import RECIPES, on_ranks
+
+NAMES = ("plain", "latent attention, padded to a capacity", "another order of the ranks", "dense")
+
+
+def searched(name: str, world_size: int, room_gib: float, fixed: dict | None = None) -> Search:
+    """A search on a device that has so much beside the overhead."""
+    cfg = on_ranks(RECIPES[name], world_size)
+    space = MappingSpace(Legality(cfg), Restriction(fixed or {}))
+    device = replace(load_device("h100"), memory_gib=OVERHEAD_GIB + room_gib)
+    workload = Workload(seq_len=cfg.train.seq_len, global_batch_size=cfg.train.global_batch_size)
+    shape = shape_of(cfg.model)
+    return Search(space, Pricer(shape, device, workload), Fit(shape, workload, device, space.recomputes))
+
+
+def every_mapping(search: Search) -> dict[Fold, list[Mapping]]:
+    found: dict[Fold, list[Mapping]] = {}
+    world = search.space.legality.base.parallel.world_size
+    for values in search.space:
+        tp, cp, pp, ep, etp = (values[axis] for axis in ("tp", "cp", "pp", "ep", "etp"))
+        fold = Fold(tp, cp, world // (tp * cp * pp), pp, ep, etp, world // (ep * etp * pp))
+        found.setdefault(fold, []).append(Mapping(**values, dp=fold.dp, edp=fold.edp))
+    return found
+
+
+def check_folds(search: Search, step: int) -> None:
+    """Compare every so manieth fold with the prices of all its mappings."""
+    everything = every_mapping(search)
+    views = dict(search.space.folds)
+    assert set(views) == set(everything)
+    for fold in sorted(everything)[::step]:
+        plan = search.best(fold, views[fold])
+        fits = [m for m in everything[fold] if search.memory.estimate(m).fits]
+        assert plan.memory.fits == bool(fits)
+        assert plan.mapping in everything[fold]
+        if fits:
+            fastest = min(search.pricer.step_time(m).total_s for m in fits)
+            assert plan.time.total_s == pytest.approx(fastest, rel=1e-12)
+
+
+@pytest.mark.parametrize("room_mib", [0.3, 0.5, 100.0])
+def test_the_best_of_each_fold_is_the_best_of_all_its_mappings(room_mib):
+    check_folds(searched("plain", 2, room_mib / 1024), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room_mib", [0.3, 0.5, 1.0, 100.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_best_of_each_fold_is_the_best_on_four_ranks(name, room_mib):
+    check_folds(searched(name, 4, room_mib / 1024), 1)
+
+
+def test_plans_are_ranked_best_first():
+    plans = searched("plain", 4, 0.25 / 1024).ranked()
+    assert len(plans) == len(searched("plain", 4, 1.0).space.folds)
+    assert [plan.order for plan in plans] == sorted(plan.order for plan in plans)
+    fits = [plan.memory.fits for plan in plans]
+    assert fits == sorted(fits, reverse=True)
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_the_filter_says_what_the_estimate_says(name):
+    search = searched(name, 2, 0.45 / 1024)
+    seen = set()
+    for mappings in every_mapping(search).values():
+        for m in mappings[::17]:
+            fits = search.memory.fitting(replace(m, recompute=()), m.zero)(m.recompute)
+            estimate = search.memory.estimate(m)
+            first = memory_bytes(search.pricer.shape, m, search.pricer.workload, search.pricer.device)
+            assert estimate.total >= first.total
+            if m.pp == 1:
+                assert estimate == first
+            if abs(estimate.total - estimate.capacity) > 1:
+                assert fits == estimate.fits, m
+            if not search.memory.may_fit(m, m.zero):
+                assert not fits
+            seen.add(fits)
+    assert seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sharding_the_state_costs_no_time_and_saves_memory(name):
+    """Why zero=0 is not searched."""
+    search = searched(name, 2, 1.0)
+    for mappings in every_mapping(search).values():
+        for m in (m for m in mappings[::29] if m.zero == 0):
+            one, none = search.price(replace(m, zero=1)), search.price(m)
+            assert one.time.total_s <= none.time.total_s
+            assert one.memory.total <= none.memory.total
+
+
+def test_a_fixed_zero_is_searched():
+    search = searched("plain", 2, 1.0, {"zero": 0})
+    assert {plan.mapping.zero for plan in search.ranked()} == {0}
+
+
+def test_what_is_bound_by_memory_says_so():
+    search = searched("plain", 4, 1.0)
+    plan = search.ranked()[0]
+    assert "memory" not in plan.binding
+    again = search.price(replace(plan.mapping, recompute=("layer",)))
+    assert isinstance(again, Plan)
+    assert again.binding.endswith("+ memory")

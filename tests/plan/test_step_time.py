@@ -1,0 +1,123 @@
+"""A step's time: hand-worked parts, what must be monotone, and what must add up."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from moefold.plan.device import load_device
+from moefold.plan.mapping import Mapping
+from moefold.plan.model_name import read_shape
+from moefold.plan.pipeline_time import bubble_s
+from moefold.plan.step_time import PARTS, Pricer
+from moefold.plan.workload import Workload
+
+FOLDED = Mapping(tp=2, pp=8, vpp=7, dp=8, ep=8, edp=2)
+WORK = Workload(seq_len=4096, global_batch_size=256)
+
+
+def pricer(model="mixtral-8x22b", gpu="h100", work=WORK):
+    return Pricer(read_shape(model), load_device(gpu), work)
+
+
+def seconds(mapping, **options):
+    return pricer(**options).step_time(mapping).total_s
+
+
+def test_the_parts_add_up_and_the_rates_follow():
+    step = pricer().step_time(FOLDED)
+    assert set(step.parts) == set(PARTS)
+    assert sum(step.parts.values()) == pytest.approx(step.total_s)
+    assert min(step.parts.values()) >= 0
+    assert step.num_micro_batches == 32
+    assert step.tokens_per_s_per_gpu == pytest.approx(256 * 4096 / 128 / step.total_s)
+    assert step.mfu == pytest.approx(step.tokens_per_s_per_gpu * step.flops_per_token / 989.5e12)
+    assert step.exposed_s < step.total_s
+    assert step.binding == "experts"
+
+
+def test_nothing_is_faster_than_its_operations_at_the_peak():
+    step = pricer().step_time(FOLDED)
+    causal = replace(WORK, causal=True)
+    least = pricer(work=causal).flops_per_token * 256 * 4096 / 128 / 989.5e12
+    assert step.total_s > least
+
+
+@pytest.mark.parametrize("part", ["norms", "core_attention", "expert_activation", "moe", "layer"])
+def test_recomputation_takes_time(part):
+    assert seconds(replace(FOLDED, recompute=(part,))) > seconds(FOLDED)
+
+
+def test_a_part_that_holds_others_swallows_them():
+    moe = seconds(replace(FOLDED, recompute=("moe",)))
+    assert seconds(replace(FOLDED, recompute=("moe", "expert_activation"))) == moe
+    assert seconds(replace(FOLDED, recompute=("layer",))) > moe
+
+
+def test_zero_costs_what_it_communicates():
+    times = [seconds(replace(FOLDED, zero=zero)) for zero in (1, 2, 3)]
+    assert times == sorted(times)
+    assert times[0] <= seconds(replace(FOLDED, zero=0))
+
+
+def test_virtual_stages_shrink_the_bubble():
+    parts = [pricer().step_time(replace(FOLDED, vpp=vpp)).parts["bubble"] for vpp in (1, 7)]
+    assert parts[0] > 5 * parts[1] > 0
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, schedule="1f1b") == 9.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=3, schedule="interleaved") == 3.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, schedule="zero-bubble") == 3.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=1, vpp=1, schedule="1f1b") == 0.0
+    # docs/pipeline.md: (p-1)(F+2I-W) of a chunk, a rank's two chunks being F = I = W = 1/2 each.
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=2, schedule="dualpipev") == pytest.approx(3 * (0.5 + 1.0 - 0.5))
+
+
+def test_experts_that_leave_the_node_pay_for_it_and_overlap_hides_it():
+    inside = pricer("qwen3-30b-a3b").step_time(Mapping(dp=16, ep=8, edp=2))
+    across = pricer("qwen3-30b-a3b").step_time(Mapping(dp=16, ep=16, edp=1))
+    assert across.parts["ep_comm"] > 3 * inside.parts["ep_comm"]
+    hidden = pricer("qwen3-30b-a3b").step_time(Mapping(dp=16, ep=16, edp=1, overlap=True))
+    assert hidden.parts["ep_comm"] < 0.5 * across.parts["ep_comm"]
+    rack = pricer("qwen3-30b-a3b", gpu="gb200").step_time(Mapping(dp=16, ep=16, edp=1))
+    assert rack.parts["ep_comm"] < 0.2 * across.parts["ep_comm"]
+
+
+def test_folding_beats_coupling_where_context_parallelism_spreads_the_experts():
+    long = replace(WORK, seq_len=16384, global_batch_size=1024)
+    folded = Mapping(tp=2, cp=4, pp=8, vpp=7, dp=2, ep=8, edp=2)
+    coupled = replace(folded, etp=2, ep=2, edp=4)
+    assert seconds(folded, work=long) < seconds(coupled, work=replace(long, coupled=True))
+
+
+def test_imbalance_slows_the_experts_up_to_the_capacity():
+    even = seconds(FOLDED)
+    skewed = seconds(FOLDED, work=replace(WORK, imbalance=1.5))
+    assert skewed > 1.1 * even
+    dropped = replace(WORK, imbalance=1.5, capacity_factor=1.0)
+    assert seconds(FOLDED, work=dropped) == seconds(FOLDED, work=replace(WORK, capacity_factor=1.0))
+
+
+def test_lower_precision_and_graphs_are_faster():
+    assert seconds(FOLDED, work=replace(WORK, precision="fp8")) < 0.85 * seconds(FOLDED)
+    assert seconds(FOLDED, work=replace(WORK, cuda_graphs="full")) < seconds(FOLDED)
+    partial = seconds(FOLDED, work=replace(WORK, cuda_graphs="partial"))
+    assert seconds(FOLDED, work=replace(WORK, cuda_graphs="full")) < partial < seconds(FOLDED)
+
+
+def test_the_stages_are_the_whole_model():
+    one = pricer()
+    stages = one.stage_times(FOLDED)
+    assert len(stages) == 56
+    layer = one.layer(0, FOLDED)
+    assert stages[3].forward_s == pytest.approx(layer.forward_s)
+    assert stages[3].backward_input_s + stages[3].backward_weight_s == pytest.approx(layer.backward_s)
+    assert stages[-1].forward_s > stages[3].forward_s
+
+
+def test_a_mapping_is_priced_in_a_fraction_of_a_millisecond():
+    one = pricer()
+    one.step_time(FOLDED)
+    start = time.perf_counter()
+    for _ in range(200):
+        one.step_time(FOLDED)
+    # About 0.1 ms on an idle core; the bound leaves room for a busy one.
+    assert (time.perf_counter() - start) / 200 < 2e-3

@@ -1,0 +1,100 @@
+"""What ranks draw and read by is compared as their weights are: a rank that stands elsewhere is named."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.config.checks import check_config
+from moefold.config.schema import Config, DataConfig
+from moefold.errors import RunError
+from moefold.parallel.groups import ParallelGroups
+from moefold.train.stop import StopSignals
+from moefold.train.trainer import Trainer
+from tests.train.test_trainer import recipe
+
+pytestmark = pytest.mark.parity
+
+
+def _draw(trainer: Trainer) -> None:
+    torch.rand(1)
+
+
+def _take_other_samples(trainer: Trainer) -> None:
+    # Past the batch that the step has read: only what comes next would show it.
+    trainer._samples += 4
+
+
+def _lose_a_file(trainer: Trainer) -> None:
+    trainer._data._then = {"tokens/1.npy": "skipped"}
+
+
+def _move_in_the_stream(trainer: Trainer) -> None:
+    trainer._data.row._state[3] += 1  # type: ignore[attr-defined]
+
+
+def _step_a_router(trainer: Trainer) -> None:
+    # The hook runs once the step has set them all.
+    next(iter(trainer._training.model.moe_layers().values())).router.step += 1
+
+
+def _message(cfg: Config, harm: Callable[[Trainer], None], odd: int) -> str:
+    """What the run ends with if one rank is harmed while it computes the second step."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    trainer = Trainer(cfg, groups)
+    runner = trainer._training.model.runner
+    forward_backward = runner.forward_backward
+
+    def harmed(batch: object) -> torch.Tensor:
+        loss = forward_backward(batch)
+        if trainer._step == 1 and groups.rank == odd:
+            harm(trainer)
+        return loss
+
+    runner.forward_backward = harmed
+    try:
+        trainer.run(StopSignals())
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def _checked(run_dir: Path, **parallel: object) -> Config:
+    cfg = recipe(run_dir, 3, every=0, train={"global_batch_size": 12}, **parallel)
+    return replace(cfg, faults=replace(cfg.faults, replica_check_every=1))
+
+
+@pytest.mark.parametrize(
+    ("harm", "what", "axis"),
+    [
+        (_draw, "the random number generators", "stage"),
+        (_step_a_router, "the random number generators", "stage"),
+        (_take_other_samples, "the place in the data", "world"),
+        (_lose_a_file, "the place in the data", "world"),
+    ],
+)
+def test_a_rank_that_draws_or_reads_elsewhere_is_named(pool, tmp_path, harm, what, axis):
+    found = pool.run(3, _message, _checked(tmp_path / "run", world_size=3), harm, 1)
+    assert found[0] == found[1] == found[2]
+    assert found[0].startswith(f"step 2: replicas have diverged: {what} on rank 1 differs from the 2 other ranks")
+    assert f"hold it ({axis})" in found[0]
+    assert "look at rank 1 (" in found[0]
+
+
+def test_a_rank_elsewhere_in_a_stream_is_named(pool, tmp_path):
+    pytest.importorskip("datasets")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{i} words " * 40}) + "\n" for i in range(400)))
+    cfg = _checked(tmp_path / "run", world_size=4, tp=4, ep=4)
+    data = DataConfig(kind="huggingface", path=str(texts), streaming=True)
+    cfg = replace(cfg, data=data, model=replace(cfg.model, vocab_size=256, num_query_groups=4))
+    found = pool.run(4, _message, cfg, _move_in_the_stream, 2)
+    assert "the place in the stream on rank 2 differs from the 3 other ranks that hold it (tp)" in found[0]
+    assert pool.run(4, _message, cfg, _nothing, 2) == [""] * 4
+
+
+def _nothing(trainer: Trainer) -> None:
+    """Leave the rank as it is."""
