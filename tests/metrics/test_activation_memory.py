@@ -171,7 +171,11 @@ def test_every_axis_and_zero_level(pool, parallel):
     _assert_states(cfg, ranks)
     if cfg.parallel.zero < 3:
         gathered = memory_of_ranks(cfg, kernels=CPU)[0].states.gathered
-        assert all(rank.activation_peak and rank.peak["gathered weights"] >= gathered for rank in ranks)
+        # With ZeRO 2 the layers gather one after the other, and what the last ones received stays with FSDP.
+        received = (
+            3 * MODEL["hidden_size"] * MODEL["moe_ffn_hidden_size"] * MODEL["num_experts"] * torch.bfloat16.itemsize
+        )
+        assert {rank.gathered for rank in ranks} == {gathered + received * (cfg.parallel.zero == 2)}
 
 
 def test_memory_of_a_thousand_ranks_has_a_row_for_each_stage():

@@ -7,7 +7,7 @@ import torch
 
 from moefold.config.schema import Config
 from moefold.data import open_dataset
-from moefold.metrics.ledger import Ledger
+from moefold.metrics.ledger import GATHERED, Ledger
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
@@ -38,6 +38,8 @@ class MeasuredMemory:
     """The most activations at once, which may be another moment."""
     activation_peak: dict[str, int]
     """At that one."""
+    gathered: int
+    """The gathered weights at that one; while they arrive there are more, of a layer at a time."""
     after: dict[str, int]
     """Behind the backward pass, with all gradients."""
 
@@ -58,7 +60,14 @@ def measure_rank(cfg: Config) -> MeasuredMemory:
     kept = {part: size for part, size in activations.by_part.items() if part not in NOT_ACTIVATIONS}
     pp_rank = layout.attention.coordinate(groups.rank, "pp")
     return MeasuredMemory(
-        groups.rank, pp_rank, everything.total, everything.by_part, activations.total, kept, ledger.current()
+        rank=groups.rank,
+        pp_rank=pp_rank,
+        total=everything.total,
+        peak=everything.by_part,
+        activations=activations.total,
+        activation_peak=kept,
+        gathered=activations.by_part.get(GATHERED, 0),
+        after=ledger.current(),
     )
 
 
