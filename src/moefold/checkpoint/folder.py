@@ -13,7 +13,8 @@ from typing import Any
 
 from moefold.checkpoint.data_files import check_names, file_differences, lost_files
 from moefold.checkpoint.manifest import MANIFEST_FILE, hash_faults, read_manifest, regular_file, size_faults
-from moefold.config.schema import Config, ModelConfig, layer_windows
+from moefold.config.layer_pattern import layer_windows
+from moefold.config.schema import Config, ModelConfig
 from moefold.errors import ConfigError, some
 
 META_FILE = "moefold.json"

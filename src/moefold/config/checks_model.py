@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 
 from moefold.config.choices import any_of, nearest_multiples, nearest_numbers
-from moefold.config.schema import ATTENTION_KINDS, LAYER_KINDS, Config, ModelConfig, expand_layer_pattern
+from moefold.config.layer_pattern import ATTENTION_KINDS, LAYER_KINDS, expand_layer_pattern
+from moefold.config.schema import Config, ModelConfig
 from moefold.parallel.layout import divisors
 
 

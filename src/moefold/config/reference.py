@@ -1,11 +1,12 @@
 """All recipe keys, read off the schema: `python -m moefold.config.reference > docs/recipe.md` writes the page."""
 
 import ast
+import inspect
 import json
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 
-from moefold.config import schema
+from moefold.config import model_schema, schema
 from moefold.config.keys import default_of, describe_type, key_types, sections
 from moefold.config.presets import preset_names, preset_summary
 
@@ -75,7 +76,8 @@ def recipe_page() -> str:
 def _field_help() -> dict[str, dict[str, str]]:
     """The text under each field of each dataclass of the schema; Python keeps it in the source alone."""
     words: dict[str, dict[str, str]] = {}
-    for node in ast.parse(Path(schema.__file__).read_text(encoding="utf-8")).body:
+    sources = [inspect.getsource(module) for module in (schema, model_schema)]
+    for node in chain.from_iterable(ast.parse(source).body for source in sources):
         if not isinstance(node, ast.ClassDef):
             continue
         words[node.name] = {}

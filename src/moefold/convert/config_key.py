@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeGuard
 
-from moefold.config.schema import ATTENTION_KINDS, LAYER_KINDS, ModelConfig, expand_layer_pattern
+from moefold.config.layer_pattern import ATTENTION_KINDS, LAYER_KINDS, expand_layer_pattern
+from moefold.config.schema import ModelConfig
 from moefold.errors import ConfigError
 
 Json = Mapping[str, Any]

@@ -1,0 +1,43 @@
+"""Patterns of layers: a letter for each kind, counts and brackets, spelled out to the number of layers."""
+
+LAYER_KINDS = "DM"
+ATTENTION_KINDS = "FW"
+MOST_LAYERS = 100_000
+"""No count in a pattern is larger, so that spelling out a stranger's needs no memory to speak of."""
+
+
+def expand_layer_pattern(pattern: str, kinds: str = LAYER_KINDS) -> str:
+    """Spell a layer pattern out: "D3M2" -> "DDDMM".
+
+    Raises:
+        ValueError: the pattern is empty or holds anything but the two `kinds` and positive counts behind them.
+    """
+    spelled, digits = "", ""
+    for char in pattern + "\0":
+        if char.isdigit() and spelled:
+            digits += char
+            continue
+        if digits:
+            if not 0 < int(digits) <= MOST_LAYERS:
+                raise ValueError(f"a count of {int(digits)} in layer pattern {pattern!r}")
+            spelled += spelled[-1] * (int(digits) - 1)
+            digits = ""
+        if char == "\0":
+            break
+        if char not in kinds:
+            raise ValueError(f"unexpected {char!r} in layer pattern {pattern!r}; {_spelling(kinds)}")
+        spelled += char
+    if not spelled:
+        raise ValueError(f"an empty layer pattern; {_spelling(kinds)}")
+    return spelled
+
+
+def layer_windows(attention_pattern: str, sliding_window: int, num_layers: int) -> tuple[int, ...]:
+    """Tokens that a token sees at most in each layer, in order; 0: all before it."""
+    unit = expand_layer_pattern(attention_pattern, ATTENTION_KINDS)
+    return tuple(sliding_window if unit[i % len(unit)] == "W" else 0 for i in range(num_layers))
+
+
+def _spelling(kinds: str) -> str:
+    first, second = kinds[0], kinds[1]
+    return f"use {first} and {second}, with counts: {second}, {first}{second}, {first}3{second}58"
