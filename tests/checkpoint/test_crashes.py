@@ -20,9 +20,11 @@ from tests.train.test_trainer import _train, recipe, records
 pytestmark = pytest.mark.parity
 
 RANKS = 2
-STEPS_PER_LIFE = 25
+STEPS_PER_LIFE = 10
 """More than a life has time for, so that the run is not through before its last death."""
 LIFE_S = (0.15, 0.6)
+LAST_LIFE_S = 900.0
+"""Time to train to the end, a save a step."""
 
 
 def _live(cfg: Config, life_s: float, killed: tuple[int, ...], saves_first: bool) -> int:
@@ -73,7 +75,7 @@ def _campaign(pool: WorkerPool, run_dir: Path, kills: int, *, async_save: bool, 
         after_saves += newest > before
         since = "the first checkpoint" if saves_first else "the start"
         print(f"{deaths}: {killed} killed {life_s:.2f} s after {since}; drafts: {sorted(drafts)}; newest: {newest}")
-    pool.run(RANKS, _train, cfg)
+    pool.run(RANKS, _train, cfg, timeout_s=LAST_LIFE_S)
     return {"deaths": deaths, "in saves": in_saves, "after saves": after_saves}
 
 
@@ -81,7 +83,9 @@ def _assert_nothing_is_lost(pool: WorkerPool, tmp_path: Path, kills: int, *, asy
     found = _campaign(pool, tmp_path / "killed", kills, async_save=async_save, seed=kills + async_save)
     print(found)
     steps = STEPS_PER_LIFE * kills
-    pool.run(RANKS, _train, recipe(tmp_path / "whole", steps, every=steps, world_size=RANKS, ep=2))
+    pool.run(
+        RANKS, _train, recipe(tmp_path / "whole", steps, every=steps, world_size=RANKS, ep=2), timeout_s=LAST_LIFE_S
+    )
     last = [complete_checkpoints(tmp_path / name / "checkpoints")[-1] for name in ("killed", "whole")]
     assert [path.name for path in last] == [f"step-{steps:06d}"] * 2
     assert differing_tensors(*last) == []
