@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from tests.e2e.command import ROOT, environment
 
-QUICK = "join_timeout=60,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=2"
+QUICK = "join_timeout=60,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5"
 """torch notices that a node is gone, and stops waiting for further ones, in seconds instead of half a minute."""
 
 
@@ -126,6 +127,20 @@ def agent_on_host(name: str, number: int, words: Sequence[str], folder: Path) ->
         local=(f"--local-addr=10.213.0.{number}",),
         GLOO_SOCKET_IFNAME="cable0",
     )
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_open(meet_at: str) -> bool:
+    """Whether something listens at HOST:PORT."""
+    host, port = meet_at.split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
 
 
 def wait_for(is_so: Callable[[], bool], agents: Sequence[Agent], timeout_s: float = 120.0) -> float:

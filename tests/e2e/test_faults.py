@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,26 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.agents import Agent, agent_on_host, obstacle_to_namespaces, two_hosts, wait_for
+from tests.e2e.agents import Agent, agent_on_host, free_port, is_open, obstacle_to_namespaces, two_hosts, wait_for
 from tests.e2e.command import ROOT, checkpoints, child_ids, environment, losses, small, train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
 
 STEPS = 80
 ELASTIC = ("parallel.elastic=true", "run.dtype=float64", "checkpoint.every=4", f"run.steps={STEPS}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _is_open(meet_at: str) -> bool:
-    """Whether something listens there."""
-    host, port = meet_at.split(":")
-    with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) == 0
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +50,11 @@ def _lose_the_second(agents: list[Agent], run_dir: Path, lose: object, num_ranks
 
 
 def test_a_lost_node_is_named_and_the_other_goes_on_from_the_last_checkpoint(uninterrupted, tmp_path):
-    run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{_free_port()}"
+    run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{free_port()}"
     words = small(run_dir, *ELASTIC)
     agents = [Agent(words, tmp_path / "first.log", meet_at=meet_at)]
     try:
-        wait_for(lambda: _is_open(meet_at), agents)
+        wait_for(lambda: is_open(meet_at), agents)
         agents.append(Agent(words, tmp_path / "second.log", meet_at=meet_at))
         message_s, _ = _lose_the_second(agents, run_dir, agents[1].kill)
     finally:
@@ -86,12 +72,12 @@ def test_a_lost_node_is_named_and_the_other_goes_on_from_the_last_checkpoint(uni
 @pytest.mark.slow
 def test_nodes_of_two_ranks_go_on_where_one_is_lost(uninterrupted, tmp_path):
     """Those that start again are more than one, and must not look for each other at the addresses of those before."""
-    run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{_free_port()}"
+    run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{free_port()}"
     words, agents = small(run_dir, *ELASTIC, "faults.timeout_s=20"), []
     try:
         agents.append(Agent(words, tmp_path / "first.log", meet_at=meet_at, num_ranks=2))
         # The first one to come keeps the rendezvous, and must live.
-        wait_for(lambda: _is_open(meet_at), agents)
+        wait_for(lambda: is_open(meet_at), agents)
         agents.append(Agent(words, tmp_path / "second.log", meet_at=meet_at, num_ranks=2))
         _lose_the_second(agents, run_dir, agents[1].kill, num_ranks=4)
     finally:
