@@ -1,20 +1,16 @@
 """One trial of a fault: jobs that train, what they print, and the seconds until they say so and train again."""
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tests.e2e.agents import free_port
-from tests.e2e.command import ROOT, environment, small
+from tests.e2e.agents import Job, free_port
+from tests.e2e.command import small
 
 TIMEOUT_S = 5
 COMMON = (
@@ -27,39 +23,6 @@ COMMON = (
 )
 FIRST_STEPS = 9
 PATIENCE_S = 90.0
-
-
-class Job:
-    """Some processes that train, and what they print."""
-
-    def __init__(self, command: Sequence[str], folder: Path, **variables: str) -> None:
-        self.log = folder / f"{len(list(folder.glob('*.log')))}.log"
-        with self.log.open("w") as opened:
-            self.process = subprocess.Popen(
-                command,
-                stdout=opened,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env=environment() | variables,
-                start_new_session=True,
-            )
-
-    def text(self) -> str:
-        """What was printed so far."""
-        return self.log.read_text()
-
-    def kill(self) -> None:
-        """End all processes at once, as if the power went."""
-        for process in [*_below(self.process.pid), self.process.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self.process.wait()
-
-
-def _below(process: int) -> list[int]:
-    listed = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False)
-    found = [int(word) for word in listed.stdout.split()]
-    return [*found, *(below for child in found for below in _below(child))]
 
 
 @dataclass
@@ -75,17 +38,17 @@ class Found:
 
 
 class Watch:
-    """One trial: its folder, and the jobs in it, each a `Job` or an `Agent` of the tests."""
+    """One trial: its folder, and the jobs in it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run_dir = folder / "run"
-        self.jobs: list[Any] = []
+        self.jobs: list[Job] = []
 
     def start(self, *words: str, prefix: Sequence[str] = (sys.executable,), **variables: str) -> Job:
         """Start a job with the usual recipe and further words."""
         command = [*prefix, "-m", "moefold", *small(self.run_dir, *COMMON, *words)]
-        job = Job(command, self.folder, **variables)
+        job = Job(command, self.folder / f"{len(self.jobs)}.log", **variables)
         self.jobs.append(job)
         return job
 
@@ -122,12 +85,12 @@ class Watch:
             return int(json.loads(whole.splitlines()[-1])["step"]) if whole else 0
         return 0
 
-    def wait_for_words(self, words: str, jobs: Sequence[Any]) -> float:
+    def wait_for_words(self, words: str, jobs: Sequence[Job]) -> float:
         """The moment at which one of the jobs has said what the pattern `words` finds."""
         return self.wait(lambda: any(re.search(words, job.text()) for job in jobs))
 
     def after(
-        self, fault_s: float, words: str, jobs: Sequence[Any], restart: Callable[[], Sequence[Any]] | None = None
+        self, fault_s: float, words: str, jobs: Sequence[Job], restart: Callable[[], Sequence[Job]] | None = None
     ) -> Found:
         """Wait for a message and for a step after the resume.
 

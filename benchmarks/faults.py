@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from fault_watch import COMMON, TIMEOUT_S, Found, Job, Watch
+from fault_watch import COMMON, TIMEOUT_S, Found, Watch
 
-from tests.e2e.agents import QUICK, Agent, agent_on_host, free_port, is_open, obstacle_to_namespaces, two_hosts
+from tests.e2e.agents import QUICK, Agent, Job, agent_on_host, free_port, is_open, obstacle_to_namespaces, two_hosts
 from tests.e2e.command import child_ids, small
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")

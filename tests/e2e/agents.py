@@ -1,4 +1,4 @@
-"""Nodes of a job as torchrun sees them: each an agent of its own, which can be killed as a machine dies."""
+"""Jobs, and nodes of one as torchrun sees them, each an agent of its own: they can be killed as a machine dies."""
 
 import os
 import shutil
@@ -17,8 +17,36 @@ QUICK = "join_timeout=60,last_call_timeout=4,keep_alive_interval=1,keep_alive_ma
 """torch notices that a node is gone, and stops waiting for further ones, in seconds instead of half a minute."""
 
 
-class Agent:
-    """torchrun on one node, and its ranks; what they print goes into a file."""
+class Job:
+    """Processes of which one started the others, and what they print, which goes into a file."""
+
+    def __init__(self, command: Sequence[str], log: Path, **variables: str) -> None:
+        self.log = log
+        with log.open("w") as opened:
+            self.process = subprocess.Popen(
+                command,
+                stdout=opened,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=environment() | variables,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """End them all as if the power went."""
+        # torchrun gives each rank a session of its own.
+        for process in [self.process.pid, *_children(self.process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.process.wait()
+
+    def text(self) -> str:
+        """All that was printed so far."""
+        return self.log.read_text()
+
+
+class Agent(Job):
+    """torchrun on one node, and its ranks."""
 
     def __init__(
         self,
@@ -40,28 +68,7 @@ class Agent:
             *local,
         ]
         torchrun += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-conf={QUICK}", f"--rdzv-endpoint={meet_at}"]
-        self.log = log
-        with log.open("w") as opened:
-            self.process = subprocess.Popen(
-                [*prefix, *torchrun, "--rdzv-id=moefold", "-m", "moefold", *words],
-                stdout=opened,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env=environment() | variables,
-                start_new_session=True,
-            )
-
-    def kill(self) -> None:
-        """End the agent and its ranks as if the power went."""
-        # torchrun gives each rank a session of its own.
-        for process in [self.process.pid, *_children(self.process.pid)]:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self.process.wait()
-
-    def text(self) -> str:
-        """All that was printed so far."""
-        return self.log.read_text()
+        super().__init__([*prefix, *torchrun, "--rdzv-id=moefold", "-m", "moefold", *words], log, **variables)
 
 
 def _children(process: int) -> list[int]:

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.agents import Agent, agent_on_host, free_port, is_open, obstacle_to_namespaces, two_hosts, wait_for
-from tests.e2e.command import ROOT, checkpoints, child_ids, environment, losses, small, train
+from tests.e2e.command import ROOT, checkpoints, child_ids, environment, interrupted, losses, small, train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
 
@@ -179,3 +181,40 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_and_not_tried_for_ever(t
     # Once for the first try, and once for the restart that --max-restarts=1 allows.
     assert errors.count("moefold: error: parallel.elastic=true: the launcher started 2 processes") == 2
     assert "fits 1 or 3: " in errors
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of 32 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(disk)]
+    if os.geteuid() or subprocess.run(mounted, capture_output=True, check=False).returncode:
+        pytest.skip("a tmpfs of limited size needs root and mount")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def _fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(2**16)):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("the checkpoint of step ", ("checkpoint.every=1", "checkpoint.keep=1")),
+        ("run.dir=", ("parallel.world_size=2", "parallel.tp=2", "parallel.ep=2")),
+    ],
+)
+def test_a_disk_that_fills_under_a_run_is_one_message(small_disk, tmp_path, what, words):
+    """What the run keeps on the disk is its checkpoints in one case, its metrics in the other."""
+    run_dir = (tmp_path if "checkpoint" in what else small_disk) / "run"
+    words = (*words, *([f"checkpoint.dir={small_disk / 'saved'}"] if "checkpoint" in what else []))
+    done = interrupted(run_dir, 3, lambda _: _fill(small_disk), "run.steps=100000", *words)
+    assert done.returncode in (1, 2)
+    said = done.stderr.splitlines()
+    assert len(said) == 1, done.stderr
+    assert said[0].startswith(f"moefold: error: {what}")
+    assert "No space left on device" in said[0] or "bytes free" in said[0]

@@ -82,3 +82,13 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         RunLock(tmp_path / "file" / "run", "checkpoint.dir", 0),
     ):
         pass
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
+def test_a_full_disk_is_named(tmp_path):
+    (tmp_path / LOCK_FILE).symlink_to("/dev/full")
+    with (
+        pytest.raises(ConfigError, match=r"run\.dir=.*cannot be written: No space left on device; "),
+        RunLock(tmp_path, "run.dir", 0),
+    ):
+        pass

@@ -11,9 +11,10 @@ import os
 import socket
 import time
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 from moefold.errors import ConfigError
 
@@ -41,7 +42,7 @@ class RunLock:
         self._folder = folder
         self._key = key
         self._wait_s = wait_s
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
 
     def __enter__(self) -> Self:
         """Take the lock.
@@ -52,9 +53,9 @@ class RunLock:
         path = self._folder / LOCK_FILE
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b")
+            self._file = path.open("a+b", buffering=0)
         except OSError as error:
-            raise ConfigError(f"{self._key}={str(self._folder)!r} cannot be written: {error.strerror}") from error
+            raise self._unwritable(error) from error
         deadline_s = time.monotonic() + self._wait_s
         says_so = True
         while not self._take():
@@ -69,7 +70,11 @@ class RunLock:
                 logger.warning("%s=%r is in use (%s): waiting", self._key, str(self._folder), self._holder())
             says_so = False
             time.sleep(_LOOK_EVERY_S)
-        self._sign()
+        try:
+            self._sign()
+        except OSError as error:
+            self._file.close()
+            raise self._unwritable(error) from error
         return self
 
     def __exit__(
@@ -98,9 +103,14 @@ class RunLock:
             "process": os.getpid(),
             "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}",
         }
-        self._file.truncate(0)
+        if os.fstat(self._file.fileno()).st_size:
+            self._file.truncate(0)
         self._file.write(json.dumps(word).encode() + b"\n")
-        self._file.flush()
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"{self._key}={str(self._folder)!r} cannot be written: {error.strerror}; choose another, or make room"
+        )
 
     def _holder(self) -> str:
         """Who holds it, as far as that has been written."""
