@@ -1,5 +1,6 @@
 """Faults in the middle of a save: the one before stays loadable, and the message names the step and the folder."""
 
+import logging
 import os
 import shutil
 import signal
@@ -102,3 +103,46 @@ def test_a_folder_that_vanishes_in_a_save_is_one_message_on_the_first_rank(pool,
         (tmp_path / "away").rename(tmp_path / "checkpoints")
     (left,) = complete_checkpoints(tmp_path / "checkpoints")
     assert left.name == "step-000001"
+
+
+class _Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.words.append(record.getMessage())
+
+
+def _save_around_a_loss(cfg: Config, is_lost: bool) -> list[str]:
+    """Save steps 1 and 2, between which the folder is moved away; what this rank logs."""
+    kept, logger = _Kept(), logging.getLogger("moefold.checkpoint.saver")
+    logger.addHandler(kept)
+    folder = Path(cfg.run.dir) / "checkpoints"
+    saver = _saver(cfg)
+    for step in (1, 2):
+        saver.save(_state(), Position(step=step, samples=0, tokens=0))
+        saver.drain()
+        dist.barrier()
+        if is_lost and step == 1 and dist.get_rank() == 0:
+            folder.rename(folder.with_name("away"))
+        dist.barrier()
+    saver.finish()
+    logger.removeHandler(kept)
+    return kept.words
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_folder_that_vanishes_between_saves_is_noted_and_made_anew(pool, tmp_path, async_save, is_lost):
+    words = pool.run(RANKS, _save_around_a_loss, _recipe(tmp_path, async_save), is_lost)
+    first = tmp_path / "checkpoints" / "step-000001"
+    if not is_lost:
+        assert words == [[], []]
+        return
+    gone = f"the last checkpoint, '{first}', is gone since it was written, with its folder; the next is saved there"
+    assert words == [[f"{gone} all the same"], []]
+    assert [path.name for path in complete_checkpoints(first.parent)] == ["step-000002"]
+    assert [path.name for path in complete_checkpoints(tmp_path / "away")] == ["step-000001"]

@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from moefold.config.schema import DataConfig
 from moefold.data import Dataset, check_data, open_dataset, prepare
+from moefold.data.shard_reader import BrokenShardError
 from moefold.errors import ConfigError
 
 S = 400
@@ -199,3 +201,13 @@ def test_tokens_and_targets_are_those_of_transformers(
         assert sample.weights[: length - 1].tolist() == [bool(x) for x in encoded["assistant_masks"][1:]]
         assert not sample.weights[length - 1 :].any()
         assert 3 < sum(encoded["assistant_masks"]) < length - 3
+
+
+def test_a_cache_that_is_cut_under_the_run_is_named(chats: Path):
+    dataset = open_chats(chats, shuffle=False)
+    (cached,) = (chats.parent / "cache").glob("*.npy")
+    os.truncate(cached, cached.stat().st_size // 4)
+    with pytest.raises(BrokenShardError) as caught:
+        answers(dataset)
+    assert f"data file {cached} broke while the run read it: it has " in str(caught.value)
+    assert "make it anew (what lies in the token cache: remove it)" in str(caught.value)

@@ -1,8 +1,9 @@
-"""Nodes of a job as torchrun sees them: each an agent of its own, which can be killed as a machine dies."""
+"""Jobs, and nodes of one as torchrun sees them, each an agent of its own: they can be killed as a machine dies."""
 
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,12 +13,40 @@ from pathlib import Path
 
 from tests.e2e.command import ROOT, environment
 
-QUICK = "join_timeout=60,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=2"
+QUICK = "join_timeout=60,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5"
 """torch notices that a node is gone, and stops waiting for further ones, in seconds instead of half a minute."""
 
 
-class Agent:
-    """torchrun on one node, and its ranks; what they print goes into a file."""
+class Job:
+    """Processes of which one started the others, and what they print, which goes into a file."""
+
+    def __init__(self, command: Sequence[str], log: Path, **variables: str) -> None:
+        self.log = log
+        with log.open("w") as opened:
+            self.process = subprocess.Popen(
+                command,
+                stdout=opened,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=environment() | variables,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """End them all as if the power went."""
+        # torchrun gives each rank a session of its own.
+        for process in [self.process.pid, *_children(self.process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.process.wait()
+
+    def text(self) -> str:
+        """All that was printed so far."""
+        return self.log.read_text()
+
+
+class Agent(Job):
+    """torchrun on one node, and its ranks."""
 
     def __init__(
         self,
@@ -39,28 +68,7 @@ class Agent:
             *local,
         ]
         torchrun += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-conf={QUICK}", f"--rdzv-endpoint={meet_at}"]
-        self.log = log
-        with log.open("w") as opened:
-            self.process = subprocess.Popen(
-                [*prefix, *torchrun, "--rdzv-id=moefold", "-m", "moefold", *words],
-                stdout=opened,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env=environment() | variables,
-                start_new_session=True,
-            )
-
-    def kill(self) -> None:
-        """End the agent and its ranks as if the power went."""
-        # torchrun gives each rank a session of its own.
-        for process in [self.process.pid, *_children(self.process.pid)]:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self.process.wait()
-
-    def text(self) -> str:
-        """All that was printed so far."""
-        return self.log.read_text()
+        super().__init__([*prefix, *torchrun, "--rdzv-id=moefold", "-m", "moefold", *words], log, **variables)
 
 
 def _children(process: int) -> list[int]:
@@ -126,6 +134,20 @@ def agent_on_host(name: str, number: int, words: Sequence[str], folder: Path) ->
         local=(f"--local-addr=10.213.0.{number}",),
         GLOO_SOCKET_IFNAME="cable0",
     )
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_open(meet_at: str) -> bool:
+    """Whether something listens at HOST:PORT."""
+    host, port = meet_at.split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
 
 
 def wait_for(is_so: Callable[[], bool], agents: Sequence[Agent], timeout_s: float = 120.0) -> float:

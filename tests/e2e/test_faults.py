@@ -3,34 +3,22 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.agents import Agent, agent_on_host, obstacle_to_namespaces, two_hosts, wait_for
-from tests.e2e.command import ROOT, checkpoints, child_ids, environment, losses, small, train
+from tests.e2e.agents import Agent, agent_on_host, free_port, is_open, obstacle_to_namespaces, two_hosts, wait_for
+from tests.e2e.command import ROOT, checkpoints, child_ids, environment, interrupted, losses, small, train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
 
 STEPS = 80
 ELASTIC = ("parallel.elastic=true", "run.dtype=float64", "checkpoint.every=4", f"run.steps={STEPS}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _is_open(meet_at: str) -> bool:
-    """Whether something listens there."""
-    host, port = meet_at.split(":")
-    with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) == 0
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +52,11 @@ def _lose_the_second(agents: list[Agent], run_dir: Path, lose: object, num_ranks
 
 
 def test_a_lost_node_is_named_and_the_other_goes_on_from_the_last_checkpoint(uninterrupted, tmp_path):
-    run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{_free_port()}"
+    run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{free_port()}"
     words = small(run_dir, *ELASTIC)
     agents = [Agent(words, tmp_path / "first.log", meet_at=meet_at)]
     try:
-        wait_for(lambda: _is_open(meet_at), agents)
+        wait_for(lambda: is_open(meet_at), agents)
         agents.append(Agent(words, tmp_path / "second.log", meet_at=meet_at))
         message_s, _ = _lose_the_second(agents, run_dir, agents[1].kill)
     finally:
@@ -86,12 +74,12 @@ def test_a_lost_node_is_named_and_the_other_goes_on_from_the_last_checkpoint(uni
 @pytest.mark.slow
 def test_nodes_of_two_ranks_go_on_where_one_is_lost(uninterrupted, tmp_path):
     """Those that start again are more than one, and must not look for each other at the addresses of those before."""
-    run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{_free_port()}"
+    run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{free_port()}"
     words, agents = small(run_dir, *ELASTIC, "faults.timeout_s=20"), []
     try:
         agents.append(Agent(words, tmp_path / "first.log", meet_at=meet_at, num_ranks=2))
         # The first one to come keeps the rendezvous, and must live.
-        wait_for(lambda: _is_open(meet_at), agents)
+        wait_for(lambda: is_open(meet_at), agents)
         agents.append(Agent(words, tmp_path / "second.log", meet_at=meet_at, num_ranks=2))
         _lose_the_second(agents, run_dir, agents[1].kill, num_ranks=4)
     finally:
@@ -193,3 +181,40 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_and_not_tried_for_ever(t
     # Once for the first try, and once for the restart that --max-restarts=1 allows.
     assert errors.count("moefold: error: parallel.elastic=true: the launcher started 2 processes") == 2
     assert "fits 1 or 3: " in errors
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of 32 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(disk)]
+    if os.geteuid() or subprocess.run(mounted, capture_output=True, check=False).returncode:
+        pytest.skip("a tmpfs of limited size needs root and mount")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def _fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(2**16)):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("the checkpoint of step ", ("checkpoint.every=1", "checkpoint.keep=1")),
+        ("run.dir=", ("parallel.world_size=2", "parallel.tp=2", "parallel.ep=2")),
+    ],
+)
+def test_a_disk_that_fills_under_a_run_is_one_message(small_disk, tmp_path, what, words):
+    """What the run keeps on the disk is its checkpoints in one case, its metrics in the other."""
+    run_dir = (tmp_path if "checkpoint" in what else small_disk) / "run"
+    words = (*words, *([f"checkpoint.dir={small_disk / 'saved'}"] if "checkpoint" in what else []))
+    done = interrupted(run_dir, 3, lambda _: _fill(small_disk), "run.steps=100000", *words)
+    assert done.returncode in (1, 2)
+    said = done.stderr.splitlines()
+    assert len(said) == 1, done.stderr
+    assert said[0].startswith(f"moefold: error: {what}")
+    assert "No space left on device" in said[0] or "bytes free" in said[0]

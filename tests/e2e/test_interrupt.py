@@ -3,10 +3,23 @@
 import os
 import re
 import signal
+import time
 
 import pytest
 
-from tests.e2e.command import FOLDED, FOUR, TWO, checkpoints, child_ids, interrupted, losses, metrics, train
+from tests.e2e.command import (
+    FOLDED,
+    FOUR,
+    TWO,
+    checkpoints,
+    child_ids,
+    interrupted,
+    losses,
+    metrics,
+    moefold,
+    small,
+    train,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -70,3 +83,20 @@ def test_ranks_end_with_their_launcher(tmp_path):
     # communicate() returned, so that every process that held the output is gone.
     assert len(ranks) == 2
     assert checkpoints(tmp_path / "run") == [f"step-{len(losses(tmp_path / 'run')):06d}"]
+
+
+def test_a_second_job_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_path):
+    run_dir, words, refused = tmp_path / "run", ("run.steps=100000", "checkpoint.every=5", "faults.timeout_s=20"), []
+
+    def start_another(first: int) -> None:
+        refused.append(moefold(*small(run_dir, *words)))
+        before = len(losses(run_dir))
+        while len(losses(run_dir)) < before + 6:
+            time.sleep(0.05)
+        os.kill(first, signal.SIGTERM)
+
+    done = interrupted(run_dir, 3, start_another, *words)
+    assert done.returncode == 143, done.stderr
+    assert refused[0].returncode == 2
+    assert f"run.dir={str(run_dir)!r} is in use by another job (process " in refused[0].stderr.splitlines()[-1]
+    assert [record["step"] for record in metrics(run_dir)] == list(range(1, len(losses(run_dir)) + 1))

@@ -1,6 +1,9 @@
+import os
+
 import numpy as np
 import pytest
 
+from moefold.data.shard_reader import BrokenShardError
 from moefold.errors import ConfigError
 from moefold.inference.token_row import TokenRow, check_row, open_ids
 
@@ -58,4 +61,15 @@ def test_files_that_hold_no_row(tmp_path):
     for name, message in cases.items():
         with pytest.raises(ConfigError, match=message):
             open_ids(tmp_path / name)
-    assert open_ids(tmp_path / "ids.npy").tolist() == [0, 1, 2, 3, 4]
+    assert open_ids(tmp_path / "ids.npy")[:].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_file_that_is_cut_under_an_evaluation_is_named(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(10_000, dtype=np.uint16))
+    row = TokenRow(open_ids(tmp_path / "ids.npy"), 10, keeps_tail=False)
+    os.truncate(tmp_path / "ids.npy", 8192)
+    assert row.batch(0, 1, 10)[0].tolist() == [list(range(10))]
+    with pytest.raises(
+        BrokenShardError, match=r"data file .*ids.npy broke while the run read it: it has 8192 of 20128"
+    ):
+        row.batch(900, 1, 10)

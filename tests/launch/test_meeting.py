@@ -64,3 +64,24 @@ def test_ranks_of_the_start_before_do_not_stand_in_for_those_missing(agent_store
         meet(Place(0, 0, RANKS, "127.0.0.1", agent_store.port), 1.0)
     with pytest.raises(RunError, match="rank 2 of 3 did not come to"):
         meet(Place(1, 1, RANKS, "127.0.0.1", agent_store.port), 1.0)
+
+
+def _alone(rank: int) -> subprocess.CompletedProcess[str]:
+    """One rank as srun starts it, the others never come."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-c", MEET.replace("20.0", "1.0"), str(rank), str(port)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    return subprocess.run(
+        words, capture_output=True, text=True, env={**environment, "OMP_NUM_THREADS": "1"}, check=False
+    )
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, "ranks 1, 2"), (1, "rank 0")])
+def test_without_an_agent_those_who_never_come_are_named_and_torch_adds_nothing(rank, missing):
+    done = _alone(rank)
+    assert done.returncode == 1
+    assert f"RunError: {missing} of 3 did not come to 127.0.0.1:" in done.stderr.splitlines()[-1]
+    assert "c10d" not in done.stderr
+    assert "frame #" not in done.stderr

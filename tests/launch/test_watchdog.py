@@ -20,6 +20,7 @@ from moefold.launch.watchdog import Watchdog
 from moefold.parallel.collectives import all_gather, all_reduce_sum
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
+from tests.launch.blocked import block
 
 RANKS = 3
 LIMIT_S = 3.0
@@ -28,6 +29,10 @@ ODD_STEP = 4
 
 def _dawdle(place: Place) -> None:
     time.sleep(60)
+
+
+def _hang_in_the_kernel(place: Place) -> None:
+    block(60)
 
 
 def _stop(place: Place) -> None:
@@ -82,6 +87,15 @@ def test_a_rank_that_is_late_is_named_with_what_the_others_wait_in(tmp_path, cap
     assert "shape [2, 4]" in lines[2]
     assert lines[3:] == ["  the run ends: no progress for 3 s (faults.timeout_s); docs/failures.md says what to do"]
     assert LIMIT_S < took_s < LIMIT_S + 5
+
+
+def test_a_rank_whose_main_thread_hangs_inside_the_kernel_is_told_from_one_that_is_late(tmp_path, capfd):
+    lines, took_s = _run(_hang_in_the_kernel, tmp_path, capfd)
+    assert lines[0].startswith("moefold: rank 1 on ")
+    assert lines[0].endswith(" hangs inside the kernel, as in a disk or network folder that does not answer")
+    assert f"  rank 1: step {ODD_STEP}, loading data; " in lines[1]
+    assert "; now at launch/blocked.py:" in lines[1]
+    assert LIMIT_S < took_s < LIMIT_S + 10
 
 
 def test_a_rank_that_is_stopped_is_named_and_ended(tmp_path, capfd):

@@ -1,11 +1,13 @@
 """The trace on the disk: what is written is read, and what cannot be replayed is refused with its reason."""
 
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from moefold.data.shard_reader import BrokenShardError
 from moefold.errors import ConfigError
 from moefold.metrics.routing_trace import (
     MANIFEST,
@@ -52,7 +54,7 @@ def test_what_is_written_is_read(tmp_path, num_experts):
     trace = _write(tmp_path, [1, 5], shape)
     assert (trace.shape, trace.steps) == (shape, [1, 5])
     for step in (1, 5):
-        np.testing.assert_array_equal(trace.step(step), _choices(step, shape))
+        np.testing.assert_array_equal([*trace.step(step)], _choices(step, shape))
         plain = np.load(tmp_path / TRACE_FOLDER / f"step-{step:06d}.npy")
         assert (plain.dtype, plain.shape) == (shape.dtype, (2, 4, 6, 2))
 
@@ -85,7 +87,7 @@ def test_steps_of_another_shape_go(tmp_path, change):
     writer.write(3, iter(_choices(3, shape)))
     trace = Trace(tmp_path, "run")
     assert (trace.shape, trace.steps) == (shape, [3])
-    np.testing.assert_array_equal(trace.step(3), _choices(3, shape))
+    np.testing.assert_array_equal([*trace.step(3)], _choices(3, shape))
 
 
 def test_steps_of_the_same_shape_stay_and_those_without_a_manifest_go(tmp_path):
@@ -214,3 +216,19 @@ def test_the_manifest_is_plain_json(tmp_path):
         "global_batch_size": 4,
         "seq_len": 6,
     }
+
+
+def test_a_step_that_is_cut_under_the_run_is_named(tmp_path):
+    step = _write(tmp_path, [1]).step(1)
+    path = tmp_path / TRACE_FOLDER / "step-000001.npy"
+    os.truncate(path, path.stat().st_size - 1)
+    num_layers, num_samples, *_ = SHAPE.array
+    with pytest.raises(BrokenShardError, match=r"step-000001.npy broke while the run read it"):
+        step.samples(num_layers - 1, 0, num_samples)
+
+
+def test_a_step_that_is_not_written_row_by_row_is_refused(tmp_path):
+    trace = _write(tmp_path, [1])
+    np.save(tmp_path / TRACE_FOLDER / "step-000001.npy", np.asfortranarray(_choices(1, SHAPE)))
+    with pytest.raises(ConfigError, match="step-000001.npy is not written row by row"):
+        trace.step(1)

@@ -1,5 +1,6 @@
 """When checkpoints are written: at once, or by a thread beside training, never two at a time."""
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -23,12 +24,15 @@ REST_S = 0.05
 MOST_RESTS_S = 10.0
 """So long it rests at most in one save, however many tensors there are."""
 
+logger = logging.getLogger(__name__)
+
 
 class CheckpointSaver:
     """Writes at once: `save` returns when the checkpoint is complete."""
 
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
+        self._last: Path | None = None
 
     def save(self, state: Mapping[str, Tensor], position: Position) -> float:
         """Write a checkpoint; collective. Returns the time that training waited for it, in seconds.
@@ -37,8 +41,18 @@ class CheckpointSaver:
             ConfigError: it cannot be written.
         """
         started_s = time.perf_counter()
-        write_checkpoint(self._cfg, state, position)
+        self._look_for_the_last()
+        self._last = write_checkpoint(self._cfg, state, position)
         return time.perf_counter() - started_s
+
+    def _look_for_the_last(self) -> None:
+        """Say it if the checkpoint written last is gone: retention keeps it, so somebody or the disk took it away."""
+        if self._last is not None and dist.get_rank() == 0 and not self._last.exists():
+            logger.warning(
+                "the last checkpoint, '%s', is gone since it was written, %s; the next is saved there all the same",
+                self._last,
+                f"and {self._last.parent.name}/ is still there" if self._last.parent.exists() else "with its folder",
+            )
 
     def check(self) -> None:
         """Raise what has gone wrong since the last save; to be called once a step."""
@@ -89,6 +103,7 @@ class BackgroundSaver(CheckpointSaver):
         """
         started_s = time.perf_counter()
         self._wait()
+        self._look_for_the_last()
         staged = self._stage(state)
         self._is_awaited.clear()
         planner = _Resting(self._is_awaited)
@@ -133,7 +148,7 @@ class BackgroundSaver(CheckpointSaver):
         self._is_awaited.set()
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
-            under_way.result()
+            self._last = under_way.result()
 
 
 class _Resting(DefaultSavePlanner):

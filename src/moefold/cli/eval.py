@@ -67,11 +67,12 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
     from moefold.inference.token_row import TokenRow, check_row, open_ids
 
     if arguments.tokens is not None:
-        name, ids = f"--tokens {str(arguments.tokens)!r}", open_ids(arguments.tokens)
+        name, given = f"--tokens {str(arguments.tokens)!r}", arguments.tokens
     else:
         name = f"--text {str(arguments.text)!r}"
         text = read_text(arguments.text, "--text")
-        ids = encode_text(source, open_tokenizer(source, arguments.tokenizer), text, name)
+        given = encode_text(source, open_tokenizer(source, arguments.tokenizer), text, name)
+    ids = open_ids(given) if isinstance(given, Path) else given
     row = TokenRow(ids, arguments.seq_len, arguments.keep_tail)
     check_row(row, source.model.vocab_size, name)
     _check_space(arguments.logits, row, source.model.vocab_size)
@@ -87,7 +88,7 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
     job = EvalJob(
         source=source,
         cfg=cfg,
-        ids=ids if arguments.tokens is None else arguments.tokens,
+        ids=given,
         seq_len=arguments.seq_len,
         keeps_tail=arguments.keep_tail,
         logits=arguments.logits,

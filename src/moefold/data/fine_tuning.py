@@ -26,6 +26,8 @@ from moefold.data.marked import MarkedSample
 from moefold.data.path import data_paths, files_below, refuse_repeats
 from moefold.data.progress import ReadProgress
 from moefold.data.random_bits import combine
+from moefold.data.shard_reader import ShardReader
+from moefold.data.token_file import look_at_npy
 from moefold.data.tokenizer import PlacingTokenizer
 from moefold.errors import ConfigError
 
@@ -41,10 +43,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """All conversations of the files, tokenised; mapped, not read."""
+    """All conversations of the files, tokenised; they stay on the disk."""
 
-    flagged: NDArray[np.uint32]
-    """Ids with their bits, one conversation after another, [tokens]."""
+    flagged: ShardReader
+    """Ids with their bits, one conversation after another, uint32 [tokens]."""
     starts: NDArray[np.int64]
     """Place of each conversation's first token, and one past the last token, [conversations + 1]."""
 
@@ -134,7 +136,7 @@ def open_conversations(
     cache_dir: Path | None,
     shows_progress: bool,
 ) -> Conversations:
-    """Tokenise the conversations that data.path names on the first call, but for skipped files, and map them.
+    """Tokenise the conversations that data.path names on the first call, but for skipped files, and open the result.
 
     Raises:
         ConfigError: a file is missing or a line is no conversation (file and line are named), the tokenizer has no chat
@@ -149,7 +151,7 @@ def open_conversations(
     def write(file: BinaryIO) -> None:
         _write(file, files, tokenizer, template, shows_progress)
 
-    flagged: NDArray[np.uint32] = np.load(cached_ids(key, write, cache_dir=cache_dir), mmap_mode="r")
+    flagged = look_at_npy(cached_ids(key, write, cache_dir=cache_dir)).open()
     starts = [
         first + np.flatnonzero(flagged[first : first + _SCANNED_TOKENS] & FIRST)
         for first in range(0, len(flagged), _SCANNED_TOKENS)
@@ -261,7 +263,7 @@ def _tokenise(
         yield flagged
 
 
-def _is_target(flagged: NDArray[np.uint32]) -> NDArray[np.bool_]:
+def _is_target(flagged: NDArray[np.integer]) -> NDArray[np.bool_]:
     # Nothing stands before the first token of a conversation from which it could be predicted.
     is_target: NDArray[np.bool_] = (flagged & (RESPONSE | FIRST)) == RESPONSE
     return is_target

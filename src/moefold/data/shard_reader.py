@@ -69,7 +69,8 @@ class Ids:
 
     def broken(self, what: str) -> BrokenShardError:
         """The error that says what became of the file."""
-        way_out = 'set data.corrupt="skip" to go on without it' if self.shard else "remove it, to have it made anew"
+        skip = 'set data.corrupt="skip" to go on without it'
+        way_out = skip if self.shard else "make it anew (what lies in the token cache: remove it)"
         cause = f"data file {self.name} broke while the run read it: {what}"
         return BrokenShardError(cause, f"bring it back as it was, or {way_out}", self.shard)
 
@@ -97,6 +98,16 @@ class ShardReader:
         """Close the file."""
         if self._handle >= 0:
             os.close(self._handle)
+
+    def __len__(self) -> int:
+        """Numbers in all."""
+        return self._ids.count
+
+    def __getitem__(self, part: slice) -> NDArray[np.integer]:
+        """What a slice without a step selects, as of an array; errors are those of `read`."""
+        start, stop, step = part.indices(len(self))
+        assert step == 1
+        return self.read(start, max(start, stop))
 
     def read(self, start: int, stop: int) -> NDArray[np.integer]:
         """Numbers start .. stop-1, which are within the file, [stop - start]; read-only.

@@ -39,13 +39,6 @@ class TokenFile:
     name: str = ""
     """Its name in the recipe; empty stands for the path."""
 
-    def map(self) -> NDArray[np.integer]:
-        """Map the file read-only, [num_tokens]."""
-        if self.bin_dtype is not None:
-            mapped: NDArray[np.integer] = np.memmap(self.path, dtype=self.bin_dtype, mode="r", shape=(self.num_tokens,))
-            return mapped
-        return map_npy(self.path)
-
     @property
     def shown(self) -> str:
         """What messages call it."""

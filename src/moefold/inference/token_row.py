@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import look_at_npy
 from moefold.errors import ConfigError
 
@@ -16,8 +17,8 @@ _CHECKED_TOKENS = 2**24
 class TokenRow:
     """Ids in a row, cut into sequences of S; what is left at the end is a shorter sequence, taken only if asked for."""
 
-    ids: np.ndarray
-    """Integers of any width, [tokens]; may be a mapped file."""
+    ids: np.ndarray | ShardReader
+    """Integers of any width, [tokens]; may be a file."""
     seq_len: int
     keeps_tail: bool
 
@@ -65,8 +66,8 @@ class TokenRow:
         return tokens, labels, is_target
 
 
-def open_ids(path: Path, option: str = "--tokens") -> np.ndarray:
-    """Map an .npy file of ids.
+def open_ids(path: Path, option: str = "--tokens") -> ShardReader:
+    """Open an .npy file of ids; they stay on the disk.
 
     Raises:
         ConfigError: it is missing, or no complete one-dimensional .npy array of integers.
@@ -75,7 +76,7 @@ def open_ids(path: Path, option: str = "--tokens") -> np.ndarray:
         raise ConfigError(f"{option} {str(path)!r} does not exist; name an .npy file of token ids")
     if path.is_dir() or path.suffix != ".npy":
         raise ConfigError(f"{option} {str(path)!r} is no .npy file; write the ids with numpy.save")
-    return look_at_npy(path).map()
+    return look_at_npy(path).open()
 
 
 def check_row(row: TokenRow, vocab_size: int, name: str) -> None:

@@ -1,6 +1,7 @@
 """Where the ranks of a job find each other: the store that a launcher or rank 0 keeps."""
 
 import os
+import socket
 import time
 import uuid
 from datetime import timedelta
@@ -28,13 +29,10 @@ def meet(place: Place, limit_s: float) -> tuple[dist.Store, str]:
     Raises:
         RunError: the store cannot be reached, or ranks are missing, after `limit_s`.
     """
-    # The environment form of rendezvous knows whether an elastic agent or rank 0 keeps the store.
-    os.environ.update(MASTER_ADDR=place.master_address, MASTER_PORT=str(place.master_port))
     at = f"{place.master_address}:{place.master_port}"
     started_s = time.monotonic()
     try:
-        store: dist.Store
-        store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=limit_s)))
+        store = _open_store(place, limit_s)
         roll_call = _RollCall(store, place)
         while not roll_call.is_complete():
             if time.monotonic() - started_s > limit_s:
@@ -42,8 +40,8 @@ def meet(place: Place, limit_s: float) -> tuple[dist.Store, str]:
             time.sleep(max(LOOK_S, place.world_size / 5000))
     except _Late as late:
         raise RunError(
-            f"{rank_list(late.ranks)} of {place.world_size} did not come to {at} within {limit_s:g} s; start them, or "
-            "set faults.timeout_s higher"
+            f"{rank_list(late.ranks)} of {place.world_size} did not come to {at} within {limit_s:g} s{late.why}; "
+            "start them, or set faults.timeout_s higher"
         ) from None
     except STORE_ERRORS as error:
         raise RunError(
@@ -53,10 +51,49 @@ def meet(place: Place, limit_s: float) -> tuple[dist.Store, str]:
     return dist.PrefixStore(f"moefold/{roll_call.session}", store), roll_call.session
 
 
+def _open_store(place: Place, limit_s: float) -> dist.Store:
+    """The store that an elastic agent keeps, or else rank 0; it does not wait for others than the one who keeps it.
+
+    Raises:
+        _Late: rank 0 has not come.
+    """
+    timeout = timedelta(seconds=limit_s)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        os.environ.update(MASTER_ADDR=place.master_address, MASTER_PORT=str(place.master_port))
+        kept: dist.Store
+        kept, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        return kept
+    keeps_it = place.rank == 0
+    if not keeps_it:
+        _wait_until_open(place, limit_s)
+    return dist.TCPStore(
+        place.master_address,
+        place.master_port,
+        place.world_size,
+        keeps_it,
+        timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _wait_until_open(place: Place, limit_s: float) -> None:
+    """Wait until something listens where rank 0 keeps the store: torch waits too, and ends with pages of C++."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            with socket.create_connection((place.master_address, place.master_port), timeout=limit_s):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise _Late([0], f" ({error.strerror or error})") from None
+            time.sleep(LOOK_S)
+
+
 class _Late(Exception):  # noqa: N818 - says who, and ends here
-    def __init__(self, ranks: list[int]) -> None:
-        super().__init__(ranks)
-        self.ranks = ranks
+    def __init__(self, ranks: list[int], why: str = "") -> None:
+        super().__init__(ranks, why)
+        self.ranks, self.why = ranks, why
 
 
 class _RollCall:

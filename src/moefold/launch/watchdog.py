@@ -25,7 +25,7 @@ import torch.distributed as dist
 from moefold.launch.departure import leave
 from moefold.launch.meeting import STORE_ERRORS
 from moefold.launch.place import Place
-from moefold.launch.process_state import ALIVE, GONE, STOPPED, ProcessId
+from moefold.launch.process_state import ALIVE, BLOCKED, GONE, STOPPED, ProcessId
 from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR
 from moefold.launch.who_is_late import Report, activity, explain
 from moefold.launch.word import Word
@@ -382,6 +382,9 @@ class _Messenger(threading.Thread):
                 left=int(store.get(f"left/{rank}")) if store.check([f"left/{rank}"]) else None,
             )
         for rank, (state, sighting) in seen.items():
+            if rank in reports and reports[rank].answers and state == BLOCKED:
+                # Its main thread: the one that answers is another.
+                reports[rank] = replace(reports[rank], state=state)
             if rank in reports and not reports[rank].answers:
                 last = reports[rank].sighting if sighting is None else Sighting.from_json(sighting)
                 reports[rank] = replace(reports[rank], state=state, sighting=last)

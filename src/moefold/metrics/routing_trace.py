@@ -9,7 +9,7 @@ int16 and int32 that holds an expert's number:
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 
 from moefold.config.schema import Config
 from moefold.data.npy_file import map_npy
+from moefold.data.shard_reader import Ids, ShardReader
 from moefold.errors import ConfigError
 
 TRACE_FOLDER = "routing"
@@ -126,10 +127,37 @@ class TraceWriter:
         _replace(_step_file(self._folder, step), lambda path: self._write_layers(path, layers))
 
     def _write_layers(self, path: Path, layers: Iterable[Choices]) -> None:
-        whole = np.lib.format.open_memmap(path, mode="w+", dtype=self._shape.dtype, shape=self._shape.array)
-        for i, choices in enumerate(layers):
-            whole[i] = choices
-        whole.flush()
+        # Written rather than mapped: on a full disk a write is an error, and a page of a map ends the process.
+        header = {"descr": self._shape.dtype.str, "fortran_order": False, "shape": self._shape.array}
+        with path.open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for choices in layers:
+                file.write(np.ascontiguousarray(choices, self._shape.dtype).tobytes())
+
+
+class TracedStep:
+    """The choices of one step of a trace, read from its file when asked for."""
+
+    def __init__(self, path: Path, array: "np.memmap[Any, np.dtype[Any]]") -> None:
+        """Take over where the numbers of a mapped array lie, [L, G, S, K]."""
+        self._shape = array.shape
+        self._reader = ShardReader(Ids(path, str(path), array.offset, array.dtype, array.size))
+
+    def __iter__(self) -> Iterator[Choices]:
+        """The choices of each traced layer in order, [G, S, K], one layer in memory at a time."""
+        num_layers, num_samples, *_ = self._shape
+        return (self.samples(layer, 0, num_samples) for layer in range(num_layers))
+
+    def samples(self, layer: int, first: int, count: int) -> Choices:
+        """The choices of some samples in a traced layer, counted from 0, [count, S, K].
+
+        Raises:
+            BrokenShardError: the file is not what it was when the step was looked up.
+        """
+        _, num_samples, seq_len, top_k = self._shape
+        size = seq_len * top_k
+        start = (layer * num_samples + first) * size
+        return self._reader.read(start, start + count * size).reshape(count, seq_len, top_k)
 
 
 class Trace:
@@ -159,8 +187,8 @@ class Trace:
             raise ConfigError(f"{self._key} has a {MANIFEST} that is no {FORMAT} manifest: {error}") from None
         self.steps = traced_steps(self.folder)
 
-    def step(self, step: int) -> Choices:
-        """The choices of a step, [L, G, S, K], mapped into memory: only what is read is loaded.
+    def step(self, step: int) -> TracedStep:
+        """The choices of a step; they stay on the disk.
 
         Raises:
             ConfigError: the step is missing, its file cannot be read or has another shape than the manifest says.
@@ -169,7 +197,7 @@ class Trace:
         if not path.is_file():
             raise ConfigError(f"{self._key} has no step {step}; {self._what_it_has()}")
         try:
-            choices: Choices = map_npy(path)
+            choices = map_npy(path)
         except ValueError as error:
             raise ConfigError(f"{self._key}: {path.name} cannot be read: {error}") from None
         if (choices.shape, choices.dtype) != (self.shape.array, self.shape.dtype):
@@ -177,7 +205,9 @@ class Trace:
                 f"{self._key}: {path.name} holds {choices.dtype} {choices.shape}, and its manifest says "
                 f"{self.shape.dtype} {self.shape.array}; trace the run anew"
             )
-        return choices
+        if not isinstance(choices, np.memmap) or not choices.flags.c_contiguous:
+            raise ConfigError(f"{self._key}: {path.name} is not written row by row; trace the run anew")
+        return TracedStep(path, choices)
 
     def check_replay(self, run: TraceShape, steps: int) -> None:
         """Make sure that a run can replay this trace.
@@ -215,7 +245,7 @@ class Trace:
             self.step(step)
 
     def check_content(self, steps: int) -> None:
-        """Read every choice of steps 1 to `steps` once, from the files as they are mapped, a layer at a time.
+        """Read every choice of steps 1 to `steps` once, a layer at a time.
 
         Raises:
             ConfigError: a number is none of an expert, or a token has an expert twice.

@@ -66,7 +66,7 @@ class RoutingTape:
             if self.is_due(step):
                 choices.recorded_NSK = torch.zeros(size, dtype=_torch_type(shape.dtype), device=device)
             if replayed is not None:
-                mine = replayed[shape.layers.index(number), choices.first_sample :][: self._num_samples]
+                mine = replayed.samples(shape.layers.index(number), choices.first_sample, self._num_samples)
                 choices.replayed_NSK = torch.from_numpy(shape.check_choices(mine[:, self._positions], step)).to(device)
 
     def save(self, step: int, writer: TraceWriter | None) -> None:

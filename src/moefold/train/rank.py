@@ -1,6 +1,8 @@
 """What each rank of `moefold train` runs."""
 
 import os
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -11,6 +13,7 @@ from moefold.launch.place import Place
 from moefold.launch.ranks import joined
 from moefold.launch.watchdog import Watchdog
 from moefold.parallel.groups import ParallelGroups
+from moefold.train.run_lock import LONGEST_WAIT_S, RunLock
 from moefold.train.stop import StopSignals
 from moefold.train.trainer import Trainer
 
@@ -30,4 +33,20 @@ def train_rank(cfg: Config, place: Place, device_type: str) -> int:
     watchdog = Watchdog(place, limit_s, device_type)
     failing = FailingRank(place, lambda: any(stop.flags), watchdog)
     with failing, joined(place, device_type, limit_s, watchdog.start) as device, watchdog:
-        return Trainer(cfg, ParallelGroups.create(layout, device, watchdog.record)).run(stop)
+        trainer = Trainer(cfg, ParallelGroups.create(layout, device, watchdog.record))
+        with ExitStack() as alone:
+            if place.rank == 0:
+                watchdog.record.enter("locking the folders of the run")
+                for lock in _locks(cfg):
+                    alone.enter_context(lock)
+            return trainer.run(stop)
+
+
+def _locks(cfg: Config) -> list[RunLock]:
+    """One for each folder that the run writes into."""
+    # The other ranks wait for it, and must not take the first one for late.
+    wait_s = min(LONGEST_WAIT_S, cfg.faults.timeout_s / 2)
+    folders = {"run.dir": cfg.run.dir}
+    if cfg.checkpoint.dir and cfg.checkpoint.every:
+        folders["checkpoint.dir"] = cfg.checkpoint.dir
+    return [RunLock(Path(folder), key, wait_s) for key, folder in folders.items()]

@@ -1,12 +1,13 @@
 """The training run: steps, evaluation, checkpoints and metrics, from the recipe to the loss curve."""
 
+import errno
 import hashlib
 import json
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from signal import Signals
@@ -101,6 +102,7 @@ class Trainer:
         self._watch_ranks()
         with ExitStack() as stack:
             stack.enter_context(stop)
+            stack.enter_context(_named_if_full(self._cfg.run.dir))
             report = None
             if self._is_first_rank:
                 report = stack.enter_context(_Report(self._cfg, first_step, resume, self._notes()))
@@ -365,6 +367,24 @@ class Trainer:
             rank_times=RankTimes.from_ranks(result.rank_times),
             skipped=result.verdict.reason if result.verdict.action == "skip" else None,
         )
+
+
+@contextmanager
+def _named_if_full(run_dir: str) -> Iterator[None]:
+    """Say it in one message if the files of the run can no longer be written: metrics, counts, traces.
+
+    Raises:
+        RunError: the disk is full or writes nothing.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise RunError(
+            f"run.dir={run_dir!r} cannot be written any more: {error.strerror}; make room, and the same command goes "
+            "on from the last checkpoint"
+        ) from error
 
 
 class _Report:
