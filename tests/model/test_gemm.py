@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.model.gemm import LEAST_ROWS, STEPS_PER_OCTAVE, padded_rows, product
+from moefold.model.gemm import LEAST_ROWS, STEPS_PER_OCTAVE, multiplies_wide, padded_rows, product, widened
 
 
 def test_few_row_counts_occur_and_little_is_wasted():
@@ -29,3 +29,18 @@ def test_product(dtype, tolerance, transposed):
     x, w = (t.t().contiguous().t() if flip else t for t, flip in zip((x, w), transposed, strict=True))
     expected = x.double() @ w.double().t()
     assert (product(x, w).double() - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_wide_types_are_not_widened(dtype):
+    x = torch.randn(3, 4, dtype=dtype)
+    assert not multiplies_wide(x)
+    assert widened(x) is x
+
+
+def test_a_wide_product_of_bfloat16_rounds_once():
+    x, w = torch.randn(64, 512).bfloat16(), torch.randn(32, 512).bfloat16()
+    wide = widened(x) @ widened(w).t()
+    assert (product(x, w).float() - wide.float()).abs().max() <= 2**-8 * wide.float().abs().max()
+    if multiplies_wide(x):
+        assert product(x, w).equal(product(x.float(), w.float()).bfloat16())
