@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.model.gemm import has_fast_product, product, widened
+from moefold.model.gemm import has_fast_product, product, weight_gradient, widened
 from moefold.model.later import Later, can_wait
 
 
@@ -70,8 +70,6 @@ def _input_gradient(grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    grad_MN, x_MK = grad.flatten(0, -2), widened(x.flatten(0, -2))
-    # The product wants its first operand contiguous: transpose the smaller of the two.
-    if grad_MN.shape[1] <= x_MK.shape[1]:
-        return product(grad_MN.t().contiguous(), x_MK.t()).to(x.dtype)
-    return product(x_MK.t().contiguous(), grad_MN.t()).t().to(x.dtype)
+    """[N, K]."""
+    x_MK = widened(x.flatten(0, -2))
+    return weight_gradient(grad.flatten(0, -2), x_MK).to(x.dtype)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.model.gemm import padded_rows, product, widened
+from moefold.model.gemm import padded_rows, product, product_into, two_products_into, weight_gradient_into, widened
 from moefold.model.later import Later, can_wait
 from moefold.model.parameter import local
 from moefold.model.recall import recomputed
@@ -292,9 +292,11 @@ class _LoopedExperts(torch.autograd.Function):
             hidden = how.gate.forward(g, u)
             weights = _padded_weights(weights_R, rows)
             hidden = widened(hidden if weights is None else _scaled(hidden, weights))
-            y = product(hidden, widened(w.down_EFH[e]).t())
-            _plus(y[:, how.bias_columns], w.down_bias_EH, e, weights)
-            y_RH[rows] = y[: rows.stop - rows.start]
+            product_into(y_RH[rows], hidden, widened(w.down_EFH[e]).t())
+            if w.down_bias_EH is not None:
+                count = rows.stop - rows.start
+                of_rows = None if weights is None else weights[:count]
+                _plus(y_RH[rows, how.bias_columns], w.down_bias_EH, e, of_rows)
             if how.keeps_inner:
                 inner += [g, u]
         ctx.save_for_backward(x_RH, weights_R, *tensors, *inner)
@@ -333,8 +335,8 @@ class _LoopedExperts(torch.autograd.Function):
                 gradients.add(of_expert)
             else:
                 waiting.append(of_expert)
-            by_gate, by_up = product(grad_g, widened(w.gate_EHF[e])), product(grad_u, widened(w.up_EHF[e]))
-            torch.add(by_gate[:count], by_up[:count], out=grad_x_RH[rows])
+            by_gate, by_up = (grad_g, widened(w.gate_EHF[e])), (grad_u, widened(w.up_EHF[e]))
+            two_products_into(grad_x_RH[rows], by_gate, by_up)
         if how.later is None:
             return grad_x_RH, None, grad_weights_R, *gradients.grads
         how.later.postpone(how.held, lambda: gradients.of(waiting))
@@ -370,11 +372,13 @@ class _WeightGradients:
     def add(self, r: _Rows) -> None:
         """Compute those of one expert."""
         e, to = r.expert, ExpertWeights(*self.grads)
-        # grad_y has fewer columns than the hidden layer: of the two, it is cheaper to transpose.
-        to.down_EFH[e] = product(r.grad_y.t(), r.hidden.t()).t()
-        x_t = widened(_pad(self._x_RH[r.rows])).t().contiguous()
-        to.gate_EHF[e] = product(x_t, r.grad_g.t())
-        to.up_EHF[e] = product(x_t, r.grad_u.t())
+        x = widened(_pad(self._x_RH[r.rows]))
+        for out, left, right in (
+            (to.down_EFH[e], r.hidden, r.grad_y),
+            (to.gate_EHF[e], x, r.grad_g),
+            (to.up_EHF[e], x, r.grad_u),
+        ):
+            weight_gradient_into(out, left, right)
         for bias_grad, rows_grad in (
             (to.gate_bias_EF, r.grad_g),
             (to.up_bias_EF, r.grad_u),
