@@ -3,16 +3,27 @@
 import pytest
 import torch
 
-from moefold.model.gemm import LEAST_ROWS, STEPS_PER_OCTAVE, padded_rows, product
+from moefold.model.gemm import (
+    LEAST_ROWS,
+    STEPS_PER_OCTAVE,
+    multiplies_wide,
+    padded_rows,
+    product,
+    product_into,
+    rounded_rows,
+    two_products_into,
+    weight_gradient,
+    weight_gradient_into,
+    widened,
+)
 
 
 def test_few_row_counts_occur_and_little_is_wasted():
-    like = torch.empty(0)
-    padded = [padded_rows(n, like) for n in range(1, 5000)]
+    padded = [rounded_rows(n) for n in range(1, 5000)]
     assert all(n <= p < n + LEAST_ROWS or p <= n * (1 + 1 / STEPS_PER_OCTAVE) for n, p in enumerate(padded, 1))
     assert padded == sorted(padded)
     assert len(set(padded)) <= STEPS_PER_OCTAVE * 9
-    assert all(padded_rows(p, like) == p for p in padded)
+    assert all(rounded_rows(p) == p for p in padded)
 
 
 def test_float64_rows_are_left_alone():
@@ -29,3 +40,43 @@ def test_product(dtype, tolerance, transposed):
     x, w = (t.t().contiguous().t() if flip else t for t, flip in zip((x, w), transposed, strict=True))
     expected = x.double() @ w.double().t()
     assert (product(x, w).double() - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_wide_types_are_not_widened(dtype):
+    x = torch.randn(3, 4, dtype=dtype)
+    assert not multiplies_wide(x)
+    assert widened(x) is x
+
+
+def test_a_wide_product_of_bfloat16_rounds_once():
+    x, w = torch.randn(64, 512).bfloat16(), torch.randn(32, 512).bfloat16()
+    wide = widened(x) @ widened(w).t()
+    assert (product(x, w).float() - wide.float()).abs().max() <= 2**-8 * wide.float().abs().max()
+    if multiplies_wide(x):
+        assert product(x, w).equal(product(x.float(), w.float()).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "hidden", "inner"), [(33, 20, 7), (16, 8, 40)])
+def test_products_where_they_belong(dtype, rows, hidden, inner):
+    """Results land in a slice of a larger tensor, and padded rows stay out."""
+    tolerance = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    x, grad = torch.randn(rows, hidden).to(dtype), torch.randn(rows, inner).to(dtype)
+    w = torch.randn(hidden, inner).to(dtype)
+    assert _error(weight_gradient(x, grad), x.double().t() @ grad.double()) <= tolerance
+    whole = torch.full((3, hidden, inner), float("nan"), dtype=dtype)
+    weight_gradient_into(whole[1], widened(x), widened(grad))
+    assert _error(whole[1], x.double().t() @ grad.double()) <= tolerance
+    for padding in (0, 3):
+        padded = torch.cat((grad, torch.full((padding, inner), 5.0, dtype=dtype)))
+        out = torch.full((rows + 2, hidden), float("nan"), dtype=dtype)
+        product_into(out[1:-1], widened(padded), widened(w))
+        assert _error(out[1:-1], grad.double() @ w.double().t()) <= tolerance
+        two_products_into(out[1:-1], (widened(padded), widened(w)), (widened(padded), widened(2 * w)))
+        assert _error(out[1:-1], 3 * (grad.double() @ w.double().t())) <= tolerance
+        assert out[[0, -1]].isnan().all()
+
+
+def _error(found, expected):
+    return (found.double() - expected).norm() / expected.norm()

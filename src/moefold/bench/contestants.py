@@ -1,99 +1,325 @@
-"""The training steps that the bench compares: ours through the trainer, ours in a bare loop, and transformers'."""
+"""The steps that the bench compares, of one shape: ours, plain torch, transformers, and what else is installed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from moefold.bench.plain import ExpertsBy, PlainModel, what_plain_lacks
+from moefold.bench.routing import balanced_states, steer
+from moefold.bench.shape import Part, Routing
 from moefold.config.schema import Config
+from moefold.convert.hf_config import families_for
+from moefold.errors import ConfigError
 from moefold.model.init import initialise
-from moefold.model.transformer import TORCH_DTYPES, build_model
+from moefold.model.transformer import TORCH_DTYPES, Transformer, build_model
+from moefold.moe.layer import MoELayer
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
 from moefold.parallel.parallelize import parallelize
 from moefold.train.step import TrainingStep
 
-Step = Callable[[], None]
-"""Forward, backward and AdamW on one fixed batch."""
+Step = Callable[[], object]
+"""Forward and backward on one fixed batch; for a whole model the optimizer as well."""
 
+OURS = "moefold"
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
 """What transformers offers for training; the fastest one counts.
 
-Its batched_mm copies the experts' weights for each token: 23 GiB here, and slower than both.
+Its batched_mm copies the experts' weights for each token: 23 GiB at the small shape, and slower than both.
 """
+NOT_DRIVEN = {"megatron-core": "megatron.core", "torchtitan": "torchtitan"}
+"""Peers by the module that shows whether they are installed."""
 
 
-def trainer_step(cfg: Config) -> Step:
-    """Our step with all around it: norm, clipping, schedule, metrics, every degree 1. Needs a process group of one."""
-    model = parallelize(cfg, ParallelGroups.create(fold(world_size=1), torch.device("cpu")))
-    training = TrainingStep(model, cfg)
-    tokens, labels = _batch(cfg)
-    weights = torch.full(tokens.shape, 1.0 / tokens.numel())
-    batch = Batch(tokens, labels, weights, torch.arange(len(tokens)))
-    return lambda: _discard(training.run(batch, 1))
+@dataclass(frozen=True)
+class Arena:
+    """Who competes, over what.
 
-
-def bare_step(cfg: Config) -> Step:
-    """Our model in the plainest loop: no parallel code, no clipping, no metrics."""
-    model = build_model(cfg)
-    initialise(model, cfg.model, cfg.run.seed)
-    model.place(torch.arange(cfg.train.seq_len))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.train.lr, fused=True)
-    tokens, labels = _batch(cfg)
-    weights = torch.full(tokens.shape, 1.0 / tokens.numel())
-
-    def step() -> None:
-        model(tokens, labels, weights).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def transformers_step(cfg: Config, experts: str) -> Step:
-    """Mixtral as transformers computes it, of the same sizes, with its router loss, in the same bare loop.
-
-    Args:
-        cfg: sizes and batch.
-        experts: its experts implementation.
+    Attributes:
+        steps: by name; `OURS` is one of them.
+        absent: what does not take part, and why.
+        first: the first MoE layer of ours.
+        load: copies on the busiest expert over the mean, of the first MoE layer.
     """
-    from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = cfg.model
-    config = MixtralConfig(
-        vocab_size=sizes.vocab_size,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.moe_ffn_hidden_size,
-        num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.num_attention_heads,
-        num_key_value_heads=sizes.num_query_groups,
-        num_local_experts=sizes.num_experts,
-        num_experts_per_tok=sizes.top_k,
-        max_position_embeddings=cfg.train.seq_len,
-        output_router_logits=True,
-        router_aux_loss_coef=cfg.moe.aux_loss,
-        use_cache=False,
-        experts_implementation=experts,
-    )
-    model: Any = MixtralForCausalLM(config).to(TORCH_DTYPES[cfg.run.dtype]).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.train.lr, fused=True)
-    tokens, _ = _batch(cfg)
+    steps: dict[str, Step]
+    absent: list[str]
+    first: MoELayer
+    load: Callable[[], float]
 
+
+def open_arena(cfg: Config, part: Part, routing: Routing, device: torch.device) -> Arena:
+    """Build all contestants. A whole model needs a process group of one.
+
+    Raises:
+        ConfigError: transformers is missing, or has no such model.
+    """
+    if find_spec("transformers") is None:
+        raise ConfigError("moefold bench compares with transformers, which is missing: pip install 'moefold[hf]'")
+    absent = [
+        f"{name}: {'installed, but the bench has no driver for it' if _is_installed(module) else 'not installed'}"
+        for name, module in NOT_DRIVEN.items()
+    ]
+    builder = _builder(cfg, part, routing, device)
+    steps: dict[str, Step] = {OURS: builder.ours()}
+    lacks = what_plain_lacks(cfg.model, with_attention=part != "layer")
+    kinds: tuple[ExpertsBy, ...] = ("loop", "grouped_mm") if device.type == "cuda" else ("loop",)
+    for kind in () if lacks else kinds:
+        steps[f"plain torch, {kind}"] = builder.plain(kind)
+    absent += [f"plain torch: {lacks}"] if lacks else []
+    for experts in EXPERTS_IMPLEMENTATIONS:
+        steps[f"transformers, {experts}"] = builder.transformers(experts)
+    return Arena(steps, absent, builder.first, builder.load)
+
+
+def open_ours(cfg: Config, part: Part, device: torch.device) -> Step:
+    """Our step alone, with natural routing. A whole model needs a process group of one."""
+    return _builder(cfg, part, "natural", device).ours()
+
+
+def _builder(cfg: Config, part: Part, routing: Routing, device: torch.device) -> "_Models | _Layers":
+    return (_Models if part == "model" else _Layers)(cfg, part, routing, device)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class _Models:
+    """Training steps of whole models: float32 master weights, AdamW, the same batch."""
+
+    first: MoELayer
+
+    def __init__(self, cfg: Config, part: Part, routing: Routing, device: torch.device) -> None:
+        self._cfg, self._device, self._routing = cfg, device, routing
+        self._dtype = TORCH_DTYPES[cfg.run.dtype]
+        self._hf: tuple[nn.Module, Step] | None = None
+        generator = torch.Generator().manual_seed(cfg.run.seed)
+        shape = (cfg.train.global_batch_size, cfg.train.seq_len + 1)
+        samples = torch.randint(cfg.model.vocab_size, shape, generator=generator).to(device)
+        self._tokens, self._labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+
+    def ours(self) -> Step:
+        """The trainer's step with all around it: norm, clipping, schedule, metrics, every degree 1."""
+        model = parallelize(self._cfg, ParallelGroups.create(fold(world_size=1), self._device))
+        stage = model.stages[0]
+        self.first = next(iter(stage.moe_layers().values()))
+        if self._routing == "balanced":
+            steer(
+                stage.embedding.weight, [layer.router.weight for layer in stage.moe_layers().values()], self._cfg.model
+            )
+        training = TrainingStep(model, self._cfg)
+        weights = torch.full(self._tokens.shape, 1.0 / self._tokens.numel(), device=self._device)
+        batch = Batch(self._tokens, self._labels, weights, torch.arange(len(self._tokens), device=self._device))
+        self._result = training.run(batch, 1)
+
+        def step() -> None:
+            self._result = training.run(batch, 1)
+
+        return step
+
+    def load(self) -> float:
+        """Of the last step of ours."""
+        return self._result.expert_load[0] if self._result.expert_load else 1.0
+
+    def plain(self, experts: ExpertsBy) -> Step:
+        """The same model, batch and optimizer in a bare loop."""
+        model = build_model(self._cfg).to_empty(device=self._device)
+        initialise(model, self._cfg.model, self._cfg.run.seed)
+        if self._routing == "balanced":
+            steer(model.embedding.weight, [x.router.weight for x in model.moe_layers().values()], self._cfg.model)
+        plain = PlainModel(self._cfg, self._dtype, experts)
+        return self._trained(model, lambda: plain.loss(model, self._tokens, self._labels))
+
+    def transformers(self, experts: str) -> Step:
+        """Its model of the same sizes with its router loss; computes in the type of the run, AdamW keeps float32."""
+        if self._hf is None:
+            model: Any = hugging_face_model(self._cfg, self._device, torch.float32)
+            if self._routing == "balanced":
+                routers = [w for name, w in model.named_parameters() if name.endswith(("gate.weight", "router.weight"))]
+                steer(model.get_input_embeddings().weight, routers, self._cfg.model)
+            masters = [p.detach().clone() for p in model.parameters()]
+            model.to(self._dtype)
+            step = self._trained(model, lambda: model(input_ids=self._tokens, labels=self._tokens).loss, masters)
+            self._hf = model, step
+        model, step = self._hf
+
+        def run() -> None:
+            model.set_experts_implementation(experts)
+            step()
+
+        return run
+
+    def _trained(self, model: nn.Module, loss: Callable[[], Tensor], masters: list[Tensor] | None = None) -> Step:
+        """Forward, backward and AdamW; over master weights where the model's are narrower than float32."""
+        parameters: list[Tensor] = list(model.parameters())
+        if masters is None or self._dtype == torch.float32:
+            optimizer = torch.optim.AdamW(parameters, lr=self._cfg.train.lr, fused=True)
+
+            def step() -> None:
+                loss().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+            return step
+        optimizer = torch.optim.AdamW(masters, lr=self._cfg.train.lr, fused=True)
+
+        @torch.no_grad()
+        def update() -> None:
+            for master, parameter in zip(masters, parameters, strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
+            optimizer.step()
+            torch._foreach_copy_(parameters, masters)
+
+        def mixed_step() -> None:
+            loss().backward()
+            update()
+
+        return mixed_step
+
+
+class _Layers:
+    """Forward and backward of one MoE layer, or of a stack of layers, in the type of the run."""
+
+    def __init__(self, cfg: Config, part: Part, routing: Routing, device: torch.device) -> None:
+        self._cfg, self._part, self._device = cfg, part, device
+        self._dtype = TORCH_DTYPES[cfg.run.dtype]
+        self._model = _our_layers(cfg, device, self._dtype)
+        layers = self._model.moe_layers()
+        generator = torch.Generator(device).manual_seed(cfg.run.seed)
+        shape = (cfg.train.seq_len, cfg.train.global_batch_size, cfg.model.hidden_size)
+        if routing == "balanced":
+            routers = [layer.router.weight for layer in layers.values()]
+            states = balanced_states(shape[0] * shape[1], routers, cfg.model, generator).view(shape)
+        else:
+            states = torch.randn(shape, generator=generator, device=device)
+        self._routing = routing
+        self._x = states.to(self._dtype)
+        self._grad = torch.randn(shape, generator=generator, device=device).to(self._dtype)
+        self.first = next(iter(layers.values()))
+        self._module: nn.Module = self._model if part == "stack" else self.first
+        self._hf: Any = None
+
+    def ours(self) -> Step:
+        """Our modules as the trainer runs them."""
+        parameters = list(self._module.parameters())
+        return _forth_and_back(lambda x: self._module(x), self._x, self._grad, parameters, self.first)
+
+    def load(self) -> float:
+        """Of the last step of ours."""
+        counts_E = self.first.stats.tokens_per_expert_E
+        return float(counts_E.max() / counts_E.double().mean()) if counts_E.sum() else 1.0
+
+    def plain(self, experts: ExpertsBy) -> Step:
+        """The same weights and states."""
+        plain = PlainModel(self._cfg, self._dtype, experts)
+        x, grad = self._x.transpose(0, 1).contiguous(), self._grad.transpose(0, 1).contiguous()
+
+        def forward(states: Tensor) -> tuple[Tensor, Tensor]:
+            if self._part == "stack":
+                return plain.stack(self._model, states)
+            return plain.layer(self.first, states)
+
+        return _forth_and_back(forward, x, grad, list(self._module.parameters()))
+
+    def transformers(self, experts: str) -> Step:
+        """Its layers of the same sizes."""
+        if self._hf is None:
+            self._hf = hugging_face_model(self._cfg, self._device, self._dtype)
+            if self._routing == "balanced":
+                _copy_routers(self._hf, [layer.router.weight for layer in self._model.moe_layers().values()])
+        model = self._hf
+        x, grad = self._x.transpose(0, 1).contiguous(), self._grad.transpose(0, 1).contiguous()
+        body = model.model if self._part == "stack" else model.model.layers[0].mlp
+
+        def forward(states: Tensor) -> Any:
+            if self._part == "stack":
+                return model.model(inputs_embeds=states, use_cache=False).last_hidden_state
+            return body(states)
+
+        step = _forth_and_back(forward, x, grad, list(body.parameters()))
+
+        def run() -> None:
+            model.set_experts_implementation(experts)
+            step()
+
+        return run
+
+
+def hugging_face_model(cfg: Config, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model of transformers with the sizes of the recipe and its router loss, with weights of its own."""
+    import transformers
+
+    families = families_for(cfg.model)
+    if not families:
+        raise ConfigError("transformers has no model that computes this shape")
+    keys = families[0].write(cfg.model)
+    keys |= {
+        "max_position_embeddings": cfg.train.seq_len,
+        "output_router_logits": True,
+        "router_aux_loss_coef": cfg.moe.aux_coefficient,
+        "use_cache": False,
+    }
+    config = transformers.AutoConfig.for_model(**keys)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def _our_layers(cfg: Config, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """The layers of the shape, neither first nor last stage: hidden states in, hidden states out."""
+    with torch.device("meta"):
+        model = Transformer(cfg, range(cfg.model.num_layers), is_first=False, is_last=False)
+    model.to(dtype)
+    for layer in model.moe_layers().values():
+        layer.router.to(torch.float32)
+    model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(cfg.run.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, cfg.model.init_std, generator=generator)
+        for name, buffer in model.named_buffers():
+            assert "inv_freq" not in name
+            buffer.zero_()
+    model.place(torch.arange(cfg.train.seq_len, device=device))
+    return model
+
+
+@torch.no_grad()
+def _copy_routers(theirs: nn.Module, ours: Sequence[Tensor]) -> None:
+    found = [w for name, w in theirs.named_parameters() if name.endswith(("mlp.gate.weight", "router.weight"))]
+    for target, source in zip(found, ours, strict=True):
+        target.copy_(source)
+
+
+def _forth_and_back(
+    forward: Callable[[Tensor], Any],
+    x: Tensor,
+    grad: Tensor,
+    parameters: list[nn.Parameter],
+    counted: MoELayer | None = None,
+) -> Step:
     def step() -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        if counted is not None:
+            counted.begin_step(1)
+        leaf = x.detach().requires_grad_()
+        y = forward(leaf)
+        if isinstance(y, tuple):
+            # The second is a balance loss, or what one is made from.
+            y = y[0]
+        torch.autograd.backward(y, grad.view_as(y))
+        for parameter in parameters:
+            parameter.grad = None
 
     return step
-
-
-def _batch(cfg: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(cfg.run.seed)
-    shape = (cfg.train.global_batch_size, cfg.train.seq_len + 1)
-    samples = torch.randint(cfg.model.vocab_size, shape, generator=generator)
-    return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
-
-
-def _discard(_: object) -> None:
-    return None

@@ -3,18 +3,62 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
 
 
-def race(contestants: Mapping[str, Callable[[], None]], *, warmup: int, rounds: int) -> dict[str, list[float]]:
-    """Run every contestant once a round, after some rounds that do not count; returns seconds by name."""
+@dataclass(frozen=True)
+class Times:
+    """What a contestant took, in seconds."""
+
+    seconds: list[float]
+
+    @property
+    def median_s(self) -> float:
+        """The middle."""
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles_s(self) -> tuple[float, float]:
+        """Between them lies the middle half; the extremes where there are fewer than four."""
+        if len(self.seconds) < 4:
+            return min(self.seconds), max(self.seconds)
+        low, _, high = statistics.quantiles(self.seconds, n=4)
+        return low, high
+
+
+Clock = Callable[[], float]
+CLOCKS: Mapping[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
+"""The CPU time of all threads of this process says on a crowded machine what the wall clock says on an idle one."""
+
+
+def race(
+    contestants: Mapping[str, Callable[[], None]], *, warmup: int, rounds: int, clock: Clock = time.perf_counter
+) -> dict[str, list[float]]:
+    """Run every contestant once a round, after some rounds that do not count; returns seconds by name.
+
+    A contestant that works on a GPU waits for it itself: see `awaited`.
+    """
     times_s: dict[str, list[float]] = {name: [] for name in contestants}
     for i in range(warmup + rounds):
         for name, step in contestants.items():
-            started_s = time.perf_counter()
+            started_s = clock()
             step()
             if i >= warmup:
-                times_s[name].append(time.perf_counter() - started_s)
+                times_s[name].append(clock() - started_s)
     return times_s
+
+
+def awaited(step: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """The step, which is over when the device has done its work."""
+
+    def run() -> None:
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return run
 
 
 def median_ratio(fast_s: list[float], slow_s: list[float]) -> float:

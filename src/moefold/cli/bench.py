@@ -1,100 +1,145 @@
-"""`moefold bench`: our training step beside the same model in a bare loop and in transformers."""
+"""`moefold bench`: our step beside plain torch and transformers, part by part, with what the machine allows."""
 
 import argparse
-import json
-import statistics
+import importlib
 from functools import partial
+from typing import TYPE_CHECKING
 
-from moefold.config.load import config_from_dict
-from moefold.config.schema import Config
+from moefold.bench.shape import Shape, bench_config, experts_that_fit, shapes
+from moefold.cli.bench_output import add_output_options, write_report
 from moefold.errors import ConfigError
 from moefold.launch.place import Place
 
+if TYPE_CHECKING:
+    from moefold.bench.comparison import Comparison
+
+SUBCOMMANDS = {
+    "dispatch": "one MoE layer by part over ETP x EP, and over CP x EP with and without folding",
+    "ranks": "where the ranks of a recipe spend a step: GEMMs, attention, communication, Python",
+    "scaling": "tokens/s over tokens a rank, and step time over experts",
+    "leastloaded": "least-loaded dispatch under skewed routing",
+    "plot": "draw a report of any of them",
+}
+MILLISECONDS = 1e3
+CLOCK_WORDS = {"wall": "wall clock", "cpu": "CPU time of all threads"}
+
 
 def run(argv: list[str]) -> int:
-    """Measure and print a table; returns 0."""
-    if argv[:1] == ["leastloaded"]:
-        from moefold.cli import bench_leastloaded
-
-        return bench_leastloaded.run(argv[1:])
+    """Measure and print tables; returns 0."""
+    if argv[:1] and argv[0] in SUBCOMMANDS:
+        return int(importlib.import_module(f"moefold.cli.bench_{argv[0]}").run(argv[1:]))
     args = _parser().parse_args(argv)
     for name in ("steps", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
-    from moefold.launch.ranks import start_ranks
+    known = shapes()
+    if args.shape not in known:
+        raise ConfigError(f"--shape {args.shape!r} is unknown; the shapes are {', '.join(known)}")
+    shape = known[args.shape]
+    # What is wrong with the sizes is said before torch is loaded.
+    bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=args.experts)
+    from moefold.launch.ranks import choose_device, start_ranks
 
-    return start_ranks(partial(_measure, bench_config(args.dtype), args), 1, "cpu")
-
-
-def bench_config(dtype: str) -> Config:
-    """The small shape of the bench: 4 layers, hidden 256, 8 experts top-2 of 512, vocabulary 4096, batch 8 x 256."""
-    return config_from_dict(
-        {
-            "run": {"dtype": dtype, "device": "cpu"},
-            "model": {"preset": "bench-small"},
-            "train": {"seq_len": 256, "micro_batch_size": 8, "global_batch_size": 8},
-            "data": {"kind": "synthetic"},
-        }
-    )
+    device = choose_device(args.device, 1, None)
+    if device == "cuda" and args.clock == "cpu":
+        raise ConfigError("--clock cpu does not see what a GPU does; leave it out, or set --device cpu")
+    return start_ranks(partial(_measure, shape, args), 1, device)
 
 
-def _measure(cfg: Config, args: argparse.Namespace, place: Place, device_type: str) -> int:
+def _measure(shape: Shape, args: argparse.Namespace, place: Place, device_type: str) -> int:
     import torch
 
+    from moefold.bench.comparison import compare
+    from moefold.bench.machine import free_bytes
     from moefold.launch.ranks import joined
 
     torch.set_num_threads(args.threads)
-    with joined(place, device_type):
-        return _compare(cfg, args)
-
-
-def _compare(cfg: Config, args: argparse.Namespace) -> int:
-    from moefold.bench.contestants import EXPERTS_IMPLEMENTATIONS, bare_step, trainer_step, transformers_step
-    from moefold.bench.race import median_ratio, race
-
-    contestants = {"moefold": trainer_step(cfg), "moefold, bare loop": bare_step(cfg)}
-    try:
-        peers = {f"transformers, {kind}": transformers_step(cfg, kind) for kind in EXPERTS_IMPLEMENTATIONS}
-    except ImportError:
-        raise ConfigError(
-            "moefold bench compares with transformers, which is missing: pip install 'moefold[hf]'"
-        ) from None
-    quick = race(peers, warmup=1, rounds=2)
-    fastest = min(quick, key=lambda name: statistics.median(quick[name]))
-    times_s = race(contestants | {fastest: peers[fastest]}, warmup=5, rounds=args.steps)
-    ours_s = times_s["moefold"]
-    report = {
-        "dtype": cfg.run.dtype,
-        "threads": args.threads,
-        "steps": args.steps,
-        "tokens_per_s": {name: cfg.tokens_per_step / statistics.median(t) for name, t in times_s.items()},
-        "ratio_to_transformers": median_ratio(ours_s, times_s[fastest]),
-        "ratio_to_bare_loop": median_ratio(ours_s, times_s["moefold, bare loop"]),
-    }
-    if args.json:
-        print(json.dumps(report))
-        return 0
-    print(f"{cfg.run.dtype}, {args.threads} threads, medians of {args.steps} steps in turn, after 5")
-    for name, seconds in times_s.items():
-        middle = statistics.median(seconds)
-        spread = f"{min(seconds) * 1e3:.0f} .. {max(seconds) * 1e3:.0f}"
-        print(f"  {name:28} {cfg.tokens_per_step / middle:8.0f} tokens/s   {middle * 1e3:6.1f} ms ({spread})")
-    print(f"ratio to transformers: {report['ratio_to_transformers']:.3f}")
-    print(f"ratio to the bare loop: {report['ratio_to_bare_loop']:.3f}")
+    with joined(place, device_type) as device:
+        size = 2 if args.dtype == "bfloat16" else 4
+        experts = args.experts or experts_that_fit(shape, size, free_bytes(device))
+        cfg = bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=experts, device=device_type)
+        found = compare(cfg, shape.part, args.routing, device, args.steps, args.clock)
+    report = found.as_dict() | {"shape": shape.name}
+    write_report(args, report, table(shape, found))
     return 0
 
 
+def table(shape: Shape, found: "Comparison") -> str:
+    """The report for a terminal."""
+    lines = [
+        f"{shape.name}: {found.tokens:,} tokens, {found.num_experts} experts, {found.routing} routing (busiest expert "
+        f"{found.load:.2f} x mean), {found.dtype}",
+        f"{found.machine}, torch {found.torch}; {CLOCK_WORDS[found.clock]}, medians of {found.rounds} rounds in turn "
+        "after 2",
+        f"GEMM {found.gemm_tflops:.3g} TFLOP/s, copy {found.copy_gbps:.3g} GB/s",
+        "",
+        f"{'':30}  {'ms':>8}  {'quartiles':>17}  {'tokens/s':>10}  {'TFLOP/s':>8}  {'MFU':>6}  {'peak GiB':>8}",
+    ]
+    for row in found.rows:
+        spread = f"{row.low_s * MILLISECONDS:.1f} .. {row.high_s * MILLISECONDS:.1f}"
+        lines.append(
+            f"  {row.name:28}  {row.median_s * MILLISECONDS:8.1f}  {spread:>17}  {row.tokens_per_s:10,.0f}  "
+            f"{row.tflops:8.3g}  {row.mfu:6.1%}  {row.peak_gib:8.3f}"
+        )
+    lines += [f"  {words}" for words in found.absent]
+    lines += [f"ratio to transformers: {found.ratio_to_transformers:.3f}"]
+    if found.ratio_to_plain is not None:
+        lines.append(f"ratio to plain torch: {found.ratio_to_plain:.3f}")
+    return "\n".join([*lines, "", *_parts(found)])
+
+
+def _parts(found: "Comparison") -> list[str]:
+    ours_s = found.ours.median_s
+    lines = [f"{'part of our step, by itself':30}  {'ms':>8}  {'of step':>7}  {'floor ms':>8}  {'gap':>6}"]
+    for piece in found.pieces:
+        gap = f"{piece.gap:5.1f}x" if piece.floor_s else "     -"
+        lines.append(
+            f"  {piece.name:28}  {piece.seconds * MILLISECONDS:8.2f}  {piece.seconds / ours_s:7.1%}  "
+            f"{piece.floor_s * MILLISECONDS:8.2f}  {gap:>6}"
+        )
+    rest_s = ours_s - sum(piece.seconds for piece in found.pieces)
+    lines.append(f"  {'the rest of the step':28}  {rest_s * MILLISECONDS:8.2f}  {rest_s / ours_s:7.1%}")
+    lines.append("  dispatch, collectives: none on one rank; see `moefold bench dispatch` and `moefold bench ranks`")
+    lines.append(f"experts at {found.experts_of_bare_loop:.0%} of the rate of a bare loop of their GEMMs")
+    return lines
+
+
 def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, SUBCOMMANDS))
     parser = argparse.ArgumentParser(
         prog="moefold bench",
-        description="Time forward, backward and AdamW of a small MoE model in one process: the trainer's step, the "
-        "same model in a bare loop, and transformers' MixtralForCausalLM with its fastest experts implementation.",
-        epilog="`moefold bench leastloaded` measures least-loaded dispatch under skewed routing; it has a --help too.",
+        description="Time a step of ours beside plain torch and transformers' fastest experts implementation, in turn "
+        "in one process, with the operations and bytes that the machine reaches in the same rounds. The shape `small` "
+        "is a whole training step; the others are forward and backward of one MoE layer, or of two with attention.",
+        epilog="commands of their own, each with a --help:\n"
+        + "\n".join(f"  moefold bench {name:{width}}  {words}" for name, words in SUBCOMMANDS.items())
+        + f"\n\nshapes: {', '.join(shapes())}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", default="small", metavar="NAME", help="what to compute, see below (default small)")
+    parser.add_argument(
+        "--tokens", type=int, default=0, metavar="N", help="of a step (default: 2048 for small, else 4096)"
+    )
+    parser.add_argument(
+        "--experts", type=int, default=0, metavar="E", help="of a layer (default: the model's, halved until they fit)"
+    )
+    parser.add_argument(
+        "--routing",
+        choices=("natural", "balanced"),
+        default="natural",
+        help="an untrained router over random states, or states that load all experts alike (default natural)",
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the maths (default float32)"
     )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu", help="default cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
-    parser.add_argument("--steps", type=int, default=20, help="steps that count (default 20)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: the CPU time of all threads, where other work shares the cores (default wall)",
+    )
+    parser.add_argument("--steps", type=int, default=20, help="rounds that count (default 20)")
+    add_output_options(parser)
     return parser

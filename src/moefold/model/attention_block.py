@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moefold.model.band import Band
+from moefold.model.gemm import multiplies_wide
 
 CUDA_FLASH_MAX_HEAD_SIZE = 256
 """Largest head of the CUDA flash kernel (torch: sdp_utils.cpp, check_head_dim_size_flash)."""
@@ -119,6 +120,9 @@ class CpuFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
+        if multiplies_wide(q):
+            out, lse = self.forward(q.float(), k.float(), v.float(), seen)
+            return out.to(q.dtype), lse
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         heads_first = (_heads_first(q), _heads_first(k), _heads_first(v))
         out, lse = flash(*heads_first, 0.0, _is_causal(seen), attn_mask=_additive(seen, q.dtype))
@@ -131,6 +135,10 @@ class CpuFlash:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
+        if multiplies_wide(q):
+            wide = self.backward(grad_out.float(), q.float(), k.float(), v.float(), out.float(), lse, seen)
+            dq, dk, dv = (x.to(q.dtype) for x in wide)
+            return dq, dk, dv
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         tensors = (_heads_first(x) for x in (grad_out, q, k, v, out))
         mask = _additive(seen, q.dtype)

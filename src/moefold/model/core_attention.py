@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from moefold.model.attention_block import Seen, attention_block, attention_block_backward
 from moefold.model.attention_sink import fold_in_sinks, sink_gradient
 from moefold.model.band import Band
+from moefold.model.gemm import multiplies_wide
 from moefold.model.sight import Sight
 
 LONG_DOCUMENT = 256
@@ -78,6 +79,8 @@ class CausalAttention:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """The library's kernel on [S, B, heads, D]; without a mask, causal."""
+    if multiplies_wide(q):
+        return _attend(q.float(), k.float(), v.float(), mask).to(q.dtype)
     # enable_gqa lets the kernel read each key/value head in place: no copy for its A/G query heads. With equal head
     # counts it would only rule kernels out.
     out = F.scaled_dot_product_attention(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.model.gemm import product
+from moefold.model.gemm import product, weight_gradient
 
 Reduction = Callable[[Tensor], Tensor]
 
@@ -134,7 +134,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             scaled_CV.scatter_add_(1, row_N[here].unsqueeze(1), -(grad_N[here] * is_mine_N[here]).unsqueeze(1))
             scaled_CV = scaled_CV.to(x.dtype)
             grad_x_NH[here] = product(scaled_CV, weight.t())
-            grad_VH += product(x_CH.t().contiguous(), scaled_CV.t()).t()
+            grad_VH += weight_gradient(scaled_CV, x_CH)
         return grad_x_NH.view_as(x), grad_VH.to(weight.dtype), None, None, None, None, None
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.model.gemm import has_fast_product, product
+from moefold.model.gemm import has_fast_product, product, weight_gradient, widened
 from moefold.model.later import Later, can_wait
 
 
@@ -42,6 +42,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
+        grad = widened(grad)
         return _input_gradient(grad, weight, x), _weight_gradient(grad, x)
 
 
@@ -59,17 +60,16 @@ class _LaterLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
         held, later = ctx.args
+        grad = widened(grad)
         later.postpone(held, lambda: (_weight_gradient(grad, x),))
         return _input_gradient(grad, weight, x), None, None, None
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-    return product(grad.flatten(0, -2), weight.t()).view_as(x)
+    return product(grad.flatten(0, -2), widened(weight).t()).to(x.dtype).view_as(x)
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    grad_MN, x_MK = grad.flatten(0, -2), x.flatten(0, -2)
-    # The product wants its first operand contiguous: transpose the smaller of the two.
-    if grad_MN.shape[1] <= x_MK.shape[1]:
-        return product(grad_MN.t().contiguous(), x_MK.t())
-    return product(x_MK.t().contiguous(), grad_MN.t()).t()
+    """[N, K]."""
+    x_MK = widened(x.flatten(0, -2))
+    return weight_gradient(grad.flatten(0, -2), x_MK).to(x.dtype)

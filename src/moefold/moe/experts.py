@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.model.gemm import padded_rows, product
+from moefold.model.gemm import padded_rows, product, product_into, two_products_into, weight_gradient_into, widened
 from moefold.model.later import Later, can_wait
 from moefold.model.parameter import local
 from moefold.model.recall import recomputed
@@ -291,9 +291,12 @@ class _LoopedExperts(torch.autograd.Function):
             g, u = _inner(_pad(x_RH[rows]), w, e)
             hidden = how.gate.forward(g, u)
             weights = _padded_weights(weights_R, rows)
-            y = product(hidden if weights is None else _scaled(hidden, weights), w.down_EFH[e].t())
-            _plus(y[:, how.bias_columns], w.down_bias_EH, e, weights)
-            y_RH[rows] = y[: rows.stop - rows.start]
+            hidden = widened(hidden if weights is None else _scaled(hidden, weights))
+            product_into(y_RH[rows], hidden, widened(w.down_EFH[e]).t())
+            if w.down_bias_EH is not None:
+                count = rows.stop - rows.start
+                of_rows = None if weights is None else weights[:count]
+                _plus(y_RH[rows, how.bias_columns], w.down_bias_EH, e, of_rows)
             if how.keeps_inner:
                 inner += [g, u]
         ctx.save_for_backward(x_RH, weights_R, *tensors, *inner)
@@ -313,8 +316,8 @@ class _LoopedExperts(torch.autograd.Function):
         grad_weights_R = None if weights_R is None else torch.empty_like(weights_R)
         for i, (e, rows) in enumerate(_spans(how.rows_per_expert)):
             g, u = inner[2 * i : 2 * i + 2] if how.keeps_inner else _inner(_pad(x_RH[rows]), w, e)
-            grad_y, count = _pad(grad_RH[rows]), rows.stop - rows.start
-            grad_hidden = product(grad_y, w.down_EFH[e])
+            grad_y, count = widened(_pad(grad_RH[rows])), rows.stop - rows.start
+            grad_hidden = product(grad_y, widened(w.down_EFH[e])).to(grad_RH.dtype)
             weights = _padded_weights(weights_R, rows)
             if weights is None or grad_weights_R is None:
                 hidden, grad_g, grad_u = how.gate.backward(grad_hidden, g, u)
@@ -325,14 +328,15 @@ class _LoopedExperts(torch.autograd.Function):
                     dot += grad_y[:, how.bias_columns].to(dot.dtype) @ w.down_bias_EH[e].to(dot.dtype)
                 grad_weights_R[rows] = dot[:count]
                 grad_y = _scaled(grad_y, weights)
-            of_expert = _Rows(e, rows, hidden, grad_g, grad_u, grad_y)
+            grad_g, grad_u = widened(grad_g), widened(grad_u)
+            of_expert = _Rows(e, rows, widened(hidden), grad_g, grad_u, grad_y)
             if how.later is None:
                 # While they are in the cache.
                 gradients.add(of_expert)
             else:
                 waiting.append(of_expert)
-            by_gate, by_up = product(grad_g, w.gate_EHF[e]), product(grad_u, w.up_EHF[e])
-            torch.add(by_gate[:count], by_up[:count], out=grad_x_RH[rows])
+            by_gate, by_up = (grad_g, widened(w.gate_EHF[e])), (grad_u, widened(w.up_EHF[e]))
+            two_products_into(grad_x_RH[rows], by_gate, by_up)
         if how.later is None:
             return grad_x_RH, None, grad_weights_R, *gradients.grads
         how.later.postpone(how.held, lambda: gradients.of(waiting))
@@ -368,24 +372,27 @@ class _WeightGradients:
     def add(self, r: _Rows) -> None:
         """Compute those of one expert."""
         e, to = r.expert, ExpertWeights(*self.grads)
-        # grad_y has fewer columns than the hidden layer: of the two, it is cheaper to transpose.
-        to.down_EFH[e] = product(r.grad_y.t(), r.hidden.t()).t()
-        x_t = _pad(self._x_RH[r.rows]).t().contiguous()
-        to.gate_EHF[e] = product(x_t, r.grad_g.t())
-        to.up_EHF[e] = product(x_t, r.grad_u.t())
+        x = widened(_pad(self._x_RH[r.rows]))
+        for out, left, right in (
+            (to.down_EFH[e], r.hidden, r.grad_y),
+            (to.gate_EHF[e], x, r.grad_g),
+            (to.up_EHF[e], x, r.grad_u),
+        ):
+            weight_gradient_into(out, left, right)
         for bias_grad, rows_grad in (
             (to.gate_bias_EF, r.grad_g),
             (to.up_bias_EF, r.grad_u),
             (to.down_bias_EH, r.grad_y[:, self._how.bias_columns]),
         ):
             if bias_grad is not None:
-                torch.sum(rows_grad, 0, out=bias_grad[e])
+                bias_grad[e] = rows_grad.sum(0)
 
 
 def _inner(x_MH: Tensor, w: ExpertWeights, expert: int) -> tuple[Tensor, Tensor]:
     """The two inner projections of an expert."""
-    g = _plus(product(x_MH, w.gate_EHF[expert].t()), w.gate_bias_EF, expert)
-    return g, _plus(product(x_MH, w.up_EHF[expert].t()), w.up_bias_EF, expert)
+    wide_MH, dtype = widened(x_MH), x_MH.dtype
+    g = _plus(product(wide_MH, widened(w.gate_EHF[expert]).t()), w.gate_bias_EF, expert)
+    return g.to(dtype), _plus(product(wide_MH, widened(w.up_EHF[expert]).t()), w.up_bias_EF, expert).to(dtype)
 
 
 def _plus(y_MN: Tensor, bias_EN: Tensor | None, expert: int, weights_M: Tensor | None = None) -> Tensor:

@@ -1,0 +1,71 @@
+"""What the machine can do, measured in the same rounds as what is compared with it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moefold.model.gemm import has_fast_product, product
+
+GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
+COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
+"""Beyond every cache."""
+LIBRARY, OURS, COPY = "GEMM, torch.mm", "GEMM, as the model multiplies", "copy"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the machine reached."""
+
+    flops: float
+    """Operations a second of a large square product, by the faster of torch.mm and what the model multiplies with."""
+    bytes: float
+    """Bytes a second, read and written, of a large copy."""
+
+    def floor_s(self, flops: float, moved_bytes: float) -> float:
+        """The least time that so much work takes."""
+        return max(flops / self.flops, moved_bytes / self.bytes)
+
+
+def yardsticks(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
+    """What to race beside the contestants, for `rates`."""
+    n = GEMM_SIZE[device.type]
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    found: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(source)}
+    has_own = has_fast_product(a)
+    if not has_own or dtype == torch.float32:
+        # Where bfloat16 is emulated, the library's product would take seconds and is never the faster one.
+        found[LIBRARY] = lambda: torch.mm(a, b)
+    if has_own:
+        found[OURS] = lambda: product(a, b)
+    return found
+
+
+def rates(median_s: dict[str, float], device: torch.device) -> Rates:
+    """The rates that follow from the median times of the yardsticks."""
+    flops = 2 * GEMM_SIZE[device.type] ** 3
+    fastest = min(median_s[name] for name in (LIBRARY, OURS) if name in median_s)
+    return Rates(flops / fastest, 2 * COPY_BYTES[device.type] / median_s[COPY])
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that is free on the device."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    import os
+
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def machine_name(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    from pathlib import Path
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'CPU'}, {torch.get_num_threads()} threads"

@@ -1,0 +1,116 @@
+"""Reports of the benches as pictures. Torch-free."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moefold.errors import ConfigError
+from moefold.plan.chart import FAINT, INK, PALETTE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Report = Mapping[str, Any]
+MS = 1e3
+
+
+def draw_report(report: Report, path: Path) -> None:
+    """Draw a report of `moefold bench`, as written with --json.
+
+    Raises:
+        ConfigError: it is none, or the picture cannot be written.
+    """
+    drawers = {
+        "comparison": (2, _draw_comparison),
+        "dispatch": (2, _draw_dispatch),
+        "ranks": (1, _draw_ranks),
+        "scaling": (2, _draw_scaling),
+    }
+    if report.get("kind") not in drawers:
+        raise ConfigError(f"this is no report of moefold bench that can be drawn; their kinds are {', '.join(drawers)}")
+    panels, draw = drawers[report["kind"]]
+    # matplotlib takes half a second to import. No pyplot: it keeps global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5 * panels, 5), dpi=130, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    figure.suptitle(draw(report, axes), fontsize=11, color=INK)
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
+        one.tick_params(colors=FAINT, labelsize=8)
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise ConfigError(f"{path}: the picture cannot be written: {error.strerror}") from None
+
+
+def _draw_comparison(report: Report, axes: Sequence["Axes"]) -> str:
+    rows = report["rows"]
+    left, right = axes
+    names = [row["name"] for row in rows]
+    middle = [row["median_s"] * MS for row in rows]
+    spread = [
+        [(row["median_s"] - row["low_s"]) * MS for row in rows],
+        [(row["high_s"] - row["median_s"]) * MS for row in rows],
+    ]
+    left.barh(names, middle, xerr=spread, color=[PALETTE[0], *[PALETTE[9]] * (len(rows) - 1)], ecolor=FAINT)
+    left.invert_yaxis()
+    left.set_title("a step, ms (median and quartiles)", fontsize=9.5, color=INK)
+    pieces = report["pieces"]
+    places = range(len(pieces))
+    right.barh(places, [p["seconds"] * MS for p in pieces], color=PALETTE[9], label="measured")
+    right.barh(places, [p["floor_s"] * MS for p in pieces], height=0.4, color=PALETTE[3], label="floor")
+    right.set_yticks(places, [p["name"] for p in pieces])
+    right.invert_yaxis()
+    right.set_title("parts of our step by themselves, ms", fontsize=9.5, color=INK)
+    right.legend(frameon=False, fontsize=8)
+    return f"{report['shape']}, {report['tokens']:,} tokens, {report['dtype']}: {report['machine']}"
+
+
+def _draw_dispatch(report: Report, axes: Sequence["Axes"]) -> str:
+    for one, grain in zip(axes, ("coarse", "fine"), strict=True):
+        bars = [bar for bar in report["bars"] if bar["grain"] == grain]
+        names = [bar["name"].replace(" ", "\n") for bar in bars]
+        _stack(one, names, [bar["parts_s"] for bar in bars])
+        one.set_title(f"{grain}: {bars[0]['experts']}" if bars else grain, fontsize=9.5, color=INK)
+    axes[0].set_ylabel("ms, forward and backward", fontsize=9, color=INK)
+    return f"One MoE layer on {report['ranks']} ranks, {report['tokens']:,} tokens each: {report['machine']}"
+
+
+def _draw_ranks(report: Report, axes: Sequence["Axes"]) -> str:
+    ranks = report["per_rank"]
+    _stack(axes[0], [str(i) for i in range(len(ranks))], ranks)
+    axes[0].set_ylabel("CPU ms of a step", fontsize=9, color=INK)
+    axes[0].set_xlabel("rank", fontsize=9, color=INK)
+    return f"Where {len(ranks)} ranks spend a step"
+
+
+def _draw_scaling(report: Report, axes: Sequence["Axes"]) -> str:
+    left, right = axes
+    tokens = report["by_tokens"]
+    left.plot([r["tokens"] for r in tokens], [r["tokens_per_s"] for r in tokens], marker="o", color=PALETTE[0])
+    left.set_title("tokens/s over tokens a rank", fontsize=9.5, color=INK)
+    experts = report["by_experts"]
+    right.plot([r["experts"] for r in experts], [r["median_s"] * MS for r in experts], marker="o", color=PALETTE[3])
+    right.set_title("ms over experts, same active compute", fontsize=9.5, color=INK)
+    for one, key, rows in ((left, "tokens", tokens), (right, "experts", experts)):
+        one.set_xscale("log", base=2)
+        one.set_xticks([r[key] for r in rows], [str(r[key]) for r in rows])
+        one.set_ylim(bottom=0)
+    return f"Scaling, {report['dtype']}: {report['machine']}"
+
+
+def _stack(axes: "Axes", names: Sequence[str], bars: Sequence[Mapping[str, float]]) -> None:
+    """Stacked bars of seconds, in ms, with their sums."""
+    below = [0.0] * len(bars)
+    for i, part in enumerate(bars[0] if bars else ()):
+        heights = [bar[part] * MS for bar in bars]
+        axes.bar(range(len(bars)), heights, bottom=below, color=PALETTE[i], label=part, width=0.72)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    for i, total in enumerate(below):
+        axes.text(i, total, f"{total:.0f}", ha="center", va="bottom", fontsize=8, color=INK)
+    axes.set_xticks(range(len(bars)), names, fontsize=7.5)
+    axes.set_ylim(0, 1.25 * max(below, default=1.0))
+    axes.legend(frameon=False, fontsize=7.5, loc="upper left", ncols=2)

@@ -1,0 +1,69 @@
+"""Whether cost grows as the work does: tokens/s over tokens a rank, and time over experts at one active compute."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from moefold.bench.contestants import open_ours
+from moefold.bench.race import CLOCKS, Times, awaited, race
+from moefold.bench.shape import Shape, bench_config
+
+
+@dataclass(frozen=True)
+class TokensPoint:
+    """A step with so many tokens."""
+
+    tokens: int
+    median_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class ExpertsPoint:
+    """A step with so many experts a layer, of which a token meets as many as ever."""
+
+    experts: int
+    median_s: float
+    ratio: float
+    """To the fewest experts."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to vary, and how to measure it."""
+
+    shape: Shape
+    dtype: str
+    tokens: Sequence[int]
+    experts: Sequence[int]
+    rounds: int
+    clock: str
+
+
+def over_tokens(sweep: Sweep, device: torch.device) -> list[TokensPoint]:
+    """Steps with more and more tokens, in turn. A whole model needs a process group of one."""
+    steps = {
+        str(n): awaited(
+            open_ours(
+                bench_config(sweep.shape, dtype=sweep.dtype, tokens=n, device=device.type), sweep.shape.part, device
+            ),
+            device,
+        )
+        for n in sweep.tokens
+    }
+    times_s = race(steps, warmup=1, rounds=sweep.rounds, clock=CLOCKS[sweep.clock])
+    medians = [Times(times_s[str(n)]).median_s for n in sweep.tokens]
+    return [TokensPoint(n, s, n / s) for n, s in zip(sweep.tokens, medians, strict=True)]
+
+
+def over_experts(sweep: Sweep, device: torch.device) -> list[ExpertsPoint]:
+    """One MoE layer of the shape's sizes with more and more experts, forward and backward, in turn."""
+    shape = replace(sweep.shape, part="layer")
+    steps = {}
+    for count in sweep.experts:
+        cfg = bench_config(shape, dtype=sweep.dtype, experts=count, device=device.type)
+        steps[str(count)] = awaited(open_ours(cfg, "layer", device), device)
+    times_s = race(steps, warmup=1, rounds=sweep.rounds, clock=CLOCKS[sweep.clock])
+    medians = [Times(times_s[str(n)]).median_s for n in sweep.experts]
+    return [ExpertsPoint(n, s, s / medians[0]) for n, s in zip(sweep.experts, medians, strict=True)]

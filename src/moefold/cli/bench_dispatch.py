@@ -1,0 +1,92 @@
+"""`moefold bench dispatch`: one MoE layer by part, over the ways to map it on the ranks at hand."""
+
+import argparse
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+from moefold.cli.bench_output import add_output_options, write_report
+from moefold.errors import ConfigError
+from moefold.launch.place import Place
+
+if TYPE_CHECKING:
+    from moefold.bench.dispatch import Bar
+
+MILLISECONDS = 1e3
+TITLES = {"etp": "ETP x EP at a fixed product", "context": "CP x EP, folded and coupled"}
+
+
+def run(argv: list[str]) -> int:
+    """Measure on the ranks of this machine and print tables; returns 0."""
+    args = _parser().parse_args(argv)
+    for name in ("ranks", "tokens", "steps"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.hidden < 64 or args.hidden % 64:
+        raise ConfigError(f"--hidden {args.hidden} must be a multiple of 64: fine experts are a quarter as wide")
+    from moefold.launch.ranks import choose_device, start_ranks
+
+    return start_ranks(partial(_measure, args), args.ranks, choose_device(args.device, args.ranks, None))
+
+
+def _measure(args: argparse.Namespace, place: Place, device_type: str) -> int:
+    import torch
+
+    from moefold.bench.dispatch import measure_mappings
+    from moefold.bench.machine import machine_name
+    from moefold.launch.ranks import joined
+    from moefold.model.transformer import TORCH_DTYPES
+
+    if device_type == "cpu":
+        torch.set_num_threads(1)
+    with joined(place, device_type) as device:
+        dtype = TORCH_DTYPES[args.dtype]
+        bars = measure_mappings(args.ranks, args.tokens, args.hidden, args.steps, dtype, device)
+        machine = machine_name(device)
+    if place.rank == 0:
+        report = {
+            "kind": "dispatch",
+            "ranks": args.ranks,
+            "tokens": args.tokens,
+            "hidden_size": args.hidden,
+            "dtype": args.dtype,
+            "rounds": args.steps,
+            "machine": machine,
+            "bars": [asdict(bar) for bar in bars],
+        }
+        write_report(args, report, _tables(args, machine, bars))
+    return 0
+
+
+def _tables(args: argparse.Namespace, machine: str, bars: "list[Bar]") -> str:
+    lines = [
+        f"One MoE layer, forward and backward, on {args.ranks} ranks with {args.tokens:,} tokens each, "
+        f"H={args.hidden}, {args.dtype}; ms, medians of {args.steps} rounds in turn after 1",
+        f"{machine} a rank; parts: mean over the ranks, waiting for others included; all: the slowest rank",
+    ]
+    for study, title in TITLES.items():
+        for experts in dict.fromkeys(bar.experts for bar in bars if bar.study == study):
+            mine = [bar for bar in bars if (bar.study, bar.experts) == (study, experts)]
+            lines += ["", f"{title}: {experts}"]
+            lines.append("  " + " " * 18 + "".join(f"{part:>11}" for part in (*mine[0].parts_s, "all")))
+            for bar in mine:
+                numbers = "".join(f"{s * MILLISECONDS:11.2f}" for s in (*bar.parts_s.values(), bar.total_s))
+                lines.append(f"  {bar.name:18}{numbers}")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold bench dispatch",
+        description="Time one MoE layer by part on ranks of this machine: over all ways to share them between ETP and "
+        "EP, and over CP x EP with EP folded over the ranks of CP or coupled to DP, with few wide experts and many "
+        "narrow ones. Ranks of one machine are all equally near: what folding saves between nodes, it cannot show.",
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="processes, or GPUs (default 4)")
+    parser.add_argument("--tokens", type=int, default=1024, help="of each rank (default 1024)")
+    parser.add_argument("--hidden", type=int, default=256, metavar="H", help="hidden size (default 256)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu", help="default cpu")
+    parser.add_argument("--steps", type=int, default=7, help="rounds that count (default 7)")
+    add_output_options(parser)
+    return parser

@@ -1,0 +1,100 @@
+"""`moefold bench ranks`: where the ranks of a recipe spend a step."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moefold.cli.bench_output import add_output_options, write_report
+from moefold.config.checks import check_config
+from moefold.config.load import load_config
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.launch.place import Place
+
+if TYPE_CHECKING:
+    from moefold.bench.ranks import RankTimes
+
+FOLDED = ("parallel.world_size=8", "parallel.tp=2", "parallel.cp=2", "parallel.pp=2", "parallel.ep=4")
+DEFAULTS = (
+    "model.preset=quickstart",
+    *FOLDED,
+    "run.device=cpu",
+    "run.dtype=float32",
+    "train.seq_len=256",
+    "train.micro_batch_size=8",
+    "train.global_batch_size=16",
+)
+MILLISECONDS = 1e3
+
+
+def run(argv: list[str]) -> int:
+    """Measure and print a table; returns 0."""
+    args = _parser().parse_args(argv)
+    if args.steps < 1:
+        raise ConfigError(f"--steps {args.steps} must be at least 1")
+    words = list(args.words)
+    recipe = Path(words.pop(0)) if words and "=" not in words[0] else None
+    cfg = load_config(recipe, [*(() if recipe else DEFAULTS), "data.kind=synthetic", *words])
+    check_config(cfg)
+    from moefold.launch.ranks import choose_device, start_ranks
+
+    device = choose_device(cfg.run.device, cfg.parallel.world_size, None)
+    if device != "cpu":
+        raise ConfigError(f"moefold bench ranks counts CPU time, and run.device={cfg.run.device!r}; set run.device=cpu")
+    return start_ranks(partial(_measure, cfg, args), cfg.parallel.world_size, device)
+
+
+def _measure(cfg: Config, args: argparse.Namespace, place: Place, device_type: str) -> int:
+    import torch
+
+    from moefold.bench.ranks import measure_ranks, shares
+    from moefold.launch.ranks import joined
+    from moefold.parallel.groups import ParallelGroups
+
+    torch.set_num_threads(1)
+    with joined(place, device_type, cfg.faults.timeout_s) as device:
+        found = measure_ranks(cfg, ParallelGroups.create(check_config(cfg), device), args.steps)
+    if place.rank == 0:
+        part = shares(found)
+        report = {
+            "kind": "ranks",
+            "steps": args.steps,
+            "tokens": cfg.tokens_per_step,
+            "shares": part,
+            "step_s": max(rank.wall_s for rank in found),
+            "per_rank": [rank.cpu_s for rank in found],
+            "waiting_s": [rank.wall_s - rank.thread_s for rank in found],
+        }
+        write_report(args, report, _table(cfg, args, found, part))
+    return 0
+
+
+def _table(cfg: Config, args: argparse.Namespace, found: "list[RankTimes]", part: dict[str, float]) -> str:
+    p = cfg.parallel
+    kinds = list(part)
+    lines = [
+        f"{p.world_size} ranks, tp={p.tp} cp={p.cp} pp={p.pp} ep={p.ep} etp={p.etp}, {cfg.tokens_per_step:,} tokens a "
+        f"step, {cfg.run.dtype}; CPU time in ms, medians of {args.steps} steps after 2",
+        "rank  " + "".join(f"{kind:>18}" for kind in (*kinds, "waiting", "step by the clock")),
+    ]
+    for i, rank in enumerate(found):
+        numbers = (*rank.cpu_s.values(), rank.wall_s - rank.thread_s, rank.wall_s)
+        lines.append(f"{i:4}  " + "".join(f"{seconds * MILLISECONDS:18.1f}" for seconds in numbers))
+    lines.append(" all  " + "".join(f"{share:18.1%}" for share in part.values()))
+    outside = part["communication"] + part["Python"]
+    lines.append(f"communication and Python: {outside:.1%} of the CPU time of a step")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold bench ranks",
+        description="Train some steps on CPU ranks and say what each spends them on, in CPU time: matrix products, "
+        "attention, other tensor work, communication (gloo's threads and the calls), Python and all else. Without a "
+        "recipe: the quickstart's model on eight ranks, tp=2 cp=2 pp=2 and ep=4. Data are random tokens.",
+    )
+    parser.add_argument("words", nargs="*", metavar="[RECIPE.toml] section.key=value", help="what to train")
+    parser.add_argument("--steps", type=int, default=5, help="steps that count, of each of two kinds (default 5)")
+    add_output_options(parser)
+    return parser

@@ -1,0 +1,93 @@
+"""`moefold bench scaling`: does cost grow as the work does."""
+
+import argparse
+from dataclasses import asdict
+from functools import partial
+
+from moefold.bench.shape import bench_config, shapes
+from moefold.cli.bench_output import add_output_options, write_report
+from moefold.errors import ConfigError
+from moefold.launch.place import Place
+
+MILLISECONDS = 1e3
+
+
+def run(argv: list[str]) -> int:
+    """Measure and print two tables; returns 0."""
+    args = _parser().parse_args(argv)
+    for name in ("steps", "threads"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
+    known = shapes()
+    if args.shape not in known:
+        raise ConfigError(f"--shape {args.shape!r} is unknown; the shapes are {', '.join(known)}")
+    for tokens in args.tokens:
+        bench_config(known[args.shape], dtype=args.dtype, tokens=tokens)
+    for experts in args.experts:
+        bench_config(known[args.shape], dtype=args.dtype, experts=experts)
+    from moefold.launch.ranks import choose_device, start_ranks
+
+    device = choose_device(args.device, 1, None)
+    if device == "cuda" and args.clock == "cpu":
+        raise ConfigError("--clock cpu does not see what a GPU does; leave it out, or set --device cpu")
+    return start_ranks(partial(_measure, args), 1, device)
+
+
+def _measure(args: argparse.Namespace, place: Place, device_type: str) -> int:
+    import torch
+
+    from moefold.bench.machine import machine_name
+    from moefold.bench.scaling import Sweep, over_experts, over_tokens
+    from moefold.launch.ranks import joined
+
+    torch.set_num_threads(args.threads)
+    sweep = Sweep(shapes()[args.shape], args.dtype, args.tokens, args.experts, args.steps, args.clock)
+    with joined(place, device_type) as device:
+        by_tokens, by_experts = over_tokens(sweep, device), over_experts(sweep, device)
+        machine = machine_name(device)
+    report = {
+        "kind": "scaling",
+        "shape": args.shape,
+        "dtype": args.dtype,
+        "clock": args.clock,
+        "rounds": args.steps,
+        "machine": machine,
+        "by_tokens": [asdict(point) for point in by_tokens],
+        "by_experts": [asdict(point) for point in by_experts],
+    }
+    best = max(point.tokens_per_s for point in by_tokens)
+    lines = [
+        f"{args.shape}, {args.dtype}, {machine}, {args.clock} clock; medians of {args.steps} rounds in turn after 1"
+    ]
+    lines += ["", "    tokens        ms    tokens/s  of the best"]
+    for point in by_tokens:
+        lines.append(
+            f"{point.tokens:10,}{point.median_s * MILLISECONDS:10.1f}{point.tokens_per_s:12,.0f}"
+            f"{point.tokens_per_s / best:13.1%}"
+        )
+    lines += ["", "one MoE layer, the same active compute", "   experts        ms   of the fewest"]
+    lines += [f"{point.experts:10}{point.median_s * MILLISECONDS:10.1f}{point.ratio:16.2f}" for point in by_experts]
+    write_report(args, report, "\n".join(lines))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold bench scaling",
+        description="Time our step with more and more tokens, and one MoE layer with more and more experts of which a "
+        "token meets as many as ever, in turn in one process.",
+    )
+    parser.add_argument("--shape", default="small", metavar="NAME", help="as of moefold bench (default small)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384], help="of a rank (default 2048 to 16384)"
+    )
+    parser.add_argument("--experts", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="(default 8 to 128)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu", help="default cpu")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time of all threads (default wall)"
+    )
+    parser.add_argument("--steps", type=int, default=7, help="rounds that count (default 7)")
+    add_output_options(parser)
+    return parser

@@ -1,0 +1,69 @@
+"""The plain contestant computes what ours does: it would be no comparison otherwise."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moefold.bench.plain import PlainModel, what_plain_lacks
+from moefold.config.load import load_config
+from moefold.model.init import initialise
+from moefold.model.transformer import build_model
+
+SIZES = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_attention_heads=4",
+    "model.num_query_groups=2",
+    "model.vocab_size=64",
+    "model.layer_pattern=M",
+    "model.num_experts=8",
+    "model.top_k=2",
+    "model.moe_ffn_hidden_size=24",
+    "run.dtype=float64",
+    "train.seq_len=16",
+    "train.micro_batch_size=3",
+    "train.global_batch_size=3",
+]
+KINDS = {
+    "mixtral": [],
+    "qwen3": ["model.qk_norm=true", "model.head_dim=16"],
+    "qwen2": [
+        "model.router_softmax=pre",
+        "model.qkv_bias=true",
+        "model.shared_expert_ffn_hidden_size=40",
+        "model.shared_expert_gate=true",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_ours(kind):
+    cfg = load_config(None, [*SIZES, *KINDS[kind]])
+    model = build_model(cfg).double()
+    initialise(model, cfg.model, 3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Biases are zero and norms one at first, which would hide what is left out.
+            parameter.add_(torch.randn_like(parameter), alpha=0.1 if "w_" not in name else 0.02)
+    model.place(torch.arange(16))
+    tokens, labels = torch.randint(64, (2, 3, 16)).unbind(0)
+    weights = torch.full(tokens.shape, 1 / tokens.numel(), dtype=torch.float64)
+
+    model(tokens, labels, weights).sum().backward()
+    ours = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    PlainModel(cfg, torch.float64, "loop").loss(model, tokens, labels).backward()
+    for name, parameter in model.named_parameters():
+        # Its router and its loss are float32, as a textbook has them.
+        assert (parameter.grad - ours[name]).norm() <= 2e-6 * ours[name].norm(), name
+
+
+def test_what_it_cannot_compute_is_said():
+    plain = load_config(None, SIZES).model
+    assert what_plain_lacks(plain, with_attention=True) == ""
+    assert "router" in what_plain_lacks(replace(plain, router_score="sigmoid"), with_attention=False)
+    latent = load_config(None, ["model.preset=deepseek-v3"]).model
+    assert "grouped-query" in what_plain_lacks(
+        replace(latent, router_score="softmax", num_groups=1, top_groups=1, expert_bias=False), with_attention=True
+    )
