@@ -1,18 +1,16 @@
 """Who computes on this machine: plain operations or kernels (`run.kernels`), in which precision (`train.precision`)."""
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from moefold.config.schema import Config, RunConfig
 from moefold.errors import ConfigError
 from moefold.kernels.measured import MeasuredChoice
 from moefold.kernels.rows import RowKernels
 from moefold.model.linear import Products
+from moefold.moe.router import RoutingKernel
 from moefold.precision.products import SimulatedProducts, SimulatedRows
 from moefold.precision.recipe import RECIPES
 
@@ -28,7 +26,7 @@ class Kernels:
     """Of experts."""
     products: Products | None = None
     """Of the other linear layers."""
-    routing: Callable[[Tensor, Tensor | None], Any] | None = None
+    routing: RoutingKernel | None = None
     """Of routers."""
     note: str = ""
     """What the recipe left open and how it was decided."""
@@ -58,7 +56,7 @@ def select_kernels(cfg: Config, device: torch.device) -> Kernels:
     return Kernels(rows, routing=routing, note=f"run.kernels={cfg.run.kernels!r}: triton{note}")
 
 
-def _routing(cfg: Config) -> tuple[Callable[[Tensor, Tensor | None], Any] | None, str]:
+def _routing(cfg: Config) -> tuple[RoutingKernel | None, str]:
     """The kernel of the routers, or what to say where none knows them."""
     from moefold.moe.fused_router import FusedRouting, routing_fault
 

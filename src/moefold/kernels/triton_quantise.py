@@ -139,10 +139,13 @@ def block_offsets(offsets_E: Tensor, block: int) -> Tensor:
 
 
 def in_squares(w_EKN: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Round matrices in blocks [block, block]: (e4m3 [E, K, N], float32 scales [E, K/block, N/block])."""
+    """Round matrices in blocks [block, block]: (e4m3 [E, K, N], float32 scales [E, K/block, N/block]).
+
+    What comes out lies along K in memory, as the matrix units of Hopper want operands of 8 bits.
+    """
     depth, width = w_EKN.shape[1:]
-    padded = torch.nn.functional.pad(w_EKN.to(torch.float32), (0, -width % block, 0, -depth % block))
+    padded = torch.nn.functional.pad(w_EKN.mT.to(torch.float32), (0, -depth % block, 0, -width % block))
     blocks = padded.unflatten(2, (-1, block)).unflatten(1, (-1, block))
     scales = blocks.abs().amax((2, 4), keepdim=True).clamp(min=SMALLEST_AMAX) / E4M3_MAX
     narrow = (blocks / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return narrow.flatten(3, 4).flatten(1, 2)[:, :depth, :width].contiguous(), scales[:, :, 0, :, 0].contiguous()
+    return narrow.flatten(3, 4).flatten(1, 2)[:, :width, :depth].contiguous().mT, scales[:, :, 0, :, 0].mT

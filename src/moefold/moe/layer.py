@@ -156,7 +156,7 @@ class MoELayer(nn.Module):
         aux = z = None
         if self._aux_scale:
             load_XE = self._load(routed_XE, places)
-            part = load_balancing_part(routing.scores_TE, load_XE, num_tokens, sums and sums.scores_E)
+            part = load_balancing_part(routing.scores_TE, load_XE, num_tokens, sums.scores_E if sums else None)
             aux = part * self._aux_scale
             y = attach(y, aux)
         if self._z_scale:

@@ -31,6 +31,11 @@ class SortedHow:
     held: tuple[Tensor, ...] = ()
     """The differentiable weights, if `later` is there: autograd is given detached ones."""
 
+    @property
+    def source(self) -> Tensor | None:
+        """Token of each row, where rows do not come sorted."""
+        return None if self.sorting is None else self.sorting.source_R
+
 
 def sorted_experts(x: Tensor, weights: ExpertWeights, how: SortedHow, weights_R: Tensor | None = None) -> Tensor:
     """All experts over all rows; local, and waits for nothing that its kernels do not wait for.
@@ -79,7 +84,7 @@ class _SortedExperts(torch.autograd.Function):
         num_weights = len(fields(ExpertWeights))
         tensors, inner = tensors[:num_weights], tensors[num_weights:]
         how, w = ctx.how, ExpertWeights(*tensors)
-        kernels, offsets_E, source_R = how.kernels, how.offsets_E, how.sorting and how.sorting.source_R
+        kernels, offsets_E, source_R = how.kernels, how.offsets_E, how.source
         g, u = inner if how.keeps_inner else _inner(x, w, how)
         grad_rows = Rows(grad.contiguous(), source_R)
         grad_hidden = kernels.product(grad_rows, w.down_EFH.transpose(1, 2), offsets_E)
@@ -115,7 +120,7 @@ class _SortedExperts(torch.autograd.Function):
 
 def _inner(x: Tensor, w: ExpertWeights, how: SortedHow) -> tuple[Tensor, Tensor]:
     """The two inner projections of every row."""
-    rows = Rows(x, how.sorting and how.sorting.source_R)
+    rows = Rows(x, how.source)
     g, u = (how.kernels.product(rows, matrix, how.offsets_E) for matrix in (w.gate_EHF, w.up_EHF))
     if w.gate_bias_EF is not None and w.up_bias_EF is not None:
         g += _of_each_row(w.gate_bias_EF, how.offsets_E, len(g))
