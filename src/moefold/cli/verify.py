@@ -57,8 +57,10 @@ def run(argv: list[str]) -> int:
         cfg = shrink(cfg)
     _refuse_too_large(cfg)
     check_data_source(cfg)
-    cfg = replace(cfg, run=replace(cfg.run, dtype="float64", device="cpu", steps=max(cfg.run.steps, args.steps)))
-    cfg = replace(cfg, train=replace(cfg.train, moment_dtype="float32"))  # with float64, moments are float64
+    steps = max(cfg.run.steps, args.steps)
+    cfg = replace(cfg, run=replace(cfg.run, dtype="float64", device="cpu", steps=steps, kernels="plain"))
+    # With float64, moments are float64, and so are the products that the oracle knows.
+    cfg = replace(cfg, train=replace(cfg.train, moment_dtype="float32", precision="dtype"))
     replayed = replace(cfg, run=replace(cfg.run, steps=args.steps))
     check_replay(replayed)
     check_replay_content(replayed)

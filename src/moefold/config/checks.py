@@ -4,12 +4,13 @@
 function that yields one message for each fault: key, value, rule and the nearest legal settings. The rules are in
 `checks_range` (one key by itself), `checks_model`, `checks_routing`, `checks_parallel`, `checks_train`,
 `checks_recompute`, `checks_offload` and `checks_overlap` (keys against each other), `checks_data`, `checks_faults`
-(what a run does when it goes wrong), `checks_memory` (whether a step fits), `checks_effect` (settings that nothing
-would read) and `checks_machine` (files and packages).
+(what a run does when it goes wrong), `checks_memory` (whether a step fits), `checks_kernels` (who computes),
+`checks_effect` (settings that nothing would read) and `checks_machine` (files and packages).
 """
 
 from moefold.config.checks_data import DATA_RULES
 from moefold.config.checks_faults import FAULT_RULES
+from moefold.config.checks_kernels import KERNEL_RULES
 from moefold.config.checks_machine import MACHINE_RULES
 from moefold.config.checks_memory import memory_faults
 from moefold.config.checks_model import MODEL_RULES
@@ -34,6 +35,7 @@ RULES = (
     *OVERLAP_RULES,
     *DATA_RULES,
     *FAULT_RULES,
+    *KERNEL_RULES,
 )
 
 

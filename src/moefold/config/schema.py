@@ -25,6 +25,9 @@ class RunConfig:
     """Compute type. Master weights, gradients and moments are float32 (float64 with float64)."""
     deterministic: bool = False
     """Bit-equal repeats: refuse every kernel that has no deterministic form."""
+    kernels: Literal["auto", "plain", "triton"] = "auto"
+    """Who computes experts and routing ([kernels.md](kernels.md)). plain: operations of torch. triton: fused kernels.
+    auto: triton on CUDA in bfloat16 if the package is there, else plain; the log says which."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,6 +226,9 @@ class TrainConfig:
     offload_waits: bool = False
     """Let the forward pass wait for the copies: what is offloaded takes as little memory however slow they are. false:
     what cannot be copied out and back before it is needed stays in memory."""
+    precision: Literal["dtype", "fp8-blockwise", "mxfp8", "nvfp4"] = "dtype"
+    """Of the operands of the layers' matrix products, forwards and backwards ([fp8.md](fp8.md)); dtype: run.dtype.
+    Embedding, head, router, norms and attention scores stay in run.dtype, master weights in float32."""
     loss_chunk: int = 0
     """Tokens of a rank whose logits are in memory at a time; the backward pass makes them again. 0: all of a
     micro-batch, once. -1: as many as 2**24 logits are, at least 256, and once if that is all."""

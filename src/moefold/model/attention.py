@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from moefold.config.schema import ModelConfig
 from moefold.model.core_attention import CausalAttention, CoreAttention
 from moefold.model.later import Later
-from moefold.model.linear import linear
+from moefold.model.linear import Products, linear
 from moefold.model.norm import AllHeadsNorm, RMSNorm
 from moefold.model.parameter import local
 from moefold.model.rope import Rotation
@@ -43,6 +43,7 @@ class Attention(nn.Module):
         self.key_norm = _head_norm(cfg, key_value)
         self.tokens: Tokens = WholeTokens()
         self.later: Later | None = None
+        self.products: Products | None = None
         self.window = window
         self.core: CoreAttention = CausalAttention(window)
         self.key_value_rows = slice(None)
@@ -68,13 +69,17 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         sinks = None if self.sinks is None else local(self.sinks, x.dtype)
         attended = self.core(rotation(query), rotation(key), value, starts, sinks)
-        out = self.tokens.scatter(linear(attended.flatten(2), local(self.wo, x.dtype), later=self.later))
+        out = self.tokens.scatter(
+            linear(attended.flatten(2), local(self.wo, x.dtype), later=self.later, products=self.products)
+        )
         return out if self.bo is None else out + local(self.bo, x.dtype)
 
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """[S, B, H] -> [S, B, heads of this rank, D]."""
         offset = None if bias is None else local(bias, x.dtype)[rows]
-        return linear(x, local(weight, x.dtype)[rows], offset, self.later).unflatten(-1, (-1, self.head_size))
+        return linear(x, local(weight, x.dtype)[rows], offset, self.later, self.products).unflatten(
+            -1, (-1, self.head_size)
+        )
 
 
 def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:

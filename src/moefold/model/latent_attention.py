@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from moefold.config.schema import ModelConfig
 from moefold.model.core_attention import CausalAttention, CoreAttention
 from moefold.model.later import Later
-from moefold.model.linear import linear
+from moefold.model.linear import Products, linear
 from moefold.model.norm import RMSNorm
 from moefold.model.parameter import local
 from moefold.model.recall import Recall, all_kept
@@ -69,6 +69,7 @@ class LatentAttention(nn.Module):
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
         self.tokens: Tokens = WholeTokens()
         self.later: Later | None = None
+        self.products: Products | None = None
         self.window = window
         self.core: CoreAttention = CausalAttention(window)
         self.recall: Recall = all_kept
@@ -116,8 +117,12 @@ class LatentAttention(nn.Module):
         later = self.later if self.recall is all_kept else None
 
         def heads(source: Tensor, latent: Tensor, shared_key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-            query = linear(source, weights[0], later=later).unflatten(-1, (-1, self.plain_size + self.rotated_size))
-            key_value = linear(latent, weights[1], later=later).unflatten(-1, (-1, self.plain_size + self.value_size))
+            query = linear(source, weights[0], later=later, products=self.products).unflatten(
+                -1, (-1, self.plain_size + self.rotated_size)
+            )
+            key_value = linear(latent, weights[1], later=later, products=self.products).unflatten(
+                -1, (-1, self.plain_size + self.value_size)
+            )
             return self._heads(query, key_value, shared_key, rotation)
 
         weights = query_weight, local(self.wkv_up, query_weight.dtype)
@@ -177,7 +182,7 @@ class LatentAttention(nn.Module):
         return self.tokens.gather(torch.cat(parts, -1)).split([part.shape[-1] for part in parts], -1)
 
     def _project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, local(weight, x.dtype), later=self.later)
+        return linear(x, local(weight, x.dtype), later=self.later, products=self.products)
 
     def _padded(self, x: Tensor) -> Tensor:
         """Zeros add nothing to a score, and what they add to a value is cut off again."""

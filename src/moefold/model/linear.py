@@ -1,17 +1,58 @@
 """The dense linear layer, through the fastest product that the device has."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.model.gemm import has_fast_product, product, weight_gradient, widened
+from moefold.model.gemm import has_fast_product, product, weight_gradient
 from moefold.model.later import Later, can_wait
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, later: Later | None = None) -> Tensor:
+class Products(Protocol):
+    """The three products of a layer, where they are not those of its tensors' type; no autograd."""
+
+    def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
+        """X @ w.T, [M, N]."""
+        ...
+
+    def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
+        """Grad @ w, [M, K]."""
+        ...
+
+    def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
+        """Grad.T @ x, [N, K]."""
+        ...
+
+
+class FullProducts:
+    """In the type of the tensors, through the fastest product that the device has."""
+
+    def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
+        """See `Products`."""
+        return product(x_MK, w_NK)
+
+    def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
+        """See `Products`."""
+        return product(grad_MN, w_NK.t())
+
+    def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
+        """See `Products`."""
+        return weight_gradient(grad_MN, x_MK)
+
+
+FULL = FullProducts()
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    later: Later | None = None,
+    products: Products | None = None,
+) -> Tensor:
     """X @ weight.T + bias, as torch.nn.functional.linear.
 
     Args:
@@ -19,14 +60,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, later: Later |
         weight: [N, K].
         bias: [N].
         later: takes the gradient of the weight; None: it is computed with that of x.
+        products: of few bits; None: those of the type of x.
 
     Returns:
         [..., N].
     """
     if can_wait(later, x, weight):
-        y: Tensor = _LaterLinear.apply(x, weight.detach(), (weight,), later)
-    elif has_fast_product(x):
-        y = _Linear.apply(x, weight)
+        y: Tensor = _LaterLinear.apply(x, weight.detach(), (weight,), later, products or FULL)
+    elif products is not None or has_fast_product(x):
+        y = _Linear.apply(x, weight, products or FULL)
     else:
         return F.linear(x, weight, bias)
     return y if bias is None else y + bias
@@ -34,42 +76,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, later: Later |
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        ctx.products = products
+        return products.forward(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        grad = widened(grad)
-        return _input_gradient(grad, weight, x), _weight_gradient(grad, x)
+        grad_MN, x_MK = grad.flatten(0, -2), x.flatten(0, -2)
+        grad_x = ctx.products.input_gradient(grad_MN, weight).view_as(x)
+        return grad_x, ctx.products.weight_gradient(grad_MN, x_MK), None
 
 
 class _LaterLinear(torch.autograd.Function):
     """As `_Linear`; `held` has the differentiable weight, where autograd does not see it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, held: tuple[Tensor], later: Later) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, held: tuple[Tensor], later: Later, products: Products) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.args = held, later
-        return product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        ctx.args = held, later, products
+        return products.forward(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, weight = ctx.saved_tensors
-        held, later = ctx.args
-        grad = widened(grad)
-        later.postpone(held, lambda: (_weight_gradient(grad, x),))
-        return _input_gradient(grad, weight, x), None, None, None
-
-
-def _input_gradient(grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-    return product(grad.flatten(0, -2), widened(weight).t()).to(x.dtype).view_as(x)
-
-
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """[N, K]."""
-    x_MK = widened(x.flatten(0, -2))
-    return weight_gradient(grad.flatten(0, -2), x_MK).to(x.dtype)
+        held, later, products = ctx.args
+        grad_MN = grad.flatten(0, -2)
+        later.postpone(held, lambda: (products.weight_gradient(grad_MN, x.flatten(0, -2)),))
+        return products.input_gradient(grad_MN, weight).view_as(x), None, None, None, None

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefold.model.later import Later
-from moefold.model.linear import linear
+from moefold.model.linear import Products, linear
 from moefold.model.parameter import local
 from moefold.model.seams import Tokens, WholeTokens
 
@@ -20,10 +20,13 @@ class SwiGLU(nn.Module):
         self.w_down = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size))
         self.tokens: Tokens = WholeTokens()
         self.later: Later | None = None
+        self.products: Products | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]."""
         x = self.tokens.gather(x)
-        gate = linear(x, local(self.w_gate, x.dtype), later=self.later)
-        up = linear(x, local(self.w_up, x.dtype), later=self.later)
-        return self.tokens.scatter(linear(F.silu(gate) * up, local(self.w_down, x.dtype), later=self.later))
+        gate = linear(x, local(self.w_gate, x.dtype), later=self.later, products=self.products)
+        up = linear(x, local(self.w_up, x.dtype), later=self.later, products=self.products)
+        return self.tokens.scatter(
+            linear(F.silu(gate) * up, local(self.w_down, x.dtype), later=self.later, products=self.products)
+        )

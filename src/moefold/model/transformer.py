@@ -11,7 +11,7 @@ from moefold.model.attention import Attention
 from moefold.model.init import named_seed
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.later import Later
-from moefold.model.linear import linear
+from moefold.model.linear import Products, linear
 from moefold.model.mlp import SwiGLU
 from moefold.model.norm import RMSNorm
 from moefold.model.parameter import local
@@ -84,6 +84,7 @@ class FurtherTokenBlock(Block):
         self.hidden_norm = RMSNorm(hidden, eps)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
         self.later: Later | None = None
+        self.products: Products | None = None
         self.output_norm = RMSNorm(hidden, eps)
 
     def steps(
@@ -97,7 +98,7 @@ class FurtherTokenBlock(Block):
         """Hidden states behind a norm and token vectors, both [S/(cp*tp), B, H] -> the same, behind a norm again."""
         assert embedded is not None
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), -1)
-        x = linear(both, local(self.projection, x.dtype), later=self.later)
+        x = linear(both, local(self.projection, x.dtype), later=self.later, products=self.products)
         return self.output_norm((yield from super().steps(x, rotation, samples, starts)))
 
 

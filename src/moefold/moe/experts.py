@@ -9,30 +9,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from moefold.kernels.rows import RowKernels, Sorting
 from moefold.model.gemm import padded_rows, product, product_into, two_products_into, weight_gradient_into, widened
 from moefold.model.later import Later, can_wait
 from moefold.model.parameter import local
 from moefold.model.recall import recomputed
 from moefold.moe.dispatch.base import Loan
+from moefold.moe.expert_weights import ExpertWeights
 from moefold.moe.gate import Gate, SiluGate
+from moefold.moe.permute import DeviceCounts
+from moefold.moe.sorted_experts import SortedHow, sorted_experts
 
 GROUPED_ALIGNMENT_BYTES = 16
 """grouped_mm wants every stride to be a multiple of this."""
 SILU = SiluGate()
 ALL_COLUMNS = slice(None)
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """The local weights of some experts, in the compute type; the biases are all there or all absent."""
-
-    gate_EHF: Tensor
-    up_EHF: Tensor
-    down_EFH: Tensor
-    gate_bias_EF: Tensor | None = None
-    up_bias_EF: Tensor | None = None
-    down_bias_EH: Tensor | None = None
-    """Of the columns `bias_columns` of the result, which this rank adds."""
 
 
 class Experts(nn.Module):
@@ -44,8 +35,8 @@ class Experts(nn.Module):
     gradients over ranks counts on it.
 
     `parallelize` replaces `bias_columns`, the columns of H that the local part of b_down belongs to, `later` (a
-    backward pass in two parts) and `keeps_inner`: whether the inner projections are kept for the backward pass, or made
-    again there.
+    backward pass in two parts), `keeps_inner`: whether the inner projections are kept for the backward pass, or made
+    again there, and `kernels`, which compute instead of the plain maths.
 
     Args:
         num_experts: E.
@@ -75,6 +66,7 @@ class Experts(nn.Module):
         self.bias_columns = ALL_COLUMNS
         self.later: Later | None = None
         self.keeps_inner = True
+        self.kernels: RowKernels | None = None
 
     def forward(
         self,
@@ -82,6 +74,7 @@ class Experts(nn.Module):
         rows_per_expert: Sequence[int],
         loan: Loan | None = None,
         weights_R: Tensor | None = None,
+        sorting: Sorting | None = None,
     ) -> Tensor:
         """Apply each expert to its rows; local without a loan.
 
@@ -91,15 +84,18 @@ class Experts(nn.Module):
             loan: brings the weights of the borrowed experts.
             weights_R: factor of each row's result, [R]. It multiplies between the gate and the outer projection, so
                 that its gradient needs no results, and nobody has to keep them.
+            sorting: with kernels alone: x_RH is tokens [T, H], to be sorted as they are read; the results of each are
+                added up.
 
         Returns:
-            [R, H]; under etp the part of the sum over F that this rank's weights give.
+            [R, H]; under etp the part of the sum over F that this rank's weights give. With a sorting [T, H].
         """
-        assert sum(rows_per_expert) == x_RH.shape[0], (rows_per_expert, x_RH.shape)
+        is_known = sorting is None and not isinstance(rows_per_expert, DeviceCounts)
+        assert not is_known or sum(rows_per_expert) == x_RH.shape[0], (rows_per_expert, x_RH.shape)
         parameters = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
         own = [local(p, x_RH.dtype) for p in parameters if p is not None]
         if loan is None:
-            return self._apply_to(x_RH, own, rows_per_expert, weights_R, self.later)
+            return self._apply_to(x_RH, own, rows_per_expert, weights_R, self.later, sorting)
         # What is lent comes back with a collective, which has its place in the backward pass: nothing is postponed.
         own, borrowed = loan.exchange(own)
         num_own = own[0].shape[0]
@@ -120,8 +116,21 @@ class Experts(nn.Module):
         rows_per_expert: Sequence[int],
         weights_R: Tensor | None,
         later: Later | None = None,
+        sorting: Sorting | None = None,
     ) -> Tensor:
         w = ExpertWeights(*weights)
+        if self.kernels is not None:
+            how = SortedHow(
+                self.kernels,
+                _offsets(rows_per_expert, x_RH.device),
+                self.gate,
+                self.bias_columns,
+                sorting,
+                self.keeps_inner,
+                later,
+            )
+            return sorted_experts(x_RH, w, how, weights_R)
+        assert sorting is None, "without kernels rows are sorted before they come"
         has_kernel = _has_grouped_kernel(x_RH, w.gate_EHF, w.down_EFH)
         if not has_kernel:
             return looped_experts(
@@ -168,8 +177,7 @@ def grouped_experts(
     later: Later | None = None,
 ) -> Tensor:
     """All experts in one kernel for each product; the twin of `looped_experts` for GPUs. Needs at least one row."""
-    counts_E = torch.tensor(rows_per_expert, dtype=torch.int32).to(x_RH.device, non_blocking=True)
-    offsets_E = counts_E.cumsum(0, dtype=torch.int32)
+    offsets_E = _offsets(rows_per_expert, x_RH.device)
     gate_RF = _grouped_product(x_RH, weights.gate_EHF, offsets_E, later)
     up_RF = _grouped_product(x_RH, weights.up_EHF, offsets_E, later)
     if weights.gate_bias_EF is None or weights.up_bias_EF is None or weights.down_bias_EH is None:
@@ -177,12 +185,20 @@ def grouped_experts(
         return _grouped_product(hidden_RF, weights.down_EFH, offsets_E, later)
     # A product with the expert of each row instead of a look-up: its gradient is a sum in a fixed order.
     row_R = torch.arange(x_RH.shape[0], device=x_RH.device)[:, None]
-    is_mine_RE = ((row_R < offsets_E) & (row_R >= offsets_E - counts_E)).to(x_RH.dtype)
+    is_before_RE = row_R < offsets_E
+    is_mine_RE = is_before_RE.to(x_RH.dtype).diff(dim=1, prepend=torch.zeros_like(row_R, dtype=x_RH.dtype))
     gate_RF, up_RF = gate_RF + is_mine_RE @ weights.gate_bias_EF, up_RF + is_mine_RE @ weights.up_bias_EF
     y_RH = _grouped_product(_gated(gate, gate_RF, up_RF, weights_R), weights.down_EFH, offsets_E, later)
     first, stop, _ = bias_columns.indices(y_RH.shape[1])
     bias_RH = is_mine_RE @ weights.down_bias_EH
     return y_RH + F.pad(bias_RH if weights_R is None else _scaled(bias_RH, weights_R), (first, y_RH.shape[1] - stop))
+
+
+def _offsets(rows_per_expert: Sequence[int], device: torch.device) -> Tensor:
+    """Where the rows of each expert end, int32 [E] on the device; does not wait for it."""
+    if isinstance(rows_per_expert, DeviceCounts):
+        return rows_per_expert.counts_E.cumsum(0, dtype=torch.int32)
+    return torch.tensor(rows_per_expert, dtype=torch.int32).to(device, non_blocking=True).cumsum(0, dtype=torch.int32)
 
 
 def _gated(gate: Gate, g_RF: Tensor, u_RF: Tensor, weights_R: Tensor | None) -> Tensor:

@@ -114,12 +114,16 @@ class MoELayer(nn.Module):
         beside = None if self.shared is None else lambda: self._shared(x)
         rows, plan = self.dispatcher.dispatch_preprocess(x_TH, assignment)
         rows, y_shared = yield from self.dispatcher.dispatch_steps(rows, plan, beside)
-        rows_RH = self.dispatcher.dispatch_postprocess(rows, plan)
         rows_per_expert, loan, weights_R = plan.rows_per_expert, self.dispatcher.loan(plan), None
-        if self._weighs_in_expert:
+        sorting = self.dispatcher.sorting(plan) if self.experts.kernels is not None and loan is None else None
+        if sorting is None:
+            rows = self.dispatcher.dispatch_postprocess(rows, plan)
+        if self._weighs_in_expert or (sorting is not None and self.dispatcher.sums_copies):
             weights_R, plan = self.dispatcher.take_weights(plan)
-        y_RH = self.experts(rows_RH, rows_per_expert, loan, weights_R)
-        rows = yield from self.dispatcher.combine_steps(self.dispatcher.combine_preprocess(y_RH, plan), plan)
+        rows = self.experts(rows, rows_per_expert, loan, weights_R, sorting)
+        if sorting is None:
+            rows = self.dispatcher.combine_preprocess(rows, plan)
+        rows = yield from self.dispatcher.combine_steps(rows, plan)
         y = self.dispatcher.combine_postprocess(rows, plan).view_as(x)
         if y_shared is not None:
             y = y + y_shared
@@ -144,17 +148,22 @@ class MoELayer(nn.Module):
         """Make the auxiliary losses part of what is minimised, and count this micro-batch once its gradient comes."""
         num_tokens = len(routing.ids_TK) * self.scope.size
         num_samples = len(places.samples_B) if self._aux_kind == "sequence" else 1
-        routed_XE = count_copies(routing.ids_TK, self._num_experts, num_samples)
+        sums = routing.sums
+        if sums is not None and num_samples == 1:
+            routed_XE = sums.copies_E.unsqueeze(0)
+        else:
+            routed_XE = count_copies(routing.ids_TK, self._num_experts, num_samples)
         aux = z = None
         if self._aux_scale:
-            part = load_balancing_part(routing.scores_TE, self._load(routed_XE, places), num_tokens)
+            load_XE = self._load(routed_XE, places)
+            part = load_balancing_part(routing.scores_TE, load_XE, num_tokens, sums.scores_E if sums else None)
             aux = part * self._aux_scale
             y = attach(y, aux)
         if self._z_scale:
-            z = z_part(routing.logits_TE, num_tokens) * self._z_scale
+            z = (z_part(routing.logits_TE, num_tokens) if sums is None else sums.z / num_tokens) * self._z_scale
             y = attach(y, z)
         if y.requires_grad:
-            entropy = torch.special.entr(routing.scores_TE.detach()).sum()
+            entropy = torch.special.entr(routing.scores_TE.detach()).sum() if sums is None else sums.entropy
             dropped = None if assignment.kept_TK is None else (~assignment.kept_TK).sum()
             parts = [None if part is None else part.detach() for part in (aux, z)]
             # All ranks of the scope have the same thresholds: each counts its part.

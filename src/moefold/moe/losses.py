@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 
-def load_balancing_part(scores_TE: Tensor, routed_XE: Tensor, num_tokens: int) -> Tensor:
+def load_balancing_part(
+    scores_TE: Tensor, routed_XE: Tensor, num_tokens: int, score_sums_E: Tensor | None = None
+) -> Tensor:
     """My part of E * sum_e f_e P_e (arXiv:2101.03961 eq. 4); 1 where the load is even.
 
     f_e is the share of the copies that chose expert e, before any is dropped, and has no gradient; P_e is the mean
@@ -22,11 +24,15 @@ def load_balancing_part(scores_TE: Tensor, routed_XE: Tensor, num_tokens: int) -
         routed_XE: copies that chose each expert, [1, E] over all tokens that count together (of the micro-batch or of
             more), or [B, E] of each sample.
         num_tokens: tokens of the micro-batch.
+        score_sums_E: the scores summed over my tokens, if somebody did; used where all tokens count together.
     """
     num_experts = scores_TE.shape[1]
     routed_XE = routed_XE.to(scores_TE.dtype)
     share_XE = routed_XE / routed_XE.sum(-1, keepdim=True)
-    scores_XE = scores_TE.unflatten(0, (-1, len(routed_XE))).sum(0)
+    if score_sums_E is not None and len(routed_XE) == 1:
+        scores_XE = score_sums_E.unsqueeze(0)
+    else:
+        scores_XE = scores_TE.unflatten(0, (-1, len(routed_XE))).sum(0)
     return num_experts / num_tokens * (share_XE * scores_XE).sum()
 
 

@@ -1,7 +1,9 @@
 """Copies of tokens, sorted by expert, and back: local, no communication."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +29,32 @@ class Permutation:
     """bool [T, K]."""
     filled_R: Tensor | None
     """bool [R]."""
+
+
+class DeviceCounts(Sequence[int]):
+    """Rows of each expert, counted on a device, int64 [E]: who reads one as a number waits for it, once."""
+
+    def __init__(self, counts_E: Tensor) -> None:
+        self.counts_E = counts_E
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return [int(count) for count in self.counts_E.tolist()]
+
+    def __len__(self) -> int:
+        return len(self.counts_E)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._numbers[index]
+
+
+def as_counts(counts_E: Tensor) -> Sequence[int]:
+    """Rows of each expert without waiting for the device."""
+    return counts_E.tolist() if counts_E.device.type == "cpu" else DeviceCounts(counts_E)
 
 
 def plan_permutation(

@@ -1,6 +1,7 @@
 """The top-k router: which experts see a token, and with which weight."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,28 @@ SMALLEST_SUM = 1e-20
 
 
 @dataclass(frozen=True)
+class RoutingSums:
+    """Sums over my tokens, by who made the choices in one pass."""
+
+    copies_E: Tensor
+    """Copies that chose each expert, int64 [E]."""
+    scores_E: Tensor
+    """Scores of each expert, [E]."""
+    z: Tensor
+    """Squared log-sum-exp of the logits."""
+    entropy: Tensor
+    """Entropy of the scores, in nats."""
+
+
+class RoutingKernel(Protocol):
+    """Makes choices, weights and sums of logits in one pass."""
+
+    def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> Any:
+        """See `moefold.kernels.triton_router.Routed`; `bias_E` is added to the scores for the choice alone."""
+        ...
+
+
+@dataclass(frozen=True)
 class Routing:
     """What the router decided for the T tokens of this rank. No weight is below float32."""
 
@@ -38,6 +61,8 @@ class Routing:
     """[T, E]."""
     thresholds_E: Tensor | None = None
     """What quantile balancing took off the scores in this micro-batch, [E]."""
+    sums: RoutingSums | None = None
+    """What was summed up on the way."""
 
 
 class Router(nn.Module):
@@ -59,6 +84,7 @@ class Router(nn.Module):
         bias_E = torch.zeros(model.num_experts, dtype=torch.float32) if model.expert_bias else None
         self.register_buffer("expert_bias", bias_E)
         self.choices: Choices | None = None
+        self.kernel: RoutingKernel | None = None
         self.step = 1
         """Of the optimizer; the noise depends on it."""
         self._model = model
@@ -69,12 +95,14 @@ class Router(nn.Module):
     def forward(self, x_TH: Tensor, places: TokenPlaces) -> Routing:
         """Route [T, H]; communicates through the scope of `places` where the choice looks at the whole micro-batch.
 
-        At training `choices` has the last word.
+        At training `choices` has the last word. `parallelize` sets `kernel`, where one knows this router.
         """
         dtype = torch.promote_types(x_TH.dtype, self._least_dtype)
         logits_TE = self._jittered(x_TH.to(dtype), places) @ local(self.weight, dtype).t()
         if self.bias is not None:
             logits_TE = logits_TE + local(self.bias, dtype)
+        if self.kernel is not None and dtype == torch.float32:
+            return self._fused(self.kernel, logits_TE)
         raw_TE = self._score(logits_TE)
         thresholds_E = None
         if self._moe.choice == "quantile" and self.training:
@@ -86,6 +114,11 @@ class Router(nn.Module):
         is_softmax = self._model.router_score == "softmax"
         scores_TE = raw_TE if is_softmax else raw_TE / (raw_TE.sum(-1, keepdim=True) + SMALLEST_SUM)
         return Routing(ids_TK, probs_TK, scores_TE, logits_TE, thresholds_E)
+
+    def _fused(self, kernel: RoutingKernel, logits_TE: Tensor) -> Routing:
+        r = kernel(logits_TE, self.expert_bias)
+        sums = RoutingSums(r.copies_E, r.score_sums_E, r.z_sum, r.entropy)
+        return Routing(r.ids_TK, r.probs_TK, r.scores_TE, logits_TE, sums=sums)
 
     @torch.no_grad()
     def update_bias(self, copies_E: Tensor, thresholds_E: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Apply the axes to the model, in the order a reader would: the only place that does."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.schema import Config, ModelConfig
+from moefold.kernels.select import Kernels, select_kernels
 from moefold.model.attention import Attention
 from moefold.model.init import initialise
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.norm import AllHeadsNorm
-from moefold.model.transformer import Embedding, Head, Transformer
+from moefold.model.transformer import Embedding, FurtherTokenBlock, Head, Transformer
 from moefold.moe.dispatch import Dispatcher, GroupScope, make_dispatcher
 from moefold.moe.dispatch.checked import CheckedDispatcher
 from moefold.moe.dispatch.deepep import open_buffer
@@ -156,6 +157,9 @@ def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutMo
             for stage in plan.of_rank(groups.pp.rank)
         ]
     selection = select_dispatcher(cfg, groups)
+    # What only computes does so in the type of its weights, also where they were trained with fewer bits.
+    products = cfg if is_trained else replace(cfg, train=replace(cfg.train, precision="dtype"))
+    kernels = select_kernels(products, groups.device)
     dispatcher = _dispatcher(selection.name, cfg, groups)
     offload = open_offload(cfg.train, groups.device, groups.rank) if is_trained else None
     for stage in stages:
@@ -165,6 +169,7 @@ def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutMo
         _apply_tensor_parallel(stage, groups)
         _apply_expert_parallel(stage, groups, positions, dispatcher)
         _apply_context_parallel(stage, groups, cfg)
+        _apply_kernels(stage, kernels)
         if is_trained:
             apply_recompute(stage, cfg.train.recompute, groups.beside)
         if offload is not None:
@@ -175,7 +180,18 @@ def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutMo
                 shard_data_parallel(stage, groups, cfg)
         stage.to_empty(device=groups.device)
         stage.place(positions)
-    return CutModel(stages, plan, positions, selection.note, offload)
+    note = "; ".join(filter(None, (selection.note, kernels.note)))
+    return CutModel(stages, plan, positions, note, offload)
+
+
+def _apply_kernels(stage: Transformer, kernels: Kernels) -> None:
+    """The embedding, the head and the routers compute in a wider type than the layers."""
+    for layer in stage.moe_layers().values():
+        layer.experts.kernels = kernels.rows
+        layer.router.kernel = kernels.routing
+    for module in stage.modules():
+        if isinstance(module, Attention | LatentAttention | SwiGLU | FurtherTokenBlock):
+            module.products = kernels.products
 
 
 def _apply_tensor_parallel(stage: Transformer, groups: ParallelGroups) -> None:

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from moefold.kernels.rows import Sorting
 from moefold.model.steps import Steps, finish
 from moefold.moe.dispatch.base import Assignment, Dispatcher
 from moefold.moe.dispatch.exchange import Exchange
-from moefold.moe.permute import Permutation, permute, plan_permutation, row_weights, unpermute
+from moefold.moe.permute import Permutation, as_counts, permute, plan_permutation, row_weights, unpermute
 from moefold.parallel.collectives import all_gather
 from moefold.parallel.groups import Group
 from moefold.parallel.in_flight import start_all_gather, start_reduce_scatter
@@ -35,6 +36,8 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
         num_experts: E, over all ranks.
     """
 
+    sums_copies = True
+
     def __init__(self, experts: Group, expert_coordinates: Sequence[tuple[int, int]], num_experts: int) -> None:
         self._experts = experts
         num_parts = 1 + max(ep for ep, _ in expert_coordinates)
@@ -50,7 +53,7 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
         mine_TK = (local_ids_TK >= 0) & (local_ids_TK < self._num_local)
         slots = None if assignment.slots is None else assignment.slots * self._experts.size
         permutation = plan_permutation(local_ids_TK, self._num_local, mine_TK, slots)
-        rows_per_expert = permutation.rows_per_expert_E.tolist() if slots is None else [slots] * self._num_local
+        rows_per_expert = as_counts(permutation.rows_per_expert_E) if slots is None else [slots] * self._num_local
         # Each rank uses some of the weights and, under etp, sees a part of their gradient: the adjoint sums the parts.
         probs_TK = all_gather(assignment.probs_TK, self._experts)
         return x_TH, AllGatherPlan(permutation, probs_TK, rows_per_expert, len(x_TH))
@@ -82,6 +85,10 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
     def dispatch_postprocess(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
         """Take my experts' copies, sorted."""
         return permute(rows, plan.permutation)
+
+    def sorting(self, plan: AllGatherPlan) -> Sorting:
+        """The permutation."""
+        return Sorting.of(plan.permutation)
 
     def combine_preprocess(self, y_RH: Tensor, plan: AllGatherPlan) -> Tensor:
         """My experts' part of the weighted sum for the tokens of all ranks, [N*T, H]."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moefold.kernels.rows import Sorting
 from moefold.model.steps import Steps, finish
 from moefold.moe.dispatch.base import Assignment, Dispatcher, Loan
 from moefold.moe.dispatch.exchange import Exchange
@@ -91,6 +92,10 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
     def dispatch_postprocess(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
         """Sort by expert; within one, by the source."""
         return rows if plan.order is None else reorder(rows, *plan.order)
+
+    def sorting(self, plan: AllToAllPlan) -> Sorting | None:
+        """The order of the rows that arrived."""
+        return None if plan.order is None else Sorting.of_order(*plan.order)
 
     def combine_preprocess(self, y_RH: Tensor, plan: AllToAllPlan) -> Tensor:
         """Back into the order of arrival."""

@@ -7,6 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from moefold.kernels.rows import Sorting
 from moefold.model.steps import Steps, finish
 from moefold.moe.dispatch.exchange import Exchange
 
@@ -67,6 +68,9 @@ class Dispatcher(ABC, Generic[PlanT]):
     all phases.
     """
 
+    sums_copies: bool = False
+    """Whether `combine_preprocess` adds up the copies of a token, which needs their weights."""
+
     @abstractmethod
     def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, PlanT]:
         """Decide who sends what to whom; returns the rows to send and the plan."""
@@ -98,6 +102,13 @@ class Dispatcher(ABC, Generic[PlanT]):
         With the new plan, `combine` sums the results as they are. Communicates as `dispatch` does, with one number a
         row. Between `dispatch` and `combine`.
         """
+
+    def sorting(self, plan: PlanT) -> Sorting | None:
+        """How `dispatch_postprocess` and `combine_preprocess` sort, for experts that do it as they read and write.
+
+        Both are left out then; where `sums_copies`, `take_weights` comes first. None: they sort nothing, or more.
+        """
+        return None
 
     def loan(self, plan: PlanT) -> Loan | None:
         """The experts that change ranks for this micro-batch; None, for all or for none of the ranks, if none does."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moefold.errors import RunError
+from moefold.kernels.rows import Sorting
 from moefold.model.steps import Steps
 from moefold.moe.dispatch.base import Assignment, Dispatcher, Loan
 from moefold.moe.dispatch.exchange import Exchange
@@ -35,6 +36,7 @@ class CheckedDispatcher(Dispatcher[Any]):
     """
 
     def __init__(self, inner: Dispatcher[Any], groups: MoEGroups, layer: int, device: torch.device) -> None:
+        self.sums_copies = inner.sums_copies
         self._inner, self._experts, self._layer, self._device = inner, groups.experts, layer, device
         at = groups.expert_coordinates
         same = {"ep": lambda a, b: at[a][1] == at[b][1], "etp": lambda a, b: at[a][0] == at[b][0]}
@@ -64,6 +66,10 @@ class CheckedDispatcher(Dispatcher[Any]):
     def dispatch_postprocess(self, rows: Tensor, plan: Any) -> Tensor:
         """As the inner one."""
         return self._inner.dispatch_postprocess(rows, plan)
+
+    def sorting(self, plan: Any) -> Sorting | None:
+        """As the inner one."""
+        return self._inner.sorting(plan)
 
     def combine_preprocess(self, y_RH: Tensor, plan: Any) -> Tensor:
         """As the inner one."""

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from moefold.kernels.rows import Sorting
 from moefold.moe.dispatch.base import Assignment, Dispatcher
-from moefold.moe.permute import Permutation, permute, plan_permutation, row_weights, unpermute
+from moefold.moe.permute import Permutation, as_counts, permute, plan_permutation, row_weights, unpermute
 
 
 @dataclass(frozen=True)
@@ -21,37 +22,43 @@ class LocalPlan:
 class LocalDispatcher(Dispatcher[LocalPlan]):
     """Permutes by expert; communicates nothing."""
 
+    sums_copies = True
+
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
 
     def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, LocalPlan]:
-        """Sort the copies by expert."""
+        """Decide how the copies are sorted."""
         permutation = plan_permutation(assignment.ids_TK, self._num_experts, assignment.kept_TK, assignment.slots)
         if assignment.slots is None:
-            rows_per_expert = permutation.rows_per_expert_E.tolist()
+            rows_per_expert = as_counts(permutation.rows_per_expert_E)
         else:
             rows_per_expert = [assignment.slots] * self._num_experts
-        return permute(x_TH, permutation), LocalPlan(permutation, assignment.probs_TK, rows_per_expert)
+        return x_TH, LocalPlan(permutation, assignment.probs_TK, rows_per_expert)
 
     def dispatch_communicate(self, rows: Tensor, plan: LocalPlan) -> Tensor:
         """Nothing to exchange."""
         return rows
 
     def dispatch_postprocess(self, rows: Tensor, plan: LocalPlan) -> Tensor:
-        """They are sorted already."""
-        return rows
+        """Sort the copies by expert."""
+        return permute(rows, plan.permutation)
+
+    def sorting(self, plan: LocalPlan) -> Sorting:
+        """The permutation."""
+        return Sorting.of(plan.permutation)
 
     def combine_preprocess(self, y_RH: Tensor, plan: LocalPlan) -> Tensor:
-        """Nothing to sort."""
-        return y_RH
+        """Sum the copies of each token, weighted."""
+        return unpermute(y_RH, plan.permutation, plan.probs_TK)
 
     def combine_communicate(self, rows: Tensor, plan: LocalPlan) -> Tensor:
         """Nothing to exchange."""
         return rows
 
     def combine_postprocess(self, rows: Tensor, plan: LocalPlan) -> Tensor:
-        """Sum the copies of each token, weighted."""
-        return unpermute(rows, plan.permutation, plan.probs_TK)
+        """They are sums already."""
+        return rows
 
     def take_weights(self, plan: LocalPlan) -> tuple[Tensor, LocalPlan]:
         """They are here already."""

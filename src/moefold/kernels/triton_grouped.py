@@ -1,0 +1,341 @@
+"""Products of rows that are sorted by expert with the matrices of their experts, in Triton (persistent programs).
+
+Where the rows of each expert begin is read on the device, so nothing waits for the host. Rows may be gathered as they
+are read and scattered as they are written: permuted copies of tokens need no memory of their own. Sums are float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILES_IN_STEP = 8
+"""Row tiles that share the columns of a matrix while they are in the cache (the swizzle of the Triton tutorials)."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product is cut up."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+SMALL = Tiling(rows=16, columns=16, depth=16, warps=4, stages=1)
+"""For the interpreter, whose programs run one after the other: many edges in little work."""
+TILINGS = (
+    Tiling(rows=128, columns=256, depth=64, warps=8, stages=3),
+    Tiling(rows=128, columns=128, depth=64, warps=8, stages=4),
+    Tiling(rows=64, columns=128, depth=64, warps=4, stages=4),
+)
+"""Candidates in 16-bit types; a fine-grained expert has few rows and wants the last."""
+WIDE_TILINGS = (Tiling(rows=64, columns=64, depth=32, warps=4, stages=3),)
+"""In float32, whose tiles take twice the shared memory."""
+
+
+@triton.jit
+def tile_at(place, tiles_m, tiles_n, STEP: tl.constexpr):
+    """(row tile, column tile) of the tile that comes in that place: STEP row tiles go through all columns together."""
+    band = STEP * tiles_n
+    first_m = place // band * STEP
+    height = tl.minimum(tiles_m - first_m, STEP)
+    return first_m + place % band % height, place % band // height
+
+
+@triton.jit
+def _accumulate(
+    acc, x, w, row, is_row, column, width, depth, stride_xr, stride_xk, stride_wk, stride_wn, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """Acc + x[row] @ w[:, column], in float32."""
+    inner = tl.arange(0, BLOCK_K)
+    for first in range(0, depth, BLOCK_K):
+        is_inner = first + inner < depth
+        a = tl.load(
+            x + row[:, None] * stride_xr + (first + inner)[None, :] * stride_xk,
+            mask=is_row[:, None] & is_inner[None, :],
+            other=0.0,
+        )
+        b = tl.load(
+            w + (first + inner)[:, None] * stride_wk + column[None, :] * stride_wn,
+            mask=is_inner[:, None] & (column < width)[None, :],
+            other=0.0,
+        )
+        if WIDENS:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _rows_kernel(
+    x, w, y, offsets, source, x_second, w_second, target, num_experts, width, depth,
+    stride_xr, stride_xk, stride_we, stride_wk, stride_wn, stride_yr,
+    GATHERS: tl.constexpr, HAS_SECOND: tl.constexpr, SCATTERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+    WIDENS: tl.constexpr,
+):  # fmt: skip
+    """Y[r] = x[source[r]] @ w[expert of r] (+ the same of the second pair); or add that to y[target[r]]."""
+    tile = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    start = 0
+    first_tile = 0
+    for expert in range(num_experts):
+        stop = tl.load(offsets + expert)
+        tiles_m = tl.cdiv(stop - start, BLOCK_M)
+        last_tile = first_tile + tiles_m * tiles_n
+        while tile < last_tile:
+            m, n = tile_at(tile - first_tile, tiles_m, tiles_n, STEP)
+            row = start + m * BLOCK_M + tl.arange(0, BLOCK_M)
+            is_row = row < stop
+            column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+            from_row = row.to(tl.int64)
+            is_read = is_row
+            if GATHERS:
+                from_row = tl.load(source + row, mask=is_row, other=-1).to(tl.int64)
+                is_read = from_row >= 0
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            acc = _accumulate(
+                acc, x, w, from_row, is_read, column, width, depth,
+                stride_xr, stride_xk, stride_wk, stride_wn, BLOCK_K, PRECISION, WIDENS,
+            )  # fmt: skip
+            if HAS_SECOND:
+                acc = _accumulate(
+                    acc, x_second, w_second, from_row, is_read, column, width, depth,
+                    stride_xr, stride_xk, stride_wk, stride_wn, BLOCK_K, PRECISION, WIDENS,
+                )  # fmt: skip
+            is_cell = is_row[:, None] & (column < width)[None, :]
+            if SCATTERS:
+                to_row = tl.load(target + row, mask=is_row, other=-1).to(tl.int64)
+                cell = y + to_row[:, None] * stride_yr + column[None, :]
+                tl.atomic_add(cell, acc, mask=is_cell & (to_row >= 0)[:, None], sem="relaxed")
+            else:
+                cell = y + row.to(tl.int64)[:, None] * stride_yr + column[None, :]
+                tl.store(cell, acc.to(y.dtype.element_ty), mask=is_cell)
+            tile += num_programs
+        first_tile = last_tile
+        start = stop
+        w += stride_we
+        w_second += stride_we
+
+
+@triton.jit
+def _weights_kernel(
+    x, grad, out, offsets, source, grad_source, depth, width, stride_xr, stride_gr,
+    GATHERS: tl.constexpr, GATHERS_GRAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    WIDENS: tl.constexpr,
+):  # fmt: skip
+    """Out[e] = x[source[rows of e]].T @ grad[grad_source[rows of e]]; zero for an expert without rows."""
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    tiles_m = tl.cdiv(depth, BLOCK_M)
+    expert = tl.program_id(0) // (tiles_m * tiles_n)
+    tile = tl.program_id(0) % (tiles_m * tiles_n)
+    line = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    stop = tl.load(offsets + expert)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(start, stop, BLOCK_K):
+        row = first + tl.arange(0, BLOCK_K)
+        is_row = row < stop
+        x_row = row.to(tl.int64)
+        is_x = is_row
+        if GATHERS:
+            x_row = tl.load(source + row, mask=is_row, other=-1).to(tl.int64)
+            is_x = x_row >= 0
+        grad_row = row.to(tl.int64)
+        is_grad = is_row
+        if GATHERS_GRAD:
+            grad_row = tl.load(grad_source + row, mask=is_row, other=-1).to(tl.int64)
+            is_grad = grad_row >= 0
+        a = tl.load(
+            x + x_row[None, :] * stride_xr + line[:, None], mask=is_x[None, :] & (line < depth)[:, None], other=0.0
+        )
+        b = tl.load(
+            grad + grad_row[:, None] * stride_gr + column[None, :],
+            mask=is_grad[:, None] & (column < width)[None, :],
+            other=0.0,
+        )
+        if WIDENS:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    cell = expert.to(tl.int64) * depth * width + line.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(out + cell, acc.to(out.dtype.element_ty), mask=(line < depth)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    rows, place, present, factor, out, num_tokens, top_k, width, stride_r,
+    HAS_PRESENT: tl.constexpr, HAS_FACTOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Out[t] = sum over k of factor[t, k] * rows[place[t, k]], in the order of k."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_token, is_column = token < num_tokens, column < width
+    acc = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    for k in range(top_k):
+        copy = token * top_k + k
+        is_read = is_token
+        if HAS_PRESENT:
+            is_read = is_read & (tl.load(present + copy, mask=is_token, other=0) != 0)
+        row = tl.load(place + copy, mask=is_read, other=0).to(tl.int64)
+        value = tl.load(
+            rows + row[:, None] * stride_r + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0
+        ).to(tl.float32)
+        if HAS_FACTOR:
+            value *= tl.load(factor + copy, mask=is_token, other=0.0).to(tl.float32)[:, None]
+        acc += value
+    cell = out + token.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(cell, acc.to(out.dtype.element_ty), mask=is_token[:, None] & is_column[None, :])
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """How products of float32 are taken: as torch would; narrower types have one way alone."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def tilings(x: Tensor) -> tuple[Tiling, ...]:
+    """The ways to cut a product up that are worth measuring, the best guess first."""
+    if not x.is_cuda:
+        return (SMALL,)
+    return WIDE_TILINGS if x.element_size() > 2 else TILINGS
+
+
+def grouped_rows(
+    x: Tensor,
+    w_EKN: Tensor,
+    offsets_E: Tensor,
+    num_rows: int,
+    *,
+    source_R: Tensor | None = None,
+    second: tuple[Tensor, Tensor] | None = None,
+    target: tuple[Tensor, int] | None = None,
+    tiling: Tiling | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """Each row times the matrix of its expert, [R, N]; local, waits for nothing.
+
+    Args:
+        x: rows of unit stride, [R, K], or [any, K] with `source_R`.
+        w_EKN: [E, K, N], any strides.
+        offsets_E: where the rows of each expert end, int32 [E] on the device; the last is at most R.
+        num_rows: R. Rows behind the last offset are left as they are.
+        source_R: row of `x` that each row is, int [R]; -1 for a row of zeros.
+        second: another x and w of the same strides, whose product is added.
+        target: (int [R], T): add row r to row target[r] of T rows instead, -1 for none; the order of the sum is open,
+            and it is float32.
+        tiling: how to cut it up; None: the first of `tilings`.
+        into: where the result goes.
+
+    Returns:
+        [R, N] in the type of x; with `target` float32 [T, N].
+    """
+    num_experts, depth, width = w_EKN.shape
+    how = tiling or tilings(x)[0]
+    x_second, w_second = second or (x, w_EKN)
+    assert (x_second.stride(), w_second.stride()) == (x.stride(), w_EKN.stride()), "the pairs are laid out alike"
+    if into is not None:
+        y = into
+    elif target is None:
+        y = x.new_empty(num_rows, width)
+    else:
+        y = torch.zeros(target[1], width, dtype=torch.float32, device=x.device)
+    if num_rows == 0 or width == 0:
+        return y
+    # Each expert may have one tile that is not full.
+    most_tiles = (triton.cdiv(num_rows, how.rows) + num_experts) * triton.cdiv(width, how.columns)
+    _rows_kernel[(min(most_tiles, programs(x)),)](
+        x, w_EKN, y, offsets_E, source_R if source_R is not None else offsets_E, x_second, w_second,
+        target[0] if target is not None else offsets_E, num_experts, width, depth,
+        x.stride(0), x.stride(1), *w_EKN.stride(), y.stride(0),
+        GATHERS=source_R is not None, HAS_SECOND=second is not None, SCATTERS=target is not None,
+        BLOCK_M=how.rows, BLOCK_N=how.columns, BLOCK_K=how.depth, STEP=TILES_IN_STEP,
+        PRECISION=precision_of(x.dtype), WIDENS=_widens(x), num_warps=how.warps, num_stages=how.stages,
+    )  # fmt: skip
+    return y
+
+
+def grouped_weights(
+    x: Tensor,
+    grad: Tensor,
+    offsets_E: Tensor,
+    *,
+    source_R: Tensor | None = None,
+    grad_source_R: Tensor | None = None,
+    tiling: Tiling | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the matrices, [E, K, N]: of each expert x.T @ grad over its rows, 0 where it has none.
+
+    Args:
+        x: rows with unit stride, [R, K], or [any, K] with `source_R`.
+        grad: rows with unit stride, [R, N], or [any, N] with `grad_source_R`.
+        offsets_E: where the rows of each expert end, int32 [E] on the device.
+        source_R: row of `x` that each row is, int [R]; -1 for a row of zeros.
+        grad_source_R: the same of `grad`.
+        tiling: how to cut it up; None: the first of `tilings`.
+        into: where the result goes.
+    """
+    depth, width, num_experts = x.shape[1], grad.shape[1], len(offsets_E)
+    how = tiling or tilings(x)[0]
+    out = x.new_empty(num_experts, depth, width) if into is None else into
+    num_tiles = num_experts * triton.cdiv(depth, how.rows) * triton.cdiv(width, how.columns)
+    if num_tiles:
+        _weights_kernel[(num_tiles,)](
+            x, grad, out, offsets_E, source_R if source_R is not None else offsets_E,
+            grad_source_R if grad_source_R is not None else offsets_E, depth, width, x.stride(0), grad.stride(0),
+            GATHERS=source_R is not None, GATHERS_GRAD=grad_source_R is not None,
+            BLOCK_M=how.rows, BLOCK_N=how.columns, BLOCK_K=how.depth, PRECISION=precision_of(x.dtype),
+            WIDENS=_widens(x), num_warps=how.warps, num_stages=how.stages,
+        )  # fmt: skip
+    return out
+
+
+def combine_rows(
+    rows_RH: Tensor,
+    row_TK: Tensor,
+    present_TK: Tensor | None = None,
+    factors_TK: Tensor | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """The sum of each token's rows, [T, H], in float32 and in the order of K: equal bits in every run.
+
+    Args:
+        rows_RH: with unit stride.
+        row_TK: row of each copy, int [T, K].
+        present_TK: copies that count, bool [T, K]; None: all. The rows of others are not read.
+        factors_TK: weight of each copy; None: 1.
+        into: where the result goes.
+    """
+    num_tokens, top_k = row_TK.shape
+    width = rows_RH.shape[1]
+    out = rows_RH.new_empty(num_tokens, width) if into is None else into
+    if num_tokens == 0 or width == 0:
+        return out
+    block_t, block_n = (8, 256) if rows_RH.is_cuda else (4, 32)
+    present = row_TK if present_TK is None else present_TK.to(torch.uint8).contiguous()
+    factors = row_TK if factors_TK is None else factors_TK.contiguous()
+    _combine_kernel[(triton.cdiv(num_tokens, block_t), triton.cdiv(width, block_n))](
+        rows_RH, row_TK.contiguous(), present, factors, out, num_tokens, top_k, width, rows_RH.stride(0),
+        HAS_PRESENT=present_TK is not None, HAS_FACTOR=factors_TK is not None, BLOCK_T=block_t, BLOCK_N=block_n,
+    )  # fmt: skip
+    return out
+
+
+def _widens(x: Tensor) -> bool:
+    """The interpreter cannot multiply bfloat16; in float32 the products are the same."""
+    return not x.is_cuda and x.dtype == torch.bfloat16
+
+
+def programs(x: Tensor) -> int:
+    """Programs that run at a time: one for each multiprocessor; under the interpreter few, so that each has several."""
+    if not x.is_cuda:
+        return 3
+    return torch.cuda.get_device_properties(x.device).multi_processor_count

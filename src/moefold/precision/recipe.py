@@ -1,0 +1,106 @@
+"""How the operands of a matrix product are rounded to few bits: one scale for each block of neighbouring values."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+SMALLEST_AMAX = 1e-30
+"""Scale of a block of zeros: any will do, and none may be 0."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A number format and the blocks that share a scale.
+
+    Every operand has its blocks along the dim that the product sums over: a scale multiplies a whole partial sum, and a
+    token's blocks never hold another token's values, except where the sum goes over tokens.
+    """
+
+    name: str
+    largest: float
+    """Of the format."""
+    to_format: Callable[[Tensor], Tensor]
+    """Rounds scaled values to the format, to the nearest and ties to even; gives them in the type they came in."""
+    block: int
+    """Values of an activation or a gradient that share a scale."""
+    weight_rows: int
+    """Rows of a weight that share a scale; its blocks are as long as those of activations."""
+    to_scale: Callable[[Tensor, Tensor], Tensor]
+    """(largest / format's largest of each block, the same of all) -> the scales as they are stored."""
+
+
+def rounded(x_MK: Tensor, recipe: Recipe, rows: int = 1) -> Tensor:
+    """The values that the hardware would multiply: quantised in blocks [rows, recipe.block] and scaled back.
+
+    Blocks begin at the first row and column; the last ones may be cut off.
+
+    Args:
+        x_MK: [M, K].
+        recipe: format and block length.
+        rows: rows of a block.
+
+    Returns:
+        [M, K] in float32, or float64 if that came.
+    """
+    wide = x_MK.to(torch.promote_types(x_MK.dtype, torch.float32))
+    if wide.numel() == 0:
+        return wide
+    num_rows, width = wide.shape
+    padding = (0, -width % recipe.block, 0, -num_rows % rows)
+    blocks = torch.nn.functional.pad(wide, padding)
+    blocks = blocks.unflatten(1, (-1, recipe.block)).unflatten(0, (-1, rows))
+    amax = blocks.abs().amax((1, 3), keepdim=True).clamp(min=SMALLEST_AMAX) / recipe.largest
+    scale = recipe.to_scale(amax, amax.max())
+    values = recipe.to_format((blocks / scale).clamp(-recipe.largest, recipe.largest)) * scale
+    return values.flatten(2, 3).flatten(0, 1)[:num_rows, :width]
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Round to 4 bits of exponent and 3 of mantissa."""
+    return x.to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def to_e2m1(x: Tensor) -> Tensor:
+    """Round to 0, 0.5, 1, 1.5, 2, 3, 4 or 6 and a sign."""
+    # The distance of neighbours is 0.5 below 2, 1 from 2 to 4, and 2 beyond.
+    step = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0)).to(x.dtype)
+    return (x / step).round() * step
+
+
+def float32_scale(amax: Tensor, whole: Tensor) -> Tensor:
+    """Any scale: the largest value of a block is the largest of the format."""
+    return amax.to(torch.float32).to(amax.dtype)
+
+
+def power_of_two(amax: Tensor, whole: Tensor) -> Tensor:
+    """The next power of two, e8m0: nothing is cut off (arXiv:2506.08027 sec. 3.1)."""
+    return torch.exp2(torch.ceil(torch.log2(amax)))
+
+
+def nested_scale(amax: Tensor, whole: Tensor) -> Tensor:
+    """Scales in e4m3 under one for the whole tensor, a power of two here.
+
+    With another outer scale the scales of the blocks would be rounded elsewhere, so that a tensor cut over ranks, whose
+    parts have outer scales of their own, would be quantised in another way. A power of two changes nothing but which
+    blocks are too small for a scale of e4m3: those below 2**-15 of the largest.
+    """
+    outer = torch.exp2(torch.ceil(torch.log2(whole / E4M3_MAX)))
+    # Where the scale was rounded down the largest value of the block is cut off, by at most 1/16.
+    return to_e4m3(amax / outer).clamp(min=2.0**-9) * outer
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        # DeepSeek-V3: e4m3 for all operands, 1 x 128 and 128 x 128 blocks (arXiv:2412.19437 sec. 3.3.2).
+        Recipe("fp8-blockwise", E4M3_MAX, to_e4m3, 128, 128, float32_scale),
+        # OCP microscaling formats, with 32 values to a scale (arXiv:2310.10537).
+        Recipe("mxfp8", E4M3_MAX, to_e4m3, 32, 1, power_of_two),
+        # 16 values to a scale, weights in squares (arXiv:2509.25149 sec. 4.3).
+        Recipe("nvfp4", E2M1_MAX, to_e2m1, 16, 16, nested_scale),
+    )
+}

@@ -1,0 +1,54 @@
+"""Blockwise FP8 kernels equal the simulated products: the same rounding, the same sums."""
+
+import pytest
+import torch
+
+from moefold.kernels.rows import Rows
+from moefold.kernels.triton_fp8 import Fp8Products, Fp8Rows
+from moefold.precision.products import SimulatedProducts, SimulatedRows
+from moefold.precision.recipe import E4M3_MAX, Recipe, float32_scale, to_e4m3
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK = 128 if torch.cuda.is_available() else 16
+RECIPE = Recipe("fp8", E4M3_MAX, to_e4m3, BLOCK, BLOCK, float32_scale)
+SIMULATED = SimulatedProducts(RECIPE)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+"""Relative to the largest value: another order of the sum; half a unit in the last of 8 bits."""
+
+
+def _random(dtype, *shape):
+    """Blocks of very different size, so that one scale for all would be seen."""
+    spread = torch.logspace(-3, 3, shape[-1], dtype=torch.float64)
+    return (torch.randn(shape, dtype=torch.float64) * spread).to(dtype).to(DEVICE)
+
+
+def _assert_close(actual, expected, dtype):
+    assert actual.dtype == dtype
+    assert actual.isfinite().all()
+    scale = expected.abs().max().clamp(min=1e-30) if expected.numel() else 1.0
+    torch.testing.assert_close(actual.double() / scale, expected.double() / scale, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("counts", [[3, 0, 37, 1], [0, 16], [0, 0]], ids=str)
+@pytest.mark.parametrize("gathers", [False, True])
+def test_experts(counts, dtype, gathers):
+    num_rows, depth, width = sum(counts), 35, 50
+    offsets = torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE)
+    w = _random(dtype, len(counts), depth, width)
+    source = torch.randint(-1, 9, (num_rows,), dtype=torch.int32).to(DEVICE) if gathers else None
+    x, grad = (Rows(_random(dtype, 9 if gathers else num_rows, size), source) for size in (depth, width))
+    second = _random(dtype, num_rows, depth), _random(dtype, len(counts), width, depth).mT
+    kernels, expected = Fp8Rows(BLOCK), SimulatedRows(SIMULATED)
+    for pair in (None, second):
+        _assert_close(kernels.product(x, w, offsets, pair), expected.product(x, w, offsets, pair), dtype)
+    _assert_close(kernels.weight_gradient(x, grad, offsets), expected.weight_gradient(x, grad, offsets), dtype)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_linear_layers(dtype):
+    x, w, grad = _random(dtype, 21, 40), _random(dtype, 33, 40), _random(dtype, 21, 33)
+    kernels = Fp8Products(Fp8Rows(BLOCK))
+    _assert_close(kernels.forward(x, w), SIMULATED.forward(x, w), dtype)
+    _assert_close(kernels.input_gradient(grad, w), SIMULATED.input_gradient(grad, w), dtype)
+    _assert_close(kernels.weight_gradient(grad, x), SIMULATED.weight_gradient(grad, x), dtype)
