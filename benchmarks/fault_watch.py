@@ -77,6 +77,17 @@ class Watch:
         """The moment of the first step beyond so many."""
         return self.wait(lambda: self.steps() > more_than)
 
+    def wait_for_both_nodes(self) -> None:
+        """Wait until two ranks have trained some steps: the first begins alone if the second one is slow to come."""
+
+        def num_ranks() -> int:
+            with suppress(FileNotFoundError, ValueError):
+                return int(json.loads((self.run_dir / "config.json").read_text())["parallel"]["world_size"])
+            return 0
+
+        self.wait(lambda: num_ranks() == 2)
+        self.wait_for_steps(max(FIRST_STEPS, self.steps() + 1))
+
     def steps(self) -> int:
         """The last step that was written."""
         with suppress(FileNotFoundError):

@@ -103,7 +103,7 @@ def _node(killed: int) -> Trial:
             return agents
 
         agents = nodes()
-        watch.wait_for_steps()
+        watch.wait_for_both_nodes()
         fault_s = time.time()
         agents[killed].kill()
         restart = nodes if killed == 0 else None
@@ -118,7 +118,7 @@ def _cut_off(watch: Watch) -> Found:
     words = small(watch.run_dir, *COMMON)
     with two_hosts() as names:
         watch.jobs += [agent_on_host(name, number, words, watch.folder) for number, name in enumerate(names, 1)]
-        watch.wait_for_steps()
+        watch.wait_for_both_nodes()
         fault_s = time.time()
         subprocess.run(["ip", "-n", names[1], "link", "set", "cable0", "down"], check=True)
         try:

@@ -65,6 +65,27 @@ def test_a_file_that_changed_under_its_name_is_not_taken_for_the_same(pool, tmp_
     assert named == error
 
 
+@pytest.mark.parametrize("corrupt", ["fatal", "skip"])
+def test_text_that_is_gone_is_asked_back_as_no_part_of_it_can_be_left_out(pool, tmp_path, corrupt):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} text " * 400)
+    data = DataConfig(kind="text", path=(f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"), corrupt=corrupt)
+    cfg = recipe(tmp_path / "run", 2, every=2)
+    first = replace(cfg, data=data, model=replace(cfg.model, vocab_size=256))
+    later = replace(first, run=replace(first.run, steps=4))
+    pool.run(1, _train, first)
+    whole = (tmp_path / "b.txt").read_text()
+    (tmp_path / "b.txt").write_bytes(b"\xff" + whole.encode())
+    (error,) = pool.run(1, _refused, later)
+    if corrupt == "skip":
+        assert f"data file {tmp_path}/b.txt is left out as corrupt, and was not then; bring the files back" in error
+        assert "bring the files back as they were (of data.kind='text' none can be left out later), set " in error
+    else:
+        assert f"{tmp_path}/b.txt" in error
+    (tmp_path / "b.txt").write_text(whole)
+    pool.run(1, _train, later)
+
+
 def test_a_checkpoint_that_is_named_may_go_on_with_other_data_and_says_so(pool, tmp_path):
     pool.run(1, _train, _recipe(tmp_path / "run", 2, _tokens(tmp_path / "tokens")))
     saved = tmp_path / "run" / "checkpoints" / "step-000002"

@@ -444,10 +444,18 @@ def _refuse_other_data(path: Path, meta: CheckpointMeta, cfg: Config, files: Map
             "set data.corrupt='skip' to go on without what is broken or gone, bring it back, or begin the data anew in "
             f"another run.dir with checkpoint.init_from={str(path)!r}"
             if _can_skip(meta, cfg, files)
-            else f"give the recipe its settings, set checkpoint.resume={str(path)!r} to go on with the new data from "
-            "its start, or set another run.dir"
+            else f"{_remedy(meta, cfg)}, set checkpoint.resume={str(path)!r} to go on with the new data from its "
+            "start, or set another run.dir"
         )
         raise ConfigError(f"checkpoint {str(path)!r} took its samples from other data: {wrong}; {way_out}")
+
+
+def _remedy(meta: CheckpointMeta, cfg: Config) -> str:
+    """How a run comes by its own samples again."""
+    if other_order(meta, cfg):
+        return "give the recipe its settings"
+    rule = "" if cfg.data.kind == "tokens" else f" (of data.kind={cfg.data.kind!r} none can be left out later)"
+    return f"bring the files back as they were{rule}"
 
 
 def _can_skip(meta: CheckpointMeta, cfg: Config, files: Mapping[str, str] | None) -> bool:
