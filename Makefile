@@ -17,11 +17,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup train test check lint types rules unit e2e parity gpu bench clean
+.PHONY: help setup train test check lint types rules unit e2e parity gpu bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## build .venv with everything that the other targets need
 
@@ -64,8 +64,20 @@ parity: $(STAMP) ## run every parity test, the wide sweep and the long runs incl
 gpu: $(STAMP) ## run the tests that need a GPU
 	$(PYTEST) -m gpu
 
-bench: $(STAMP) ## measure the training step against a plain implementation
+bench: $(STAMP) ## measure the training step beside plain torch and transformers, with floors
 	$(BIN)/moefold bench $(ARGS)
+
+# Every large shape at 4,096 and 16,384 tokens, balanced and natural, and the sweeps: reports and bars in runs/bench-gpu.
+GPU_SHAPES := mixtral-8x7b mixtral-8x22b qwen2-57b-a14b qwen3-30b-a3b deepseek-v3
+GPU_BENCH := $(BIN)/moefold bench --device cuda --dtype bfloat16 --steps 20
+bench-gpu: $(STAMP) ## the same of the large shapes on one GPU; reports and pictures in runs/bench-gpu
+	mkdir -p runs/bench-gpu
+	set -e; for shape in $(GPU_SHAPES); do for part in layer stack; do for tokens in 4096 16384; do \
+		for routing in balanced natural; do name=runs/bench-gpu/$$shape-$$part-$$tokens-$$routing; \
+		$(GPU_BENCH) --shape $$shape-$$part --tokens $$tokens --routing $$routing --json $$name.json --plot $$name.png; \
+		done; done; done; done
+	$(BIN)/moefold bench scaling --device cuda --dtype bfloat16 --shape qwen3-30b-a3b-layer --tokens 4096 8192 16384 \
+		--json runs/bench-gpu/scaling.json --plot runs/bench-gpu/scaling.png
 
 clean: ## remove .venv and every cache; runs/ stays
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

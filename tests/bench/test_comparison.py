@@ -1,0 +1,73 @@
+"""Every kind of model can be raced, as a layer and as a stack."""
+
+import pytest
+import torch
+
+from moefold.bench.comparison import compare
+from moefold.bench.race import median_ratio, race
+from moefold.config.load import load_config
+
+SIZES = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_attention_heads=4",
+    "model.num_query_groups=2",
+    "model.vocab_size=64",
+    "model.layer_pattern=M",
+    "model.num_experts=8",
+    "model.top_k=2",
+    "model.moe_ffn_hidden_size=24",
+    "train.seq_len=16",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=2",
+]
+LATENT = [
+    "model.attention=mla",
+    "model.num_query_groups=4",
+    "model.q_lora_rank=16",
+    "model.kv_lora_rank=16",
+    "model.qk_nope_head_dim=8",
+    "model.qk_rope_head_dim=8",
+    "model.v_head_dim=8",
+    "model.rope_interleaved=true",
+    "model.router_score=sigmoid",
+    "model.router_normalize=true",
+    "model.num_groups=2",
+    "model.top_groups=1",
+    "model.expert_bias=true",
+    "model.shared_expert_ffn_hidden_size=24",
+]
+
+
+@pytest.mark.parametrize("part", ["layer", "stack"])
+@pytest.mark.parametrize("routing", ["natural", "balanced"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_of_mixtral(part, routing, dtype):
+    cfg = load_config(None, [*SIZES, f"run.dtype={dtype}"])
+    found = compare(cfg, part, routing, torch.device("cpu"), 1)
+    assert [row.name.split(",")[0] for row in found.rows] == ["moefold", "plain torch", "transformers"]
+    assert found.ratio_to_plain is not None
+    assert (found.load == 1.0) == (routing == "balanced")
+    assert found.ours.peak_gib > 0
+    assert {"megatron-core: not installed", "torchtitan: not installed"} <= set(found.absent)
+
+
+@pytest.mark.parametrize("part", ["layer", "stack"])
+def test_layers_of_deepseek(part):
+    cfg = load_config(None, [*SIZES, *LATENT])
+    found = compare(cfg, part, "balanced", torch.device("cpu"), 1)
+    assert [row.name.split(",")[0] for row in found.rows] == ["moefold", "transformers"]
+    assert found.ratio_to_plain is None
+    assert "plain torch: its router is softmax and top-k alone" in found.absent
+    assert "shared experts" in [piece.name for piece in found.pieces]
+
+
+def test_contestants_take_turns_and_the_first_rounds_do_not_count():
+    order = []
+    times = race({name: lambda name=name: order.append(name) for name in "ab"}, warmup=1, rounds=2)
+    assert order == [*"ababab"]
+    assert {name: len(seconds) for name, seconds in times.items()} == {"a": 2, "b": 2}
+
+
+def test_the_ratio_is_taken_round_by_round():
+    assert median_ratio([1.0, 2.0, 4.0], [2.0, 6.0, 4.0]) == 2.0
