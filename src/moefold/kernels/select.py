@@ -9,7 +9,9 @@ from moefold.config.schema import Config, RunConfig
 from moefold.errors import ConfigError
 from moefold.kernels.measured import MeasuredChoice
 from moefold.kernels.rows import RowKernels
+from moefold.model.gated import GateKernel
 from moefold.model.linear import Products
+from moefold.model.rope import Turn
 from moefold.moe.router import RoutingKernel
 from moefold.precision.products import SimulatedProducts, SimulatedRows
 from moefold.precision.recipe import RECIPES
@@ -28,6 +30,10 @@ class Kernels:
     """Of the other linear layers."""
     routing: RoutingKernel | None = None
     """Of routers."""
+    gate: GateKernel | None = None
+    """Of dense layers and shared experts."""
+    turn: Turn | None = None
+    """Of queries and keys."""
     note: str = ""
     """What the recipe left open and how it was decided."""
 
@@ -49,11 +55,12 @@ def select_kernels(cfg: Config, device: torch.device) -> Kernels:
     elif fault or cfg.run.dtype != "bfloat16":
         # In float32 its products would not use the matrix units, which torch's may.
         return Kernels(note=f"run.kernels='auto': plain, as {fault or f'run.dtype={cfg.run.dtype!r}'}")
+    from moefold.kernels.triton_rope import turn
     from moefold.kernels.triton_rows import TritonRows
 
     rows = TritonRows(MeasuredChoice(measures=not cfg.run.deterministic))
     routing, note = _routing(cfg)
-    return Kernels(rows, routing=routing, note=f"run.kernels={cfg.run.kernels!r}: triton{note}")
+    return Kernels(rows, routing=routing, gate=rows, turn=turn, note=f"run.kernels={cfg.run.kernels!r}: triton{note}")
 
 
 def _routing(cfg: Config) -> tuple[RoutingKernel | None, str]:
@@ -69,10 +76,12 @@ def _narrow_kernels(cfg: Config, device: torch.device) -> Kernels:
     fault = fp8_fault(cfg.run, name, device)
     if not fault:
         from moefold.kernels.triton_fp8 import Fp8Products, Fp8Rows
+        from moefold.kernels.triton_rope import turn
 
         rows = Fp8Rows(RECIPES[name].block)
         routing, note = _routing(cfg)
-        return Kernels(rows, Fp8Products(rows), routing, f"train.precision={name!r}: on the matrix units{note}")
+        note = f"train.precision={name!r}: on the matrix units{note}"
+        return Kernels(rows, Fp8Products(rows), routing, rows, turn, note)
     simulated = SimulatedProducts(RECIPES[name])
     note = f"train.precision={name!r}: simulated, at the speed of float32 at best, as {fault}"
     return Kernels(SimulatedRows(simulated), simulated, note=note)
