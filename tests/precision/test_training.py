@@ -74,21 +74,19 @@ def test_other_mappings_round_the_gradients_of_weights_elsewhere(pool):
 @pytest.mark.parity
 @pytest.mark.parametrize("precision", RECIPES)
 def test_losses_stay_near_those_of_bfloat16(pool, precision):
-    """And are not the same: something is rounded."""
+    """Over 20 steps, and are not the same: something is rounded."""
     losses = {}
     for name in ("dtype", precision):
         cfg = _recipe(name)
-        data = replace(cfg.data, kind="synthetic")
-        cfg = replace(
-            cfg, data=data, run=replace(cfg.run, dtype="bfloat16", steps=20), train=replace(cfg.train, lr=3e-3)
-        )
+        cfg = replace(cfg, run=replace(cfg.run, dtype="bfloat16"), train=replace(cfg.train, lr=1e-3))
         losses[name] = [step.loss for step in _run(pool, cfg, 20)[0].steps]
     wide, narrow = losses.values()
     assert narrow != wide
     assert all(map(math.isfinite, narrow))
-    limit = 0.01 if precision != "nvfp4" else 0.05
-    assert sum(abs(a - b) for a, b in zip(wide[-5:], narrow[-5:], strict=True)) / 5 < limit * wide[0]
-    assert narrow[-1] < narrow[0]
+    apart = [abs(b / a - 1) for a, b in zip(wide, narrow, strict=True)]
+    print(precision, sum(apart) / 20, max(apart), wide[0], wide[-1])
+    assert sum(apart) / len(apart) < (0.03 if precision == "nvfp4" else 0.01)
+    assert sum(narrow[-5:]) < sum(narrow[:5])
 
 
 def test_on_a_cpu_it_is_simulated_and_says_so():

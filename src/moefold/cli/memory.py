@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from moefold.config.checks import check_config
 from moefold.config.checks_dispatch import check_dispatch_device
+from moefold.config.checks_kernels import check_kernel_device
 from moefold.config.checks_machine import check_data_source
 from moefold.config.checks_recompute import AUTO
 from moefold.config.load import load_config
@@ -122,6 +123,7 @@ def _measured(cfg: Config, formulas: tuple[RankMemory, ...], *, note: str, as_js
         )
     check_data_source(cfg)
     check_dispatch_device(cfg, "cpu")
+    check_kernel_device(cfg, "cpu")
     from moefold.data import prepare
     from moefold.testing.pool import WorkerPool
     from moefold.train.measured_memory import measure_rank

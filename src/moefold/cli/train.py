@@ -9,6 +9,7 @@ from moefold.checkpoint.manifest import hash_faults, read_manifest
 from moefold.cli.one_voice import one_voice
 from moefold.config.checks import check_config, check_machine
 from moefold.config.checks_dispatch import check_dispatch_device
+from moefold.config.checks_kernels import check_kernel_device
 from moefold.config.checks_machine import check_replay_content
 from moefold.config.checks_offload import check_offload_device
 from moefold.config.elastic import with_world_size
@@ -74,6 +75,7 @@ def _train(cfg: Config, place: Place | None, resume: Path | None) -> int:
     world_size = cfg.parallel.world_size
     device_type = choose_device(cfg.run.device, world_size, place)
     check_dispatch_device(cfg, device_type)
+    check_kernel_device(cfg, device_type)
     check_offload_device(cfg, device_type)
     if place is None or place.local_rank == 0:
         check_replay_content(cfg)

@@ -1,8 +1,10 @@
 """Rules on kernels and on the precision of matrix products."""
 
+import importlib.util
 from collections.abc import Iterator
 
-from moefold.config.schema import Config
+from moefold.config.schema import Config, RunConfig
+from moefold.errors import ConfigError
 
 
 def kernel_faults(cfg: Config) -> Iterator[str]:
@@ -17,6 +19,30 @@ def kernel_faults(cfg: Config) -> Iterator[str]:
             f"train.precision={cfg.train.precision!r} has matrix products of its own, which run.kernels='triton' would "
             "replace; leave run.kernels out"
         )
+
+
+def triton_fault(run: RunConfig, device_type: str) -> str:
+    """Why Triton cannot compute there; empty if it can."""
+    if run.dtype == "float64":
+        return "run.dtype='float64' is beyond its float32 sums"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install 'moefold[gpu]')"
+    if device_type == "cuda":
+        return ""
+    import triton
+
+    # On a CPU kernels run in Triton's interpreter alone: to be tested, hundreds of times slower than plain operations.
+    return "" if triton.knobs.runtime.interpret else f"Triton has no compiler for device {device_type!r}"
+
+
+def check_kernel_device(cfg: Config, device_type: str) -> None:
+    """Triton can compute on the ranks' devices where the recipe names it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if cfg.run.kernels == "triton" and (fault := triton_fault(cfg.run, device_type)):
+        raise ConfigError(f"run.kernels='triton' cannot run: {fault}; set run.kernels to 'auto' or 'plain'")
 
 
 KERNEL_RULES = (kernel_faults,)

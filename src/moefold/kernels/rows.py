@@ -66,6 +66,15 @@ class Sorting:
 class RowKernels(Protocol):
     """What an expert does with its rows; local, without autograd, never waiting for row counts."""
 
+    @property
+    def weighs_anywhere(self) -> bool:
+        """Whether the weight of a row may as well multiply its hidden values as its result.
+
+        Not where the hidden values are rounded to few bits: then the two are different numbers, and a mapping must not
+        decide between them.
+        """
+        ...
+
     def product(
         self, rows: Rows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
@@ -111,6 +120,8 @@ class RowKernels(Protocol):
 
 class PlainRows:
     """One expert after another; waits for the row counts."""
+
+    weighs_anywhere = True
 
     def product(
         self, rows: Rows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None

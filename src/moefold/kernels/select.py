@@ -1,15 +1,16 @@
 """Who computes on this machine: plain operations or kernels (`run.kernels`), in which precision (`train.precision`)."""
 
-import importlib.util
 from dataclasses import dataclass
 
 import torch
 
+from moefold.config.checks_kernels import check_kernel_device, triton_fault
 from moefold.config.schema import Config, RunConfig
-from moefold.errors import ConfigError
 from moefold.kernels.measured import MeasuredChoice
 from moefold.kernels.rows import RowKernels
+from moefold.model.gated import GateKernel
 from moefold.model.linear import Products
+from moefold.model.rope import Turn
 from moefold.moe.router import RoutingKernel
 from moefold.precision.products import SimulatedProducts, SimulatedRows
 from moefold.precision.recipe import RECIPES
@@ -28,6 +29,10 @@ class Kernels:
     """Of the other linear layers."""
     routing: RoutingKernel | None = None
     """Of routers."""
+    gate: GateKernel | None = None
+    """Of dense layers and shared experts."""
+    turn: Turn | None = None
+    """Of queries and keys."""
     note: str = ""
     """What the recipe left open and how it was decided."""
 
@@ -42,18 +47,17 @@ def select_kernels(cfg: Config, device: torch.device) -> Kernels:
         return _narrow_kernels(cfg, device)
     if cfg.run.kernels == "plain" or (cfg.run.kernels == "auto" and device.type != "cuda"):
         return Kernels()
-    fault = triton_fault(cfg.run, device)
-    if cfg.run.kernels == "triton":
-        if fault:
-            raise ConfigError(f"run.kernels='triton' cannot run: {fault}; set run.kernels to 'auto' or 'plain'")
-    elif fault or cfg.run.dtype != "bfloat16":
+    check_kernel_device(cfg, device.type)
+    fault = triton_fault(cfg.run, device.type)
+    if cfg.run.kernels == "auto" and (fault or cfg.run.dtype != "bfloat16"):
         # In float32 its products would not use the matrix units, which torch's may.
         return Kernels(note=f"run.kernels='auto': plain, as {fault or f'run.dtype={cfg.run.dtype!r}'}")
+    from moefold.kernels.triton_rope import turn
     from moefold.kernels.triton_rows import TritonRows
 
     rows = TritonRows(MeasuredChoice(measures=not cfg.run.deterministic))
     routing, note = _routing(cfg)
-    return Kernels(rows, routing=routing, note=f"run.kernels={cfg.run.kernels!r}: triton{note}")
+    return Kernels(rows, routing=routing, gate=rows, turn=turn, note=f"run.kernels={cfg.run.kernels!r}: triton{note}")
 
 
 def _routing(cfg: Config) -> tuple[RoutingKernel | None, str]:
@@ -69,10 +73,12 @@ def _narrow_kernels(cfg: Config, device: torch.device) -> Kernels:
     fault = fp8_fault(cfg.run, name, device)
     if not fault:
         from moefold.kernels.triton_fp8 import Fp8Products, Fp8Rows
+        from moefold.kernels.triton_rope import turn
 
         rows = Fp8Rows(RECIPES[name].block)
         routing, note = _routing(cfg)
-        return Kernels(rows, Fp8Products(rows), routing, f"train.precision={name!r}: on the matrix units{note}")
+        note = f"train.precision={name!r}: on the matrix units{note}"
+        return Kernels(rows, Fp8Products(rows), routing, rows, turn, note)
     simulated = SimulatedProducts(RECIPES[name])
     note = f"train.precision={name!r}: simulated, at the speed of float32 at best, as {fault}"
     return Kernels(SimulatedRows(simulated), simulated, note=note)
@@ -88,18 +94,4 @@ def fp8_fault(run: RunConfig, precision: str, device: torch.device) -> str:
         return f"{device.type} has no matrix units for it"
     if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return "the GPU has no matrix units for it"
-    return triton_fault(run, device)
-
-
-def triton_fault(run: RunConfig, device: torch.device) -> str:
-    """Why Triton cannot compute here; empty if it can."""
-    if run.dtype == "float64":
-        return "run.dtype='float64' is beyond its float32 sums"
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed (pip install 'moefold[gpu]')"
-    if device.type == "cuda":
-        return "" if torch.version.cuda or torch.version.hip else "torch was built without a GPU"
-    import triton
-
-    # On a CPU kernels run in Triton's interpreter alone: to be tested, hundreds of times slower than plain operations.
-    return "" if triton.knobs.runtime.interpret else f"Triton has no compiler for {device.type}"
+    return triton_fault(run, device.type)

@@ -21,6 +21,11 @@ class Fp8Rows(TritonRows):
         super().__init__(MeasuredChoice(measures=False))
         self._block = block
 
+    @property
+    def weighs_anywhere(self) -> bool:
+        """See `RowKernels`."""
+        return False
+
     def product(
         self, rows: Rows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:

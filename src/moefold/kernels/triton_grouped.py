@@ -48,6 +48,17 @@ def tile_at(place, tiles_m, tiles_n, STEP: tl.constexpr):
 
 
 @triton.jit
+def read_row(source, row, is_row, GATHERS: tl.constexpr):
+    """(row to read, whether to read it): with GATHERS source[row], if that is no -1."""
+    from_row = row.to(tl.int64)
+    is_read = is_row
+    if GATHERS:
+        from_row = tl.load(source + row, mask=is_row, other=-1).to(tl.int64)
+        is_read = from_row >= 0
+    return from_row, is_read
+
+
+@triton.jit
 def _accumulate(
     acc, x, w, row, is_row, column, width, depth, stride_xr, stride_xk, stride_wk, stride_wn, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr, WIDENS: tl.constexpr,
@@ -95,11 +106,7 @@ def _rows_kernel(
             row = start + m * BLOCK_M + tl.arange(0, BLOCK_M)
             is_row = row < stop
             column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-            from_row = row.to(tl.int64)
-            is_read = is_row
-            if GATHERS:
-                from_row = tl.load(source + row, mask=is_row, other=-1).to(tl.int64)
-                is_read = from_row >= 0
+            from_row, is_read = read_row(source, row, is_row, GATHERS)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             acc = _accumulate(
                 acc, x, w, from_row, is_read, column, width, depth,
@@ -145,16 +152,8 @@ def _weights_kernel(
     for first in range(start, stop, BLOCK_K):
         row = first + tl.arange(0, BLOCK_K)
         is_row = row < stop
-        x_row = row.to(tl.int64)
-        is_x = is_row
-        if GATHERS:
-            x_row = tl.load(source + row, mask=is_row, other=-1).to(tl.int64)
-            is_x = x_row >= 0
-        grad_row = row.to(tl.int64)
-        is_grad = is_row
-        if GATHERS_GRAD:
-            grad_row = tl.load(grad_source + row, mask=is_row, other=-1).to(tl.int64)
-            is_grad = grad_row >= 0
+        x_row, is_x = read_row(source, row, is_row, GATHERS)
+        grad_row, is_grad = read_row(grad_source, row, is_row, GATHERS_GRAD)
         a = tl.load(
             x + x_row[None, :] * stride_xr + line[:, None], mask=is_x[None, :] & (line < depth)[:, None], other=0.0
         )

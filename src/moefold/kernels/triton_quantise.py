@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefold.kernels.triton_grouped import read_row
 from moefold.precision.recipe import E4M3_MAX, SMALLEST_AMAX
 
 
@@ -29,11 +30,7 @@ def _along_columns_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < num_rows
-    from_row = row.to(tl.int64)
-    is_read = is_row
-    if GATHERS:
-        from_row = tl.load(source + row, mask=is_row, other=-1).to(tl.int64)
-        is_read = from_row >= 0
+    from_row, is_read = read_row(source, row, is_row, GATHERS)
     is_column = column < width
     value = tl.load(
         x + from_row[:, None] * stride_xr + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0
@@ -64,11 +61,7 @@ def _along_rows_kernel(
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         is_row = row < stop
         is_column = column < width
-        from_row = row.to(tl.int64)
-        is_read = is_row
-        if GATHERS:
-            from_row = tl.load(source + row, mask=is_row, other=-1).to(tl.int64)
-            is_read = from_row >= 0
+        from_row, is_read = read_row(source, row, is_row, GATHERS)
         value = tl.load(
             x + from_row[:, None] * stride_xr + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0
         ).to(tl.float32)

@@ -28,6 +28,11 @@ class TritonRows:
 
     choice: MeasuredChoice
 
+    @property
+    def weighs_anywhere(self) -> bool:
+        """See `RowKernels`."""
+        return True
+
     def product(
         self, rows: Rows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
@@ -94,6 +99,15 @@ class TritonRows:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See `RowKernels`."""
         return gate_backward(grad_RF, g_RF, u_RF, weights_R, clamp_of(gate))
+
+    def silu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
+        """See `moefold.model.gated.GateKernel`."""
+        return gate_forward(g_MF.contiguous(), u_MF.contiguous(), None, None)
+
+    def silu_backward(self, grad_MF: Tensor, g_MF: Tensor, u_MF: Tensor) -> tuple[Tensor, Tensor]:
+        """See `moefold.model.gated.GateKernel`."""
+        _, grad_g, grad_u, _ = gate_backward(grad_MF.contiguous(), g_MF.contiguous(), u_MF.contiguous(), None, None)
+        return grad_g, grad_u
 
     def combine(self, rows_RH: Tensor, sorting: Sorting) -> Tensor:
         """See `RowKernels`."""

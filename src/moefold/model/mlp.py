@@ -2,8 +2,8 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from moefold.model.gated import GateKernel, gated
 from moefold.model.later import Later
 from moefold.model.linear import Products, linear
 from moefold.model.parameter import local
@@ -21,12 +21,14 @@ class SwiGLU(nn.Module):
         self.tokens: Tokens = WholeTokens()
         self.later: Later | None = None
         self.products: Products | None = None
+        self.gate_kernel: GateKernel | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]."""
         x = self.tokens.gather(x)
         gate = linear(x, local(self.w_gate, x.dtype), later=self.later, products=self.products)
         up = linear(x, local(self.w_up, x.dtype), later=self.later, products=self.products)
+        hidden = gated(gate, up, self.gate_kernel)
         return self.tokens.scatter(
-            linear(F.silu(gate) * up, local(self.w_down, x.dtype), later=self.later, products=self.products)
+            linear(hidden, local(self.w_down, x.dtype), later=self.later, products=self.products)
         )

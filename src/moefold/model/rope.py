@@ -2,11 +2,20 @@
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moefold.config.schema import ModelConfig
+
+
+class Turn(Protocol):
+    """What `Rotation` does, as one kernel."""
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
+        """See `Rotation`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -17,6 +26,8 @@ class Rotation:
     sin: Tensor
     is_interleaved: bool = False
     """Pairs are neighbours."""
+    kernel: Turn | None = None
+    """Turns in one pass."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate the first dims of each head of x [S, B, heads, D]; the rest passes through.
@@ -24,6 +35,8 @@ class Rotation:
         Of interleaved pairs the firsts come out before the seconds: another order of the dims, the same for queries
         and keys, so their products are the same.
         """
+        if self.kernel is not None:
+            return self.kernel(x, self.cos, self.sin, is_interleaved=self.is_interleaved)
         rotated = self.cos.shape[-1]
         part = x[..., :rotated]
         if self.is_interleaved:
@@ -33,19 +46,20 @@ class Rotation:
         return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
 
 
-def rotation(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotation:
+def rotation(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype, kernel: Turn | None = None) -> Rotation:
     """The rotation of tokens at the given positions.
 
     Args:
         cfg: sizes, base and scaling.
         positions: int64 [S], counted from the start of the sample, or [S, B], each from the start of its document.
         dtype: type of the result; angles are computed in float64.
+        kernel: turns in one pass; None: plain operations.
     """
     positions_SB = positions.unsqueeze(1) if positions.dim() == 1 else positions
     angles = positions_SB.to(torch.float64)[:, :, None, None] * frequencies(cfg).to(positions.device)
     angles = torch.cat((angles, angles), dim=-1)
     scale = attention_factor(cfg)
-    return Rotation((scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype), cfg.rope_interleaved)
+    return Rotation((scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype), cfg.rope_interleaved, kernel)
 
 
 def frequencies(cfg: ModelConfig) -> Tensor:

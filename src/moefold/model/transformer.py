@@ -16,7 +16,7 @@ from moefold.model.mlp import SwiGLU
 from moefold.model.norm import RMSNorm
 from moefold.model.parameter import local
 from moefold.model.recall import Recall, all_kept
-from moefold.model.rope import Rotation, rotation
+from moefold.model.rope import Rotation, Turn, rotation
 from moefold.model.seams import Tokens, Vocabulary, WholeTokens, WholeVocabulary
 from moefold.model.steps import Begun, Steps, finish
 from moefold.moe.layer import MoELayer
@@ -180,11 +180,12 @@ class Transformer(nn.Module):
             self.layers.update({str(i): FurtherTokenBlock(cfg, i) for i in further})
         self.positions: Tensor | None = None
         self.rotation: Rotation | None = None
+        self.turn: Turn | None = None
 
     def place(self, positions: Tensor) -> None:
         """Say which positions of their sample this rank's tokens have, int64 [S/cp] or [S/cp, B]; before `forward`."""
         self.positions = positions
-        self.rotation = rotation(self.cfg.model, positions, self.dtype)
+        self.rotation = rotation(self.cfg.model, positions, self.dtype, self.turn)
 
     def forward(self, x: Tensor, *targets: Tensor | None, **named: Tensor | None) -> Tensor:
         """All of `steps` at once."""
@@ -270,7 +271,7 @@ class Transformer(nn.Module):
         # RoPE is relative: to restart its positions changes no score, but lets a document be computed with the very
         # numbers that it would have alone, in narrow types too.
         positions_SB = self.positions[:, None] - starts.t()[self.positions]
-        return rotation(self.cfg.model, positions_SB, self.dtype)
+        return rotation(self.cfg.model, positions_SB, self.dtype, self.turn)
 
     def pause(self) -> None:
         """From now on `steps` pauses wherever rows travel."""

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.schema import ModelConfig, MoEConfig
+from moefold.kernels.rows import Sorting
 from moefold.model.parameter import local
 from moefold.model.steps import Steps, finish
-from moefold.moe.dispatch.base import Assignment, Dispatcher
+from moefold.moe.dispatch.base import Assignment, Dispatcher, Plan
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.drop import DropRule
 from moefold.moe.experts import Experts
@@ -115,7 +116,7 @@ class MoELayer(nn.Module):
         rows, plan = self.dispatcher.dispatch_preprocess(x_TH, assignment)
         rows, y_shared = yield from self.dispatcher.dispatch_steps(rows, plan, beside)
         rows_per_expert, loan, weights_R = plan.rows_per_expert, self.dispatcher.loan(plan), None
-        sorting = self.dispatcher.sorting(plan) if self.experts.kernels is not None and loan is None else None
+        sorting = None if loan is not None else self._sorting(plan)
         if sorting is None:
             rows = self.dispatcher.dispatch_postprocess(rows, plan)
         if self._weighs_in_expert or (sorting is not None and self.dispatcher.sums_copies):
@@ -128,6 +129,14 @@ class MoELayer(nn.Module):
         if y_shared is not None:
             y = y + y_shared
         return self._attach_losses(y, routing, assignment, places) if self.training else y
+
+    def _sorting(self, plan: Plan) -> Sorting | None:
+        """How the experts are to sort, where they do so themselves."""
+        kernels = self.experts.kernels
+        if kernels is None:
+            return None
+        weighs = self._weighs_in_expert or kernels.weighs_anywhere
+        return self.dispatcher.sorting(plan) if weighs or not self.dispatcher.sums_copies else None
 
     def _assign(self, routing: Routing, places: TokenPlaces) -> Assignment:
         rule, (num_tokens, top_k) = self._drop_rule if self.training else self._eval_drop_rule, routing.ids_TK.shape

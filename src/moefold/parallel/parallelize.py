@@ -192,6 +192,9 @@ def _apply_kernels(stage: Transformer, kernels: Kernels) -> None:
     for module in stage.modules():
         if isinstance(module, Attention | LatentAttention | SwiGLU | FurtherTokenBlock):
             module.products = kernels.products
+        if isinstance(module, SwiGLU):
+            module.gate_kernel = kernels.gate
+    stage.turn = kernels.turn
 
 
 def _apply_tensor_parallel(stage: Transformer, groups: ParallelGroups) -> None:

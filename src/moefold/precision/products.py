@@ -44,6 +44,8 @@ class SimulatedRows(PlainRows):
         products: of a linear layer.
     """
 
+    weighs_anywhere = False
+
     def __init__(self, products: SimulatedProducts) -> None:
         self._products = products
 

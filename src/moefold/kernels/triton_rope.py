@@ -1,0 +1,95 @@
+"""Rotary position embedding of all heads of a token in one pass, in Triton."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+HEADS = 8
+"""Heads of a token that a program turns at a time."""
+
+
+@triton.jit
+def _turn_kernel(
+    x, cos, sin, y, num_batch, num_heads, half, width,
+    stride_xs, stride_xb, stride_xn, stride_cs, stride_cb,
+    IS_INTERLEAVED: tl.constexpr, GOES_BACK: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Turn pairs, forwards or back; dims behind the pairs are copied; y is contiguous."""
+    s = (tl.program_id(0) // num_batch).to(tl.int64)
+    b = (tl.program_id(0) % num_batch).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, BLOCK_P)
+    is_head = (head < num_heads)[:, None]
+    is_pair = is_head & (pair < half)[None, :]
+    turn = s * stride_cs + b * stride_cb + pair
+    c = tl.load(cos + turn, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    d = tl.load(sin + turn, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    row_x = x + s * stride_xs + b * stride_xb + head[:, None] * stride_xn
+    row_y = y + (tl.program_id(0).to(tl.int64) * num_heads + head[:, None]) * width
+    # Neighbours as they come, halves as they are turned.
+    apart_first, apart_second = pair[None, :], pair[None, :] + half
+    if IS_INTERLEAVED:
+        near_first, near_second = pair[None, :] * 2, pair[None, :] * 2 + 1
+    else:
+        near_first, near_second = apart_first, apart_second
+    if GOES_BACK:
+        first = tl.load(row_x + apart_first, mask=is_pair, other=0.0).to(tl.float32)
+        second = tl.load(row_x + apart_second, mask=is_pair, other=0.0).to(tl.float32)
+        tl.store(row_y + near_first, (first * c + second * d).to(y.dtype.element_ty), mask=is_pair)
+        tl.store(row_y + near_second, (second * c - first * d).to(y.dtype.element_ty), mask=is_pair)
+    else:
+        first = tl.load(row_x + near_first, mask=is_pair, other=0.0).to(tl.float32)
+        second = tl.load(row_x + near_second, mask=is_pair, other=0.0).to(tl.float32)
+        tl.store(row_y + apart_first, (first * c - second * d).to(y.dtype.element_ty), mask=is_pair)
+        tl.store(row_y + apart_second, (second * c + first * d).to(y.dtype.element_ty), mask=is_pair)
+    if BLOCK_R > 0:
+        rest = half * 2 + tl.arange(0, BLOCK_R)
+        is_rest = is_head & (rest < width)[None, :]
+        tl.store(row_y + rest[None, :], tl.load(row_x + rest[None, :], mask=is_rest), mask=is_rest)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
+    """Turn the first dims of each head; see `moefold.model.rope.Rotation`.
+
+    Args:
+        x: [S, B, heads, D].
+        cos: [S, 1 or B, 1, turned dims], the second half like the first.
+        sin: the same.
+        is_interleaved: pairs are neighbours, whose firsts come out before the seconds.
+    """
+    y: Tensor = _Turn.apply(x, cos, sin, is_interleaved)
+    return y
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.is_interleaved = is_interleaved
+        return _turned(x, cos, sin, is_interleaved, goes_back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, ctx.is_interleaved, goes_back=True), None, None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, *, goes_back: bool) -> Tensor:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    seq_len, num_batch, num_heads, width = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half, rest = cos.shape[-1] // 2, width - cos.shape[-1]
+    if y.numel():
+        _turn_kernel[(seq_len * num_batch, triton.cdiv(num_heads, HEADS))](
+            x, cos, sin, y, num_batch, num_heads, half, width, *x.stride()[:3], cos.stride(0),
+            0 if cos.shape[1] == 1 else cos.stride(1), IS_INTERLEAVED=is_interleaved, GOES_BACK=goes_back, HEADS=HEADS,
+            BLOCK_P=triton.next_power_of_2(half), BLOCK_R=triton.next_power_of_2(rest) if rest else 0,
+        )  # fmt: skip
+    return y
