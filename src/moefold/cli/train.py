@@ -10,6 +10,7 @@ from moefold.cli.one_voice import one_voice
 from moefold.config.checks import check_config, check_machine
 from moefold.config.checks_dispatch import check_dispatch_device
 from moefold.config.checks_machine import check_replay_content
+from moefold.config.checks_memory import check_memory_device
 from moefold.config.checks_offload import check_offload_device
 from moefold.config.elastic import with_world_size
 from moefold.config.load import load_given
@@ -75,6 +76,7 @@ def _train(cfg: Config, place: Place | None, resume: Path | None) -> int:
     device_type = choose_device(cfg.run.device, world_size, place)
     check_dispatch_device(cfg, device_type)
     check_offload_device(cfg, device_type)
+    check_memory_device(cfg, device_type)
     if place is None or place.local_rank == 0:
         check_replay_content(cfg)
         if cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal":
