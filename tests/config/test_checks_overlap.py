@@ -16,7 +16,6 @@ SEVERAL = {"global_batch_size": 8}
         ({"schedule": "zero-bubble"}, SEVERAL, "parallel.schedule='zero-bubble' has none"),
         ({"schedule": "zbv", "virtual_stages": 2}, SEVERAL, "parallel.schedule='zbv' has none"),
         ({"zero": 3}, SEVERAL, "parallel.zero=3 frees its parameters for one; choose zero=2"),
-        ({}, SEVERAL | {"offload": ("layer",)}, "train.offload follows one through its stage; choose train.offload=[]"),
         ({"pp": 1}, {"global_batch_size": 4}, "gives each data-parallel rank 1; choose global_batch_size=8"),
         ({"dispatcher": "deepep"}, SEVERAL, "deepep' cannot run"),
     ],
@@ -38,7 +37,7 @@ def test_what_cannot_be_hidden_is_refused(parallel, train, text):
     ],
 )
 def test_what_can_be_is_taken(parallel):
-    tiny(train={"global_batch_size": 16}, **SOUND | parallel)
+    tiny(train={"global_batch_size": 16, "offload": ("layer",)}, **SOUND | parallel)
 
 
 def test_auto_does_not_take_a_dispatcher_that_waits():

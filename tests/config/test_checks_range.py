@@ -71,6 +71,7 @@ CASES = [
     ("moe.z_loss=-1", "must be at least 0 (0: off)"),
     ("moe.trace_every=-1", "must be at least 0 (0: never)"),
     ("metrics.expert_counts_every=-1", "must be at least 0 (0: never)"),
+    ("metrics.memory_every=-1", "must be at least 0 (0: never)"),
     ("faults.timeout_s=0.5", "must be at least 1"),
     ("moe.llep_threshold=0.9", "must be at least 1"),
     ("moe.llep_capacity=0.9", "must be at least 1"),

@@ -20,7 +20,7 @@ CASES = [
     (
         '["auto"]',
         ["train.memory_budget_gib=1", 'train.offload=["layer"]'],
-        "train.recompute=['auto'] goes by formulas that do not know train.offload; name parts, or leave",
+        "train.recompute=['auto'] goes by formulas, and how much of train.offload is away at the fullest",
     ),
     ('["layer", "norms"]', [], "train.recompute has 'norms' and 'layer', which makes it again anyway"),
 ]

@@ -2,8 +2,10 @@
 
 import pytest
 
-from moefold.config.paired_schedule import Pair, actions, never_begun, paired_rows
-from moefold.config.schedule_file import Action
+from moefold.config.action import Action
+from moefold.config.paired_schedule import Pair, actions, paired_rows, slots
+from moefold.config.schedule_walk import alone, waits_for_ever
+from moefold.plan.simulate import Piece, StageWork, simulate
 
 SHAPES = [(1, 1), *((pp, chunks) for pp in (2, 3, 4, 8) for chunks in (1, 2, 3))]
 
@@ -15,7 +17,7 @@ def test_every_number_of_micro_batches_ends_with_all_work_done(pp, chunks):
         if chunks > 1 and count % max(1, count // pp):
             continue
         rows = paired_rows(schedule, pp, chunks, count)
-        assert never_begun(rows) == (0,) * pp, count
+        assert waits_for_ever(list(map(slots, rows))) is None, count
         for rank, row in enumerate(rows):
             mine = [str(action) for work in row for action in actions(work)]
             stages = range(rank, pp * chunks, pp)
@@ -33,7 +35,7 @@ def test_the_v_is_that_of_torch(pp):
 
     for count in range(2 * pp, 4 * pp + 2):
         rows = paired_rows("dualpipev", pp, 2, count)
-        assert never_begun(rows) == (0,) * pp
+        assert waits_for_ever(list(map(slots, rows))) is None, count
         for rank, row in enumerate(rows):
             theirs = ScheduleDualPipeV.__new__(ScheduleDualPipeV)
             theirs.pp_group_size, theirs._n_microbatches = pp, count
@@ -48,13 +50,12 @@ def test_hand_worked_rows():
 
 
 def test_a_pair_whose_halves_need_each_other_is_found():
-    row = (Pair(Action(0, "F", 0), Action(0, "B", 0)),)
-    assert never_begun([row]) == (1,)
+    slot = (Action(0, "F", 0), Action(0, "B", 0))
+    assert waits_for_ever([slots((Pair(*slot),))]) == (0, slot)
 
 
 def test_plain_1f1b_in_pairs_is_no_faster_than_one_after_the_other():
     """Why a rank must be further ahead: with the rows of plain 1F1B, neighbours would take turns."""
-    from moefold.config.schedule_file import simulate
 
     def span(ahead: int) -> float:
         rows = []
@@ -62,8 +63,9 @@ def test_plain_1f1b_in_pairs_is_no_faster_than_one_after_the_other():
             forward, backward = ([Action(rank, kind, i) for i in range(16)] for kind in "FB")
             first = ahead * (1 - rank) + 1
             pairs = zip(forward[first:], backward, strict=False)
-            rows.append([*forward[:first], *(action for pair in pairs for action in pair), *backward[-first:]])
-        held_back = {a for row in rows for a, b in zip(row, row[1:], strict=False) if a.kind == "F" and b.kind == "B"}
-        return simulate([tuple(row) for row in rows], lambda action: 0.5, held_back).span
+            rows.append((*alone(forward[:first]), *pairs, *alone(backward[-first:])))
+        second = (Piece("work", 1.0),)
+        work = StageWork(forward=second, backward=second, input_gradient=(), weight_gradient=())
+        return simulate(rows, [work, work]).span_s
 
     assert span(2) < 0.8 * span(1)

@@ -1,11 +1,14 @@
 import pytest
 
+from moefold.config.action import Action
 from moefold.config.checks import check_machine
 from moefold.config.load import config_from_dict
-from moefold.config.schedule_file import Action, read_schedule, simulate
+from moefold.config.schedule_file import read_schedule
+from moefold.config.schedule_walk import alone
 from moefold.config.schedules import stage_ranks
 from moefold.config.schema import ParallelConfig
 from moefold.errors import ConfigError
+from moefold.plan.simulate import Piece, StageWork, simulate
 
 ONE_F_ONE_B = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 SPLIT = "0F0,0F1,,0I0,0I1,0W0,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n"
@@ -78,12 +81,15 @@ def test_the_machine_check_reads_the_file(tmp_path):
 
 
 def test_time_passes_as_order_and_needs_allow(read):
-    seconds = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
-    whole = simulate(read(ONE_F_ONE_B).rows, lambda action: seconds[action.kind])
+    second = (Piece("work", 1.0),)
+    work = StageWork(forward=second, backward=2 * second, input_gradient=second, weight_gradient=second)
+
+    def span_s(text: str) -> float:
+        return simulate([alone(row) for row in read(text).rows], [work, work]).span_s
+
     # Two micro-batches of 3 s, and (p-1) of them to fill and drain.
-    assert whole.span == 9.0
-    split = simulate(read(SPLIT).rows, lambda action: seconds[action.kind])
-    assert split.span < whole.span
+    assert span_s(ONE_F_ONE_B) == 9.0
+    assert span_s(SPLIT) < 9.0
 
 
 def test_needs_are_those_of_the_chain_rule():
@@ -99,11 +105,3 @@ def test_needs_are_those_of_the_chain_rule():
 )
 def test_schedules_place_their_stages(schedule, chunks, ranks):
     assert stage_ranks(ParallelConfig(world_size=3, pp=3, schedule=schedule, virtual_stages=chunks)) == ranks
-
-
-def test_results_that_are_held_back_leave_with_the_next(read):
-    rows = read("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n").rows
-    alone = simulate(rows, lambda action: 1.0)
-    together = simulate(rows, lambda action: 1.0, {rows[0][0]})
-    assert alone.ends[1][0] == 2.0
-    assert together.ends[1][0] == 3.0

@@ -1,5 +1,6 @@
 """One step of a made-up run, for the tests of those who show or store it."""
 
+from moefold.metrics.memory_by_part import MemoryByPart
 from moefold.metrics.moe import MoELayerMetrics
 from moefold.metrics.step import StepMetrics
 
@@ -14,6 +15,10 @@ LAYER = MoELayerMetrics(
     z_loss=0.0,
     bias_min=-0.25,
     bias_max=None,
+)
+
+MEMORY = MemoryByPart(
+    peak_bytes={"weights": [2**31, 2**30], "experts": [2**20, 2**21]}, current_bytes={"weights": [2**31, 2**30]}
 )
 
 STEP = StepMetrics(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from moefold.metrics.memory_by_part import PARTS, MemoryByPart
 from moefold.metrics.offload import OffloadMetrics
 from moefold.metrics.step import read_records
-from tests.metrics.example import LAYER, STEP
+from tests.metrics.example import LAYER, MEMORY, STEP
 
 KEYS = [
     "step",
@@ -32,6 +33,7 @@ KEYS = [
     "skipped",
     "replicas",
     "offload",
+    "memory_by_part",
     "rank_times",
 ]
 
@@ -93,3 +95,19 @@ def test_read_records_marks_lines_without_a_step(tmp_path: Path) -> None:
     path.write_bytes(b'{"step": 1}\nnull\n{"loss": 2}\n{"step": "2"}\n[1]\n\n\xff\x00\n{"step": 3, "lo')
     assert [record for _, record in read_records(path)] == [{"step": 1}, *[None] * 7]
     assert list(read_records(tmp_path / "absent")) == []
+
+
+def test_memory_by_part_has_a_number_for_each_rank() -> None:
+    record = json.loads(replace(STEP, memory_by_part=MEMORY).to_json())
+    assert record["memory_by_part"] == {
+        "peak_bytes": {"weights": [2147483648, 1073741824], "experts": [1048576, 2097152]},
+        "current_bytes": {"weights": [2147483648, 1073741824]},
+    }
+
+
+def test_memory_by_part_leaves_out_what_nobody_has() -> None:
+    row = [0.0] * (2 * len(PARTS))
+    row[PARTS.index("norms")] = 7.0
+    assert MemoryByPart.from_rows([[0.0] * len(row), row]) == MemoryByPart(
+        peak_bytes={"norms": [0, 7]}, current_bytes={}
+    )

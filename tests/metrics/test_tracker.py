@@ -13,7 +13,7 @@ from moefold.config.schema import MetricsConfig
 from moefold.errors import ConfigError
 from moefold.metrics.tracker import check_trackers
 from moefold.metrics.writer import MetricsWriter
-from tests.metrics.example import LAYER, STEP
+from tests.metrics.example import LAYER, MEMORY, STEP
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, package: str, spec: ModuleSpec | None) -> None:
@@ -80,7 +80,9 @@ def test_tensorboard_holds_every_curve_and_hides_repeated_steps(tmp_path: Path) 
             for step in range(resume_step + 1, resume_step + 4):
                 eval_loss = 2.75 if step == 3 else None
                 metrics_of_step = replace(STEP, step=step, loss=step + shift, eval_loss=eval_loss, mfu=0.5)
-                writer.write(replace(metrics_of_step, moe_layers=(LAYER,)))
+                writer.write(
+                    replace(metrics_of_step, moe_layers=(LAYER,), memory_by_part=MEMORY if step == 2 else None)
+                )
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
     assert [(e.step, e.value) for e in events.Scalars("eval/loss")] == [(3, 2.75)]
@@ -93,6 +95,8 @@ def test_tensorboard_holds_every_curve_and_hides_repeated_steps(tmp_path: Path) 
     # What a layer does not have has no curve.
     assert "expert_bias_max/layer_001" not in events.Tags()["scalars"]
     assert not any("layer_000" in name for name in events.Tags()["scalars"])
+    # Of the rank that has most.
+    assert [(e.step, e.value) for e in events.Scalars("memory_by_part/weights")] == [(2, 2.0)]
     assert events.Scalars("speed/mfu")[-1].value == 0.5
 
 

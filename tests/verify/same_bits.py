@@ -10,7 +10,7 @@ from moefold.config.schema import Config
 from moefold.testing.pool import WorkerPool
 from moefold.verify.mapping import MappingRecord, run_mapping
 
-MEASURED = ("peak_memory_gib", "rank_times", "offload")
+MEASURED = ("peak_memory_gib", "memory_by_part", "rank_times", "offload")
 
 
 def assert_same_bits(pool: WorkerPool, plain: Config, other: Config, steps: int = 2, timeout_s: float = 120.0) -> None:

@@ -123,6 +123,30 @@ def test_a_schedule_from_a_file(pool, tmp_path):
     _assert_same_bits(pool, cfg, _offloading(cfg, LAYER, tmp_path / "offload"))
 
 
+CHUNKED = {"world_size": 4, "pp": 2, "ep": 2, "virtual_stages": 2}
+OVERLAPPED = [
+    (("layer",), (), {"world_size": 2, "ep": 2}),
+    (("moe", "core_attention"), ("norms",), {"world_size": 4, "pp": 2, "ep": 2, "zero": 2}),
+    (("layer",), ("layer",), {"world_size": 4, "tp": 2, "etp": 2}),
+    (("norms", "dense_mlp", "moe"), (), CHUNKED | {"schedule": "interleaved"}),
+    (("layer",), AGAIN, CHUNKED | {"schedule": "dualpipev"}),
+    (("layer",), ("moe",), {"world_size": 4, "cp": 2, "ep": 4, "dispatcher": "allgather"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("parts", "again", "mapping"),
+    [OVERLAPPED[0], OVERLAPPED[1], *(pytest.param(*case, marks=pytest.mark.slow) for case in OVERLAPPED[2:])],
+    ids=str,
+)
+@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_two_micro_batches_at_a_time(pool, tmp_path, parts, again, mapping, waits):
+    """While the exchanges of experts are hidden, one micro-batch gives away what another one takes back."""
+    train = TRAIN | {"micro_batch_size": 1}
+    cfg = tiny(model=MODEL | {"num_layers": 4}, moe=MOE, train=train, overlap_experts=True, **mapping)
+    _assert_same_bits(pool, cfg, _offloading(cfg, parts, tmp_path, recompute=again, offload_waits=waits), stored=waits)
+
+
 LOAN = {"choice": "skewed", "llep_min_tokens": 1, "llep_threshold": 1.0, "llep_capacity": 1.0}
 
 

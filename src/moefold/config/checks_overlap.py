@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from moefold.config.checks_model import has_moe_layers
-from moefold.config.paired_schedule import PAIRED_SCHEDULES, never_begun, paired_rows
+from moefold.config.paired_schedule import PAIRED_SCHEDULES, paired_rows, slots
+from moefold.config.schedule_walk import waits_for_ever
 from moefold.config.schema import Config
 from moefold.parallel.exchange_order import disagreements, program
 from moefold.parallel.layout import fold
@@ -34,11 +35,6 @@ def overlap_faults(cfg: Config) -> Iterator[str]:
             f"{KEY} works on a layer for two micro-batches at a time, and parallel.zero=3 frees its parameters for "
             "one; choose zero=2, or overlap_experts=false"
         )
-    if cfg.train.offload:
-        yield (
-            f"{KEY} works on two micro-batches at a time, and train.offload follows one through its stage; choose "
-            "train.offload=[], or overlap_experts=false"
-        )
     step = cfg.train.micro_batch_size * p.dp
     if cfg.train.global_batch_size % step == 0 and cfg.num_micro_batches < 2:
         yield (
@@ -56,9 +52,8 @@ def check_exchange_order(cfg: Config) -> Iterator[str]:
     if not p.overlap_experts or not has_moe_layers(cfg.model):
         return
     rows = paired_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)
-    for rank, left in enumerate(never_begun(rows)):
-        if left:
-            yield f"{KEY}: pipeline rank {rank} would wait for ever before its last {left} passes; set it to false"
+    if found := waits_for_ever(list(map(slots, rows))):
+        yield f"{KEY}: pipeline rank {found[0]} would wait for ever before {found[1][0]}; set it to false"
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )

@@ -82,7 +82,7 @@ RANGES = (
     Range("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
     Range("must be at least 0 (0: none)", lambda count: count >= 0, "checkpoint", "keep_every"),
     Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "moe", "trace_every"),
-    Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "metrics", "expert_counts_every"),
+    Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "metrics", "expert_counts_every memory_every"),
     Range(*_at_least(1), "faults", "timeout_s"),
     Range(*POSITIVE, "faults", "spike_factor"),
     Range("must be above 1, or 0 (off)", lambda factor: factor > 1 or factor == 0, "faults", "straggler_factor"),

@@ -68,12 +68,11 @@ def _auto_faults(cfg: Config) -> Iterator[str]:
             f"train.recompute=['{AUTO}'] needs train.memory_budget_gib with run.device='cpu': ranks share the "
             "machine's memory; give what one rank may use"
         )
-    uncounted = {"train.offload": train.offload, "parallel.overlap_experts": cfg.parallel.overlap_experts}
-    for key, is_set in uncounted.items():
-        if is_set:
-            yield (
-                f"train.recompute=['{AUTO}'] goes by formulas that do not know {key}; name parts, or leave {key} out"
-            )
+    if train.offload:
+        yield (
+            f"train.recompute=['{AUTO}'] goes by formulas, and how much of train.offload is away at the fullest moment "
+            "depends on the disk; name parts, or leave train.offload out"
+        )
 
 
 def lacking_part(part: str, model: ModelConfig) -> str:

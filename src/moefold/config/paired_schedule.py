@@ -7,7 +7,7 @@ So a rank must be one forward pass further ahead than in interleaved 1F1B, which
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moefold.config.schedule_file import Action, simulate
+from moefold.config.action import Action, Slot, SlotRow
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,16 @@ def paired_rows(schedule: str, pp: int, virtual_stages: int, num_micro_batches: 
         num_micro_batches: as many as the schedule takes.
     """
     if schedule == "dualpipev" and pp > 1:
-        return tuple(tuple(_dualpipev_row(pp, rank, num_micro_batches)) for rank in range(pp))
+        return tuple(dualpipev_row(pp, rank, num_micro_batches) for rank in range(pp))
     return tuple(tuple(_looped_row(pp, rank, virtual_stages, num_micro_batches)) for rank in range(pp))
 
 
-def never_begun(rows: Sequence[WorkRow]) -> tuple[int, ...]:
-    """For each rank, how many actions never begin, because what they need comes later; all 0 where all goes well."""
-    flat = [tuple(action for work in row for action in actions(work)) for row in rows]
-    # Both halves of a pair leave together: what the first makes is not there for the second.
-    held_back = {work.forward for row in rows for work in row if isinstance(work, Pair)}
-    return simulate(flat, lambda action: 1.0, held_back).stuck
+def slots(row: WorkRow) -> SlotRow:
+    """The passes of each piece of work."""
+    return tuple(map(actions, row))
 
 
-def actions(work: Work) -> tuple[Action, ...]:
+def actions(work: Work) -> Slot:
     """The passes of a piece of work."""
     return (work.forward, work.backward) if isinstance(work, Pair) else (work,)
 
@@ -107,7 +104,7 @@ class _VRow:
         return Action(stage, kind, number)
 
 
-def _dualpipev_row(pp: int, rank: int, count: int) -> list[Work]:
+def dualpipev_row(pp: int, rank: int, count: int) -> WorkRow:
     """The V of DualPipe (arXiv:2412.19437), in the eight parts of github.com/deepseek-ai/DualPipe and of torch."""
     v = _VRow(pp, rank)
     behind = pp - rank - 1
@@ -141,4 +138,4 @@ def _dualpipev_row(pp: int, rank: int, count: int) -> list[Work]:
         v.add(v.first, "I" if len(passes) > splits_from else "B")
     for _ in range(rank + 1):
         v.add_weights()
-    return v.row
+    return tuple(v.row)

@@ -8,63 +8,16 @@ thing as soon as it has what it needs. It is the compute-only form of `torch.dis
 
 import csv
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
+from moefold.config.action import Action, Row, ScheduleRows
+from moefold.config.schedule_walk import alone, waits_for_ever
 from moefold.errors import ConfigError
 
 CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 EXAMPLE = "such as 0F0, 1B0, 1I0 or 1W0"
-
-
-@dataclass(frozen=True)
-class Action:
-    """One piece of work of a rank."""
-
-    stage: int
-    kind: str
-    """F, B, I or W."""
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch}"
-
-    def needs(self, num_stages: int) -> tuple["tuple[int, str, int]", ...]:
-        """What must have been done before; a backward pass of either kind counts as I."""
-        s, m = self.stage, self.micro_batch
-        if self.kind == "F":
-            return ((s - 1, "F", m),) if s else ()
-        if self.kind == "W":
-            return ((s, "I", m),)
-        return ((s, "F", m), (s + 1, "I", m)) if s + 1 < num_stages else ((s, "F", m),)
-
-
-Row = tuple[Action, ...]
-
-
-@dataclass(frozen=True)
-class ScheduleRows:
-    """The actions of every pipeline rank, in order, and where the stages stand."""
-
-    rows: tuple[Row, ...]
-    ranks: tuple[int, ...]
-    """Pipeline rank of each stage."""
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """When each action of each rank ended, if all waited for what they need and for nothing else."""
-
-    ends: tuple[tuple[float, ...], ...]
-    stuck: tuple[int, ...]
-    """For each rank, how many actions never began."""
-
-    @property
-    def span(self) -> float:
-        """From the start to the last end."""
-        return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
 
 def read_schedule(path: str, pp: int, virtual_stages: int, num_micro_batches: int | None = None) -> ScheduleRows:
@@ -92,49 +45,13 @@ def read_schedule(path: str, pp: int, virtual_stages: int, num_micro_batches: in
             "choose train.global_batch_size = micro_batch_size*dp times as many, or another file"
         )
     _check_complete(name, rows, len(ranks), count)
-    stuck = simulate(rows, lambda action: 1.0).stuck
-    if any(stuck):
-        rank = next(rank for rank, left in enumerate(stuck) if left)
-        waiting = rows[rank][len(rows[rank]) - stuck[rank]]
+    if stuck := waits_for_ever([alone(row) for row in rows]):
+        rank, (waiting,) = stuck
         raise ConfigError(
             f"{name} never ends: rank {rank} waits for ever before {waiting}, because what it needs comes later; "
             "reorder the rows"
         )
     return ScheduleRows(rows, ranks)
-
-
-def simulate(rows: Sequence[Row], duration: Callable[[Action], float], held_back: Collection[Action] = ()) -> Timeline:
-    """Run rows of actions as fast as their order and their needs allow; sending takes no time.
-
-    Args:
-        rows: the actions of each rank.
-        duration: of an action.
-        held_back: those whose results leave with those of the next action of the row.
-    """
-    num_stages = 1 + max(action.stage for row in rows for action in row)
-    done: dict[tuple[int, str, int], float] = {}
-    ends: list[list[float]] = [[] for _ in rows]
-    unsent: list[list[tuple[int, str, int]]] = [[] for _ in rows]
-    is_moving = True
-    while is_moving:
-        is_moving = False
-        for row, times, made in zip(rows, ends, unsent, strict=True):
-            while len(times) < len(row):
-                action = row[len(times)]
-                needs = action.needs(num_stages)
-                if not all(need in done for need in needs):
-                    break
-                start = max([times[-1] if times else 0.0, *(done[need] for need in needs)])
-                times.append(start + duration(action))
-                kind = "I" if action.kind == "B" else action.kind
-                made.append((action.stage, kind, action.micro_batch))
-                if action not in held_back:
-                    done |= dict.fromkeys(made, times[-1])
-                    made.clear()
-                is_moving = True
-    return Timeline(
-        tuple(map(tuple, ends)), tuple(len(row) - len(times) for row, times in zip(rows, ends, strict=True))
-    )
 
 
 def _read(name: str, path: str) -> tuple[Row, ...]:

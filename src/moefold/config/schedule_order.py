@@ -7,7 +7,11 @@ flight, so that the planner can ask for thousands of mappings.
 from collections import Counter, deque
 from functools import lru_cache
 
-from moefold.config.schedule_file import Action, Row, ScheduleRows, read_schedule
+from moefold.config.action import Action, Row, ScheduleRows, SlotRow
+from moefold.config.checks_model import has_moe_layers
+from moefold.config.paired_schedule import actions, dualpipev_row, paired_rows, slots
+from moefold.config.schedule_file import read_schedule
+from moefold.config.schedule_walk import alone
 from moefold.config.schedules import stage_ranks
 from moefold.config.schema import Config
 
@@ -25,6 +29,18 @@ def schedule_rows(cfg: Config) -> ScheduleRows:
         return read_schedule(p.schedule_csv, p.pp, p.virtual_stages, count)
     rows = tuple(rank_row(p.schedule, rank, p.pp, p.virtual_stages, count) for rank in range(p.pp))
     return ScheduleRows(rows, stage_ranks(p))
+
+
+def schedule_slots(cfg: Config) -> tuple[SlotRow, ...]:
+    """The same with what begins together: pairs, where experts' communication is hidden.
+
+    Raises:
+        ConfigError: as of `schedule_rows`.
+    """
+    p = cfg.parallel
+    if p.overlap_experts and has_moe_layers(cfg.model):
+        return tuple(map(slots, paired_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)))
+    return tuple(map(alone, schedule_rows(cfg).rows))
 
 
 @lru_cache(maxsize=4096)
@@ -52,7 +68,8 @@ def rank_row(schedule: str, rank: int, pp: int, chunks: int, count: int) -> Row:
         case "zbv":
             work = _zbv(rank, pp, count)
         case "dualpipev":
-            work = _dualpipev(rank, pp, count)
+            # Pairs stand one after the other.
+            return tuple(action for work in dualpipev_row(pp, rank, count) for action in actions(work))
         case _:
             raise ValueError(f"no order is known for schedule {schedule!r}")
     return tuple(action for action in work.row if action.micro_batch < count)
@@ -129,49 +146,4 @@ def _zbv(rank: int, pp: int, count: int) -> _Work:
     work.add(first, "IW" * (pp - rank))
     work.add(second, "W" * rank)
     work.add(first, "W" * rank)
-    return work
-
-
-def _dualpipev(rank: int, pp: int, count: int) -> _Work:
-    """DualPipeV: DualPipe (arXiv:2412.19437 sec. 3.2.1) cut in half. Overlapped pairs stand one after the other."""
-    first, second = rank, 2 * pp - 1 - rank
-    work, waiting = _Work(), deque[int]()
-
-    def weights() -> None:
-        if waiting:
-            work.add(waiting.popleft(), "W")
-
-    def backward(stage: int, *, splits: bool) -> None:
-        work.add(stage, "I" if splits else "B")
-        if splits:
-            waiting.append(stage)
-
-    behind = pp - 1 - rank
-    work.add(first, "F" * (2 * behind))
-    for _ in range(rank + 1):
-        work.add(first, "F")
-        work.add(second, "F")
-    for _ in range(behind):
-        backward(second, splits=True)
-        weights()
-        work.add(second, "F")
-    for _ in range(count - 2 * pp + rank + 1):
-        work.add(first, "F")
-        work.add(second, "B")
-        work.add(second, "F")
-        work.add(first, "B")
-    for _ in range(behind):
-        work.add(second, "B")
-        work.add(second, "F")
-        work.add(first, "B")
-    # Of the last passes, the second half leaves its weights for later; odd ranks begin to a stage earlier.
-    for i in range(rank + 1):
-        half = (rank + 1) // 2
-        backward(second, splits=i > half or (i == half and rank % 2 == 1))
-        backward(first, splits=i >= half)
-    for _ in range(behind):
-        weights()
-        backward(first, splits=True)
-    while waiting:
-        weights()
     return work

@@ -312,6 +312,9 @@ class MetricsConfig:
     """Log to Weights & Biases (needs the extra `track`)."""
     peak_tflops: float = 0.0
     """Peak of one rank's device in TFLOP/s for the MFU; 0 looks up a bfloat16 run's device, null if unknown."""
+    memory_every: int = 0
+    """Note what every rank has in memory by part, at its peak and behind the passes, every so many steps; 0 never. Such
+    a step is slower ([memory.md](memory.md))."""
     expert_counts_every: int = 1
     """Write each expert's copies into RUN_DIR/expert_counts.bin every so many steps, for `moefold inspect`; 0 never."""
 

@@ -107,8 +107,7 @@ class ActivationFormula:
         best = now
         for kind in self._kinds(stage):
             now = now + self._layers[kind]
-            full = now + self._passing[kind]
-            best = full if full.total() > best.total() else best
+            best = max(best, now + self._passing[kind], key=Parts.total)
         now = now + self._behind_layers(stage)
         now["logits"] += self._transient_logits if stage.is_last else 0
         return now if now.total() >= best.total() else best
@@ -125,10 +124,10 @@ class ActivationFormula:
         best = now + left
         for kind in self._kinds(stage):
             now = now + self._layers[kind]
-            # What the layer itself postpones is what it has kept, or takes its place.
+            # Most of what the layer itself postpones is what it has kept, or takes its place.
             left = left - self._postponed_layer(kind) if splits else left
-            full = now + self._again[kind] + self._passing[kind] + left
-            best = full if full.total() > best.total() else best
+            beside = self._postponed_beside(kind) if splits else Parts()
+            best = max(best, now + self._again[kind] + self._passing[kind] + left + beside, key=Parts.total)
         return best
 
     def _kinds(self, stage: Stage) -> list[str]:
@@ -181,6 +180,18 @@ class ActivationFormula:
         if model.shared_expert_ffn_hidden_size:
             left["shared experts"] = item * (2 * hidden + 3 * model.shared_expert_ffn_hidden_size // p.tp)
         return left
+
+    def _postponed_beside(self, kind: str) -> Parts:
+        """What a layer postpones while it still has all that it kept: the hidden values and inner gradients of experts.
+
+        Experts that run one after another let go of their inner projections when the last of them is through.
+        """
+        model, p = self._cfg.model, self._cfg.parallel
+        if kind == "D" or self._kernels.grouped_experts or p.dispatcher == "leastloaded":
+            return Parts()
+        # The gradient of the results takes the place of the results, where these are kept.
+        width = 3 * model.moe_ffn_hidden_size // p.etp + model.hidden_size * self._cfg.moe.weight_in_expert
+        return Parts(experts=self.rows * self._item * width)
 
     @cached_property
     def _layers(self) -> dict[str, Parts]:

@@ -104,26 +104,26 @@ class Ledger(TorchDispatchMode):
 
     def settle_survivors(self, name: str) -> None:
         """What a backward pass made and has left is this part."""
-        for block in self._alive.values():
+        for block in self._blocks():
             if block.phase == "backward" and block.part == UNNAMED and not block.is_settled:
                 block.part, block.is_settled = name, True
 
     def settle_unnamed(self, name: str) -> None:
         """What has no part yet is this one."""
-        for block in self._alive.values():
+        for block in self._blocks():
             if block.part == UNNAMED and not block.is_settled:
                 block.part, block.is_settled = name, True
 
     def rename_alive(self, old: str, new: str) -> None:
         """What of a part is there now belongs to another one."""
-        for block in self._alive.values():
+        for block in self._blocks():
             if block.is_settled and block.part == old:
                 block.part = new
 
     def current(self) -> dict[str, int]:
         """Bytes of each part now."""
         found: dict[str, int] = {}
-        for block in self._alive.values():
+        for block in self._blocks():
             found[self._name(block)] = found.get(self._name(block), 0) + block.size
         return found
 
@@ -145,7 +145,7 @@ class Ledger(TorchDispatchMode):
         if DTensor in types:
             # It takes itself apart, and its local operations come here.
             return NotImplemented
-        if func.namespace == "fsdp" and self.phase == "forward":
+        if func.namespace == "fsdp" and self.phase != "backward":
             # Weights on their way: what FSDP copies them together in, and what it receives.
             self.settle(
                 GATHERED, (x for x in tree_iter(args) if isinstance(x, Tensor) and not self._block(x).is_settled)
@@ -188,6 +188,10 @@ class Ledger(TorchDispatchMode):
             self._events.append((block.size, block))
             self._references[key] = weakref.ref(storage, lambda _: self._free(key))
         return self._alive[key]
+
+    def _blocks(self) -> list[Block]:
+        # A copy, made in one go: memory that is offloaded is freed by other threads.
+        return list(self._alive.values())
 
     def _free(self, key: int) -> None:
         block = self._alive.pop(key)

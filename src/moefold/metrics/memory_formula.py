@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from moefold.config.schedule_file import Row
-from moefold.config.schedule_order import schedule_rows
+from moefold.config.action import Slot, SlotRow
+from moefold.config.schedule_order import schedule_slots
 from moefold.config.schedules import SCHEDULES
 from moefold.config.schema import Config
 from moefold.metrics.activation_memory import CUDA, ActivationFormula, Kernels, Parts
@@ -81,11 +81,12 @@ def activation_peaks(formula: ActivationFormula, cfg: Config) -> tuple[Activatio
         left = formula.postponed(stage) if splits else Parts()
         # All schedules but the simplest keep what they hand on, results and gradients, until the step ends.
         num_neighbours = (stage.number > 0) + (stage.number + 1 < len(plan.stages))
-        num_sent = 0 if cfg.parallel.schedule in WAITS_FOR_SENDS or cfg.parallel.pp == 1 else num_neighbours
+        lets_go = cfg.parallel.schedule in WAITS_FOR_SENDS and not cfg.parallel.overlap_experts
+        num_sent = 0 if lets_go or cfg.parallel.pp == 1 else num_neighbours
         sent = Parts(pipeline=num_sent * formula.hidden)
         peaks = formula.forward(stage), formula.backward(stage, splits=splits)
-        passes.append(_Passes(*peaks, formula.stage(stage), left, sent))
-    return tuple(_peak(row, passes) for row in schedule_rows(cfg).rows)
+        passes.append(_Passes(*peaks, formula.stage(stage), left, sent, max(1, len(stage.parts.layers))))
+    return tuple(_peak(row, passes) for row in schedule_slots(cfg))
 
 
 def pipeline_buffers(cfg: Config) -> tuple[int, ...]:
@@ -106,45 +107,69 @@ def pipeline_buffers(cfg: Config) -> tuple[int, ...]:
 class _Passes:
     """What one micro-batch has in memory on one stage."""
 
-    def __init__(self, forward: Parts, backward: Parts, kept: Parts, left: Parts, sent: Parts) -> None:
+    def __init__(self, forward: Parts, backward: Parts, kept: Parts, left: Parts, sent: Parts, num_layers: int) -> None:
         self.forward, self.backward, self.kept, self.left, self.sent = forward, backward, kept, left, sent
         self.forward_bytes, self.backward_bytes = forward.total(), backward.total()
         self.kept_bytes, self.left_bytes = kept.total(), left.total()
         self.sent_bytes = sent.total()
+        self.layer = Parts({part: size // num_layers for part, size in kept.items()})
+        self.layer_bytes = self.layer.total()
 
 
-def _peak(row: Row, passes: list[_Passes]) -> ActivationPeak:
+def _fullest(slot: Slot, passes: list[_Passes]) -> Parts:
+    """The fullest moment of what begins together, beside other micro-batches.
+
+    Of a pair one grows by a layer while the other gives one back.
+    """
+    stages = [passes[action.stage] for action in slot]
+    if slot[0].kind == "W":
+        return Parts()
+    if len(slot) == 1:
+        return stages[0].forward if slot[0].kind == "F" else stages[0].backward
+    ahead, behind = stages
+    return max(ahead.forward + behind.layer, behind.backward + ahead.layer, key=Parts.total)
+
+
+def _fullest_bytes(slot: Slot, passes: list[_Passes]) -> int:
+    """The total of `_fullest`, which is asked for often."""
+    if len(slot) > 1:
+        ahead, behind = (passes[action.stage] for action in slot)
+        return max(ahead.forward_bytes + behind.layer_bytes, behind.backward_bytes + ahead.layer_bytes)
+    stage = passes[slot[0].stage]
+    return {"F": stage.forward_bytes, "W": 0}.get(slot[0].kind, stage.backward_bytes)
+
+
+def _peak(row: SlotRow, passes: list[_Passes]) -> ActivationPeak:
     """Follow one rank: a forward pass keeps activations, the backward pass of inputs trades them for what is left."""
     now = most = best_at = 0
-    for i, action in enumerate(row):
-        stage = passes[action.stage]
-        if action.kind == "F":
-            if now + stage.forward_bytes > most:
-                most, best_at = now + stage.forward_bytes, i
-            now += stage.kept_bytes
-        elif action.kind == "W":
-            now -= stage.left_bytes
-        else:
-            now -= stage.kept_bytes
-            if now + stage.backward_bytes > most:
-                most, best_at = now + stage.backward_bytes, i
-            now += stage.sent_bytes + (stage.left_bytes if action.kind == "I" else 0)
+    for i, slot in enumerate(row):
+        # Those whose backward pass runs are counted in its moment.
+        now -= sum(passes[action.stage].kept_bytes for action in slot if action.kind in "BI")
+        full = now + _fullest_bytes(slot, passes)
+        if full > most:
+            most, best_at = full, i
+        for action in slot:
+            stage = passes[action.stage]
+            if action.kind == "F":
+                now += stage.kept_bytes
+            elif action.kind == "W":
+                now -= stage.left_bytes
+            else:
+                now += stage.sent_bytes + (stage.left_bytes if action.kind == "I" else 0)
     return _moment(row, passes, most, best_at)
 
 
-def _moment(row: Row, passes: list[_Passes], total: int, at: int) -> ActivationPeak:
-    """What is in memory at one action of a row."""
-    done = Counter((action.stage, action.kind) for action in row[:at])
-    running = passes[row[at].stage]
-    by_part = Counter(running.forward if row[at].kind == "F" else running.backward)
+def _moment(row: SlotRow, passes: list[_Passes], total: int, at: int) -> ActivationPeak:
+    """What is in memory at one slot of a row."""
+    done = Counter((action.stage, action.kind) for slot in row[:at] for action in slot)
+    by_part = Counter(_fullest(row[at], passes))
+    leaving = [action.stage for action in row[at] if action.kind in "BI"]
     in_flight = {}
-    for number in {action.stage for action in row}:
+    for number in {action.stage for slot in row for action in slot}:
         forward, whole, inputs, weights = (done[number, kind] for kind in "FBIW")
         stage, in_flight[number] = passes[number], forward - whole - inputs
-        # The one whose backward pass runs is counted above.
-        is_leaving = row[at].stage == number and row[at].kind != "F"
         for count, parts in (
-            (in_flight[number] - is_leaving, stage.kept),
+            (in_flight[number] - leaving.count(number), stage.kept),
             (inputs - weights, stage.left),
             (whole + inputs, stage.sent),
         ):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from moefold.metrics.memory_by_part import MemoryByPart
 from moefold.metrics.moe import MoELayerMetrics
 from moefold.metrics.offload import OffloadMetrics
 from moefold.metrics.rank_times import RankTimes
@@ -66,6 +67,9 @@ class StepMetrics:
     offload: OffloadMetrics | None = None
     """What train.offload took out of memory, and what it cost; None where everything stays."""
 
+    memory_by_part: MemoryByPart | None = None
+    """Bytes by part of the model for each rank; None except on steps that metrics.memory_every measures."""
+
     rank_times: RankTimes | None = None
     """What ranks spend on their own work and on waiting for others; None with one rank or faults.straggler_factor=0."""
 
@@ -104,6 +108,8 @@ def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
     """A value as JSON knows it; what it does not know goes into `nonfinite` under its full name."""
     if isinstance(value, tuple):
         return [_to_plain(part, f"{name}[{i}]", nonfinite) for i, part in enumerate(value)]
+    if isinstance(value, MemoryByPart):
+        return asdict(value)
     if isinstance(value, MoELayerMetrics | ReplicaMetrics | RankTimes | OffloadMetrics):
         return {key: _finite(part, f"{name}.{key}", nonfinite) for key, part in asdict(value).items()}
     return _finite(value, name, nonfinite)

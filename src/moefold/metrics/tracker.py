@@ -11,6 +11,7 @@ from moefold.errors import ConfigError
 from moefold.metrics.step import StepMetrics
 
 EVALUATION = "eval/loss"
+GIB = 2**30
 _SCALARS = (
     ("train/loss", "loss"),
     ("train/aux_loss", "aux_loss"),
@@ -149,6 +150,8 @@ def _scalars(metrics: StepMetrics) -> dict[str, float]:
     scalars = {name: getattr(metrics, key) for name, key in _SCALARS}
     for layer in metrics.moe_layers:
         scalars |= {f"{curve}/layer_{layer.layer:03d}": getattr(layer, key) for curve, key in _LAYER_SCALARS}
+    if metrics.memory_by_part is not None:
+        scalars |= {f"memory_by_part/{part}": max(of) / GIB for part, of in metrics.memory_by_part.peak_bytes.items()}
     return {name: value for name, value in scalars.items() if value is not None}
 
 

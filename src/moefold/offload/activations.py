@@ -22,9 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.model.parameter import is_weight
 from moefold.model.recall import Function, Recall, all_kept
+from moefold.model.steps import Begun, Steps
 from moefold.offload.pace import Pace
 from moefold.offload.record import Record, View
-from moefold.offload.tier import Tier
+from moefold.offload.tier import Link, Tier
 
 logger = getLogger(__name__)
 
@@ -121,6 +122,11 @@ class ActivationOffload:
         self._waited_s = 0.0
         self._has_told: set[str] = set()
 
+    @property
+    def link(self) -> Link:
+        """The way to the place."""
+        return self._tier.link
+
     def begin_step(self) -> None:
         """What follows is a step, which takes the way of the step before."""
         self._num_steps += 1
@@ -138,32 +144,65 @@ class ActivationOffload:
             self._waited_s = 0.0
         return totals
 
-    def around_stage(self, forward: Callable[..., Tensor], lasting: Callable[[], tuple[Tensor, ...]]) -> Any:
-        """The forward pass of a stage, whose saved tensors come here.
+    def around_stage(
+        self, steps: Callable[..., Steps[Tensor]], lasting: Callable[[], tuple[Tensor, ...]]
+    ) -> Callable[..., Steps[Tensor]]:
+        """The forward pass of a stage, whose saved tensors come here; at its pauses others are elsewhere.
 
         Args:
-            forward: of the stage.
+            steps: of the stage.
             lasting: gives tensors of the stage, beside weights, that outlive a micro-batch.
         """
 
-        def run(*args: Any, **kwargs: Any) -> Tensor:
+        def run(*args: Any, **kwargs: Any) -> Steps[Tensor]:
             if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
+                return (yield from steps(*args, **kwargs))
             given = [*args, *kwargs.values(), *lasting()]
             addresses = frozenset(x.untyped_storage()._cdata for x in given if isinstance(x, Tensor))
-            micro_batch = self._here.micro_batch = MicroBatch(self._num_passes, addresses)
+            micro_batch = MicroBatch(self._num_passes, addresses)
             self._num_passes += 1
-            try:
-                with saved_tensors_hooks(self._pack, self._unpack):
-                    y = forward(*args, **kwargs)
-            finally:
-                self._here.micro_batch = None
+            begun = Begun(steps(*args, **kwargs))
+            while True:
+                with self._inside(micro_batch):
+                    begun.go_on()
+                if begun.is_done:
+                    break
+                yield
+            y = begun.finish()
             if self._waits:
                 self._wait_for(micro_batch.calls)
             if micro_batch.calls and y.requires_grad:
                 self._waiting[micro_batch.index] = micro_batch
                 y.register_hook(lambda grad: self._begin_backward(micro_batch))
             return y
+
+        return run
+
+    @contextmanager
+    def _inside(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Inside, this thread is in the forward pass of a micro-batch."""
+        self._here.micro_batch = micro_batch
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._here.micro_batch = None
+
+    def around_steps(self, steps: Callable[..., Steps[Tensor]]) -> Callable[..., Steps[Tensor]]:
+        """`around` for a part that pauses."""
+
+        def run(*args: Any, **kwargs: Any) -> Steps[Tensor]:
+            call = self._new_call()
+            begun = Begun(steps(*args, **kwargs))
+            while True:
+                with self._in_call(call):
+                    begun.go_on()
+                if begun.is_done:
+                    break
+                yield
+            if call is not None:
+                self._wait_behind(call.micro_batch)
+            return begun.finish()
 
         return run
 
@@ -195,18 +234,33 @@ class ActivationOffload:
     @contextmanager
     def _part(self) -> Iterator[Call | None]:
         """Inside, what is saved is offloaded; nothing happens outside of a forward pass that will have a backward."""
-        micro_batch, outer = self._here.micro_batch, self._here.call
-        if micro_batch is None:
-            yield None
-            return
-        call = self._here.call = Call(len(micro_batch.calls), micro_batch)
-        micro_batch.calls.append(call)
-        try:
+        call = self._new_call()
+        with self._in_call(call):
             yield call
+        if call is not None:
+            self._wait_behind(call.micro_batch)
+
+    def _new_call(self) -> Call | None:
+        """A run of a part that begins here; None outside of a forward pass that will have a backward."""
+        micro_batch = self._here.micro_batch
+        if micro_batch is None:
+            return None
+        call = Call(len(micro_batch.calls), micro_batch)
+        micro_batch.calls.append(call)
+        return call
+
+    @contextmanager
+    def _in_call(self, call: Call | None) -> Iterator[None]:
+        outer = self._here.call
+        self._here.call = outer if call is None else call
+        try:
+            yield
         finally:
             self._here.call = outer
+
+    def _wait_behind(self, micro_batch: MicroBatch) -> None:
+        """Where the recipe says so, wait for all parts but the last: one is copied while the next computes."""
         if self._waits:
-            # All but the last, so that one is copied while the next computes.
             first, last = micro_batch.num_settled, len(micro_batch.calls) - 1
             self._wait_for(micro_batch.calls[first:last])
             micro_batch.num_settled = max(first, last)

@@ -38,6 +38,10 @@ class Batch:
         parts = {name: getattr(self, name) for name in TARGETS}
         return {name: part for name, part in parts.items() if part is not None}
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that there is."""
+        return (self.tokens, *self.targets().values())
+
 
 class Accumulation:
     """Runs the whole model on one micro-batch after another."""

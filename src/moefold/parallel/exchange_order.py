@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from moefold.config.action import Action
 from moefold.config.paired_schedule import Pair, WorkRow
-from moefold.config.schedule_file import Action
 from moefold.config.schema import Config
 from moefold.parallel.layout import Layout
 from moefold.parallel.stage_plan import Stage

@@ -22,6 +22,9 @@ class LateGradients:
         reduces: gradients are reduced over data-parallel ranks with each micro-batch (zero 2 and 3), not at the end.
     """
 
+    left: Run | None = None
+    """Called when a backward pass has postponed all that it will, before any of it is computed."""
+
     def __init__(self, stage: nn.Module, *, reduces: bool) -> None:
         self._stage = stage
         self._reduces = reduces
@@ -35,6 +38,8 @@ class LateGradients:
     def __call__(self) -> Run:
         """What the backward pass that just ended has postponed, to be run once."""
         postponed, self._postponed = self._postponed, []
+        if self.left is not None:
+            self.left()
 
         def run() -> None:
             while postponed:

@@ -1,42 +1,44 @@
 """Which part of the model makes what is in memory: names for the ledger, put around the seams of the maths."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from moefold.metrics.ledger import Ledger
+from moefold.metrics.memory_by_part import OFFLOADED, PARTS, PIPELINE, POSTPONED
 from moefold.model.attention import Attention
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.norm import AllHeadsNorm, RMSNorm
+from moefold.model.steps import Begun, Steps
 from moefold.model.transformer import Block, Embedding, Head, Transformer
 from moefold.moe.experts import Experts
 from moefold.moe.layer import MoELayer
 from moefold.moe.router import Router
+from moefold.parallel.late_gradients import LateGradients
+from moefold.parallel.parallelize import ParallelModel
 
 METHODS: tuple[tuple[type, str, str], ...] = (
     (RMSNorm, "normalise", "norms"),
     (AllHeadsNorm, "forward", "norms"),
     (Attention, "forward", "attention"),
     (LatentAttention, "forward", "attention"),
-    (Block, "forward", "residual stream"),
     (SwiGLU, "forward", "dense MLP"),
     (Router, "forward", "router"),
-    (MoELayer, "forward", "router"),
     (Experts, "forward", "experts"),
     (Embedding, "forward", "embedding"),
     (Head, "losses", "logits"),
     (Head, "logits", "logits"),
 )
 """Methods whose memory belongs to a part; inside, other parts may have theirs."""
-POSTPONED, PIPELINE = "postponed gradients", "pipeline"
-"""What a backward pass leaves for another one, and what is sent or was received."""
-STATES = ("weights", "gathered weights", "gradients", "optimizer", "buffers", "batch")
-NOT_ACTIVATIONS = (*STATES, "workspace", "pipeline buffers", "other")
+STEPS: tuple[tuple[type, str], ...] = ((Block, "residual stream"), (MoELayer, "router"))
+"""The same for the steps of modules that may pause."""
+DISPATCH_PART = "dispatch buffers"
 DISPATCHES = (
     "dispatch_preprocess",
     "dispatch_postprocess",
@@ -48,22 +50,55 @@ EXCHANGES = ("dispatch_steps", "combine_steps")
 
 
 @contextmanager
-def named_parts(stages: list[Transformer], ledger: Ledger) -> Iterator[None]:
+def watched_passes(model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Iterable[Tensor]) -> Iterator[Ledger]:
+    """A ledger of the forward and backward passes of a step, which are to run inside.
+
+    Args:
+        model: whose passes they are.
+        optimizer: its moments.
+        batch: tensors that were there before.
+    """
+    stages, ledger = model.stages, Ledger()
+    settle_states(ledger, stages, optimizer, batch)
+    with ledger, _named_parts(model, ledger):
+        yield ledger
+        # FSDP replaces shards by padded ones at its first step.
+        settle_states(ledger, stages, optimizer)
+        settle_gradients(ledger, stages)
+        ledger.rename_alive(POSTPONED, PIPELINE)
+
+
+def bytes_by_part(ledger: Ledger) -> list[int]:
+    """A rank's row of `MemoryByPart`: the bytes of each part at the peak, and those now."""
+    both = ledger.peak().by_part, ledger.current()
+    assert all(found.keys() <= set(PARTS) for found in both), both
+    return [found.get(part, 0) for found in both for part in PARTS]
+
+
+@contextmanager
+def _named_parts(model: ParallelModel, ledger: Ledger) -> Iterator[None]:
     """Inside, the ledger knows which part of the stages runs, and in which pass."""
     undo: list[tuple[Any, str, Any]] = []
-    handles = []
+    queues: list[LateGradients] = []
+
+    def replace(owner: Any, method: str, by: Callable[[Any], Any]) -> None:
+        undo.append((owner, method, vars(owner).get(method)))
+        object.__setattr__(owner, method, by(getattr(owner, method)))
 
     def label(owner: Any, method: str, part: str, labelled: Any = ledger.labelled) -> None:
-        undo.append((owner, method, vars(owner).get(method)))
-        object.__setattr__(owner, method, labelled(part, getattr(owner, method)))
+        replace(owner, method, partial(labelled, part))
 
     dispatchers: dict[int, Any] = {}
-    for stage in stages:
-        handles += _watch_passes(stage, ledger)
+    for stage in model.stages:
+        queues += _watch_postponed(stage, ledger)
+        replace(stage, "steps", partial(_watched_steps, stage, ledger))
         for module in stage.modules():
             for kind, method, part in METHODS:
                 if isinstance(module, kind):
                     label(module, method, part)
+            for kind, part in STEPS:
+                if isinstance(module, kind):
+                    label(module, "steps", part, ledger.labelled_steps)
             if isinstance(module, Attention | LatentAttention):
                 label(module, "core", "core attention")
             if isinstance(module, MoELayer):
@@ -72,19 +107,21 @@ def named_parts(stages: list[Transformer], ledger: Ledger) -> Iterator[None]:
                     label(module.shared, "forward", "shared experts")
     for dispatcher in dispatchers.values():
         for method in DISPATCHES:
-            label(dispatcher, method, "dispatch buffers")
+            label(dispatcher, method, DISPATCH_PART)
         for method in EXCHANGES:
-            label(dispatcher, method, "dispatch buffers", ledger.labelled_steps)
+            label(dispatcher, method, DISPATCH_PART, ledger.labelled_steps)
+    if model.offload is not None:
+        label(model.offload.link, "room_on_device", OFFLOADED)
     try:
         yield
     finally:
+        for queue in queues:
+            queue.left = None
         for owner, method, before in reversed(undo):
             if before is None:
                 object.__delattr__(owner, method)
             else:
                 object.__setattr__(owner, method, before)
-        for handle in handles:
-            handle.remove()
 
 
 def settle_states(
@@ -116,27 +153,47 @@ def settle_gradients(ledger: Ledger, stages: list[Transformer]) -> None:
                     ledger.settle("gradients", (one.unsharded_accumulated_grad,))
 
 
-def _watch_passes(stage: Transformer, ledger: Ledger) -> list[Any]:
-    """Let the ledger know when a forward pass of the stage begins, when it ends, and when its gradient comes."""
+def _watched_steps(stage: Transformer, ledger: Ledger, steps: Callable[..., Steps[Tensor]]) -> Callable[..., Any]:
+    """The steps of a stage; the ledger learns when they run, and when the gradient of their result comes."""
 
-    def between() -> None:
-        settle_gradients(ledger, [stage])
-        ledger.settle_survivors(POSTPONED)
+    def before_backward(grad: Tensor) -> None:
+        _settle_left(stage, ledger)
 
-    def before_forward(module: nn.Module, args: Any) -> None:
+    def run(*args: Any, **kwargs: Any) -> Steps[Tensor]:
         if ledger.phase == "before":
             # Torch's stages make room for all that they will get before the first of them runs.
             ledger.settle_unnamed("pipeline buffers")
-        between()
-        ledger.phase = "forward"
-
-    def before_backward(grad: Tensor) -> None:
-        between()
-        ledger.phase = "backward"
-
-    def after_forward(module: nn.Module, args: Any, output: Tensor) -> None:
-        ledger.phase = "backward"
+        # Beside the backward pass of another micro-batch, what that one has made so far is not what it leaves.
+        if torch._C._current_graph_task_id() == -1:
+            _settle_left(stage, ledger)
+        begun = Begun(steps(*args, **kwargs))
+        while True:
+            ledger.phase = "forward"
+            begun.go_on()
+            ledger.phase = "backward"
+            if begun.is_done:
+                break
+            yield
+        output = begun.finish()
         if output.requires_grad:
             output.register_hook(before_backward)
+        return output
 
-    return [stage.register_forward_pre_hook(before_forward), stage.register_forward_hook(after_forward)]
+    return run
+
+
+def _watch_postponed(stage: Transformer, ledger: Ledger) -> list[LateGradients]:
+    """Name what a backward pass leaves for its weight gradients at its end: a schedule may take it up at once."""
+    found: list[LateGradients] = []
+    for module in stage.modules():
+        queue: Any = getattr(module, "later", None)
+        if isinstance(queue, LateGradients) and queue not in found:
+            queue.left = partial(_settle_left, stage, ledger)
+            found.append(queue)
+    return found
+
+
+def _settle_left(stage: Transformer, ledger: Ledger) -> None:
+    """What the passes up to now have left is gradients, or waits for another pass."""
+    settle_gradients(ledger, [stage])
+    ledger.settle_survivors(POSTPONED)

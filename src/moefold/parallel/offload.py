@@ -57,7 +57,7 @@ def apply_offload(stage: Transformer, parts: Sequence[str], offload: ActivationO
     def lasting() -> tuple[Tensor, ...]:
         return () if stage.rotation is None else (stage.rotation.cos, stage.rotation.sin)
 
-    stage.forward = offload.around_stage(stage.forward, lasting)  # type: ignore[method-assign]
+    stage.steps = offload.around_stage(stage.steps, lasting)  # type: ignore[method-assign]
 
 
 def _give_away(block: Block, part: str, offload: ActivationOffload) -> None:
@@ -70,10 +70,10 @@ def _give_away(block: Block, part: str, offload: ActivationOffload) -> None:
         case "dense_mlp" if isinstance(ffn, SwiGLU):
             ffn.forward = offload.around(ffn.forward)  # type: ignore[method-assign]
         case "moe" if isinstance(ffn, MoELayer):
-            ffn.forward = offload.around(ffn.forward)  # type: ignore[method-assign]
+            ffn.steps = offload.around_steps(ffn.steps)  # type: ignore[method-assign]
         case "shared_experts" if isinstance(ffn, MoELayer) and ffn.shared is not None:
             ffn.shared.forward = offload.around(ffn.shared.forward)
         case "expert_activation" if isinstance(ffn, MoELayer):
             ffn.experts.forward = offload.around(ffn.experts.forward)  # type: ignore[method-assign]
         case "layer":
-            block.forward = offload.around(block.forward)  # type: ignore[method-assign]
+            block.steps = offload.around_steps(block.steps)  # type: ignore[method-assign]

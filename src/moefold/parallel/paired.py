@@ -75,7 +75,7 @@ class SteppedStage(nn.Module):
     def __init__(self, stage: Transformer, record: FlightRecord) -> None:
         super().__init__()
         stage.pause()
-        self._steps = stage.steps
+        self._steps = lambda *args, **targets: stage.steps(*args, **targets)
         self._is_training = lambda: stage.training
         self._record = record
         self._begun: Begun[Tensor] | None = None

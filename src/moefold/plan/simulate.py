@@ -15,11 +15,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moefold.config.schedule_file import Action
-from moefold.plan.slot import SlotRow
+from moefold.config.action import Action, Made, SlotRow
+from moefold.config.schedule_walk import waits_for_ever, walk
 from moefold.plan.timeline import COMMUNICATION, COMPUTE, SEND, Event, Timeline
-
-Key = tuple[int, str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,42 +111,25 @@ class _Run:
         self._rows, self._stages = rows, stages
         self._overlap, self._disturbance = overlap, disturbance
         self._rank_of = {action.stage: rank for rank, row in enumerate(rows) for slot in row for action in slot}
-        self._made: dict[Key, float] = {}
-        self._arrived: dict[Key, float] = {}
+        self._made: dict[Made, float] = {}
+        self._arrived: dict[Made, float] = {}
         self._free = [0.0] * len(rows)
         self._link_free: dict[tuple[int, int], float] = {}
         self._events: list[Event] = []
 
     def play(self, closing: Closing | None) -> Timeline:
-        # Nothing but a rank's own row and what it is sent decides when it works, so that any order of visits gives the
-        # same times: each rank goes on as far as it can.
-        at = [0] * len(self._rows)
-        waiting = list(range(len(self._rows)))
-        while waiting:
-            moved = False
-            for rank in waiting:
-                row = self._rows[rank]
-                while at[rank] < len(row) and self._can_start(rank, row[at[rank]]):
-                    self._do(rank, row[at[rank]])
-                    at[rank] += 1
-                    moved = True
-            waiting = [rank for rank in waiting if at[rank] < len(self._rows[rank])]
-            if waiting and not moved:
-                rank = waiting[0]
-                raise ValueError(f"pipeline rank {rank} waits for ever before {self._rows[rank][at[rank]][0]}")
+        # Nothing but a rank's own row and what it is sent decides when it works: any order of visits gives these times.
+        num_left = sum(map(len, self._rows))
+        for rank, slot in walk(self._rows):
+            self._do(rank, slot)
+            num_left -= 1
+        if num_left and (found := waits_for_ever(self._rows)):
+            raise ValueError(f"pipeline rank {found[0]} waits for ever before {found[1][0]}")
         span = max(self._free, default=0.0)
         end = span if closing is None else self._close(closing)
         return Timeline(tuple(self._events), len(self._rows), span, end)
 
-    def _can_start(self, rank: int, slot: tuple[Action, ...]) -> bool:
-        mine = {_key(action) for action in slot}
-        return all(
-            key in mine or key in (self._made if self._is_here(rank, key) else self._arrived)
-            for action in slot
-            for key in action.needs(len(self._stages))
-        )
-
-    def _is_here(self, rank: int, key: Key) -> bool:
+    def _is_here(self, rank: int, key: Made) -> bool:
         return self._rank_of[key[0]] == rank
 
     def _ready(self, rank: int, action: Action) -> float:
@@ -162,7 +143,7 @@ class _Run:
         else:
             for action in slot:
                 start = max(self._free[rank], self._ready(rank, action))
-                self._made[_key(action)] = self._free[rank] = self._chain(rank, action, start)
+                self._made[action.makes] = self._free[rank] = self._chain(rank, action, start)
         for action in slot:
             self._send(rank, action, self._free[rank])
 
@@ -188,7 +169,7 @@ class _Run:
             begin = max(ends[action], free[piece.stream])
             ends[action] = free[piece.stream] = self._run(rank, action, piece, begin, factors[action])
         self._free[rank] = max(ends.values())
-        self._made |= {_key(action): end for action, end in ends.items()}
+        self._made |= {action.makes: end for action, end in ends.items()}
 
     def _run(self, rank: int, action: Action, piece: Piece, start: float, factor: float) -> float:
         seconds = piece.seconds * factor if piece.stream == COMPUTE else piece.seconds
@@ -205,7 +186,7 @@ class _Run:
             return
         seconds = self._stages[min(action.stage, to_stage)].send_s
         start = max(made, self._link_free.get((rank, peer), 0.0))
-        self._arrived[_key(action)] = self._link_free[rank, peer] = start + seconds
+        self._arrived[action.makes] = self._link_free[rank, peer] = start + seconds
         if seconds > 0:
             self._events.append(Event(rank, SEND, "pp_comm", start, start + seconds, action, peer))
 
@@ -218,7 +199,3 @@ class _Run:
             if closing.optimizer_s > 0:
                 self._events.append(Event(rank, COMPUTE, "optimizer", begin, begin + closing.optimizer_s, None))
         return begin + closing.optimizer_s
-
-
-def _key(action: Action) -> Key:
-    return action.stage, "I" if action.kind == "B" else action.kind, action.micro_batch

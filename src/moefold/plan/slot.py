@@ -4,13 +4,12 @@ The order of the actions is that of `config.schedule_order` and, where exchanges
 `config.paired_schedule`: that of the runtime. Torch-free.
 """
 
-from moefold.config.paired_schedule import PAIRED_SCHEDULES, actions, paired_rows
-from moefold.config.schedule_file import Action, Row, read_schedule
+from moefold.config.action import SlotRow
+from moefold.config.paired_schedule import PAIRED_SCHEDULES, paired_rows, slots
+from moefold.config.schedule_file import read_schedule
 from moefold.config.schedule_order import rank_row
+from moefold.config.schedule_walk import alone
 from moefold.errors import ConfigError
-
-Slot = tuple[Action, ...]
-SlotRow = tuple[Slot, ...]
 
 
 def slot_rows(
@@ -33,34 +32,12 @@ def slot_rows(
         if schedule not in PAIRED_SCHEDULES:
             legal = ", ".join(map(repr, PAIRED_SCHEDULES))
             raise ConfigError(f"overlap needs a schedule of pairs, and {schedule!r} has none; choose one of {legal}")
-        rows = paired_rows(schedule, pp, virtual_stages, num_micro_batches)
-        return tuple(tuple(actions(work) for work in row) for row in rows)
+        return tuple(map(slots, paired_rows(schedule, pp, virtual_stages, num_micro_batches)))
     if schedule == "csv":
         return tuple(alone(row) for row in read_schedule(path, pp, virtual_stages, num_micro_batches).rows)
     if pp == 1:
         return (alone(rank_row("1f1b", 0, 1, 1, num_micro_batches)),)
+    if schedule == "dualpipev":
+        return tuple(map(slots, paired_rows(schedule, pp, virtual_stages, num_micro_batches)))
     name = "interleaved" if schedule == "1f1b" and virtual_stages > 1 else schedule
-    plain = [rank_row(name, rank, pp, virtual_stages, num_micro_batches) for rank in range(pp)]
-    if name == "dualpipev":
-        return tuple(_overlapped(row, is_last=rank == pp - 1) for rank, row in enumerate(plain))
-    return tuple(map(alone, plain))
-
-
-def alone(row: Row) -> SlotRow:
-    """Each action in a slot of its own."""
-    return tuple((action,) for action in row)
-
-
-def _overlapped(row: Row, *, is_last: bool) -> SlotRow:
-    """DualPipeV's pairs: a forward pass with the whole backward pass behind it, but for the last rank's first one."""
-    slots: list[Slot] = []
-    keeps_apart = is_last
-    for action in row:
-        if action.kind == "B" and slots and slots[-1][-1].kind == "F":
-            if keeps_apart:
-                keeps_apart = False
-            else:
-                slots[-1] = (*slots[-1], action)
-                continue
-        slots.append((action,))
-    return tuple(slots)
+    return tuple(alone(rank_row(name, rank, pp, virtual_stages, num_micro_batches)) for rank in range(pp))

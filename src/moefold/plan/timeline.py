@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from moefold.config.schedule_file import Action
+from moefold.config.action import Action
 
 COMPUTE, COMMUNICATION, SEND = "compute", "communication", "send"
 STREAMS = (COMPUTE, COMMUNICATION, SEND)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.config.schedule_file import Action
+from moefold.config.action import Action
 from moefold.errors import ConfigError
 from moefold.plan.chart import CLOSING_COLOURS, EXPOSED, FAINT, INK, PASS_COLOURS, PASS_NAMES
 from moefold.plan.timeline import COMMUNICATION, COMPUTE, SEND, Event, Span, Timeline

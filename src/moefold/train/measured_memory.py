@@ -1,24 +1,17 @@
 """One step of a recipe on this rank under a ledger: what is in memory, by part, at the fullest moment and behind it."""
 
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.metrics.ledger import GATHERED, Ledger
+from moefold.metrics.memory_by_part import NOT_ACTIVATIONS
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
-from moefold.parallel.memory_parts import (
-    NOT_ACTIVATIONS,
-    PIPELINE,
-    POSTPONED,
-    named_parts,
-    settle_gradients,
-    settle_states,
-)
+from moefold.parallel.memory_parts import watched_passes
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchLoader
 from moefold.train.step import TrainingStep
@@ -73,13 +66,7 @@ def measure_rank(cfg: Config) -> MeasuredMemory:
 
 def measure_step(training: TrainingStep, batch: Batch) -> Ledger:
     """Run the forward and backward passes of step 1 under a ledger; collective."""
-    stages, ledger = training.model.stages, Ledger()
-    settle_states(ledger, stages, training.optimizer, chain((batch.tokens,), batch.targets().values()))
-    with ledger, named_parts(stages, ledger):
+    with watched_passes(training.model, training.optimizer, batch.tensors()) as ledger:
         training.begin(1)
         training.model.forward_backward(batch)
-        # FSDP replaces shards by padded ones at its first step.
-        settle_states(ledger, stages, training.optimizer)
-        settle_gradients(ledger, stages)
-        ledger.rename_alive(POSTPONED, PIPELINE)
     return ledger

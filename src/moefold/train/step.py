@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moefold.config.schema import Config
+from moefold.metrics.ledger import Ledger
 from moefold.metrics.memory import peak_memory_gib
+from moefold.metrics.memory_by_part import PARTS, MemoryByPart
 from moefold.metrics.moe import MoELayerMetrics
 from moefold.metrics.offload import OffloadMetrics
 from moefold.metrics.rank_times import DATA, NUM_TIMES, OWN, WAIT
@@ -19,6 +21,7 @@ from moefold.parallel.accumulate import Batch
 from moefold.parallel.collectives import all_reduce_sum
 from moefold.parallel.fsdp_comms import FSDPComms, watch_fsdp
 from moefold.parallel.gradients import clip_gradients, squared_norm_share
+from moefold.parallel.memory_parts import bytes_by_part, watched_passes
 from moefold.parallel.offload import open_moment_home
 from moefold.parallel.parallelize import ParallelModel
 from moefold.parallel.replicas import Divergence, Replicas, Said
@@ -64,6 +67,8 @@ class StepResult:
     """Where a step went wrong that is not finite."""
     replicas: ReplicaMetrics | None = None
     """How the replicas differ; None unless the step was checked."""
+    memory_by_part: MemoryByPart | None = None
+    """What the two passes had in memory; None unless the step was measured."""
     offload: OffloadMetrics | None = None
     """What the activations did outside of memory; None where all of them stay."""
     divergences: tuple[Divergence, ...] = ()
@@ -91,6 +96,8 @@ class _Totals:
     biases: Tensor
     offload: tuple[float, ...]
     """Of `train.offload`: bytes stored and kept, seconds of carrying and of waiting."""
+    memory: Tensor
+    """Bytes by part at the peak and now, [ranks, 2 * parts]; of a step that is not measured [ranks, 0]."""
 
     def watched(self) -> dict[str, float]:
         """What must be finite, by its name in a message."""
@@ -159,10 +166,10 @@ class TrainingStep:
         replicas = None if self._replicas is None or step % self._cfg.faults.replica_check_every else self._replicas
         if replicas is not None:
             replicas.arm()
-        loss = self.model.forward_backward(batch)
+        loss, ledger = self._measured_passes(batch, step)
         record = self.model.groups.record
         record.enter("summing up the step")
-        totals = self._agree(loss, flags(), data_s)
+        totals = self._agree(loss, flags(), data_s, ledger)
         metrics = None if replicas is None else replicas.metrics(self._my_share(loss.detach())[0])
         verdict = self.guard.judge(totals.watched())
         record.enter("optimizer")
@@ -199,6 +206,14 @@ class TrainingStep:
             return ()
         words = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state())}"
         return self._replicas.divergences(batch, (Said("the position of the run", words, ("world",)), *said))
+
+    def _measured_passes(self, batch: Batch, step: int) -> tuple[Tensor, Ledger | None]:
+        """Run both passes, under a ledger where the recipe wants it."""
+        every = self._cfg.metrics.memory_every
+        if not every or step % every:
+            return self.model.forward_backward(batch), None
+        with watched_passes(self.model, self.optimizer, batch.tensors()) as ledger:
+            return self.model.forward_backward(batch), ledger
 
     def _find_culprit(self, batch: Batch, step: int, loss: Tensor) -> Culprit:
         """See where it is not finite, and compute it once more, with an eye on what each rank brings to the sums."""
@@ -265,7 +280,7 @@ class TrainingStep:
         """Tensor-parallel ranks compute the same token losses: one of them speaks for all."""
         return loss if self._speaks_for_tp else torch.zeros_like(loss)
 
-    def _agree(self, loss: Tensor, flags: Sequence[bool], data_s: float) -> _Totals:
+    def _agree(self, loss: Tensor, flags: Sequence[bool], data_s: float, ledger: Ledger | None) -> _Totals:
         """Sum everything that is counted over the ranks, in one all-reduce."""
         world, device = self.model.groups.world, loss.device
         mine = self._my_share(loss.detach().double())
@@ -281,7 +296,11 @@ class TrainingStep:
             # One by one: a list would make the device wait for the host.
             times[world.rank, OWN], times[world.rank, DATA] = total_s - waited_s, data_s
             times[world.rank, WAIT] = waited_s
-        parts = (mine, squares, raised, memory, rows.flatten(), times.flatten(), self._offload_numbers(device))
+        by_part = torch.zeros(world.size, 2 * len(PARTS) if ledger else 0, dtype=torch.float64, device=device)
+        if ledger is not None:
+            by_part[world.rank] = torch.tensor(bytes_by_part(ledger), dtype=torch.float64, device=device)
+        offload = self._offload_numbers(device)
+        parts = (mine, squares, raised, memory, rows.flatten(), times.flatten(), offload, by_part.flatten())
         total = all_reduce_sum(torch.cat(parts), world)
         norm = total[len(mine)].sqrt()
         on_host = total.cpu().split([part.numel() for part in parts])
@@ -299,6 +318,7 @@ class TrainingStep:
             thresholds=thresholds,
             biases=biases,
             offload=tuple(on_host[6].tolist()),
+            memory=on_host[7].view_as(by_part),
         )
 
     def _result(self, totals: _Totals, rate: float, verdict: Verdict, culprit: Culprit | None) -> StepResult:
@@ -318,6 +338,7 @@ class TrainingStep:
             flags=totals.flags,
             peak_memory_gib=totals.peak_memory_gib,
             rank_times=totals.times.numpy(),
+            memory_by_part=MemoryByPart.from_rows(totals.memory.tolist()) if totals.memory.numel() else None,
             offload=OffloadMetrics.from_sums(totals.offload, len(totals.times)) if totals.offload else None,
             verdict=verdict,
             culprit=culprit,

@@ -362,6 +362,7 @@ class Trainer:
             eval_loss=eval_loss,
             replicas=result.replicas,
             offload=result.offload,
+            memory_by_part=result.memory_by_part,
             rank_times=RankTimes.from_ranks(result.rank_times),
             skipped=result.verdict.reason if result.verdict.action == "skip" else None,
         )

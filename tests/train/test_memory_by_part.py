@@ -1,0 +1,98 @@
+"""A measured step says where every rank's bytes are, and computes what a step that is not measured computes."""
+
+from dataclasses import replace
+
+import pytest
+
+from moefold.config.checks import check_config
+from moefold.config.schema import Config, MetricsConfig
+from moefold.metrics.activation_memory import CPU
+from moefold.metrics.memory_by_part import ACTIVATIONS, OFFLOADED, PARTS
+from moefold.metrics.memory_formula import memory_of_ranks
+from moefold.parallel.memory_parts import DISPATCH_PART, METHODS, STEPS
+from moefold.verify.mapping import run_mapping
+from tests.verify.recipes import tiny
+from tests.verify.same_bits import assert_equal_bits
+
+pytestmark = pytest.mark.parity
+
+SHARED = {"shared_expert_ffn_hidden_size": 16, "layer_pattern": "DM"}
+BIG = {"hidden_size": 64, "head_dim": 16, "moe_ffn_hidden_size": 32, "ffn_hidden_size": 96}
+V = {"pp": 2, "virtual_stages": 2}
+MAPPINGS = {
+    "one rank": {},
+    "tp": {"world_size": 2, "tp": 2, "zero": 3},
+    "gpipe": {"world_size": 2, "pp": 2, "schedule": "gpipe"},
+    "interleaved": {"world_size": 2, **V, "schedule": "interleaved"},
+    "zero-bubble": {"world_size": 2, "pp": 2, "schedule": "zero-bubble"},
+    "zbv": {"world_size": 2, **V, "schedule": "zbv"},
+    "dualpipev": {"world_size": 4, "ep": 2, **V, "schedule": "dualpipev", "zero": 2},
+    "overlap": {"world_size": 2, "ep": 2, "overlap_experts": True},
+    "1f1b, overlap": {"world_size": 4, "ep": 2, "pp": 2, "overlap_experts": True, "zero": 2},
+}
+TRAINS = {
+    "offload": {"offload": ("layer",), "offload_min_kib": 0, "offload_waits": True},
+    "recompute": {"recompute": ("norms", "moe")},
+}
+
+
+def _measured(cfg: Config, every: int) -> Config:
+    found = replace(cfg, metrics=MetricsConfig(memory_every=every))
+    check_config(found)
+    return found
+
+
+def _recipe(train: dict[str, object] | None = None, **mapping: object) -> Config:
+    return tiny(model=SHARED | BIG, train={"global_batch_size": 8, "micro_batch_size": 1} | (train or {}), **mapping)
+
+
+def _check(pool, cfg: Config) -> list[dict[str, int]]:
+    """Train two steps, the second one measured; what each rank had at its peak."""
+    size = cfg.parallel.world_size
+    plain = pool.run(size, run_mapping, cfg, 2)
+    found = pool.run(size, run_mapping, _measured(cfg, 2), 2)
+    assert_equal_bits(zip(plain, found, strict=True))
+    assert found[0].steps[0].memory_by_part is None
+    memory = found[0].steps[1].memory_by_part
+    assert all(record.steps[1].memory_by_part == memory for record in found), "all ranks know of all"
+    states = [rank.states for rank in memory_of_ranks(cfg, kernels=CPU)]
+    stages = [rank * cfg.parallel.pp // size for rank in range(size)]
+    for part in ("weights", "gradients", "optimizer"):
+        assert memory.current_bytes[part] == [getattr(states[stage], part) for stage in stages], part
+    peaks = [{part: sizes[rank] for part, sizes in memory.peak_bytes.items()} for rank in range(size)]
+    for rank, peak in enumerate(peaks):
+        now = sum(sizes[rank] for sizes in memory.current_bytes.values())
+        assert sum(peak.values()) >= now
+        assert sum(peak.get(part, 0) for part in ACTIVATIONS) > 0
+        assert peak.get("other", 0) < 0.02 * sum(peak.values()), peak
+    return peaks
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_under_a_mapping(pool, name):
+    _check(pool, _recipe(**MAPPINGS[name]))
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_with_a_saver(pool, name):
+    kept = _check(pool, _recipe())[0]
+    (peak,) = _check(pool, _recipe(TRAINS[name]))
+    assert (OFFLOADED in peak) == (name == "offload")
+    if name == "recompute":
+        assert peak.get("norms", 0) < kept["norms"]
+
+
+def test_two_micro_batches_at_a_time_are_in_memory(pool):
+    """The ledger sees of a pair the activations of two micro-batches, and what goes backward is not among them."""
+    mapping = MAPPINGS["overlap"]
+    train = {"global_batch_size": 16}
+    both = [_check(pool, _recipe(train, **mapping | {"overlap_experts": on})) for on in (False, True)]
+    one, two = ([sum(peak.get(part, 0) for part in ACTIVATIONS) for peak in peaks] for peaks in both)
+    for alone, paired in zip(one, two, strict=True):
+        assert 1.4 * alone < paired < 2.2 * alone
+
+
+def test_every_name_is_known():
+    names = {part for *_, part in METHODS} | {part for _, part in STEPS} | {DISPATCH_PART}
+    assert names <= set(PARTS)
+    assert len(set(PARTS)) == len(PARTS)
