@@ -1,14 +1,20 @@
 """What a forward pass keeps falls as the formula of each part says, within a tenth."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from moefold.config.schema import Config, ModelConfig, RunConfig, TrainConfig
+from moefold.metrics.activation_memory import CPU
+from moefold.metrics.recompute_choice import choose_recompute
 from moefold.model.recall import all_kept, recalled
 from moefold.model.transformer import build_model
-from moefold.parallel.recompute import apply_recompute
+from moefold.parallel.recompute import DEVICE_SHARE, apply_recompute, settle_recompute
 from moefold.testing.kept import kept_bytes
+from moefold.verify.mapping import make_groups
+from tests.verify.recipes import tiny
 
 H, A, G, D, F, FE, FS, E, K, V, T = 64, 4, 2, 16, 160, 96, 80, 4, 2, 8, 128
 GQA = ModelConfig(
@@ -106,3 +112,22 @@ def test_nothing_is_made_again_without_gradients():
     x = torch.ones(3)
     with torch.no_grad(), recalled(_double, x.requires_grad_(), x) as results:
         assert not any(result.requires_grad for result in results)
+
+
+def _settled_parts(cfg: Config, device_bytes: list[int]) -> tuple[str, ...]:
+    groups = make_groups(cfg)
+    cfg = replace(cfg, train=replace(cfg.train, recompute=("auto",)))
+    return settle_recompute(cfg, groups, device_bytes[groups.rank])[0].train.recompute
+
+
+@pytest.mark.parity
+def test_ranks_of_unequal_devices_make_the_same_again(pool):
+    """A rank that made other parts again would wait for exchanges that never come."""
+    cfg = tiny(world_size=2, ep=2)
+    plenty = choose_recompute(cfg, 10**12, CPU)
+    scarce = choose_recompute(cfg, plenty.worst_bytes - 1, CPU)
+    assert plenty.parts != scarce.parts
+    enough, less = (round(choice.worst_bytes / DEVICE_SHARE) + 1 for choice in (plenty, scarce))
+    assert pool.run(2, _settled_parts, cfg, [enough, enough]) == [plenty.parts] * 2
+    assert pool.run(2, _settled_parts, cfg, [enough, less]) == [scarce.parts] * 2
+    assert pool.run(2, _settled_parts, cfg, [less, enough]) == [scarce.parts] * 2

@@ -15,7 +15,7 @@ from moefold.config.checks_recompute import AUTO
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.metrics.activation_memory import CPU, CUDA, Kernels
+from moefold.metrics.activation_memory import KERNELS, Kernels
 from moefold.metrics.memory_formula import RankMemory, memory_of_ranks
 from moefold.metrics.recompute_choice import GIB, choose_recompute
 from moefold.parallel.layout import Layout
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from moefold.metrics.state_memory import StateBytes
     from moefold.train.measured_memory import MeasuredMemory
 
-KERNELS = {"cpu": CPU, "cuda": CUDA}
 MOST_MEASURED = 64
 """Ranks that one machine is asked to start."""
 RANKS_TIMEOUT_S = 3600.0

@@ -11,6 +11,7 @@ from moefold.config.checks import check_config, check_machine
 from moefold.config.checks_dispatch import check_dispatch_device
 from moefold.config.checks_kernels import check_kernel_device
 from moefold.config.checks_machine import check_replay_content
+from moefold.config.checks_memory import check_memory_device
 from moefold.config.checks_offload import check_offload_device
 from moefold.config.elastic import with_world_size
 from moefold.config.load import load_given
@@ -77,6 +78,7 @@ def _train(cfg: Config, place: Place | None, resume: Path | None) -> int:
     check_dispatch_device(cfg, device_type)
     check_kernel_device(cfg, device_type)
     check_offload_device(cfg, device_type)
+    check_memory_device(cfg, device_type)
     if place is None or place.local_rank == 0:
         check_replay_content(cfg)
         if cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal":

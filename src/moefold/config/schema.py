@@ -208,7 +208,7 @@ class TrainConfig:
     dense_mlp, expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bit for bit the same result.
     auto, by itself: those that fit a step into memory_budget_gib at the least work."""
     memory_budget_gib: float = 0.0
-    """Memory of a rank that recompute "auto" may fill, by formula; 0: nine tenths of the GPU's, and refused on CPU."""
+    """Memory of a rank that recompute "auto" may fill, by formula; 0: nine tenths of the smallest GPU's; refused on CPU."""
     offload: tuple[str, ...] = ()
     """Parts of the layers whose activations are outside of memory between the passes: norms, core_attention, dense_mlp,
     expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bit for bit the same result."""

@@ -37,6 +37,8 @@ class Kernels:
 
 CPU = Kernels(fused_norm=False, grouped_experts=False)
 CUDA = Kernels(fused_norm=True, grouped_experts=True)
+KERNELS = {"cpu": CPU, "cuda": CUDA}
+"""By device type."""
 
 
 class ActivationFormula:

@@ -55,7 +55,8 @@ def choose_recompute(
 
     Args:
         cfg: a recipe; what its train.recompute says does not matter.
-        budget_bytes: for weights, gradients, optimizer and activations of one rank.
+        budget_bytes: for weights, gradients, optimizer and activations of one rank: train.memory_budget_gib, or where
+            that is 0 nine tenths of the smallest GPU.
         kernels: of the device.
         imbalance: rows of the fullest rank's experts over the mean of all ranks.
 
@@ -126,18 +127,22 @@ def _nothing_fits(cfg: Config, least: RecomputeChoice, budget_bytes: int) -> str
     fullest = max(least.memory, key=lambda rank: rank.total)
     activations = fullest.activations.total + fullest.pipeline
     states = fullest.total - activations
+    p, train = cfg.parallel, cfg.train
     if states > budget_bytes:
-        help_ = (
-            "weights, gradients and optimizer alone do not fit: raise parallel.pp, parallel.tp, parallel.ep or "
-            f"parallel.zero={cfg.parallel.zero}, or choose train.moment_dtype='bfloat16'"
-        )
+        axes = {"pp": p.pp, "tp": p.tp, "ep": p.ep} | ({"zero": p.zero} if p.zero < 3 else {})
+        ways = ["raise " + ", ".join(f"parallel.{axis} (now {size})" for axis, size in axes.items())]
+        ways += ["choose train.moment_dtype='bfloat16'"] if train.moment_dtype == "float32" else []
+        help_ = "weights, gradients and optimizer alone do not fit: " + ", or ".join(ways)
     else:
-        help_ = (
-            f"lower train.micro_batch_size={cfg.train.micro_batch_size}, raise parallel.cp or parallel.tp, or set "
-            "train.loss_chunk=-1"
-        )
+        ways = [f"lower train.micro_batch_size (now {train.micro_batch_size})"] if train.micro_batch_size > 1 else []
+        ways += [f"raise parallel.cp (now {p.cp}) or parallel.tp (now {p.tp})"]
+        ways += ["set train.loss_chunk=-1"] if train.loss_chunk == 0 else []
+        help_ = ", or ".join(ways)
+    budget = f"train.memory_budget_gib={budget_bytes / GIB:.4g} holds"
+    if not train.memory_budget_gib:
+        budget = f"nine tenths of the smallest GPU, {budget_bytes / GIB:.4g} GiB, hold"
     return (
-        f"train.memory_budget_gib={budget_bytes / GIB:.4g} holds no step, whatever is made again: pipeline rank "
-        f"{fullest.pp_rank} needs {least.worst_bytes / GIB:.4g} GiB with {', '.join(least.parts) or 'nothing'}, "
-        f"of which {states / GIB:.4g} are not activations; {help_}"
+        f"train.recompute=['auto']: {budget} no step, whatever is made again: pipeline rank {fullest.pp_rank} needs "
+        f"{least.worst_bytes / GIB:.4g} GiB with {', '.join(least.parts) or 'nothing'}, of which {states / GIB:.4g} are "
+        f"not activations; {help_}"
     )

@@ -52,11 +52,12 @@ class Extents:
         num_bytes = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         with self._lock:
             self._take_back()
-            fits = [span for span in self._holes if span[1] - span[0] >= num_bytes]
-            start, stop = min(fits, key=lambda span: span[1] - span[0], default=(self._end, self._end + num_bytes))
-            if start + num_bytes > self._limit_bytes:
+            spans = (*self._holes, (self._end, self._end + num_bytes))
+            fits = [span for span in spans if span[0] + num_bytes <= min(span[1], self._limit_bytes)]
+            if not fits:
                 return None
-            if fits:
+            start, stop = min(fits, key=lambda span: (span[0] == self._end, span[1] - span[0]))
+            if start < self._end:
                 self._holes.remove((start, stop))
                 if stop - start > num_bytes:
                     insort(self._holes, (start + num_bytes, stop))

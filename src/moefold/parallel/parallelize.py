@@ -30,7 +30,7 @@ from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.paired import PairedAccumulation
 from moefold.parallel.phases import note_phases
 from moefold.parallel.pipeline import Pipeline, share_embedding_gradient
-from moefold.parallel.recompute import apply_recompute, settle_recompute
+from moefold.parallel.recompute import apply_recompute, memory_of, settle_recompute
 from moefold.parallel.sharding import master_dtype, shard_data_parallel, shard_model_parallel
 from moefold.parallel.stage_plan import StagePlan, plan_stages
 from moefold.parallel.tensor import HeadSquares, ShardedTokens, ShardedVocabulary, key_value_rows, local_positions
@@ -122,7 +122,7 @@ def parallelize(cfg: Config, groups: ParallelGroups) -> ParallelModel:
 
     Collective: FSDP may communicate. Parameters are whole on no rank at any time.
     """
-    cfg, recompute_note = settle_recompute(cfg, groups.device)
+    cfg, recompute_note = settle_recompute(cfg, groups, memory_of(groups.device))
     cut = cut_model(cfg, groups, is_trained=True)
     for stage in cut.stages:
         initialise(stage, cfg.model, cfg.run.seed)

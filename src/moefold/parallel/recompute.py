@@ -7,8 +7,7 @@ import torch
 
 from moefold.config.checks_recompute import AUTO
 from moefold.config.schema import Config
-from moefold.errors import ConfigError
-from moefold.metrics.activation_memory import CPU, CUDA
+from moefold.metrics.activation_memory import KERNELS
 from moefold.metrics.recompute_choice import GIB, choose_recompute
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.mlp import SwiGLU
@@ -16,28 +15,41 @@ from moefold.model.recall import recalled, recomputed, recomputed_steps
 from moefold.model.transformer import Block, Transformer
 from moefold.moe.layer import MoELayer
 from moefold.parallel.beside import Beside
+from moefold.parallel.collectives import all_reduce_max
+from moefold.parallel.groups import ParallelGroups
 
 DEVICE_SHARE = 0.9
 """Of a GPU's memory; the rest is for kernels' workspaces, NCCL and what the allocator cannot use."""
 
 
-def settle_recompute(cfg: Config, device: torch.device) -> tuple[Config, str]:
-    """What `train.recompute = ["auto"]` stands for on a device, and a line that says why; others stay as they are.
+def settle_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> tuple[Config, str]:
+    """What `train.recompute = ["auto"]` stands for, and a line that says why; others stay as they are.
 
-    Every rank of equal devices comes to the same answer.
+    Ranks that made different parts again would wait for each other's exchanges for ever, so all must come to the same
+    answer. Without a budget in the recipe they agree on the smallest device: collective then, over the world.
+
+    Args:
+        cfg: a recipe that `check_memory_device` passed.
+        groups: of its mapping.
+        device_bytes: memory of this rank's device; 0 on the CPU, which needs a budget.
 
     Raises:
-        ConfigError: nothing fits, or nobody said how much memory a rank on the CPU may use.
+        ConfigError: nothing fits, on all ranks.
     """
     if AUTO not in cfg.train.recompute:
         return cfg, ""
     budget_bytes = round(cfg.train.memory_budget_gib * GIB)
-    if device.type == "cuda":
-        budget_bytes = budget_bytes or round(DEVICE_SHARE * torch.cuda.get_device_properties(device).total_memory)
-    elif not budget_bytes:
-        raise ConfigError(f"train.recompute=['{AUTO}'] needs train.memory_budget_gib on a CPU: what one rank may use")
-    choice = choose_recompute(cfg, budget_bytes, CUDA if device.type == "cuda" else CPU)
+    if not budget_bytes:
+        smallest = -all_reduce_max(torch.tensor(-device_bytes, device=groups.device), groups.world)
+        budget_bytes = round(DEVICE_SHARE * int(smallest))
+        assert budget_bytes, "a CPU has a budget"
+    choice = choose_recompute(cfg, budget_bytes, KERNELS[groups.device.type])
     return replace(cfg, train=replace(cfg.train, recompute=choice.parts)), choice.words(budget_bytes)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a GPU; 0 of a CPU, whose memory belongs to no rank."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def apply_recompute(stage: Transformer, parts: Sequence[str], beside: Beside | None = None) -> None:
