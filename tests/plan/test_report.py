@@ -16,8 +16,8 @@ from moefold.config.load import load_config
 from moefold.errors import ConfigError
 from moefold.plan.device import load_device
 from moefold.plan.mapping import Mapping
-from moefold.plan.memory import MemoryEstimate, memory_bytes
-from moefold.plan.report import MEMORY_PARTS, Study, name_of, report_html, write_report
+from moefold.plan.memory import MEMORY_PARTS, Memory, MemoryEstimate
+from moefold.plan.report import Study, name_of, report_html, write_report
 from moefold.plan.shape import shape_of
 from moefold.plan.step_time import Pricer, StepTime
 from moefold.plan.workload import Workload
@@ -39,10 +39,10 @@ class Plan:
 @pytest.fixture(scope="module")
 def study() -> Study:
     gpu, shape = load_device("h100"), shape_of(load_config(None, ["model.preset=mixtral-8x7b"]).model)
-    pricer = Pricer(shape, gpu, WORKLOAD)
+    pricer, memory = Pricer(shape, gpu, WORKLOAD), Memory(shape, WORKLOAD, gpu)
 
     def plan(mapping: Mapping) -> Plan:
-        return Plan(mapping, pricer.step_time(mapping), memory_bytes(shape, mapping, WORKLOAD, gpu))
+        return Plan(mapping, pricer.step_time(mapping), memory.estimate(mapping))
 
     def replan(num_gpus: int) -> Plan | None:
         return None if num_gpus not in (32, 128) else plan(replace(BEST, dp=num_gpus // 8, edp=num_gpus // 32))

@@ -2,17 +2,18 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from moefold.plan.device import load_device
-from moefold.plan.fit import Fit
 from moefold.plan.legality import Legality
-from moefold.plan.mapping import Mapping
-from moefold.plan.memory import OVERHEAD_GIB, memory_bytes
+from moefold.plan.mapping import OPTIMIZER, Mapping
+from moefold.plan.memory import OVERHEAD_GIB, Memory
 from moefold.plan.restriction import Restriction
 from moefold.plan.search import Plan, Search
 from moefold.plan.shape import shape_of
 from moefold.plan.space import Fold, MappingSpace
+from moefold.plan.stages import RecipeSplit
 from moefold.plan.step_time import Pricer
 from moefold.plan.workload import Workload
 from tests.plan.recipes import RECIPES, on_ranks
@@ -27,7 +28,9 @@ def searched(name: str, world_size: int, room_gib: float, fixed: dict | None = N
     device = replace(load_device("h100"), memory_gib=OVERHEAD_GIB + room_gib)
     workload = Workload(seq_len=cfg.train.seq_len, global_batch_size=cfg.train.global_batch_size)
     shape = shape_of(cfg.model)
-    return Search(space, Pricer(shape, device, workload), Fit(shape, workload, device, space.recomputes))
+    split = RecipeSplit(cfg, shape)
+    memory = Memory(shape, workload, device, cfg, split)
+    return Search(space, Pricer(shape, device, workload, memory.kept, split), memory)
 
 
 def every_mapping(search: Search) -> dict[Fold, list[Mapping]]:
@@ -36,6 +39,8 @@ def every_mapping(search: Search) -> dict[Fold, list[Mapping]]:
     for values in search.space:
         tp, cp, pp, ep, etp = (values[axis] for axis in ("tp", "cp", "pp", "ep", "etp"))
         fold = Fold(tp, cp, world // (tp * cp * pp), pp, ep, etp, world // (ep * etp * pp))
+        if values.pop("moments") == "host":
+            values["offload"] = (*values["offload"], OPTIMIZER)
         found.setdefault(fold, []).append(Mapping(**values, dp=fold.dp, edp=fold.edp))
     return found
 
@@ -75,24 +80,30 @@ def test_plans_are_ranked_best_first():
     assert fits == sorted(fits, reverse=True)
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
-def test_the_filter_says_what_the_estimate_says(name):
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_times_and_memory_of_all_savers_are_those_of_each(name):
     search = searched(name, 2, 0.45 / 1024)
-    seen = set()
     for mappings in every_mapping(search).values():
-        for m in mappings[::17]:
-            fits = search.memory.fitting(replace(m, recompute=()), m.zero)(m.recompute)
-            estimate = search.memory.estimate(m)
-            first = memory_bytes(search.pricer.shape, m, search.pricer.workload, search.pricer.device)
-            assert estimate.total >= first.total
-            if m.pp == 1:
-                assert estimate == first
-            if abs(estimate.total - estimate.capacity) > 1:
-                assert fits == estimate.fits, m
-            if not search.memory.may_fit(m, m.zero):
-                assert not fits
-            seen.add(fits)
-    assert seen
+        for m in mappings[::171]:
+            probe = replace(m, recompute=(), offload=tuple(part for part in m.offload if part == OPTIMIZER))
+            savers = search.space.savers_with(m.overlap)
+            i = savers.index((m.recompute, tuple(part for part in m.offload if part != OPTIMIZER)))
+            seconds = search.pricer.step_times(probe, savers)[i]
+            assert seconds == pytest.approx(search.pricer.step_time(m).total_s, rel=1e-12), m
+            total = search.memory.room(probe).totals(np.array([i]), savers)[0]
+            assert total == pytest.approx(search.memory.estimate(m).total, rel=1e-9), m
+
+
+@pytest.mark.parametrize("room_mib", [0.5, 100.0])
+def test_the_first_few_are_those_of_the_whole_ranking(room_mib):
+    everything = [plan for plan in searched("plain", 4, room_mib / 1024).ranked() if plan.memory.fits]
+    search = searched("plain", 4, room_mib / 1024)
+    for count in (1, 3, 10):
+        found = [plan.time.total_s for plan in search.first(count)]
+        assert found == pytest.approx([plan.time.total_s for plan in everything[:count]], rel=1e-12)
+    for place in range(0, len(everything), 5):
+        faster = sum(plan.time.total_s < everything[place].time.total_s * (1 - 1e-9) for plan in everything)
+        assert search.num_faster(everything[place].time.total_s * (1 - 1e-9)) == faster
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
         from moefold.cli.plan_table import print_plans
 
         console = Console(width=None if sys.stdout.isatty() else 200)
-        print_plans(console, planner, args.top, time.perf_counter() - started)
+        print_plans(console, planner, args.top, started)
     return 0
 
 
@@ -173,7 +173,7 @@ def _trainable(cfg: Config) -> Config:
 
 
 def _write_report(planner: Planner, path: Path) -> None:
-    from moefold.plan.report import Study, write_report
+    from moefold.plan.report import SHOWN, Study, write_report
 
     q = planner.question
     study = Study(
@@ -182,7 +182,7 @@ def _write_report(planner: Planner, path: Path) -> None:
         num_gpus=q.num_gpus,
         workload=q.workload,
         shape=q.shape,
-        plans=planner.plans,
+        plans=planner.first(SHOWN),
         replan=lambda count: _best_on(q, count),
     )
     write_report(study, path)

@@ -11,7 +11,7 @@ from moefold.config.checks import check_config
 from moefold.errors import ConfigError
 from moefold.plan.legality import AXES, Legality
 from moefold.plan.planner import Planner, Question, name_of
-from moefold.plan.restriction import DEGREES, Restriction
+from moefold.plan.restriction import Restriction
 from moefold.plan.search import Plan
 
 EXIT_NO = 1
@@ -33,7 +33,7 @@ def explain(question: Question, args: argparse.Namespace) -> int:
     if reason:
         _tell(args, {"legal": False, "reason": reason}, f"illegal: {reason}")
         return EXIT_NO
-    plan = planner.plans[0]
+    plan = planner.first(1)[0]
     ranking = _ranking(question, plan, args)
     record = {"legal": True, **plan_as_dict(plan), **ranking}
     if not plan.memory.fits:
@@ -70,7 +70,7 @@ def _why_illegal(question: Question, planner: Planner) -> str:
         return str(error)
     p = cfg.parallel
     derived = {"dp": p.dp, "edp": p.edp}
-    wrong = [axis for axis in DEGREES[2::4] if question.restriction.fixed.get(axis, derived[axis]) != derived[axis]]
+    wrong = [axis for axis in ("dp", "edp") if question.restriction.fixed.get(axis, derived[axis]) != derived[axis]]
     if wrong:
         return "; ".join(
             f"{axis}={derived[axis]} follows from the other degrees on {p.world_size} GPUs" for axis in wrong
@@ -82,12 +82,12 @@ def _ranking(question: Question, plan: Plan, args: argparse.Namespace) -> dict[s
     """Where it would stand among the best mappings of all folds."""
     from moefold.cli.plan import _planner
 
-    everything = _planner(replace(question, restriction=Restriction({}, args.method)), args).plans
-    place = 1 + sum(other.order < plan.order for other in everything if other.memory.fits)
-    best = everything[0]
+    everything = _planner(replace(question, restriction=Restriction({}, args.method)), args)
+    best = everything.first(1)[0]
+    fits = plan.memory.fits
     return {
-        "rank": place if plan.memory.fits else None,
-        "num_folds": len(everything),
+        "rank": 1 + everything.num_faster(plan.time.total_s) if fits else None,
+        "num_folds": everything.num_folds,
         "best": name_of(best),
         "best_step_time_s": best.time.total_s if best.memory.fits else None,
     }

@@ -1,21 +1,23 @@
 """The tables of `moefold plan`."""
 
+import time
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from moefold.plan.mapping import Mapping
+from moefold.plan.memory import MEMORY_PARTS
 from moefold.plan.planner import Planner
 from moefold.plan.restriction import FOLDED
-from moefold.plan.search import MEMORY_PARTS, Plan
+from moefold.plan.search import Plan
 from moefold.plan.step_time import PARTS
 
 GIB = 2**30
 DEGREES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs")
 
 
-def print_plans(console: Console, planner: Planner, count: int, seconds: float) -> None:
+def print_plans(console: Console, planner: Planner, count: int, started: float) -> None:
     """The best mappings, their time and their memory by part."""
     q = planner.question
     w = q.workload
@@ -24,15 +26,14 @@ def print_plans(console: Console, planner: Planner, count: int, seconds: float) 
         f"{q.shape.name} on {q.num_gpus} x {q.device.name} ({q.device.memory_gib:.0f} GiB), {w.seq_len} tokens x "
         f"{w.global_batch_size} samples a step, {w.precision}, imbalance {w.imbalance:g}{method}"
     )
-    fitting = [plan for plan in planner.plans if plan.memory.fits]
-    shown = fitting[:count]
+    shown = planner.first(count)
     console.print(_ranking(shown))
     _print_parts(console, shown)
+    seconds = time.perf_counter() - started
     attention = "half of" if w.causal else "all of"
     console.print(
-        f"{planner.space.count():,} legal mappings in {len(planner.plans):,} folds, of which {len(fitting):,} fit; the "
-        f"best of each fold is ranked ({seconds:.1f} s). MFU counts {attention} the attention matrix, against the "
-        "bfloat16 peak."
+        f"{planner.space.count():,} legal mappings in {planner.num_folds:,} folds, of which the best is ranked "
+        f"({seconds:.1f} s). MFU counts {attention} the attention matrix, against the bfloat16 peak."
     )
 
 
@@ -54,7 +55,7 @@ def _ranking(plans: Sequence[Plan]) -> Table:
     table = Table(pad_edge=False)
     for name in ("#", *DEGREES):
         table.add_column(name, justify="right")
-    for name in ("schedule", "zero", "dispatcher", "recompute"):
+    for name in ("schedule", "zero", "dispatcher", "recompute", "offload"):
         table.add_column(name)
     for name in ("step s", "MFU %", "TFLOP/s", "tokens/s/GPU", "GiB"):
         table.add_column(name, justify="right")
@@ -66,8 +67,9 @@ def _ranking(plans: Sequence[Plan]) -> Table:
             *(str(getattr(m, name)) for name in DEGREES),
             m.schedule if m.pp > 1 else "-",
             str(m.zero),
-            m.dispatcher if m.ep * m.etp > 1 else "-",
-            _again(m),
+            _dispatcher(m),
+            ", ".join(m.recompute) or "-",
+            ", ".join(m.offload) or "-",
             f"{t.total_s:.3f}",
             f"{100 * t.mfu:.1f}",
             f"{t.tflops_per_gpu:.0f}",
@@ -99,5 +101,7 @@ def _memory(plan: Plan) -> dict[str, float]:
     return {part: plan.memory_parts[part] / GIB for part in MEMORY_PARTS}
 
 
-def _again(m: Mapping) -> str:
-    return ", ".join(m.recompute) or "-"
+def _dispatcher(m: Mapping) -> str:
+    if m.ep * m.etp == 1:
+        return "-"
+    return f"{m.dispatcher}, overlapped" if m.overlap else m.dispatcher

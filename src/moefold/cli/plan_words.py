@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from moefold.config.checks_offload import OFFLOAD_PARTS
 from moefold.config.choices import any_of
 from moefold.config.keys import key_types, nearest
 from moefold.config.schema import RECOMPUTE_PARTS
@@ -12,12 +13,11 @@ NUMBERS = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
 CHOICES = ("schedule", "dispatcher")
 RECOMPUTE = "recompute"
 NOTHING = "none"
-KEYS = (*NUMBERS, *CHOICES, RECOMPUTE)
-NOT_THERE = {
-    "overlap": "the experts' exchange is not hidden behind another micro-batch yet",
-    "offload": "nothing is offloaded to the host yet",
-}
-"""Of a mapping elsewhere; not of one that moefold runs."""
+OPTIMIZER = "optimizer"
+OFFLOAD = "offload"
+OVERLAP = "overlap"
+SWITCH = {"on": True, "true": True, "off": False, "false": False}
+KEYS = (*NUMBERS, *CHOICES, RECOMPUTE, OFFLOAD, OVERLAP)
 
 
 def read_axes(words: Sequence[str], option: str) -> dict[str, Any]:
@@ -31,8 +31,6 @@ def read_axes(words: Sequence[str], option: str) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         if not equals or not value:
             raise ConfigError(f"{option} {word!r} must be AXIS=VALUE, such as tp=2; the axes are {', '.join(KEYS)}")
-        if key in NOT_THERE:
-            raise ConfigError(f"{option} {word}: {NOT_THERE[key]}; leave it out")
         if key not in KEYS:
             guess = nearest(key, KEYS, cutoff=0.5)
             hint = f"; did you mean {guess}?" if guess else ""
@@ -40,6 +38,10 @@ def read_axes(words: Sequence[str], option: str) -> dict[str, Any]:
         if key in found:
             raise ConfigError(f"{option} {word}: {key} is set twice")
         found[key] = _value(key, value, f"{option} {word}")
+    if OFFLOAD in found:
+        # The optimizer's moments are a key of their own in a recipe.
+        found["moments"] = "host" if OPTIMIZER in found[OFFLOAD] else "none"
+        found[OFFLOAD] = tuple(part for part in found[OFFLOAD] if part != OPTIMIZER)
     if not found:
         raise ConfigError(f"{option} names no axis; write for example tp=2,ep=8")
     return found
@@ -58,10 +60,15 @@ def _value(key: str, text: str, where: str) -> Any:
             guess = nearest(text, choices)
             raise ConfigError(f"{where} must be {any_of(choices)}" + (f"; did you mean {guess}?" if guess else ""))
         return text
+    if key == OVERLAP:
+        if text not in SWITCH:
+            raise ConfigError(f"{where} must be {any_of(list(SWITCH))}")
+        return SWITCH[text]
+    known = RECOMPUTE_PARTS if key == RECOMPUTE else (*OFFLOAD_PARTS, OPTIMIZER)
     parts = () if text == NOTHING else tuple(text.split("+"))
     for part in parts:
-        if part not in RECOMPUTE_PARTS:
-            guess = nearest(part, RECOMPUTE_PARTS)
+        if part not in known:
+            guess = nearest(part, known)
             hint = f"; did you mean {guess}?" if guess else ""
-            raise ConfigError(f"{where}: {part!r} is no part; join some of {', '.join(RECOMPUTE_PARTS)} by +{hint}")
-    return tuple(sorted(parts, key=RECOMPUTE_PARTS.index))
+            raise ConfigError(f"{where}: {part!r} is no part; join some of {', '.join(known)} by +{hint}")
+    return tuple(sorted(parts, key=known.index))

@@ -33,12 +33,19 @@ class Kernels:
     grouped_experts: bool
     """The experts of a rank run together and keep all of a SwiGLU, four inner widths. Else one after another, and the
     two inner projections are kept."""
+    fused_swiglu: bool = False
+    """Gate, SiLU and product are one kernel, which keeps its two inputs: of a SwiGLU three inner widths stay, and two
+    where expert_activation runs again, which is that kernel alone."""
+    narrow_router: bool = False
+    """The router's product takes its input in the compute type, and its choices stay as one map: no copy is kept."""
 
 
 CPU = Kernels(fused_norm=False, grouped_experts=False)
 CUDA = Kernels(fused_norm=True, grouped_experts=True)
 KERNELS = {"cpu": CPU, "cuda": CUDA}
 """By device type."""
+MEGATRON = Kernels(fused_norm=True, grouped_experts=True, fused_swiglu=True, narrow_router=True)
+"""Of Megatron-Core with Transformer Engine, on which most published steps were measured."""
 
 
 class ActivationFormula:
@@ -107,9 +114,10 @@ class ActivationFormula:
         best = now
         for kind in self._kinds(stage):
             now = now + self._layers[kind]
-            best = max(best, now + self._passing[kind], key=Parts.total)
+            full = now + self.passing[kind]
+            best = full if full.total() > best.total() else best
         now = now + self._behind_layers(stage)
-        now["logits"] += self._transient_logits if stage.is_last else 0
+        now["logits"] += self.transient_logits if stage.is_last else 0
         return now if now.total() >= best.total() else best
 
     def backward(self, stage: Stage, *, splits: bool) -> Parts:
@@ -125,29 +133,36 @@ class ActivationFormula:
         for kind in self._kinds(stage):
             now = now + self._layers[kind]
             # Most of what the layer itself postpones is what it has kept, or takes its place.
-            left = left - self._postponed_layer(kind) if splits else left
+            left = left - self.postponed_layer(kind) if splits else left
             beside = self._postponed_beside(kind) if splits else Parts()
-            best = max(best, now + self._again[kind] + self._passing[kind] + left + beside, key=Parts.total)
+            full = now + self.again[kind] + self.passing[kind] + left + beside
+            best = full if full.total() > best.total() else best
         return best
 
     def _kinds(self, stage: Stage) -> list[str]:
         return [self._cfg.model.layer_kinds[i] for i in stage.parts.layers]
 
     def _before_layers(self, stage: Stage) -> Parts:
-        if not stage.is_first:
-            return Parts()
-        return Parts(embedding=self.hidden if "layer" in self.recompute else self._residual)
+        return self.embedding() if stage.is_first else Parts()
 
     def _behind_layers(self, stage: Stage) -> Parts:
         if not stage.is_last:
-            return Parts() if self._residual else Parts(pipeline=self.hidden)
-        kept = self._head()
+            return self.handed_on()
+        kept = self.head()
         for _ in range(stage.parts.num_further):
-            kept += self._further()
+            kept += self.further()
         return kept
 
+    def embedding(self) -> Parts:
+        """What the embedding keeps."""
+        return Parts(embedding=self.hidden if "layer" in self.recompute else self._residual)
+
+    def handed_on(self) -> Parts:
+        """What a stage keeps of its result for the next one, where no layer keeps it."""
+        return Parts() if self._residual else Parts(pipeline=self.hidden)
+
     @property
-    def _transient_logits(self) -> int:
+    def transient_logits(self) -> int:
         """What the loss has in memory beside what it keeps."""
         rows = self._cfg.model.vocab_size // self._cfg.parallel.tp
         if not self._chunk:
@@ -160,13 +175,18 @@ class ActivationFormula:
         """What a split backward pass leaves of a micro-batch until its weight gradients are computed."""
         left = Parts()
         for kind in self._kinds(stage):
-            left += self._postponed_layer(kind)
-        if stage.is_last and not self._chunk:
-            width = self._cfg.model.hidden_size + self._cfg.model.vocab_size // self._cfg.parallel.tp
-            left["logits"] += (1 + stage.parts.num_further) * self._inside * self._item * width
+            left += self.postponed_layer(kind)
+        if stage.is_last:
+            left["logits"] += (1 + stage.parts.num_further) * self.postponed_head
         return left
 
-    def _postponed_layer(self, kind: str) -> Parts:
+    @property
+    def postponed_head(self) -> int:
+        """Of one product with the output head; in chunks of the loss it makes its weights' gradients at once."""
+        width = self._cfg.model.hidden_size + self._cfg.model.vocab_size // self._cfg.parallel.tp
+        return 0 if self._chunk else self._inside * self._item * width
+
+    def postponed_layer(self, kind: str) -> Parts:
         """The inputs of the products of a layer and the gradients of their results."""
         model, p, left = self._cfg.model, self._cfg.parallel, Parts()
         item, hidden = self._inside * self._item, model.hidden_size
@@ -198,7 +218,7 @@ class ActivationFormula:
         return {kind: self.layer(kind) for kind in set(self._cfg.model.all_layer_kinds)}
 
     @cached_property
-    def _again(self) -> dict[str, Parts]:
+    def again(self) -> dict[str, Parts]:
         """What is there of each kind of layer while it runs again, beside what it keeps."""
         # A norm is over before the next one runs again, and so are experts that run one after another.
         brief = {"norms"} if self._kernels.grouped_experts else {"norms", "expert_activation"}
@@ -208,7 +228,7 @@ class ActivationFormula:
         return {kind: whole.layer(kind) - kept for kind, kept in self._layers.items()}
 
     @cached_property
-    def _passing(self) -> dict[str, Parts]:
+    def passing(self) -> dict[str, Parts]:
         """What passes while each kind of layer runs, for the first time or again."""
         found = {}
         for kind in self._layers:
@@ -318,7 +338,7 @@ class ActivationFormula:
 
     def _swiglu(self, width: int) -> int:
         """Gate, its SiLU, up and their product."""
-        return 4 * self._inside * self._item * width // self._cfg.parallel.tp
+        return (3 if self._kernels.fused_swiglu else 4) * self._inside * self._item * width // self._cfg.parallel.tp
 
     def _moe(self) -> Parts:
         model, p = self._cfg.model, self._cfg.parallel
@@ -333,7 +353,8 @@ class ActivationFormula:
             kept["shared experts"] += self._inside * model.hidden_size * self._item if p.tp > 1 else 0
         choices = 2 * model.num_experts * self._wide + model.top_k * (self._wide + INT_BYTES)
         kept["router"] += self._tokens * choices
-        kept["router"] += self._tokens * model.hidden_size * self._wide if is_narrow else 0
+        copies_input = is_narrow and not self._kernels.narrow_router
+        kept["router"] += self._tokens * model.hidden_size * self._wide if copies_input else 0
         return kept + self._experts()
 
     def _experts(self) -> Parts:
@@ -346,15 +367,24 @@ class ActivationFormula:
         if not moe.weight_in_expert:
             gathers = p.dispatcher == "allgather" or not travels
             kept["experts" if gathers else "dispatch buffers"] += (self.rows if gathers else copies) * row
-        inner = 4 if self._kernels.grouped_experts else 2
         if moe.weight_in_expert:
-            inner = 3 if self._kernels.grouped_experts else 2
             kept["experts"] += self.rows * self._wide
-        if "expert_activation" not in self.recompute:
-            kept["experts"] += self.rows * inner * model.moe_ffn_hidden_size // p.etp * self._item
+        kept["experts"] += self.rows * self._inner_widths * model.moe_ffn_hidden_size // p.etp * self._item
         return kept
 
-    def _head(self) -> Parts:
+    @property
+    def _inner_widths(self) -> int:
+        """What the routed experts keep of a row, in inner widths."""
+        runs_again = "expert_activation" in self.recompute
+        if self._kernels.fused_swiglu:
+            return 2 if runs_again else 3
+        if runs_again:
+            return 0
+        if not self._kernels.grouped_experts:
+            return 2
+        return 3 if self._cfg.moe.weight_in_expert else 4
+
+    def head(self) -> Parts:
         """The last norm, and the logits or what is kept instead."""
         model, p, kept = self._cfg.model, self._cfg.parallel, Parts()
         kept["norms"] += self._norm(self._tokens, model.hidden_size)
@@ -366,9 +396,9 @@ class ActivationFormula:
             kept["logits"] += self._inside * (model.vocab_size // p.tp * self._wide + INT_BYTES + 1)
         return kept
 
-    def _further(self) -> Parts:
+    def further(self) -> Parts:
         """A layer of multi-token prediction: three norms, the projection's input, the layer, and logits once more."""
-        kept = self.layer(self._cfg.model.layer_kinds[-1]) + self._head()
+        kept = self.layer(self._cfg.model.layer_kinds[-1]) + self.head()
         kept["norms"] += 2 * self._norm(self._tokens, self._cfg.model.hidden_size)
         kept["residual stream"] += 2 * self._residual + 2 * self.hidden
         return kept

@@ -5,6 +5,7 @@ that it gathers, and its sums of gradients before they are reduced. Code and buf
 does what an allocator rounds up.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -74,6 +75,73 @@ def rank_states(cfg: Config, pp_rank: int, dense_member: int = 0, expert_member:
     return StateFormula(cfg).rank(pp_rank, dense_member, expert_member)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """How a rank holds weights: over how many ranks data parallelism cuts them, and in which types."""
+
+    degrees: tuple[int, int]
+    """Ranks over which dense weights are cut, and experts; 1 and 1 with zero=0."""
+    sums: bool
+    """Whether gradients are summed over micro-batches before they are reduced."""
+    master: int
+    """Bytes of a master weight; 0 where the weights in the compute type are the only ones."""
+    compute: int
+    """Bytes of a number of the compute type."""
+    moment: int
+    """Bytes of one moment of the optimizer."""
+    gradient: int
+    """Bytes of a gradient."""
+    muon_groups: tuple[str, ...] = ()
+    """Parts whose matrices have one moment; all else has two, and a count of steps."""
+
+    def states(self, weights: Iterable[WeightShape], members: tuple[int, int] = (0, 0)) -> StateBytes:
+        """What some weights of one rank take, which tensor and expert parallelism have cut already."""
+        kept = gradients = sums = moments = 0
+        for weight in weights:
+            shards = weight.shards(self.degrees[weight.is_expert])
+            kept += shards.padded_numel * self.master
+            gradients += shards.padded_numel * self.gradient
+            sums += shards.padded_numel * shards.degree * self.gradient if self.sums else 0
+            is_muons = weight.is_muons and weight.part in self.muon_groups
+            moments += shards.numel(members[weight.is_expert]) * self.moment * (1 if is_muons else 2)
+            moments += 0 if is_muons else STEP_BYTES
+        return StateBytes(weights=kept, gradients=gradients, gradient_sums=sums, optimizer=moments)
+
+    def gathered(self, weights: Iterable[WeightShape]) -> int:
+        """Their copies that the maths reads."""
+        total = 0
+        for weight in weights:
+            shards = weight.shards(self.degrees[weight.is_expert])
+            item = max(self.master, self.compute) if weight.part == "router" else self.compute
+            total += shards.padded_numel * shards.degree * item
+        return total
+
+
+def holding_of(cfg: Config, degrees: tuple[int, int], *, sums: bool) -> Holding:
+    """How the ranks of a recipe hold weights that are cut over so many ranks."""
+    train, master = cfg.train, master_bytes(cfg)
+    return Holding(
+        degrees=degrees,
+        sums=sums,
+        master=master,
+        compute=compute_bytes(cfg),
+        moment=2 if train.moment_dtype == "bfloat16" else master,
+        gradient=master,
+        muon_groups=train.muon_groups if train.optimizer == "muon" else (),
+    )
+
+
+def expert_buffer_bytes(cfg: Config) -> int:
+    """Buffers of a layer with experts: the bias that balances them, and their counts."""
+    counts = 8 * (cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch")
+    return cfg.model.num_experts * (4 * cfg.model.expert_bias + counts)
+
+
+def rotation_bytes(cfg: Config) -> int:
+    """Cosines and sines of the rotation, which every stage has."""
+    return 2 * (cfg.train.seq_len // cfg.parallel.cp) * cfg.model.rotated_size * compute_bytes(cfg)
+
+
 class StateFormula:
     """The states of the ranks of one config; the work grows with the stages, not with the tensors."""
 
@@ -83,8 +151,8 @@ class StateFormula:
         self._plan = plan_stages(cfg)
         self._is_fsdp = p.world_size > 1
         self._is_cut = self._is_fsdp and p.zero > 0
-        self._degrees = (p.dp * p.cp if self._is_cut else 1, p.edp if self._is_cut else 1)
-        self._sums = self._is_fsdp and p.zero < 2 and cfg.num_micro_batches > 1
+        degrees = (p.dp * p.cp if self._is_cut else 1, p.edp if self._is_cut else 1)
+        self._holding = holding_of(cfg, degrees, sums=self._is_fsdp and p.zero < 2 and cfg.num_micro_batches > 1)
         self._known: dict[tuple[str, int, int], StateBytes] = {}
 
     def rank(self, pp_rank: int, dense_member: int = 0, expert_member: int = 0) -> StateBytes:
@@ -96,10 +164,7 @@ class StateFormula:
             # The second copy follows the first: no moments, and no gradient of its own once both are added up.
             total += replace(ZERO, optimizer=-self._unit("embedding", *members).optimizer)
         gathered = sum(self._gathered(stage) for stage in stages)
-        rotation = 2 * (self._cfg.train.seq_len // self._cfg.parallel.cp) * self._cfg.model.rotated_size
-        return replace(
-            total, gathered=gathered, buffers=total.buffers + len(stages) * rotation * compute_bytes(self._cfg)
-        )
+        return replace(total, gathered=gathered, buffers=total.buffers + len(stages) * rotation_bytes(self._cfg))
 
     @cached_property
     def worst(self) -> tuple[StateBytes, ...]:
@@ -107,68 +172,38 @@ class StateFormula:
         return tuple(self.rank(pp_rank) for pp_rank in range(self._cfg.parallel.pp))
 
     def _unit(self, name: str, dense_member: int, expert_member: int) -> StateBytes:
+        """A layer, the embedding or the head."""
         key = (name, dense_member, expert_member)
         if key not in self._known:
-            self._known[key] = self._count(name, (dense_member, expert_member))
+            states = self._holding.states(self._cut_weights(name), (dense_member, expert_member))
+            has_experts = name == "M" or (name == "further" and self._cfg.model.layer_kinds[-1] == "M")
+            self._known[key] = replace(states, buffers=expert_buffer_bytes(self._cfg) if has_experts else 0)
         return self._known[key]
-
-    def _count(self, name: str, members: tuple[int, int]) -> StateBytes:
-        """A layer, the embedding or the head."""
-        cfg, total = self._cfg, ZERO
-        master = master_bytes(cfg)
-        for weight in self._cut_weights(name):
-            shards = weight.shards(self._degrees[weight.is_expert])
-            padded = shards.padded_numel * master
-            sums = shards.padded_numel * shards.degree * master if self._sums else 0
-            moments = shards.numel(members[weight.is_expert]) * self._moment_bytes(weight)
-            steps = 0 if self._is_muons(weight) else STEP_BYTES
-            total += StateBytes(weights=padded, gradients=padded, gradient_sums=sums, optimizer=moments + steps)
-        model = cfg.model
-        has_experts = name == "M" or (name == "further" and model.layer_kinds[-1] == "M")
-        counts = 8 * (cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch")
-        buffers = model.num_experts * (4 * model.expert_bias + counts) if has_experts else 0
-        return replace(total, buffers=buffers)
 
     def _cut_weights(self, name: str) -> list[WeightShape]:
         p = self._cfg.parallel
         return [weight.cut(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg, name)]
 
-    def _is_muons(self, weight: WeightShape) -> bool:
-        train = self._cfg.train
-        return train.optimizer == "muon" and weight.is_muons and weight.part in train.muon_groups
-
-    def _moment_bytes(self, weight: WeightShape) -> int:
-        one = 2 if self._cfg.train.moment_dtype == "bfloat16" else master_bytes(self._cfg)
-        return one if self._is_muons(weight) else 2 * one
-
     def _gathered(self, stage: Stage) -> int:
         """The weights that the maths of a stage reads, which are copies of the master weights."""
         names = unit_names(self._cfg, stage)
         if not self._is_fsdp:
-            return self._cast(names)
-        sizes = [self._gathered_unit(name) for name in names]
+            return alone_bytes(self._cfg, names)
+        sizes = [self._holding.gathered(self._cut_weights(name)) for name in names]
         if self._cfg.parallel.zero < 3:
             return sum(sizes)
         layers = [size for name, size in zip(names, sizes, strict=True) if name not in ("embedding", "head")]
         # The root's own weights stay while any of its layers runs; of the layers, one.
         return sum(sizes) - sum(layers) + max(layers, default=0)
 
-    def _cast(self, names: list[str]) -> int:
-        """The copies of a rank by itself: it reads its master weights, in a narrower type if there is one."""
-        cfg = self._cfg
-        if compute_bytes(cfg) == master_bytes(cfg):
-            return 0
-        read = [name for name in names if name != "embedding" or cfg.model.tie_embeddings]
-        weights = [weight for name in read for weight in self._cut_weights(name) if weight.part != "router"]
-        return sum(weight.numel for weight in weights) * compute_bytes(cfg)
 
-    def _gathered_unit(self, name: str) -> int:
-        total = 0
-        for weight in self._cut_weights(name):
-            item = master_bytes(self._cfg) if weight.part == "router" else compute_bytes(self._cfg)
-            shards = weight.shards(self._degrees[weight.is_expert])
-            total += shards.padded_numel * shards.degree * item
-        return total
+def alone_bytes(cfg: Config, names: Iterable[str]) -> int:
+    """The copies of a rank by itself: it reads its master weights, in a narrower type if there is one."""
+    if compute_bytes(cfg) == master_bytes(cfg):
+        return 0
+    read = [name for name in names if name != "embedding" or cfg.model.tie_embeddings]
+    weights = [weight for name in read for weight in unit_weights(cfg, name) if weight.part != "router"]
+    return sum(weight.numel for weight in weights) * compute_bytes(cfg)
 
 
 def unit_names(cfg: Config, stage: Stage) -> list[str]:

@@ -11,21 +11,21 @@ from moefold.parallel.layout import divisors
 from moefold.plan.device import load_device
 from moefold.plan.flop_count import train_flops
 from moefold.plan.mapping import Mapping
-from moefold.plan.memory import memory_bytes
+from moefold.plan.memory import Memory
 from moefold.plan.model_name import read_shape
 from moefold.plan.published import OUT_OF_MEMORY, Case, Row, SkipRowError, case_of, read_rows
 from moefold.plan.shape import ModelShape
 from moefold.plan.step_time import Pricer
-from moefold.plan.workload import Workload
+from moefold.plan.workload import StateTypes, Workload
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_VIRTUAL_STAGES = 24
 SELECTIVE = ("norms", "expert_activation", "mla_up", "dense_mlp", "shared_experts")
 """What authors who do not print their recomputation may have run again, cheapest first."""
 
-STATE_BYTES = ((4.0, 12.0), (4.0, 8.0), (2.0, 4.0))
-"""Gradient and optimizer of each parameter, where a source does not print its optimizer's precision: the first that
-fits of float32, bfloat16 moments, all bfloat16."""
+STATES = (StateTypes(4, 4, 4), StateTypes(4, 4, 2), StateTypes(0, 2, 2))
+"""Types of the states, where a source does not print its optimizer's precision: the first that fits of float32,
+bfloat16 moments, all bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +146,11 @@ def _pricer(model: str, gpu: str, workload: Workload) -> Pricer:
     return Pricer(read_shape(model), load_device(gpu), workload)
 
 
+@lru_cache(maxsize=1024)
+def _memory(model: str, gpu: str, workload: Workload) -> Memory:
+    return Memory(read_shape(model), workload, load_device(gpu))
+
+
 def _best(shape: ModelShape, case: Case) -> Mapping | None:
     """The fastest of the open choices that fits; None where none does."""
     pricer = _pricer(shape.name, case.gpu, case.workload)
@@ -166,18 +171,17 @@ def _choices(shape: ModelShape, case: Case) -> list[Mapping]:
 
 def _fitted(shape: ModelShape, case: Case, mapping: Mapping) -> Mapping | None:
     """The mapping with the least sharding, the least recomputation and the widest optimizer under which it fits."""
-    device = load_device(case.gpu)
     ways = [SELECTIVE[:i] for i in range(len(SELECTIVE) + 1)]
     if not case.is_complete:
         ways += [("norms", "moe"), ("layer",)]
     if case.recompute is not None:
         ways.insert(0, case.recompute)
-    states = STATE_BYTES[:1] if case.is_complete else STATE_BYTES
+    all_states = STATES[:1] if case.is_complete else STATES
     zeros = (mapping.zero,) if case.is_complete or mapping.pp > 1 else dict.fromkeys((mapping.zero, 3))
-    for zero, parts, (gradient, optimizer) in product(zeros, ways, states):
+    for zero, parts, states in product(zeros, ways, all_states):
         tried = replace(mapping, recompute=parts, zero=zero)
-        workload = replace(case.workload, gradient_bytes=gradient, optimizer_bytes=optimizer)
-        if memory_bytes(shape, tried, workload, device).fits:
+        memory = _memory(shape.name, case.gpu, replace(case.workload, states=states))
+        if memory.estimate(tried).fits:
             return tried
     return None
 

@@ -7,7 +7,6 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.plan.device import Device, load_device
 from moefold.plan.legality import AXES
-from moefold.plan.memory import OVERHEAD_GIB
 from moefold.plan.planner import Planner, Question, name_of
 from moefold.plan.restriction import Restriction
 from moefold.plan.search import Plan
@@ -103,8 +102,7 @@ def _device(machine: Machine, num_ranks: int) -> Device:
             f"parallel.world_size={num_ranks} leaves {machine.memory_gib / num_ranks:.2f} GiB for each process; "
             "choose fewer"
         )
-    # The overhead of a GPU's context is part of every estimate, and a CPU has none.
-    return replace(device, memory_gib=memory + OVERHEAD_GIB)
+    return replace(device, memory_gib=memory)
 
 
 def _words(planner: Planner, best: Plan) -> str:
@@ -113,11 +111,7 @@ def _words(planner: Planner, best: Plan) -> str:
         f"parallel = auto: {name_of(best)} on {q.num_gpus} x {q.device.name}, of {planner.space.count():,} legal "
         f"mappings; predicted {best.time.total_s:.3g} s a step, bound by {best.binding}"
     )
-    others = [plan for plan in planner.plans[1:3] if plan.memory.fits]
-    for plan in others:
+    for plan in planner.first(3)[1:]:
         slower = plan.time.total_s / best.time.total_s - 1
         lines.append(f"  {slower:.1%} slower: {name_of(plan)}, bound by {plan.binding}")
-    large = sum(not plan.memory.fits for plan in planner.plans)
-    if large:
-        lines.append(f"  {large} of {len(planner.plans)} folds do not fit into memory")
     return "\n".join(lines)

@@ -270,7 +270,12 @@ class _ExpertPrice:
         ahead, behind = self._kernels(local_experts)
         inner = layer.matrices * max(1, layer.width // self.etp)
         again = [("norms", products.pass_s(2 * self.local * hidden * BYTES))]
-        again.append(("expert_activation", products.pass_s(rows * inner * BYTES)))
+        activation = products.pass_s(rows * inner * BYTES)
+        if not times.workload.is_megatron:
+            # The two inner projections are not kept either, and run again.
+            width = (layer.matrices - 1) * max(1, layer.width // self.etp)
+            activation += products.product_s(rows, width, self.width, groups=local_experts)
+        again.append(("expert_activation", activation))
         if layer.shared_width:
             beside, beside_back, beside_weights = self._shared()
             forward += beside

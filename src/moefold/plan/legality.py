@@ -13,6 +13,8 @@ from typing import Any
 
 from moefold.config.checks import RULES
 from moefold.config.checks_dispatch import deepep_faults
+from moefold.config.checks_offload import offload_faults
+from moefold.config.checks_overlap import overlap_faults
 from moefold.config.checks_parallel import (
     AXIS_CUTS,
     batch_faults,
@@ -45,6 +47,9 @@ AXES = {
     "zero": ("parallel", "zero"),
     "dispatcher": ("parallel", "dispatcher"),
     "recompute": ("train", "recompute"),
+    "overlap": ("parallel", "overlap_experts"),
+    "offload": ("train", "offload"),
+    "moments": ("train", "offload_optimizer"),
 }
 """What a mapping sets, and the key of a recipe for it."""
 
@@ -64,8 +69,22 @@ def _exchanged(values: Values) -> tuple[int, int]:
     return above // common, below // common
 
 
+def _travels(values: Values) -> bool:
+    """Whether tokens leave their rank for an expert."""
+    return bool(values["ep"] * values["etp"] > 1)
+
+
+def _step(values: Values) -> tuple[int, int]:
+    """Samples of a step of all replicas with one micro-batch each, mbs/(tp*cp*pp), as a reduced fraction."""
+    above, below = values["mbs"], _dp(values)
+    common = gcd(above, below)
+    return above // common, below // common
+
+
 DERIVED: dict[str, tuple[Callable[[Values], Any], tuple[str, ...]]] = {
     "dp": (_dp, ("tp", "cp", "pp")),
+    "travels": (_travels, ("ep", "etp")),
+    "step": (_step, ("mbs", "tp", "cp", "pp")),
     "exchanged": (_exchanged, ("mbs", "ep", "etp", "cp", "tp")),
 }
 """What rules read of several axes at once: the value, and the axes."""
@@ -77,7 +96,7 @@ class MappingRule:
 
     faults: Rule
     reads: tuple[str, ...]
-    only: tuple[str, str] = ("", "")
+    only: tuple[str, Any] = ("", "")
     """An axis with the one value at which the rule reads further and may refuse; it is among `reads`."""
 
 
@@ -108,9 +127,14 @@ PIPELINE_RULES = (
 )
 DISPATCH_RULES = (
     MappingRule(dispatcher_faults, ("ep", "etp", "dispatcher")),
-    MappingRule(deepep_faults, ("ep", "etp", "dispatcher")),
+    MappingRule(deepep_faults, ("ep", "etp", "dispatcher", "overlap")),
     MappingRule(leastloaded_faults, ("dispatcher", "ep", "exchanged"), only=("dispatcher", "leastloaded")),
 )
+OVERLAP_RULES = (
+    MappingRule(overlap_faults, ("travels", "schedule", "zero", "offload", "step", "overlap"), only=("overlap", True)),
+    MappingRule(deepep_faults, ("ep", "etp", "dispatcher", "overlap")),
+)
+OFFLOAD_RULES = (MappingRule(offload_faults, ("recompute", "offload")),)
 RECOMPUTE_RULES = (MappingRule(recompute_faults, ("recompute",)),)
 
 MAPPING_RULES = (
@@ -122,6 +146,8 @@ MAPPING_RULES = (
     *PIPELINE_RULES,
     *DISPATCH_RULES,
     *RECOMPUTE_RULES,
+    *OVERLAP_RULES,
+    *OFFLOAD_RULES,
 )
 OF_CUTS = cut_faults
 """The rule that yields what the functions of `AXIS_CUTS` yield, with a way out behind it."""

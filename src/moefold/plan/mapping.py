@@ -4,6 +4,9 @@ from dataclasses import dataclass, fields
 
 from moefold.config.schema import Config
 
+OPTIMIZER = "optimizer"
+"""Of `Mapping.offload`: the moments."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mapping:
@@ -32,7 +35,7 @@ class Mapping:
     recompute: tuple[str, ...] = ()
     """Parts of the layers that run again in the backward pass."""
     offload: tuple[str, ...] = ()
-    """What lives in host memory: "optimizer", "activations"."""
+    """What lives in host memory: "optimizer", and parts of the layers between the passes."""
     dispatcher: str = "alltoall"
     """How tokens reach their experts: local, allgather, alltoall, leastloaded, deepep or hybridep."""
     overlap: bool = False
@@ -69,6 +72,8 @@ def mapping_of(cfg: Config) -> Mapping:
         mbs=train.micro_batch_size,
         zero=p.zero,
         recompute=train.recompute,
+        offload=(*train.offload, *((OPTIMIZER,) if train.offload_optimizer == "host" else ())),
+        overlap=p.overlap_experts,
         dispatcher="alltoall" if p.dispatcher == "auto" else p.dispatcher,
         schedule=p.schedule,
     )

@@ -1,16 +1,29 @@
-"""A first estimate of one rank's memory under a mapping. Torch-free."""
+"""The memory of the fullest rank of a mapping, by the formulas that the runtime is held to. Torch-free.
+
+Weights, gradients, moments and activations are those of `metrics/state_memory.py` and `metrics/activation_memory.py`,
+in the order of the schedule. They are linear in a few counts (`moments.py`) and a few prices (`held_states.py`,
+`kept.py`), each found once, so that a search may ask for the memory of hundreds of thousands of mappings.
+"""
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.config.schema import Config
 from moefold.plan.device import GIB, Device
-from moefold.plan.flop_count import layer_parameters
+from moefold.plan.held_states import STATE_PARTS, HeldStates
+from moefold.plan.kept import KEPT_PARTS, KeptActivations, Saver, recipe_of
 from moefold.plan.mapping import Mapping
-from moefold.plan.shape import BYTES, FeedForward, Mixer, ModelShape
-from moefold.plan.stage_split import split_stages
+from moefold.plan.moments import Columns, Moments, Order, moments_of
+from moefold.plan.shape import ModelShape
+from moefold.plan.stages import Split, chunks_of_rank, split_of
 from moefold.plan.workload import Workload
 
 OVERHEAD_GIB = 3.0
-"""CUDA context, NCCL buffers and what the allocator cannot fill."""
+"""CUDA context, buffers of NCCL and of the libraries of products, and what the allocator cannot fill."""
+MEMORY_PARTS = (*STATE_PARTS, *KEPT_PARTS, "workspace")
+"""Of `MemoryEstimate`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,19 +31,26 @@ class MemoryEstimate:
     """Bytes of the fullest rank, by part."""
 
     weights: float
+    """Master weights: this rank's shards."""
+    gathered: float
+    """The weights in the compute type, as much as is there at once."""
     gradients: float
     optimizer: float
+    buffers: float
+    """Biases and counts of the router, and the rotation."""
     activations: float
     dispatch: float
+    """Rows under way to and from experts."""
     logits: float
+    pipeline: float
+    """Hidden states that were sent or are awaited."""
     workspace: float
     capacity: float
 
     @property
     def total(self) -> float:
         """All parts."""
-        parts = (self.weights, self.gradients, self.optimizer, self.activations)
-        return sum(parts) + self.dispatch + self.logits + self.workspace
+        return float(sum(getattr(self, part) for part in MEMORY_PARTS))
 
     @property
     def fits(self) -> bool:
@@ -38,102 +58,89 @@ class MemoryEstimate:
         return self.total <= self.capacity
 
 
-def memory_bytes(shape: ModelShape, mapping: Mapping, workload: Workload, device: Device) -> MemoryEstimate:
-    """Estimate the fullest rank of a mapping."""
-    m = mapping
-    dense, experts, layers = held_by_first_rank(shape, m, workload)
-    shards, expert_shards = m.dp * m.cp, m.edp
-    if workload.shards_over_dp_alone:
-        shards, expert_shards = m.dp, max(1, m.edp // m.cp)
-    weights, gradients, optimizer = (
-        _state(size, dense, experts, m.zero >= level, (shards, expert_shards))
-        for size, level in ((BYTES, 3), (workload.gradient_bytes, 2), (workload.optimizer_bytes, 1))
-    )
-    if "optimizer" in m.offload:
-        optimizer = 0.0
-    tokens = m.mbs * workload.seq_len / m.cp
-    flights = in_flight(m, workload)
-    per_kind = [layer_bytes(shape, kind, m, workload) for kind in range(len(shape.kinds))]
-    activations = flights * tokens * sum(count * size for count, size in zip(layers, per_kind, strict=True))
-    if "activations" in m.offload:
-        activations *= 0.5
-    largest = max(
-        size[0] / m.tp + size[1] / (m.ep * m.etp)
-        for size in (layer_parameters(shape, kind) for kind in range(len(shape.kinds)))
-    )
-    copies = max(_rows(kind.feed_forward, workload) for kind in shape.kinds)
-    workspace = OVERHEAD_GIB * GIB + (3 * largest * BYTES if m.zero == 3 else 0.0)
-    last = m.pp == 1
-    return MemoryEstimate(
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=activations,
-        dispatch=2 * tokens / m.tp * copies * shape.hidden_size * BYTES,
-        logits=tokens * shape.vocab_size / m.tp * 4 if last else 0.0,
-        workspace=workspace,
-        capacity=device.memory_bytes,
-    )
+class Memory:
+    """The memory of the mappings of one model.
+
+    Args:
+        shape: the model.
+        workload: the batch and the routing.
+        device: whose memory it is.
+        cfg: the recipe; None: one with nothing but the model and the batch.
+        split: which stage holds what.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        workload: Workload,
+        device: Device,
+        cfg: Config | None = None,
+        split: Split | None = None,
+    ) -> None:
+        cfg = cfg or recipe_of(shape, workload)
+        self.shape, self.workload, self.device = shape, workload, device
+        self.split = split or split_of(shape, workload.seq_len)
+        self.columns = Columns(len(shape.kinds))
+        self.states = HeldStates(shape, workload, cfg, self.columns)
+        self.kept = KeptActivations(shape, workload, cfg, self.columns, on_cpu=device.name == "cpu")
+        self._moments: dict[Order, Moments] = {}
+        self._workspace = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
+
+    def estimate(self, m: Mapping) -> MemoryEstimate:
+        """All of it, by part."""
+        moments = self.moments(m)
+        states = self.states.prices(m, sums=self._micro_batches(m) > 1)
+        kept = self.kept.prices(m)
+        totals = moments.held @ states.sum(axis=0) + moments.active @ kept.sum(axis=0)
+        at = int(np.argmax(totals))
+        parts = dict(zip(STATE_PARTS, (states @ moments.held[at]).tolist(), strict=True))
+        parts |= dict(zip(KEPT_PARTS, (kept @ moments.active[at]).tolist(), strict=True))
+        return MemoryEstimate(**parts, workspace=self._workspace, capacity=self.device.memory_bytes)
+
+    def states_fit(self, m: Mapping) -> bool:
+        """Whether what rests between two steps fits."""
+        states = self.moments(m).held @ self.states.prices(m, sums=self._micro_batches(m) > 1).sum(axis=0)
+        return bool(states.max() + self._workspace <= self.device.memory_bytes)
+
+    def room(self, m: Mapping) -> "Room":
+        """What the savers of a mapping are asked about."""
+        moments = self.moments(m)
+        states = moments.held @ self.states.prices(m, sums=self._micro_batches(m) > 1).sum(axis=0)
+        return Room(m, moments.active, states + self._workspace, self)
+
+    def moments(self, m: Mapping) -> Moments:
+        """What may be in memory at once."""
+        order = Order(
+            m.schedule if m.pp > 1 else "1f1b",
+            m.pp,
+            m.vpp,
+            self._micro_batches(m),
+            m.overlap,
+            not self.workload.is_megatron,
+        )
+        if order not in self._moments:
+            chunks = self.split(m.pp * m.vpp)
+            placed = chunks_of_rank(chunks, order.schedule, m.pp, m.vpp)
+            self._moments[order] = moments_of(order, chunks, placed, self.columns)
+        return self._moments[order]
+
+    def _micro_batches(self, m: Mapping) -> int:
+        return m.num_micro_batches(self.workload.global_batch_size)
 
 
-def _state(size: float, dense: float, experts: float, sharded: bool, shards: tuple[int, int]) -> float:
-    return size * (dense / shards[0] + experts / shards[1]) if sharded else size * (dense + experts)
+class Room:
+    """The memory of one mapping, before it is said what saves activations."""
 
+    def __init__(self, m: Mapping, active: NDArray[np.float64], resting: NDArray[np.float64], memory: Memory) -> None:
+        self._m, self._active, self._resting, self._memory = m, active, resting, memory
 
-def held_by_first_rank(shape: ModelShape, m: Mapping, workload: Workload) -> tuple[float, float, list[int]]:
-    """Parameters of the first pipeline rank, outside the experts and of them, and its layers of each kind."""
-    chunks = split_stages(shape, m.pp * m.vpp, workload.seq_len)[:: m.pp]
-    counts = [sum(column) for column in zip(*(chunk.counts for chunk in chunks), strict=True)]
-    dense = experts = 0.0
-    for kind, count in enumerate(counts):
-        own, routed = layer_parameters(shape, kind)
-        dense, experts = dense + count * own, experts + count * routed
-    ends = shape.vocab_size * shape.hidden_size * (2 if m.pp == 1 and not shape.tie_embeddings else 1)
-    return (dense + ends) / m.tp, experts / (m.ep * m.etp), counts
+    def totals(self, which: NDArray[np.intp], savers: tuple[Saver, ...]) -> NDArray[np.float64]:
+        """Bytes of the fullest rank with some of the savers of a list."""
+        kept = self._memory.kept.totals(self._m, savers)[which]
+        found: NDArray[np.float64] = (self._resting[:, None] + self._active @ kept.T).max(axis=0)
+        return found
 
-
-def in_flight(m: Mapping, workload: Workload) -> float:
-    """Micro-batches whose activations the first rank holds, in units of all its layers (arXiv:2104.04473)."""
-    n = m.num_micro_batches(workload.global_batch_size)
-    if m.schedule == "gpipe":
-        return n
-    return min(n, m.pp * (1 + (m.pp - 1) / (m.pp * m.vpp)) if m.vpp > 1 else m.pp)
-
-
-def layer_bytes(shape: ModelShape, kind: int, m: Mapping, workload: Workload) -> float:
-    """Activations of one layer that wait for the backward pass, bytes for each token of the rank's tp group."""
-    layer, h = shape.kinds[kind], shape.hidden_size
-    if "layer" in m.recompute:
-        return h * BYTES / m.tp
-    kept = 0.0
-    norm = 0 if "norms" in m.recompute else h * BYTES
-    if layer.mixer:
-        kept += (h * BYTES + norm) / m.tp + _mixer_bytes(layer.mixer, m) / m.tp
-    if layer.feed_forward:
-        kept += (h * BYTES + norm) / m.tp + _feed_forward_bytes(layer.feed_forward, h, m, workload)
-    return kept
-
-
-def _mixer_bytes(mixer: Mixer, m: Mapping) -> float:
-    heads = mixer.sharded_width if "mla_up" not in m.recompute or mixer.kind != "mla" else 0
-    core = 0 if "core_attention" in m.recompute else mixer.output_width
-    return (heads + mixer.latent_width * m.tp + core) * BYTES
-
-
-def _feed_forward_bytes(layer: FeedForward, h: int, m: Mapping, workload: Workload) -> float:
-    if layer.kind == "dense":
-        return 0.0 if "dense_mlp" in m.recompute else layer.matrices * layer.width * BYTES / m.tp
-    shared = 0 if "shared_experts" in m.recompute else layer.matrices * layer.shared_width
-    if "moe" in m.recompute:
-        return shared * BYTES / m.tp
-    rows = _rows(layer, workload) * m.etp
-    inner = (layer.matrices - ("expert_activation" in m.recompute)) * layer.width / m.etp
-    return (shared + rows * (inner + (layer.expert_input or h))) * BYTES / m.tp
-
-
-def _rows(layer: FeedForward | None, workload: Workload) -> float:
-    """Copies for each token of a rank that its experts receive."""
-    if layer is None or layer.kind != "moe":
-        return 0.0
-    factor = workload.capacity_factor
-    return layer.top_k * workload.load * (min(1.0, factor) if factor else 1.0)
+    def fitting(self, which: NDArray[np.intp], savers: tuple[Saver, ...]) -> NDArray[np.bool_]:
+        """Whether it fits with some of the savers of a list."""
+        fits: NDArray[np.bool_] = self.totals(which, savers) <= self._memory.device.memory_bytes
+        return fits

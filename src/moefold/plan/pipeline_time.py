@@ -1,11 +1,15 @@
 """Length of a step's pipeline in closed form, by schedule. Torch-free; the simulator plays the same schedules out."""
 
+from typing import Any
 
-def bubble_s(forward_s: float, backward_s: float, weight_s: float, *, pp: int, vpp: int, schedule: str) -> float:
+import numpy as np
+
+
+def bubble_s(forward_s: Any, backward_s: Any, weight_s: float, *, pp: int, vpp: int, schedule: str) -> Any:
     """Idle seconds of a rank in one step.
 
     Args:
-        forward_s: one micro-batch through all chunks of one rank.
+        forward_s: a number or an array of them: one micro-batch through all chunks of one rank.
         backward_s: the same backward, weights' gradients included.
         weight_s: the part of `backward_s` that makes weights' gradients.
         pp: pipeline ranks.
@@ -21,8 +25,15 @@ def bubble_s(forward_s: float, backward_s: float, weight_s: float, *, pp: int, v
         return 0.0
     both = forward_s + backward_s
     if schedule in ("zero-bubble", "zbv"):
-        filled = max(both - 2 * weight_s, both / 3)
+        filled = larger(both - 2 * weight_s, both / 3)
         return (pp - 1) * filled / (2 if schedule == "zbv" else 1)
     if schedule == "dualpipev":
-        return (pp - 1) * max(forward_s + 2 * backward_s - 3 * weight_s, 0.0) / 2
+        return (pp - 1) * larger(forward_s + 2 * backward_s - 3 * weight_s, 0.0) / 2
     return (pp - 1) * both / vpp
+
+
+def larger(left: Any, right: Any) -> Any:
+    """The larger of two numbers, or of each pair of two arrays."""
+    return (
+        np.maximum(left, right) if isinstance(left, np.ndarray) or isinstance(right, np.ndarray) else max(left, right)
+    )

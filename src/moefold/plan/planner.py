@@ -9,13 +9,14 @@ from moefold.config.load import config_from_dict, load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.plan.device import Device
-from moefold.plan.fit import Fit
 from moefold.plan.legality import Legality
+from moefold.plan.memory import Memory
 from moefold.plan.model_name import read_shape
 from moefold.plan.restriction import FOLDED, Restriction
 from moefold.plan.search import Plan, Search
 from moefold.plan.shape import ModelShape, shape_of
 from moefold.plan.space import MappingSpace
+from moefold.plan.stages import RecipeSplit
 from moefold.plan.step_time import Pricer
 from moefold.plan.workload import Workload
 
@@ -63,8 +64,28 @@ class Planner:
         """The search of all legal mappings."""
         q = self.question
         workload = replace(q.workload, coupled=q.restriction.method != FOLDED)
-        fit = Fit(q.shape, workload, q.device, self.space.recomputes)
-        return Search(self.space, Pricer(q.shape, q.device, workload), fit)
+        split = RecipeSplit(q.base, q.shape)
+        memory = Memory(q.shape, workload, q.device, q.base, split)
+        return Search(self.space, Pricer(q.shape, q.device, workload, memory.kept, split), memory)
+
+    @property
+    def num_folds(self) -> int:
+        """Folds that are legal."""
+        return len(self.space.folds)
+
+    def num_faster(self, seconds: float) -> int:
+        """Folds whose best mapping that fits takes less than so many seconds."""
+        return self.search.num_faster(seconds)
+
+    def first(self, count: int) -> list[Plan]:
+        """The first so many of `plans`; those that do not fit stand there only where none does.
+
+        Raises:
+            ConfigError: no mapping is legal.
+        """
+        if not self.space.folds:
+            raise ConfigError(self._nothing_legal())
+        return self.search.first(count) or self.plans[:count]
 
     @cached_property
     def plans(self) -> list[Plan]:
@@ -83,7 +104,7 @@ class Planner:
         Raises:
             ConfigError: no mapping is legal, or none fits; the message says what would have to change.
         """
-        best = self.plans[0]
+        best = self.first(1)[0]
         if not best.memory.fits:
             raise ConfigError(self._nothing_fits(best))
         return best
@@ -149,6 +170,10 @@ def name_of(plan: Plan) -> str:
     words.append(f"dispatcher={m.dispatcher}")
     if m.recompute:
         words.append(f"recompute={'+'.join(m.recompute)}")
+    if m.offload:
+        words.append(f"offload={'+'.join(m.offload)}")
+    if m.overlap:
+        words.append("overlap=on")
     return " ".join(words)
 
 

@@ -39,6 +39,8 @@ _RECOMPUTE = {
     r"\bmoe\b(?!.?act)": "moe",
     r"\bfull\b": "layer",
 }
+_OFFLOAD = {r"optimizer offload": "optimizer", r"activation\w* offload": "expert_activation"}
+"""Activations that are offloaded are those of the experts, where a source says which."""
 _BLACKWELL = ("b200", "b300", "gb200", "gb300")
 _RACKS = ("gb200", "gb300")
 
@@ -180,7 +182,7 @@ def _mapping(row: Row, gpu: str) -> Mapping:
         zero=3 if has_fsdp else 1,
         dispatcher=_dispatcher(row, gpu),
         overlap=_overlaps(row, gpu, ep * etp),
-        offload=tuple(what for what in ("optimizer", "activations") if re.search(f"{what[:8]}\\w* offload", row.words)),
+        offload=tuple(what for words, what in _OFFLOAD.items() if re.search(words, row.words)),
     )
 
 
@@ -232,6 +234,7 @@ def _workload(row: Row, gpu: str, mapping: Mapping) -> Workload:
         shards_over_dp_alone=is_paper,
         overlaps_tensor="Megatron-Bridge" in row["method"] and _is_dense(row),
         reduce_bytes=2.0 if mapping.zero == 3 else 4.0,
+        is_megatron=True,
         with_mtp="w/o mtp" not in row["model"].lower(),
     )
 

@@ -8,11 +8,15 @@ from typing import Any
 from moefold.config.checks import check_config
 from moefold.config.keys import default_of, sections
 from moefold.config.load import load_config
+from moefold.config.pipeline_layout import write_layout
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.plan.legality import Legality
-from moefold.plan.mapping import Mapping
+from moefold.plan.mapping import OPTIMIZER, Mapping
+from moefold.plan.shape import shape_of
+from moefold.plan.space import HOST
+from moefold.plan.stages import RecipeSplit
 
 DERIVED_DISPATCHERS = {"deepep": "auto", "hybridep": "auto"}
 """The recipe leaves kernels that may not be installed to the run: auto takes them where they can run."""
@@ -40,11 +44,19 @@ def config_under(legality: Legality, mapping: Mapping) -> Config:
             "zero": m.zero,
             "dispatcher": DERIVED_DISPATCHERS.get(m.dispatcher, m.dispatcher),
             "recompute": m.recompute,
+            "overlap": m.overlap,
+            "offload": tuple(part for part in m.offload if part != OPTIMIZER),
+            "moments": HOST if OPTIMIZER in m.offload else "none",
         }
     )
     uneven = cfg.model.num_layers % (m.pp * m.vpp) or cfg.model.mtp_layers
-    if m.pp > 1 and uneven and not cfg.parallel.pipeline_layout:
-        cfg = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout="auto"))
+    if m.pp > 1 and (uneven or cfg.parallel.pipeline_layout == "auto"):
+        # The very stages that were priced: "auto" also looks at what tp and ep leave of the weights.
+        parts = RecipeSplit(legality.base, shape_of(cfg.model)).parts(m.pp * m.vpp)
+        cfg = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=write_layout(parts)))
+    if cfg.train.offload:
+        # Memory was counted as if all that leaves had left.
+        cfg = replace(cfg, train=replace(cfg.train, offload_waits=True))
     check_config(cfg)
     return cfg
 

@@ -15,6 +15,7 @@ from moefold.parallel.layout import Layout, fold
 from moefold.plan.chart import PALETTE, Curve, line_chart, pipeline_chart, stacked_bars
 from moefold.plan.device import GIB, Device
 from moefold.plan.mapping import Mapping
+from moefold.plan.memory import MEMORY_PARTS
 from moefold.plan.shape import ModelShape
 from moefold.plan.simulate import Disturbance
 from moefold.plan.stage_work import simulate_mapping
@@ -23,7 +24,6 @@ from moefold.plan.timeline import Timeline
 from moefold.plan.views_chart import axis_choices, view_chart
 from moefold.plan.workload import Workload
 
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "dispatch", "logits", "workspace")
 BANDWIDTHS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 IMBALANCES = (1.0, 1.2, 1.5, 2.0, 3.0)
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)

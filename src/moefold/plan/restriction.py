@@ -73,7 +73,7 @@ class Restriction:
     """The mappings of a method with some axes fixed."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Value by axis: tp cp dp pp ep etp edp mbs schedule vpp zero dispatcher recompute."""
+    """Value by axis: tp cp dp pp ep etp edp mbs schedule vpp zero dispatcher recompute offload moments overlap."""
     method: str = FOLDED
     """A key of `METHODS`."""
 

@@ -1,18 +1,17 @@
-"""The fastest mapping of every fold that fits into memory, exactly, without pricing the others. Torch-free.
+"""The fastest mappings that fit into memory, exactly, without pricing the others. Torch-free.
 
-A fold stands for thousands of mappings: micro-batch sizes x schedules with virtual stages x dispatchers x zero x sets
-of parts to make again. What is left out is left out because it cannot win:
+A fold stands for many thousand mappings: micro-batch sizes x dispatchers x overlap x schedules with virtual stages x
+zero x homes of the moments x parts to make again or to offload. What is left out is left out because it cannot win:
 
-* `floor` is below the time of every mapping with the same fold, micro-batch size and dispatcher, and with a pipeline
-  below that of every zero and recomputation: the mean over pipeline ranks of the layers' time without recomputation is
-  at most the busiest rank's, bubbles grow with it, and all other parts of a step are positive. Candidates are taken in
-  ascending order of it, so the first whose floor reaches the best time found ends the search of a fold.
-* zero=1 moves the bytes of zero=0 in other calls and holds less, so zero=0 is tried only if it is asked for. From 1 to
-  3 the time grows, so the first that fits with nothing made again is the best of them.
-* What is made again adds seconds to the backward pass, so sets are tried in ascending order of these, and the first
-  that fits is the best with its zero.
-* A micro-batch size with a pipeline that does not fit under any zero with the leanest set of parts is left out; a fold
-  of which all are left out is reported with its mapping of least memory.
+* `floor` is below the time of every mapping with the same fold, micro-batch size, dispatcher and overlap, and with a
+  pipeline below that of every zero and saver: the mean over pipeline ranks of the layers' time with nothing made again
+  is at most the busiest rank's, bubbles grow with it, and all other parts of a step are positive. Candidates are taken
+  in ascending order of it, so the first whose floor reaches the best time found ends the search of a fold.
+* Where only the best few folds are asked for, the time of the last of them ends the search of every other fold, and
+  a fold whose floor reaches it is not looked into at all.
+* zero=1 moves the bytes of zero=0 in other calls and holds less, so zero=0 is tried only if it is asked for.
+* The times of all savers of one pipeline and zero are made at once, exactly; their memory is asked for in ascending
+  order of time, and the first that fits is the best of them.
 
 `tests/plan/test_search.py` compares with pricing every mapping.
 """
@@ -22,20 +21,18 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from moefold.config.schema import RECOMPUTE_PARTS
-from moefold.plan.fit import Fit
+import numpy as np
+
 from moefold.plan.mapping import Mapping
-from moefold.plan.memory import MemoryEstimate
+from moefold.plan.memory import MEMORY_PARTS, Memory, MemoryEstimate
 from moefold.plan.pipeline_time import bubble_s
-from moefold.plan.space import AttentionView, Fold, MappingSpace, Pipeline
-from moefold.plan.step_time import PARTS, STEP_S, Pricer, StepTime
+from moefold.plan.space import HOST, AttentionView, Fold, MappingSpace, Pipeline
+from moefold.plan.step_time import STEP_S, Pricer, StepTime
 
 OF_LITTLE_USE = 0
 """zero=0, see above."""
-
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "dispatch", "logits", "workspace")
-
-Parts = tuple[str, ...]
+AT_ONCE = 48
+"""Savers whose memory is asked for at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +67,7 @@ class _Base:
     floor_s: float
     size: int
     dispatcher: str
+    overlap: bool
     pipelines: tuple[Pipeline, ...]
     layers: "_LayerSums"
 
@@ -81,8 +79,6 @@ class _LayerSums:
     forward_s: float
     backward_s: float
     weight_s: float
-    hideable_s: float
-    """Of both: waiting for launches that ends where enough is made again."""
     kinds: tuple[float, ...]
     """One layer of each kind, forward and backward."""
     head: float
@@ -101,168 +97,215 @@ class Search:
         memory: their memory.
     """
 
-    def __init__(self, space: MappingSpace, pricer: Pricer, memory: Fit) -> None:
+    def __init__(self, space: MappingSpace, pricer: Pricer, memory: Memory) -> None:
         self.space, self.pricer, self.memory = space, pricer, memory
         self._batch = pricer.workload.global_batch_size
         zeros = [zero for zero in space.zeros if zero != OF_LITTLE_USE]
-        self._zeros = zeros or list(space.zeros)
+        self._zeros = frozenset(zeros or space.zeros)
         self._layers: dict[tuple[object, ...], _LayerSums] = {}
-        self._sets: dict[tuple[object, ...], list[tuple[float, Parts]]] = {}
-        self._contents: dict[tuple[int, int], tuple[tuple[tuple[int, ...], bool], ...]] = {}
-        # Where all layers are alike, more seconds made again mean a longer step.
-        self._is_uniform = len(pricer.shape.kinds) == 1
+        self._contents: dict[tuple[int, int, bool], tuple[tuple[tuple[int, ...], bool], ...]] = {}
         self._counts = [pricer.shape.layers.count(kind) for kind in range(len(pricer.shape.kinds))]
+        self._known_bases: dict[Fold, tuple[_Base, ...]] = {}
+        self._found: dict[Fold, _Timed | None] = {}
+        self._has_experts = any(k.feed_forward and k.feed_forward.kind == "moe" for k in pricer.shape.kinds)
 
     def ranked(self) -> list[Plan]:
         """The best mapping of every fold, best first; those that do not fit stand behind the others."""
         return sorted((self.best(fold, view) for fold, view in self.space.folds), key=lambda plan: plan.order)
 
+    def first(self, count: int) -> list[Plan]:
+        """The first so many of `ranked`, or fewer if fewer fit."""
+        best: list[_Timed] = []
+        for floor, fold, view in self._by_floor():
+            limit = best[-1][0] if len(best) == count else inf
+            if floor >= limit:
+                break
+            found = self._fastest(fold, view, limit)
+            if found is not None:
+                best = sorted([*best, found], key=lambda timed: timed[0])[:count]
+        return sorted((self.price(mapping) for _, mapping in best), key=lambda plan: plan.order)
+
+    def num_faster(self, seconds: float) -> int:
+        """Folds whose best mapping that fits takes less."""
+        number = 0
+        for floor, fold, view in self._by_floor():
+            if floor >= seconds:
+                break
+            number += self._fastest(fold, view, seconds) is not None
+        return number
+
     def best(self, fold: Fold, view: AttentionView) -> Plan:
         """The fastest mapping of a fold that fits, or, if none does, one that needs little memory."""
-        best = self._fastest(fold, view)
+        if fold not in self._found:
+            self._found[fold] = self._fastest(fold, view, inf)
+        best = self._found[fold]
         return self.price(best[1]) if best is not None else self._leanest(fold, view)
-
-    def _fastest(self, fold: Fold, view: AttentionView) -> _Timed | None:
-        """Best first: micro-batch sizes and dispatchers unfold into pipelines, and these into stages of zero."""
-        best: _Timed | None = None
-        bases = list(self._bases(fold, view))
-        queue = [(base.floor_s, i, -1, -1) for i, base in enumerate(bases)]
-        heapify(queue)
-        while queue and (best is None or queue[0][0] < best[0]):
-            floor, i, which, zero = heappop(queue)
-            if which < 0:
-                for number, pipeline in enumerate(bases[i].pipelines):
-                    heappush(queue, (max(floor, self._pipeline_floor(fold, bases[i], pipeline)), i, number, -1))
-            elif zero < 0:
-                for stage in self._zeros_of(fold):
-                    heappush(queue, (max(floor, self._zero_floor(fold, bases[i], which, stage)), i, which, stage))
-            else:
-                best = self._best_fitting(fold, bases[i], which, zero, best)
-        return best
 
     def price(self, mapping: Mapping) -> Plan:
         """The price of any mapping."""
         return Plan(mapping, self.pricer.step_time(mapping), self.memory.estimate(mapping))
 
+    def can_fit(self, fold: Fold, view: AttentionView) -> bool:
+        """Whether any mapping of a fold fits."""
+        return self._leanest(fold, view).memory.fits
+
+    def _by_floor(self) -> list[tuple[float, Fold, AttentionView]]:
+        """The folds by the least time that any of their mappings may take."""
+        floors = [
+            (min((base.floor_s for base in self._bases_of(fold, view)), default=inf), fold, view)
+            for fold, view in self.space.folds
+        ]
+        return sorted(floors, key=lambda entry: entry[0])
+
+    def _fastest(self, fold: Fold, view: AttentionView, limit: float) -> _Timed | None:
+        """The fastest below a limit. Best first: bases unfold into pipelines, and these into stages of zero."""
+        best: _Timed | None = None
+        bases = self._bases_of(fold, view)
+        queue: list[tuple[float, int, int, int, str]] = [(base.floor_s, i, -1, -1, "") for i, base in enumerate(bases)]
+        heapify(queue)
+        while queue and queue[0][0] < limit:
+            floor, i, which, zero, moments = heappop(queue)
+            base = bases[i]
+            if which < 0:
+                for number, pipeline in enumerate(base.pipelines):
+                    heappush(queue, (max(floor, self._pipeline_floor(fold, base, pipeline)), i, number, -1, ""))
+            elif zero < 0:
+                for stage, home in self._stages(fold, base, which):
+                    least = self._floor(self._probe(fold, base, which, stage, home), base)
+                    heappush(queue, (max(floor, least), i, which, stage, home))
+            else:
+                found = self._best_fitting(base, self._probe(fold, base, which, zero, moments), limit)
+                if found is not None:
+                    best, limit = found, found[0]
+        return best
+
+    def _bases_of(self, fold: Fold, view: AttentionView) -> tuple[_Base, ...]:
+        if fold not in self._known_bases:
+            self._known_bases[fold] = tuple(self._bases(fold, view))
+        return self._known_bases[fold]
+
     def _bases(self, fold: Fold, view: AttentionView) -> Iterator[_Base]:
-        """Every micro-batch size and dispatcher, with the pipelines under which some zero and recomputation fits."""
+        """Every micro-batch size and dispatcher, plain and overlapped, with the pipelines that go with them."""
         for size, pipelines in view.batches:
             n = self._batch // (size * fold.dp)
             # Without a pipeline all schedules take as long.
             plain = tuple(p for p in pipelines if fold.pp == 1 and p.schedule == "1f1b")
-            fitting = tuple(p for p in plain or pipelines if self._may_fit(fold, size, p))
-            if not fitting:
-                continue
-            seen = set()
-            for dispatcher in self.space.dispatchers(fold, size):
-                layers = self._layer_sums(fold, size, dispatcher)
-                if layers not in seen:
-                    seen.add(layers)
-                    floor = n * (layers.forward_s + layers.backward_s) / fold.pp
-                    yield _Base(floor, size, dispatcher, fitting, layers)
+            schedules = dict.fromkeys(pipeline.schedule for pipeline in plain or pipelines)
+            for dispatcher in self._dispatchers(fold, size):
+                before = None
+                for overlap in (False, True):
+                    ok = {s for s in schedules if self.space.zeros_of(fold, size, s, dispatcher, overlap)}
+                    legal = tuple(p for p in plain or pipelines if p.schedule in ok)
+                    layers = self._layer_sums(fold, size, dispatcher, overlap) if legal else None
+                    if layers is not None and layers != before:
+                        before = layers
+                        floor = n * (layers.forward_s + layers.backward_s) / fold.pp
+                        yield _Base(floor, size, dispatcher, overlap, legal, layers)
+
+    def _dispatchers(self, fold: Fold, size: int) -> tuple[str, ...]:
+        """The legal ones, without those that are priced as another one."""
+        found = self.space.dispatchers(fold, size)
+        if fold.ep * fold.etp == 1 or not self._has_experts:
+            return found[:1]
+        return tuple(name for name in found if name != "leastloaded" or "alltoall" not in found)
+
+    def _stages(self, fold: Fold, base: _Base, which: int) -> Iterator[tuple[int, str]]:
+        """What is sharded, and where the moments live."""
+        schedule = base.pipelines[which].schedule
+        zeros = self.space.zeros_of(fold, base.size, schedule, base.dispatcher, base.overlap)
+        zeros = tuple(zero for zero in zeros if zero in self._zeros) or zeros
+        for zero in zeros[:1] if fold.dp * fold.cp == fold.edp == 1 else zeros:
+            for moments in self.space.moment_homes:
+                yield zero, moments
 
     def _pipeline_floor(self, fold: Fold, base: _Base, pipeline: Pipeline) -> float:
         """Seconds of a step at least: the busiest rank, and idle stages."""
         kinds, head = base.layers.kinds, base.layers.head
         slowest = max(
             sum(count * seconds for count, seconds in zip(counts, kinds, strict=True)) + has_loss * head
-            for counts, has_loss in self._contents_of(fold.pp, pipeline.vpp)
+            for counts, has_loss in self._contents_of(fold.pp, pipeline)
         )
-        return self._rounds(fold, base) * fold.pp * slowest + self._bubble(fold, base, pipeline, 0.0)
+        rounds = self._batch / (base.size * fold.dp)
+        return rounds * slowest + self._bubble(fold.pp, base.layers, pipeline)
 
-    def _zero_floor(self, fold: Fold, base: _Base, which: int, zero: int) -> float:
-        """Seconds of a step at least, with what must be made again to fit, and what data parallelism shows at least."""
-        probe = self._probe(fold, base, which, zero)
-        fitting = self.memory.fitting(probe, zero)
-        least = next((again for again, parts in self._recomputes(fold, base) if fitting(parts)), None)
-        return inf if least is None else self._floor(fold, base, which, zero, least)
-
-    def _floor(self, fold: Fold, base: _Base, which: int, zero: int, again: float) -> float:
-        """As if all stages were even.
-
-        Args:
-            fold: the degrees.
-            base: micro-batch size and dispatcher.
-            which: index of the pipeline.
-            zero: what is sharded.
-            again: seconds that are made again, of all layers of a micro-batch.
-        """
-        layers, probe = base.layers, self._probe(fold, base, which, zero)
-        behind = layers.backward_s + max(0.0, again - layers.hideable_s)
+    def _floor(self, probe: Mapping, base: _Base) -> float:
+        """Seconds of a step at least, as if all stages were even and all of it fitted."""
+        layers, pp = base.layers, probe.pp
         n = probe.num_micro_batches(self._batch)
         gathers, gradients, optimizer = self.pricer.replicas(probe)
-        ahead, behind = layers.forward_s / fold.pp, behind / fold.pp
-        shown = self.pricer._exposed_replicas(probe, (gathers, gradients), ahead, behind, n)
-        bubble = self._bubble(fold, base, base.pipelines[which], again)
+        ahead, behind = layers.forward_s / pp, layers.backward_s / pp
+        shown = float(self.pricer.shown_replicas_s(probe, (gathers, gradients), ahead, behind, n))
+        bubble = self._bubble(pp, layers, Pipeline(probe.schedule, probe.vpp))
         return n * (ahead + behind) + shown + bubble + optimizer + STEP_S
 
-    def _bubble(self, fold: Fold, base: _Base, pipeline: Pipeline, again: float) -> float:
-        layers, pp = base.layers, fold.pp
-        behind = layers.backward_s + max(0.0, again - layers.hideable_s)
-        mean = (layers.forward_s / pp, behind / pp, layers.weight_s / pp)
-        return bubble_s(*mean, pp=pp, vpp=pipeline.vpp, schedule=pipeline.schedule)
+    def _bubble(self, pp: int, layers: _LayerSums, pipeline: Pipeline) -> float:
+        mean = (layers.forward_s / pp, layers.backward_s / pp, layers.weight_s / pp)
+        return float(bubble_s(*mean, pp=pp, vpp=pipeline.vpp, schedule=pipeline.schedule))
 
-    def _zeros_of(self, fold: Fold) -> list[int]:
-        return self._zeros[:1] if fold.dp * fold.cp == fold.edp == 1 else self._zeros
-
-    def _rounds(self, fold: Fold, base: _Base) -> float:
-        return self._batch / (base.size * fold.dp * fold.pp)
-
-    def _contents_of(self, pp: int, vpp: int) -> tuple[tuple[tuple[int, ...], bool], ...]:
+    def _contents_of(self, pp: int, pipeline: Pipeline) -> tuple[tuple[tuple[int, ...], bool], ...]:
         """Layers of each kind and whether there is a loss, of ranks that differ."""
-        if (pp, vpp) not in self._contents:
-            ranks = self.pricer._rank_contents(pp, vpp)
-            self._contents[pp, vpp] = tuple({(counts, has_loss): None for counts, _, has_loss in ranks})
-        return self._contents[pp, vpp]
+        key = (pp, pipeline.vpp, pipeline.schedule in V_SHAPED)
+        if key not in self._contents:
+            ranks = self.pricer.contents_of_ranks(pp, pipeline.vpp, pipeline.schedule)
+            self._contents[key] = tuple({(counts, has_loss): None for counts, _, has_loss in ranks})
+        return self._contents[key]
 
-    def _best_fitting(self, fold: Fold, base: _Base, which: int, zero: int, best: _Timed | None) -> _Timed | None:
-        """The better of `best` and the fastest that fits with one pipeline and stage of zero."""
-        probe = self._probe(fold, base, which, zero)
-        fitting = self.memory.fitting(probe, zero)
-        for again, recompute in self._recomputes(fold, base):
-            if not fitting(recompute):
-                continue
-            if best is not None and self._floor(fold, base, which, zero, again) >= best[0]:
-                break
-            mapping = replace(probe, recompute=recompute)
-            seconds = self.pricer.step_time(mapping).total_s
-            if best is None or seconds < best[0]:
-                best = (seconds, mapping)
-            if self._is_uniform or not recompute:
-                break
-        return best
-
-    def can_fit(self, fold: Fold, view: AttentionView) -> bool:
-        """Whether any mapping of a fold fits."""
-        size, pipelines = view.batches[0]
-        return any(self._may_fit(fold, size, pipeline) for pipeline in pipelines)
-
-    def _may_fit(self, fold: Fold, size: int, pipeline: Pipeline) -> bool:
-        probe = mapping_of(fold, size, pipeline, "", 0, ())
-        return any(self.memory.may_fit(probe, zero) for zero in self._zeros_of(fold))
+    def _best_fitting(self, base: _Base, probe: Mapping, limit: float) -> _Timed | None:
+        """The fastest below a limit that fits with one pipeline and stage of zero."""
+        savers = self.space.savers_with(base.overlap)
+        seconds = self.pricer.step_times(probe, savers)
+        below = np.flatnonzero(seconds < limit)
+        if not below.size or not self.memory.states_fit(probe):
+            return None
+        order = below[np.argsort(seconds[below], kind="stable")]
+        room = self.memory.room(probe)
+        for first in range(0, len(order), AT_ONCE):
+            some = order[first : first + AT_ONCE]
+            fitting = np.flatnonzero(room.fitting(some, savers))
+            if fitting.size:
+                i = int(some[fitting[0]])
+                recompute, offload = savers[i]
+                return float(seconds[i]), replace(probe, recompute=recompute, offload=(*offload, *probe.offload))
+        return None
 
     def _leanest(self, fold: Fold, view: AttentionView) -> Plan:
         """The mapping of least memory, with the smallest micro-batches."""
         size, pipelines = view.batches[0]
         dispatcher = self.space.dispatchers(fold, size)[0]
-        zeros = self._zeros_of(fold)
-        probes = [mapping_of(fold, size, p, dispatcher, zero, ()) for p in pipelines for zero in zeros]
-        found = [(*self.memory.least(probe, probe.zero), i) for i, probe in enumerate(probes)]
-        _, parts, i = min(found, key=lambda entry: entry[0])
-        return self.price(replace(probes[i], recompute=parts))
+        found: tuple[float, Mapping] | None = None
+        for pipeline in pipelines:
+            for overlap in (False, True):
+                zeros = self.space.zeros_of(fold, size, pipeline.schedule, dispatcher, overlap)
+                savers = self.space.savers_with(overlap)
+                if not zeros or not savers or (found is not None and overlap):
+                    continue
+                for moments in self.space.moment_homes[-1:]:
+                    base = _Base(0.0, size, dispatcher, overlap, (pipeline,), _NOTHING)
+                    for zero in zeros[-1:] if fold.dp * fold.cp * fold.edp > 1 else zeros[:1]:
+                        probe = self._probe(fold, base, 0, zero, moments)
+                        totals = self.memory.room(probe).totals(np.arange(len(savers)), savers)
+                        i = int(np.argmin(totals))
+                        if found is None or totals[i] < found[0]:
+                            recompute, offload = savers[i]
+                            mapping = replace(probe, recompute=recompute, offload=(*offload, *probe.offload))
+                            found = (float(totals[i]), mapping)
+        assert found is not None, "a fold has a legal mapping"
+        return self.price(found[1])
 
-    def _probe(self, fold: Fold, base: _Base, which: int, zero: int) -> Mapping:
+    def _probe(self, fold: Fold, base: _Base, which: int, zero: int, moments: str) -> Mapping:
         """The mapping with nothing made again."""
         pipeline = base.pipelines[which]
-        return mapping_of(fold, base.size, pipeline, base.dispatcher, zero, ())
+        return mapping_of(fold, base.size, pipeline, base.dispatcher, zero, base.overlap, moments)
 
-    def _layer_sums(self, fold: Fold, size: int, dispatcher: str) -> _LayerSums:
-        key = (fold.tp, fold.cp, size, fold.ep, fold.etp, dispatcher)
+    def _layer_sums(self, fold: Fold, size: int, dispatcher: str, overlap: bool) -> _LayerSums:
+        key = (fold.tp, fold.cp, size, fold.ep, fold.etp, dispatcher, overlap)
         if key not in self._layers:
-            probe = Mapping(tp=fold.tp, cp=fold.cp, mbs=size, ep=fold.ep, etp=fold.etp, dispatcher=dispatcher)
+            probe = Mapping(
+                tp=fold.tp, cp=fold.cp, mbs=size, ep=fold.ep, etp=fold.etp, dispatcher=dispatcher, overlap=overlap
+            )
             head = self.pricer.ends(fold.tp, fold.cp, size)
             forward, backward = head
-            weight = hideable = 0.0
+            weight = 0.0
             kinds = []
             for kind, count in enumerate(self._counts):
                 layer = self.pricer.layer(kind, probe)
@@ -270,32 +313,18 @@ class Search:
                 forward += count * layer.forward_s
                 backward += count * layer.backward_s
                 weight += count * layer.weight_s
-                all_again = self.pricer.layer(kind, replace(probe, recompute=("layer",)))
-                hideable += count * (layer.parts[_LAUNCH] - all_again.parts[_LAUNCH])
-            self._layers[key] = _LayerSums(forward, backward, weight, hideable, tuple(kinds), sum(head))
+            self._layers[key] = _LayerSums(forward, backward, weight, tuple(kinds), sum(head))
         return self._layers[key]
 
-    def _recomputes(self, fold: Fold, base: _Base) -> list[tuple[float, Parts]]:
-        """The sets of parts to make again, by the seconds that this adds to all layers of a micro-batch."""
-        key = (fold.tp, fold.cp, base.size, fold.ep, fold.etp, base.dispatcher)
-        if key not in self._sets:
-            seconds = dict.fromkeys(RECOMPUTE_PARTS, 0.0)
-            times = self.pricer.times
-            for kind, count in enumerate(self._counts):
-                mixer = times.mixer(kind, *key[:3])
-                feed_forward = times.feed_forward(kind, *key)
-                for part, again in (*mixer.recompute, *feed_forward.recompute):
-                    seconds[part] += count * again
-                seconds["layer"] += count * sum(work.seconds for work in (*mixer.forward, *feed_forward.forward))
-            self._sets[key] = sorted((sum(seconds[part] for part in parts), parts) for parts in self.space.recomputes)
-        return self._sets[key]
+
+_NOTHING = _LayerSums(0.0, 0.0, 0.0, (), 0.0)
+V_SHAPED = ("zbv", "dualpipev")
 
 
-_LAUNCH = PARTS.index("launch")
-
-
-def mapping_of(fold: Fold, size: int, pipeline: Pipeline, dispatcher: str, zero: int, recompute: Parts) -> Mapping:
-    """The mapping of the choices on all levels."""
+def mapping_of(
+    fold: Fold, size: int, pipeline: Pipeline, dispatcher: str, zero: int, overlap: bool, moments: str
+) -> Mapping:
+    """The mapping of the choices on all levels, with nothing made again."""
     return Mapping(
         tp=fold.tp,
         cp=fold.cp,
@@ -307,7 +336,8 @@ def mapping_of(fold: Fold, size: int, pipeline: Pipeline, dispatcher: str, zero:
         edp=fold.edp,
         mbs=size,
         zero=zero,
-        recompute=recompute,
+        offload=("optimizer",) if moments == HOST else (),
         dispatcher=dispatcher,
+        overlap=overlap,
         schedule=pipeline.schedule,
     )

@@ -1,11 +1,14 @@
 """All legal mappings of a recipe over a number of ranks, level by level. Torch-free.
 
 A mapping is a fold (tp cp pp ep etp, and dp edp that follow), a micro-batch size, a schedule with its virtual stages,
-a dispatcher, what is sharded over the data-parallel ranks (zero), and what is made again in the backward pass. The
+a dispatcher, whether the experts' exchange hides under another micro-batch (overlap), what is sharded over the
+data-parallel ranks (zero), where the optimizer's moments live, and what is made again in the backward pass or leaves
+memory until then. The
 runtime's rules on each level read that level and those above it, so the legal mappings are the sum over folds and
 micro-batch sizes of products of short lists. They are counted so, and the search prices them so.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,16 +16,20 @@ from itertools import chain, combinations, product
 from math import prod
 from typing import Any, NamedTuple, get_args
 
+from moefold.config.checks_offload import OFFLOAD_PARTS
 from moefold.config.keys import key_types
 from moefold.config.pipeline_layout import LayoutSyntaxError, spell_out
 from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.parallel.layout import divisors
+from moefold.plan.kept import Saver
 from moefold.plan.legality import (
     AXES,
     BATCH_RULES,
     CP_RULES,
     DISPATCH_RULES,
     EXPERT_RULES,
+    OFFLOAD_RULES,
+    OVERLAP_RULES,
     PIPELINE_RULES,
     RECOMPUTE_RULES,
     STAGE_RULES,
@@ -35,6 +42,7 @@ FILE_SCHEDULE = "csv"
 """Reads a file that is written for one mapping: legal, but nothing to search."""
 ALIAS = "auto"
 """The dispatcher that stands for another one."""
+HOST = "host"
 UNCUT = ("E", "L")
 """What a balanced layout may give a stage of its own, beside each layer."""
 
@@ -93,6 +101,7 @@ class MappingSpace:
         self._chunks: dict[int, dict[str, list[Pipeline]]] = {}
         self._pipelines: dict[tuple[int, ...], tuple[Pipeline, ...]] = {}
         self._dispatchers: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._overlapped: dict[tuple[int | str, ...], tuple[int, ...]] = {}
 
     @cached_property
     def views(self) -> tuple[AttentionView, ...]:
@@ -120,11 +129,59 @@ class MappingSpace:
             and self.legality.allows(RECOMPUTE_RULES, {"recompute": parts})
         )
 
+    @cached_property
+    def savers(self) -> tuple[Saver, ...]:
+        """Every set of parts that may be made again with every set whose activations may leave memory with it."""
+        subsets = [parts for n in range(len(OFFLOAD_PARTS) + 1) for parts in combinations(OFFLOAD_PARTS, n)]
+        return tuple(
+            (recompute, offload)
+            for recompute in self.recomputes
+            for offload in subsets
+            if (self._has_host or not offload)
+            and self.restriction.wants("offload", offload)
+            and self.legality.allows(OFFLOAD_RULES, {"recompute": recompute, "offload": offload})
+        )
+
+    @cached_property
+    def plain_savers(self) -> tuple[Saver, ...]:
+        """Those of which nothing leaves memory, as two micro-batches at a time need it."""
+        return tuple(saver for saver in self.savers if not saver[1])
+
+    @cached_property
+    def moment_homes(self) -> tuple[str, ...]:
+        """Where the moments of the optimizer may live: with the weights, or in memory of the host."""
+        homes = ("none", HOST) if self._has_host else ("none",)
+        return tuple(home for home in homes if self.restriction.wants("moments", home))
+
+    @cached_property
+    def _has_host(self) -> bool:
+        """Whether there is another memory that is priced: a CPU has none, and disks have no price."""
+        return self._cfg.run.device != "cpu" and self._cfg.train.offload_to == HOST
+
+    def zeros_of(self, fold: Fold, size: int, schedule: str, dispatcher: str, overlap: bool) -> tuple[int, ...]:
+        """What may be sharded; empty where the experts' exchange cannot hide under another micro-batch as asked."""
+        if not self.restriction.wants("overlap", overlap):
+            return ()
+        if not overlap:
+            return self.zeros
+        key = (fold.ep, fold.etp, fold.dp, size, schedule, dispatcher)
+        if key not in self._overlapped:
+            values = {**fold.values, "mbs": size, "schedule": schedule, "dispatcher": dispatcher}
+            values |= {"offload": (), "overlap": True}
+            self._overlapped[key] = tuple(
+                zero for zero in self.zeros if self.legality.allows(OVERLAP_RULES, {**values, "zero": zero})
+            )
+        return self._overlapped[key]
+
+    def savers_with(self, overlap: bool) -> tuple[Saver, ...]:
+        """Those that go with hiding the experts' exchange, or without it."""
+        return self.plain_savers if overlap else self.savers
+
     def dispatchers(self, fold: Fold, size: int) -> tuple[str, ...]:
         """The legal ways of tokens to their experts."""
         key = (fold.ep, fold.etp, fold.tp * fold.cp, size)
         if key not in self._dispatchers:
-            values = {**fold.values, "mbs": size}
+            values = {**fold.values, "mbs": size, "overlap": False}
             self._dispatchers[key] = tuple(
                 name
                 for name in self._choices("dispatcher")
@@ -134,29 +191,40 @@ class MappingSpace:
 
     def count(self) -> int:
         """How many legal mappings there are."""
-        free = len(self.zeros) * len(self.recomputes)
-        return free * sum(
-            len(pipelines) * len(self.dispatchers(fold, size))
-            for fold, view in self.folds
-            for size, pipelines in view.batches
+        total = 0
+        for fold, view in self.folds:
+            for size, pipelines in view.batches:
+                chunkings = Counter(pipeline.schedule for pipeline in pipelines)
+                for dispatcher in self.dispatchers(fold, size):
+                    for schedule, number in chunkings.items():
+                        total += number * self._count_choices(fold, size, schedule, dispatcher)
+        return total * len(self.moment_homes)
+
+    def _count_choices(self, fold: Fold, size: int, schedule: str, dispatcher: str) -> int:
+        return sum(
+            len(self.zeros_of(fold, size, schedule, dispatcher, overlap)) * len(self.savers_with(overlap))
+            for overlap in (False, True)
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Every legal mapping by itself, as the values of its axes; of use for small worlds."""
         for fold, view in self.folds:
             for size, pipelines in view.batches:
-                for pipeline, dispatcher, zero, recompute in product(
-                    pipelines, self.dispatchers(fold, size), self.zeros, self.recomputes
-                ):
-                    yield {
-                        **fold.values,
-                        "mbs": size,
-                        "schedule": pipeline.schedule,
-                        "vpp": pipeline.vpp,
-                        "zero": zero,
-                        "dispatcher": dispatcher,
-                        "recompute": recompute,
-                    }
+                for pipeline, dispatcher, overlap in product(pipelines, self.dispatchers(fold, size), (False, True)):
+                    zeros = self.zeros_of(fold, size, pipeline.schedule, dispatcher, overlap)
+                    for zero, moments, saver in product(zeros, self.moment_homes, self.savers_with(overlap)):
+                        yield {
+                            **fold.values,
+                            "mbs": size,
+                            "schedule": pipeline.schedule,
+                            "vpp": pipeline.vpp,
+                            "zero": zero,
+                            "dispatcher": dispatcher,
+                            "overlap": overlap,
+                            "recompute": saver[0],
+                            "offload": saver[1],
+                            "moments": moments,
+                        }
 
     def _attention_views(self) -> Iterator[AttentionView]:
         """Every axis is tried on its own rules before it is combined."""

@@ -15,6 +15,17 @@ class Chunk:
     """Layers of each kind, those of multi-token prediction included."""
     has_embedding: bool
     has_loss: bool
+    kinds: tuple[int, ...] = ()
+    """Of its layers in order, without those of multi-token prediction."""
+    num_further: int = 0
+    """Layers of multi-token prediction."""
+
+
+def chunk_of(shape: ModelShape, layers: range, *, has_embedding: bool, has_loss: bool, num_further: int) -> Chunk:
+    """A chunk with some layers of a model."""
+    counts = list(shape.counts(layers))
+    counts[shape.further_kind] += num_further
+    return Chunk(tuple(counts), has_embedding, has_loss, tuple(shape.layers[i] for i in layers), num_further)
 
 
 @lru_cache(maxsize=4096)
@@ -26,16 +37,15 @@ def split_stages(shape: ModelShape, chunks: int, seq_len: int) -> tuple[Chunk, .
     )
     last = chunks - 1
     return tuple(
-        Chunk(_with_mtp(shape, shape.counts(range(bounds[i], bounds[i + 1])), i == last), i == 0, i == last)
+        chunk_of(
+            shape,
+            range(bounds[i], bounds[i + 1]),
+            has_embedding=i == 0,
+            has_loss=i == last,
+            num_further=shape.mtp_layers if i == last else 0,
+        )
         for i in range(chunks)
     )
-
-
-def _with_mtp(shape: ModelShape, counts: tuple[int, ...], is_last: bool) -> tuple[int, ...]:
-    if not (is_last and shape.mtp_layers):
-        return counts
-    further = shape.further_kind
-    return tuple(count + shape.mtp_layers * (kind == further) for kind, count in enumerate(counts))
 
 
 def _even(layers: int, chunks: int) -> list[int]:

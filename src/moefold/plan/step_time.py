@@ -6,19 +6,28 @@ depends on, so that a search of many thousand mappings adds up numbers it alread
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.config.schedules import SCHEDULES
 from moefold.plan.collective import Group, all_reduce_s, gather_s, send_s
 from moefold.plan.device import Device
 from moefold.plan.flop_count import layer_parameters, train_flops
+from moefold.plan.kept import KeptActivations, Saver, recipe_of, saver_of
 from moefold.plan.layer_time import BlockTime, LayerTimes, Work
 from moefold.plan.mapping import Mapping
-from moefold.plan.pipeline_time import bubble_s
+from moefold.plan.moments import Columns
+from moefold.plan.pipeline_time import bubble_s, larger
 from moefold.plan.shape import BYTES, ModelShape
-from moefold.plan.stage_split import Chunk, split_stages
+from moefold.plan.stage_split import Chunk
+from moefold.plan.stages import Split, chunks_of_rank, split_of
 from moefold.plan.workload import Workload
 
 COMMUNICATION = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")
-COMPUTE = ("attention", "dense_mlp", "experts", "shared_experts", "router", "permute", "head", "recompute", "launch")
+LAYER_WORK = ("attention", "dense_mlp", "experts", "shared_experts", "router", "permute")
+COMPUTE = (*LAYER_WORK, "head", "recompute", "launch", "offload")
 PARTS = (*COMPUTE, *COMMUNICATION, "bubble", "optimizer")
 """Every second of a step belongs to one of them."""
 
@@ -45,9 +54,22 @@ and the bfloat16 copy written."""
 OFFLOADED_BYTES = 6
 """Over the host's link for each parameter whose optimizer state lives there: gradient down, weight up."""
 
+MOMENT_BYTES = 8
+"""Each way over the host's link, both at once, for each parameter whose moments live there (docs/memory.md)."""
+
+SHOWN_CARRYING = 0.05
+"""Part of carrying activations to the host and back that shows where work is enough to hide it: copies are launched,
+and take bandwidth of the memory that kernels use. 0.2 to 0.3 % of it was measured on a CPU, whose memory was the disk's
+cache (docs/memory.md); on GPUs nothing was."""
+
 STEP_S = 0.01
 """Of each step, whatever its size: gradient norm across ranks, loss, data, host work between steps."""
 
+
+Seconds = NDArray[np.float64]
+
+RankContent = tuple[tuple[int, ...], bool, bool]
+"""Layers of each kind on a pipeline rank, and whether it embeds and has the loss."""
 
 _RankTime = tuple[float, float, float, tuple[float, ...]]
 """Forward, backward, weights' gradients, and parts."""
@@ -105,15 +127,34 @@ class StepTime:
 
 
 class Pricer:
-    """Prices mappings of one model on one device for one workload."""
+    """Prices mappings of one model on one device for one workload.
 
-    def __init__(self, shape: ModelShape, device: Device, workload: Workload) -> None:
+    Args:
+        shape: the model.
+        device: one of its GPUs.
+        workload: the batch, and what the software can do.
+        kept: what layers keep, which is what offloading carries; None: by a recipe with nothing but the model.
+        split: which stage holds what; None: balanced by operations.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        device: Device,
+        workload: Workload,
+        kept: KeptActivations | None = None,
+        split: Split | None = None,
+    ) -> None:
         self.shape, self.device, self.workload = shape, device, workload
+        self.split = split or split_of(shape, workload.seq_len)
+        self.kept = kept or KeptActivations(shape, workload, recipe_of(shape, workload), Columns(len(shape.kinds)))
         self.times = LayerTimes(shape, device, workload)
         self._layers: dict[tuple[object, ...], LayerSum] = {}
+        self._saved: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
+        self._rank_counts: dict[tuple[int, int, bool], Seconds] = {}
         self._ends: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._replicas: dict[tuple[int, ...], tuple[float, float, float]] = {}
-        self._ranks: dict[tuple[int, int], tuple[tuple[tuple[int, ...], bool, bool], ...]] = {}
+        self._ranks: dict[tuple[int, int, bool], tuple[RankContent, ...]] = {}
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -132,7 +173,7 @@ class Pricer:
             mean[0] + send_back, mean[1] + send_back, mean[2], pp=mapping.pp, vpp=mapping.vpp, schedule=mapping.schedule
         )
         gathers, gradients, optimizer = self.replicas(mapping)
-        dp_comm = self._exposed_replicas(mapping, (gathers, gradients), forward, backward, n)
+        dp_comm = self.shown_replicas_s(mapping, (gathers, gradients), forward, backward, n)
         seconds = dict(zip(PARTS, (part * n for part in parts), strict=True))
         seconds["pp_comm"] += sends
         seconds["dp_comm"] += dp_comm
@@ -146,10 +187,13 @@ class Pricer:
         if key not in self._layers:
             mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
             feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
-            self._layers[key] = self._sum(mixer, feed_forward, m)
+            # Published steps do not say in which types they offload; theirs are taken to hide it.
+            carries = m.offload and not self.workload.is_megatron
+            away = float(self.kept.away_bytes(m, (saver_of(m),))[0, kind]) if carries else 0.0
+            self._layers[key] = self._sum(mixer, feed_forward, m, away)
         return self._layers[key]
 
-    def _sum(self, mixer: BlockTime, feed_forward: BlockTime, m: Mapping) -> LayerSum:
+    def _sum(self, mixer: BlockTime, feed_forward: BlockTime, m: Mapping, away_bytes: float) -> LayerSum:
         seconds = dict.fromkeys(PARTS, 0.0)
         ahead = self._direction(mixer.forward + feed_forward.forward, m, seconds)
         behind = self._direction(feed_forward.backward + mixer.backward, m, seconds)
@@ -157,14 +201,78 @@ class Pricer:
         seconds["recompute"] += again
         waits = self._launch_waits(mixer, feed_forward, (sum(ahead), sum(behind) + again))
         seconds["launch"] += sum(waits)
+        carried = [self.carried_s(away_bytes, busy) for busy in (sum(ahead) + waits[0], sum(behind) + again + waits[1])]
+        seconds["offload"] += sum(carried)
         return LayerSum(
-            forward_s=sum(ahead) + waits[0],
-            backward_s=sum(behind) + again + waits[1],
+            forward_s=sum(ahead) + waits[0] + carried[0],
+            backward_s=sum(behind) + again + waits[1] + carried[1],
             weight_s=mixer.weight_s + feed_forward.weight_s,
             forward_ep_s=ahead[1],
             backward_ep_s=behind[1],
             parts=tuple(seconds.values()),
         )
+
+    def saved_layers(self, kind: int, m: Mapping, savers: tuple[Saver, ...]) -> tuple[Seconds, Seconds]:
+        """Seconds of one layer forward and backward with each of some savers, of which `m` has none; [savers] each."""
+        key = (kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher, m.overlap)
+        if key not in self._saved:
+            mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
+            feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
+            parts = dict.fromkeys(PARTS, 0.0)
+            ahead = sum(self._direction(mixer.forward + feed_forward.forward, m, parts))
+            behind = sum(self._direction(feed_forward.backward + mixer.backward, m, parts))
+            of_set = {recompute: _recomputed(mixer, feed_forward, recompute) for recompute, _ in savers}
+            again = behind + np.array([of_set[recompute] for recompute, _ in savers])
+            waits = self._launch_waits(mixer, feed_forward, (ahead, again))
+            away = self.kept.away_bytes(m, savers)[:, kind]
+            forward, backward = np.full(len(savers), ahead) + waits[0], again + waits[1]
+            self._saved[key] = (
+                forward + self.carried_s(away, forward),
+                backward + self.carried_s(away, backward),
+            )
+        return self._saved[key]
+
+    def step_times(self, m: Mapping, savers: tuple[Saver, ...]) -> Seconds:
+        """Seconds of a step with each of some savers, of which `m` has none: what `step_time` says of each.
+
+        Args:
+            m: the mapping, with the home of its moments.
+            savers: the same ones for all mappings with or without overlap.
+        """
+        n = m.num_micro_batches(self.workload.global_batch_size)
+        layers = [self.saved_layers(kind, m, savers) for kind in range(len(self.shape.kinds))]
+        ahead, behind = (np.array([layer[way] for layer in layers]) for way in (0, 1))
+        ranks, head = self._counts_of_ranks(m), self.ends(m.tp, m.cp, m.mbs)
+        forward = ranks[:, :-1] @ ahead + ranks[:, -1:] * head[0]
+        backward = ranks[:, :-1] @ behind + ranks[:, -1:] * head[1]
+        busiest = np.argmax(forward + backward, axis=0)
+        every = np.arange(len(savers))
+        slowest = forward[busiest, every], backward[busiest, every]
+        weights = [self.layer(kind, m).weight_s for kind in range(len(layers))]
+        weight = float((ranks[:, :-1] @ np.array(weights)).mean())
+        sends, send_back = self._sends(m, n)
+        mean = forward.mean(axis=0) + send_back, backward.mean(axis=0) + send_back
+        bubble = bubble_s(*mean, weight, pp=m.pp, vpp=m.vpp, schedule=m.schedule)
+        gathers, gradients, optimizer = self.replicas(m)
+        shown = self.shown_replicas_s(m, (gathers, gradients), *slowest, n)
+        found: Seconds = n * (slowest[0] + slowest[1]) + sends + bubble + shown + optimizer + STEP_S
+        return found
+
+    def _counts_of_ranks(self, m: Mapping) -> Seconds:
+        """Layers of each kind on each pipeline rank, and in the last column whether it has the loss."""
+        key = (m.pp, m.vpp, SCHEDULES[m.schedule].placement == "v")
+        if key not in self._rank_counts:
+            contents = self.contents_of_ranks(m.pp, m.vpp, m.schedule)
+            self._rank_counts[key] = np.array([[*counts, has_loss] for counts, _, has_loss in contents], dtype=float)
+        return self._rank_counts[key]
+
+    def carried_s(self, away_bytes: Any, busy_s: Any) -> Any:
+        """Seconds of a layer, one way, that activations on their way to or from the host are longer than its work.
+
+        What they take of memory and of the host's time beside it is a part of their way.
+        """
+        seconds = away_bytes / self.device.host_bytes_per_s
+        return larger(SHOWN_CARRYING * seconds, seconds - busy_s)
 
     def _direction(self, works: tuple[Work, ...], m: Mapping, seconds: dict[str, float]) -> tuple[float, float]:
         """Add the works up by part; returns the time without the experts' exchange, and what of that shows."""
@@ -183,9 +291,7 @@ class Pricer:
         seconds["ep_comm"] += exchange
         return compute, exchange
 
-    def _launch_waits(
-        self, mixer: BlockTime, feed_forward: BlockTime, busy: tuple[float, float]
-    ) -> tuple[float, float]:
+    def _launch_waits(self, mixer: BlockTime, feed_forward: BlockTime, busy: tuple[Any, Any]) -> tuple[Any, Any]:
         """Seconds of a layer, forward and backward, that go between its kernels, or by which the host is late."""
         graphs, device = self.workload.cuda_graphs, self.device
         if graphs == "full":
@@ -194,7 +300,7 @@ class Pricer:
         ahead = shown * mixer.forward_kernels + feed_forward.forward_kernels
         behind = shown * mixer.backward_kernels + feed_forward.backward_kernels
         waits = [
-            max(launched * device.kernel_gap_s, launched * device.host_launch_s - seconds)
+            larger(launched * device.kernel_gap_s, launched * device.host_launch_s - seconds)
             for launched, seconds in zip((ahead, behind), busy, strict=True)
         ]
         return waits[0] + feed_forward.syncs * device.sync_s, waits[1]
@@ -220,7 +326,7 @@ class Pricer:
         ends = self.ends(mapping.tp, mapping.cp, mapping.mbs)
         p2p = self._send(mapping) if mapping.pp > 1 else 0.0
         stages = []
-        for chunk in split_stages(self.shape, mapping.pp * mapping.vpp, self.workload.seq_len):
+        for chunk in self.split(mapping.pp * mapping.vpp):
             held = list(zip(chunk.counts, layers, strict=True))
             weight = sum(count * layer.weight_s for count, layer in held)
             stages.append(
@@ -239,7 +345,7 @@ class Pricer:
     def _rank_times(self, m: Mapping, layers: tuple[LayerSum, ...]) -> tuple[_RankTime, tuple[float, float, float]]:
         """The busiest pipeline rank, and the mean over all of them, of one micro-batch."""
         head = self.ends(m.tp, m.cp, m.mbs)
-        ranks = self._rank_contents(m.pp, m.vpp)
+        ranks = self.contents_of_ranks(m.pp, m.vpp, m.schedule)
         slowest, worst = ranks[0], -1.0
         total = [0.0, 0.0, 0.0]
         for rank in ranks:
@@ -261,12 +367,14 @@ class Pricer:
         pp = len(ranks)
         return (*times, tuple(parts)), (total[0] / pp, total[1] / pp, total[2] / pp)
 
-    def _rank_contents(self, pp: int, vpp: int) -> tuple[tuple[tuple[int, ...], bool, bool], ...]:
+    def contents_of_ranks(self, pp: int, vpp: int, schedule: str) -> tuple[RankContent, ...]:
         """Layers of each kind on each pipeline rank, and whether it embeds and has the loss."""
-        key = (pp, vpp)
+        is_v = pp > 1 and SCHEDULES[schedule].placement == "v"
+        key = (pp, vpp, is_v)
         if key not in self._ranks:
-            chunks = split_stages(self.shape, pp * vpp, self.workload.seq_len)
-            self._ranks[key] = tuple(_rank_content(chunks[rank::pp]) for rank in range(pp))
+            chunks = self.split(pp * vpp)
+            placed = chunks_of_rank(chunks, schedule, pp, vpp)
+            self._ranks[key] = tuple(_rank_content(tuple(chunks[i] for i in stages)) for stages in placed)
         return self._ranks[key]
 
     def _send(self, m: Mapping) -> float:
@@ -283,7 +391,8 @@ class Pricer:
 
     def replicas(self, m: Mapping) -> tuple[float, float, float]:
         """Seconds of gathering the parameters once, of summing the gradients once, and of the optimizer."""
-        key = (m.tp, m.cp, m.dp, m.pp, m.vpp, m.ep, m.etp, m.edp, m.zero, "optimizer" in m.offload)
+        is_v = SCHEDULES[m.schedule].placement == "v"
+        key = (m.tp, m.cp, m.dp, m.pp, m.vpp, is_v, m.ep, m.etp, m.edp, m.zero, "optimizer" in m.offload)
         if key not in self._replicas:
             self._replicas[key] = self._price_replicas(m)
         return self._replicas[key]
@@ -301,8 +410,10 @@ class Pricer:
             return 0.0, gradients, self.times.products.pass_s((dense + experts) * OPTIMIZER_BYTES)
         owned = dense / dense_group.size + experts / expert_group.size
         optimizer = self.times.products.pass_s(owned * OPTIMIZER_BYTES)
-        if "optimizer" in m.offload:
+        if "optimizer" in m.offload and self.workload.is_megatron:
             optimizer += owned * OFFLOADED_BYTES / device.host_bytes_per_s
+        elif "optimizer" in m.offload:
+            optimizer = max(optimizer, owned * MOMENT_BYTES / device.host_bytes_per_s)
         return gathers, gradients, optimizer
 
     def _parameters(self, m: Mapping) -> tuple[float, float]:
@@ -310,17 +421,27 @@ class Pricer:
         sizes = [layer_parameters(self.shape, kind) for kind in range(len(self.shape.kinds))]
         ends = self.shape.vocab_size * self.shape.hidden_size
         fullest = (0.0, 0.0)
-        for counts, has_embedding, has_loss in self._rank_contents(m.pp, m.vpp):
+        for counts, has_embedding, has_loss in self.contents_of_ranks(m.pp, m.vpp, m.schedule):
             dense = sum(count * size[0] for count, size in zip(counts, sizes, strict=True))
             experts = sum(count * size[1] for count, size in zip(counts, sizes, strict=True))
             dense += ends * (has_embedding + has_loss)
             fullest = max(fullest, (dense / m.tp, experts / (m.ep * m.etp)), key=sum)
         return fullest
 
-    def _exposed_replicas(
-        self, m: Mapping, comm: tuple[float, float], forward: float, backward: float, n: int
-    ) -> float:
+    def shown_replicas_s(self, m: Mapping, comm: tuple[float, float], forward: Any, backward: Any, n: int) -> Any:
+        """Seconds of a step in which data parallelism's collectives run beside nothing.
+
+        Args:
+            m: the mapping.
+            comm: seconds of gathering the parameters once, and of summing the gradients once.
+            forward: seconds of one micro-batch on the rank.
+            backward: the same backward.
+            n: micro-batches.
+        """
         gathers, gradients = comm
+        if m.overlap and not self.workload.is_megatron:
+            # Two micro-batches at a time need all parameters before the first pass (docs/pipeline.md).
+            forward = 0.0
         if m.zero < 2:
             return _shown(gathers, forward) + _shown(gradients, backward)
         if m.zero == 2:
@@ -347,9 +468,9 @@ class Pricer:
         )
 
 
-def _shown(comm: float, compute: float) -> float:
-    """What of a collective shows beside so much compute."""
-    return max((1 - HIDDEN_GRADIENTS) * comm, comm - compute)
+def _shown(comm: float, compute: Any) -> Any:
+    """What of a collective shows beside so much compute, a number or many."""
+    return larger((1 - HIDDEN_GRADIENTS) * comm, comm - compute)
 
 
 def _recomputed(mixer: BlockTime, feed_forward: BlockTime, parts: tuple[str, ...]) -> float:

@@ -32,6 +32,14 @@ class TracedPlanner(Planner):
             found += Planner(self.question_at(ep, q.restriction)).plans
         return sorted(found, key=lambda plan: plan.order)
 
+    def first(self, count: int) -> list[Plan]:
+        """As of the planner."""
+        return self.plans[:count]
+
+    def num_faster(self, seconds: float) -> int:
+        """As of the planner."""
+        return sum(plan.memory.fits and plan.time.total_s < seconds for plan in self.plans)
+
     def question_at(self, ep: int, restriction: Restriction) -> Question:
         """The question for one ep."""
         workload = replace(self.question.workload, imbalance=max(1.0, self.load.imbalance(ep)))

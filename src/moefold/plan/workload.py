@@ -14,6 +14,17 @@ loss. Fitted on Qwen3-235B with natural routing and forced balance (published/RE
 CudaGraphs = Literal["none", "partial", "full"]
 
 
+@dataclass(frozen=True, slots=True)
+class StateTypes:
+    """Bytes of the states of a parameter."""
+
+    master: int
+    """Of a master weight; 0 where the bfloat16 weight is the only one."""
+    gradient: int
+    moment: int
+    """Of each of two."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """One optimizer step."""
@@ -44,10 +55,12 @@ class Workload:
     shards_over_dp_alone: bool = False
     """ZeRO shards over dp, with copies over cp, as FSDP of the time of arXiv:2504.14960 did (its table 3 prints OOM for
     465B parameters on 256 GPUs with cp=8)."""
-    optimizer_bytes: float = 12.0
-    """Of each parameter: float32 weight and moments; 8 with bfloat16 moments, 4 where all is bfloat16."""
-    gradient_bytes: float = 4.0
-    """Of each parameter's gradient."""
+    states: "StateTypes | None" = None
+    """Types of master weights, gradients and moments; None: those of the recipe."""
+    is_megatron: bool = False
+    """The software is Megatron-Core with Transformer Engine, on which most published steps were measured, and not
+    moefold: its kernels keep less, its pipelines free what was sent, expert_activation runs no product again, and an
+    offloaded optimizer updates on the host."""
     overlaps_tensor: bool = False
     """Whether gathers and scatters of tensor parallelism run in pieces under their products."""
     reduce_bytes: float = 4.0

@@ -1,0 +1,126 @@
+"""The planner's memory is that of the runtime: its formula for the recipe of a mapping, and the built model's."""
+
+from dataclasses import replace
+
+import pytest
+
+from moefold.config.checks import check_config
+from moefold.config.load import load_config
+from moefold.config.schema import Config, ParallelConfig
+from moefold.errors import ConfigError
+from moefold.metrics.memory_formula import memory_of_ranks
+from moefold.metrics.state_memory import StateBytes
+from moefold.plan.device import load_device
+from moefold.plan.legality import Legality
+from moefold.plan.mapping import Mapping, mapping_of
+from moefold.plan.memory import OVERHEAD_GIB, Memory, MemoryEstimate
+from moefold.plan.recipe import config_under
+from moefold.plan.shape import shape_of
+from moefold.plan.stages import RecipeSplit
+from moefold.plan.workload import Workload
+from tests.metrics.test_state_memory import built_states, random_config
+
+GIB = 2**30
+BIG = [
+    ("mixtral-8x22b", {"world_size": 128, "tp": 2, "pp": 8, "ep": 8}, 256, "1f1b", 1),
+    ("mixtral-8x22b", {"world_size": 128, "tp": 4, "pp": 4, "ep": 8, "zero": 2}, 256, "interleaved", 7),
+    ("mixtral-8x7b", {"world_size": 64, "tp": 2, "ep": 8, "zero": 3}, 128, "1f1b", 1),
+    ("qwen3-30b-a3b", {"world_size": 1024, "tp": 2, "cp": 2, "pp": 4, "ep": 64}, 1024, "zero-bubble", 1),
+    ("deepseek-v3", {"world_size": 1024, "tp": 1, "pp": 16, "ep": 64}, 4096, "1f1b", 1),
+    ("gpt-oss-20b", {"world_size": 16, "tp": 4, "etp": 2, "ep": 4, "pp": 2}, 64, "zbv", 2),
+]
+
+
+def recipe(preset: str, parallel: dict, batch: int, schedule: str, vpp: int) -> Config:
+    cfg = load_config(None, [f"model.preset={preset}"])
+    layout = "auto" if parallel.get("pp", 1) > 1 and (cfg.model.num_layers % (parallel["pp"] * vpp)) else ""
+    cfg = replace(
+        cfg,
+        parallel=ParallelConfig(**parallel, schedule=schedule, virtual_stages=vpp, pipeline_layout=layout),
+        train=replace(cfg.train, seq_len=4096, global_batch_size=batch),
+    )
+    check_config(cfg)
+    return cfg
+
+
+def estimated(cfg: Config, mapping: Mapping | None = None) -> tuple[Config, MemoryEstimate]:
+    """A recipe with its stages spelled out, and what the planner says of it."""
+    shape, device = shape_of(cfg.model), load_device("h100")
+    workload = Workload(
+        seq_len=cfg.train.seq_len,
+        global_batch_size=cfg.train.global_batch_size,
+        capacity_factor=cfg.moe.capacity_factor,
+    )
+    memory = Memory(shape, workload, device, cfg, RecipeSplit(cfg, shape))
+    mapping = mapping or mapping_of(cfg)
+    return config_under(Legality(cfg), mapping), memory.estimate(mapping)
+
+
+def check_formula(cfg: Config) -> None:
+    spelled, estimate = estimated(cfg)
+    ranks = memory_of_ranks(spelled)
+    most = max(ranks, key=lambda rank: rank.total)
+    assert estimate.total - OVERHEAD_GIB * GIB == pytest.approx(most.total, rel=1e-9), cfg
+    twins = [rank for rank in ranks if rank.total == most.total]
+    assert any(abs(estimate.weights - rank.states.weights) < 1 for rank in twins)
+
+
+@pytest.mark.parametrize("case", BIG, ids=lambda case: f"{case[0]}-{case[3]}")
+@pytest.mark.parametrize("recompute", [(), ("norms", "expert_activation"), ("layer",)], ids="+".join)
+def test_a_recipe_needs_what_the_runtime_s_formula_says(case, recompute):
+    cfg = recipe(*case)
+    check_formula(replace(cfg, train=replace(cfg.train, recompute=recompute)))
+
+
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zbv", 2))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, ("zero-bubble", 2), ("dualpipev", 2)], ids=str)
+@pytest.mark.parametrize("batch", [8, 24, 48])
+def test_every_schedule_has_as_much_in_flight_as_its_order_of_work(schedule, batch):
+    name, vpp = schedule
+    parallel = {"world_size": 8, "pp": 4, "ep": 2}
+    try:
+        cfg = recipe("mixtral-8x7b", parallel, batch, name, vpp)
+    except ConfigError:
+        assert name == "dualpipev"
+        return
+    check_formula(cfg)
+    check_formula(replace(cfg, train=replace(cfg.train, loss_chunk=-1)))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_states_of_a_random_mapping_are_those_of_the_built_model(seed):
+    cfg = random_config(seed)
+    cfg = replace(cfg, run=replace(cfg.run, device="cuda"))
+    spelled, estimate = estimated(cfg)
+    p = spelled.parallel
+    found = [built_states(spelled, rank) for rank in range(0, p.world_size, p.world_size // p.pp)]
+    assert any(is_alike(estimate, real, spelled) for real in found), cfg
+
+
+def is_alike(estimate: MemoryEstimate, real: StateBytes, cfg: Config) -> bool:
+    same = (estimate.weights, estimate.optimizer, estimate.buffers) == (real.weights, real.optimizer, real.buffers)
+    return same and (cfg.parallel.zero == 3 or estimate.gathered == real.gathered)
+
+
+def test_uneven_experts_need_larger_buffers():
+    cfg = recipe(*BIG[0])
+    shape, device = shape_of(cfg.model), load_device("h100")
+    plain = Workload(seq_len=4096, global_batch_size=256)
+    even, uneven = (
+        Memory(shape, replace(plain, imbalance=load), device, cfg).estimate(mapping_of(cfg)) for load in (1.0, 1.5)
+    )
+    ranks = memory_of_ranks(cfg, imbalance=1.5)
+    assert uneven.dispatch > even.dispatch
+    assert uneven.total - OVERHEAD_GIB * GIB == pytest.approx(max(rank.total for rank in ranks), rel=1e-6)
+
+
+def test_what_is_offloaded_is_not_there():
+    cfg = recipe(*BIG[0])
+    _, plain = estimated(cfg)
+    mapping = mapping_of(cfg)
+    _, away = estimated(cfg, replace(mapping, offload=("core_attention", "optimizer")))
+    assert away.optimizer < 0.01 * plain.optimizer
+    assert away.activations < plain.activations
+    assert away.weights == plain.weights
