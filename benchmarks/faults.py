@@ -211,6 +211,8 @@ def _vanished_between_saves(watch: Watch) -> Found:
     watch.wait_for_steps()
     newest = watch.newest_checkpoint()
     watch.wait(lambda: watch.newest_checkpoint() != newest, pause_s=0.0005)
+    # The step behind it is written once the save is through, and the next save is three steps away.
+    watch.wait_for_steps(int(watch.newest_checkpoint().name.removeprefix("step-")))
     folder.rename(watch.folder / "away")
     return watch.goes_on(time.time(), "is gone", job)
 

@@ -40,7 +40,17 @@ def test_another_job_is_named_and_refused(tmp_path):
     finally:
         process.kill()
     assert f"run.dir={str(tmp_path / 'run')!r} is in use by another job (process {process.pid} on " in str(caught.value)
-    assert "wait for it or end it, or set another run.dir" in str(caught.value)
+    assert "wait for it or end it, or set another run.dir (if its host is lost for good, remove " in str(caught.value)
+
+
+def test_a_lock_that_a_disk_keeps_for_a_lost_host_is_got_rid_of_with_its_file(tmp_path):
+    process = holder(tmp_path, 60)
+    try:
+        (tmp_path / LOCK_FILE).unlink()
+        with RunLock(tmp_path, "run.dir", 0):
+            pass
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize("ends", ["by itself", "killed"])

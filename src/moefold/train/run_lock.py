@@ -19,8 +19,8 @@ from typing import Self
 from moefold.errors import ConfigError
 
 LOCK_FILE = ".lock"
-LONGEST_WAIT_S = 30.0
-"""A job that was given up may take so long to end."""
+LONGEST_WAIT_S = 100.0
+"""A job that was given up may take so long to end; NFS keeps the locks of a host that is lost for 90 s (its lease)."""
 _LOOK_EVERY_S = 0.2
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ class RunLock:
                 self._file.close()
                 raise ConfigError(
                     f"{self._key}={str(self._folder)!r} is in use by another job ({holder}), which did not end within "
-                    f"{self._wait_s:g} s; wait for it or end it, or set another {self._key}"
+                    f"{self._wait_s:g} s; wait for it or end it, or set another {self._key} (if its host is lost for "
+                    f"good, remove {str(path)!r})"
                 )
             if says_so:
                 logger.warning("%s=%r is in use (%s): waiting", self._key, str(self._folder), self._holder())
