@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import ModelConfig
+from moefold.model.cpu_rope import rotate_halves
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Rotation:
         Of interleaved pairs the firsts come out before the seconds: another order of the dims, the same for queries
         and keys, so their products are the same.
         """
+        if x.device.type == "cpu" and not self.is_interleaved:
+            return rotate_halves(x, self.cos, self.sin)
         rotated = self.cos.shape[-1]
         part = x[..., :rotated]
         if self.is_interleaved:
