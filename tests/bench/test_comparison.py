@@ -6,21 +6,8 @@ import torch
 from moefold.bench.comparison import compare
 from moefold.bench.race import median_ratio, race
 from moefold.config.load import load_config
+from tests.bench.small_sizes import SIZES
 
-SIZES = [
-    "model.num_layers=2",
-    "model.hidden_size=32",
-    "model.num_attention_heads=4",
-    "model.num_query_groups=2",
-    "model.vocab_size=64",
-    "model.layer_pattern=M",
-    "model.num_experts=8",
-    "model.top_k=2",
-    "model.moe_ffn_hidden_size=24",
-    "train.seq_len=16",
-    "train.micro_batch_size=2",
-    "train.global_batch_size=2",
-]
 LATENT = [
     "model.attention=mla",
     "model.num_query_groups=4",

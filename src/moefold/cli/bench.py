@@ -6,8 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moefold.bench.shape import Shape, bench_config, experts_that_fit, shapes
-from moefold.cli.bench_output import add_output_options, write_report
-from moefold.errors import ConfigError
+from moefold.cli.bench_output import add_output_options, device_type, known_shape, write_report
 from moefold.launch.place import Place
 
 if TYPE_CHECKING:
@@ -29,24 +28,15 @@ def run(argv: list[str]) -> int:
     if argv[:1] and argv[0] in SUBCOMMANDS:
         return int(importlib.import_module(f"moefold.cli.bench_{argv[0]}").run(argv[1:]))
     args = _parser().parse_args(argv)
-    for name in ("steps", "threads"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
-    known = shapes()
-    if args.shape not in known:
-        raise ConfigError(f"--shape {args.shape!r} is unknown; the shapes are {', '.join(known)}")
-    shape = known[args.shape]
+    shape = known_shape(args)
     # What is wrong with the sizes is said before torch is loaded.
     bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=args.experts)
-    from moefold.launch.ranks import choose_device, start_ranks
+    from moefold.launch.ranks import start_ranks
 
-    device = choose_device(args.device, 1, None)
-    if device == "cuda" and args.clock == "cpu":
-        raise ConfigError("--clock cpu does not see what a GPU does; leave it out, or set --device cpu")
-    return start_ranks(partial(_measure, shape, args), 1, device)
+    return start_ranks(partial(_measure, shape, args), 1, device_type(args))
 
 
-def _measure(shape: Shape, args: argparse.Namespace, place: Place, device_type: str) -> int:
+def _measure(shape: Shape, args: argparse.Namespace, place: Place, device_name: str) -> int:
     import torch
 
     from moefold.bench.comparison import compare
@@ -54,10 +44,10 @@ def _measure(shape: Shape, args: argparse.Namespace, place: Place, device_type: 
     from moefold.launch.ranks import joined
 
     torch.set_num_threads(args.threads)
-    with joined(place, device_type) as device:
+    with joined(place, device_name) as device:
         size = 2 if args.dtype == "bfloat16" else 4
         experts = args.experts or experts_that_fit(shape, size, free_bytes(device))
-        cfg = bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=experts, device=device_type)
+        cfg = bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=experts, device=device_name)
         found = compare(cfg, shape.part, args.routing, device, args.steps, args.clock)
     report = found.as_dict() | {"shape": shape.name}
     write_report(args, report, table(shape, found))

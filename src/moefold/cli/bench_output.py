@@ -1,4 +1,4 @@
-"""What all benches do with their reports: print, write, draw. Torch-free."""
+"""What several benches have in common: which shape and device they are given, and what they do with a report."""
 
 import argparse
 import json
@@ -6,7 +6,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moefold.bench.shape import Shape, shapes
 from moefold.errors import ConfigError
+
+
+def known_shape(args: argparse.Namespace) -> Shape:
+    """The shape that --shape names, once the counts beside it are seen to be positive.
+
+    Raises:
+        ConfigError: there is no such shape, or a count is not positive.
+    """
+    for name in ("steps", "threads"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
+    known = shapes()
+    if args.shape not in known:
+        raise ConfigError(f"--shape {args.shape!r} is unknown; the shapes are {', '.join(known)}")
+    return known[args.shape]
+
+
+def device_type(args: argparse.Namespace) -> str:
+    """The device that --device means, where the clock of --clock can see what it does; loads torch."""
+    from moefold.launch.ranks import choose_device
+
+    device = choose_device(args.device, 1, None)
+    if device == "cuda" and args.clock == "cpu":
+        raise ConfigError("--clock cpu does not see what a GPU does; leave it out, or set --device cpu")
+    return device
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:

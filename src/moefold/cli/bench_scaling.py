@@ -4,9 +4,8 @@ import argparse
 from dataclasses import asdict
 from functools import partial
 
-from moefold.bench.shape import bench_config, shapes
-from moefold.cli.bench_output import add_output_options, write_report
-from moefold.errors import ConfigError
+from moefold.bench.shape import Shape, bench_config
+from moefold.cli.bench_output import add_output_options, device_type, known_shape, write_report
 from moefold.launch.place import Place
 
 MILLISECONDS = 1e3
@@ -15,25 +14,17 @@ MILLISECONDS = 1e3
 def run(argv: list[str]) -> int:
     """Measure and print two tables; returns 0."""
     args = _parser().parse_args(argv)
-    for name in ("steps", "threads"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
-    known = shapes()
-    if args.shape not in known:
-        raise ConfigError(f"--shape {args.shape!r} is unknown; the shapes are {', '.join(known)}")
+    shape = known_shape(args)
     for tokens in args.tokens:
-        bench_config(known[args.shape], dtype=args.dtype, tokens=tokens)
+        bench_config(shape, dtype=args.dtype, tokens=tokens)
     for experts in args.experts:
-        bench_config(known[args.shape], dtype=args.dtype, experts=experts)
-    from moefold.launch.ranks import choose_device, start_ranks
+        bench_config(shape, dtype=args.dtype, experts=experts)
+    from moefold.launch.ranks import start_ranks
 
-    device = choose_device(args.device, 1, None)
-    if device == "cuda" and args.clock == "cpu":
-        raise ConfigError("--clock cpu does not see what a GPU does; leave it out, or set --device cpu")
-    return start_ranks(partial(_measure, args), 1, device)
+    return start_ranks(partial(_measure, shape, args), 1, device_type(args))
 
 
-def _measure(args: argparse.Namespace, place: Place, device_type: str) -> int:
+def _measure(shape: Shape, args: argparse.Namespace, place: Place, device_name: str) -> int:
     import torch
 
     from moefold.bench.machine import machine_name
@@ -41,8 +32,8 @@ def _measure(args: argparse.Namespace, place: Place, device_type: str) -> int:
     from moefold.launch.ranks import joined
 
     torch.set_num_threads(args.threads)
-    sweep = Sweep(shapes()[args.shape], args.dtype, args.tokens, args.experts, args.steps, args.clock)
-    with joined(place, device_type) as device:
+    sweep = Sweep(shape, args.dtype, args.tokens, args.experts, args.steps, args.clock)
+    with joined(place, device_name) as device:
         by_tokens, by_experts = over_tokens(sweep, device), over_experts(sweep, device)
         machine = machine_name(device)
     report = {

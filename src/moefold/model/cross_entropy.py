@@ -73,17 +73,17 @@ class _CrossEntropy(torch.autograd.Function):
         row = row.where(is_mine, 0).unsqueeze(-1)
         target = (wide.gather(-1, row).squeeze(-1) - top).where(is_mine, 0.0)
         shifted = wide - top.unsqueeze(-1) if wide is logits else wide.sub_(top.unsqueeze(-1))
-        probs = shifted.exp_()
-        total, target = sum_of(torch.stack((probs.sum(-1), target))).unbind(0)
-        probs.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(probs, row, is_mine)
+        # Not divided by their sum yet: the backward pass scales them anyway.
+        exps = shifted.exp_()
+        total, target = sum_of(torch.stack((exps.sum(-1), target))).unbind(0)
+        ctx.save_for_backward(exps, total, row, is_mine)
         ctx.dtype = logits.dtype
         return total.log() - target
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        probs, row, is_mine = ctx.saved_tensors
-        scaled = probs * grad.unsqueeze(-1)
+        exps, total, row, is_mine = ctx.saved_tensors
+        scaled = exps * (grad / total).unsqueeze(-1)
         scaled.scatter_add_(-1, row, -(grad * is_mine).unsqueeze(-1))
         return scaled.to(ctx.dtype), None, None, None, None
 

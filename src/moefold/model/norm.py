@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moefold.model.cpu_norm import cpu_rms_norm
 from moefold.model.parameter import local
 
 
@@ -23,6 +24,8 @@ class RMSNorm(nn.Module):
 
     def normalise(self, x: Tensor, weight: Tensor) -> tuple[Tensor]:
         """The same as a function of its tensors alone."""
+        if x.device.type == "cpu":
+            return (cpu_rms_norm(x, weight, self.eps),)
         # Torch may use x several times: behind a view the parts of its gradient are added up before they leave here, so
         # that they are the same bits whether or not this runs by itself.
         return (F.rms_norm(x.view_as(x), x.shape[-1:], weight, self.eps),)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import ModelConfig
+from moefold.model.cpu_rope import rotate_halves
 
 
 class Turn(Protocol):
@@ -37,6 +38,8 @@ class Rotation:
         """
         if self.kernel is not None:
             return self.kernel(x, self.cos, self.sin, is_interleaved=self.is_interleaved)
+        if x.device.type == "cpu" and not self.is_interleaved:
+            return rotate_halves(x, self.cos, self.sin)
         rotated = self.cos.shape[-1]
         part = x[..., :rotated]
         if self.is_interleaved:

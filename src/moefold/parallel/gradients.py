@@ -9,6 +9,9 @@ from torch.distributed.tensor import DTensor
 from moefold.parallel.collectives import add_up
 from moefold.parallel.groups import Group
 
+SMALLEST_NORM = 1e-6
+"""Added to the norm that gradients are divided by, as torch.nn.utils.clip_grad_norm_ does."""
+
 
 @torch.no_grad()
 def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], tp: Group) -> None:
@@ -54,14 +57,19 @@ def squared_norm_share(parameters: Mapping[str, nn.Parameter], *, skip: frozense
     return total
 
 
+def exceeds(norm: float, limit: float) -> bool:
+    """Whether `clip_gradients` would change anything: where the host knows the norm, a pass over all gradients less."""
+    return not norm + SMALLEST_NORM <= limit
+
+
 @torch.no_grad()
 def clip_gradients(parameters: Mapping[str, nn.Parameter], norm: Tensor, limit: float) -> None:
     """Scale all gradients by limit/norm where norm exceeds the limit; a limit of 0 leaves them."""
     if limit <= 0:
         return
     grads = [_local(p.grad) for p in parameters.values() if p.grad is not None]
-    # As torch.nn.utils.clip_grad_norm_: the small constant keeps 0/0 out, and no host sync is needed.
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    # No host sync is needed.
+    factor = (limit / (norm + SMALLEST_NORM)).clamp(max=1.0)
     torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
 

@@ -20,7 +20,7 @@ from moefold.metrics.replicas import ReplicaMetrics
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.collectives import all_reduce_sum
 from moefold.parallel.fsdp_comms import FSDPComms, watch_fsdp
-from moefold.parallel.gradients import clip_gradients, squared_norm_share
+from moefold.parallel.gradients import clip_gradients, exceeds, squared_norm_share
 from moefold.parallel.memory_parts import bytes_by_part, watched_passes
 from moefold.parallel.offload import open_moment_home
 from moefold.parallel.parallelize import ParallelModel
@@ -176,7 +176,8 @@ class TrainingStep:
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
         culprit = None
         if verdict.updates:
-            clip_gradients(self.parameters, totals.norm, self._cfg.train.clip_grad)
+            if exceeds(totals.grad_norm, self._cfg.train.clip_grad):
+                clip_gradients(self.parameters, totals.norm, self._cfg.train.clip_grad)
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
             self._balance(totals.counts, totals.thresholds)

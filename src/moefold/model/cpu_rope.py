@@ -1,0 +1,46 @@
+"""Rotary position embedding of halves on CPU, written into its place: no copies, and nothing is kept of x."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + R/2) of the first R dims of each head; the rest passes through.
+
+    Args:
+        x: [S, B, heads, D].
+        cos: [S, 1 or B, 1, R], whose halves are equal; so for `sin`.
+    """
+    y: Tensor = _Rotated.apply(x, cos, sin)
+    return y
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.angles = cos, sin
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.angles
+        return _turn(grad, cos, sin, -1), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    half = cos.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    first, second, rest = x.tensor_split((half, 2 * half), dim=-1)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y_first, y_second, y_rest = y.tensor_split((half, 2 * half), dim=-1)
+    torch.mul(first, cos, out=y_first)
+    y_first.addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=y_second)
+    y_second.addcmul_(first, sin, value=direction)
+    if rest.shape[-1]:
+        y_rest.copy_(rest)
+    return y
