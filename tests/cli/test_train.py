@@ -124,9 +124,7 @@ def test_half_of_a_launchers_environment_is_refused(recipe, capsys, monkeypatch)
         ([], "needs train.memory_budget_gib, and the ranks would run on the CPU"),
     ],
 )
-def test_a_budget_that_cannot_be_is_refused_before_there_are_ranks(
-    recipe, tmp_path, capsys, monkeypatch, words, message
-):
+def test_a_wrong_budget_is_refused_before_there_are_ranks(recipe, tmp_path, capsys, monkeypatch, words, message):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = [*words, f"run.dir={tmp_path / 'run'}", "parallel.world_size=2", 'train.recompute=["auto"]']
     assert main(["train", recipe, *SMALL, "run.device=auto", "train.global_batch_size=2", *words]) == 2

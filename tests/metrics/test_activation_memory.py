@@ -161,6 +161,16 @@ def test_pairs_of_micro_batches(pool, schedule, chunks):
     _assert_states(cfg, ranks)
 
 
+def test_pairs_hold_more_micro_batches():
+    """Of 1F1B with p ranks, rank r holds 2 (p-1-r) + 2 micro-batches with pairs, and p-r without (docs/pipeline.md)."""
+    for pairs, held in ((True, [8, 6, 4, 2]), (False, [4, 3, 2, 1])):
+        train = {"global_batch_size": 32}
+        cfg = _config(model={"num_layers": 4}, train=train, world_size=8, pp=4, ep=2, overlap_experts=pairs)
+        peaks = [rank.activations for rank in memory_of_ranks(cfg, kernels=CPU)]
+        # The one whose forward pass runs is not among those in flight.
+        assert [sum(peak.in_flight.values()) + 1 for peak in peaks] == held
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize(
     "parallel",

@@ -1,5 +1,8 @@
 """The ledger sees every tensor from its first byte to its last."""
 
+import sys
+import threading
+
 import torch
 
 from moefold.metrics.ledger import Ledger
@@ -55,3 +58,39 @@ def test_what_a_backward_pass_makes_is_workspace_until_it_is_found_to_stay():
         del loss
     assert ledger.current() == {"weights": 40, "gradients": 40}
     assert ledger.peak().by_part["workspace"] > 0
+
+
+def test_what_other_threads_free_meanwhile():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with Ledger() as ledger:
+            for _ in range(20):
+                held = [torch.ones(4) for _ in range(2000)]
+                thread = threading.Thread(target=held.clear)
+                thread.start()
+                while thread.is_alive():
+                    ledger.settle_survivors("left")
+                    made = torch.ones(1)
+                    assert ledger.current()["other"] >= 4
+                thread.join()
+                assert ledger.current() == {"other": 4}
+    finally:
+        sys.setswitchinterval(interval)
+    assert made.item() == 1
+    assert ledger.peak().total >= 2000 * 16
+    everything = ledger.peak(lambda part: part == "other")
+    assert everything.total == sum(everything.by_part.values())
+
+
+def test_an_address_that_is_used_anew_is_a_block_of_its_own():
+    with Ledger() as ledger:
+        for size in (1 << 20, 1 << 21) * 20:
+            with ledger.part(str(size)):
+                x = torch.empty(size // 4)
+            assert ledger.current() == {str(size): size}
+            del x
+            with ledger.part("again"):
+                y = torch.empty(size // 4)
+            assert ledger.current() == {"again": size}
+            del y

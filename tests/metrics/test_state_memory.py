@@ -2,12 +2,15 @@
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
 from moefold.config.checks import check_config
 from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.errors import ConfigError
+from moefold.metrics.memory_formula import memory_of_ranks
+from moefold.metrics.moments_away import moments_away
 from moefold.metrics.state_memory import StateFormula, rank_states
 from moefold.parallel.layout import fold
 from moefold.train.built_memory import built_states
@@ -71,6 +74,31 @@ def test_every_byte_of_weights_and_moments_of_a_random_mapping(seed):
     if p.zero < 3:
         assert found.gathered == real.gathered, cfg
     assert found.optimizer <= rank_states(cfg, layout.attention.coordinate(rank, "pp")).optimizer
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_byte_of_moments_that_stay_when_large_ones_are_outside(seed):
+    cfg = random_config(seed)
+    one = replace(cfg, train=replace(cfg.train, offload_optimizer="ssd", offload_dir="/nowhere", offload_min_kib=1))
+    stays = [rank.states.optimizer for rank in memory_of_ranks(one)]
+    everything = [rank.states.optimizer for rank in memory_of_ranks(cfg)]
+    first = [rank * cfg.parallel.world_size // cfg.parallel.pp for rank in range(cfg.parallel.pp)]
+    assert stays == [built_states(one, rank).optimizer for rank in first], cfg
+    away = [moments_away(one, rank) for rank in range(cfg.parallel.pp)]
+    assert [left + moments.away for left, moments in zip(stays, away, strict=True)] == everything
+    assert all(moments.in_transit <= moments.away for moments in away)
+
+
+def test_an_update_that_needs_more_than_the_passes_counts():
+    model = ModelConfig(num_layers=1, hidden_size=64, vocab_size=4096)
+    train = TrainConfig(seq_len=16, offload_optimizer="ssd", offload_dir="/nowhere", offload_min_kib=1)
+    cfg = Config(run=RunConfig(dtype="float32"), model=model, train=train)
+    (rank,) = memory_of_ranks(cfg)
+    # Both moments of the embedding and of the head, the two largest parameters.
+    assert moments_away(cfg, 0).in_transit == 2 * 2 * 4 * 64 * 4096
+    assert rank.update == 2 * 2 * 4 * 64 * 4096 - rank.activations.total
+    without = replace(cfg, train=replace(train, offload_optimizer="none", offload_dir=""))
+    assert memory_of_ranks(without)[0].update == 0
 
 
 def test_a_thousand_ranks_cost_milliseconds():

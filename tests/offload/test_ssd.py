@@ -14,7 +14,7 @@ import torch
 from moefold.errors import ConfigError, RunError
 from moefold.offload.extents import ALIGNMENT_BYTES
 from moefold.offload.ssd import SsdFile, checksum
-from moefold.offload.tier import HostMemory, Link
+from moefold.offload.tier import HostMemory, Link, page_locked_bytes
 
 CPU = torch.device("cpu")
 
@@ -53,6 +53,24 @@ def test_beyond_the_limit_there_is_no_room_until_something_goes(tmp_path, make):
     assert tier.store(_bytes(1), None) is None
     held.pop()
     assert tier.store(_bytes(1), None) is not None
+
+
+class PageLocked(Link):
+    """A link whose host memory is taken as page-locked memory is."""
+
+    def taken_on_host(self, num_bytes: int) -> int:
+        return page_locked_bytes(num_bytes)
+
+
+def test_the_limit_counts_what_page_locked_memory_takes():
+    assert [page_locked_bytes(n) for n in (1, 2, 3, 1023, 1024, 1025)] == [1, 2, 4, 1024, 1024, 2048]
+    tier = HostMemory(PageLocked(CPU), 3 * 1024)
+    held = [tier.store(_bytes(1025), None)]
+    assert tier.store(_bytes(1025), None) is None
+    held.append(tier.store(_bytes(1024), None))
+    assert all(held)
+    held.clear()
+    assert tier.store(_bytes(1025), None) is not None
 
 
 def test_a_file_that_was_cut_ends_the_run(tmp_path):

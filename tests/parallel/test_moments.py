@@ -8,7 +8,7 @@ from torch import nn
 from moefold.config.schema import Config, TrainConfig
 from moefold.errors import ConfigError
 from moefold.offload.tier import Link
-from moefold.parallel.moments import FileHome
+from moefold.parallel.moments import FileHome, HostHome
 from moefold.testing.group import group_of
 from moefold.train.muon import build_muon
 from moefold.train.optimizer import build_optimizer, named_moments
@@ -73,7 +73,7 @@ def test_a_disk_without_room_is_named_before_training(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
     try:
-        with pytest.raises(ConfigError, match=r"train\.offload_dir='.*' has no place for 0\.00 GiB of moments: "):
+        with pytest.raises(ConfigError, match=r"train\.offload_optimizer='ssd' finds no room for 4 MiB more in "):
             FileHome(Link(CPU), tmp_path, 0).zeros(torch.zeros(MIB), torch.float32)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -83,3 +83,54 @@ def test_a_disk_without_room_is_named_before_training(tmp_path):
 def _resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+class DelayedLink(Link):
+    """A device with memory of its own, in that of this process, which copies nothing home before it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.device = torch.device("cuda")
+        self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.most_pending = self.num_begun = 0
+
+    def room_on_device(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def begin_to_host(self, data: torch.Tensor, ready: object, host: torch.Tensor) -> int:
+        self.num_begun += 1
+        self.pending[self.num_begun] = data, host
+        self.most_pending = max(self.most_pending, len(self.pending))
+        return self.num_begun
+
+    def wait_on_host(self, event: int) -> None:
+        data, host = self.pending.pop(event)
+        host.copy_(data)
+
+
+def test_moments_go_home_while_the_next_are_updated():
+    link = DelayedLink()
+    home = HostHome(link, 0)
+    moments = [[home.zeros(torch.zeros(5), torch.float32) for _ in range(2)] for _ in range(4)]
+    for step in (1, 2):
+        for i, here in enumerate(home.visit(moments)):
+            # Those of the parameter before are still under way, and no others.
+            assert len(link.pending) == (2 if i else 0)
+            for moment in here:
+                assert torch.equal(moment, torch.full((5,), (step - 1) * (i + 1.0)))
+                moment.add_(i + 1)
+        assert not link.pending
+        assert all(torch.equal(m, torch.full((5,), step * (i + 1.0))) for i, of in enumerate(moments) for m in of)
+    assert link.num_begun == 16
+
+
+def test_what_is_in_the_memory_of_the_device_is_not_copied_onto_itself(tmp_path):
+    class NoLink(Link):
+        def begin_to_host(self, data: torch.Tensor, ready: object, host: torch.Tensor) -> None:
+            raise AssertionError("there is nothing to copy")
+
+    home = FileHome(NoLink(CPU), tmp_path, 0)
+    moment = home.zeros(torch.zeros(5), torch.float32)
+    for (here,) in home.visit([[moment]]):
+        here.add_(1)
+    assert moment.tolist() == [1] * 5

@@ -11,11 +11,13 @@ from moefold.config.checks import check_config
 from moefold.config.checks_dispatch import check_dispatch_device
 from moefold.config.checks_kernels import check_kernel_device
 from moefold.config.checks_machine import check_data_source
+from moefold.config.checks_offload import check_offload_device, check_offload_folder
 from moefold.config.checks_recompute import AUTO
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.metrics.activation_memory import KERNELS, Kernels
+from moefold.metrics.bytes_text import bytes_text
 from moefold.metrics.memory_formula import RankMemory, memory_of_ranks
 from moefold.metrics.recompute_choice import GIB, choose_recompute
 from moefold.parallel.layout import Layout
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 MOST_MEASURED = 64
 """Ranks that one machine is asked to start."""
 RANKS_TIMEOUT_S = 3600.0
-UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 STATE_PARTS = {"weights": "weights", "gathered": "gathered weights", "optimizer": "optimizer", "buffers": "buffers"}
 
 EPILOG = """Measured, the recipe's ranks run one step on this machine's CPU, and a ledger notes all tensors
@@ -56,6 +57,11 @@ def run(argv: list[str]) -> int:
     layout = check_config(cfg)
     if not args.dry and (args.device or args.imbalance != 1):
         raise ConfigError("--device and --imbalance are for formulas: add --dry, or leave them out")
+    if args.dry and cfg.train.offload:
+        raise ConfigError(
+            f"train.offload={list(cfg.train.offload)!r} has no formula: how much of it is away at the fullest moment "
+            "depends on the disk; measure it without --dry, or add train.offload=[]"
+        )
     device = args.device or ("cpu" if cfg.run.device == "cpu" or not args.dry else "cuda")
     cfg, note = _settled(cfg, KERNELS[device], args.imbalance)
     formulas = memory_of_ranks(cfg, kernels=KERNELS[device], imbalance=args.imbalance)
@@ -123,6 +129,8 @@ def _measured(cfg: Config, formulas: tuple[RankMemory, ...], *, note: str, as_js
     check_data_source(cfg)
     check_dispatch_device(cfg, "cpu")
     check_kernel_device(cfg, "cpu")
+    check_offload_device(cfg, "cpu")
+    check_offload_folder(cfg)
     from moefold.data import prepare
     from moefold.testing.pool import WorkerPool
     from moefold.train.measured_memory import measure_rank
@@ -134,12 +142,17 @@ def _measured(cfg: Config, formulas: tuple[RankMemory, ...], *, note: str, as_js
         return 0
     print(_table({rank.rank: rank.peak for rank in ranks}, "measured on the CPU, at the fullest moment of each rank"))
     print(f"\n{note}" if note else "", end="\n" if note else "")
-    print(_comparison(ranks, formulas))
+    print(_comparison(ranks, formulas, has_offload=bool(cfg.train.offload)))
+    if cfg.train.offload and not cfg.train.offload_waits:
+        print(
+            "how much was away follows the disk's pace, so another run differs; train.offload_waits=true waits for it"
+        )
     return 0
 
 
-def _comparison(ranks: list["MeasuredMemory"], formulas: tuple[RankMemory, ...]) -> str:
-    lines = ["activations at their fullest moment, measured and by formula:"]
+def _comparison(ranks: list["MeasuredMemory"], formulas: tuple[RankMemory, ...], *, has_offload: bool) -> str:
+    formula_words = "by formula if nothing were offloaded" if has_offload else "by formula"
+    lines = [f"activations at their fullest moment, measured and {formula_words}:"]
     for rank in ranks:
         formula = formulas[rank.pp_rank].activations.total
         share = f"{formula / rank.activations - 1:+.1%}" if rank.activations else ""
@@ -151,7 +164,7 @@ def _formula_row(memory: RankMemory) -> dict[str, int]:
     states = memory.states
     row = {label: getattr(states, name) for name, label in STATE_PARTS.items()}
     row["gradients"] = max(states.gradients, states.gradient_sums)
-    return row | memory.activations.by_part | {"pipeline buffers": memory.pipeline}
+    return row | memory.activations.by_part | {"pipeline buffers": memory.pipeline, "moments to update": memory.update}
 
 
 def _table(rows: Mapping[int, Mapping[str, int]], title: str) -> str:
@@ -166,8 +179,7 @@ def _table(rows: Mapping[int, Mapping[str, int]], title: str) -> str:
 
 
 def _size(size: int) -> str:
-    unit, name = next(entry for entry in UNITS if size >= entry[0] or entry[0] == 1)
-    return f"{size / unit:.3g} {name}" if size else "-"
+    return bytes_text(size) if size else "-"
 
 
 def _parser() -> argparse.ArgumentParser:

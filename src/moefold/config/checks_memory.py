@@ -35,6 +35,6 @@ def check_memory_device(cfg: Config, device_type: str) -> None:
         choose_recompute(cfg, round(cfg.train.memory_budget_gib * GIB), KERNELS[device_type])
     elif device_type == "cpu":
         raise ConfigError(
-            f"train.recompute=['{AUTO}'] needs train.memory_budget_gib, and the ranks would run on the CPU, whose memory "
-            "they share; give what one rank may use"
+            f"train.recompute=['{AUTO}'] needs train.memory_budget_gib, and the ranks would run on the CPU, whose "
+            "memory they share; give what one rank may use"
         )

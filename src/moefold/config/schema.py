@@ -208,7 +208,8 @@ class TrainConfig:
     dense_mlp, expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bit for bit the same result.
     auto, by itself: those that fit a step into memory_budget_gib at the least work."""
     memory_budget_gib: float = 0.0
-    """Memory of a rank that recompute "auto" may fill, by formula; 0: nine tenths of the smallest GPU's; refused on CPU."""
+    """Memory of a rank that recompute "auto" may fill, by formula; 0: nine tenths of the smallest GPU's, and
+    refused on CPU."""
     offload: tuple[str, ...] = ()
     """Parts of the layers whose activations are outside of memory between the passes: norms, core_attention, dense_mlp,
     expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bit for bit the same result."""
@@ -222,7 +223,8 @@ class TrainConfig:
     offload_min_kib: int = 1024
     """A smaller block of activations, or moment of one parameter on one rank, stays, in KiB."""
     offload_limit_gib: float = 0.0
-    """Most that a rank offloads at a time, in GiB; what is beyond stays in memory. 0: no limit."""
+    """Most that a rank offloads at a time, in GiB; what is beyond stays in memory. 0: no limit. On the host a block
+    counts as the power of two that torch takes for it."""
     offload_waits: bool = False
     """Let the forward pass wait for the copies: what is offloaded takes as little memory however slow they are. false:
     what cannot be copied out and back before it is needed stays in memory."""

@@ -4,7 +4,9 @@ It watches each operation and notes the memory of its results until it is freed,
 tensors as well, and needs no allocator to ask. Libraries' own buffers and what kernels use inside are not seen.
 """
 
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +63,7 @@ class Ledger(TorchDispatchMode):
         self._alive: dict[int, Block] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._events: list[tuple[int, Block]] = []
+        self._freed: deque[int] = deque()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -129,6 +132,7 @@ class Ledger(TorchDispatchMode):
 
     def peak(self, parts: Callable[[str], bool] = lambda part: True) -> Peak:
         """The moment at which some parts together had most bytes."""
+        self._note_freed()
         now = best = 0
         best_at = 0
         for i, (change, block) in enumerate(self._events, 1):
@@ -160,6 +164,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def __enter__(self) -> "Ledger":
+        self._thread = threading.get_ident()
         # FSDP frees and refills the memory of gathered weights by resizing it, which is no operation.
         self._resize = torch.UntypedStorage.resize_
         resize = self._resize
@@ -182,23 +187,32 @@ class Ledger(TorchDispatchMode):
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
         key = storage._cdata
+        self._note_freed()
         if key not in self._alive:
             block = Block(storage.nbytes(), self._parts[-1], self.phase)
             self._alive[key] = block
             self._events.append((block.size, block))
-            self._references[key] = weakref.ref(storage, lambda _: self._free(key))
+            self._references[key] = weakref.ref(storage, lambda _: self._freed.append(key))
         return self._alive[key]
 
     def _blocks(self) -> list[Block]:
-        # A copy, made in one go: memory that is offloaded is freed by other threads.
+        self._note_freed()
         return list(self._alive.values())
 
-    def _free(self, key: int) -> None:
-        block = self._alive.pop(key)
-        del self._references[key]
-        self._events.append((-block.size, block))
+    def _note_freed(self) -> None:
+        # Other threads free what is offloaded, at any moment: they only say so, and the thread of the passes takes it
+        # up before it looks anything up, so that an address that was used anew is not taken for the old one.
+        while self._freed:
+            key = self._freed.popleft()
+            block = self._alive.pop(key)
+            del self._references[key]
+            self._events.append((-block.size, block))
 
     def _note_resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        if threading.get_ident() != self._thread:
+            # What was made in another thread is not looked after.
+            return
+        self._note_freed()
         block = self._alive.get(storage._cdata)
         if block is not None:
             self._events.append((size - block.size, block))

@@ -5,7 +5,7 @@ Torch-free and cheap: the planner asks for thousands of mappings.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from moefold.config.action import Slot, SlotRow
@@ -13,6 +13,7 @@ from moefold.config.schedule_order import schedule_slots
 from moefold.config.schedules import SCHEDULES
 from moefold.config.schema import Config
 from moefold.metrics.activation_memory import CUDA, ActivationFormula, Kernels, Parts
+from moefold.metrics.moments_away import moments_away
 from moefold.metrics.state_memory import StateBytes, StateFormula
 from moefold.parallel.stage_plan import plan_stages
 
@@ -36,16 +37,21 @@ class RankMemory:
 
     pp_rank: int
     states: StateBytes
+    """Without the moments that `train.offload_optimizer` has outside of memory."""
     activations: ActivationPeak
     pipeline: int
     """Buffers of torch.distributed.pipelining: hidden states and gradients of every micro-batch, all at once."""
+    update: int = 0
+    """Moments that the update brings back, beyond the room of activations and buffers, which are gone by then."""
 
     @property
     def total(self) -> int:
         """Their sum: the most that can be needed at once. Kernels' workspaces come on top."""
         states = self.states
         resting = states.weights + states.gathered + states.optimizer + states.buffers
-        return resting + max(states.gradients, states.gradient_sums) + self.activations.total + self.pipeline
+        return (
+            resting + max(states.gradients, states.gradient_sums) + self.activations.total + self.pipeline + self.update
+        )
 
 
 def memory_of_ranks(
@@ -67,10 +73,13 @@ def memory_of_ranks(
     """
     states = StateFormula(cfg).worst if states is None else states
     peaks = activation_peaks(ActivationFormula(cfg, recompute, kernels, imbalance), cfg)
-    return tuple(
-        RankMemory(rank, states[rank], peak, pipeline)
-        for rank, (peak, pipeline) in enumerate(zip(peaks, pipeline_buffers(cfg), strict=True))
-    )
+    found = []
+    for rank, (peak, pipeline) in enumerate(zip(peaks, pipeline_buffers(cfg), strict=True)):
+        moments = moments_away(cfg, rank)
+        mine = replace(states[rank], optimizer=states[rank].optimizer - moments.away)
+        update = max(0, moments.in_transit - peak.total - pipeline)
+        found.append(RankMemory(rank, mine, peak, pipeline, update))
+    return tuple(found)
 
 
 def activation_peaks(formula: ActivationFormula, cfg: Config) -> tuple[ActivationPeak, ...]:

@@ -143,6 +143,6 @@ def _nothing_fits(cfg: Config, least: RecomputeChoice, budget_bytes: int) -> str
         budget = f"nine tenths of the smallest GPU, {budget_bytes / GIB:.4g} GiB, hold"
     return (
         f"train.recompute=['auto']: {budget} no step, whatever is made again: pipeline rank {fullest.pp_rank} needs "
-        f"{least.worst_bytes / GIB:.4g} GiB with {', '.join(least.parts) or 'nothing'}, of which {states / GIB:.4g} are "
-        f"not activations; {help_}"
+        f"{least.worst_bytes / GIB:.4g} GiB with {', '.join(least.parts) or 'nothing'}, of which {states / GIB:.4g} "
+        f"are not activations; {help_}"
     )

@@ -74,6 +74,10 @@ class Link:
         """Everything that the device was told so far."""
         return torch.cuda.current_stream(self.device).record_event() if self._is_cuda else None
 
+    def taken_on_host(self, num_bytes: int) -> int:
+        """What room for so many bytes takes."""
+        return page_locked_bytes(num_bytes) if self._is_cuda else num_bytes
+
     def room_on_host(self, num_bytes: int) -> Tensor:
         """Uint8 [bytes] of host memory that the device can reach by itself."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
@@ -87,14 +91,23 @@ class Link:
 
     def to_host(self, data: Tensor, ready: Any, host: Tensor) -> Tensor:
         """Fill `host`; returns once it is filled."""
+        self.wait_on_host(self.begin_to_host(data, ready, host))
+        return host
+
+    def begin_to_host(self, data: Tensor, ready: Any, host: Tensor) -> Any:
+        """Begin to fill `host`; returns what `wait_on_host` wants. Until then `data` must be held."""
         if self._out is None:
-            return host.copy_(data)
+            host.copy_(data)
+            return None
         with torch.cuda.stream(self._out):
             self._out.wait_event(ready)
             host.copy_(data, non_blocking=True)
-            done = self._out.record_event()
-        done.synchronize()
-        return host
+            return self._out.record_event()
+
+    def wait_on_host(self, event: Any) -> None:
+        """Returns once what `begin_to_host` began is done."""
+        if event is not None:
+            event.synchronize()
 
     def to_device(self, host: Tensor, out: Tensor, ready: Any) -> Any:
         """Begin to fill `out`; returns what to wait for."""
@@ -112,15 +125,22 @@ class Link:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
+def page_locked_bytes(num_bytes: int) -> int:
+    """What torch takes for so many bytes: a power of two (ATen/core/CachingHostAllocator.h, `allocate`)."""
+    return 1 << (num_bytes - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class _Buffer:
     """Bytes in host memory, which count until nobody holds this object."""
 
     host: Tensor
+    num_taken: int
+    """With what the allocator rounds up."""
     _returned: deque[int]
 
     def __del__(self) -> None:
-        self._returned.append(self.host.numel())
+        self._returned.append(self.num_taken)
 
 
 class HostMemory:
@@ -128,7 +148,7 @@ class HostMemory:
 
     Args:
         link: to the device.
-        limit_bytes: most that is held at a time.
+        limit_bytes: most that is held at a time, with what the allocator rounds up.
     """
 
     name = "host memory"
@@ -142,18 +162,18 @@ class HostMemory:
 
     def store(self, data: Tensor, ready: Any) -> _Buffer | None:
         """See `Tier.store`."""
-        num_bytes = data.numel()
+        num_taken = self.link.taken_on_host(data.numel())
         with self._lock:
             while self._returned:
                 self._held_bytes -= self._returned.popleft()
-            if self._held_bytes + num_bytes > self._limit_bytes:
+            if self._held_bytes + num_taken > self._limit_bytes:
                 return None
             try:
-                buffer = _Buffer(self.link.room_on_host(num_bytes), self._returned)
+                buffer = _Buffer(self.link.room_on_host(data.numel()), num_taken, self._returned)
             except RuntimeError as error:
                 self._limit_bytes = self._held_bytes
                 raise OSError(errno.ENOMEM, str(error).partition("\n")[0]) from error
-            self._held_bytes += num_bytes
+            self._held_bytes += num_taken
         self.link.to_host(data, ready, buffer.host)
         return buffer
 

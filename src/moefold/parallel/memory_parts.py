@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from moefold.config.schedules import SCHEDULES
 from moefold.metrics.ledger import Ledger
 from moefold.metrics.memory_by_part import OFFLOADED, PARTS, PIPELINE, POSTPONED
 from moefold.model.attention import Attention
@@ -21,6 +22,7 @@ from moefold.moe.experts import Experts
 from moefold.moe.layer import MoELayer
 from moefold.moe.router import Router
 from moefold.parallel.late_gradients import LateGradients
+from moefold.parallel.moments import states_in_memory
 from moefold.parallel.parallelize import ParallelModel
 
 METHODS: tuple[tuple[type, str, str], ...] = (
@@ -133,7 +135,7 @@ def settle_states(
         ledger.settle("buffers", stage.buffers())
         if stage.rotation is not None:
             ledger.settle("buffers", (stage.rotation.cos, stage.rotation.sin))
-    ledger.settle("optimizer", (x for state in optimizer.state.values() for x in state.values()))
+    ledger.settle("optimizer", states_in_memory(optimizer))
     ledger.settle("batch", others)
 
 
@@ -196,4 +198,7 @@ def _watch_postponed(stage: Transformer, ledger: Ledger) -> list[LateGradients]:
 def _settle_left(stage: Transformer, ledger: Ledger) -> None:
     """What the passes up to now have left is gradients, or waits for another pass."""
     settle_gradients(ledger, [stage])
-    ledger.settle_survivors(POSTPONED)
+    p = stage.cfg.parallel
+    if p.pp > 1:
+        # What is left without a split backward pass is on its way to the stage before.
+        ledger.settle_survivors(POSTPONED if SCHEDULES[p.schedule].splits_backward else PIPELINE)

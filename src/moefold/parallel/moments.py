@@ -1,7 +1,7 @@
 """Moments of the optimizer that live outside of the device's memory between steps (`train.offload_optimizer`).
 
 A step visits them one parameter after the other: while one is updated, the moments of the next come to the device and
-those of the one before go back, so that the device holds those of two parameters at a time.
+those of the one before go back, so that the device holds those of three parameters at a time.
 """
 
 import math
@@ -9,7 +9,9 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moefold.errors import ConfigError
+from moefold.metrics.bytes_text import bytes_text
 from moefold.model.parameter import local_values
 from moefold.offload.tier import Link
 
@@ -28,10 +31,14 @@ class MomentHome:
         """A moment of a parameter, cut as it is."""
         return torch.zeros_like(like, dtype=dtype)
 
+    def is_away(self, moment: Tensor) -> bool:
+        """Whether a moment is outside of the device's memory between steps."""
+        return False
+
     def visit(self, moments: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
         """The moments of one parameter after the other, as local tensors on the device, to be changed in place.
 
-        What was changed is home when the next are asked for, or the iteration has come to its end.
+        What was changed is home when the iteration has come to its end.
         """
         for of_one in moments:
             yield [local_values(moment) for moment in of_one]
@@ -63,16 +70,26 @@ class HostHome(MomentHome):
         mesh, whole = self._mesh(like.device_mesh), (like.shape, like.stride())
         return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=whole[0], stride=whole[1])
 
+    def is_away(self, moment: Tensor) -> bool:
+        """See `MomentHome.is_away`."""
+        return local_values(moment).device.type != self._link.device.type
+
     def visit(self, moments: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
         """See `MomentHome.visit`."""
         ahead = self._begin(moments[0]) if moments else []
+        leaving: list[_Leaving] = []
         for i, of_one in enumerate(moments):
             here, ahead = ahead, self._begin(moments[i + 1]) if i + 1 < len(moments) else []
             for _, arrived in here:
                 self._link.wait(arrived)
             yield [on_device for on_device, _ in here]
-            for moment, (on_device, _) in zip(of_one, here, strict=True):
-                self._return(on_device, local_values(moment))
+            # The device has been told of this update: those of the one before had the time of telling to leave.
+            self._settle(leaving)
+            leaving = [self._leave(x, local_values(home)) for home, (x, _) in zip(of_one, here, strict=True)]
+            if self._link.device.type == "cpu":
+                self._settle(leaving)
+                leaving = []
+        self._settle(leaving)
 
     def _room(self, num_bytes: int) -> Tensor:
         try:
@@ -80,7 +97,7 @@ class HostHome(MomentHome):
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"train.offload_optimizer='host' finds no room for {num_bytes / 2**30:.2f} GiB more on the host "
+                f"train.offload_optimizer='host' finds no room for {bytes_text(num_bytes)} more on the host "
                 f"({reason}); choose 'ssd', or more ranks"
             ) from None
 
@@ -93,9 +110,14 @@ class HostHome(MomentHome):
         on_device = self._link.room_on_device(host.numel() * host.element_size()).view(host.dtype).view(host.shape)
         return on_device, self._link.to_device(host, on_device, self._link.mark())
 
-    def _return(self, on_device: Tensor, host: Tensor) -> None:
-        if on_device is not host:
-            self._link.to_host(on_device, self._link.mark(), host)
+    def _leave(self, on_device: Tensor, host: Tensor) -> "_Leaving":
+        if on_device.data_ptr() == host.data_ptr():
+            return _Leaving(on_device, host, None)
+        return _Leaving(on_device, host, self._link.begin_to_host(on_device, self._link.mark(), host))
+
+    def _settle(self, leaving: list["_Leaving"]) -> None:
+        for one in leaving:
+            self._link.wait_on_host(one.left)
 
     def _mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         if self._link.device.type == "cpu":
@@ -122,6 +144,10 @@ class FileHome(HostHome):
         self._folder = folder
         self._maps: dict[int, mmap.mmap] = {}
 
+    def is_away(self, moment: Tensor) -> bool:
+        """See `MomentHome.is_away`."""
+        return local_values(moment).data_ptr() in self._maps
+
     def _room(self, num_bytes: int) -> Tensor:
         length = math.ceil(num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
         try:
@@ -131,18 +157,36 @@ class FileHome(HostHome):
                 mapped = mmap.mmap(file.fileno(), length)
         except OSError as error:
             raise ConfigError(
-                f"train.offload_dir={str(self._folder)!r} has no place for {length / 2**30:.2f} GiB of moments: "
-                f"{error.strerror}; choose another folder, or train.offload_optimizer='none'"
+                f"train.offload_optimizer='ssd' finds no room for {bytes_text(length)} more in "
+                f"train.offload_dir={str(self._folder)!r} ({error.strerror}); choose another folder, or 'none'"
             ) from None
         room = torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes)
         self._maps[room.data_ptr()] = mapped
         return room
 
-    def _return(self, on_device: Tensor, host: Tensor) -> None:
-        super()._return(on_device, host)
-        if mapped := self._maps.get(host.data_ptr()):
-            # Of a shared mapping of a file this drops no content, only the pages from the memory of the process.
-            mapped.madvise(mmap.MADV_DONTNEED)
+    def _settle(self, leaving: list["_Leaving"]) -> None:
+        super()._settle(leaving)
+        for one in leaving:
+            if mapped := self._maps.get(one.host.data_ptr()):
+                # Of a shared mapping of a file this drops no content, only the pages from the memory of the process.
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """A moment on its way home."""
+
+    on_device: Tensor
+    """Held until it is there."""
+    host: Tensor
+    left: Any
+    """What to wait for."""
+
+
+def states_in_memory(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What an optimizer has in the device's memory between steps."""
+    home = getattr(optimizer, "home", MomentHome())
+    return (x for state in optimizer.state.values() for x in state.values() if not home.is_away(x))
 
 
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:

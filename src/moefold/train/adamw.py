@@ -27,7 +27,7 @@ class AdamWByParameter(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], dtype: torch.dtype | None, home: MomentHome) -> None:
         super().__init__(groups, {})
-        self._home = home
+        self.home = home
         for group in self.param_groups:
             for parameter in group["params"]:
                 kind = dtype or parameter.dtype
@@ -42,7 +42,7 @@ class AdamWByParameter(torch.optim.Optimizer):
         """Update every parameter that has a gradient; local."""
         assert closure is None
         pairs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        visited = self._home.visit([[self.state[p][name] for name in MOMENTS] for p, _ in pairs])
+        visited = self.home.visit([[self.state[p][name] for name in MOMENTS] for p, _ in pairs])
         for (parameter, group), moments in zip(pairs, visited, strict=True):
             weight, grad = local_values(parameter), local_values(parameter.grad)
             update = _update if moments[0].dtype == weight.dtype else _update_narrow

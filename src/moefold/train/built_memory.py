@@ -1,8 +1,10 @@
 """Weights and moments of any rank of any world, read off the sharded model: what the formulas are held to."""
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
-from moefold.config.schema import Config
+from moefold.config.schema import Config, TrainConfig
 from moefold.metrics.state_memory import StateBytes
 from moefold.model.parameter import local_values
 from moefold.parallel.fake_world import fake_rank, sharded_bytes
@@ -17,8 +19,10 @@ COMPUTE_BYTES = 2
 def built_states(cfg: Config, rank: int) -> StateBytes:
     """Build the stages and the optimizer of one rank on the meta device, and count what they hold.
 
-    Gradients are not counted: there are none before a step.
+    Gradients are not counted: there are none before a step. Nor are moments that would be outside of memory.
     """
+    # Activations do not count here, and nothing may be written.
+    cfg = replace(cfg, train=replace(cfg.train, offload=()))
     with fake_rank(cfg, rank) as groups:
         stages = cut_model(cfg, groups, is_trained=True).stages
         parameters: dict[str, nn.Parameter] = {}
@@ -33,7 +37,11 @@ def built_states(cfg: Config, rank: int) -> StateBytes:
         has_muon = cfg.train.optimizer == "muon"
         stage_group = groups.attn.stage
         optimizer = build_muon(parameters, cfg, stage_group) if has_muon else build_optimizer(parameters, cfg.train)
-        moments = sum(_bytes(local_values(x)) for state in optimizer.state.values() for x in state.values())
+        moments = sum(
+            0 if name != "step" and _is_away(cfg.train, local_values(x)) else _bytes(local_values(x))
+            for state in optimizer.state.values()
+            for name, x in state.items()
+        )
         # As `initialise` makes them: whole numbers keep their type, all others are float32.
         buffers = sum(b.numel() * (4 if b.is_floating_point() else 8) for stage in stages for b in stage.buffers())
         turns = [stage.rotation for stage in stages if stage.rotation is not None]
@@ -48,6 +56,10 @@ def _cast_bytes(cfg: Config, parameters: dict[str, nn.Parameter]) -> int:
     wide = ("embedding.weight",) if not cfg.model.tie_embeddings else ()
     read = [p for name, p in parameters.items() if ".router." not in name and name not in wide]
     return sum(p.numel() for p in read) * COMPUTE_BYTES
+
+
+def _is_away(train: TrainConfig, moment: Tensor) -> bool:
+    return train.offload_optimizer != "none" and _bytes(moment) >= max(train.offload_min_kib * 2**10, 1)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -105,7 +105,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__([mine, *rest.param_groups], {})
         self._matrices, self._rest, self._cfg, self._split = dict(matrices), rest, cfg, split
         self._exchange = MatrixExchange(stage, self._matrices)
-        self._home = home
+        self.home = home
         self.state.update(rest.state)
         for parameter in matrices.values():
             dtype = torch.bfloat16 if cfg.moment_dtype == "bfloat16" else parameter.dtype
@@ -119,7 +119,7 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[0]
         weights = {name: local_values(p) for name, p in self._matrices.items()}
         gradients = {}
-        visited = self._home.visit([[self.state[p][MOMENTUM]] for p in self._matrices.values()])
+        visited = self.home.visit([[self.state[p][MOMENTUM]] for p in self._matrices.values()])
         decay = self._cfg.muon_momentum
         for (name, parameter), (momentum,) in zip(self._matrices.items(), visited, strict=True):
             assert parameter.grad is not None, name
