@@ -13,7 +13,7 @@ from typing import Any
 
 from moefold.config.checks import RULES
 from moefold.config.checks_dispatch import deepep_faults
-from moefold.config.checks_offload import offload_faults
+from moefold.config.checks_offload import offload_faults, place_faults
 from moefold.config.checks_overlap import overlap_faults
 from moefold.config.checks_parallel import (
     AXIS_CUTS,
@@ -134,7 +134,10 @@ OVERLAP_RULES = (
     MappingRule(overlap_faults, ("travels", "schedule", "zero", "offload", "step", "overlap"), only=("overlap", True)),
     MappingRule(deepep_faults, ("ep", "etp", "dispatcher", "overlap")),
 )
-OFFLOAD_RULES = (MappingRule(offload_faults, ("recompute", "offload")),)
+OFFLOAD_RULES = (
+    MappingRule(offload_faults, ("recompute", "offload")),
+    MappingRule(place_faults, ("offload", "moments")),
+)
 RECOMPUTE_RULES = (MappingRule(recompute_faults, ("recompute",)),)
 
 MAPPING_RULES = (

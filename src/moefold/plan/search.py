@@ -9,14 +9,15 @@ zero x homes of the moments x parts to make again or to offload. What is left ou
   in ascending order of it, so the first whose floor reaches the best time found ends the search of a fold.
 * Where only the best few folds are asked for, the time of the last of them ends the search of every other fold, and
   a fold whose floor reaches it is not looked into at all.
-* zero=1 moves the bytes of zero=0 in other calls and holds less, so zero=0 is tried only if it is asked for.
+* zero=1 moves the bytes of zero=0 in other calls and holds less, so zero=0 is tried only if it is asked for, and where
+  two micro-batches run at a time, whose gathers nothing hides.
 * The times of all savers of one pipeline and zero are made at once, exactly; their memory is asked for in ascending
   order of time, and the first that fits is the best of them.
 
 `tests/plan/test_search.py` compares with pricing every mapping.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -31,6 +32,7 @@ from moefold.plan.step_time import STEP_S, Pricer, StepTime
 
 OF_LITTLE_USE = 0
 """zero=0, see above."""
+AT_HAND = "none"
 AT_ONCE = 48
 """Savers whose memory is asked for at a time."""
 
@@ -83,6 +85,11 @@ class _LayerSums:
     """One layer of each kind, forward and backward."""
     head: float
 
+    def is_no_faster_than(self, other: "_LayerSums") -> bool:
+        """Whether no part of it takes less time."""
+        mine = (self.forward_s, self.backward_s, *self.kinds)
+        return all(a >= b for a, b in zip(mine, (other.forward_s, other.backward_s, *other.kinds), strict=True))
+
 
 _Timed = tuple[float, Mapping]
 """Seconds of a step, and what takes them."""
@@ -116,23 +123,17 @@ class Search:
     def first(self, count: int) -> list[Plan]:
         """The first so many of `ranked`, or fewer if fewer fit."""
         best: list[_Timed] = []
-        for floor, fold, view in self._by_floor():
-            limit = best[-1][0] if len(best) == count else inf
-            if floor >= limit:
-                break
-            found = self._fastest(fold, view, limit)
+        for fold, view in self._below(lambda: _limit(best, count)):
+            found = self._fastest(fold, view, _limit(best, count))
             if found is not None:
-                best = sorted([*best, found], key=lambda timed: timed[0])[:count]
+                best.append(found)
+                best.sort(key=lambda timed: timed[0])
+                del best[count:]
         return sorted((self.price(mapping) for _, mapping in best), key=lambda plan: plan.order)
 
     def num_faster(self, seconds: float) -> int:
         """Folds whose best mapping that fits takes less."""
-        number = 0
-        for floor, fold, view in self._by_floor():
-            if floor >= seconds:
-                break
-            number += self._fastest(fold, view, seconds) is not None
-        return number
+        return sum(self._fastest(fold, view, seconds) is not None for fold, view in self._below(lambda: seconds))
 
     def best(self, fold: Fold, view: AttentionView) -> Plan:
         """The fastest mapping of a fold that fits, or, if none does, one that needs little memory."""
@@ -149,32 +150,66 @@ class Search:
         """Whether any mapping of a fold fits."""
         return self._leanest(fold, view).memory.fits
 
-    def _by_floor(self) -> list[tuple[float, Fold, AttentionView]]:
-        """The folds by the least time that any of their mappings may take."""
-        floors = [
-            (min((base.floor_s for base in self._bases_of(fold, view)), default=inf), fold, view)
-            for fold, view in self.space.folds
-        ]
-        return sorted(floors, key=lambda entry: entry[0])
+    def _below(self, limit: Callable[[], float]) -> Iterator[tuple[Fold, AttentionView]]:
+        """The folds of which some mapping may take less than a limit, best first, as long as there are any.
+
+        They come by the least time of attention, with experts at the speed of large products; those that are left are
+        looked into once more, with the experts as they are cut.
+        """
+        floors: dict[AttentionView, float] = {}
+        queue = []
+        for i, (_, view) in enumerate(self.space.folds):
+            if view not in floors:
+                floors[view] = self._view_floor(view)
+            queue.append((floors[view], i, False))
+        heapify(queue)
+        while queue and queue[0][0] < limit():
+            floor, i, is_known = heappop(queue)
+            fold, view = self.space.folds[i]
+            if is_known:
+                yield fold, view
+            else:
+                known = min((base.floor_s for base in self._bases_of(fold, view)), default=inf)
+                heappush(queue, (max(floor, known), i, True))
+
+    def _view_floor(self, view: AttentionView) -> float:
+        """Seconds of a step at least, whatever the degrees of the experts."""
+        pricer, least = self.pricer, inf
+        for size, _ in view.batches:
+            seconds = sum(pricer.ends(view.tp, view.cp, size))
+            for kind, count in enumerate(self._counts):
+                seconds += count * pricer.least_layer_s(kind, view.tp, view.cp, size)
+            least = min(least, self._batch // (size * view.dp) * seconds / view.pp)
+        return least
 
     def _fastest(self, fold: Fold, view: AttentionView, limit: float) -> _Timed | None:
         """The fastest below a limit. Best first: bases unfold into pipelines, and these into stages of zero."""
         best: _Timed | None = None
         bases = self._bases_of(fold, view)
-        queue: list[tuple[float, int, int, int, str]] = [(base.floor_s, i, -1, -1, "") for i, base in enumerate(bases)]
+        queue: list[tuple[float, int, int, int, bool]] = [
+            (base.floor_s, i, -1, -1, False) for i, base in enumerate(bases)
+        ]
         heapify(queue)
+        # Where the fastest of all savers fits with the moments at hand, nothing is won by moments elsewhere.
+        roomy: set[tuple[int, int, int]] = set()
         while queue and queue[0][0] < limit:
-            floor, i, which, zero, moments = heappop(queue)
+            floor, i, which, zero, is_away = heappop(queue)
             base = bases[i]
             if which < 0:
                 for number, pipeline in enumerate(base.pipelines):
-                    heappush(queue, (max(floor, self._pipeline_floor(fold, base, pipeline)), i, number, -1, ""))
+                    heappush(queue, (max(floor, self._pipeline_floor(fold, base, pipeline)), i, number, -1, False))
             elif zero < 0:
                 for stage, home in self._stages(fold, base, which):
                     least = self._floor(self._probe(fold, base, which, stage, home), base)
-                    heappush(queue, (max(floor, least), i, which, stage, home))
+                    heappush(queue, (max(floor, least), i, which, stage, home == HOST))
             else:
-                found = self._best_fitting(base, self._probe(fold, base, which, zero, moments), limit)
+                if is_away and (i, which, zero) in roomy:
+                    continue
+                found, is_first = self._best_fitting(
+                    base, self._probe(fold, base, which, zero, HOST if is_away else AT_HAND), limit
+                )
+                if is_first:
+                    roomy.add((i, which, zero))
                 if found is not None:
                     best, limit = found, found[0]
         return best
@@ -191,14 +226,15 @@ class Search:
             # Without a pipeline all schedules take as long.
             plain = tuple(p for p in pipelines if fold.pp == 1 and p.schedule == "1f1b")
             schedules = dict.fromkeys(pipeline.schedule for pipeline in plain or pipelines)
-            for dispatcher in self._dispatchers(fold, size):
-                before = None
-                for overlap in (False, True):
+            for overlap in (False, True):
+                fastest: list[_LayerSums] = []
+                for dispatcher in self._dispatchers(fold, size):
                     ok = {s for s in schedules if self.space.zeros_of(fold, size, s, dispatcher, overlap)}
                     legal = tuple(p for p in plain or pipelines if p.schedule in ok)
                     layers = self._layer_sums(fold, size, dispatcher, overlap) if legal else None
-                    if layers is not None and layers != before:
-                        before = layers
+                    # Beside allgather all keep the same rows, so the one whose parts are all faster stands for others.
+                    if layers is not None and not any(layers.is_no_faster_than(other) for other in fastest):
+                        fastest += [layers] if dispatcher != "allgather" else []
                         floor = n * (layers.forward_s + layers.backward_s) / fold.pp
                         yield _Base(floor, size, dispatcher, overlap, legal, layers)
 
@@ -207,14 +243,15 @@ class Search:
         found = self.space.dispatchers(fold, size)
         if fold.ep * fold.etp == 1 or not self._has_experts:
             return found[:1]
-        return tuple(name for name in found if name != "leastloaded" or "alltoall" not in found)
+        return tuple(name for name in reversed(found) if name != "leastloaded" or "alltoall" not in found)
 
     def _stages(self, fold: Fold, base: _Base, which: int) -> Iterator[tuple[int, str]]:
         """What is sharded, and where the moments live."""
         schedule = base.pipelines[which].schedule
         zeros = self.space.zeros_of(fold, base.size, schedule, base.dispatcher, base.overlap)
-        zeros = tuple(zero for zero in zeros if zero in self._zeros) or zeros
-        for zero in zeros[:1] if fold.dp * fold.cp == fold.edp == 1 else zeros:
+        if not base.overlap:
+            zeros = tuple(zero for zero in zeros if zero in self._zeros) or zeros
+        for zero in zeros:
             for moments in self.space.moment_homes:
                 yield zero, moments
 
@@ -250,13 +287,13 @@ class Search:
             self._contents[key] = tuple({(counts, has_loss): None for counts, _, has_loss in ranks})
         return self._contents[key]
 
-    def _best_fitting(self, base: _Base, probe: Mapping, limit: float) -> _Timed | None:
-        """The fastest below a limit that fits with one pipeline and stage of zero."""
+    def _best_fitting(self, base: _Base, probe: Mapping, limit: float) -> tuple[_Timed | None, bool]:
+        """The fastest below a limit that fits with one pipeline and stage of zero; and whether no other is faster."""
         savers = self.space.savers_with(base.overlap)
         seconds = self.pricer.step_times(probe, savers)
         below = np.flatnonzero(seconds < limit)
         if not below.size or not self.memory.states_fit(probe):
-            return None
+            return None, not below.size
         order = below[np.argsort(seconds[below], kind="stable")]
         room = self.memory.room(probe)
         for first in range(0, len(order), AT_ONCE):
@@ -265,8 +302,9 @@ class Search:
             if fitting.size:
                 i = int(some[fitting[0]])
                 recompute, offload = savers[i]
-                return float(seconds[i]), replace(probe, recompute=recompute, offload=(*offload, *probe.offload))
-        return None
+                mapping = replace(probe, recompute=recompute, offload=(*offload, *probe.offload))
+                return (float(seconds[i]), mapping), first == 0 and fitting[0] == 0
+        return None, False
 
     def _leanest(self, fold: Fold, view: AttentionView) -> Plan:
         """The mapping of least memory, with the smallest micro-batches."""
@@ -281,7 +319,7 @@ class Search:
                     continue
                 for moments in self.space.moment_homes[-1:]:
                     base = _Base(0.0, size, dispatcher, overlap, (pipeline,), _NOTHING)
-                    for zero in zeros[-1:] if fold.dp * fold.cp * fold.edp > 1 else zeros[:1]:
+                    for zero in zeros[-1:]:
                         probe = self._probe(fold, base, 0, zero, moments)
                         totals = self.memory.room(probe).totals(np.arange(len(savers)), savers)
                         i = int(np.argmin(totals))
@@ -315,6 +353,10 @@ class Search:
                 weight += count * layer.weight_s
             self._layers[key] = _LayerSums(forward, backward, weight, tuple(kinds), sum(head))
         return self._layers[key]
+
+
+def _limit(best: list[_Timed], count: int) -> float:
+    return best[-1][0] if len(best) == count else inf
 
 
 _NOTHING = _LayerSums(0.0, 0.0, 0.0, (), 0.0)

@@ -139,7 +139,7 @@ class MappingSpace:
             for offload in subsets
             if (self._has_host or not offload)
             and self.restriction.wants("offload", offload)
-            and self.legality.allows(OFFLOAD_RULES, {"recompute": recompute, "offload": offload})
+            and self.legality.allows(OFFLOAD_RULES, {"recompute": recompute, "offload": offload, "moments": "none"})
         )
 
     @cached_property
@@ -164,7 +164,7 @@ class MappingSpace:
             return ()
         if not overlap:
             return self.zeros
-        key = (fold.ep, fold.etp, fold.dp, size, schedule, dispatcher)
+        key = (fold.ep, fold.etp, fold.dp * size, schedule, dispatcher)
         if key not in self._overlapped:
             values = {**fold.values, "mbs": size, "schedule": schedule, "dispatcher": dispatcher}
             values |= {"offload": (), "overlap": True}

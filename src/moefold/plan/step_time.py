@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moefold.config.schedules import SCHEDULES
 from moefold.plan.collective import Group, all_reduce_s, gather_s, send_s
 from moefold.plan.device import Device
-from moefold.plan.flop_count import layer_parameters, train_flops
+from moefold.plan.flop_count import expert_parameters, layer_parameters, shared_parameters, train_flops
 from moefold.plan.kept import KeptActivations, Saver, recipe_of, saver_of
 from moefold.plan.layer_time import BlockTime, LayerTimes, Work
 from moefold.plan.mapping import Mapping
@@ -211,6 +211,22 @@ class Pricer:
             backward_ep_s=behind[1],
             parts=tuple(seconds.values()),
         )
+
+    def least_layer_s(self, kind: int, tp: int, cp: int, mbs: int) -> float:
+        """Seconds that a layer takes at least for one micro-batch, forward and backward, however its experts are cut.
+
+        The products of the experts run at the speed of large ones, and nothing of them travels.
+        """
+        mixer, layer = self.times.mixer(kind, tp, cp, mbs), self.shape.kinds[kind].feed_forward
+        seconds = sum(work.seconds for work in (*mixer.forward, *mixer.backward) if work.part != "tp_comm")
+        if layer is None:
+            return seconds
+        products, w = self.times.products, self.workload
+        factor = min(1.0, w.capacity_factor) if w.capacity_factor else 1.0
+        flops = float(shared_parameters(layer, self.shape.hidden_size))
+        flops += factor * w.load * layer.top_k * expert_parameters(layer, self.shape.hidden_size)
+        rate = products.rate * max(1.0, self.device.grouped_fraction)
+        return seconds + 6.0 * flops * self.times.tokens(cp, mbs) / tp / rate
 
     def saved_layers(self, kind: int, m: Mapping, savers: tuple[Saver, ...]) -> tuple[Seconds, Seconds]:
         """Seconds of one layer forward and backward with each of some savers, of which `m` has none; [savers] each."""
