@@ -1,6 +1,7 @@
 """Kernels run on the GPU if there is one, else in Triton's interpreter, which has to be asked for before they exist."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-pytest.importorskip("triton", reason="kernels need the package triton")
+collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
+
+
+def pytest_report_header():
+    """Say it where nothing can be tested."""
+    return "kernels are not tested: the package triton is not here" if collect_ignore_glob else None
 
 
 @pytest.hookimpl(tryfirst=True)
