@@ -22,6 +22,11 @@ CASES = [
         ["train.memory_budget_gib=1", 'train.offload=["layer"]'],
         "train.recompute=['auto'] goes by formulas, and how much of train.offload is away at the fullest",
     ),
+    (
+        '["auto"]',
+        ["train.memory_budget_gib=1", "parallel.world_size=2", "parallel.ep=2", "parallel.overlap_experts=true"],
+        "which are too low for layers that run again in pairs; name parts, or choose parallel.overlap_experts=false",
+    ),
     ('["layer", "norms"]', [], "train.recompute has 'norms' and 'layer', which makes it again anyway"),
 ]
 
