@@ -9,8 +9,6 @@ zero x homes of the moments x parts to make again or to offload. What is left ou
   in ascending order of it, so the first whose floor reaches the best time found ends the search of a fold.
 * Where only the best few folds are asked for, the time of the last of them ends the search of every other fold, and
   a fold whose floor reaches it is not looked into at all.
-* zero=1 moves the bytes of zero=0 in other calls and holds less, so zero=0 is tried only if it is asked for, and where
-  two micro-batches run at a time, whose gathers nothing hides.
 * The times of all savers of one pipeline and zero are made at once, exactly; their memory is asked for in ascending
   order of time, and the first that fits is the best of them.
 
@@ -30,8 +28,6 @@ from moefold.plan.pipeline_time import bubble_s
 from moefold.plan.space import HOST, AttentionView, Fold, MappingSpace, Pipeline
 from moefold.plan.step_time import STEP_S, Pricer, StepTime
 
-OF_LITTLE_USE = 0
-"""zero=0, see above."""
 AT_HAND = "none"
 AT_ONCE = 48
 """Savers whose memory is asked for at a time."""
@@ -107,8 +103,6 @@ class Search:
     def __init__(self, space: MappingSpace, pricer: Pricer, memory: Memory) -> None:
         self.space, self.pricer, self.memory = space, pricer, memory
         self._batch = pricer.workload.global_batch_size
-        zeros = [zero for zero in space.zeros if zero != OF_LITTLE_USE]
-        self._zeros = frozenset(zeros or space.zeros)
         self._layers: dict[tuple[object, ...], _LayerSums] = {}
         self._contents: dict[tuple[int, int, bool], tuple[tuple[tuple[int, ...], bool], ...]] = {}
         self._counts = [pricer.shape.layers.count(kind) for kind in range(len(pricer.shape.kinds))]
@@ -249,8 +243,6 @@ class Search:
         """What is sharded, and where the moments live."""
         schedule = base.pipelines[which].schedule
         zeros = self.space.zeros_of(fold, base.size, schedule, base.dispatcher, base.overlap)
-        if not base.overlap:
-            zeros = tuple(zero for zero in zeros if zero in self._zeros) or zeros
         for zero in zeros:
             for moments in self.space.moment_homes:
                 yield zero, moments
