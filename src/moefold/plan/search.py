@@ -18,6 +18,7 @@ zero x homes of the moments x parts to make again or to offload. What is left ou
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import product
 from math import inf
 
 import numpy as np
@@ -302,25 +303,18 @@ class Search:
         """The mapping of least memory, with the smallest micro-batches."""
         size, pipelines = view.batches[0]
         dispatcher = self.space.dispatchers(fold, size)[0]
-        found: tuple[float, Mapping] | None = None
-        for pipeline in pipelines:
-            for overlap in (False, True):
-                zeros = self.space.zeros_of(fold, size, pipeline.schedule, dispatcher, overlap)
-                savers = self.space.savers_with(overlap)
-                if not zeros or not savers or (found is not None and overlap):
-                    continue
-                for moments in self.space.moment_homes[-1:]:
-                    base = _Base(0.0, size, dispatcher, overlap, (pipeline,), _NOTHING)
-                    for zero in zeros[-1:]:
-                        probe = self._probe(fold, base, 0, zero, moments)
-                        totals = self.memory.room(probe).totals(np.arange(len(savers)), savers)
-                        i = int(np.argmin(totals))
-                        if found is None or totals[i] < found[0]:
-                            recompute, offload = savers[i]
-                            mapping = replace(probe, recompute=recompute, offload=(*offload, *probe.offload))
-                            found = (float(totals[i]), mapping)
-        assert found is not None, "a fold has a legal mapping"
-        return self.price(found[1])
+        leanest: list[tuple[float, Mapping]] = []
+        for pipeline, overlap in product(pipelines, (False, True)):
+            zeros = self.space.zeros_of(fold, size, pipeline.schedule, dispatcher, overlap)
+            savers = self.space.savers_with(overlap)
+            if zeros and savers:
+                home = self.space.moment_homes[-1]
+                probe = mapping_of(fold, size, pipeline, dispatcher, zeros[-1], overlap, home)
+                totals = self.memory.room(probe).totals(np.arange(len(savers)), savers)
+                recompute, offload = savers[int(np.argmin(totals))]
+                mapping = replace(probe, recompute=recompute, offload=(*offload, *probe.offload))
+                leanest.append((float(totals.min()), mapping))
+        return self.price(min(leanest, key=lambda entry: entry[0])[1])
 
     def _probe(self, fold: Fold, base: _Base, which: int, zero: int, moments: str) -> Mapping:
         """The mapping with nothing made again."""
@@ -351,7 +345,6 @@ def _limit(best: list[_Timed], count: int) -> float:
     return best[-1][0] if len(best) == count else inf
 
 
-_NOTHING = _LayerSums(0.0, 0.0, 0.0, (), 0.0)
 V_SHAPED = ("zbv", "dualpipev")
 
 
