@@ -112,17 +112,6 @@ def test_the_first_few_are_those_of_the_whole_ranking(room_mib):
         assert search.num_faster(everything[place].time.total_s * (1 - 1e-9)) == faster
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_sharding_the_state_costs_no_time_and_saves_memory(name):
-    """Why zero=0 is not searched."""
-    search = searched(name, 2, 1.0)
-    for mappings in every_mapping(search, {"zero": 0, "offload": (), "overlap": False}).values():
-        for m in mappings[::29]:
-            one, none = search.price(replace(m, zero=1)), search.price(m)
-            assert one.time.total_s <= none.time.total_s
-            assert one.memory.total <= none.memory.total
-
-
 def test_a_fixed_zero_is_searched():
     search = searched("plain", 2, 1.0, {"zero": 0})
     assert {plan.mapping.zero for plan in search.ranked()} == {0}

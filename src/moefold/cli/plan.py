@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from moefold.cli.plan_words import read_axes
+from moefold.cli.simulate import add_disturbance, jitter_of, stragglers_of
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.plan.device import device_names, load_device
 from moefold.plan.planner import Planner, Question, name_of, read_model
 from moefold.plan.restriction import FOLDED, METHODS, Restriction
 from moefold.plan.search import Plan
+from moefold.plan.simulate import Disturbance
+from moefold.plan.stage_work import simulate_mapping
+from moefold.plan.timeline_file import check_timeline_file, write_timeline
 from moefold.plan.workload import PRECISIONS, Workload
 
 EPILOG = (
@@ -44,17 +48,22 @@ def run(argv: list[str]) -> int:
     """
     started = time.perf_counter()
     args = _parser().parse_args(argv)
+    for path in args.timeline:
+        check_timeline_file(path)
+    _check_disturbance(args)
     question = question_of(args)
     if args.explain is not None:
         from moefold.cli.plan_explain import explain
 
         return explain(question, args)
-    planner = _planner(question, args)
+    planner = planner_of(question, args)
     best = planner.best()
+    for path in args.timeline:
+        _write_timeline(planner, best, path, _disturbance(planner.config_of(best), args))
     if args.recipe is not None:
         _write_recipe(planner, best, args.recipe, argv)
     if args.report is not None:
-        _write_report(planner, args.report)
+        _write_report(planner, args.report, _disturbance(planner.config_of(best), args))
     if args.json:
         print(json.dumps(answer_as_dict(planner)))
     else:
@@ -112,7 +121,8 @@ def question_of(args: argparse.Namespace) -> Question:
     )
 
 
-def _planner(question: Question, args: argparse.Namespace) -> Planner:
+def planner_of(question: Question, args: argparse.Namespace) -> Planner:
+    """What answers, under recorded routing if there is any."""
     if args.trace is None:
         return Planner(question)
     from moefold.plan.routing_load import RoutingLoad
@@ -168,11 +178,26 @@ def _write_recipe(planner: Planner, best: Plan, path: Path, argv: list[str]) -> 
     print(f"wrote {path}", file=sys.stderr)
 
 
+def _check_disturbance(args: argparse.Namespace) -> None:
+    jitter_of(args.jitter)
+    if (args.straggler or args.jitter) and not args.timeline and args.report is None:
+        raise ConfigError("--straggler and --jitter disturb the step of --timeline or --report; name one of these")
+
+
+def _disturbance(cfg: Config, args: argparse.Namespace) -> Disturbance:
+    return Disturbance(slow=stragglers_of(cfg, args.straggler), jitter=jitter_of(args.jitter), seed=args.seed)
+
+
+def _write_timeline(planner: Planner, best: Plan, path: Path, disturbance: Disturbance) -> None:
+    write_timeline(simulate_mapping(planner.search.pricer, best.mapping, disturbance), path)
+    print(f"wrote {path}", file=sys.stderr)
+
+
 def _trainable(cfg: Config) -> Config:
     return replace(cfg, run=replace(cfg.run, device="auto"))
 
 
-def _write_report(planner: Planner, path: Path) -> None:
+def _write_report(planner: Planner, path: Path, disturbance: Disturbance) -> None:
     from moefold.plan.report import SHOWN, Study, write_report
 
     q = planner.question
@@ -184,6 +209,7 @@ def _write_report(planner: Planner, path: Path) -> None:
         shape=q.shape,
         plans=planner.first(SHOWN),
         replan=lambda count: _best_on(q, count),
+        disturbance=disturbance,
     )
     write_report(study, path)
     print(f"wrote {path}", file=sys.stderr)
@@ -232,4 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print the best mapping of every fold as one JSON object")
     add("--recipe", type=Path, metavar="OUT.toml", help="write a recipe of the best mapping")
     add("--report", type=Path, metavar="FILE.html", help="write the answer as one page with pictures")
+    help_ = "write the simulated step of the best mapping: .json trace, or .png, .svg, .pdf; repeatable"
+    add("--timeline", action="append", type=Path, default=[], metavar="FILE", help=help_)
+    add_disturbance(parser, "of the simulated step: ")
     return parser

@@ -26,9 +26,9 @@ def explain(question: Question, args: argparse.Namespace) -> int:
     """
     given = read_axes(args.explain, "--explain")
     question = replace(question, restriction=Restriction({**question.restriction.fixed, **given}, args.method))
-    from moefold.cli.plan import _planner, plan_as_dict
+    from moefold.cli.plan import plan_as_dict, planner_of
 
-    planner = _planner(question, args)
+    planner = planner_of(question, args)
     reason = _why_illegal(question, planner)
     if reason:
         _tell(args, {"legal": False, "reason": reason}, f"illegal: {reason}")
@@ -80,9 +80,9 @@ def _why_illegal(question: Question, planner: Planner) -> str:
 
 def _ranking(question: Question, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     """Where it would stand among the best mappings of all folds."""
-    from moefold.cli.plan import _planner
+    from moefold.cli.plan import planner_of
 
-    everything = _planner(replace(question, restriction=Restriction({}, args.method)), args)
+    everything = planner_of(replace(question, restriction=Restriction({}, args.method)), args)
     best = everything.first(1)[0]
     fits = plan.memory.fits
     return {

@@ -35,6 +35,11 @@ def print_plans(console: Console, planner: Planner, count: int, started: float) 
         f"{planner.space.count():,} legal mappings in {planner.num_folds:,} folds, of which the best is ranked "
         f"({seconds:.1f} s). MFU counts {attention} the attention matrix, against the bfloat16 peak."
     )
+    if any(plan.mapping.dispatcher == "deepep" for plan in shown):
+        console.print(
+            "deepep is a package of its own, priced as if it were installed where the run is; a recipe says "
+            "dispatcher=auto, which takes alltoall without it. --fix dispatcher=alltoall ranks without it."
+        )
 
 
 def print_plan(console: Console, plan: Plan) -> None:

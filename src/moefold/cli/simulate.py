@@ -41,8 +41,9 @@ def run(argv: list[str]) -> int:
     check_config(cfg)
     for path in args.timeline:
         check_timeline_file(path)
-    disturbance = Disturbance(slow=stragglers_of(cfg, args.straggler), jitter=_jitter(args.jitter), seed=args.seed)
-    mapping = replace(mapping_of(cfg), overlap=args.overlap)
+    disturbance = Disturbance(slow=stragglers_of(cfg, args.straggler), jitter=jitter_of(args.jitter), seed=args.seed)
+    mapping = mapping_of(cfg)
+    mapping = replace(mapping, overlap=mapping.overlap or args.overlap)
     timeline = _play(cfg, mapping, args, disturbance)
     for path in args.timeline:
         write_timeline(timeline, path)
@@ -112,7 +113,12 @@ def _play(cfg: Config, mapping: Mapping, args: argparse.Namespace, disturbance: 
     return simulate_mapping(pricer, mapping, disturbance, chunks=stages_of(cfg, shape), schedule_csv=path)
 
 
-def _jitter(value: float) -> float:
+def jitter_of(value: float) -> float:
+    """The spread of the times of actions.
+
+    Raises:
+        ConfigError: it is none.
+    """
     if not 0 <= value <= 1:
         raise ConfigError(
             f"--jitter {value:g} must lie between 0 and 1: 0.05 makes the times of actions vary by about 5 %"
@@ -160,23 +166,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--overlap", action="store_true", help="hide the experts' exchange under the work of another micro-batch"
     )
-    parser.add_argument(
-        "--straggler",
-        action="append",
-        default=[],
-        metavar="RANK=FACTOR",
-        help="a rank that computes slower; repeatable",
-    )
-    parser.add_argument(
-        "--jitter",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="spread of the times of actions, such as 0.05 (default 0)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the jitter (default 0)")
+    add_disturbance(parser)
     parser.add_argument(
         "--timeline", action="append", type=Path, default=[], metavar="FILE", help=".json trace or .png, .svg, .pdf"
     )
     parser.add_argument("--json", action="store_true", help="print the numbers as one JSON object")
     return parser
+
+
+def add_disturbance(parser: argparse.ArgumentParser, where: str = "") -> None:
+    """The options that make a machine less than ideal."""
+    add = parser.add_argument
+    straggler = f"{where}a rank that computes slower; repeatable"
+    add("--straggler", action="append", default=[], metavar="RANK=FACTOR", help=straggler)
+    jitter = f"{where}spread of the times of actions, such as 0.05 (default 0)"
+    add("--jitter", type=float, default=0.0, metavar="S", help=jitter)
+    add("--seed", type=int, default=0, help="of the jitter (default 0)")

@@ -9,8 +9,6 @@ zero x homes of the moments x parts to make again or to offload. What is left ou
   in ascending order of it, so the first whose floor reaches the best time found ends the search of a fold.
 * Where only the best few folds are asked for, the time of the last of them ends the search of every other fold, and
   a fold whose floor reaches it is not looked into at all.
-* zero=1 moves the bytes of zero=0 in other calls and holds less, so zero=0 is tried only if it is asked for, and where
-  two micro-batches run at a time, whose gathers nothing hides.
 * The times of all savers of one pipeline and zero are made at once, exactly; their memory is asked for in ascending
   order of time, and the first that fits is the best of them.
 
@@ -20,6 +18,7 @@ zero x homes of the moments x parts to make again or to offload. What is left ou
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import product
 from math import inf
 
 import numpy as np
@@ -30,8 +29,6 @@ from moefold.plan.pipeline_time import bubble_s
 from moefold.plan.space import HOST, AttentionView, Fold, MappingSpace, Pipeline
 from moefold.plan.step_time import STEP_S, Pricer, StepTime
 
-OF_LITTLE_USE = 0
-"""zero=0, see above."""
 AT_HAND = "none"
 AT_ONCE = 48
 """Savers whose memory is asked for at a time."""
@@ -107,8 +104,6 @@ class Search:
     def __init__(self, space: MappingSpace, pricer: Pricer, memory: Memory) -> None:
         self.space, self.pricer, self.memory = space, pricer, memory
         self._batch = pricer.workload.global_batch_size
-        zeros = [zero for zero in space.zeros if zero != OF_LITTLE_USE]
-        self._zeros = frozenset(zeros or space.zeros)
         self._layers: dict[tuple[object, ...], _LayerSums] = {}
         self._contents: dict[tuple[int, int, bool], tuple[tuple[tuple[int, ...], bool], ...]] = {}
         self._counts = [pricer.shape.layers.count(kind) for kind in range(len(pricer.shape.kinds))]
@@ -249,8 +244,6 @@ class Search:
         """What is sharded, and where the moments live."""
         schedule = base.pipelines[which].schedule
         zeros = self.space.zeros_of(fold, base.size, schedule, base.dispatcher, base.overlap)
-        if not base.overlap:
-            zeros = tuple(zero for zero in zeros if zero in self._zeros) or zeros
         for zero in zeros:
             for moments in self.space.moment_homes:
                 yield zero, moments
@@ -310,25 +303,18 @@ class Search:
         """The mapping of least memory, with the smallest micro-batches."""
         size, pipelines = view.batches[0]
         dispatcher = self.space.dispatchers(fold, size)[0]
-        found: tuple[float, Mapping] | None = None
-        for pipeline in pipelines:
-            for overlap in (False, True):
-                zeros = self.space.zeros_of(fold, size, pipeline.schedule, dispatcher, overlap)
-                savers = self.space.savers_with(overlap)
-                if not zeros or not savers or (found is not None and overlap):
-                    continue
-                for moments in self.space.moment_homes[-1:]:
-                    base = _Base(0.0, size, dispatcher, overlap, (pipeline,), _NOTHING)
-                    for zero in zeros[-1:]:
-                        probe = self._probe(fold, base, 0, zero, moments)
-                        totals = self.memory.room(probe).totals(np.arange(len(savers)), savers)
-                        i = int(np.argmin(totals))
-                        if found is None or totals[i] < found[0]:
-                            recompute, offload = savers[i]
-                            mapping = replace(probe, recompute=recompute, offload=(*offload, *probe.offload))
-                            found = (float(totals[i]), mapping)
-        assert found is not None, "a fold has a legal mapping"
-        return self.price(found[1])
+        leanest: list[tuple[float, Mapping]] = []
+        for pipeline, overlap in product(pipelines, (False, True)):
+            zeros = self.space.zeros_of(fold, size, pipeline.schedule, dispatcher, overlap)
+            savers = self.space.savers_with(overlap)
+            if zeros and savers:
+                home = self.space.moment_homes[-1]
+                probe = mapping_of(fold, size, pipeline, dispatcher, zeros[-1], overlap, home)
+                totals = self.memory.room(probe).totals(np.arange(len(savers)), savers)
+                recompute, offload = savers[int(np.argmin(totals))]
+                mapping = replace(probe, recompute=recompute, offload=(*offload, *probe.offload))
+                leanest.append((float(totals.min()), mapping))
+        return self.price(min(leanest, key=lambda entry: entry[0])[1])
 
     def _probe(self, fold: Fold, base: _Base, which: int, zero: int, moments: str) -> Mapping:
         """The mapping with nothing made again."""
@@ -359,7 +345,6 @@ def _limit(best: list[_Timed], count: int) -> float:
     return best[-1][0] if len(best) == count else inf
 
 
-_NOTHING = _LayerSums(0.0, 0.0, 0.0, (), 0.0)
 V_SHAPED = ("zbv", "dualpipev")
 
 

@@ -90,7 +90,7 @@ class _Layer:
         launches = priced.forward_s - sum(work.seconds for work in ahead)
         self.forward = (*map(_piece, ahead), Piece("launch", launches))
         again = Piece("recompute", parts["recompute"])
-        late = Piece("launch", parts["launch"] - launches)
+        late = Piece("launch", priced.backward_s - parts["recompute"] - sum(work.seconds for work in behind))
         self.backward = (again, *map(_piece, behind), late)
         computed = sum(work.seconds for work in behind if not work.link)
         early = 1.0 - priced.weight_s / computed if computed else 1.0
