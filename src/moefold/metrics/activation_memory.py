@@ -27,9 +27,6 @@ experts, logits, residual stream, pipeline."""
 class Kernels:
     """What a device's kernels keep."""
 
-    fused_norm: bool
-    """RMSNorm is one kernel, which keeps its input and one number a token. Else it also keeps the normalised values,
-    and in bfloat16 these and its input in float32."""
     grouped_experts: bool
     """The experts of a rank run together and keep all of a SwiGLU, four inner widths. Else one after another, and the
     two inner projections are kept."""
@@ -40,11 +37,11 @@ class Kernels:
     """The router's product takes its input in the compute type, and its choices stay as one map: no copy is kept."""
 
 
-CPU = Kernels(fused_norm=False, grouped_experts=False)
-CUDA = Kernels(fused_norm=True, grouped_experts=True)
+CPU = Kernels(grouped_experts=False)
+CUDA = Kernels(grouped_experts=True)
 KERNELS = {"cpu": CPU, "cuda": CUDA}
 """By device type."""
-MEGATRON = Kernels(fused_norm=True, grouped_experts=True, fused_swiglu=True, narrow_router=True)
+MEGATRON = Kernels(grouped_experts=True, fused_swiglu=True, narrow_router=True)
 """Of Megatron-Core with Transformer Engine, on which most published steps were measured."""
 
 
@@ -97,7 +94,7 @@ class ActivationFormula:
             return Parts({"residual stream": self.hidden})
         kept = self._norm_and_its_result(keeps_result=self._cfg.parallel.tp == 1, part="attention") + self._attention()
         kept += self._moe() if kind == "M" else self._dense()
-        kept["residual stream"] += 2 * self._residual
+        kept["residual stream"] += 2 * self.hidden
         return kept
 
     def stage(self, stage: Stage) -> Parts:
@@ -147,7 +144,7 @@ class ActivationFormula:
 
     def _behind_layers(self, stage: Stage) -> Parts:
         if not stage.is_last:
-            return self.handed_on()
+            return Parts()
         kept = self.head()
         for _ in range(stage.parts.num_further):
             kept += self.further()
@@ -155,11 +152,7 @@ class ActivationFormula:
 
     def embedding(self) -> Parts:
         """What the embedding keeps."""
-        return Parts(embedding=self.hidden if "layer" in self.recompute else self._residual)
-
-    def handed_on(self) -> Parts:
-        """What a stage keeps of its result for the next one, where no layer keeps it."""
-        return Parts() if self._residual else Parts(pipeline=self.hidden)
+        return Parts(embedding=self.hidden)
 
     @property
     def transient_logits(self) -> int:
@@ -256,12 +249,6 @@ class ActivationFormula:
         return Parts(experts=at_work)
 
     @property
-    def _residual(self) -> int:
-        """A hidden state of the residual stream, where the norm that reads it keeps it."""
-        keeps = self._kernels.fused_norm or self._item == self._wide or "norms" in self.recompute
-        return self.hidden if keeps else 0
-
-    @property
     def _head_widths(self) -> tuple[int, int]:
         """Queries, and keys with values, of this rank's heads."""
         model, tp = self._cfg.model, self._cfg.parallel.tp
@@ -279,9 +266,13 @@ class ActivationFormula:
             chunk = max(LEAST_CHUNK, CHUNK_LOGITS * p.tp // model.vocab_size)
         return chunk if 0 < chunk < self._inside else 0
 
-    def _norm(self, tokens: int, width: int) -> int:
-        """What a norm keeps beside its input in the compute type and its result."""
-        if self._kernels.fused_norm:
+    def _norm(self, tokens: int, width: int, *, over_heads: bool = False) -> int:
+        """What a norm keeps beside its input in the compute type and its result: one number a token.
+
+        That over all heads together is made of single operations: it also keeps the normalised values, and in bfloat16
+        these and its input in float32.
+        """
+        if not over_heads:
             return tokens * self._wide
         return tokens * (width * self._wide * (1 if self._item == self._wide else 2) + self._wide)
 
@@ -305,7 +296,8 @@ class ActivationFormula:
             kept["attention"] += n * self._item * (query + key_value)
             if model.qk_norm:
                 width = query + key_value // 2
-                kept["norms"] += self._norm(n, width) + n * self._item * width
+                over_heads = model.qk_norm_width == "all_heads"
+                kept["norms"] += self._norm(n, width, over_heads=over_heads) + n * self._item * width
         heads = model.num_attention_heads // self._cfg.parallel.tp
         value = heads * (model.v_head_dim if model.attention == "mla" else model.head_size)
         # Ulysses keeps the result with all tokens of some heads, and with some tokens of all heads.
@@ -400,5 +392,5 @@ class ActivationFormula:
         """A layer of multi-token prediction: three norms, the projection's input, the layer, and logits once more."""
         kept = self.layer(self._cfg.model.layer_kinds[-1]) + self.head()
         kept["norms"] += 2 * self._norm(self._tokens, self._cfg.model.hidden_size)
-        kept["residual stream"] += 2 * self._residual + 2 * self.hidden
+        kept["residual stream"] += 4 * self.hidden
         return kept

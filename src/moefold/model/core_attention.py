@@ -80,7 +80,9 @@ class CausalAttention:
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """The library's kernel on [S, B, heads, D]; without a mask, causal."""
     if multiplies_wide(q):
-        return _attend(q.float(), k.float(), v.float(), mask).to(q.dtype)
+        # It widens inside of both passes, so that what lives between them is narrow.
+        y: Tensor = _BlockAttention.apply(q, k, v, None, "causal" if mask is None else mask.squeeze(1))
+        return y
     # enable_gqa lets the kernel read each key/value head in place: no copy for its A/G query heads. With equal head
     # counts it would only rule kernels out.
     out = F.scaled_dot_product_attention(

@@ -143,7 +143,6 @@ class KeptActivations:
             "embedding": formula.embedding(),
             "head": formula.head(),
             "further": formula.further() if self.shape.mtp_layers else Parts(),
-            "handed_on": formula.handed_on(),
             "logits": Parts(logits=formula.transient_logits),
             "postponed_head": Parts(logits=formula.postponed_head),
             "hidden": Parts(pipeline=formula.hidden),

@@ -79,7 +79,7 @@ class Columns:
         return self.kinds + len(STATE_COLUMNS)
 
 
-END_COLUMNS = ("embedding", "head", "further", "handed_on", "logits", "postponed_head", "hidden", "in_transit")
+END_COLUMNS = ("embedding", "head", "further", "logits", "postponed_head", "hidden", "in_transit")
 """What the ends of the model keep, and hidden states that are sent or awaited."""
 STATE_COLUMNS = ("embedding", "head", "further", "second_embedding", "following_embedding", "stage")
 
@@ -229,8 +229,6 @@ class _RankWalk:
         if chunk.has_loss:
             row[self.columns.end("head")] += 1
             row[self.columns.end("further")] += chunk.num_further
-        else:
-            row[self.columns.end("handed_on")] += 1
         return row
 
     def _postponed(self, chunk: Chunk, behind: int = 0) -> Counts:
