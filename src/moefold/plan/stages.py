@@ -60,6 +60,7 @@ class RecipeSplit:
 
 def chunks_of_rank(chunks: tuple[Chunk, ...], schedule: str, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
     """For each pipeline rank the numbers of its chunks."""
-    name = "interleaved" if schedule == "1f1b" and vpp > 1 else schedule
+    # The file of a schedule from one says where it has its stages; its price is that of a loop.
+    name = "interleaved" if schedule == "csv" or (schedule == "1f1b" and vpp > 1) else schedule
     ranks = stage_ranks(ParallelConfig(world_size=pp, pp=pp, virtual_stages=vpp, schedule=name))  # type: ignore[arg-type]
     return tuple(tuple(i for i, rank in enumerate(ranks[: len(chunks)]) if rank == r) for r in range(pp))
