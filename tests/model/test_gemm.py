@@ -57,6 +57,12 @@ def test_a_wide_product_of_bfloat16_rounds_once():
         assert product(x, w).equal(product(x.float(), w.float()).bfloat16())
 
 
+def test_a_weight_of_many_rows_is_multiplied_in_parts():
+    x, w = torch.randn(8, 20).bfloat16(), torch.randn(2500, 20).bfloat16()
+    for weight in (w, w.t().contiguous().t()):
+        assert _error(product(x, weight), x.double() @ w.double().t()) <= 1e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "hidden", "inner"), [(33, 20, 7), (16, 8, 40)])
 def test_products_where_they_belong(dtype, rows, hidden, inner):

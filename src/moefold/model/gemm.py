@@ -20,6 +20,8 @@ from torch import Tensor
 STEPS_PER_OCTAVE = 16
 """Distinct padded row counts between n and 2n: at most 1/16 of the rows is padding, 3 % on average."""
 LEAST_ROWS = 16
+WIDE_PARTS, LEAST_WIDE_ROWS = 8, 256
+"""Parts in which a large weight is widened, and rows of a part at least."""
 
 
 def padded_rows(rows: int, like: Tensor) -> int:
@@ -59,7 +61,7 @@ def product(x_MK: Tensor, w_NK: Tensor) -> Tensor:
         w_NK: [N, K], of the same type.
     """
     if multiplies_wide(x_MK):
-        return product(widened(x_MK), widened(w_NK)).to(x_MK.dtype)
+        return _wide_product(x_MK, w_NK)
     if _is_by_onednn(x_MK):
         y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, w_NK, None, "none", [], "")
         return y_MN
@@ -99,6 +101,17 @@ def weight_gradient_into(out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
         torch.mm(x_MK.t(), grad_MN, out=out_KN)
     else:
         out_KN.copy_(weight_gradient(x_MK, grad_MN))
+
+
+def _wide_product(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """In float32, a part of a large w at a time: a wide copy of a whole output head takes what narrow ones save."""
+    x_wide, rows = widened(x_MK), max(LEAST_WIDE_ROWS, -(-len(w_NK) // WIDE_PARTS))
+    if len(w_NK) <= rows:
+        return product(x_wide, widened(w_NK)).to(x_MK.dtype)
+    y_MN = x_MK.new_empty(len(x_MK), len(w_NK))
+    for y, w in zip(y_MN.split(rows, dim=1), w_NK.split(rows), strict=True):
+        y.copy_(product(x_wide, widened(w)))
+    return y_MN
 
 
 def _is_by_onednn(x: Tensor) -> bool:
