@@ -90,13 +90,13 @@ def test_every_byte_of_moments_that_stay_when_large_ones_are_outside(seed):
 
 
 def test_an_update_that_needs_more_than_the_passes_counts():
-    model = ModelConfig(num_layers=1, hidden_size=64, vocab_size=4096)
+    model = ModelConfig(num_layers=1, layer_pattern="D", hidden_size=64, ffn_hidden_size=4096, vocab_size=4096)
     train = TrainConfig(seq_len=16, offload_optimizer="ssd", offload_dir="/nowhere", offload_min_kib=1)
     cfg = Config(run=RunConfig(dtype="float32"), model=model, train=train)
     (rank,) = memory_of_ranks(cfg)
-    # Both moments of the embedding and of the head, the two largest parameters.
-    assert moments_away(cfg, 0).in_transit == 2 * 2 * 4 * 64 * 4096
-    assert rank.update == 2 * 2 * 4 * 64 * 4096 - rank.activations.total
+    # Both moments of three parameters as large as the embedding.
+    assert moments_away(cfg, 0).in_transit == 3 * 2 * 4 * 64 * 4096
+    assert rank.update == 3 * 2 * 4 * 64 * 4096 - rank.activations.total > 0
     without = replace(cfg, train=replace(train, offload_optimizer="none", offload_dir=""))
     assert memory_of_ranks(without)[0].update == 0
 
