@@ -13,7 +13,7 @@ BLOCK = 128 if torch.cuda.is_available() else 16
 RECIPE = Recipe("fp8", E4M3_MAX, to_e4m3, BLOCK, BLOCK, float32_scale)
 SIMULATED = SimulatedProducts(RECIPE)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
-"""Relative to the largest value: another order of the sum; half a unit in the last of 8 bits."""
+"""Relative to the largest value: another order of the sum; of 8 bits a unit in the last, as both sides round once."""
 
 
 def _random(dtype, *shape):
@@ -22,11 +22,13 @@ def _random(dtype, *shape):
     return (torch.randn(shape, dtype=torch.float64) * spread).to(dtype).to(DEVICE)
 
 
-def _assert_close(actual, expected, dtype):
+def _assert_close(actual, expected, dtype, summed=1):
     assert actual.dtype == dtype
     assert actual.isfinite().all()
     scale = expected.abs().max().clamp(min=1e-30) if expected.numel() else 1.0
-    torch.testing.assert_close(actual.double() / scale, expected.double() / scale, rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        actual.double() / scale, expected.double() / scale, rtol=0, atol=summed * TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -41,7 +43,9 @@ def test_experts(counts, dtype, gathers):
     second = _random(dtype, num_rows, depth), _random(dtype, len(counts), width, depth).mT
     kernels, expected = Fp8Rows(BLOCK), SimulatedRows(SIMULATED)
     for pair in (None, second):
-        _assert_close(kernels.product(x, w, offsets, pair), expected.product(x, w, offsets, pair), dtype)
+        # The plain twin rounds both products of a pair and then their sum, the kernel the sum alone.
+        summed = 1 if pair is None else 2
+        _assert_close(kernels.product(x, w, offsets, pair), expected.product(x, w, offsets, pair), dtype, summed)
     _assert_close(kernels.weight_gradient(x, grad, offsets), expected.weight_gradient(x, grad, offsets), dtype)
 
 

@@ -10,6 +10,7 @@ from moefold.plan.mapping import Mapping
 from moefold.plan.shape import shape_of
 from moefold.plan.stage_work import simulate_mapping, stage_works, stages_of
 from moefold.plan.step_time import Pricer
+from moefold.plan.timeline import COMMUNICATION, COMPUTE, Timeline, merged, shared_s
 from moefold.plan.workload import Workload
 
 CLOSED_FORMS = [("gpipe", 1), ("1f1b", 1), ("1f1b", 7), ("zero-bubble", 1), ("zbv", 2), ("dualpipev", 2)]
@@ -49,10 +50,17 @@ def test_a_simulated_step_takes_as_long_as_the_closed_form_says(pricer, schedule
     assert simulate_mapping(pricer, mapping).total_s == pytest.approx(pricer.step_time(mapping).total_s, rel=0.03)
 
 
+def _shown_exchange_s(timeline: Timeline) -> float:
+    """Of the experts' exchange alone: overlap also gathers all parameters before the first pass, beside nothing."""
+    exchange = [(e.start_s, e.end_s) for e in timeline.of(0, COMMUNICATION) if e.part == "ep_comm"]
+    compute = merged((e.start_s, e.end_s) for e in timeline.of(0, COMPUTE))
+    return sum(end - start for start, end in merged(exchange)) - shared_s(merged(exchange), compute)
+
+
 def test_overlap_hides_most_of_the_exchange(pricer):
     plain = simulate_mapping(pricer, folded(schedule="interleaved", vpp=7))
     hidden = simulate_mapping(pricer, folded(schedule="interleaved", vpp=7, overlap=True))
-    assert hidden.exposed_s(0) < 0.6 * plain.exposed_s(0)
+    assert _shown_exchange_s(hidden) < 0.5 * _shown_exchange_s(plain)
     assert hidden.total_s < plain.total_s
 
 
