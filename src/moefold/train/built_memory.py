@@ -1,5 +1,6 @@
 """Weights and moments of any rank of any world, read off the sharded model: what the formulas are held to."""
 
+import multiprocessing
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -20,7 +21,15 @@ def built_states(cfg: Config, rank: int) -> StateBytes:
     """Build the stages and the optimizer of one rank on the meta device, and count what they hold.
 
     Gradients are not counted: there are none before a step. Nor are moments that would be outside of memory.
+
+    A child process does it: what torch finds out about a mesh, the place of this rank in it included, it keeps for all
+    equal meshes of the process, those of the next rank too.
     """
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(_built, (cfg, rank))
+
+
+def _built(cfg: Config, rank: int) -> StateBytes:
     # Activations do not count here, and nothing may be written.
     cfg = replace(cfg, train=replace(cfg.train, offload=()))
     with fake_rank(cfg, rank) as groups:
