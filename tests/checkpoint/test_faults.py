@@ -142,7 +142,7 @@ def test_a_folder_that_vanishes_between_saves_is_noted_and_made_anew(pool, tmp_p
     if not is_lost:
         assert words == [[], []]
         return
-    gone = f"the last checkpoint, '{first}', is gone since it was written, with its folder; the next is saved there"
-    assert words == [[f"{gone} all the same"], []]
+    gone = f"the last checkpoint, '{first}', is gone since it was written; the next is saved to the same folder"
+    assert words == [[gone], []]
     assert [path.name for path in complete_checkpoints(first.parent)] == ["step-000002"]
     assert [path.name for path in complete_checkpoints(tmp_path / "away")] == ["step-000001"]

@@ -48,10 +48,10 @@ class CheckpointSaver:
     def _look_for_the_last(self) -> None:
         """Say it if the checkpoint written last is gone: retention keeps it, so somebody or the disk took it away."""
         if self._last is not None and dist.get_rank() == 0 and not self._last.exists():
+            # Of the folder nothing is said: another rank may have begun to make it anew.
             logger.warning(
-                "the last checkpoint, '%s', is gone since it was written, %s; the next is saved there all the same",
+                "the last checkpoint, '%s', is gone since it was written; the next is saved to the same folder",
                 self._last,
-                f"and {self._last.parent.name}/ is still there" if self._last.parent.exists() else "with its folder",
             )
 
     def check(self) -> None:
