@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from moefold.cli.simulate import run, stragglers_of
+from moefold.cli.disturbance import stragglers_of
+from moefold.cli.simulate import run
 from moefold.config.load import load_config
 from moefold.errors import ConfigError
 

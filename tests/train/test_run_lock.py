@@ -53,6 +53,21 @@ def test_a_lock_that_a_disk_keeps_for_a_lost_host_is_got_rid_of_with_its_file(tm
         process.kill()
 
 
+def _refused(folder: Path, *, has_written: bool) -> None:
+    with RunLock(folder, "run.dir", 0), RunLock(folder / "checkpoints", "checkpoint.dir", 0):
+        if has_written:
+            (folder / "config.json").touch()
+        raise ConfigError("no such checkpoint")
+
+
+@pytest.mark.parametrize("has_written", [True, False])
+def test_a_job_that_is_refused_before_it_writes_leaves_no_folder(tmp_path, has_written):
+    with pytest.raises(ConfigError, match="no such checkpoint"):
+        _refused(tmp_path / "new" / "run", has_written=has_written)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == (["new", "new/run", f"new/run/{LOCK_FILE}", "new/run/config.json"] if has_written else [])
+
+
 @pytest.mark.parametrize("ends", ["by itself", "killed"])
 def test_the_folder_is_free_once_its_job_has_ended(tmp_path, ends):
     process = holder(tmp_path, 1 if ends == "by itself" else 60)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moefold.cli.disturbance import add_disturbance, jitter_of, stragglers_of
 from moefold.cli.plan_words import read_axes
-from moefold.cli.simulate import add_disturbance, jitter_of, stragglers_of
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.plan.device import device_names, load_device

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -30,7 +31,7 @@ class RunLock:
     """Context manager: holds `folder`, made if need be, for this process; it waits a while for another job to end.
 
     The lock is one of the process (fcntl), so that no child inherits it; a folder on a disk without such locks is used
-    without one, with a warning.
+    without one, with a warning. A job that is refused before it writes anything leaves no folder that it made.
 
     Args:
         folder: where one job at a time may write.
@@ -43,6 +44,7 @@ class RunLock:
         self._key = key
         self._wait_s = wait_s
         self._file: FileIO | None = None
+        self._made: list[Path] = []
 
     def __enter__(self) -> Self:
         """Take the lock.
@@ -51,14 +53,11 @@ class RunLock:
             ConfigError: another process still holds it after the wait, or the folder cannot be written.
         """
         path = self._folder / LOCK_FILE
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b", buffering=0)
-        except OSError as error:
-            raise self._unwritable(error) from error
+        self._made = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
+        self._file = self._open(path)
         deadline_s = time.monotonic() + self._wait_s
         says_so = True
-        while not self._take():
+        while not self._take(path):
             if time.monotonic() >= deadline_s:
                 holder = self._holder()
                 self._file.close()
@@ -82,13 +81,32 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Let others in."""
-        if self._file is not None:
-            self._file.close()
+        if self._file is None:
+            return
+        if kind is not None and self._made and [entry.name for entry in self._folder.iterdir()] == [LOCK_FILE]:
+            (self._folder / LOCK_FILE).unlink()
+            # As far up as nobody else has put anything there.
+            with suppress(OSError):
+                for folder in self._made:
+                    folder.rmdir()
+        self._file.close()
 
-    def _take(self) -> bool:
+    def _open(self, path: Path) -> FileIO:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return path.open("a+b", buffering=0)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _take(self, path: Path) -> bool:
         assert self._file is not None
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
+                # The job that had it made the folder, wrote nothing and took it away: this is no longer its file.
+                self._file.close()
+                self._file = self._open(path)
+                return False
         except (BlockingIOError, PermissionError):
             return False
         except OSError as error:
