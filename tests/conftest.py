@@ -1,6 +1,13 @@
 """Fixtures shared by all tests."""
 
+import os
+
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter, which has to be asked for before the first test imports one.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

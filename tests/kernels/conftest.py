@@ -1,14 +1,10 @@
-"""Kernels run on the GPU if there is one, else in Triton's interpreter, which has to be asked for before they exist."""
+"""Kernels run on the GPU if there is one, else in Triton's interpreter (tests/conftest.py)."""
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 

@@ -308,8 +308,8 @@ def test_a_weight_keeps_its_mark():
 # Of each part, for a token: what is written in float64, over the layers D and M.
 HEADS = (2 * A + 2 * G) * D + A
 PARTS = [
-    # Two norms in each of two layers: input, result, and on CPU what is within; the first input is the embedding.
-    ("norms", 2 * 2 * (3 * H + 1)),
+    # Two norms in each of two layers: input, result, and the root mean square; the first input is the embedding.
+    ("norms", 2 * 2 * (2 * H + 1)),
     ("core_attention", 2 * HEADS),
     ("dense_mlp", H + 4 * F),
     ("expert_activation", K * (H + 2 * FE)),

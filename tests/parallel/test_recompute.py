@@ -53,8 +53,8 @@ def _kept_numbers(model: ModelConfig, parts: tuple[str, ...]) -> float:
 @pytest.mark.parametrize(
     ("part", "formula"),
     [
-        # Of two norms in each of two layers the normalised hidden state, the weighted one, and the root mean square.
-        ("norms", 2 * 2 * (2 * H + 1)),
+        # Of two norms in each of two layers the result, and the root mean square.
+        ("norms", 2 * 2 * (H + 1)),
         # The log-sum-exp: the inputs are what it runs again from, and the output is an input of the projection.
         ("core_attention", 2 * A),
         ("dense_mlp", DENSE),
