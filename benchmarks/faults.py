@@ -35,6 +35,10 @@ TMPFS_BYTES = 2**26
 Trial = Callable[[Watch], Found]
 
 
+class CannotTryError(Exception):
+    """This machine does not let the fault be made: no network namespaces, no mount."""
+
+
 def _own_launcher(sent: signal.Signals, words: str) -> Trial:
     """Send a signal to one of four ranks that moefold started."""
 
@@ -114,7 +118,7 @@ def _node(killed: int) -> Trial:
 
 def _cut_off(watch: Watch) -> Found:
     if obstacle := obstacle_to_namespaces():
-        raise NotImplementedError(obstacle)
+        raise CannotTryError(obstacle)
     words = small(watch.run_dir, *COMMON)
     with two_hosts() as names:
         watch.jobs += [agent_on_host(name, number, words, watch.folder) for number, name in enumerate(names, 1)]
@@ -163,7 +167,7 @@ def _full_disk(watch: Watch) -> Found:
     disk.mkdir()
     mounted = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "none", str(disk)]
     if (done := subprocess.run(mounted, capture_output=True, text=True, check=False)).returncode:
-        raise NotImplementedError(done.stderr.strip())
+        raise CannotTryError(done.stderr.strip())
     words = (*FOUR, f"checkpoint.dir={disk / 'checkpoints'}")
     filler = disk / "filler"
 
@@ -271,7 +275,7 @@ def _try(trial: Trial) -> Found | str:
         watch = Watch(Path(folder))
         try:
             return trial(watch)
-        except NotImplementedError as obstacle:
+        except CannotTryError as obstacle:
             return f"not tried: {obstacle}"
         except (TimeoutError, subprocess.CalledProcessError) as error:
             return f"FAILED: {str(error)[-2000:]}"
