@@ -217,4 +217,4 @@ def test_a_disk_that_fills_under_a_run_is_one_message(small_disk, tmp_path, what
     said = done.stderr.splitlines()
     assert len(said) == 1, done.stderr
     assert said[0].startswith(f"moefold: error: {what}")
-    assert "No space left on device" in said[0] or "bytes free" in said[0]
+    assert "No space left on device" in said[0] or "the disk is full" in said[0]
