@@ -19,7 +19,11 @@ from tests.verify.recipes import tiny
 
 E, H, F, T, K = 4, 9, 7, 11, 2
 TRITON = TritonRows(MeasuredChoice(measures=False))
-ENGINES = [(PlainRows(), torch.float64, 1e-12), (PlainRows(), torch.float32, 1e-5), (TRITON, torch.float32, 1e-5)]
+ENGINES = [
+    pytest.param(PlainRows(), torch.float64, 1e-12, id="plain-float64"),
+    pytest.param(PlainRows(), torch.float32, 1e-5, id="plain-float32"),
+    pytest.param(TRITON, torch.float32, 1e-5, id="triton-float32"),
+]
 
 
 class _Pool:
@@ -42,7 +46,7 @@ def _permutation(kind):
     return plan_permutation(ids, E, kept, T if kind == "slots" else None)
 
 
-@pytest.mark.parametrize(("kernels", "dtype", "tolerance"), ENGINES, ids=str)
+@pytest.mark.parametrize(("kernels", "dtype", "tolerance"), ENGINES)
 @pytest.mark.parametrize("kind", ["all", "dropped", "slots"])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("postpones", [False, True])
