@@ -11,8 +11,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UNIT := not parity and not e2e and not slow and not gpu
 FAST := not slow and not gpu
+# Files of tests that run beside each other: make test JOBS=1
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 # One thread per process: the tests start many ranks on few cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+ABREAST := -n $(JOBS) --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -38,7 +41,7 @@ train: $(STAMP) ## train the quickstart: eight ranks, attention and experts fold
 	$(BIN)/moefold train recipes/quickstart.toml $(ARGS)
 
 test: $(STAMP) ## run the whole fast suite: unit, parity and end to end
-	$(PYTEST) -m "$(FAST)"
+	$(PYTEST) $(ABREAST) -m "$(FAST)"
 
 check: lint types rules ## check style, types and house rules; what runs is tested by `make test`, or by `make unit` alone
 
@@ -53,13 +56,13 @@ rules: $(STAMP) ## check the budgets and the import rules
 	$(PYTEST) -q tests/frame
 
 unit: $(STAMP) ## run the unit tests
-	$(PYTEST) -q -m "$(UNIT)" --ignore=tests/frame
+	$(PYTEST) $(ABREAST) -q -m "$(UNIT)" --ignore=tests/frame
 
 e2e: $(STAMP) ## run the command line from start to end
-	$(PYTEST) -m "e2e and $(FAST)"
+	$(PYTEST) $(ABREAST) -m "e2e and $(FAST)"
 
 parity: $(STAMP) ## run every parity test, the wide sweep and the long runs included
-	$(PYTEST) -m "(parity or slow) and not gpu"
+	$(PYTEST) $(ABREAST) -m "(parity or slow) and not gpu"
 
 gpu: $(STAMP) ## run the tests that need a GPU
 	$(PYTEST) -m gpu

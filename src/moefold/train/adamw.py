@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) for moments that rest in a narrower type than the weights, or in another memory."""
+"""AdamW (arXiv:1711.05101) over the shards of a rank: all at once, or one by one with moments that rest elsewhere."""
 
 from typing import Any
 
@@ -10,6 +10,26 @@ from moefold.model.parameter import local_values
 from moefold.parallel.moments import MomentHome
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamWOverShards(torch.optim.AdamW):
+    """torch.optim.AdamW over the local shards: to that optimizer a DTensor, and of one mesh with all of its group.
+
+    An update takes no notice of its neighbours, so the numbers are the same, and a step asks nobody how the operands
+    of one operation over all parameters are placed.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; local."""
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in parameters]
+            first, second = ([local_values(state[name]) for state in states] for name in MOMENTS)
+            counts = [state["step"] for state in states]
+            grads = [local_values(p.grad) for p in parameters]
+            _fused([local_values(p) for p in parameters], grads, first, second, counts, group)
 
 
 class AdamWByParameter(torch.optim.Optimizer):
@@ -50,21 +70,33 @@ class AdamWByParameter(torch.optim.Optimizer):
 
 
 def _update(weight: Tensor, grad: Tensor, moments: list[Tensor], count: Tensor, group: dict[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
     first, second = moments
+    _fused([weight], [grad], [first], [second], [count], group)
+
+
+def _fused(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    counts: list[Tensor],
+    group: dict[str, Any],
+) -> None:
+    beta1, beta2 = group["betas"]
+    rates = {key: group[key] for key in ("lr", "weight_decay", "eps")}
     adamw(
-        [weight],
-        [grad],
-        [first],
-        [second],
+        weights,
+        grads,
+        first,
+        second,
         [],
-        [count],
+        counts,
         fused=True,
         amsgrad=False,
         maximize=False,
         beta1=beta1,
         beta2=beta2,
-        **{key: group[key] for key in ("lr", "weight_decay", "eps")},
+        **rates,
     )
 
 

@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moefold.config.schema import TrainConfig
 from moefold.parallel.moments import MomentHome
-from moefold.train.adamw import MOMENTS, AdamWByParameter
+from moefold.train.adamw import MOMENTS, AdamWByParameter, AdamWOverShards
 
 EXPERT_BIASES = ("experts.b_gate", "experts.b_up", "experts.b_down")
 MOMENTUM = "momentum"
@@ -19,7 +18,7 @@ MOMENTUM = "momentum"
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter], cfg: TrainConfig, home: MomentHome | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW whose groups keep the two views apart; weight decay skips norms, sinks and biases.
+    """AdamW of two groups: weight decay skips norms, sinks and biases.
 
     The moments exist from the start, so that a checkpoint can be read into them.
 
@@ -31,21 +30,20 @@ def build_optimizer(
     Raises:
         ConfigError: there is no room for them.
     """
-    groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
+    groups: dict[bool, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         # The biases of experts have two dims: one row for each expert.
         decays = parameter.dim() > 1 and not name.endswith(EXPERT_BIASES)
-        groups.setdefault((mesh, decays), []).append(parameter)
+        groups.setdefault(decays, []).append(parameter)
     options = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
     described: list[dict[str, Any]] = [
         {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0, **options}
-        for (_, decays), params in groups.items()
+        for decays, params in groups.items()
     ]
     dtype = torch.bfloat16 if cfg.moment_dtype == "bfloat16" else None
     if dtype or home:
         return AdamWByParameter(described, dtype, home or MomentHome())
-    optimizer = torch.optim.AdamW(described, fused=True)
+    optimizer = AdamWOverShards(described)
     for parameter in parameters.values():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
