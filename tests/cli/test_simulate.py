@@ -59,6 +59,11 @@ def test_a_straggler_slows_its_stage_and_jitter_is_drawn_by_the_seed(recipe, cap
     assert runs[0] == runs[1] != runs[2]
 
 
+def test_rows_in_8_bits_are_priced(recipe, capsys):
+    wide = simulated(capsys, recipe)
+    assert simulated(capsys, recipe, "moe.dispatch_precision=fp8-blockwise")["step_time_s"] < wide["step_time_s"]
+
+
 def test_stragglers_are_ranks_of_the_world():
     words = ["parallel.world_size=16", "parallel.tp=2", "parallel.pp=4", "train.global_batch_size=16"]
     assert stragglers_of(load_config(None, words), ["0=2", "3=3", "15=1.5"]) == {0: 3.0, 3: 1.5}

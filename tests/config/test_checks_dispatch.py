@@ -34,6 +34,13 @@ OBSTACLES = [
         {"model": {"hidden_size": 36, "num_attention_heads": 2, "num_query_groups": 2, "head_dim": 18}},
         "units of 16 bytes, and model.hidden_size=36 is no multiple of 8",
     ),
+    (
+        {
+            "model": {"hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 2, "head_dim": 32},
+            "moe": {"dispatch_precision": "fp8-blockwise"},
+        },
+        "with moe.dispatch_precision='fp8-blockwise' model.hidden_size=64 is no multiple of that",
+    ),
 ]
 
 

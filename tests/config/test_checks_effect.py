@@ -16,6 +16,7 @@ CASES = [
     ("moe.pad_to_capacity=true", ["model.layer_pattern=D"], ["moe.capacity_factor=1.0"]),
     ("moe.aux_loss=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.weight_in_expert=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.dispatch_precision=fp8-blockwise", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.z_loss=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("parallel.dispatcher=local", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("parallel.overlap_experts=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),

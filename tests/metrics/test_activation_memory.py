@@ -99,13 +99,14 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": LATENT | {"v_head_dim": 8, "q_lora_rank": 0}},
         {"model": {"qk_norm": True}},
         {"moe": {"weight_in_expert": True}},
+        {"moe": {"dispatch_precision": "fp8-blockwise"}},
         {"moe": {"choice": "topk", "capacity_factor": 1.0, "pad_to_capacity": True}},
         {"model": {"vocab_size": 4096}},
         {"model": {"vocab_size": 4096}, "train": {"loss_chunk": 32}},
         {"model": {"mtp_layers": 1}},
         {"model": {"layer_pattern": "D", "shared_expert_ffn_hidden_size": 0}, "moe": {"choice": "topk"}},
     ],
-    ids=["mla", "mla_up", "padded", "qk_norm", "weighted", "capacity", "logits", "chunks", "mtp", "dense"],
+    ids=["mla", "mla_up", "padded", "qk_norm", "weighted", "narrow", "capacity", "logits", "chunks", "mtp", "dense"],
 )
 def test_every_kind_of_layer_and_loss(settings, dtype):
     cfg = _config(dtype, **settings)
@@ -190,6 +191,13 @@ def test_every_axis_and_zero_level(pool, parallel):
             3 * MODEL["hidden_size"] * MODEL["moe_ffn_hidden_size"] * MODEL["num_experts"] * torch.bfloat16.itemsize
         )
         assert {rank.gathered for rank in ranks} == {gathered + received * (cfg.parallel.zero == 2)}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_rows_that_travel_in_8_bits_are_kept_wide(pool, dispatcher):
+    cfg = _config("bfloat16", moe={"dispatch_precision": "fp8-blockwise"}, world_size=2, ep=2, dispatcher=dispatcher)
+    _assert_close(cfg, pool.run(2, measure_rank, cfg))
 
 
 def test_memory_of_a_thousand_ranks_has_a_row_for_each_stage():

@@ -81,6 +81,18 @@ def test_experts_that_leave_the_node_pay_for_it_and_overlap_hides_it():
     assert rack.parts["ep_comm"] < 0.2 * across.parts["ep_comm"]
 
 
+def test_rows_in_8_bits_shorten_one_of_four_exchanges():
+    """Forward there and back, and the same for gradients: 2 + 3 x 2 bytes a value become 1 + 4/128 + 3 x 2."""
+    narrow = replace(WORK, dispatch_precision="fp8-blockwise")
+    for mapping in (Mapping(dp=16, ep=16, edp=1), Mapping(dp=16, ep=8, etp=2, edp=1)):
+        wide = pricer("qwen3-30b-a3b").step_time(mapping)
+        found = pricer("qwen3-30b-a3b", work=narrow).step_time(mapping)
+        for part in ("ep_comm", "etp_comm"):
+            # But for the latency.
+            assert found.parts[part] == pytest.approx((7 + 4 / 128) / 8 * wide.parts[part], rel=0.02)
+        assert found.total_s < wide.total_s
+
+
 def test_folding_beats_coupling_where_context_parallelism_spreads_the_experts():
     long = replace(WORK, seq_len=16384, global_batch_size=1024)
     folded = Mapping(tp=2, cp=4, pp=8, vpp=7, dp=2, ep=8, edp=2)

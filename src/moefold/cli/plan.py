@@ -113,6 +113,7 @@ def question_of(args: argparse.Namespace) -> Question:
             global_batch_size=batch,
             precision=args.precision,
             capacity_factor=factor,
+            dispatch_precision=base.moe.dispatch_precision,
             imbalance=args.imbalance,
             cuda_graphs=args.cuda_graphs,
             causal=args.flops == "causal",

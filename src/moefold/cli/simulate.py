@@ -82,6 +82,7 @@ def _play(cfg: Config, mapping: Mapping, args: argparse.Namespace, disturbance: 
         global_batch_size=cfg.train.global_batch_size,
         precision=args.precision,
         capacity_factor=cfg.moe.capacity_factor,
+        dispatch_precision=cfg.moe.dispatch_precision,
         imbalance=_imbalance(args.imbalance),
     )
     pricer = Pricer(shape, load_device(args.gpu), workload)

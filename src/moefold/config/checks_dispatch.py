@@ -10,6 +10,8 @@ from moefold.errors import ConfigError
 PACKAGE = "deep_ep"
 ALIGNMENT_BYTES = 16
 """DeepEP's kernels move tokens in units of so many bytes."""
+FP8_BLOCK = 128
+"""Values to a scale of rows in 8 bits."""
 
 
 def deepep_obstacles(cfg: Config) -> Iterator[str]:
@@ -25,6 +27,11 @@ def deepep_obstacles(cfg: Config) -> Iterator[str]:
         yield (
             f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and model.hidden_size={model.hidden_size} is "
             f"no multiple of {ALIGNMENT_BYTES // 2}"
+        )
+    if cfg.moe.dispatch_precision != "dtype" and model.hidden_size % FP8_BLOCK:
+        yield (
+            f"deep_ep has a scale for {FP8_BLOCK} values, and with moe.dispatch_precision="
+            f"{cfg.moe.dispatch_precision!r} model.hidden_size={model.hidden_size} is no multiple of that"
         )
     if cfg.faults.check_dispatch:
         yield "deep_ep keeps its row counts to itself, and faults.check_dispatch=true compares them"

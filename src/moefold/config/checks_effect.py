@@ -35,7 +35,7 @@ IDLE = (
         "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
         "model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
         "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
-        "moe.weight_in_expert metrics.expert_counts_every faults.check_dispatch",
+        "moe.weight_in_expert moe.dispatch_precision metrics.expert_counts_every faults.check_dispatch",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",

@@ -134,6 +134,9 @@ class MoEConfig:
     weight_in_expert: bool = False
     """Apply the routing weights between the gate and the outer projection of an expert, not to its results: the results
     are then not kept for the backward pass. Exact; costs one number a row in the exchange."""
+    dispatch_precision: Literal["dtype", "fp8-blockwise"] = "dtype"
+    """Of the rows that experts are sent ([fp8.md](fp8.md)); dtype: run.dtype. fp8-blockwise: e4m3, with a scale for 128
+    values, half the bytes of bfloat16. Rounded under every mapping; results and gradients travel in run.dtype."""
     trace_every: int = 0
     """Write each token's experts into RUN_DIR/routing every so many steps, a byte or two for each choice; 0 never."""
     replay: str = ""

@@ -116,6 +116,19 @@ def permute(x_TH: Tensor, permutation: Permutation) -> Tensor:
     return _Permute.apply(x_TH, permutation)
 
 
+def copy_rows(x_TH: Tensor, permutation: Permutation) -> Tensor:
+    """`permute` of any type, bytes too, and without a gradient."""
+    x_RH = x_TH.index_select(0, permutation.token_R)
+    if permutation.filled_R is not None:
+        x_RH.masked_fill_(~permutation.filled_R.unsqueeze(1), 0)
+    return x_RH
+
+
+def add_copies(grad_RH: Tensor, permutation: Permutation) -> Tensor:
+    """The adjoint of `permute`: [R, H] -> [T, H]."""
+    return _sum_copies(grad_RH, permutation, permutation.present_TK)
+
+
 def row_weights(probs_TK: Tensor, permutation: Permutation) -> Tensor:
     """The weight of the copy in each row, [R], 0 in an empty row; its gradient comes back to the copies."""
     return _RowWeights.apply(probs_TK, permutation)
@@ -171,14 +184,11 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, permutation: Permutation) -> Tensor:
         ctx.permutation = permutation
-        x_RH = x_TH.index_select(0, permutation.token_R)
-        if permutation.filled_R is not None:
-            x_RH.masked_fill_(~permutation.filled_R.unsqueeze(1), 0.0)
-        return x_RH
+        return copy_rows(x_TH, permutation)
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
-        return _sum_copies(grad_RH, ctx.permutation, ctx.permutation.present_TK), None
+        return add_copies(grad_RH, ctx.permutation), None
 
 
 class _RowWeights(torch.autograd.Function):
@@ -214,7 +224,7 @@ class _Unpermute(torch.autograd.Function):
     def forward(ctx: Any, y_RH: Tensor, probs_TK: Tensor | None, permutation: Permutation) -> Tensor:
         ctx.permutation, ctx.is_weighted = permutation, probs_TK is not None
         if probs_TK is None:
-            return _sum_copies(y_RH, permutation, permutation.present_TK)
+            return add_copies(y_RH, permutation)
         ctx.save_for_backward(y_RH, probs_TK)
         if permutation.present_TK is not None:
             probs_TK = probs_TK * permutation.present_TK
@@ -224,10 +234,7 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
         permutation: Permutation = ctx.permutation
         if not ctx.is_weighted:
-            grad_RH = grad_TH.index_select(0, permutation.token_R)
-            if permutation.filled_R is not None:
-                grad_RH.masked_fill_(~permutation.filled_R.unsqueeze(1), 0.0)
-            return grad_RH, None, None
+            return copy_rows(grad_TH, permutation), None, None
         y_RH, probs_TK = ctx.saved_tensors
         if y_RH.shape[0] == 0:
             return torch.zeros_like(y_RH), torch.zeros_like(probs_TK), None

@@ -26,6 +26,21 @@ Begin = Callable[[Tensor], tuple[Tensor, dist.Work | None]]
 """Begins an exchange of a tensor; returns what will hold the result, and what to wait for."""
 
 
+@dataclass(frozen=True)
+class Form:
+    """What rows are on their way, where not what they were before. Their gradients travel as they are."""
+
+    pack: Callable[[Tensor], Tensor]
+    """Makes what is sent of the rows; may copy them."""
+    unpack: Callable[[Tensor], Tensor]
+    """Makes rows of what arrives."""
+    adjoint: Callable[[Tensor], Tensor] = lambda grad: grad
+    """Makes the gradient of the rows of those of what was sent, which are as wide as the rows."""
+
+
+AS_IT_IS = Form(lambda rows: rows, lambda rows: rows)
+
+
 @dataclass
 class _Exchange:
     """Both directions of one exchange, and what is under way of them."""
@@ -33,6 +48,7 @@ class _Exchange:
     group: Group
     forward: Begin
     backward: Begin
+    form: Form
     under_way: tuple[Tensor, dist.Work | None] | None = None
 
     def wait(self) -> Tensor:
@@ -69,20 +85,37 @@ class InFlight:
         return self.wait()
 
 
-def start_all_to_all(x: Tensor, group: Group, send_rows: Sequence[int], receive_rows: Sequence[int]) -> InFlight:
-    """Begin `collectives.all_to_all`; `x` must not change before the wait."""
+def start_all_to_all(
+    x: Tensor, group: Group, send_rows: Sequence[int], receive_rows: Sequence[int], form: Form = AS_IT_IS
+) -> InFlight:
+    """Begin `collectives.all_to_all`; `x` must not change before the wait.
+
+    Args:
+        x: rows to send; with a form, the rows to make them of.
+        group: the members.
+        send_rows: of the rows that are sent, one count for each member.
+        receive_rows: one count for each member.
+        form: of the rows on their way; not used in a group of one.
+    """
     sent, received = list(send_rows), list(receive_rows)
     return _start(
         x,
         group,
-        lambda rows: begin_exchange(rows, group, sent, received),
+        lambda rows: begin_exchange(form.pack(rows), group, sent, received),
         lambda grad: begin_exchange(grad, group, received, sent),
+        form,
     )
 
 
-def start_all_gather(x: Tensor, group: Group) -> InFlight:
+def start_all_gather(x: Tensor, group: Group, form: Form = AS_IT_IS) -> InFlight:
     """Begin `collectives.all_gather`; `x` must not change before the wait."""
-    return _start(x, group, lambda rows: begin_all_gather(rows, group), lambda grad: begin_reduce(grad, group))
+    return _start(
+        x,
+        group,
+        lambda rows: begin_all_gather(form.pack(rows), group),
+        lambda grad: begin_reduce(grad, group),
+        form,
+    )
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> InFlight:
@@ -90,12 +123,15 @@ def start_reduce_scatter(x: Tensor, group: Group) -> InFlight:
     return _start(x, group, lambda rows: begin_reduce(rows, group), lambda grad: begin_all_gather(grad, group))
 
 
-def start_all_gather_rows(x: Tensor, group: Group, rows: Sequence[int]) -> InFlight:
-    """Begin `collectives.all_gather_rows`."""
-    if group.size == 1:
-        return InFlight(x, None)
-    sent = x.repeat(group.size, *[1] * (x.dim() - 1))
-    return start_all_to_all(sent, group, [x.shape[0]] * group.size, rows)
+def start_all_gather_rows(x: Tensor, group: Group, rows: Sequence[int], form: Form = AS_IT_IS) -> InFlight:
+    """Begin `collectives.all_gather_rows`; `x` must not change before the wait."""
+    num_rows = x.shape[0]
+    to_all = Form(
+        lambda rows: form.pack(rows).repeat(group.size, *[1] * (x.dim() - 1)),
+        form.unpack,
+        lambda grad: form.adjoint(grad.view(group.size, num_rows, *grad.shape[1:]).sum(0)),
+    )
+    return start_all_to_all(x, group, [num_rows] * group.size, rows, to_all)
 
 
 def start_reduce_scatter_rows(x: Tensor, group: Group, rows: Sequence[int]) -> InFlight:
@@ -107,10 +143,10 @@ def start_reduce_scatter_rows(x: Tensor, group: Group, rows: Sequence[int]) -> I
     return replace(in_flight, _finish=lambda parts: parts.view(group.size, mine, *parts.shape[1:]).sum(0))
 
 
-def _start(x: Tensor, group: Group, forward: Begin, backward: Begin) -> InFlight:
+def _start(x: Tensor, group: Group, forward: Begin, backward: Begin, form: Form = AS_IT_IS) -> InFlight:
     if group.size == 1:
         return InFlight(x, None)
-    exchange = _Exchange(group, forward, backward)
+    exchange = _Exchange(group, forward, backward, form)
     return InFlight(_Begin.apply(x, exchange), exchange)
 
 
@@ -126,14 +162,14 @@ class _Begin(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.exchange.group.beside.go_on()
-        return ctx.exchange.wait(), None
+        return ctx.exchange.form.adjoint(ctx.exchange.wait()), None
 
 
 class _Await(Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        return exchange.wait()
+        return exchange.form.unpack(exchange.wait())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -158,8 +158,10 @@ def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutMo
         ]
     selection = select_dispatcher(cfg, groups)
     # What only computes does so in the type of its weights, also where they were trained with fewer bits.
-    products = cfg if is_trained else replace(cfg, train=replace(cfg.train, precision="dtype"))
-    kernels = select_kernels(products, groups.device)
+    if not is_trained:
+        plain = replace(cfg.train, precision="dtype"), replace(cfg.moe, dispatch_precision="dtype")
+        cfg = replace(cfg, train=plain[0], moe=plain[1])
+    kernels = select_kernels(cfg, groups.device)
     dispatcher = _dispatcher(selection.name, cfg, groups)
     offload = open_offload(cfg.train, groups.device, groups.rank) if is_trained else None
     for stage in stages:
@@ -224,7 +226,8 @@ def _dispatcher(name: str, cfg: Config, groups: ParallelGroups) -> Dispatcher[An
     spill = SpillRule(cfg.moe.llep_threshold, cfg.moe.llep_capacity, cfg.moe.llep_min_tokens)
     needs_buffer = name == "deepep" and groups.moe.experts.size > 1
     buffer = open_buffer(groups.moe.ep, cfg.model.hidden_size) if needs_buffer else None
-    return make_dispatcher(name, groups.moe, cfg.model.num_experts, spill, buffer)
+    packs = cfg.moe.dispatch_precision != "dtype"
+    return make_dispatcher(name, groups.moe, cfg.model.num_experts, spill, buffer, packs=packs)
 
 
 def _apply_expert_parallel(

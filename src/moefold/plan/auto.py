@@ -87,6 +87,7 @@ def _question(base: Config, num_ranks: int, machine: Machine, fixed: dict[str, o
             seq_len=train.seq_len,
             global_batch_size=train.global_batch_size,
             capacity_factor=cfg.moe.capacity_factor,
+            dispatch_precision=cfg.moe.dispatch_precision,
         ),
         restriction=Restriction(fixed),
     )

@@ -10,7 +10,7 @@ from moefold.plan.collective import Group, Routing, exchange_s, gather_s, ranks_
 from moefold.plan.device import Device
 from moefold.plan.gemm import Products
 from moefold.plan.shape import BYTES, FeedForward, Mixer, ModelShape
-from moefold.plan.workload import Workload
+from moefold.plan.workload import DISPATCH_BYTES, Workload
 
 DEDUPLICATING = ("deepep", "hybridep")
 """Dispatchers that send a token once to each rank instead of once for each of its copies."""
@@ -257,13 +257,12 @@ class _ExpertPrice:
         experts, experts_back, weights = _swiglu(
             products, rows, self.width, max(1, layer.width // self.etp), layer.matrices, local_experts, layer.passes
         )
-        dispatch = self._dispatch() * load
-        gather = gather_s(times.device, Group(self.etp, 1), rows * self.width * BYTES)
+        there = self._talk(rows, DISPATCH_BYTES[times.workload.dispatch_precision])
+        talk = self._talk(rows, BYTES)
         router = self._router()
         permute = self._permute(rows / self.etp)
         passes = products.pass_s(5 * self.local * hidden * BYTES)
-        talk = (Work("ep_comm", dispatch, "ep"), Work("etp_comm", gather, "etp"))
-        forward = [Work("router", router + passes), Work("permute", permute), *talk, Work("experts", experts)]
+        forward = [Work("router", router + passes), Work("permute", permute), *there, Work("experts", experts)]
         forward += [*reversed(talk), Work("permute", permute)]
         backward = [Work("permute", permute), *talk, Work("experts", experts_back + weights), *reversed(talk)]
         backward += [Work("permute", permute), Work("router", 2 * router + 1.6 * passes)]
@@ -313,13 +312,19 @@ class _ExpertPrice:
             return self.times.products.pass_s((self.local + rows) * self.width * BYTES)
         return self.times.products.pass_s((self.local + self.copies + 2 * rows) * self.width * BYTES)
 
-    def _dispatch(self) -> float:
+    def _talk(self, rows: float, value_bytes: float) -> tuple[Work, Work]:
+        """The exchanges of one way, of which the experts get so many rows."""
+        dispatch = self._dispatch(value_bytes) * self.times.workload.load
+        gather = gather_s(self.times.device, Group(self.etp, 1), rows * self.width * value_bytes)
+        return Work("ep_comm", dispatch, "ep"), Work("etp_comm", gather, "etp")
+
+    def _dispatch(self, value_bytes: float) -> float:
         """The exchange of one way over the ep group."""
         layer, device = self.layer, self.times.device
-        sent = self.copies * self.width * BYTES
+        sent = self.copies * self.width * value_bytes
         group = Group(self.ep, self.ep_stride)
         if self.dispatcher == "allgather":
-            return gather_s(device, group, self.local * self.ep * self.width * BYTES)
+            return gather_s(device, group, self.local * self.ep * self.width * value_bytes)
         routing = Routing(layer.top_k, layer.num_groups, layer.top_groups)
         return exchange_s(device, group, sent, routing=routing if self.dispatcher in DEDUPLICATING else None)
 

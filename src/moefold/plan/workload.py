@@ -11,6 +11,9 @@ NATURAL_IMBALANCE = 1.26
 """Copies that reach the busiest expert-parallel rank over the mean, under a router that was trained with a balancing
 loss. Fitted on Qwen3-235B with natural routing and forced balance (published/README.md, 16K to 128K tokens)."""
 
+DISPATCH_BYTES = {"dtype": 2.0, "fp8-blockwise": 1 + 4 / 128}
+"""Of a value on its way to experts, by `moe.dispatch_precision`: bfloat16, or 8 bits and a float32 scale for 128."""
+
 CudaGraphs = Literal["none", "partial", "full"]
 
 
@@ -39,6 +42,8 @@ class Workload:
     """0: dropless. Else every expert takes at most so many times its even share of copies."""
     imbalance: float = 1.0
     """Copies of the busiest expert-parallel rank over the mean: 1 for forced balance, else NATURAL_IMBALANCE."""
+    dispatch_precision: str = "dtype"
+    """One of DISPATCH_BYTES: of the rows that experts are sent. Results and gradients travel in bfloat16."""
     cuda_graphs: CudaGraphs = "none"
     """What is captured and so costs no launches: nothing, all but the experts and their exchange, or the whole step."""
     fused_experts: bool = False

@@ -46,17 +46,32 @@ def rounded(x_MK: Tensor, recipe: Recipe, rows: int = 1) -> Tensor:
     Returns:
         [M, K] in float32, or float64 if that came.
     """
+    blocks, scale = scaled_blocks(x_MK, recipe, rows)
+    values = recipe.to_format(blocks) * scale
+    return values.flatten(2, 3).flatten(0, 1)[: x_MK.shape[0], : x_MK.shape[1]]
+
+
+def scaled_blocks(x_MK: Tensor, recipe: Recipe, rows: int = 1) -> tuple[Tensor, Tensor]:
+    """What is left to be rounded to the format, and the scales to multiply it with afterwards.
+
+    Args:
+        x_MK: [M, K].
+        recipe: format and block length.
+        rows: rows of a block.
+
+    Returns:
+        (values [M/rows, rows, K/block, block], filled up with zeros; scales [M/rows, 1, K/block, 1]), in float32, or
+        float64 if that came.
+    """
     wide = x_MK.to(torch.promote_types(x_MK.dtype, torch.float32))
-    if wide.numel() == 0:
-        return wide
-    num_rows, width = wide.shape
-    padding = (0, -width % recipe.block, 0, -num_rows % rows)
-    blocks = torch.nn.functional.pad(wide, padding)
+    padding = (0, -wide.shape[1] % recipe.block, 0, -wide.shape[0] % rows)
+    blocks = torch.nn.functional.pad(wide, padding) if any(padding) else wide
     blocks = blocks.unflatten(1, (-1, recipe.block)).unflatten(0, (-1, rows))
+    if blocks.numel() == 0:
+        return blocks, blocks[..., :1]
     amax = blocks.abs().amax((1, 3), keepdim=True).clamp(min=SMALLEST_AMAX) / recipe.largest
     scale = recipe.to_scale(amax, amax.max())
-    values = recipe.to_format((blocks / scale).clamp(-recipe.largest, recipe.largest)) * scale
-    return values.flatten(2, 3).flatten(0, 1)[:num_rows, :width]
+    return (blocks / scale).clamp(-recipe.largest, recipe.largest), scale
 
 
 def to_e4m3(x: Tensor) -> Tensor:

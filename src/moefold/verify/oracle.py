@@ -3,7 +3,7 @@
 Written to be read beside `docs/notation.md`, not to be fast: attention with an explicit mask, every expert over every
 token. It knows parameters by their names alone. What a router does is in
 `oracle_routing`, how heads are turned in `oracle_rotation`, and the optimizers in `oracle_optimizer`; heads of latent
-attention come from `oracle_latent`.
+attention come from `oracle_latent`, and rows in 8 bits from `oracle_rounding`.
 """
 
 import math
@@ -18,6 +18,7 @@ from moefold.metrics.moe import MoELayerMetrics
 from moefold.verify.oracle_latent import latent_heads, score_scale
 from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_rotation import rotate
+from moefold.verify.oracle_rounding import sent_in_8_bits
 from moefold.verify.oracle_routing import Moment, OracleRouter, RoutedBatch
 
 Weights = dict[str, Tensor]
@@ -244,9 +245,10 @@ class Oracle:
     def _moe(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
         y = torch.zeros_like(x)
+        sent = x if self.cfg.moe.dispatch_precision == "dtype" else sent_in_8_bits(x)
         for expert in range(model.num_experts):
             gate, up, down = (self.weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
-            gated, raised = x @ gate, x @ up
+            gated, raised = sent @ gate, sent @ up
             if model.moe_bias:
                 gated = gated + self.weights[f"{name}.experts.b_gate"][expert]
                 raised = raised + self.weights[f"{name}.experts.b_up"][expert]

@@ -55,7 +55,7 @@ class StandInBuffer:
 
     def dispatch(
         self,
-        x: Tensor,
+        x: Tensor | tuple[Tensor, Tensor],
         handle: Handle | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
@@ -63,9 +63,11 @@ class StandInBuffer:
         num_tokens_per_expert: Tensor | None = None,
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, list[int] | None, Any, Any]:
-        assert x.is_contiguous()
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, Any, Any]:
+        parts = x if isinstance(x, tuple) else (x,)
+        assert all(part.is_contiguous() for part in parts)
         if handle is not None:
+            assert isinstance(x, Tensor)
             assert topk_idx is None
             assert topk_weights is None
             self.calls.append("dispatch again")
@@ -77,19 +79,26 @@ class StandInBuffer:
         assert topk_weights is not None
         assert topk_weights.shape == topk_idx.shape
         assert topk_weights.is_contiguous()
-        assert topk_weights.dtype == (torch.float32 if x.dtype == torch.bfloat16 else x.dtype)
+        if isinstance(x, Tensor):
+            assert topk_weights.dtype == (torch.float32 if x.dtype == torch.bfloat16 else x.dtype)
+        else:
+            values, scales = x
+            assert (values.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+            assert values.shape == (len(scales), 128 * scales.shape[1])
         self.calls.append("dispatch")
         tokens = [is_token_in_rank[:, rank].nonzero().flatten() for rank in range(self.ranks)]
         assert [len(t) for t in tokens] == num_tokens_per_rank.tolist()
         received = self._exchange_counts(num_tokens_per_rank.long())
-        handle = Handle(tokens, received, len(x))
+        handle = Handle(tokens, received, len(parts[0]))
         num_local = len(num_tokens_per_expert) // self.ranks
         local = self._send(topk_idx, handle) - self.rank * num_local
         mine = (local >= 0) & (local < num_local)
         weights = self._send(topk_weights, handle) * mine
         local = local.masked_fill(~mine, -1)
         counts = torch.bincount(local[mine], minlength=num_local)
-        return self._send(x, handle), local, weights, counts.tolist(), handle, None
+        # gloo carries bytes of a type that it does not know.
+        sent = [self._send(part.view(torch.uint8), handle).view(part.dtype) for part in parts]
+        return tuple(sent) if isinstance(x, tuple) else sent[0], local, weights, counts.tolist(), handle, None
 
     def combine(
         self, x: Tensor, handle: Handle, topk_weights: Tensor | None = None

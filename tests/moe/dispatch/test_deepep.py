@@ -47,13 +47,15 @@ def _assignment(case: str, rank: int, generator: torch.Generator) -> Assignment:
     return Assignment(ids, probs, kept)
 
 
-def _layer(dispatcher: Any, case: str, groups: ParallelGroups, weighs_early: bool = False) -> dict[str, Tensor]:
+def _layer(
+    dispatcher: Any, case: str, groups: ParallelGroups, weighs_early: bool = False, hidden_size: int = H
+) -> dict[str, Tensor]:
     """Dispatch, apply experts and combine on this rank's tokens; the result and every gradient."""
     generator = torch.Generator().manual_seed(100 + groups.rank)
     assignment = _assignment(case, groups.rank, generator)
-    x = torch.randn(T, H, dtype=torch.float64, generator=generator).requires_grad_()
-    grad = torch.randn(T, H, dtype=torch.float64, generator=generator)
-    weights = torch.randn(3, E, H, F, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(T, hidden_size, dtype=torch.float64, generator=generator).requires_grad_()
+    grad = torch.randn(T, hidden_size, dtype=torch.float64, generator=generator)
+    weights = torch.randn(3, E, hidden_size, F, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     size = E // groups.moe.ep.size
     mine = weights[:, groups.moe.ep.rank * size :][:, :size].clone().requires_grad_()
     rows, plan = dispatcher.dispatch(x, assignment)
@@ -69,12 +71,14 @@ def _layer(dispatcher: Any, case: str, groups: ParallelGroups, weighs_early: boo
 
 
 def _both(
-    sizes: dict[str, Any], case: str, weighs_early: bool = False
+    sizes: dict[str, Any], case: str, weighs_early: bool = False, packs: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     buffer = StandInBuffer(groups.moe.ep.handle)
-    mine = _layer(make_dispatcher("deepep", groups.moe, E, buffer=buffer), case, groups, weighs_early)
-    theirs = _layer(make_dispatcher("alltoall", groups.moe, E), case, groups)
+    width = 256 if packs else H
+    deepep = make_dispatcher("deepep", groups.moe, E, buffer=buffer, packs=packs)
+    mine = _layer(deepep, case, groups, weighs_early, width)
+    theirs = _layer(make_dispatcher("alltoall", groups.moe, E, packs=packs), case, groups, hidden_size=width)
     mine, theirs = ({key: value.numpy() for key, value in part.items()} for part in (mine, theirs))
     return mine, theirs, buffer.calls
 
@@ -92,8 +96,16 @@ def test_weights_may_be_applied_inside_the_experts(pool, case):
     _assert_equals_the_all_to_all(pool, LAYOUTS[-1], case, True)
 
 
-def _assert_equals_the_all_to_all(pool, sizes: dict[str, Any], case: str, weighs_early: bool = False) -> None:
-    for mine, theirs, calls in pool.run(sizes["world_size"], _both, sizes, case, weighs_early):
+@pytest.mark.parity
+@pytest.mark.parametrize("case", ["dropped", "empty rank"])
+def test_rows_in_8_bits_travel_as_those_of_the_all_to_all(pool, case):
+    _assert_equals_the_all_to_all(pool, LAYOUTS[0], case, packs=True)
+
+
+def _assert_equals_the_all_to_all(
+    pool, sizes: dict[str, Any], case: str, weighs_early: bool = False, packs: bool = False
+) -> None:
+    for mine, theirs, calls in pool.run(sizes["world_size"], _both, sizes, case, weighs_early, packs):
         for key, value in theirs.items():
             torch.testing.assert_close(
                 torch.from_numpy(mine[key]),

@@ -9,10 +9,11 @@ from moefold.kernels.rows import Sorting
 from moefold.model.steps import Steps, finish
 from moefold.moe.dispatch.base import Assignment, Dispatcher
 from moefold.moe.dispatch.exchange import Exchange
+from moefold.moe.dispatch.packed_form import packed_rows
 from moefold.moe.permute import Permutation, as_counts, permute, plan_permutation, row_weights, unpermute
 from moefold.parallel.collectives import all_gather
 from moefold.parallel.groups import Group
-from moefold.parallel.in_flight import start_all_gather, start_reduce_scatter
+from moefold.parallel.in_flight import AS_IT_IS, start_all_gather, start_reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,21 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
         experts: the ep x etp ranks that hold all experts between them, each with equally many tokens.
         expert_coordinates: (ep, etp) coordinate of each member of `experts`.
         num_experts: E, over all ranks.
+        packs: whether tokens travel to the experts in 8 bits.
     """
 
     sums_copies = True
 
-    def __init__(self, experts: Group, expert_coordinates: Sequence[tuple[int, int]], num_experts: int) -> None:
+    def __init__(
+        self,
+        experts: Group,
+        expert_coordinates: Sequence[tuple[int, int]],
+        num_experts: int,
+        *,
+        packs: bool = False,
+    ) -> None:
         self._experts = experts
+        self._packs = packs
         num_parts = 1 + max(ep for ep, _ in expert_coordinates)
         self._num_local = num_experts // num_parts
         self._first = expert_coordinates[experts.rank][0] * self._num_local
@@ -78,7 +88,7 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
         self, rows: Tensor, plan: AllGatherPlan, compute: Callable[[], Tensor] | None = None
     ) -> Steps[tuple[Tensor, Tensor | None]]:
         """Pauses while the tokens are gathered."""
-        in_flight = start_all_gather(rows, self._experts)
+        in_flight = start_all_gather(rows, self._experts, packed_rows(rows) if self._packs else AS_IT_IS)
         computed = None if compute is None else compute()
         return (yield from in_flight.landing()), computed
 

@@ -10,10 +10,11 @@ from moefold.kernels.rows import Sorting
 from moefold.model.steps import Steps, finish
 from moefold.moe.dispatch.base import Assignment, Dispatcher, Loan
 from moefold.moe.dispatch.exchange import Exchange
+from moefold.moe.dispatch.packed_form import packed_copies, packed_rows
 from moefold.moe.permute import Permutation, order_by_expert, permute, plan_permutation, reorder, row_weights, unpermute
 from moefold.parallel.collectives import all_gather, all_gather_rows, all_to_all
 from moefold.parallel.groups import Group
-from moefold.parallel.in_flight import start_all_gather_rows, start_all_to_all, start_reduce_scatter_rows
+from moefold.parallel.in_flight import AS_IT_IS, start_all_gather_rows, start_all_to_all, start_reduce_scatter_rows
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
         experts: all ep x etp ranks.
         expert_coordinates: (ep, etp) coordinate of each member of `experts`.
         num_experts: E, over all ranks.
+        packs: whether rows travel to the experts in 8 bits.
     """
 
     def __init__(
@@ -56,9 +58,12 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
         experts: Group,
         expert_coordinates: Sequence[tuple[int, int]],
         num_experts: int,
+        *,
+        packs: bool = False,
     ) -> None:
         self._ep, self._etp, self._experts = ep, etp, experts
         self._num_experts = num_experts
+        self._packs = packs
         # Member of `experts` at each (ep, etp) coordinate.
         self._members = sorted(range(experts.size), key=lambda member: expert_coordinates[member])
 
@@ -67,12 +72,16 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
         permutation = plan_permutation(assignment.ids_TK, self._num_experts, assignment.kept_TK, assignment.slots)
         counts = self._exchange_counts(permutation, assignment.slots)
         plan = self._plan(permutation, assignment.probs_TK, counts)
-        return permute(x_TH, plan.permutation), plan
+        # Packed rows are copied as bytes when they are sent: each token is rounded once, and less is copied.
+        return x_TH if self._copies_late else permute(x_TH, plan.permutation), plan
+
+    @property
+    def _copies_late(self) -> bool:
+        return self._packs and self._ep.size > 1
 
     def dispatch_communicate(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
         """Send each row to the ep rank of its expert, then share it among the expert's etp parts."""
-        rows = all_to_all(rows, self._ep, plan.send_rows, plan.receive_rows)
-        return all_gather_rows(rows, self._etp, plan.etp_rows)
+        return finish(self.dispatch_steps(rows, plan))[0]
 
     def exchanges(self, plan: AllToAllPlan) -> Sequence[Exchange]:
         """Rows over ep, then what arrived over etp."""
@@ -83,10 +92,12 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
         self, rows: Tensor, plan: AllToAllPlan, compute: Callable[[], Tensor] | None = None
     ) -> Steps[tuple[Tensor, Tensor | None]]:
         """Pauses while the rows travel over ep, and while they travel over etp."""
-        in_flight = start_all_to_all(rows, self._ep, plan.send_rows, plan.receive_rows)
+        form = packed_copies(rows, plan.permutation) if self._copies_late else AS_IT_IS
+        in_flight = start_all_to_all(rows, self._ep, plan.send_rows, plan.receive_rows, form)
         computed = None if compute is None else compute()
         arrived = yield from in_flight.landing()
-        gathered = yield from start_all_gather_rows(arrived, self._etp, plan.etp_rows).landing()
+        form = packed_rows(arrived) if self._packs else AS_IT_IS
+        gathered = yield from start_all_gather_rows(arrived, self._etp, plan.etp_rows, form).landing()
         return gathered, computed
 
     def dispatch_postprocess(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
@@ -118,8 +129,9 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
         """The weights go the way of the rows: one exchange over ep and one gather over etp."""
         assert plan.probs_TK is not None
         weights_R1 = row_weights(plan.probs_TK, plan.permutation).unsqueeze(1)
-        arrived = self.dispatch_postprocess(self.dispatch_communicate(weights_R1, plan), plan)
-        return arrived.squeeze(1), replace(plan, probs_TK=None)
+        weights_R1 = all_to_all(weights_R1, self._ep, plan.send_rows, plan.receive_rows)
+        weights_R1 = all_gather_rows(weights_R1, self._etp, plan.etp_rows)
+        return self.dispatch_postprocess(weights_R1, plan).squeeze(1), replace(plan, probs_TK=None)
 
     def _plan(self, permutation: Permutation, probs_TK: Tensor, counts: Tensor) -> AllToAllPlan:
         """The plan that follows from the counts of `_exchange_counts`."""

@@ -17,9 +17,13 @@ from moefold.errors import ConfigError
 from moefold.moe.dispatch.base import Assignment, Dispatcher
 from moefold.moe.permute import Permutation, permute, plan_permutation, row_weights, unpermute
 from moefold.parallel.groups import Group
+from moefold.precision.packed import narrow, widen
 
 TOKEN_BYTES = 2
 """DeepEP carries bfloat16."""
+
+
+Rows = Tensor | tuple[Tensor, Tensor]
 
 
 class Buffer(Protocol):
@@ -41,12 +45,12 @@ class Buffer(Protocol):
         ...
 
     def dispatch(
-        self, x: Tensor, handle: Any = None, **layout: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, list[int] | None, Any, Any]:
+        self, x: Rows, handle: Any = None, **layout: Any
+    ) -> tuple[Rows, Tensor | None, Tensor | None, list[int] | None, Any, Any]:
         """Send each token to every rank it is for.
 
         Args:
-            x: [T, H].
+            x: [T, H], or e4m3 [T, H] with float32 scales [T, H/128]; received tokens are of the same make.
             handle: of an earlier dispatch, whose way is taken again; then there is no layout.
             layout: topk_idx, topk_weights float32 [T, K], and all that `get_dispatch_layout` counted.
 
@@ -94,10 +98,12 @@ class DeepEPDispatcher(Dispatcher[DeepEPPlan]):
     Args:
         buffer: a `deep_ep.Buffer` over the ranks of ep, member i of which holds the i-th part of the experts.
         num_experts: E, over all ranks.
+        packs: whether tokens travel to the experts in 8 bits.
     """
 
-    def __init__(self, buffer: Buffer, num_experts: int) -> None:
+    def __init__(self, buffer: Buffer, num_experts: int, *, packs: bool = False) -> None:
         self._buffer = buffer
+        self._packs = packs
         self._num_experts = num_experts
 
     def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, DeepEPPlan]:
@@ -120,7 +126,7 @@ class DeepEPDispatcher(Dispatcher[DeepEPPlan]):
 
     def dispatch_communicate(self, rows: Tensor, plan: DeepEPPlan) -> Tensor:
         """Send each token, with its weights, to the ranks of its experts: [T, H] -> [N, H]."""
-        rows, plan.probs_NK = _Dispatch.apply(rows, plan.probs_TK, plan, self._buffer)
+        rows, plan.probs_NK = _Dispatch.apply(rows, plan.probs_TK, plan, self._buffer, self._packs)
         return rows
 
     def dispatch_postprocess(self, rows: Tensor, plan: DeepEPPlan) -> Tensor:
@@ -179,10 +185,14 @@ class _Dispatch(torch.autograd.Function):
     """Fills the plan with what arrived. The adjoint of sending a token to several ranks is to sum what they return."""
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, probs_TK: Tensor, plan: DeepEPPlan, buffer: Buffer) -> tuple[Tensor, Tensor]:
-        x_NH, ids_NK, probs_NK, counts, handle, _ = buffer.dispatch(
-            x_TH.contiguous(), topk_weights=probs_TK.contiguous(), **plan.layout
+    def forward(
+        ctx: Any, x_TH: Tensor, probs_TK: Tensor, plan: DeepEPPlan, buffer: Buffer, packs: bool
+    ) -> tuple[Tensor, Tensor]:
+        sent = narrow(x_TH) if packs else x_TH.contiguous()
+        arrived, ids_NK, probs_NK, counts, handle, _ = buffer.dispatch(
+            sent, topk_weights=probs_TK.contiguous(), **plan.layout
         )
+        x_NH = arrived if isinstance(arrived, Tensor) else widen(*arrived, x_TH.dtype)
         assert ids_NK is not None
         assert probs_NK is not None
         assert counts is not None
@@ -192,9 +202,9 @@ class _Dispatch(torch.autograd.Function):
         return x_NH, probs_NK
 
     @staticmethod
-    def backward(ctx: Any, grad_NH: Tensor, grad_NK: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_NH: Tensor, grad_NK: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         grad_TH, grad_TK, _ = ctx.buffer.combine(grad_NH.contiguous(), ctx.handle, topk_weights=grad_NK.contiguous())
-        return grad_TH, grad_TK, None, None
+        return grad_TH, grad_TK, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -205,4 +215,5 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.buffer.dispatch(grad_TH.contiguous(), handle=ctx.handle)[0], None, None
+        grad_NH, *_ = ctx.buffer.dispatch(grad_TH.contiguous(), handle=ctx.handle)
+        return grad_NH, None, None

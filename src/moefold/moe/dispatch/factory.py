@@ -19,6 +19,8 @@ def make_dispatcher(
     num_experts: int,
     spill: SpillRule | None = None,
     buffer: Buffer | None = None,
+    *,
+    packs: bool = False,
 ) -> Dispatcher[Any]:
     """Make the dispatcher `parallel.dispatcher` names. On ep = etp = 1 all are the local one: there is nowhere to go.
 
@@ -28,22 +30,25 @@ def make_dispatcher(
         num_experts: E, over all ranks; ep divides it.
         spill: of `leastloaded`, which needs it.
         buffer: of `deepep`, which needs it.
+        packs: whether rows travel to the experts in 8 bits. They are rounded where nothing travels, too.
 
     Raises:
         ConfigError: `local` with experts spread over ranks.
     """
     if groups.experts.size == 1:
-        return LocalDispatcher(num_experts)
+        return LocalDispatcher(num_experts, packs=packs)
     if name == "allgather":
-        return AllGatherDispatcher(groups.experts, groups.expert_coordinates, num_experts)
+        return AllGatherDispatcher(groups.experts, groups.expert_coordinates, num_experts, packs=packs)
     if name == "alltoall":
-        return AllToAllDispatcher(groups.ep, groups.etp, groups.experts, groups.expert_coordinates, num_experts)
+        return AllToAllDispatcher(
+            groups.ep, groups.etp, groups.experts, groups.expert_coordinates, num_experts, packs=packs
+        )
     if name == "leastloaded":
         assert spill is not None, "leastloaded needs to know when copies move"
-        return LeastLoadedDispatcher(groups, num_experts, spill)
+        return LeastLoadedDispatcher(groups, num_experts, spill, packs=packs)
     if name == "deepep":
         assert buffer is not None, "deepep needs its buffers"
-        return DeepEPDispatcher(buffer, num_experts)
+        return DeepEPDispatcher(buffer, num_experts, packs=packs)
     raise ConfigError(
         f"parallel.dispatcher={name!r} needs all experts on each rank, but parallel.ep={groups.ep.size} and "
         f"parallel.etp={groups.etp.size} spread them; choose 'alltoall' or 'allgather', or ep=1 with etp=1"

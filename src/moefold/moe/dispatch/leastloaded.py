@@ -22,10 +22,11 @@ class LeastLoadedDispatcher(AllToAllDispatcher):
         groups: of the MoE view. Under etp, ranks with the same etp coordinate lend each other the same part of F.
         num_experts: E, over all ranks.
         rule: when and how copies move.
+        packs: whether rows travel to the experts in 8 bits.
     """
 
-    def __init__(self, groups: MoEGroups, num_experts: int, rule: SpillRule) -> None:
-        super().__init__(groups.ep, groups.etp, groups.experts, groups.expert_coordinates, num_experts)
+    def __init__(self, groups: MoEGroups, num_experts: int, rule: SpillRule, *, packs: bool = False) -> None:
+        super().__init__(groups.ep, groups.etp, groups.experts, groups.expert_coordinates, num_experts, packs=packs)
         self._rule = rule
 
     def loan(self, plan: AllToAllPlan) -> Loan | None:

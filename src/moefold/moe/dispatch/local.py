@@ -8,6 +8,7 @@ from torch import Tensor
 from moefold.kernels.rows import Sorting
 from moefold.moe.dispatch.base import Assignment, Dispatcher
 from moefold.moe.permute import Permutation, as_counts, permute, plan_permutation, row_weights, unpermute
+from moefold.precision.packed import round_as_packed
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,18 @@ class LocalPlan:
 
 
 class LocalDispatcher(Dispatcher[LocalPlan]):
-    """Permutes by expert; communicates nothing."""
+    """Permutes by expert; communicates nothing.
+
+    Args:
+        num_experts: E.
+        packs: whether experts are given the rounded rows that other dispatchers would bring them.
+    """
 
     sums_copies = True
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, *, packs: bool = False) -> None:
         self._num_experts = num_experts
+        self._packs = packs
 
     def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, LocalPlan]:
         """Decide how the copies are sorted."""
@@ -34,7 +41,8 @@ class LocalDispatcher(Dispatcher[LocalPlan]):
             rows_per_expert = as_counts(permutation.rows_per_expert_E)
         else:
             rows_per_expert = [assignment.slots] * self._num_experts
-        return x_TH, LocalPlan(permutation, assignment.probs_TK, rows_per_expert)
+        rows = round_as_packed(x_TH) if self._packs else x_TH
+        return rows, LocalPlan(permutation, assignment.probs_TK, rows_per_expert)
 
     def dispatch_communicate(self, rows: Tensor, plan: LocalPlan) -> Tensor:
         """Nothing to exchange."""
