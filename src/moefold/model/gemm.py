@@ -57,11 +57,11 @@ def product(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     """The product x @ w.T, [M, N], without autograd; w may have any strides, a transposed one is as fast.
 
     Args:
-        x_MK: [M, K]; oneDNN copies it first if it is not contiguous.
-        w_NK: [N, K], of the same type.
+        x_MK: [M, K], of the same type as w or `widened` already; oneDNN copies it first if it is not contiguous.
+        w_NK: [N, K], whose type is that of the result.
     """
-    if multiplies_wide(x_MK):
-        return _product_by_parts(x_MK, w_NK, x_MK.dtype)
+    if multiplies_wide(w_NK):
+        return _product_by_parts(x_MK, w_NK, w_NK.dtype)
     if _is_by_onednn(x_MK):
         y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, w_NK, None, "none", [], "")
         return y_MN
@@ -86,8 +86,8 @@ def two_products_into(out_MN: Tensor, first: tuple[Tensor, Tensor], second: tupl
 
 
 def weight_gradient(x_MK: Tensor, grad_MN: Tensor) -> Tensor:
-    """The product x.T @ grad, [K, N], with the operands in the order that costs least."""
-    if not _is_by_onednn(x_MK):
+    """The product x.T @ grad, [K, N], with the operands in the order that costs least; x may be `widened` already."""
+    if multiplies_wide(grad_MN) or not _is_by_onednn(x_MK):
         return product(x_MK.t(), grad_MN.t())
     # oneDNN wants its first operand contiguous: the smaller of the two is cheaper to transpose.
     if grad_MN.shape[1] < x_MK.shape[1]:
