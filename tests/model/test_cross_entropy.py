@@ -22,11 +22,12 @@ def _case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, T
     return x.requires_grad_(), weight.requires_grad_(), torch.randint(V, (5, 3)), torch.randn(5, 3, dtype=dtype)
 
 
+@pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
 @pytest.mark.parametrize("chunk", [1, 4, 5, 14, 15])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_it_equals_the_loss_of_whole_logits(chunk, dtype):
+def test_it_equals_the_loss_of_whole_logits(chunk, dtype, keeps):
     x, weight, labels, share = _case(dtype)
-    losses = chunked_cross_entropy(x, weight, labels, chunk)
+    losses = chunked_cross_entropy(x, weight, labels, chunk, keeps=keeps)
     found = torch.autograd.grad((losses * share).sum(), (x, weight))
     expected_losses = cross_entropy(x @ weight.t(), labels)
     expected = torch.autograd.grad((expected_losses * share).sum(), (x, weight))
@@ -38,32 +39,42 @@ def test_it_equals_the_loss_of_whole_logits(chunk, dtype):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
 
 
-def test_it_equals_torch_with_logits_that_overflow_exp():
+def test_kept_exponentials_serve_two_backward_passes():
+    x, weight, labels, share = _case()
+    loss = (chunked_cross_entropy(x, weight, labels, 4, keeps=True) * share).sum()
+    first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    for once, twice in zip(first, torch.autograd.grad(loss, (x, weight)), strict=True):
+        assert torch.equal(once, twice)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
+def test_it_equals_torch_with_logits_that_overflow_exp(keeps):
     x, weight, labels, _ = _case()
-    losses = chunked_cross_entropy(1e3 * x, weight, labels, 4)
+    losses = chunked_cross_entropy(1e3 * x, weight, labels, 4, keeps=keeps)
     expected = F.cross_entropy((1e3 * x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none")
     torch.testing.assert_close(losses.flatten(), expected, rtol=1e-12, atol=1e-9)
 
 
-def _on_shards(chunk: int) -> list[Tensor]:
+def _on_shards(chunk: int, keeps: bool) -> list[Tensor]:
     """Losses and gradients, with the vocabulary cut over two ranks."""
     rank = torch.distributed.get_rank()
     tp = group_of((0, 1), rank, torch.distributed.group.WORLD)
     x, weight, labels, share = _case()
     mine = weight.detach().chunk(2)[rank].clone().requires_grad_()
-    losses = ShardedVocabulary(tp, V).chunked_cross_entropy(x, mine, labels, chunk)
+    losses = ShardedVocabulary(tp, V).chunked_cross_entropy(x, mine, labels, chunk, keeps=keeps)
     by_x, by_weight = torch.autograd.grad((losses * share).sum(), (x, mine))
     assert torch.equal(all_reduce_max(losses, tp), losses)
     return [losses.detach(), all_reduce_sum(by_x, tp), all_gather(by_weight, tp)]
 
 
 @pytest.mark.parity
+@pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
 @pytest.mark.parametrize("chunk", [4, 15])
-def test_a_vocabulary_in_two_parts(pool, chunk):
+def test_a_vocabulary_in_two_parts(pool, chunk, keeps):
     x, weight, labels, share = _case()
     losses = cross_entropy(x @ weight.t(), labels)
     expected = [losses.detach(), *torch.autograd.grad((losses * share).sum(), (x, weight))]
-    for found in pool.run(2, _on_shards, chunk):
+    for found in pool.run(2, _on_shards, chunk, keeps):
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 

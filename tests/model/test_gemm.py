@@ -6,6 +6,7 @@ import torch
 from moefold.model.gemm import (
     LEAST_ROWS,
     STEPS_PER_OCTAVE,
+    add_weight_gradient,
     multiplies_wide,
     padded_rows,
     product,
@@ -14,6 +15,7 @@ from moefold.model.gemm import (
     two_products_into,
     weight_gradient,
     weight_gradient_into,
+    wide_product,
     widened,
 )
 
@@ -61,6 +63,30 @@ def test_a_weight_of_many_rows_is_multiplied_in_parts():
     x, w = torch.randn(8, 20).bfloat16(), torch.randn(2500, 20).bfloat16()
     for weight in (w, w.t().contiguous().t()):
         assert _error(product(x, weight), x.double() @ w.double().t()) <= 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_operand_that_is_widened_already_changes_nothing(dtype):
+    x, w, grad = (torch.randn(size).to(dtype) for size in ((9, 20), (300, 20), (9, 300)))
+    assert product(widened(x), w).equal(product(x, w))
+    assert weight_gradient(widened(grad), x).equal(weight_gradient(grad, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_wide_product_is_not_rounded_to_the_type_of_its_operands(dtype):
+    x, w = torch.randn(64, 512).to(dtype), torch.randn(700, 512).to(dtype)
+    y, expected = wide_product(x, w), x.double() @ w.double().t()
+    assert y.dtype == torch.promote_types(dtype, torch.float32)
+    is_rounded = dtype == torch.bfloat16 and not multiplies_wide(x)
+    assert _error(y, expected) <= (1e-2 if is_rounded else 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_gradient_is_added_where_it_belongs(dtype):
+    x, grad = torch.randn(33, 20).to(dtype), torch.randn(33, 7).to(dtype)
+    total = torch.ones(20, 7, dtype=torch.promote_types(dtype, torch.float32))
+    add_weight_gradient(total, widened(x), widened(grad))
+    assert _error(total, 1 + x.double().t() @ grad.double()) <= (1e-2 if dtype == torch.bfloat16 else 2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

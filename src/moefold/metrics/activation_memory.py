@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
+from moefold.config.schedules import SCHEDULES
 from moefold.config.schema import Config
 from moefold.metrics.state_memory import compute_bytes
 from moefold.parallel.stage_plan import Stage
@@ -18,6 +19,8 @@ from moefold.parallel.stage_plan import Stage
 INT_BYTES = 8
 CHUNK_LOGITS, LEAST_CHUNK = 1 << 24, 256
 """Of train.loss_chunk = -1."""
+LOSS_TOKENS, LOSS_PARTS, LEAST_LOSS_ROWS = 512, 8, 256
+"""Tokens and parts of the vocabulary whose logits are there in the compute type, where the loss works by parts."""
 Parts = Counter[str]
 """Bytes by part: embedding, norms, attention, core attention, dense MLP, router, dispatch buffers, experts, shared
 experts, logits, residual stream, pipeline."""
@@ -33,11 +36,13 @@ class Kernels:
     fused_swiglu: bool = False
     """Gate, SiLU and product are one kernel, which keeps its two inputs: of a SwiGLU three inner widths stay, and two
     where expert_activation runs again, which is that kernel alone."""
+    loss_by_parts: bool = False
+    """Beside what the loss keeps, it has the logits of few tokens in memory, where no product of all is postponed."""
     narrow_router: bool = False
     """The router's product takes its input in the compute type, and its choices stay as one map: no copy is kept."""
 
 
-CPU = Kernels(grouped_experts=False)
+CPU = Kernels(grouped_experts=False, loss_by_parts=True)
 CUDA = Kernels(grouped_experts=True)
 KERNELS = {"cpu": CPU, "cuda": CUDA}
 """By device type."""
@@ -70,6 +75,7 @@ class ActivationFormula:
         self._wide = max(4, self._item)
         self._inside = train.seq_len // p.cp * train.micro_batch_size
         self._tokens = self._inside // p.tp
+        self._postpones = p.pp > 1 and SCHEDULES[p.schedule].splits_backward
 
     @property
     def hidden(self) -> int:
@@ -159,7 +165,12 @@ class ActivationFormula:
         """What the loss has in memory beside what it keeps."""
         rows = self._cfg.model.vocab_size // self._cfg.parallel.tp
         if not self._chunk:
-            return self._inside * rows * self._item
+            if not self._kernels.loss_by_parts or self._postpones:
+                return self._inside * rows * self._item
+            part = min(rows, max(LEAST_LOSS_ROWS, rows // LOSS_PARTS))
+            # A narrow product beside its wide copy, or where it is taken wide a copy of its operands.
+            width = min(LOSS_TOKENS, self._inside) + self._cfg.model.hidden_size
+            return part * width * self._item if self._item < self._wide else 0
         # The logits of two chunks, as the last ones go when the next ones are there.
         narrow = self._item if self._item < self._wide else 0
         return self._chunk * rows * (2 * self._wide + narrow)

@@ -1,13 +1,14 @@
 """Cross-entropy over a vocabulary that may be cut into row ranges."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.model.gemm import product, weight_gradient
+from moefold.model.gemm import add_weight_gradient, product_into, wide_product, widened
 
 Reduction = Callable[[Tensor], Tensor]
 
@@ -38,8 +39,9 @@ def chunked_cross_entropy(
     first_row: int = 0,
     top_of: Reduction | None = None,
     sum_of: Reduction | None = None,
+    keeps: bool = False,
 ) -> Tensor:
-    """`cross_entropy` of the logits x @ weight.T, which are in memory for `chunk` tokens at a time.
+    """`cross_entropy` of the logits x @ weight.T, which are made for `chunk` tokens at a time.
 
     The backward pass makes the logits of a chunk again: one matrix product more, beside three. What is kept for it is x
     and two numbers a token. The reductions are called once each, for all tokens together.
@@ -50,11 +52,26 @@ def chunked_cross_entropy(
         labels: int64 [...].
         chunk: tokens.
         first_row: as of `cross_entropy`; so for `top_of` and `sum_of`.
+        keeps: nothing is made again: the exponentials of all logits are kept, as by `cross_entropy`, and nothing else
+            of their size is ever in memory.
 
     Returns:
         [...]: as of `cross_entropy`; the gradient of `weight` is summed over chunks in float32 at least.
     """
-    return _ChunkedCrossEntropy.apply(x, weight, labels, chunk, first_row, top_of or _alone, sum_of or _alone)
+    # Without gradients nobody comes back for what would be kept.
+    how = _How(chunk, first_row, top_of or _alone, sum_of or _alone, keeps and torch.is_grad_enabled())
+    return _ChunkedCrossEntropy.apply(x, weight, labels, how)
+
+
+@dataclass(frozen=True)
+class _How:
+    """The loss in chunks, beside its tensors."""
+
+    chunk: int
+    first_row: int
+    top_of: Reduction
+    sum_of: Reduction
+    keeps: bool
 
 
 def _alone(x: Tensor) -> Tensor:
@@ -90,53 +107,48 @@ class _CrossEntropy(torch.autograd.Function):
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        chunk: int,
-        first_row: int,
-        top_of: Reduction,
-        sum_of: Reduction,
-    ) -> Tensor:
-        x_NH, row_N = x.flatten(0, -2), labels.flatten() - first_row
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: _How) -> Tensor:
+        x_NH, row_N = x.flatten(0, -2), labels.flatten() - how.first_row
         is_mine_N = (row_N >= 0) & (row_N < len(weight))
         row_N = row_N.where(is_mine_N, 0)
-        tops, sums, targets = [], [], []
-        for x_CH, row_C in zip(x_NH.split(chunk), row_N.split(chunk), strict=True):
-            wide = _wide(product(x_CH, weight))
+        tops, sums, targets, exps = [], [], [], []
+        for x_CH, row_C in zip(x_NH.split(how.chunk), row_N.split(how.chunk), strict=True):
+            wide = wide_product(x_CH, weight)
             targets.append(wide.gather(1, row_C.unsqueeze(1)).squeeze(1))
             tops.append(wide.amax(1))
-            sums.append(wide.sub_(tops[-1].unsqueeze(1)).exp_().sum(1))
+            exps_CV = wide.sub_(tops[-1].unsqueeze(1)).exp_()
+            sums.append(exps_CV.sum(1))
+            if how.keeps:
+                exps.append(exps_CV)
         my_top_N = torch.cat(tops)
-        top_N = top_of(my_top_N)
-        my_total_N = torch.cat(sums) * (my_top_N - top_N).exp()
+        top_N = how.top_of(my_top_N)
+        my_share_N = (my_top_N - top_N).exp()
         my_target_N = (torch.cat(targets) - top_N).where(is_mine_N, 0.0)
-        total_N, target_N = sum_of(torch.stack((my_total_N, my_target_N))).unbind(0)
+        total_N, target_N = how.sum_of(torch.stack((torch.cat(sums) * my_share_N, my_target_N))).unbind(0)
         log_total_N = total_N.log()
-        ctx.save_for_backward(x, weight, row_N, is_mine_N, log_total_N + top_N)
-        ctx.chunk = chunk
+        # With the exponentials their factor, else what the logits are to be reduced by.
+        known_N = my_share_N / total_N if how.keeps else log_total_N + top_N
+        ctx.save_for_backward(x, weight, row_N, is_mine_N, known_N, *exps)
+        ctx.how = how
         return (log_total_N - target_N).view_as(labels)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, row_N, is_mine_N, log_sum_N = ctx.saved_tensors
+        x, weight, row_N, is_mine_N, known_N, *exps = ctx.saved_tensors
         x_NH, grad_N = x.flatten(0, -2), grad.flatten()
-        grad_x_NH = torch.empty_like(x_NH)
+        grad_x_NH, wide_VH = torch.empty_like(x_NH), widened(weight)
         grad_VH = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for start in range(0, len(x_NH), ctx.chunk):
-            here = slice(start, start + ctx.chunk)
-            x_CH = x_NH[here]
-            probs_CV = _wide(product(x_CH, weight)).sub_(log_sum_N[here].unsqueeze(1)).exp_()
-            scaled_CV = probs_CV.mul_(grad_N[here].unsqueeze(1))
-            scaled_CV.scatter_add_(1, row_N[here].unsqueeze(1), -(grad_N[here] * is_mine_N[here]).unsqueeze(1))
-            scaled_CV = scaled_CV.to(x.dtype)
-            grad_x_NH[here] = product(scaled_CV, weight.t())
-            grad_VH += weight_gradient(scaled_CV, x_CH)
-        return grad_x_NH.view_as(x), grad_VH.to(weight.dtype), None, None, None, None, None
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+        for i, start in enumerate(range(0, len(x_NH), ctx.how.chunk)):
+            here = slice(start, start + ctx.how.chunk)
+            x_CH, factor_C1 = widened(x_NH[here]), grad_N[here].unsqueeze(1)
+            if exps:
+                scaled_CV = exps[i] * (factor_C1 * known_N[here].unsqueeze(1))
+            else:
+                probs_CV = wide_product(x_NH[here], weight).sub_(known_N[here].unsqueeze(1)).exp_()
+                scaled_CV = probs_CV.mul_(factor_C1)
+            scaled_CV.scatter_add_(1, row_N[here].unsqueeze(1), -(factor_C1 * is_mine_N[here].unsqueeze(1)))
+            scaled_CV = scaled_CV.to(wide_VH.dtype)
+            product_into(grad_x_NH[here], scaled_CV, wide_VH.t())
+            add_weight_gradient(grad_VH, scaled_CV, x_CH)
+        return grad_x_NH.view_as(x), grad_VH.to(weight.dtype), None, None

@@ -57,11 +57,11 @@ def product(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     """The product x @ w.T, [M, N], without autograd; w may have any strides, a transposed one is as fast.
 
     Args:
-        x_MK: [M, K]; oneDNN copies it first if it is not contiguous.
-        w_NK: [N, K], of the same type.
+        x_MK: [M, K], of the same type as w or `widened` already; oneDNN copies it first if it is not contiguous.
+        w_NK: [N, K], whose type is that of the result.
     """
-    if multiplies_wide(x_MK):
-        return _wide_product(x_MK, w_NK)
+    if multiplies_wide(w_NK):
+        return _product_by_parts(x_MK, w_NK, w_NK.dtype)
     if _is_by_onednn(x_MK):
         y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, w_NK, None, "none", [], "")
         return y_MN
@@ -86,8 +86,8 @@ def two_products_into(out_MN: Tensor, first: tuple[Tensor, Tensor], second: tupl
 
 
 def weight_gradient(x_MK: Tensor, grad_MN: Tensor) -> Tensor:
-    """The product x.T @ grad, [K, N], with the operands in the order that costs least."""
-    if not _is_by_onednn(x_MK):
+    """The product x.T @ grad, [K, N], with the operands in the order that costs least; x may be `widened` already."""
+    if multiplies_wide(grad_MN) or not _is_by_onednn(x_MK):
         return product(x_MK.t(), grad_MN.t())
     # oneDNN wants its first operand contiguous: the smaller of the two is cheaper to transpose.
     if grad_MN.shape[1] < x_MK.shape[1]:
@@ -103,14 +103,26 @@ def weight_gradient_into(out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
         out_KN.copy_(weight_gradient(x_MK, grad_MN))
 
 
-def _wide_product(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """In float32, a part of a large w at a time: a wide copy of a whole output head takes what narrow ones save."""
-    x_wide, rows = widened(x_MK), max(LEAST_WIDE_ROWS, -(-len(w_NK) // WIDE_PARTS))
-    if len(w_NK) <= rows:
-        return product(x_wide, widened(w_NK)).to(x_MK.dtype)
-    y_MN = x_MK.new_empty(len(x_MK), len(w_NK))
+def add_weight_gradient(out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
+    """Add `weight_gradient` to a sum."""
+    if _writes_in_place(out_KN, x_MK.t()):
+        out_KN.addmm_(x_MK.t(), grad_MN)
+    else:
+        out_KN += weight_gradient(x_MK, grad_MN)
+
+
+def wide_product(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """`product` in float32 at least: not rounded to a narrow type, unless the processor's instructions do so."""
+    is_narrow = x_MK.element_size() < torch.float32.itemsize
+    return _product_by_parts(x_MK, w_NK, torch.float32) if is_narrow else product(x_MK, w_NK)
+
+
+def _product_by_parts(x_MK: Tensor, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """A part of a large w at a time: a wide copy of a whole output head takes what narrow ones save."""
+    x_MK, rows = widened(x_MK), max(LEAST_WIDE_ROWS, -(-len(w_NK) // WIDE_PARTS))
+    y_MN = x_MK.new_empty(len(x_MK), len(w_NK), dtype=dtype)
     for y, w in zip(y_MN.split(rows, dim=1), w_NK.split(rows), strict=True):
-        y.copy_(product(x_wide, widened(w)))
+        product_into(y, x_MK, widened(w))
     return y_MN
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.model.gemm import has_fast_product, product, weight_gradient
+from moefold.model.gemm import has_fast_product, product, weight_gradient, widened
 from moefold.model.later import Later, can_wait
 
 
@@ -86,6 +86,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         grad_MN, x_MK = grad.flatten(0, -2), x.flatten(0, -2)
+        if ctx.products is FULL:
+            # Once for both products.
+            grad_MN = widened(grad_MN)
         grad_x = ctx.products.input_gradient(grad_MN, weight).view_as(x)
         return grad_x, ctx.products.weight_gradient(grad_MN, x_MK), None
 

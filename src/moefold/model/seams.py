@@ -35,8 +35,13 @@ class Vocabulary(Protocol):
         """Loss of each token in nats, float32 or wider [...], from logits [..., V/tp] and labels [...]."""
         ...
 
-    def chunked_cross_entropy(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-        """The same from hidden states [..., H] and the rows of the head [V/tp, H], `chunk` tokens at a time."""
+    def chunked_cross_entropy(
+        self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, *, keeps: bool = False
+    ) -> Tensor:
+        """The same from hidden states [..., H] and the rows of the head [V/tp, H], `chunk` tokens at a time.
+
+        Their logits are made again in the backward pass, unless it `keeps` the exponentials of all.
+        """
         ...
 
 
@@ -63,6 +68,8 @@ class WholeVocabulary:
         """Cross-entropy over all rows."""
         return cross_entropy(logits, labels)
 
-    def chunked_cross_entropy(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    def chunked_cross_entropy(
+        self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, *, keeps: bool = False
+    ) -> Tensor:
         """The same, some tokens at a time."""
-        return chunked_cross_entropy(x, weight, labels, chunk)
+        return chunked_cross_entropy(x, weight, labels, chunk, keeps=keeps)

@@ -26,6 +26,8 @@ TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64":
 CHUNK_LOGITS = 1 << 24
 """Logits of a chunk of the loss that nobody sized: 64 MiB in float32."""
 LEAST_CHUNK = 256
+CPU_CHUNK = 512
+"""Tokens of a chunk on a CPU where the logits of all are kept: no larger temporary is made (docs/performance.md)."""
 
 
 class Block(nn.Module):
@@ -146,9 +148,13 @@ class Head(nn.Module):
             labels: next tokens.
             chunk: tokens whose logits are in memory at a time; 0 or too many: all, and nothing is computed twice.
         """
-        if not 0 < chunk < labels.numel():
+        is_whole = not 0 < chunk < labels.numel()
+        # A GPU is at its best with all tokens at once, and what is postponed is a product over all of them.
+        if is_whole and (x.device.type != "cpu" or self.later is not None):
             return self.vocabulary.cross_entropy(self.logits(x, tied), labels)
-        return self.vocabulary.chunked_cross_entropy(self.tokens.gather(x), self._rows(x, tied), labels, chunk)
+        chunk = CPU_CHUNK if is_whole else chunk
+        rows = self._rows(x, tied)
+        return self.vocabulary.chunked_cross_entropy(self.tokens.gather(x), rows, labels, chunk, keeps=is_whole)
 
     def _rows(self, x: Tensor, tied: Tensor | None) -> Tensor:
         """My rows of the head in the type of x, [V/tp, H]."""

@@ -79,10 +79,12 @@ class ShardedVocabulary:
         top_of, sum_of = partial(all_reduce_max, group=self._tp), partial(all_reduce_sum, group=self._tp)
         return cross_entropy(logits, labels, self._first_row, top_of, sum_of)
 
-    def chunked_cross_entropy(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    def chunked_cross_entropy(
+        self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, *, keeps: bool = False
+    ) -> Tensor:
         """The same from hidden states and my rows of the head, with the same two all-reduces."""
         top_of, sum_of = partial(all_reduce_max, group=self._tp), partial(all_reduce_sum, group=self._tp)
-        return chunked_cross_entropy(x, weight, labels, chunk, self._first_row, top_of, sum_of)
+        return chunked_cross_entropy(x, weight, labels, chunk, self._first_row, top_of, sum_of, keeps)
 
 
 def key_value_rows(cfg: ModelConfig, tp: Group) -> slice:
