@@ -120,11 +120,10 @@ def moments_of(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence[
     walk = _RankWalk(order, chunks, rank_of, columns)
     held, active = [], []
     for rank, row in enumerate(rows_of(order, _shortened(order))):
-        own = _held(chunks, placed[rank], columns)
-        for found in walk.moments(row, placed[rank]):
-            held.append(own)
-            active.append(found)
-    return Moments(*_undominated(np.array(held), np.array(active)))
+        found = walk.moments(row, placed[rank])
+        active.append(found)
+        held.append(np.broadcast_to(_held(chunks, placed[rank], columns), (len(found), columns.state_size)))
+    return Moments(*_undominated(np.concatenate(held), np.concatenate(active)))
 
 
 def rows_of(order: Order, count: int) -> tuple[Row, ...]:
@@ -151,27 +150,26 @@ class _RankWalk:
         self._whole = np.array([self._kept(chunk) for chunk in known])
         self._late = np.array([self._postponed(chunk) for chunk in known])
         self._runs = {
-            (i, kind): list(self._forward(chunk) if kind == "F" else self._backward(chunk))
+            (i, kind): np.array(list(self._forward(chunk) if kind == "F" else self._backward(chunk)))
             for i, chunk in enumerate(known)
             for kind in "FB"
         }
 
-    def moments(self, row: Row, stages: Sequence[int]) -> Iterator[Counts]:
-        """The counts at the start of every action that differs from those before."""
+    def moments(self, row: Row, stages: Sequence[int]) -> Counts:
+        """The counts at the start of every action that differs from those before, [moments, columns]."""
         order, n = self.order, self.order.micro_batches
         sent = {stage: self._sent(stage) for stage in stages}
         # What is left out of the steady phase has sent what it sends.
         skipped = (n - _shortened(order)) * sum(sent.values())
         awaited = self._awaited(stages) * n if order.keeps_messages else 0
-        ends = self.columns
-        for (flying, left, running, kind), messages in self._states(row, sent).items():
-            base = np.array(flying) @ self._whole
-            if any(left):
-                base = base + np.array(left) @ self._late
-            base[ends.end("hidden")] += messages + skipped + awaited
-            base[ends.end("in_transit")] = 1.0
-            for run in self._runs[running, kind]:
-                yield base + run
+        states = self._states(row, sent)
+        flying, left, running, kinds = zip(*states, strict=True)
+        base = np.array(flying) @ self._whole + np.array(left) @ self._late
+        base[:, self.columns.end("hidden")] += np.array(list(states.values())) + skipped + awaited
+        base[:, self.columns.end("in_transit")] = 1.0
+        runs = [self._runs[which] for which in zip(running, kinds, strict=True)]
+        found: Counts = np.repeat(base, [len(run) for run in runs], axis=0) + np.concatenate(runs)
+        return found
 
     def _states(self, row: Row, sent: dict[int, int]) -> dict[tuple[Any, ...], int]:
         """What is in flight and postponed as an action begins, with its kind; and the most that was sent by then."""
@@ -291,11 +289,12 @@ def _held(chunks: Sequence[Chunk], stages: Sequence[int], columns: Columns) -> C
 def _undominated(held: Counts, active: Counts) -> tuple[Counts, Counts]:
     """Leave out rows that nowhere have more than another one."""
     rows = np.hstack([held, active])
-    # The largest first: most rows are below one of a few.
+    # Those with most first: most rows are below one of a few. Columns in which all have the same decide nothing.
     rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
-    found, at = rows.copy(), 0
-    while at < len(found):
-        below = (found[at + 1 :] <= found[at]).all(axis=1)
-        found = np.concatenate([found[: at + 1], found[at + 1 :][~below]])
-        at += 1
-    return found[:, : held.shape[1]], found[:, held.shape[1] :]
+    left, left_at = rows[:, (rows != rows[0]).any(axis=0)], np.arange(len(rows))
+    found = []
+    while len(left):
+        found.append(left_at[0])
+        outdone = (left <= left[0]).all(axis=1)
+        left, left_at = left[~outdone], left_at[~outdone]
+    return rows[found][:, : held.shape[1]], rows[found][:, held.shape[1] :]

@@ -191,14 +191,22 @@ class MappingSpace:
 
     def count(self) -> int:
         """How many legal mappings there are."""
-        total = 0
+        total, known = 0, {}
         for fold, view in self.folds:
-            for size, pipelines in view.batches:
-                chunkings = Counter(pipeline.schedule for pipeline in pipelines)
-                for dispatcher in self.dispatchers(fold, size):
-                    for schedule, number in chunkings.items():
-                        total += number * self._count_choices(fold, size, schedule, dispatcher)
+            # Of the degrees of attention, rules between levels read tp*cp and dp alone.
+            key = (fold.ep, fold.etp, fold.dp, fold.tp * fold.cp, tuple(size for size, _ in view.batches))
+            if key not in known:
+                known[key] = self._count_of(fold, view)
+            total += known[key]
         return total * len(self.moment_homes)
+
+    def _count_of(self, fold: Fold, view: AttentionView) -> int:
+        total = 0
+        for size, pipelines in view.batches:
+            chunkings = Counter(pipeline.schedule for pipeline in pipelines)
+            for dispatcher, (schedule, number) in product(self.dispatchers(fold, size), chunkings.items()):
+                total += number * self._count_choices(fold, size, schedule, dispatcher)
+        return total
 
     def _count_choices(self, fold: Fold, size: int, schedule: str, dispatcher: str) -> int:
         return sum(

@@ -150,8 +150,6 @@ class Pricer:
         self.kept = kept or KeptActivations(shape, workload, recipe_of(shape, workload), Columns(len(shape.kinds)))
         self.times = LayerTimes(shape, device, workload)
         self._layers: dict[tuple[object, ...], LayerSum] = {}
-        self._saved: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
-        self._rank_counts: dict[tuple[int, int, bool], Seconds] = {}
         self._ends: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._replicas: dict[tuple[int, ...], tuple[float, float, float]] = {}
         self._ranks: dict[tuple[int, int, bool], tuple[RankContent, ...]] = {}
@@ -168,7 +166,7 @@ class Pricer:
         layers = tuple(self.layer(kind, mapping) for kind in range(len(self.shape.kinds)))
         slowest, mean = self._rank_times(mapping, layers)
         forward, backward, weight, parts = slowest
-        sends, send_back = self._sends(mapping, n)
+        sends, send_back = self.sends(mapping, mapping.vpp, n)
         bubble = bubble_s(
             mean[0] + send_back, mean[1] + send_back, mean[2], pp=mapping.pp, vpp=mapping.vpp, schedule=mapping.schedule
         )
@@ -230,57 +228,17 @@ class Pricer:
 
     def saved_layers(self, kind: int, m: Mapping, savers: tuple[Saver, ...]) -> tuple[Seconds, Seconds]:
         """Seconds of one layer forward and backward with each of some savers, of which `m` has none; [savers] each."""
-        key = (kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher, m.overlap)
-        if key not in self._saved:
-            mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
-            feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
-            parts = dict.fromkeys(PARTS, 0.0)
-            ahead = sum(self._direction(mixer.forward + feed_forward.forward, m, parts))
-            behind = sum(self._direction(feed_forward.backward + mixer.backward, m, parts))
-            of_set = {recompute: _recomputed(mixer, feed_forward, recompute) for recompute, _ in savers}
-            again = behind + np.array([of_set[recompute] for recompute, _ in savers])
-            waits = self._launch_waits(mixer, feed_forward, (ahead, again))
-            away = self.kept.away_bytes(m, savers)[:, kind]
-            forward, backward = np.full(len(savers), ahead) + waits[0], again + waits[1]
-            self._saved[key] = (
-                forward + self.carried_s(away, forward),
-                backward + self.carried_s(away, backward),
-            )
-        return self._saved[key]
-
-    def step_times(self, m: Mapping, savers: tuple[Saver, ...]) -> Seconds:
-        """Seconds of a step with each of some savers, of which `m` has none: what `step_time` says of each.
-
-        Args:
-            m: the mapping, with the home of its moments.
-            savers: the same ones for all mappings with or without overlap.
-        """
-        n = m.num_micro_batches(self.workload.global_batch_size)
-        layers = [self.saved_layers(kind, m, savers) for kind in range(len(self.shape.kinds))]
-        ahead, behind = (np.array([layer[way] for layer in layers]) for way in (0, 1))
-        ranks, head = self._counts_of_ranks(m), self.ends(m.tp, m.cp, m.mbs)
-        forward = ranks[:, :-1] @ ahead + ranks[:, -1:] * head[0]
-        backward = ranks[:, :-1] @ behind + ranks[:, -1:] * head[1]
-        busiest = np.argmax(forward + backward, axis=0)
-        every = np.arange(len(savers))
-        slowest = forward[busiest, every], backward[busiest, every]
-        weights = [self.layer(kind, m).weight_s for kind in range(len(layers))]
-        weight = float((ranks[:, :-1] @ np.array(weights)).mean())
-        sends, send_back = self._sends(m, n)
-        mean = forward.mean(axis=0) + send_back, backward.mean(axis=0) + send_back
-        bubble = bubble_s(*mean, weight, pp=m.pp, vpp=m.vpp, schedule=m.schedule)
-        gathers, gradients, optimizer = self.replicas(m)
-        shown = self.shown_replicas_s(m, (gathers, gradients), *slowest, n)
-        found: Seconds = n * (slowest[0] + slowest[1]) + sends + bubble + shown + optimizer + STEP_S
-        return found
-
-    def _counts_of_ranks(self, m: Mapping) -> Seconds:
-        """Layers of each kind on each pipeline rank, and in the last column whether it has the loss."""
-        key = (m.pp, m.vpp, SCHEDULES[m.schedule].placement == "v")
-        if key not in self._rank_counts:
-            contents = self.contents_of_ranks(m.pp, m.vpp, m.schedule)
-            self._rank_counts[key] = np.array([[*counts, has_loss] for counts, _, has_loss in contents], dtype=float)
-        return self._rank_counts[key]
+        mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
+        feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
+        parts = dict.fromkeys(PARTS, 0.0)
+        ahead = sum(self._direction(mixer.forward + feed_forward.forward, m, parts))
+        behind = sum(self._direction(feed_forward.backward + mixer.backward, m, parts))
+        of_set = {recompute: _recomputed(mixer, feed_forward, recompute) for recompute, _ in savers}
+        again = behind + np.array([of_set[recompute] for recompute, _ in savers])
+        waits = self._launch_waits(mixer, feed_forward, (ahead, again))
+        away = self.kept.away_bytes(m, savers)[:, kind]
+        forward, backward = np.full(len(savers), ahead) + waits[0], again + waits[1]
+        return forward + self.carried_s(away, forward), backward + self.carried_s(away, backward)
 
     def carried_s(self, away_bytes: Any, busy_s: Any) -> Any:
         """Seconds of a layer, one way, that activations on their way to or from the host are longer than its work.
@@ -397,13 +355,13 @@ class Pricer:
         tokens = self.times.tokens(m.cp, m.mbs) / m.tp
         return send_s(self.device, m.world_size // m.pp, tokens * self.shape.hidden_size * BYTES)
 
-    def _sends(self, m: Mapping, n: int) -> tuple[float, float]:
-        """Seconds of exposed sends of a step, and of one way through a rank's chunks."""
+    def sends(self, m: Mapping, vpp: Any, n: int) -> tuple[Any, Any]:
+        """Seconds of exposed sends of a step, and of one way through a rank's chunks; `vpp` is one number or many."""
         if m.pp == 1:
-            return 0.0, 0.0
+            return 0.0 * vpp, 0.0 * vpp
         one = self._send(m)
-        shown = 1 - HIDDEN_SENDS if m.vpp > 1 else 1.0
-        return 2 * n * m.vpp * one * shown, m.vpp * one
+        shown = 1 - HIDDEN_SENDS * (vpp > 1)
+        return 2 * n * vpp * one * shown, vpp * one
 
     def replicas(self, m: Mapping) -> tuple[float, float, float]:
         """Seconds of gathering the parameters once, of summing the gradients once, and of the optimizer."""
