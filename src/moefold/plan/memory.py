@@ -15,8 +15,9 @@ from moefold.plan.device import GIB, Device
 from moefold.plan.held_states import STATE_PARTS, HeldStates
 from moefold.plan.kept import KEPT_PARTS, KeptActivations, recipe_of
 from moefold.plan.mapping import Mapping
-from moefold.plan.moments import Columns, Moments, Order, moments_of
+from moefold.plan.moments import Columns, Moments, Order, heaviest_of, moments_of
 from moefold.plan.shape import ModelShape
+from moefold.plan.stage_split import Chunk
 from moefold.plan.stages import Split, chunks_of_rank, split_of
 from moefold.plan.workload import Workload
 
@@ -84,6 +85,7 @@ class Memory:
         self.states = HeldStates(shape, workload, cfg, self.columns)
         self.kept = KeptActivations(shape, workload, cfg, self.columns, on_cpu=device.name == "cpu")
         self._moments: dict[Order, Moments] = {}
+        self._heaviest: dict[Order, Moments] = {}
         self.workspace = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
 
     def estimate(self, m: Mapping) -> MemoryEstimate:
@@ -112,19 +114,25 @@ class Memory:
 
     def moments(self, m: Mapping) -> Moments:
         """What may be in memory at once."""
-        order = Order(
-            m.schedule if m.pp > 1 else "1f1b",
-            m.pp,
-            m.vpp,
-            self._micro_batches(m),
-            m.overlap,
-            not self.workload.is_megatron,
-        )
+        order = self._order(m)
         if order not in self._moments:
-            chunks = self.split(m.pp * m.vpp)
-            placed = chunks_of_rank(chunks, order.schedule, m.pp, m.vpp)
-            self._moments[order] = moments_of(order, chunks, placed, self.columns)
+            self._moments[order] = moments_of(order, *self._stages(order), self.columns)
         return self._moments[order]
+
+    def heaviest(self, m: Mapping) -> Moments:
+        """Two of those moments, or some that others outdo: found at a fraction of the cost."""
+        order = self._order(m)
+        if order not in self._heaviest:
+            self._heaviest[order] = heaviest_of(order, *self._stages(order), self.columns)
+        return self._heaviest[order]
+
+    def _order(self, m: Mapping) -> Order:
+        schedule = m.schedule if m.pp > 1 else "1f1b"
+        return Order(schedule, m.pp, m.vpp, self._micro_batches(m), m.overlap, not self.workload.is_megatron)
+
+    def _stages(self, order: Order) -> tuple[tuple[Chunk, ...], tuple[tuple[int, ...], ...]]:
+        chunks = self.split(order.pp * order.vpp)
+        return chunks, chunks_of_rank(chunks, order.schedule, order.pp, order.vpp)
 
     def _micro_batches(self, m: Mapping) -> int:
         return m.num_micro_batches(self.workload.global_batch_size)

@@ -7,13 +7,14 @@ does for one recipe; a test holds the two to the same bytes.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.action import Row
-from moefold.config.paired_schedule import actions, paired_rows
+from moefold.config.paired_schedule import actions, paired_row
 from moefold.config.schedule_order import rank_row
 from moefold.config.schedules import SCHEDULES
 from moefold.metrics.memory_formula import WAITS_FOR_SENDS
@@ -22,6 +23,9 @@ from moefold.plan.stage_split import Chunk
 Counts = NDArray[np.float64]
 STEADY_ROUNDS = 3
 """Micro-batches for each rank behind which nothing new happens until the way out; see `_shortened`."""
+
+AT_ONCE = 32
+"""Rows that others are compared with at a time."""
 
 
 @dataclass(frozen=True)
@@ -116,25 +120,49 @@ def moments_of(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence[
         placed: for each pipeline rank the numbers of its stages.
         columns: for the kinds of the model.
     """
-    rank_of = {stage: rank for rank, stages in enumerate(placed) for stage in stages}
-    walk = _RankWalk(order, chunks, rank_of, columns)
+    walk = _walk(order, chunks, placed, columns)
     held, active = [], []
-    for rank, row in enumerate(rows_of(order, _shortened(order))):
-        found = walk.moments(row, placed[rank])
+    for rank, stages in enumerate(placed):
+        found = walk.moments(row_of(order, rank, _shortened(order)), stages)
         active.append(found)
-        held.append(np.broadcast_to(_held(chunks, placed[rank], columns), (len(found), columns.state_size)))
+        held.append(np.broadcast_to(_held(chunks, stages, columns), (len(found), columns.state_size)))
     return Moments(*_undominated(np.concatenate(held), np.concatenate(active)))
 
 
-def rows_of(order: Order, count: int) -> tuple[Row, ...]:
-    """The work of every rank, with so many micro-batches."""
+def heaviest_of(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence[int]], columns: Columns) -> Moments:
+    """One moment of the first rank and one of the last, with most layers in flight: cheap, and below what is needed.
+
+    Args:
+        order: as for `moments_of`.
+        chunks: the same.
+        placed: the same.
+        columns: the same.
+    """
+    walk = _walk(order, chunks, placed, columns)
+    held, active = [], []
+    for rank in (0, len(placed) - 1):
+        found = walk.moments(row_of(order, rank, _shortened(order)), placed[rank])
+        active.append(found[np.argmax(found[:, : columns.kinds].sum(axis=1))])
+        held.append(_held(chunks, placed[rank], columns))
+    return Moments(np.array(held), np.array(active))
+
+
+@lru_cache(maxsize=16384)
+def row_of(order: Order, rank: int, count: int) -> Row:
+    """The work of a pipeline rank, with so many micro-batches."""
     if order.overlap:
-        paired = paired_rows(order.schedule, order.pp, order.vpp, count)
-        return tuple(tuple(action for work in row for action in actions(work)) for row in paired)
+        return tuple(
+            action for work in paired_row(order.schedule, rank, order.pp, order.vpp, count) for action in actions(work)
+        )
     if order.pp == 1:
-        return (rank_row("1f1b", 0, 1, 1, count),)
+        return rank_row("1f1b", 0, 1, 1, count)
     name = "interleaved" if order.schedule == "1f1b" and order.vpp > 1 else order.schedule
-    return tuple(rank_row(name, rank, order.pp, order.vpp, count) for rank in range(order.pp))
+    return rank_row(name, rank, order.pp, order.vpp, count)
+
+
+def _walk(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence[int]], columns: Columns) -> "_RankWalk":
+    rank_of = {stage: rank for rank, stages in enumerate(placed) for stage in stages}
+    return _RankWalk(order, chunks, rank_of, columns)
 
 
 class _RankWalk:
@@ -289,12 +317,14 @@ def _held(chunks: Sequence[Chunk], stages: Sequence[int], columns: Columns) -> C
 def _undominated(held: Counts, active: Counts) -> tuple[Counts, Counts]:
     """Leave out rows that nowhere have more than another one."""
     rows = np.hstack([held, active])
-    # Those with most first: most rows are below one of a few. Columns in which all have the same decide nothing.
+    # Those with most first: only one before it can outdo a row. Columns in which all have the same decide nothing.
     rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
-    left, left_at = rows[:, (rows != rows[0]).any(axis=0)], np.arange(len(rows))
-    found = []
-    while len(left):
-        found.append(left_at[0])
-        outdone = (left <= left[0]).all(axis=1)
-        left, left_at = left[~outdone], left_at[~outdone]
-    return rows[found][:, : held.shape[1]], rows[found][:, held.shape[1] :]
+    left, at, start = rows.T[(rows != rows[0]).any(axis=0)], np.arange(len(rows)), 0
+    while start < len(at):
+        block, rest = left[:, start : start + AT_ONCE], left[:, start:]
+        is_before = np.arange(rest.shape[1])[:, None] > np.arange(block.shape[1])
+        stays = ~((rest[:, :, None] <= block[:, None, :]).all(axis=0) & is_before).any(axis=1)
+        left = np.concatenate([left[:, :start], rest[:, stays]], axis=1)
+        at = np.concatenate([at[:start], at[start:][stays]])
+        start += int(stays[: block.shape[1]].sum())
+    return rows[at, : held.shape[1]], rows[at, held.shape[1] :]

@@ -3,7 +3,7 @@
 `search.py` says why its bounds hold.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
@@ -17,6 +17,7 @@ from moefold.plan.saver_time import Passes, SaverTimes
 from moefold.plan.space import HOST, Fold, MappingSpace, Pipeline
 from moefold.plan.step_time import STEP_S
 
+Bytes = NDArray[np.float64]
 Timed = tuple[float, Mapping]
 """Seconds of a step, and what takes them."""
 
@@ -40,29 +41,73 @@ class Opened:
     base: Base
     savers: tuple[Saver, ...]
     passes: Passes
-    least: tuple[float, ...]
-    """Seconds of each pipeline at least."""
-    kept: NDArray[np.float64]
+    kept: Bytes
     """Bytes of each column of activations with each saver, [savers, columns]."""
+    may_fit: NDArray[np.bool_]
+    """[pipelines, savers]"""
+    least: tuple[float, ...]
+    """Seconds of each pipeline at least; inf where nothing fits."""
 
 
-@dataclass(frozen=True, slots=True)
 class FoldPrices:
-    """What prices the mappings of a fold."""
+    """What prices the mappings of the folds of a space.
 
-    space: MappingSpace
-    times: SaverTimes
-    memory: Memory
-    least_resting: dict[tuple[object, ...], NDArray[np.float64]] = field(default_factory=dict)
-    """Known answers of `PipelineChoice`."""
+    Args:
+        space: the legal mappings.
+        times: their times.
+        memory: their memory.
+    """
+
+    def __init__(self, space: MappingSpace, times: SaverTimes, memory: Memory) -> None:
+        self.space, self.times, self.memory = space, times, memory
+        self._resting: dict[tuple[object, ...], Bytes] = {}
+        self._heaviest: dict[tuple[object, ...], tuple[Bytes, Bytes]] = {}
+
+    def least_fitting(self, fold: Fold, base: Base) -> float:
+        """Seconds at least of what may fit of a base, bubbles and sends left out; inf if nothing does."""
+        savers, probe = self.space.savers_with(base.overlap), mapping_of(fold, base, base.pipelines[0])
+        held, active = (rows.min(axis=0) for rows in self._heaviest_of(fold, base))
+        may_fit = self._may_fit(fold, base, (held, active), self.memory.kept.totals(probe, savers))
+        least = np.where(may_fit, self.times.least_passes(probe, savers), inf).min()
+        return float(least) + STEP_S
 
     def open(self, fold: Fold, base: Base) -> Opened:
         """Price all pipelines of a base, which has some, with all savers."""
-        savers = self.space.savers_with(base.overlap)
-        probe = mapping_of(fold, base, base.pipelines[0])
-        passes = self.times.passes(probe, base.pipelines, savers)
-        least = tuple((passes.seconds.min(axis=1) + STEP_S).tolist())
-        return Opened(base, savers, passes, least, self.memory.kept.totals(probe, savers))
+        savers, probe = self.space.savers_with(base.overlap), mapping_of(fold, base, base.pipelines[0])
+        passes, kept = self.times.passes(probe, base.pipelines, savers), self.memory.kept.totals(probe, savers)
+        may_fit = self._may_fit(fold, base, self._heaviest_of(fold, base), kept)
+        least = np.where(may_fit, passes.seconds, inf).min(axis=1) + STEP_S
+        return Opened(base, savers, passes, kept, may_fit, tuple(least.tolist()))
+
+    def _may_fit(self, fold: Fold, base: Base, moments: tuple[Bytes, Bytes], kept: Bytes) -> NDArray[np.bool_]:
+        """Which savers fit in some moments, however weights are sharded and wherever moments live, [..., savers]."""
+        held, active = moments
+        resting = held @ self.least_resting_bytes(fold, base, self.space.zeros) + self.memory.workspace
+        totals = (resting[..., None] + active @ kept.T).max(axis=-2)
+        found: NDArray[np.bool_] = totals <= self.memory.device.memory_bytes
+        return found
+
+    def least_resting_bytes(self, fold: Fold, base: Base, zeros: tuple[int, ...]) -> Bytes:
+        """Bytes of each column of weights, gradients and moments, however sharded and wherever the moments live."""
+        has_rounds = self.times.pricer.workload.global_batch_size > base.size * fold.dp
+        key = (fold, has_rounds, zeros)
+        if key not in self._resting:
+            stages = self.stages(fold, base, base.pipelines[0], zeros)
+            self._resting[key] = np.min([self.memory.resting_bytes(m) for m in stages], axis=0)
+        return self._resting[key]
+
+    def stages(self, fold: Fold, base: Base, pipeline: Pipeline, zeros: tuple[int, ...]) -> tuple[Mapping, ...]:
+        """The mappings of a pipeline without savers: what is sharded, and where the moments live."""
+        homes = self.space.moment_homes
+        return tuple(mapping_of(fold, base, pipeline, zero, home) for zero in zeros for home in homes)
+
+    def _heaviest_of(self, fold: Fold, base: Base) -> tuple[Bytes, Bytes]:
+        """What is held and active in two moments of each pipeline, [pipelines, 2, columns] each."""
+        key = (fold.pp, fold.dp * base.size, base.overlap, base.pipelines)
+        if key not in self._heaviest:
+            found = [self.memory.heaviest(mapping_of(fold, base, pipeline)) for pipeline in base.pipelines]
+            self._heaviest[key] = np.array([one.held for one in found]), np.array([one.active for one in found])
+        return self._heaviest[key]
 
 
 class PipelineChoice:
@@ -79,43 +124,29 @@ class PipelineChoice:
         base, self._pipeline = opened.base, opened.base.pipelines[which]
         self._prices, self._fold, self._base, self._savers = prices, fold, base, opened.savers
         self._zeros = prices.space.zeros_of(fold, base.size, self._pipeline.schedule, base.dispatcher, base.overlap)
-        self._passes = opened.passes.of(which)
+        self._passes, self._may_fit = opened.passes.of(which), opened.may_fit[which]
         self._room = prices.memory.room(mapping_of(fold, base, self._pipeline), opened.kept)
         self._fitting = np.arange(0)
         self._activations = np.zeros((0, 0))
 
     @cached_property
     def _stages(self) -> tuple[Mapping, ...]:
-        """The mappings without savers: what is sharded, and where the moments live."""
-        return tuple(
-            mapping_of(self._fold, self._base, self._pipeline, zero, home)
-            for zero in self._zeros
-            for home in self._prices.space.moment_homes
-        )
+        return self._prices.stages(self._fold, self._base, self._pipeline, self._zeros)
 
     def least_fitting(self, limit: float) -> float:
         """Seconds at least of what fits and may take less than a limit; inf if nothing does."""
         memory, passes = self._prices.memory, self._passes
-        which = np.flatnonzero(passes.seconds + STEP_S < limit)
+        which = np.flatnonzero(self._may_fit & (passes.seconds + STEP_S < limit))
         if not which.size:
             return inf
         activations = self._room.activations(which)
-        totals = self._room.totals(self._least_resting_bytes(), activations)
-        fits = totals <= memory.device.memory_bytes
+        resting = self._prices.least_resting_bytes(self._fold, self._base, self._zeros)
+        fits = self._room.totals(resting, activations) <= memory.device.memory_bytes
         self._fitting, self._activations = which[fits], activations[:, fits]
         if not self._fitting.size:
             return inf
         self._passes = Passes(*(part[self._fitting] for part in (passes.seconds, passes.forward, passes.backward)))
         return float(self._passes.seconds.min()) + min(map(self._least_added, self._stages))
-
-    def _least_resting_bytes(self) -> NDArray[np.float64]:
-        """Bytes of each state column, however they are sharded and wherever moments live."""
-        fold, base, known = self._fold, self._base, self._prices.least_resting
-        has_rounds = self._prices.times.pricer.workload.global_batch_size > base.size * fold.dp
-        key = (fold, has_rounds, self._zeros)
-        if key not in known:
-            known[key] = np.min([self._prices.memory.resting_bytes(m) for m in self._stages], axis=0)
-        return known[key]
 
     def fastest(self, limit: float) -> Timed | None:
         """The fastest below a limit that fits, if there is one; asked for after `least_fitting`."""

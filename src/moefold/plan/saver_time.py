@@ -47,6 +47,7 @@ class SaverTimes:
 
     def __init__(self, pricer: Pricer) -> None:
         self.pricer = pricer
+        self._num_layers = [pricer.shape.layers.count(kind) for kind in range(len(pricer.shape.kinds))]
         self._layers: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
         self._ranks: dict[tuple[int, tuple[Pipeline, ...]], _Ranks] = {}
 
@@ -56,6 +57,14 @@ class SaverTimes:
         if key not in self._layers:
             self._layers[key] = self.pricer.saved_layers(kind, m, savers)
         return self._layers[key]
+
+    def least_passes(self, m: Mapping, savers: tuple[Saver, ...]) -> Seconds:
+        """Seconds at least of the micro-batches of a step on the busiest pipeline rank, whatever the pipeline."""
+        pricer = self.pricer
+        seconds = np.full(len(savers), sum(pricer.ends(m.tp, m.cp, m.mbs)))
+        for kind, count in enumerate(self._num_layers):
+            seconds += count * sum(self.layers(kind, m, savers))
+        return m.num_micro_batches(pricer.workload.global_batch_size) / m.pp * seconds
 
     def passes(self, m: Mapping, pipelines: tuple[Pipeline, ...], savers: tuple[Saver, ...]) -> Passes:
         """Price the pipelines.

@@ -7,8 +7,9 @@ zero x homes of the moments x parts to make again or to offload. What is left ou
   same fold, micro-batch size, dispatcher and overlap: bubbles, sends, sums and the optimizer are positive.
 * The times of all pipelines of such a base with all savers are made at once, exactly but for what data parallelism and
   the optimizer add (`saver_time.py`). The least of a pipeline is below all its mappings.
-* Of a pipeline those savers count that fit beside the least that any sharding leaves of weights and moments. The least
-  of their times, with the least that sharding adds, is below all of its mappings that fit.
+* Of a pipeline those savers count that fit beside the least that any sharding leaves of weights and moments, first in
+  two moments of a step, then in all. The least of their times, with the least that sharding adds, is below all of its
+  mappings that fit.
 * What is left is priced exactly, time and memory, for each kind of sharding and each home of the moments.
 
 Candidates are taken in ascending order of these bounds, so the first whose bound reaches the best time found ends the
@@ -166,16 +167,21 @@ class Search:
         """
         best: Timed | None = None
         bases = self._bases_of(fold, view)
+        fitting: set[int] = set()
         opened: dict[int, Opened] = {}
         choices: dict[tuple[int, int], PipelineChoice] = {}
         queue: list[tuple[float, int, int]] = [(base.floor_s, i, -1) for i, base in enumerate(bases)]
         heapify(queue)
         while queue and queue[0][0] < limit and not (is_enough and best):
             floor, i, which = heappop(queue)
-            if which < 0:
+            if which < 0 and i not in fitting:
+                fitting.add(i)
+                heappush(queue, (max(floor, self.prices.least_fitting(fold, bases[i])), i, -1))
+            elif which < 0:
                 opened[i] = self.prices.open(fold, bases[i])
                 for number, least in enumerate(opened[i].least):
-                    heappush(queue, (max(floor, least), i, number))
+                    if least < limit:
+                        heappush(queue, (max(floor, least), i, number))
             elif (i, which) not in choices:
                 choices[i, which] = choice = PipelineChoice(self.prices, fold, opened[i], which)
                 heappush(queue, (max(floor, choice.least_fitting(limit)), i, which))
