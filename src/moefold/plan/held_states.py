@@ -45,6 +45,7 @@ class HeldStates:
         self.shape, self.workload, self.cfg, self.columns = shape, workload, cfg, columns
         self._units: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
         self._prices: dict[tuple[object, ...], Prices] = {}
+        self._rotations: dict[int, int] = {}
         self._totals: dict[tuple[object, ...], Prices] = {}
         self._weights: dict[tuple[str | int, int], tuple[WeightShape, ...]] = {}
 
@@ -170,7 +171,10 @@ class HeldStates:
     def _rotation(self, m: Mapping) -> int:
         if self.shape.config is None:
             return 0
-        return rotation_bytes(replace(self.cfg, parallel=replace(self.cfg.parallel, cp=m.cp)))
+        if m.cp not in self._rotations:
+            cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, cp=m.cp))
+            self._rotations[m.cp] = rotation_bytes(cfg)
+        return self._rotations[m.cp]
 
     def weights(self, name: str | int, tp: int) -> tuple[WeightShape, ...]:
         """The whole weights of a unit: a kind of layers, or "embedding", "head", "further"."""

@@ -86,6 +86,7 @@ class Search:
         self.prices = FoldPrices(space, SaverTimes(pricer), memory)
         self._batch = pricer.workload.global_batch_size
         self._layers: dict[tuple[object, ...], _LayerSums] = {}
+        self._overlapped: dict[tuple[object, ...], tuple[Pipeline, ...]] = {}
         self._counts = [pricer.shape.layers.count(kind) for kind in range(len(pricer.shape.kinds))]
         self._known_bases: dict[Fold, tuple[Base, ...]] = {}
         self._found: dict[Fold, Timed | None] = {}
@@ -215,11 +216,16 @@ class Search:
         self, fold: Fold, size: int, pipelines: tuple[Pipeline, ...], dispatcher: str, overlap: bool
     ) -> tuple[Pipeline, ...]:
         """Those of some pipelines that go with a dispatcher and overlap."""
-        zeros = {
-            schedule: self.space.zeros_of(fold, size, schedule, dispatcher, overlap)
-            for schedule in {pipeline.schedule for pipeline in pipelines}
-        }
-        return pipelines if all(zeros.values()) else tuple(p for p in pipelines if zeros[p.schedule])
+        if not overlap:
+            return pipelines if self.space.zeros_of(fold, size, "", dispatcher, overlap) else ()
+        key = (fold.ep, fold.etp, fold.dp, fold.pp, size, dispatcher)
+        if key not in self._overlapped:
+            zeros = {
+                schedule: self.space.zeros_of(fold, size, schedule, dispatcher, overlap)
+                for schedule in {pipeline.schedule for pipeline in pipelines}
+            }
+            self._overlapped[key] = tuple(pipeline for pipeline in pipelines if zeros[pipeline.schedule])
+        return self._overlapped[key]
 
     def _dispatchers(self, fold: Fold, size: int) -> tuple[str, ...]:
         """The legal ones, without those that are priced as another one."""
@@ -249,10 +255,10 @@ class Search:
             forward, backward = self.pricer.ends(fold.tp, fold.cp, size)
             kinds = []
             for kind, count in enumerate(self._counts):
-                layer = self.pricer.layer(kind, probe)
-                kinds.append(layer.forward_s + layer.backward_s)
-                forward += count * layer.forward_s
-                backward += count * layer.backward_s
+                ahead, behind = self.pricer.plain_layer(kind, probe)
+                kinds.append(ahead + behind)
+                forward += count * ahead
+                backward += count * behind
             self._layers[key] = _LayerSums(forward, backward, tuple(kinds))
         return self._layers[key]
 

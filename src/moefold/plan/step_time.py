@@ -16,7 +16,7 @@ from moefold.plan.collective import Group, all_reduce_s, gather_s, send_s
 from moefold.plan.device import Device
 from moefold.plan.flop_count import expert_parameters, layer_parameters, shared_parameters, train_flops
 from moefold.plan.kept import KeptActivations, Saver, recipe_of, saver_of
-from moefold.plan.layer_time import BlockTime, LayerTimes, Work
+from moefold.plan.layer_time import BlockTime, LayerTimes, WaySums, Work
 from moefold.plan.mapping import Mapping
 from moefold.plan.moments import Columns
 from moefold.plan.pipeline_time import bubble_s, larger
@@ -225,6 +225,21 @@ class Pricer:
         flops += factor * w.load * layer.top_k * expert_parameters(layer, self.shape.hidden_size)
         rate = products.rate * max(1.0, self.device.grouped_fraction)
         return seconds + 6.0 * flops * self.times.tokens(cp, mbs) / tp / rate
+
+    def plain_layer(self, kind: int, m: Mapping) -> tuple[float, float]:
+        """Seconds of one layer forward and backward, as `layer` has them where nothing saves activations."""
+        mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
+        feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
+        ahead = self._shown_s(mixer.ahead + feed_forward.ahead, m)
+        behind = self._shown_s(mixer.behind + feed_forward.behind, m)
+        waits = self._launch_waits(mixer, feed_forward, (ahead, behind))
+        return ahead + waits[0], behind + waits[1]
+
+    def _shown_s(self, way: WaySums, m: Mapping) -> float:
+        """Seconds of one way through a layer."""
+        compute = way.compute_s + way.tensor_s * (1 - HIDDEN_TENSOR if self.workload.overlaps_tensor else 1.0)
+        hidden = min(HIDDEN_EXCHANGE * way.exchange_s, compute) if m.overlap else 0.0
+        return compute + way.exchange_s - hidden
 
     def saved_layers(self, kind: int, m: Mapping, savers: tuple[Saver, ...]) -> tuple[Seconds, Seconds]:
         """Seconds of one layer forward and backward with each of some savers, of which `m` has none; [savers] each."""
