@@ -89,8 +89,7 @@ class FoldPrices:
 
     def least_resting_bytes(self, fold: Fold, base: Base, zeros: tuple[int, ...]) -> Bytes:
         """Bytes of each column of weights, gradients and moments, however sharded and wherever the moments live."""
-        has_rounds = self.times.pricer.workload.global_batch_size > base.size * fold.dp
-        key = (fold, has_rounds, zeros)
+        key = (fold, self.num_micro_batches(fold, base) > 1, zeros)
         if key not in self._resting:
             stages = self.stages(fold, base, base.pipelines[0], zeros)
             self._resting[key] = np.min([self.memory.resting_bytes(m) for m in stages], axis=0)
@@ -100,6 +99,10 @@ class FoldPrices:
         """The mappings of a pipeline without savers: what is sharded, and where the moments live."""
         homes = self.space.moment_homes
         return tuple(mapping_of(fold, base, pipeline, zero, home) for zero in zeros for home in homes)
+
+    def num_micro_batches(self, fold: Fold, base: Base) -> int:
+        """Of a step."""
+        return self.times.pricer.workload.global_batch_size // (base.size * fold.dp)
 
     def _heaviest_of(self, fold: Fold, base: Base) -> tuple[Bytes, Bytes]:
         """What is held and active in two moments of each pipeline, [pipelines, 2, columns] each."""
@@ -146,20 +149,20 @@ class PipelineChoice:
         if not self._fitting.size:
             return inf
         self._passes = Passes(*(part[self._fitting] for part in (passes.seconds, passes.forward, passes.backward)))
-        return float(self._passes.seconds.min()) + min(map(self._least_added, self._stages))
+        return float(self._passes.seconds.min()) + STEP_S
 
     def fastest(self, limit: float) -> Timed | None:
         """The fastest below a limit that fits, if there is one; asked for after `least_fitting`."""
-        memory, best = self._prices.memory, None
-        first = float(self._passes.seconds.min())
-        for least, m in sorted(((self._least_added(m), m) for m in self._stages), key=lambda pair: pair[0]):
-            if first + least >= limit:
-                break
-            seconds = self._prices.times.with_replicas(self._passes, m)
+        prices, passes, best = self._prices, self._passes, None
+        first, n = float(passes.seconds.min()), prices.num_micro_batches(self._fold, self._base)
+        for m in self._stages:
+            if first + prices.times.pricer.replicas(m)[2] + STEP_S >= limit:
+                continue
+            seconds = prices.times.with_replicas(passes, m, n)
             if seconds.min() >= limit:
                 continue
-            totals = self._room.totals(memory.resting_bytes(m), self._activations)
-            seconds[totals > memory.device.memory_bytes] = inf
+            totals = self._room.totals(prices.memory.resting_bytes(m), self._activations)
+            seconds[totals > prices.memory.device.memory_bytes] = inf
             i = int(np.argmin(seconds))
             if seconds[i] < limit:
                 limit = float(seconds[i])
@@ -171,14 +174,6 @@ class PipelineChoice:
         m = self._stages[-1]
         totals = self._room.totals(self._prices.memory.resting_bytes(m), self._room.activations())
         return float(totals.min()), _saved(m, self._savers[int(np.argmin(totals))])
-
-    def _least_added(self, m: Mapping) -> float:
-        """Seconds that data parallelism and the optimizer add at least: work hides most where it is longest."""
-        times, passes = self._prices.times.pricer, self._passes
-        gathers, gradients, optimizer = times.replicas(m)
-        n = m.num_micro_batches(times.workload.global_batch_size)
-        longest = float(passes.forward.max()), float(passes.backward.max())
-        return float(times.shown_replicas_s(m, (gathers, gradients), *longest, n)) + optimizer + STEP_S
 
 
 def mapping_of(fold: Fold, base: Base, pipeline: Pipeline, zero: int = 0, moments: str = "none") -> Mapping:

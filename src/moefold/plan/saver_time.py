@@ -90,22 +90,23 @@ class SaverTimes:
         bubble = _bubbles((mean[0] + send_back, mean[1] + send_back, weight), m.pp, pipelines)
         return Passes(n * (slowest[0] + slowest[1]) + sends + bubble, slowest[0], slowest[1])
 
-    def with_replicas(self, passes: Passes, m: Mapping) -> Seconds:
+    def with_replicas(self, passes: Passes, m: Mapping, n: int) -> Seconds:
         """Seconds of a step in all, [savers].
 
         Args:
             passes: of one pipeline.
-            m: the mapping with that pipeline, with what is sharded and the home of its moments.
+            m: a mapping with that pipeline, with what is sharded and the home of its moments.
+            n: micro-batches.
         """
         gathers, gradients, optimizer = self.pricer.replicas(m)
-        n = m.num_micro_batches(self.pricer.workload.global_batch_size)
         shown = self.pricer.shown_replicas_s(m, (gathers, gradients), passes.forward, passes.backward, n)
         seconds: Seconds = passes.seconds + shown + optimizer + STEP_S
         return seconds
 
     def step_times(self, m: Mapping, savers: tuple[Saver, ...]) -> Seconds:
         """Seconds of a step with each of some savers, of which `m` has none: what `step_time` says of each."""
-        return self.with_replicas(self.passes(m, (Pipeline(m.schedule, m.vpp),), savers).of(0), m)
+        passes = self.passes(m, (Pipeline(m.schedule, m.vpp),), savers).of(0)
+        return self.with_replicas(passes, m, m.num_micro_batches(self.pricer.workload.global_batch_size))
 
     def _contents(self, pp: int, pipelines: tuple[Pipeline, ...]) -> _Ranks:
         key = (pp, pipelines)

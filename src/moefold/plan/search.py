@@ -8,8 +8,7 @@ zero x homes of the moments x parts to make again or to offload. What is left ou
 * The times of all pipelines of such a base with all savers are made at once, exactly but for what data parallelism and
   the optimizer add (`saver_time.py`). The least of a pipeline is below all its mappings.
 * Of a pipeline those savers count that fit beside the least that any sharding leaves of weights and moments, first in
-  two moments of a step, then in all. The least of their times, with the least that sharding adds, is below all of its
-  mappings that fit.
+  two moments of a step, then in all. The least of their times is below that of all its mappings that fit.
 * What is left is priced exactly, time and memory, for each kind of sharding and each home of the moments.
 
 Candidates are taken in ascending order of these bounds, so the first whose bound reaches the best time found ends the

@@ -151,7 +151,8 @@ class Pricer:
         self.times = LayerTimes(shape, device, workload)
         self._layers: dict[tuple[object, ...], LayerSum] = {}
         self._ends: dict[tuple[int, int, int], tuple[float, float]] = {}
-        self._replicas: dict[tuple[int, ...], tuple[float, float, float]] = {}
+        self._replicas: dict[tuple[float, ...], tuple[float, float, float]] = {}
+        self._fullest: dict[tuple[int, ...], tuple[float, float]] = {}
         self._ranks: dict[tuple[int, int, bool], tuple[RankContent, ...]] = {}
 
     @cached_property
@@ -380,15 +381,14 @@ class Pricer:
 
     def replicas(self, m: Mapping) -> tuple[float, float, float]:
         """Seconds of gathering the parameters once, of summing the gradients once, and of the optimizer."""
-        is_v = SCHEDULES[m.schedule].placement == "v"
-        key = (m.tp, m.cp, m.dp, m.pp, m.vpp, is_v, m.ep, m.etp, m.edp, m.zero, "optimizer" in m.offload)
+        dense, experts = self._parameters(m)
+        key = (dense, experts, m.dp * m.cp, m.tp, m.edp, m.etp * m.ep, m.zero, "optimizer" in m.offload)
         if key not in self._replicas:
-            self._replicas[key] = self._price_replicas(m)
+            self._replicas[key] = self._price_replicas(m, dense, experts)
         return self._replicas[key]
 
-    def _price_replicas(self, m: Mapping) -> tuple[float, float, float]:
+    def _price_replicas(self, m: Mapping, dense: float, experts: float) -> tuple[float, float, float]:
         device = self.device
-        dense, experts = self._parameters(m)
         dense_group, expert_group = Group(m.dp * m.cp, m.tp), Group(m.edp, m.etp * m.ep)
         gathers = gather_s(device, dense_group, dense * BYTES) + gather_s(device, expert_group, experts * BYTES)
         size = self.workload.reduce_bytes if m.zero == 3 else GRADIENT_BYTES
@@ -407,6 +407,12 @@ class Pricer:
 
     def _parameters(self, m: Mapping) -> tuple[float, float]:
         """Parameters of the fullest rank: outside the experts, and of them."""
+        key = (m.tp, m.ep * m.etp, m.pp, m.vpp, SCHEDULES[m.schedule].placement == "v")
+        if key not in self._fullest:
+            self._fullest[key] = self._count_parameters(m)
+        return self._fullest[key]
+
+    def _count_parameters(self, m: Mapping) -> tuple[float, float]:
         sizes = [layer_parameters(self.shape, kind) for kind in range(len(self.shape.kinds))]
         ends = self.shape.vocab_size * self.shape.hidden_size
         fullest = (0.0, 0.0)
