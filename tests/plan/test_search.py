@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moefold.config.load import load_config
+from moefold.config.schema import Config
 from moefold.plan.device import load_device
 from moefold.plan.legality import Legality
 from moefold.plan.mapping import OPTIMIZER, Mapping
@@ -22,8 +24,12 @@ NAMES = ("plain", "latent attention, padded to a capacity", "another order of th
 
 
 def searched(name: str, world_size: int, room_gib: float, fixed: dict | None = None) -> Search:
+    """A search of a small recipe."""
+    return searching(on_ranks(RECIPES[name], world_size), room_gib, fixed)
+
+
+def searching(cfg: Config, room_gib: float, fixed: dict | None = None) -> Search:
     """A search on a device that has so much beside the overhead."""
-    cfg = on_ranks(RECIPES[name], world_size)
     space = MappingSpace(Legality(cfg), Restriction(fixed or {}))
     device = replace(load_device("h100"), memory_gib=OVERHEAD_GIB + room_gib)
     workload = Workload(seq_len=cfg.train.seq_len, global_batch_size=cfg.train.global_batch_size)
@@ -45,37 +51,78 @@ def every_mapping(search: Search, fixed: dict | None = None) -> dict[Fold, list[
     return found
 
 
-def check_folds(search: Search, step: int) -> None:
-    """Compare every so manieth fold with the prices of all its mappings.
+def priced(search: Search, probe: Mapping) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and bytes of a mapping with every saver, none left out."""
+    savers, memory = search.space.savers_with(probe.overlap), search.memory
+    room = memory.room(probe, memory.kept.totals(probe, savers))
+    return search.prices.times.step_times(probe, savers), room.totals(memory.resting_bytes(probe), room.activations())
+
+
+def fastest_of_all(search: Search, fixed: dict | None = None) -> dict[Fold, float]:
+    """Seconds of the best mapping of each fold by pricing every mapping; inf where none fits.
 
     All savers of a mapping are priced at once; that this is what each costs by itself is tested below.
     """
-    without = every_mapping(search, {"recompute": (), "offload": ()})
+    found = {}
+    for fold, mappings in every_mapping(search, {**(fixed or {}), "recompute": (), "offload": ()}).items():
+        found[fold] = float("inf")
+        for m in mappings:
+            seconds, totals = priced(search, m)
+            fits = totals <= search.memory.device.memory_bytes
+            found[fold] = min(found[fold], seconds[fits].min(initial=float("inf")))
+    return found
+
+
+def check_folds(search: Search, fixed: dict | None = None) -> None:
+    """Compare the search with the ranking of everything: each fold, the first few, and who is faster."""
+    everything = fastest_of_all(search, fixed)
     views = dict(search.space.folds)
-    assert set(views) == set(without)
-    for fold in sorted(without)[::step]:
-        plan, fastest = search.best(fold, views[fold]), float("inf")
-        for m in without[fold]:
-            for probe in (m, replace(m, offload=(OPTIMIZER,))):
-                savers = search.space.savers_with(m.overlap)
-                seconds = search.pricer.step_times(probe, savers)
-                fits = search.memory.room(probe).fitting(np.arange(len(savers)), savers)
-                fastest = min(fastest, seconds[fits].min(initial=float("inf")))
+    assert set(views) == set(everything)
+    for fold, fastest in everything.items():
+        plan = search.best(fold, views[fold])
         assert plan.memory.fits == (fastest < float("inf"))
         if plan.memory.fits:
             assert plan.time.total_s == pytest.approx(fastest, rel=1e-12)
+    ranking = sorted(seconds for seconds in everything.values() if seconds < float("inf"))
+    for count in (1, 10):
+        found = [plan.time.total_s for plan in search.first(count)]
+        assert found == pytest.approx(ranking[:count], rel=1e-12)
+    for place in range(0, len(ranking), 5):
+        limit = ranking[place] * (1 - 1e-9)
+        assert search.num_faster(limit) == sum(seconds < limit for seconds in ranking)
 
 
 @pytest.mark.parametrize("room_mib", [0.3, 0.5, 100.0])
 def test_the_best_of_each_fold_is_the_best_of_all_its_mappings(room_mib):
-    check_folds(searched("plain", 2, room_mib / 1024), 1)
+    check_folds(searched("plain", 2, room_mib / 1024))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room_mib", [0.3, 0.5, 1.0, 100.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_best_of_each_fold_is_the_best_on_four_ranks(name, room_mib):
-    check_folds(searched(name, 4, room_mib / 1024), 1)
+    check_folds(searched(name, 4, room_mib / 1024))
+
+
+def of_preset(preset: str, world_size: int, room_gib: float, fixed: dict) -> Search:
+    """A search of a whole model, over a part of the space."""
+    cfg = load_config(None, [f"model.preset={preset}", "train.seq_len=4096", "train.global_batch_size=32"])
+    cfg = replace(on_ranks(cfg, world_size), run=replace(cfg.run, device="cuda"))
+    return searching(cfg, room_gib, fixed)
+
+
+@pytest.mark.parametrize(
+    ("preset", "world_size", "room_gib", "fixed"),
+    [
+        pytest.param("mixtral-8x7b", 16, 60.0, {"pp": 4, "cp": 1, "etp": 1}, id="mixtral-8x7b-tight"),
+        pytest.param("mixtral-8x7b", 16, 140.0, {"tp": 2, "zero": 1, "moments": "none"}, id="mixtral-8x7b-roomy"),
+        pytest.param("qwen3-30b-a3b", 16, 70.0, {"tp": 1, "pp": 2}, id="qwen3-30b-a3b"),
+        pytest.param("deepseek-v3", 256, 75.0, {"tp": 1, "cp": 1, "pp": 16, "etp": 1}, id="deepseek-v3"),
+    ],
+)
+@pytest.mark.slow
+def test_the_search_of_a_whole_model_leaves_nothing_out(preset, world_size, room_gib, fixed):
+    check_folds(of_preset(preset, world_size, room_gib, fixed), fixed)
 
 
 def test_plans_are_ranked_best_first():
@@ -94,10 +141,20 @@ def test_times_and_memory_of_all_savers_are_those_of_each(name):
             probe = replace(m, recompute=(), offload=tuple(part for part in m.offload if part == OPTIMIZER))
             savers = search.space.savers_with(m.overlap)
             i = savers.index((m.recompute, tuple(part for part in m.offload if part != OPTIMIZER)))
-            seconds = search.pricer.step_times(probe, savers)[i]
+            seconds, totals = (of_all[i] for of_all in priced(search, probe))
             assert seconds == pytest.approx(search.pricer.step_time(m).total_s, rel=1e-12), m
-            total = search.memory.room(probe).totals(np.array([i]), savers)[0]
-            assert total == pytest.approx(search.memory.estimate(m).total, rel=1e-9), m
+            assert totals == pytest.approx(search.memory.estimate(m).total, rel=1e-9), m
+
+
+def test_the_heaviest_moments_are_below_what_is_needed():
+    search = searched("plain", 4, 100.0)
+    rng = np.random.default_rng(0)
+    for mappings in every_mapping(search, {"recompute": (), "offload": (), "moments": "none", "zero": 1}).values():
+        for m in mappings:
+            heaviest, moments = search.memory.heaviest(m), search.memory.moments(m)
+            states, kept = rng.random(heaviest.held.shape[1]), rng.random(heaviest.active.shape[1])
+            least, needed = ((of.held @ states + of.active @ kept).max() for of in (heaviest, moments))
+            assert 0.2 * needed < least <= needed * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("room_mib", [0.5, 100.0])

@@ -38,6 +38,8 @@ examples:
 """
 )
 EXIT_NO = 1
+ROWS = 10
+"""Of the table."""
 
 
 def run(argv: list[str]) -> int:
@@ -65,14 +67,14 @@ def run(argv: list[str]) -> int:
     if args.report is not None:
         _write_report(planner, args.report, _disturbance(planner.config_of(best), args))
     if args.json:
-        print(json.dumps(answer_as_dict(planner)))
+        print(json.dumps(answer_as_dict(planner, args.top)))
     else:
         from rich.console import Console
 
         from moefold.cli.plan_table import print_plans
 
         console = Console(width=None if sys.stdout.isatty() else 200)
-        print_plans(console, planner, args.top, started)
+        print_plans(console, planner, ROWS if args.top is None else args.top, started)
     return 0
 
 
@@ -93,6 +95,8 @@ def question_of(args: argparse.Namespace) -> Question:
         raise ConfigError(
             f"--memory-reserve {args.memory_reserve:g} must be at least 0 and below {device.memory_gib:g}"
         )
+    if args.top is not None and args.top < 1:
+        raise ConfigError(f"--top {args.top} must be at least 1")
     if args.imbalance < 1:
         raise ConfigError(f"--imbalance {args.imbalance:g} must be at least 1, the busiest ep rank over the mean")
     factor = base.moe.capacity_factor if args.capacity_factor is None else args.capacity_factor
@@ -132,8 +136,8 @@ def planner_of(question: Question, args: argparse.Namespace) -> Planner:
     return TracedPlanner(question, RoutingLoad(args.trace, question.base.model))
 
 
-def answer_as_dict(planner: Planner) -> dict[str, Any]:
-    """The best mapping of every fold, best first, in the form of `moefold plan --json`."""
+def answer_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]:
+    """The best mapping of every fold, best first, or of so many folds, in the form of `moefold plan --json`."""
     q = planner.question
     return {
         "model": q.shape.name,
@@ -146,7 +150,8 @@ def answer_as_dict(planner: Planner) -> dict[str, Any]:
         "method": q.restriction.method,
         "flop_convention": "causal" if q.workload.causal else "full",
         "num_legal": planner.space.count(),
-        "mappings": [plan_as_dict(plan) for plan in planner.plans],
+        "num_folds": planner.num_folds,
+        "mappings": [plan_as_dict(plan) for plan in (planner.plans if count is None else planner.first(count))],
     }
 
 
@@ -255,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--fix", nargs="+", metavar="AXIS=VALUE", help="search only mappings with these, such as tp=2,ep=8")
     add("--explain", nargs="+", metavar="AXIS=VALUE", help="one mapping by itself, and why it cannot run or fit")
     add("--trace", type=Path, metavar="RUN_DIR", help="routing of a real run (moe.trace_every), whose load is priced")
-    add("--top", type=int, default=10, metavar="N", help="rows of the table (10)")
+    add("--top", type=int, metavar="N", help=f"rows of the table ({ROWS}), or mappings of --json (all folds, slower)")
     add("--json", action="store_true", help="print the best mapping of every fold as one JSON object")
     add("--recipe", type=Path, metavar="OUT.toml", help="write a recipe of the best mapping")
     add("--report", type=Path, metavar="FILE.html", help="write the answer as one page with pictures")

@@ -34,9 +34,14 @@ def paired_rows(schedule: str, pp: int, virtual_stages: int, num_micro_batches: 
         virtual_stages: stages of each.
         num_micro_batches: as many as the schedule takes.
     """
+    return tuple(paired_row(schedule, rank, pp, virtual_stages, num_micro_batches) for rank in range(pp))
+
+
+def paired_row(schedule: str, rank: int, pp: int, virtual_stages: int, num_micro_batches: int) -> WorkRow:
+    """What one pipeline rank does, in order; the arguments are those of `paired_rows`."""
     if schedule == "dualpipev" and pp > 1:
-        return tuple(dualpipev_row(pp, rank, num_micro_batches) for rank in range(pp))
-    return tuple(tuple(_looped_row(pp, rank, virtual_stages, num_micro_batches)) for rank in range(pp))
+        return dualpipev_row(pp, rank, num_micro_batches)
+    return tuple(_looped_row(pp, rank, virtual_stages, num_micro_batches))
 
 
 def slots(row: WorkRow) -> SlotRow:

@@ -28,7 +28,7 @@ def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
     operations of the busiest stage are made as few as they can be, as it sets the pace of all; of the cuts with so few,
     one is taken whose fullest stage holds the fewest weights.
     """
-    loads = [embedding_load(cfg), *(layer_load(cfg, i) for i in range(cfg.model.num_layers)), loss_load(cfg)]
+    loads = [embedding_load(cfg), *_layer_loads(cfg), loss_load(cfg)]
     num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
     flops = [load.flops for load in loads]
     pace = _largest(flops, _best_cut(flops, num_stages))
@@ -58,6 +58,16 @@ def stage_load(cfg: Config, parts: StageParts) -> Load:
 def embedding_load(cfg: Config) -> Load:
     """A look-up costs no products."""
     return Load(0, cfg.model.vocab_size * cfg.model.hidden_size // cfg.parallel.tp)
+
+
+def _layer_loads(cfg: Config) -> list[Load]:
+    """Of every layer, in order; layers that are alike are counted once."""
+    numbers: dict[tuple[str, int], int] = {}
+    alike = list(zip(cfg.model.layer_kinds, cfg.model.layer_windows, strict=True))
+    for number, kind in enumerate(alike):
+        numbers.setdefault(kind, number)
+    loads = {kind: layer_load(cfg, number) for kind, number in numbers.items()}
+    return [loads[kind] for kind in alike]
 
 
 def layer_load(cfg: Config, number: int) -> Load:

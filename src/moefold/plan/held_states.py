@@ -45,6 +45,8 @@ class HeldStates:
         self.shape, self.workload, self.cfg, self.columns = shape, workload, cfg, columns
         self._units: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
         self._prices: dict[tuple[object, ...], Prices] = {}
+        self._rotations: dict[int, int] = {}
+        self._totals: dict[tuple[object, ...], Prices] = {}
         self._weights: dict[tuple[str | int, int], tuple[WeightShape, ...]] = {}
 
     def prices(self, m: Mapping, *, sums: bool) -> Prices:
@@ -54,16 +56,30 @@ class HeldStates:
             m: the mapping.
             sums: whether it has several micro-batches, whose gradients are added up.
         """
-        cut = m.zero > 0 and m.world_size > 1
-        dense, experts = (m.dp * m.cp, m.edp) if cut else (1, 1)
-        if cut and self.workload.shards_over_dp_alone:
-            dense, experts = m.dp, max(1, m.edp // m.cp)
-        sums = sums and m.zero < 2 and m.world_size > 1
-        is_away = "optimizer" in m.offload
-        key = (m.tp, m.cp, m.ep, m.etp, dense, experts, m.zero, sums, m.world_size == 1, is_away)
+        key = self._key(m, sums)
         if key not in self._prices:
-            self._prices[key] = self._table(m, (dense, experts), sums, is_away)
+            self._prices[key] = self._table(m, self._degrees(m), key[0], "optimizer" in m.offload)
         return self._prices[key]
+
+    def totals(self, m: Mapping, *, sums: bool) -> Prices:
+        """The same without parts, [columns]."""
+        key = self._key(m, sums)
+        if key not in self._totals:
+            self._totals[key] = self.prices(m, sums=sums).sum(axis=0)
+        return self._totals[key]
+
+    def _key(self, m: Mapping, sums: bool) -> tuple[bool, *tuple[object, ...]]:
+        sums = sums and m.zero < 2 and m.world_size > 1
+        cut = self._degrees(m)
+        return (sums, m.tp, m.cp, m.ep, m.etp, *cut, m.zero, m.world_size == 1, "optimizer" in m.offload)
+
+    def _degrees(self, m: Mapping) -> tuple[int, int]:
+        """Ranks that share the states of dense weights and of experts."""
+        if m.zero == 0 or m.world_size == 1:
+            return 1, 1
+        if self.workload.shards_over_dp_alone:
+            return m.dp, max(1, m.edp // m.cp)
+        return m.dp * m.cp, m.edp
 
     def _table(self, m: Mapping, degrees: tuple[int, int], sums: bool, is_away: bool) -> Prices:
         columns, kinds = self.columns, range(self.columns.kinds)
@@ -155,7 +171,10 @@ class HeldStates:
     def _rotation(self, m: Mapping) -> int:
         if self.shape.config is None:
             return 0
-        return rotation_bytes(replace(self.cfg, parallel=replace(self.cfg.parallel, cp=m.cp)))
+        if m.cp not in self._rotations:
+            cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, cp=m.cp))
+            self._rotations[m.cp] = rotation_bytes(cfg)
+        return self._rotations[m.cp]
 
     def weights(self, name: str | int, tp: int) -> tuple[WeightShape, ...]:
         """The whole weights of a unit: a kind of layers, or "embedding", "head", "further"."""

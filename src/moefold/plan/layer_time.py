@@ -5,6 +5,8 @@ once: attention knows nothing of the experts' degrees, the experts know nothing 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from moefold.plan.collective import Group, Routing, exchange_s, gather_s, ranks_inside
 from moefold.plan.device import Device
@@ -51,7 +53,20 @@ class Work:
     """The axis whose ranks talk; empty for compute."""
 
 
-@dataclass(frozen=True, slots=True)
+class WaySums(NamedTuple):
+    """One way through a layer or a half of it, in sums."""
+
+    compute_s: float
+    tensor_s: float
+    """Collectives of tensor parallelism."""
+    exchange_s: float
+    """Of the experts."""
+
+    def __add__(self, other: "WaySums") -> "WaySums":  # type: ignore[override]
+        return WaySums(*(mine + others for mine, others in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
 class BlockTime:
     """One half of a layer: mixer or feed-forward, in the order of execution."""
 
@@ -67,6 +82,22 @@ class BlockTime:
     """Seconds that running a part again adds to the backward pass. Additive over parts that do not contain each other;
     `moe` contains expert_activation and shared_experts, `layer` everything."""
 
+    @cached_property
+    def ahead(self) -> WaySums:
+        """The sums of `forward`."""
+        return _sums(self.forward)
+
+    @cached_property
+    def behind(self) -> WaySums:
+        """The sums of `backward`."""
+        return _sums(self.backward)
+
+
+def _sums(works: tuple[Work, ...]) -> WaySums:
+    exchange = sum(work.seconds for work in works if work.part == "ep_comm")
+    tensor = sum(work.seconds for work in works if work.part == "tp_comm")
+    return WaySums(sum(work.seconds for work in works if work.part not in ("ep_comm", "tp_comm")), tensor, exchange)
+
 
 class LayerTimes:
     """Prices the layers of one model on one device."""
@@ -75,7 +106,7 @@ class LayerTimes:
         self.shape, self.device, self.workload = shape, device, workload
         self.products = Products(device, workload)
         self._mixers: dict[tuple[int, ...], BlockTime] = {}
-        self._forwards: dict[tuple[int | str, ...], BlockTime] = {}
+        self._forwards: dict[tuple[int | float | str, ...], BlockTime] = {}
 
     def mixer(self, kind: int, tp: int, cp: int, mbs: int) -> BlockTime:
         """Attention or a recurrence, of one layer kind."""
@@ -91,7 +122,9 @@ class LayerTimes:
         if layer is None:
             return BlockTime()
         is_moe = layer.kind == "moe"
-        key = (kind, tp, cp, mbs, ep, etp, dispatcher) if is_moe else (kind, tp, cp, mbs)
+        # Of cp nothing counts but the tokens of a rank, unless experts' ranks lie behind those of cp.
+        inputs = (tp, cp, mbs) if self.workload.coupled else (tp, mbs / cp)
+        key = (kind, *inputs, ep, etp, dispatcher) if is_moe else (kind, *inputs)
         if key not in self._forwards:
             if is_moe:
                 price = _ExpertPrice(self, layer, (tp, cp, mbs), (ep, etp, dispatcher))

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from moefold.config.schema import Config
 from moefold.plan.device import GIB, Device
 from moefold.plan.held_states import STATE_PARTS, HeldStates
-from moefold.plan.kept import KEPT_PARTS, KeptActivations, Saver, recipe_of
+from moefold.plan.kept import KEPT_PARTS, KeptActivations, recipe_of
 from moefold.plan.mapping import Mapping
-from moefold.plan.moments import Columns, Moments, Order, moments_of
+from moefold.plan.moments import Columns, Moments, Order, heaviest_of, moments_of
 from moefold.plan.shape import ModelShape
+from moefold.plan.stage_split import Chunk
 from moefold.plan.stages import Split, chunks_of_rank, split_of
 from moefold.plan.workload import Workload
 
@@ -84,7 +85,8 @@ class Memory:
         self.states = HeldStates(shape, workload, cfg, self.columns)
         self.kept = KeptActivations(shape, workload, cfg, self.columns, on_cpu=device.name == "cpu")
         self._moments: dict[Order, Moments] = {}
-        self._workspace = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
+        self._heaviest: dict[Order, Moments] = {}
+        self.workspace = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
 
     def estimate(self, m: Mapping) -> MemoryEstimate:
         """All of it, by part."""
@@ -95,52 +97,71 @@ class Memory:
         at = int(np.argmax(totals))
         parts = dict(zip(STATE_PARTS, (states @ moments.held[at]).tolist(), strict=True))
         parts |= dict(zip(KEPT_PARTS, (kept @ moments.active[at]).tolist(), strict=True))
-        return MemoryEstimate(**parts, workspace=self._workspace, capacity=self.device.memory_bytes)
+        return MemoryEstimate(**parts, workspace=self.workspace, capacity=self.device.memory_bytes)
 
-    def states_fit(self, m: Mapping) -> bool:
-        """Whether what rests between two steps fits."""
-        states = self.moments(m).held @ self.states.prices(m, sums=self._micro_batches(m) > 1).sum(axis=0)
-        return bool(states.max() + self._workspace <= self.device.memory_bytes)
+    def room(self, m: Mapping, kept: NDArray[np.float64]) -> "Room":
+        """What the savers of a pipeline are asked about.
 
-    def room(self, m: Mapping) -> "Room":
-        """What the savers of a mapping are asked about."""
-        moments = self.moments(m)
-        states = moments.held @ self.states.prices(m, sums=self._micro_batches(m) > 1).sum(axis=0)
-        return Room(m, moments.active, states + self._workspace, self)
+        Args:
+            m: the mapping; what is sharded, and where the moments live, does not count.
+            kept: `KeptActivations.totals` of the savers.
+        """
+        return Room(self, self.moments(m), kept)
+
+    def resting_bytes(self, m: Mapping) -> NDArray[np.float64]:
+        """Bytes of each state column under a mapping."""
+        return self.states.totals(m, sums=self._micro_batches(m) > 1)
 
     def moments(self, m: Mapping) -> Moments:
         """What may be in memory at once."""
-        order = Order(
-            m.schedule if m.pp > 1 else "1f1b",
-            m.pp,
-            m.vpp,
-            self._micro_batches(m),
-            m.overlap,
-            not self.workload.is_megatron,
-        )
+        order = self._order(m)
         if order not in self._moments:
-            chunks = self.split(m.pp * m.vpp)
-            placed = chunks_of_rank(chunks, order.schedule, m.pp, m.vpp)
-            self._moments[order] = moments_of(order, chunks, placed, self.columns)
+            self._moments[order] = moments_of(order, *self._stages(order), self.columns)
         return self._moments[order]
+
+    def heaviest(self, m: Mapping) -> Moments:
+        """Two of those moments, or some that others outdo: found at a fraction of the cost."""
+        order = self._order(m)
+        if order not in self._heaviest:
+            self._heaviest[order] = heaviest_of(order, *self._stages(order), self.columns)
+        return self._heaviest[order]
+
+    def _order(self, m: Mapping) -> Order:
+        schedule = m.schedule if m.pp > 1 else "1f1b"
+        return Order(schedule, m.pp, m.vpp, self._micro_batches(m), m.overlap, not self.workload.is_megatron)
+
+    def _stages(self, order: Order) -> tuple[tuple[Chunk, ...], tuple[tuple[int, ...], ...]]:
+        chunks = self.split(order.pp * order.vpp)
+        return chunks, chunks_of_rank(chunks, order.schedule, order.pp, order.vpp)
 
     def _micro_batches(self, m: Mapping) -> int:
         return m.num_micro_batches(self.workload.global_batch_size)
 
 
 class Room:
-    """The memory of one mapping, before it is said what saves activations."""
+    """The memory of one pipeline, before it is said what is sharded and what saves activations.
 
-    def __init__(self, m: Mapping, active: NDArray[np.float64], resting: NDArray[np.float64], memory: Memory) -> None:
-        self._m, self._active, self._resting, self._memory = m, active, resting, memory
+    Args:
+        memory: whose mapping it is.
+        moments: of the pipeline.
+        kept: bytes of each column of activations with each saver, [savers, columns].
+    """
 
-    def totals(self, which: NDArray[np.intp], savers: tuple[Saver, ...]) -> NDArray[np.float64]:
-        """Bytes of the fullest rank with some of the savers of a list."""
-        kept = self._memory.kept.totals(self._m, savers)[which]
-        found: NDArray[np.float64] = (self._resting[:, None] + self._active @ kept.T).max(axis=0)
+    def __init__(self, memory: Memory, moments: Moments, kept: NDArray[np.float64]) -> None:
+        self._memory, self._moments, self._kept = memory, moments, kept
+
+    def activations(self, which: NDArray[np.intp] | slice = slice(None)) -> NDArray[np.float64]:
+        """Bytes of activations at each moment with some of the savers, [moments, savers]."""
+        found: NDArray[np.float64] = self._moments.active @ self._kept[which].T
         return found
 
-    def fitting(self, which: NDArray[np.intp], savers: tuple[Saver, ...]) -> NDArray[np.bool_]:
-        """Whether it fits with some of the savers of a list."""
-        fits: NDArray[np.bool_] = self.totals(which, savers) <= self._memory.device.memory_bytes
-        return fits
+    def totals(self, resting: NDArray[np.float64], activations: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Bytes of the fullest rank, [savers].
+
+        Args:
+            resting: bytes of each state column.
+            activations: those of some savers, [moments, savers].
+        """
+        states = self._moments.held @ resting + self._memory.workspace
+        found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0)
+        return found

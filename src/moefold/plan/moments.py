@@ -7,13 +7,14 @@ does for one recipe; a test holds the two to the same bytes.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.action import Row
-from moefold.config.paired_schedule import actions, paired_rows
+from moefold.config.paired_schedule import actions, paired_row
 from moefold.config.schedule_order import rank_row
 from moefold.config.schedules import SCHEDULES
 from moefold.metrics.memory_formula import WAITS_FOR_SENDS
@@ -22,6 +23,9 @@ from moefold.plan.stage_split import Chunk
 Counts = NDArray[np.float64]
 STEADY_ROUNDS = 3
 """Micro-batches for each rank behind which nothing new happens until the way out; see `_shortened`."""
+
+AT_ONCE = 32
+"""Rows that others are compared with at a time."""
 
 
 @dataclass(frozen=True)
@@ -116,26 +120,49 @@ def moments_of(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence[
         placed: for each pipeline rank the numbers of its stages.
         columns: for the kinds of the model.
     """
-    rank_of = {stage: rank for rank, stages in enumerate(placed) for stage in stages}
-    walk = _RankWalk(order, chunks, rank_of, columns)
+    walk = _walk(order, chunks, placed, columns)
     held, active = [], []
-    for rank, row in enumerate(rows_of(order, _shortened(order))):
-        own = _held(chunks, placed[rank], columns)
-        for found in walk.moments(row, placed[rank]):
-            held.append(own)
-            active.append(found)
-    return Moments(*_undominated(np.array(held), np.array(active)))
+    for rank, stages in enumerate(placed):
+        found = walk.moments(row_of(order, rank, _shortened(order)), stages)
+        active.append(found)
+        held.append(np.broadcast_to(_held(chunks, stages, columns), (len(found), columns.state_size)))
+    return Moments(*_undominated(np.concatenate(held), np.concatenate(active)))
 
 
-def rows_of(order: Order, count: int) -> tuple[Row, ...]:
-    """The work of every rank, with so many micro-batches."""
+def heaviest_of(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence[int]], columns: Columns) -> Moments:
+    """One moment of the first rank and one of the last, with most layers in flight: cheap, and below what is needed.
+
+    Args:
+        order: as for `moments_of`.
+        chunks: the same.
+        placed: the same.
+        columns: the same.
+    """
+    walk = _walk(order, chunks, placed, columns)
+    held, active = [], []
+    for rank in (0, len(placed) - 1):
+        found = walk.moments(row_of(order, rank, _shortened(order)), placed[rank])
+        active.append(found[np.argmax(found[:, : columns.kinds].sum(axis=1))])
+        held.append(_held(chunks, placed[rank], columns))
+    return Moments(np.array(held), np.array(active))
+
+
+@lru_cache(maxsize=16384)
+def row_of(order: Order, rank: int, count: int) -> Row:
+    """The work of a pipeline rank, with so many micro-batches."""
     if order.overlap:
-        paired = paired_rows(order.schedule, order.pp, order.vpp, count)
-        return tuple(tuple(action for work in row for action in actions(work)) for row in paired)
+        return tuple(
+            action for work in paired_row(order.schedule, rank, order.pp, order.vpp, count) for action in actions(work)
+        )
     if order.pp == 1:
-        return (rank_row("1f1b", 0, 1, 1, count),)
+        return rank_row("1f1b", 0, 1, 1, count)
     name = "interleaved" if order.schedule == "1f1b" and order.vpp > 1 else order.schedule
-    return tuple(rank_row(name, rank, order.pp, order.vpp, count) for rank in range(order.pp))
+    return rank_row(name, rank, order.pp, order.vpp, count)
+
+
+def _walk(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence[int]], columns: Columns) -> "_RankWalk":
+    rank_of = {stage: rank for rank, stages in enumerate(placed) for stage in stages}
+    return _RankWalk(order, chunks, rank_of, columns)
 
 
 class _RankWalk:
@@ -151,27 +178,26 @@ class _RankWalk:
         self._whole = np.array([self._kept(chunk) for chunk in known])
         self._late = np.array([self._postponed(chunk) for chunk in known])
         self._runs = {
-            (i, kind): list(self._forward(chunk) if kind == "F" else self._backward(chunk))
+            (i, kind): np.array(list(self._forward(chunk) if kind == "F" else self._backward(chunk)))
             for i, chunk in enumerate(known)
             for kind in "FB"
         }
 
-    def moments(self, row: Row, stages: Sequence[int]) -> Iterator[Counts]:
-        """The counts at the start of every action that differs from those before."""
+    def moments(self, row: Row, stages: Sequence[int]) -> Counts:
+        """The counts at the start of every action that differs from those before, [moments, columns]."""
         order, n = self.order, self.order.micro_batches
         sent = {stage: self._sent(stage) for stage in stages}
         # What is left out of the steady phase has sent what it sends.
         skipped = (n - _shortened(order)) * sum(sent.values())
         awaited = self._awaited(stages) * n if order.keeps_messages else 0
-        ends = self.columns
-        for (flying, left, running, kind), messages in self._states(row, sent).items():
-            base = np.array(flying) @ self._whole
-            if any(left):
-                base = base + np.array(left) @ self._late
-            base[ends.end("hidden")] += messages + skipped + awaited
-            base[ends.end("in_transit")] = 1.0
-            for run in self._runs[running, kind]:
-                yield base + run
+        states = self._states(row, sent)
+        flying, left, running, kinds = zip(*states, strict=True)
+        base = np.array(flying) @ self._whole + np.array(left) @ self._late
+        base[:, self.columns.end("hidden")] += np.array(list(states.values())) + skipped + awaited
+        base[:, self.columns.end("in_transit")] = 1.0
+        runs = [self._runs[which] for which in zip(running, kinds, strict=True)]
+        found: Counts = np.repeat(base, [len(run) for run in runs], axis=0) + np.concatenate(runs)
+        return found
 
     def _states(self, row: Row, sent: dict[int, int]) -> dict[tuple[Any, ...], int]:
         """What is in flight and postponed as an action begins, with its kind; and the most that was sent by then."""
@@ -291,11 +317,14 @@ def _held(chunks: Sequence[Chunk], stages: Sequence[int], columns: Columns) -> C
 def _undominated(held: Counts, active: Counts) -> tuple[Counts, Counts]:
     """Leave out rows that nowhere have more than another one."""
     rows = np.hstack([held, active])
-    # The largest first: most rows are below one of a few.
+    # Those with most first: only one before it can outdo a row. Columns in which all have the same decide nothing.
     rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
-    found, at = rows.copy(), 0
-    while at < len(found):
-        below = (found[at + 1 :] <= found[at]).all(axis=1)
-        found = np.concatenate([found[: at + 1], found[at + 1 :][~below]])
-        at += 1
-    return found[:, : held.shape[1]], found[:, held.shape[1] :]
+    left, at, start = rows.T[(rows != rows[0]).any(axis=0)], np.arange(len(rows)), 0
+    while start < len(at):
+        block, rest = left[:, start : start + AT_ONCE], left[:, start:]
+        is_before = np.arange(rest.shape[1])[:, None] > np.arange(block.shape[1])
+        stays = ~((rest[:, :, None] <= block[:, None, :]).all(axis=0) & is_before).any(axis=1)
+        left = np.concatenate([left[:, :start], rest[:, stays]], axis=1)
+        at = np.concatenate([at[:start], at[start:][stays]])
+        start += int(stays[: block.shape[1]].sum())
+    return rows[at, : held.shape[1]], rows[at, held.shape[1] :]

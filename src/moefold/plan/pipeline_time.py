@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 
-def bubble_s(forward_s: Any, backward_s: Any, weight_s: float, *, pp: int, vpp: int, schedule: str) -> Any:
+def bubble_s(forward_s: Any, backward_s: Any, weight_s: Any, *, pp: int, vpp: Any, schedule: str) -> Any:
     """Idle seconds of a rank in one step.
 
     Args:
-        forward_s: a number or an array of them: one micro-batch through all chunks of one rank.
+        forward_s: a number, or an array as all that is measured may be: one micro-batch through all chunks of one rank.
         backward_s: the same backward, weights' gradients included.
         weight_s: the part of `backward_s` that makes weights' gradients.
         pp: pipeline ranks.

@@ -160,7 +160,7 @@ class MappingSpace:
 
     def zeros_of(self, fold: Fold, size: int, schedule: str, dispatcher: str, overlap: bool) -> tuple[int, ...]:
         """What may be sharded; empty where the experts' exchange cannot hide under another micro-batch as asked."""
-        if not self.restriction.wants("overlap", overlap):
+        if overlap not in self._overlaps:
             return ()
         if not overlap:
             return self.zeros
@@ -172,6 +172,10 @@ class MappingSpace:
                 zero for zero in self.zeros if self.legality.allows(OVERLAP_RULES, {**values, "zero": zero})
             )
         return self._overlapped[key]
+
+    @cached_property
+    def _overlaps(self) -> tuple[bool, ...]:
+        return tuple(overlap for overlap in (False, True) if self.restriction.wants("overlap", overlap))
 
     def savers_with(self, overlap: bool) -> tuple[Saver, ...]:
         """Those that go with hiding the experts' exchange, or without it."""
@@ -191,20 +195,26 @@ class MappingSpace:
 
     def count(self) -> int:
         """How many legal mappings there are."""
-        total = 0
+        total, known = 0, {}
         for fold, view in self.folds:
-            for size, pipelines in view.batches:
-                chunkings = Counter(pipeline.schedule for pipeline in pipelines)
-                for dispatcher in self.dispatchers(fold, size):
-                    for schedule, number in chunkings.items():
-                        total += number * self._count_choices(fold, size, schedule, dispatcher)
+            # Of the degrees of attention, rules between levels read tp*cp and dp alone.
+            key = (fold.ep, fold.etp, fold.dp, fold.tp * fold.cp, tuple(size for size, _ in view.batches))
+            if key not in known:
+                known[key] = self._count_of(fold, view)
+            total += known[key]
         return total * len(self.moment_homes)
 
-    def _count_choices(self, fold: Fold, size: int, schedule: str, dispatcher: str) -> int:
-        return sum(
-            len(self.zeros_of(fold, size, schedule, dispatcher, overlap)) * len(self.savers_with(overlap))
-            for overlap in (False, True)
-        )
+    def _count_of(self, fold: Fold, view: AttentionView) -> int:
+        plain = len(self.zeros) * len(self.savers) if False in self._overlaps else 0
+        total = 0
+        for size, pipelines in view.batches:
+            dispatchers = self.dispatchers(fold, size)
+            total += len(pipelines) * len(dispatchers) * plain
+            chunkings = Counter(pipeline.schedule for pipeline in pipelines) if True in self._overlaps else {}
+            for dispatcher, (schedule, number) in product(dispatchers, chunkings.items()):
+                zeros = self.zeros_of(fold, size, schedule, dispatcher, overlap=True)
+                total += number * len(zeros) * len(self.plain_savers)
+        return total
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Every legal mapping by itself, as the values of its axes; of use for small worlds."""

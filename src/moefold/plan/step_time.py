@@ -16,7 +16,7 @@ from moefold.plan.collective import Group, all_reduce_s, gather_s, send_s
 from moefold.plan.device import Device
 from moefold.plan.flop_count import expert_parameters, layer_parameters, shared_parameters, train_flops
 from moefold.plan.kept import KeptActivations, Saver, recipe_of, saver_of
-from moefold.plan.layer_time import BlockTime, LayerTimes, Work
+from moefold.plan.layer_time import BlockTime, LayerTimes, WaySums, Work
 from moefold.plan.mapping import Mapping
 from moefold.plan.moments import Columns
 from moefold.plan.pipeline_time import bubble_s, larger
@@ -150,10 +150,9 @@ class Pricer:
         self.kept = kept or KeptActivations(shape, workload, recipe_of(shape, workload), Columns(len(shape.kinds)))
         self.times = LayerTimes(shape, device, workload)
         self._layers: dict[tuple[object, ...], LayerSum] = {}
-        self._saved: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
-        self._rank_counts: dict[tuple[int, int, bool], Seconds] = {}
         self._ends: dict[tuple[int, int, int], tuple[float, float]] = {}
-        self._replicas: dict[tuple[int, ...], tuple[float, float, float]] = {}
+        self._replicas: dict[tuple[float, ...], tuple[float, float, float]] = {}
+        self._fullest: dict[tuple[int, ...], tuple[float, float]] = {}
         self._ranks: dict[tuple[int, int, bool], tuple[RankContent, ...]] = {}
 
     @cached_property
@@ -168,7 +167,7 @@ class Pricer:
         layers = tuple(self.layer(kind, mapping) for kind in range(len(self.shape.kinds)))
         slowest, mean = self._rank_times(mapping, layers)
         forward, backward, weight, parts = slowest
-        sends, send_back = self._sends(mapping, n)
+        sends, send_back = self.sends(mapping, mapping.vpp, n)
         bubble = bubble_s(
             mean[0] + send_back, mean[1] + send_back, mean[2], pp=mapping.pp, vpp=mapping.vpp, schedule=mapping.schedule
         )
@@ -228,59 +227,34 @@ class Pricer:
         rate = products.rate * max(1.0, self.device.grouped_fraction)
         return seconds + 6.0 * flops * self.times.tokens(cp, mbs) / tp / rate
 
+    def plain_layer(self, kind: int, m: Mapping) -> tuple[float, float]:
+        """Seconds of one layer forward and backward, as `layer` has them where nothing saves activations."""
+        mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
+        feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
+        ahead = self._shown_s(mixer.ahead + feed_forward.ahead, m)
+        behind = self._shown_s(mixer.behind + feed_forward.behind, m)
+        waits = self._launch_waits(mixer, feed_forward, (ahead, behind))
+        return ahead + waits[0], behind + waits[1]
+
+    def _shown_s(self, way: WaySums, m: Mapping) -> float:
+        """Seconds of one way through a layer."""
+        compute = way.compute_s + way.tensor_s * (1 - HIDDEN_TENSOR if self.workload.overlaps_tensor else 1.0)
+        hidden = min(HIDDEN_EXCHANGE * way.exchange_s, compute) if m.overlap else 0.0
+        return compute + way.exchange_s - hidden
+
     def saved_layers(self, kind: int, m: Mapping, savers: tuple[Saver, ...]) -> tuple[Seconds, Seconds]:
         """Seconds of one layer forward and backward with each of some savers, of which `m` has none; [savers] each."""
-        key = (kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher, m.overlap)
-        if key not in self._saved:
-            mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
-            feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
-            parts = dict.fromkeys(PARTS, 0.0)
-            ahead = sum(self._direction(mixer.forward + feed_forward.forward, m, parts))
-            behind = sum(self._direction(feed_forward.backward + mixer.backward, m, parts))
-            of_set = {recompute: _recomputed(mixer, feed_forward, recompute) for recompute, _ in savers}
-            again = behind + np.array([of_set[recompute] for recompute, _ in savers])
-            waits = self._launch_waits(mixer, feed_forward, (ahead, again))
-            away = self.kept.away_bytes(m, savers)[:, kind]
-            forward, backward = np.full(len(savers), ahead) + waits[0], again + waits[1]
-            self._saved[key] = (
-                forward + self.carried_s(away, forward),
-                backward + self.carried_s(away, backward),
-            )
-        return self._saved[key]
-
-    def step_times(self, m: Mapping, savers: tuple[Saver, ...]) -> Seconds:
-        """Seconds of a step with each of some savers, of which `m` has none: what `step_time` says of each.
-
-        Args:
-            m: the mapping, with the home of its moments.
-            savers: the same ones for all mappings with or without overlap.
-        """
-        n = m.num_micro_batches(self.workload.global_batch_size)
-        layers = [self.saved_layers(kind, m, savers) for kind in range(len(self.shape.kinds))]
-        ahead, behind = (np.array([layer[way] for layer in layers]) for way in (0, 1))
-        ranks, head = self._counts_of_ranks(m), self.ends(m.tp, m.cp, m.mbs)
-        forward = ranks[:, :-1] @ ahead + ranks[:, -1:] * head[0]
-        backward = ranks[:, :-1] @ behind + ranks[:, -1:] * head[1]
-        busiest = np.argmax(forward + backward, axis=0)
-        every = np.arange(len(savers))
-        slowest = forward[busiest, every], backward[busiest, every]
-        weights = [self.layer(kind, m).weight_s for kind in range(len(layers))]
-        weight = float((ranks[:, :-1] @ np.array(weights)).mean())
-        sends, send_back = self._sends(m, n)
-        mean = forward.mean(axis=0) + send_back, backward.mean(axis=0) + send_back
-        bubble = bubble_s(*mean, weight, pp=m.pp, vpp=m.vpp, schedule=m.schedule)
-        gathers, gradients, optimizer = self.replicas(m)
-        shown = self.shown_replicas_s(m, (gathers, gradients), *slowest, n)
-        found: Seconds = n * (slowest[0] + slowest[1]) + sends + bubble + shown + optimizer + STEP_S
-        return found
-
-    def _counts_of_ranks(self, m: Mapping) -> Seconds:
-        """Layers of each kind on each pipeline rank, and in the last column whether it has the loss."""
-        key = (m.pp, m.vpp, SCHEDULES[m.schedule].placement == "v")
-        if key not in self._rank_counts:
-            contents = self.contents_of_ranks(m.pp, m.vpp, m.schedule)
-            self._rank_counts[key] = np.array([[*counts, has_loss] for counts, _, has_loss in contents], dtype=float)
-        return self._rank_counts[key]
+        mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
+        feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
+        parts = dict.fromkeys(PARTS, 0.0)
+        ahead = sum(self._direction(mixer.forward + feed_forward.forward, m, parts))
+        behind = sum(self._direction(feed_forward.backward + mixer.backward, m, parts))
+        of_set = {recompute: _recomputed(mixer, feed_forward, recompute) for recompute, _ in savers}
+        again = behind + np.array([of_set[recompute] for recompute, _ in savers])
+        waits = self._launch_waits(mixer, feed_forward, (ahead, again))
+        away = self.kept.away_bytes(m, savers)[:, kind]
+        forward, backward = np.full(len(savers), ahead) + waits[0], again + waits[1]
+        return forward + self.carried_s(away, forward), backward + self.carried_s(away, backward)
 
     def carried_s(self, away_bytes: Any, busy_s: Any) -> Any:
         """Seconds of a layer, one way, that activations on their way to or from the host are longer than its work.
@@ -397,25 +371,24 @@ class Pricer:
         tokens = self.times.tokens(m.cp, m.mbs) / m.tp
         return send_s(self.device, m.world_size // m.pp, tokens * self.shape.hidden_size * BYTES)
 
-    def _sends(self, m: Mapping, n: int) -> tuple[float, float]:
-        """Seconds of exposed sends of a step, and of one way through a rank's chunks."""
+    def sends(self, m: Mapping, vpp: Any, n: int) -> tuple[Any, Any]:
+        """Seconds of exposed sends of a step, and of one way through a rank's chunks; `vpp` is one number or many."""
         if m.pp == 1:
-            return 0.0, 0.0
+            return 0.0 * vpp, 0.0 * vpp
         one = self._send(m)
-        shown = 1 - HIDDEN_SENDS if m.vpp > 1 else 1.0
-        return 2 * n * m.vpp * one * shown, m.vpp * one
+        shown = 1 - HIDDEN_SENDS * (vpp > 1)
+        return 2 * n * vpp * one * shown, vpp * one
 
     def replicas(self, m: Mapping) -> tuple[float, float, float]:
         """Seconds of gathering the parameters once, of summing the gradients once, and of the optimizer."""
-        is_v = SCHEDULES[m.schedule].placement == "v"
-        key = (m.tp, m.cp, m.dp, m.pp, m.vpp, is_v, m.ep, m.etp, m.edp, m.zero, "optimizer" in m.offload)
+        dense, experts = self._parameters(m)
+        key = (dense, experts, m.dp * m.cp, m.tp, m.edp, m.etp * m.ep, m.zero, "optimizer" in m.offload)
         if key not in self._replicas:
-            self._replicas[key] = self._price_replicas(m)
+            self._replicas[key] = self._price_replicas(m, dense, experts)
         return self._replicas[key]
 
-    def _price_replicas(self, m: Mapping) -> tuple[float, float, float]:
+    def _price_replicas(self, m: Mapping, dense: float, experts: float) -> tuple[float, float, float]:
         device = self.device
-        dense, experts = self._parameters(m)
         dense_group, expert_group = Group(m.dp * m.cp, m.tp), Group(m.edp, m.etp * m.ep)
         gathers = gather_s(device, dense_group, dense * BYTES) + gather_s(device, expert_group, experts * BYTES)
         size = self.workload.reduce_bytes if m.zero == 3 else GRADIENT_BYTES
@@ -434,6 +407,12 @@ class Pricer:
 
     def _parameters(self, m: Mapping) -> tuple[float, float]:
         """Parameters of the fullest rank: outside the experts, and of them."""
+        key = (m.tp, m.ep * m.etp, m.pp, m.vpp, SCHEDULES[m.schedule].placement == "v")
+        if key not in self._fullest:
+            self._fullest[key] = self._count_parameters(m)
+        return self._fullest[key]
+
+    def _count_parameters(self, m: Mapping) -> tuple[float, float]:
         sizes = [layer_parameters(self.shape, kind) for kind in range(len(self.shape.kinds))]
         ends = self.shape.vocab_size * self.shape.hidden_size
         fullest = (0.0, 0.0)
