@@ -17,7 +17,7 @@ from moefold.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from moefold.metrics.activation_memory import CPU
+from moefold.metrics.kept_parts import CPU
 from moefold.metrics.memory_formula import memory_of_ranks
 from moefold.train.measured_memory import MeasuredMemory, measure_rank
 
@@ -150,16 +150,77 @@ def test_every_schedule_with_parts_made_again(pool, schedule, chunks, parts):
     _assert_close(cfg, pool.run(2, measure_rank, cfg))
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize(("schedule", "chunks"), [("", 1), ("1f1b", 1), ("dualpipev", 2)])
-def test_pairs_of_micro_batches(pool, schedule, chunks):
+PAIRED = [("", 1), ("1f1b", 1), ("interleaved", 2), ("dualpipev", 2)]
+
+
+def _pairs(schedule: str, chunks: int, parts: tuple[str, ...]) -> Config:
     pipeline = {"pp": 2, "schedule": schedule, "virtual_stages": chunks} if schedule else {}
+    train = {"global_batch_size": 32, "recompute": parts}
     size = 4 if schedule else 2
-    train = {"global_batch_size": 32}
-    cfg = _config(model={"num_layers": 4}, train=train, world_size=size, ep=2, overlap_experts=True, **pipeline)
-    ranks = pool.run(size, measure_rank, cfg)
+    return _config(model={"num_layers": 4}, train=train, world_size=size, ep=2, overlap_experts=True, **pipeline)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("schedule", "chunks"), PAIRED)
+def test_pairs_of_micro_batches(pool, schedule, chunks):
+    cfg = _pairs(schedule, chunks, ())
+    ranks = pool.run(cfg.parallel.world_size, measure_rank, cfg)
     _assert_close(cfg, ranks)
     _assert_states(cfg, ranks)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("schedule", "chunks"), [("", 1), ("interleaved", 2)])
+def test_pairs_whose_layers_run_again(pool, schedule, chunks):
+    """The forward pass goes on in the recomputation too, and is through when the backward pass is half way."""
+    cfg = _pairs(schedule, chunks, ("layer",))
+    _assert_close(cfg, pool.run(cfg.parallel.world_size, measure_rank, cfg))
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parts",
+    [("norms",), ("core_attention",), ("expert_activation",), ("shared_experts",), ("moe",), ("layer",)],
+    ids=lambda parts: "+".join(parts),
+)
+@pytest.mark.parametrize(("schedule", "chunks"), PAIRED)
+def test_pairs_with_parts_made_again(pool, schedule, chunks, parts):
+    cfg = _pairs(schedule, chunks, parts)
+    _assert_close(cfg, pool.run(cfg.parallel.world_size, measure_rank, cfg))
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [(), ("layer",)], ids=["plain", "layer"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ep": 1, "etp": 2},
+        {"world_size": 4, "etp": 2},
+        {"dispatcher": "allgather"},
+        {"dispatcher": "leastloaded"},
+        {"tp": 2},
+        {"cp": 2},
+        {"zero": 2},
+        {"dtype": "bfloat16"},
+        {"model": LATENT},
+        {"moe": {"weight_in_expert": True}},
+        {"moe": {"choice": "topk", "capacity_factor": 1.0, "pad_to_capacity": True}},
+        {"model": {"mtp_layers": 1}},
+        {"model": {"layer_pattern": "M"}},
+    ],
+    ids=[
+        "etp", "ep-etp", "allgather", "leastloaded", "tp", "cp", "zero2", "bfloat16", "mla", "weighted", "capacity",
+        "mtp", "moe-only",
+    ],
+)  # fmt: skip
+def test_pairs_on_every_axis(pool, settings, parts):
+    settings = {"world_size": 2, "ep": 2} | settings
+    model = {"num_layers": 4} | settings.pop("model", {})
+    train = {"global_batch_size": 32, "recompute": parts}
+    cfg = _config(settings.pop("dtype", "float32"), model, train, overlap_experts=True, **settings)
+    _assert_close(cfg, pool.run(cfg.parallel.world_size, measure_rank, cfg))
 
 
 def test_pairs_hold_more_micro_batches():

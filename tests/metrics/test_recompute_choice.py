@@ -8,7 +8,7 @@ import pytest
 from moefold.config.checks import check_config
 from moefold.config.schema import RECOMPUTE_PARTS, Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.errors import ConfigError
-from moefold.metrics.activation_memory import CPU, CUDA
+from moefold.metrics.kept_parts import CPU, CUDA
 from moefold.metrics.memory_formula import memory_of_ranks
 from moefold.metrics.recompute_choice import GIB, choose_recompute, extra_work
 

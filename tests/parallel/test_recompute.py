@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.schema import Config, ModelConfig, RunConfig, TrainConfig
-from moefold.metrics.activation_memory import CPU
+from moefold.metrics.kept_parts import CPU
 from moefold.metrics.recompute_choice import choose_recompute
 from moefold.model.recall import all_kept, recalled
 from moefold.model.transformer import build_model

@@ -6,7 +6,7 @@ import pytest
 
 from moefold.config.checks import check_config
 from moefold.config.schema import Config, MetricsConfig
-from moefold.metrics.activation_memory import CPU
+from moefold.metrics.kept_parts import CPU
 from moefold.metrics.memory_by_part import ACTIVATIONS, OFFLOADED, PARTS
 from moefold.metrics.memory_formula import memory_of_ranks
 from moefold.parallel.memory_parts import DISPATCH_PART, METHODS, STEPS

@@ -16,8 +16,8 @@ from moefold.config.checks_recompute import AUTO
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.metrics.activation_memory import KERNELS, Kernels
 from moefold.metrics.bytes_text import bytes_text
+from moefold.metrics.kept_parts import KERNELS, Kernels
 from moefold.metrics.memory_formula import RankMemory, memory_of_ranks
 from moefold.metrics.recompute_choice import GIB, choose_recompute
 from moefold.parallel.layout import Layout

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from moefold.config.checks_recompute import AUTO
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.metrics.activation_memory import KERNELS
+from moefold.metrics.kept_parts import KERNELS
 from moefold.metrics.recompute_choice import GIB, choose_recompute
 
 

@@ -7,47 +7,19 @@ R rows of the routed experts; H, F, A, D, V, E, K sizes (docs/notation.md).
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
 
 from moefold.config.schedules import SCHEDULES
 from moefold.config.schema import Config
+from moefold.metrics.expert_memory import ExpertMemory
+from moefold.metrics.kept_parts import CUDA, INT_BYTES, Kernels, Parts
 from moefold.metrics.state_memory import compute_bytes
 from moefold.parallel.stage_plan import Stage
 
-INT_BYTES = 8
 CHUNK_LOGITS, LEAST_CHUNK = 1 << 24, 256
 """Of train.loss_chunk = -1."""
 LOSS_TOKENS, LOSS_PARTS, LEAST_LOSS_ROWS = 512, 8, 256
 """Tokens and parts of the vocabulary whose logits are there in the compute type, where the loss works by parts."""
-Parts = Counter[str]
-"""Bytes by part: embedding, norms, attention, core attention, dense MLP, router, dispatch buffers, experts, shared
-experts, logits, residual stream, pipeline."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kernels:
-    """What a device's kernels keep."""
-
-    grouped_experts: bool
-    """The experts of a rank run together and keep all of a SwiGLU, four inner widths. Else one after another, and the
-    two inner projections are kept."""
-    fused_swiglu: bool = False
-    """Gate, SiLU and product are one kernel, which keeps its two inputs: of a SwiGLU three inner widths stay, and two
-    where expert_activation runs again, which is that kernel alone."""
-    loss_by_parts: bool = False
-    """Beside what the loss keeps, it has the logits of few tokens in memory, where no product of all is postponed."""
-    narrow_router: bool = False
-    """The router's product takes its input in the compute type, and its choices stay as one map: no copy is kept."""
-
-
-CPU = Kernels(grouped_experts=False, loss_by_parts=True)
-CUDA = Kernels(grouped_experts=True)
-KERNELS = {"cpu": CPU, "cuda": CUDA}
-"""By device type."""
-MEGATRON = Kernels(grouped_experts=True, fused_swiglu=True, narrow_router=True)
-"""Of Megatron-Core with Transformer Engine, on which most published steps were measured."""
 
 
 class ActivationFormula:
@@ -76,28 +48,18 @@ class ActivationFormula:
         self._inside = train.seq_len // p.cp * train.micro_batch_size
         self._tokens = self._inside // p.tp
         self._postpones = p.pp > 1 and SCHEDULES[p.schedule].splits_backward
+        self.experts = ExpertMemory(cfg, self.recompute, kernels, imbalance)
 
     @property
     def hidden(self) -> int:
         """One hidden state of every token between the sub-layers."""
         return self._tokens * self._cfg.model.hidden_size * self._item
 
-    @cached_property
-    def rows(self) -> int:
-        """Rows that the routed experts of this rank work on, R: those of the fullest rank."""
-        model, moe, p = self._cfg.model, self._cfg.moe, self._cfg.parallel
-        copies = self._tokens * model.top_k
-        balanced = copies * p.etp
-        if moe.capacity_factor <= 0:
-            return min(round(balanced * self._imbalance), balanced * p.ep)
-        capacity = ceil(copies / model.num_experts * moe.capacity_factor) * model.num_experts * p.etp
-        return capacity if moe.pad_to_capacity else min(round(balanced * self._imbalance), capacity)
-
     def layer(self, kind: str) -> Parts:
         """A layer of kind "D" or "M" behind its input."""
         if "layer" in self.recompute:
             # The next layer's input, which is this one's result.
-            return Parts({"residual stream": self.hidden})
+            return Parts({"residual stream": self.hidden}) + (self.experts.places() if kind == "M" else Parts())
         kept = self._norm_and_its_result(keeps_result=self._cfg.parallel.tp == 1, part="attention") + self._attention()
         kept += self._moe() if kind == "M" else self._dense()
         kept["residual stream"] += 2 * self.hidden
@@ -105,21 +67,21 @@ class ActivationFormula:
 
     def stage(self, stage: Stage) -> Parts:
         """All that a stage keeps of one micro-batch in flight."""
-        kept = self._before_layers(stage)
-        for kind, count in Counter(self._kinds(stage)).items():
-            for part, size in self._layers[kind].items():
+        kept = self.before_layers(stage)
+        for kind, count in Counter(self.kinds(stage)).items():
+            for part, size in self.layers[kind].items():
                 kept[part] += count * size
-        return kept + self._behind_layers(stage)
+        return kept + self.behind_layers(stage)
 
     def forward(self, stage: Stage) -> Parts:
         """The fullest moment of a stage's forward pass."""
-        now = self._before_layers(stage)
+        now = self.before_layers(stage)
         best = now
-        for kind in self._kinds(stage):
-            now = now + self._layers[kind]
+        for kind in self.kinds(stage):
+            now = now + self.layers[kind]
             full = now + self.passing[kind]
             best = full if full.total() > best.total() else best
-        now = now + self._behind_layers(stage)
+        now = now + self.behind_layers(stage)
         now["logits"] += self.transient_logits if stage.is_last else 0
         return now if now.total() >= best.total() else best
 
@@ -130,25 +92,33 @@ class ActivationFormula:
             stage: one.
             splits: what the layers behind have postponed is there too.
         """
-        now = self._before_layers(stage)
+        now = self.before_layers(stage)
         left = self.postponed(stage) if splits else Parts()
         best = now + left
-        for kind in self._kinds(stage):
-            now = now + self._layers[kind]
+        for kind in self.kinds(stage):
+            now = now + self.layers[kind]
             # Most of what the layer itself postpones is what it has kept, or takes its place.
             left = left - self.postponed_layer(kind) if splits else left
-            beside = self._postponed_beside(kind) if splits else Parts()
+            beside = self.postponed_beside(kind) if splits else Parts()
             full = now + self.again[kind] + self.passing[kind] + left + beside
             best = full if full.total() > best.total() else best
         return best
 
-    def _kinds(self, stage: Stage) -> list[str]:
+    @property
+    def further_kind(self) -> str:
+        """The kind of the layers of multi-token prediction."""
+        return self._cfg.model.layer_kinds[-1]
+
+    def kinds(self, stage: Stage) -> list[str]:
+        """Of the layers of a stage, without those of multi-token prediction."""
         return [self._cfg.model.layer_kinds[i] for i in stage.parts.layers]
 
-    def _before_layers(self, stage: Stage) -> Parts:
+    def before_layers(self, stage: Stage) -> Parts:
+        """What a stage keeps of what stands before its layers."""
         return self.embedding() if stage.is_first else Parts()
 
-    def _behind_layers(self, stage: Stage) -> Parts:
+    def behind_layers(self, stage: Stage) -> Parts:
+        """What a stage keeps of what stands behind its layers."""
         if not stage.is_last:
             return Parts()
         kept = self.head()
@@ -178,7 +148,7 @@ class ActivationFormula:
     def postponed(self, stage: Stage) -> Parts:
         """What a split backward pass leaves of a micro-batch until its weight gradients are computed."""
         left = Parts()
-        for kind in self._kinds(stage):
+        for kind in self.kinds(stage):
             left += self.postponed_layer(kind)
         if stage.is_last:
             left["logits"] += (1 + stage.parts.num_further) * self.postponed_head
@@ -200,12 +170,12 @@ class ActivationFormula:
             left["dense MLP"] = item * (2 * hidden + 3 * model.ffn_hidden_size // p.tp)
             return left
         if p.dispatcher != "leastloaded":
-            left["experts"] = self.rows * self._item * (2 * hidden + 3 * model.moe_ffn_hidden_size // p.etp)
+            left["experts"] = self.experts.rows * self._item * (2 * hidden + 3 * model.moe_ffn_hidden_size // p.etp)
         if model.shared_expert_ffn_hidden_size:
             left["shared experts"] = item * (2 * hidden + 3 * model.shared_expert_ffn_hidden_size // p.tp)
         return left
 
-    def _postponed_beside(self, kind: str) -> Parts:
+    def postponed_beside(self, kind: str) -> Parts:
         """What a layer postpones while it still has all that it kept: the hidden values and inner gradients of experts.
 
         Experts that run one after another let go of their inner projections when the last of them is through.
@@ -215,49 +185,49 @@ class ActivationFormula:
             return Parts()
         # The gradient of the results takes the place of the results, where these are kept.
         width = 3 * model.moe_ffn_hidden_size // p.etp + model.hidden_size * self._cfg.moe.weight_in_expert
-        return Parts(experts=self.rows * self._item * width)
+        return Parts(experts=self.experts.rows * self._item * width)
 
     @cached_property
-    def _layers(self) -> dict[str, Parts]:
+    def layers(self) -> dict[str, Parts]:
+        """What each kind of layer keeps."""
         return {kind: self.layer(kind) for kind in set(self._cfg.model.all_layer_kinds)}
+
+    @cached_property
+    def whole(self) -> "ActivationFormula":
+        """What is there while a layer runs again: what it would keep if no larger part of it ran again."""
+        # A norm is over before the next one runs again, and so are experts that run one after another.
+        brief = {"norms"} if self._kernels.grouped_experts else {"norms", "expert_activation"}
+        if self.recompute <= brief:
+            return self
+        return ActivationFormula(self._cfg, self.recompute & brief, self._kernels, self._imbalance)
 
     @cached_property
     def again(self) -> dict[str, Parts]:
         """What is there of each kind of layer while it runs again, beside what it keeps."""
-        # A norm is over before the next one runs again, and so are experts that run one after another.
-        brief = {"norms"} if self._kernels.grouped_experts else {"norms", "expert_activation"}
-        if self.recompute <= brief:
-            return {kind: Parts() for kind in self._layers}
-        whole = ActivationFormula(self._cfg, self.recompute & brief, self._kernels, self._imbalance)
-        return {kind: whole.layer(kind) - kept for kind, kept in self._layers.items()}
+        return {kind: self.whole.layers[kind] - kept for kind, kept in self.layers.items()}
 
     @cached_property
     def passing(self) -> dict[str, Parts]:
         """What passes while each kind of layer runs, for the first time or again."""
-        found = {}
-        for kind in self._layers:
-            passing = self._passing_experts() if kind == "M" else Parts()
-            if "norms" in self.recompute:
-                passing["norms"] += self._norm(self._tokens, self._cfg.model.hidden_size) + self.hidden
-            found[kind] = passing
-        return found
+        return {kind: (self._passing_experts() if kind == "M" else Parts()) + self.passing_norm for kind in self.layers}
+
+    @property
+    def passing_norm(self) -> Parts:
+        """A norm whose result is made again: what it works with, and the result."""
+        if "norms" not in self.recompute:
+            return Parts()
+        return Parts(norms=self._norm(self._tokens, self._cfg.model.hidden_size) + self.hidden)
 
     def _passing_experts(self) -> Parts:
         """The largest moment of the routed experts: one of them at work, or the sum of the results of all."""
-        model, p = self._cfg.model, self._cfg.parallel
-        inner = model.moe_ffn_hidden_size // p.etp * (3 if "expert_activation" in self.recompute else 1)
-        # Copies are summed in float32 at least.
-        copies = self.rows if p.dispatcher == "allgather" or p.ep * p.etp == 1 else self._tokens * model.top_k
-        widened = copies * model.hidden_size * self._wide if self._item < self._wide else 0
-        summed = widened + self._tokens * model.hidden_size * self._wide
+        p, summing = self._cfg.parallel, self.experts.summing()
         if p.ep * p.etp > 1:
             # Results in the order of experts and of senders; before, the parts from all etp ranks are added up.
-            row = model.hidden_size * self._item
-            summed = 2 * self.rows * row + max(summed, self.rows * row if p.etp > 1 else 0)
-        at_work = self.rows // (model.num_experts // p.ep) * (inner + model.hidden_size) * self._item
-        if self._kernels.grouped_experts or summed > at_work:
-            return Parts({"dispatch buffers": summed})
-        return Parts(experts=at_work)
+            both = 2 * self.experts.rows * self.experts.row
+            added = self.experts.rows * self.experts.row if p.etp > 1 else 0
+            summing = Parts({"dispatch buffers": both + max(summing.total(), added)})
+        at_work = self.experts.at_work()
+        return summing if self._kernels.grouped_experts or summing.total() > at_work.total() else at_work
 
     @property
     def _head_widths(self) -> tuple[int, int]:
@@ -346,7 +316,7 @@ class ActivationFormula:
     def _moe(self) -> Parts:
         model, p = self._cfg.model, self._cfg.parallel
         if "moe" in self.recompute:
-            return self._norm_and_its_result(keeps_result=True, part="")
+            return self._norm_and_its_result(keeps_result=True, part="") + self.experts.places()
         is_narrow = self._item < self._wide
         has_shared = model.shared_expert_ffn_hidden_size > 0
         whole_shared = has_shared and (p.tp == 1 or "shared_experts" in self.recompute)
@@ -358,34 +328,7 @@ class ActivationFormula:
         kept["router"] += self._tokens * choices
         copies_input = is_narrow and not self._kernels.narrow_router
         kept["router"] += self._tokens * model.hidden_size * self._wide if copies_input else 0
-        return kept + self._experts()
-
-    def _experts(self) -> Parts:
-        """The rows of the routed experts, what they make of them, and the results on their way home."""
-        model, p, moe, kept = self._cfg.model, self._cfg.parallel, self._cfg.moe, Parts()
-        copies, row = self._tokens * model.top_k, model.hidden_size * self._item
-        travels = p.ep * p.etp > 1
-        kept["dispatch buffers"] += self.rows * row + copies * 3 * INT_BYTES
-        kept["dispatch buffers"] += 2 * self.rows * INT_BYTES if travels else 0
-        if not moe.weight_in_expert:
-            gathers = p.dispatcher == "allgather" or not travels
-            kept["experts" if gathers else "dispatch buffers"] += (self.rows if gathers else copies) * row
-        if moe.weight_in_expert:
-            kept["experts"] += self.rows * self._wide
-        kept["experts"] += self.rows * self._inner_widths * model.moe_ffn_hidden_size // p.etp * self._item
-        return kept
-
-    @property
-    def _inner_widths(self) -> int:
-        """What the routed experts keep of a row, in inner widths."""
-        runs_again = "expert_activation" in self.recompute
-        if self._kernels.fused_swiglu:
-            return 2 if runs_again else 3
-        if runs_again:
-            return 0
-        if not self._kernels.grouped_experts:
-            return 2
-        return 3 if self._cfg.moe.weight_in_expert else 4
+        return kept + self.experts.kept()
 
     def head(self) -> Parts:
         """The last norm, and the logits or what is kept instead."""
@@ -401,7 +344,7 @@ class ActivationFormula:
 
     def further(self) -> Parts:
         """A layer of multi-token prediction: three norms, the projection's input, the layer, and logits once more."""
-        kept = self.layer(self._cfg.model.layer_kinds[-1]) + self.head()
+        kept = self.layer(self.further_kind) + self.head()
         kept["norms"] += 2 * self._norm(self._tokens, self._cfg.model.hidden_size)
         kept["residual stream"] += 4 * self.hidden
         return kept

@@ -12,8 +12,10 @@ from moefold.config.action import Slot, SlotRow
 from moefold.config.schedule_order import schedule_slots
 from moefold.config.schedules import SCHEDULES
 from moefold.config.schema import Config
-from moefold.metrics.activation_memory import CUDA, ActivationFormula, Kernels, Parts
+from moefold.metrics.activation_memory import ActivationFormula
+from moefold.metrics.kept_parts import CUDA, Kernels, Parts
 from moefold.metrics.moments_away import moments_away
+from moefold.metrics.pass_memory import Amount, PassFormula, Way, fullest_moment
 from moefold.metrics.state_memory import StateBytes, StateFormula
 from moefold.parallel.stage_plan import plan_stages
 
@@ -85,16 +87,18 @@ def memory_of_ranks(
 def activation_peaks(formula: ActivationFormula, cfg: Config) -> tuple[ActivationPeak, ...]:
     """Walk through the order of work of every pipeline rank, and find the moment with most activations."""
     plan, splits = plan_stages(cfg), SCHEDULES[cfg.parallel.schedule].splits_backward
+    ways, overlaps = PassFormula(formula, splits=splits), cfg.parallel.overlap_experts
     passes = []
     for stage in plan.stages:
         left = formula.postponed(stage) if splits else Parts()
         # All schedules but the simplest keep what they hand on, results and gradients, until the step ends.
         num_neighbours = (stage.number > 0) + (stage.number + 1 < len(plan.stages))
-        lets_go = cfg.parallel.schedule in WAITS_FOR_SENDS and not cfg.parallel.overlap_experts
+        lets_go = cfg.parallel.schedule in WAITS_FOR_SENDS and not overlaps
         num_sent = 0 if lets_go or cfg.parallel.pp == 1 else num_neighbours
         sent = Parts(pipeline=num_sent * formula.hidden)
         peaks = formula.forward(stage), formula.backward(stage, splits=splits)
-        passes.append(_Passes(*peaks, formula.stage(stage), left, sent, max(1, len(stage.parts.layers))))
+        both = (ways.forward(stage), ways.backward(stage)) if overlaps else ((), ())
+        passes.append(_Passes(*peaks, formula.stage(stage), left, sent, both))
     return tuple(_peak(row, passes) for row in schedule_slots(cfg))
 
 
@@ -116,45 +120,54 @@ def pipeline_buffers(cfg: Config) -> tuple[int, ...]:
 class _Passes:
     """What one micro-batch has in memory on one stage."""
 
-    def __init__(self, forward: Parts, backward: Parts, kept: Parts, left: Parts, sent: Parts, num_layers: int) -> None:
-        self.forward, self.backward, self.kept, self.left, self.sent = forward, backward, kept, left, sent
+    def __init__(
+        self, forward: Parts, backward: Parts, kept: Parts, left: Parts, sent: Parts, ways: tuple[Way, Way]
+    ) -> None:
+        self.forward, self.backward, self.kept, self.left, self.sent = forward, backward, kept, left, Amount(sent)
         self.forward_bytes, self.backward_bytes = forward.total(), backward.total()
         self.kept_bytes, self.left_bytes = kept.total(), left.total()
-        self.sent_bytes = sent.total()
-        self.layer = Parts({part: size // num_layers for part, size in kept.items()})
-        self.layer_bytes = self.layer.total()
+        self.ways = ways
+        """Forward and backward, where micro-batches go in pairs."""
 
 
-def _fullest(slot: Slot, passes: list[_Passes]) -> Parts:
-    """The fullest moment of what begins together, beside other micro-batches.
+class _Fullest:
+    """The fullest moment of what begins together on a rank, beside other micro-batches."""
 
-    Of a pair one grows by a layer while the other gives one back.
-    """
-    stages = [passes[action.stage] for action in slot]
-    if slot[0].kind == "W":
-        return Parts()
-    if len(slot) == 1:
-        return stages[0].forward if slot[0].kind == "F" else stages[0].backward
-    ahead, behind = stages
-    return max(ahead.forward + behind.layer, behind.backward + ahead.layer, key=Parts.total)
+    def __init__(self, passes: list[_Passes]) -> None:
+        self._passes = passes
+        self._pairs: dict[tuple[int, int], tuple[Amount, Amount]] = {}
 
+    def bytes_of(self, slot: Slot) -> int:
+        """The total of `parts_of`, which is asked for often."""
+        if len(slot) > 1:
+            return sum(amount.size for amount in self._pair(slot))
+        stage = self._passes[slot[0].stage]
+        return {"F": stage.forward_bytes, "W": 0}.get(slot[0].kind, stage.backward_bytes)
 
-def _fullest_bytes(slot: Slot, passes: list[_Passes]) -> int:
-    """The total of `_fullest`, which is asked for often."""
-    if len(slot) > 1:
-        ahead, behind = (passes[action.stage] for action in slot)
-        return max(ahead.forward_bytes + behind.layer_bytes, behind.backward_bytes + ahead.layer_bytes)
-    stage = passes[slot[0].stage]
-    return {"F": stage.forward_bytes, "W": 0}.get(slot[0].kind, stage.backward_bytes)
+    def parts_of(self, slot: Slot) -> Parts:
+        """By part."""
+        if len(slot) > 1:
+            ahead, behind = self._pair(slot)
+            return ahead.parts + behind.parts
+        stage = self._passes[slot[0].stage]
+        return {"F": stage.forward, "W": Parts()}.get(slot[0].kind, stage.backward)
+
+    def _pair(self, slot: Slot) -> tuple[Amount, Amount]:
+        ahead, behind = (action.stage for action in slot)
+        if (ahead, behind) not in self._pairs:
+            other = self._passes[behind]
+            self._pairs[ahead, behind] = fullest_moment(self._passes[ahead].ways[0], other.ways[1], other.sent)
+        return self._pairs[ahead, behind]
 
 
 def _peak(row: SlotRow, passes: list[_Passes]) -> ActivationPeak:
     """Follow one rank: a forward pass keeps activations, the backward pass of inputs trades them for what is left."""
     now = most = best_at = 0
+    fullest = _Fullest(passes)
     for i, slot in enumerate(row):
         # Those whose backward pass runs are counted in its moment.
         now -= sum(passes[action.stage].kept_bytes for action in slot if action.kind in "BI")
-        full = now + _fullest_bytes(slot, passes)
+        full = now + fullest.bytes_of(slot)
         if full > most:
             most, best_at = full, i
         for action in slot:
@@ -164,14 +177,14 @@ def _peak(row: SlotRow, passes: list[_Passes]) -> ActivationPeak:
             elif action.kind == "W":
                 now -= stage.left_bytes
             else:
-                now += stage.sent_bytes + (stage.left_bytes if action.kind == "I" else 0)
-    return _moment(row, passes, most, best_at)
+                now += stage.sent.size + (stage.left_bytes if action.kind == "I" else 0)
+    return _moment(row, passes, fullest.parts_of(row[best_at]), most, best_at)
 
 
-def _moment(row: SlotRow, passes: list[_Passes], total: int, at: int) -> ActivationPeak:
+def _moment(row: SlotRow, passes: list[_Passes], fullest: Parts, total: int, at: int) -> ActivationPeak:
     """What is in memory at one slot of a row."""
     done = Counter((action.stage, action.kind) for slot in row[:at] for action in slot)
-    by_part = Counter(_fullest(row[at], passes))
+    by_part = Counter(fullest)
     leaving = [action.stage for action in row[at] if action.kind in "BI"]
     in_flight = {}
     for number in {action.stage for slot in row for action in slot}:
@@ -180,7 +193,7 @@ def _moment(row: SlotRow, passes: list[_Passes], total: int, at: int) -> Activat
         for count, parts in (
             (in_flight[number] - leaving.count(number), stage.kept),
             (inputs - weights, stage.left),
-            (whole + inputs, stage.sent),
+            (whole + inputs, stage.sent.parts),
         ):
             for part, size in parts.items():
                 by_part[part] += count * size

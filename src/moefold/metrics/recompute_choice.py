@@ -8,8 +8,8 @@ from itertools import combinations
 from moefold.config.checks_recompute import INSIDE, lacking_part
 from moefold.config.schema import RECOMPUTE_PARTS, Config, ModelConfig
 from moefold.errors import ConfigError
-from moefold.metrics.activation_memory import CUDA, Kernels
 from moefold.metrics.flops import train_flops_per_token
+from moefold.metrics.kept_parts import CUDA, Kernels
 from moefold.metrics.memory_formula import RankMemory, memory_of_ranks
 from moefold.metrics.state_memory import StateFormula
 from moefold.parallel.stage_plan import plan_stages

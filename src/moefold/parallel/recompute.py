@@ -7,7 +7,7 @@ import torch
 
 from moefold.config.checks_recompute import AUTO
 from moefold.config.schema import Config
-from moefold.metrics.activation_memory import KERNELS
+from moefold.metrics.kept_parts import KERNELS
 from moefold.metrics.recompute_choice import GIB, choose_recompute
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.mlp import SwiGLU

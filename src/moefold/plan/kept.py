@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schema import Config, TrainConfig
-from moefold.metrics.activation_memory import CPU, CUDA, MEGATRON, ActivationFormula, Kernels, Parts
+from moefold.metrics.activation_memory import ActivationFormula
+from moefold.metrics.kept_parts import CPU, CUDA, MEGATRON, Kernels, Parts
 from moefold.plan.held_states import letter_of
 from moefold.plan.mapping import Mapping
 from moefold.plan.moments import Columns
