@@ -1,5 +1,6 @@
 """Who computes on this machine: plain operations or kernels (`run.kernels`), in which precision (`train.precision`)."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,15 @@ from moefold.model.linear import Products
 from moefold.model.rope import Turn
 from moefold.moe.router import RoutingKernel
 from moefold.precision.products import SimulatedProducts, SimulatedRows
-from moefold.precision.recipe import RECIPES
+from moefold.precision.recipe import RECIPES, Recipe
+from moefold.precision.scaled_products import ScaledProducts, probe
+
+logger = logging.getLogger(__name__)
 
 FP8_CAPABILITY = (8, 9)
 """The first NVIDIA devices whose matrix units multiply e4m3: Ada, then Hopper."""
+MX_CAPABILITY = (10, 0)
+"""The first ones whose matrix units read scales of 32 and 16 values: Blackwell."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,9 @@ def _routing(cfg: Config) -> tuple[RoutingKernel | None, str]:
 
 def _narrow_kernels(cfg: Config, device: torch.device) -> Kernels:
     name = cfg.train.precision
-    fault = fp8_fault(cfg.run, name, device)
+    if name != "fp8-blockwise":
+        return _scaled_kernels(cfg.run, RECIPES[name], device)
+    fault = fp8_fault(cfg.run, device)
     if not fault:
         from moefold.kernels.triton_fp8 import Fp8Products, Fp8Rows
         from moefold.kernels.triton_rope import turn
@@ -79,19 +87,44 @@ def _narrow_kernels(cfg: Config, device: torch.device) -> Kernels:
         routing, note = _routing(cfg)
         note = f"train.precision={name!r}: on the matrix units{note}"
         return Kernels(rows, Fp8Products(rows), routing, rows, turn, note)
-    simulated = SimulatedProducts(RECIPES[name])
-    note = f"train.precision={name!r}: simulated, at the speed of float32 at best, as {fault}"
-    return Kernels(SimulatedRows(simulated), simulated, note=note)
+    return _simulated(SimulatedProducts(RECIPES[name]), fault)
 
 
-def fp8_fault(run: RunConfig, precision: str, device: torch.device) -> str:
-    """Why products of few bits are simulated here; empty if the device computes them."""
-    if precision != "fp8-blockwise":
-        return "no kernel for it is built in"
+def _scaled_kernels(run: RunConfig, recipe: Recipe, device: torch.device) -> Kernels:
+    """Products of formats that torch multiplies, where it is found to do so rightly."""
+    fault = matrix_unit_fault(run, device, MX_CAPABILITY)
+    return _simulated(SimulatedProducts(recipe), fault) if fault else kernels_if_right(ScaledProducts(recipe), device)
+
+
+def kernels_if_right(products: ScaledProducts, device: torch.device) -> Kernels:
+    """Products of the device if they agree with the simulation there, else the simulation, with a warning."""
+    name, fault = products.recipe.name, probe(products, device)
+    if fault:
+        # Each rank tries its own device, and the note is that of the first one.
+        logger.warning("train.precision=%r is simulated on %s: %s", name, device, fault)
+        return _simulated(SimulatedProducts(products.recipe), fault)
+    note = f"train.precision={name!r}: on the matrix units, one expert after another"
+    return Kernels(SimulatedRows(products), products, note=note)
+
+
+def _simulated(products: SimulatedProducts, fault: str) -> Kernels:
+    note = f"train.precision={products.recipe.name!r}: simulated, at the speed of float32 at best, as {fault}"
+    return Kernels(SimulatedRows(products), products, note=note)
+
+
+def fp8_fault(run: RunConfig, device: torch.device) -> str:
+    """Why products of `fp8-blockwise` are simulated here; empty if our kernels compute them."""
+    return matrix_unit_fault(run, device, FP8_CAPABILITY) or triton_fault(run, device.type)
+
+
+def matrix_unit_fault(run: RunConfig, device: torch.device, capability: tuple[int, int]) -> str:
+    """Why no matrix units multiply few bits here; empty if the recipe lets them and the device is recent enough."""
     if run.kernels == "plain":
         return "run.kernels='plain'"
     if device.type != "cuda":
         return f"{device.type} has no matrix units for it"
-    if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    if run.dtype == "float64":
+        return "run.dtype='float64' is beyond their float32 sums"
+    if torch.cuda.get_device_capability(device) < capability:
         return "the GPU has no matrix units for it"
-    return triton_fault(run, device.type)
+    return ""
