@@ -53,19 +53,25 @@ def widened(x: Tensor) -> Tensor:
     return x.float() if multiplies_wide(x) else x
 
 
-def product(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+def writes_to_room(x: Tensor) -> bool:
+    """Whether `product` of tensors such as x can write to memory that is there already."""
+    return not has_fast_product(x)
+
+
+def product(x_MK: Tensor, w_NK: Tensor, room_MN: Tensor | None = None) -> Tensor:
     """The product x @ w.T, [M, N], without autograd; w may have any strides, a transposed one is as fast.
 
     Args:
         x_MK: [M, K], of the same type as w or `widened` already; oneDNN copies it first if it is not contiguous.
         w_NK: [N, K], whose type is that of the result.
+        room_MN: memory of that type for the result, where `writes_to_room`.
     """
     if multiplies_wide(w_NK):
         return _product_by_parts(x_MK, w_NK, w_NK.dtype)
     if _is_by_onednn(x_MK):
         y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, w_NK, None, "none", [], "")
         return y_MN
-    return torch.mm(x_MK, w_NK.t())
+    return torch.mm(x_MK, w_NK.t(), out=room_MN)
 
 
 def product_into(out_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> None:

@@ -27,7 +27,7 @@ CHUNK_LOGITS = 1 << 24
 """Logits of a chunk of the loss that nobody sized: 64 MiB in float32."""
 LEAST_CHUNK = 256
 CPU_CHUNK = 512
-"""Tokens of a chunk on a CPU where the logits of all are kept: no larger temporary is made (docs/performance.md)."""
+"""Tokens of a chunk on a CPU where the logits of all are kept: no larger temporary is made (docs/log.md)."""
 
 
 class Block(nn.Module):

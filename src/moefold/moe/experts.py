@@ -10,7 +10,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moefold.kernels.rows import RowKernels, Sorting
-from moefold.model.gemm import padded_rows, product, product_into, two_products_into, weight_gradient_into, widened
+from moefold.model.gemm import (
+    multiplies_wide,
+    padded_rows,
+    product,
+    product_into,
+    two_products_into,
+    weight_gradient_into,
+    widened,
+    writes_to_room,
+)
 from moefold.model.later import Later, can_wait
 from moefold.model.parameter import local
 from moefold.model.recall import recomputed
@@ -300,21 +309,26 @@ class _LoopedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_RH: Tensor, how: _How, weights_R: Tensor | None, *tensors: Any) -> Tensor:
-        w = ExpertWeights(*tensors)
+        w, width = ExpertWeights(*tensors), tensors[0].shape[2]
         y_RH = torch.empty_like(x_RH)
-        inner = []
+        inner: list[Tensor] = []
+        # What is kept has memory of its own; all else is the same for every expert, and stays in the cache.
+        keeps_as_made = how.keeps_inner and not multiplies_wide(x_RH)
+        kept, scratch = _Rooms(x_RH, how, width, 2, of_all=keeps_as_made), _Rooms(x_RH, how, width, 1)
         for e, rows in _spans(how.rows_per_expert):
-            g, u = _inner(_pad(x_RH[rows]), w, e)
-            hidden = how.gate.forward(g, u)
-            weights = _padded_weights(weights_R, rows)
-            hidden = widened(hidden if weights is None else _scaled(hidden, weights))
+            x = widened(_pad(x_RH[rows]))
+            g, u = _inner(x, w, e, kept.take(rows, len(x)))
+            (room,) = scratch.take(rows, len(x))
+            hidden, weights = how.gate.forward(g, u, room), _padded_weights(weights_R, rows)
+            if weights is not None:
+                hidden = _scaled(hidden, weights)
             product_into(y_RH[rows], hidden, widened(w.down_EFH[e]).t())
             if w.down_bias_EH is not None:
                 count = rows.stop - rows.start
                 of_rows = None if weights is None else weights[:count]
                 _plus(y_RH[rows, how.bias_columns], w.down_bias_EH, e, of_rows)
             if how.keeps_inner:
-                inner += [g, u]
+                inner += [g.to(x_RH.dtype), u.to(x_RH.dtype)]
         ctx.save_for_backward(x_RH, weights_R, *tensors, *inner)
         ctx.how = how
         return y_RH
@@ -330,22 +344,32 @@ class _LoopedExperts(torch.autograd.Function):
         waiting = []
         grad_x_RH = torch.empty_like(x_RH)
         grad_weights_R = None if weights_R is None else torch.empty_like(weights_R)
+        width, is_postponed = tensors[0].shape[2], how.later is not None
+        scratch = _Rooms(x_RH, how, width, 3, of_all=is_postponed)
+        made_again = _Rooms(x_RH, how, width, 0 if how.keeps_inner else 2)
         for i, (e, rows) in enumerate(_spans(how.rows_per_expert)):
-            g, u = inner[2 * i : 2 * i + 2] if how.keeps_inner else _inner(_pad(x_RH[rows]), w, e)
             grad_y, count = widened(_pad(grad_RH[rows])), rows.stop - rows.start
-            grad_hidden = product(grad_y, widened(w.down_EFH[e])).to(grad_RH.dtype)
+            if how.keeps_inner:
+                inner_pair = inner[2 * i : 2 * i + 2]
+            else:
+                # Rounded as what is kept.
+                again = _inner(widened(_pad(x_RH[rows])), w, e, made_again.take(rows, len(grad_y)))
+                inner_pair = [t.to(x_RH.dtype) for t in again]
+            g, u = (widened(t) for t in inner_pair)
+            room, *rooms = scratch.take(rows, len(grad_y))
+            two_rooms = None if room is None else (rooms[0], rooms[1])
+            grad_hidden = product(grad_y, widened(w.down_EFH[e]), room)
             weights = _padded_weights(weights_R, rows)
             if weights is None or grad_weights_R is None:
-                hidden, grad_g, grad_u = how.gate.backward(grad_hidden, g, u)
+                hidden, grad_g, grad_u = how.gate.backward(grad_hidden, g, u, two_rooms)
             else:
-                hidden, grad_g, grad_u = how.gate.backward(_scaled(grad_hidden, weights), g, u)
+                hidden, grad_g, grad_u = how.gate.backward(_scaled(grad_hidden, weights), g, u, two_rooms)
                 dot = _dot(grad_hidden, hidden, weights.dtype)
                 if w.down_bias_EH is not None:
                     dot += grad_y[:, how.bias_columns].to(dot.dtype) @ w.down_bias_EH[e].to(dot.dtype)
                 grad_weights_R[rows] = dot[:count]
                 grad_y = _scaled(grad_y, weights)
-            grad_g, grad_u = widened(grad_g), widened(grad_u)
-            of_expert = _Rows(e, rows, widened(hidden), grad_g, grad_u, grad_y)
+            of_expert = _Rows(e, rows, hidden, grad_g, grad_u, grad_y)
             if how.later is None:
                 # While they are in the cache.
                 gradients.add(of_expert)
@@ -404,11 +428,37 @@ class _WeightGradients:
                 bias_grad[e] = rows_grad.sum(0)
 
 
-def _inner(x_MH: Tensor, w: ExpertWeights, expert: int) -> tuple[Tensor, Tensor]:
-    """The two inner projections of an expert."""
-    wide_MH, dtype = widened(x_MH), x_MH.dtype
-    g = _plus(product(wide_MH, widened(w.gate_EHF[expert]).t()), w.gate_bias_EF, expert)
-    return g.to(dtype), _plus(product(wide_MH, widened(w.up_EHF[expert]).t()), w.up_bias_EF, expert).to(dtype)
+class _Rooms:
+    """Memory for what an expert makes of its rows, in the type of its products; none where they bring their own.
+
+    Args:
+        x_RH: all rows.
+        how: their counts.
+        width: F.
+        count: tensors of an expert.
+        of_all: each expert has its own memory; else all have the same.
+    """
+
+    def __init__(self, x_RH: Tensor, how: _How, width: int, count: int, *, of_all: bool = False) -> None:
+        self._count, self._of_all = count, of_all
+        self._tensors: list[Tensor] = []
+        like = widened(x_RH[:0])
+        # A product whose rows are padded brings its own.
+        if writes_to_room(like):
+            rows = len(x_RH) if of_all else max(how.rows_per_expert, default=0)
+            self._tensors = [like.new_empty(rows, width) for _ in range(count)]
+
+    def take(self, rows: slice, padded: int) -> Sequence[Any]:
+        """[rows, F] for each tensor of the expert that has these rows."""
+        if not self._tensors or padded != rows.stop - rows.start:
+            return [None] * self._count
+        return [tensor[rows if self._of_all else slice(padded)] for tensor in self._tensors]
+
+
+def _inner(x_MH: Tensor, w: ExpertWeights, expert: int, rooms: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The two inner projections of an expert, in the type of its products."""
+    g = _plus(product(x_MH, widened(w.gate_EHF[expert]).t(), rooms[0]), w.gate_bias_EF, expert)
+    return g, _plus(product(x_MH, widened(w.up_EHF[expert]).t(), rooms[1]), w.up_bias_EF, expert)
 
 
 def _plus(y_MN: Tensor, bias_EN: Tensor | None, expert: int, weights_M: Tensor | None = None) -> Tensor:

@@ -13,14 +13,16 @@ from moefold.config.schema import ModelConfig
 class Gate(Protocol):
     """hidden = gate(g, u), elementwise, with g = x w_gate and u = x w_up."""
 
-    def forward(self, g: Tensor, u: Tensor) -> Tensor:
-        """The hidden values; differentiable."""
+    def forward(self, g: Tensor, u: Tensor, room: Tensor | None = None) -> Tensor:
+        """The hidden values; differentiable without `room`, memory that they may be written to."""
         ...
 
-    def backward(self, grad: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, grad: Tensor, g: Tensor, u: Tensor, rooms: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(hidden values, gradient of g, gradient of u) from the gradient of the hidden values, without autograd.
 
-        `grad` may be overwritten.
+        `grad` may be overwritten, and `rooms`, memory for two of the results, may be used.
         """
         ...
 
@@ -29,17 +31,23 @@ class Gate(Protocol):
 class SiluGate:
     """SwiGLU: silu(g) * u (arXiv:2002.05202)."""
 
-    def forward(self, g: Tensor, u: Tensor) -> Tensor:
+    def forward(self, g: Tensor, u: Tensor, room: Tensor | None = None) -> Tensor:
         """See `Gate`."""
+        if room is not None:
+            return torch.ops.aten.silu.out(g, out=room).mul_(u)
         silu = F.silu(g)
         return silu * u if silu.requires_grad else silu.mul_(u)
 
-    def backward(self, grad: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, grad: Tensor, g: Tensor, u: Tensor, rooms: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Gate`."""
-        silu = F.silu(g)
-        hidden = silu * u
+        hidden, silu = rooms or (torch.empty_like(g), torch.empty_like(g))
+        torch.ops.aten.silu.out(g, out=silu)
+        torch.mul(silu, u, out=hidden)
         grad_u = silu.mul_(grad)
-        return hidden, torch.ops.aten.silu_backward(grad.mul_(u), g), grad_u
+        grad_g = torch.ops.aten.silu_backward.grad_input(grad.mul_(u), g, grad_input=grad)
+        return hidden, grad_g, grad_u
 
 
 @dataclass(frozen=True)
@@ -52,12 +60,14 @@ class ClampedGate:
     alpha: float
     limit: float
 
-    def forward(self, g: Tensor, u: Tensor) -> Tensor:
+    def forward(self, g: Tensor, u: Tensor, room: Tensor | None = None) -> Tensor:
         """See `Gate`."""
         clamped = g.clamp(max=self.limit)
         return (u.clamp(-self.limit, self.limit) + 1) * clamped * torch.sigmoid(self.alpha * clamped)
 
-    def backward(self, grad: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, grad: Tensor, g: Tensor, u: Tensor, rooms: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Gate`."""
         clamped, factor = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit) + 1
         share = torch.sigmoid(self.alpha * clamped)
