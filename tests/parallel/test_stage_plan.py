@@ -13,6 +13,7 @@ from moefold.parallel.stage_balance import (
     MOST_SLOWER,
     balanced_stages,
     embedding_load,
+    fastest_stages,
     layer_load,
     loss_load,
 )
@@ -81,6 +82,20 @@ def test_no_other_cut_is_better(name, num_stages):
     fastest = min(pace for pace, _ in cuts)
     allowed = [(pace * pace * fullest, pace) for pace, fullest in cuts if pace * 100 <= fastest * (100 + MOST_SLOWER)]
     assert (found[0] ** 2 * found[1], found[0]) == min(allowed)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("vocab_size", [256, 5000, 200_000])
+def test_no_other_cut_is_faster_and_none_as_fast_has_a_lighter_fullest_stage(num_stages, vocab_size):
+    cfg = _config(model={"vocab_size": vocab_size}, world_size=num_stages, pp=num_stages)
+    loads = [embedding_load(cfg), *(layer_load(cfg, i) for i in range(6)), loss_load(cfg)]
+
+    def judged(bounds: tuple[int, ...]) -> tuple[int, int]:
+        stages = [loads[a:b] for a, b in pairwise(bounds)]
+        return max(sum(x.flops for x in stage) for stage in stages), max(sum(x.weights for x in y) for y in stages)
+
+    found = judged(_bounds(fastest_stages(cfg), len(loads)))
+    assert found == min(judged((0, *cut, len(loads))) for cut in combinations(range(1, len(loads)), num_stages - 1))
 
 
 def _deep(layout: str = "auto", **train: object) -> Config:

@@ -40,11 +40,28 @@ def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
     # The formulas of memory ask for stages themselves, of layouts that are spelled out.
     from moefold.metrics.stage_memory import unit_bytes
 
-    loads = [embedding_load(cfg), *(layer_load(cfg, i) for i in range(cfg.model.num_layers)), loss_load(cfg)]
     num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
-    flops = [load.flops for load in loads]
-    bounds = _best_bounds(flops, unit_bytes(cfg, num_stages))
-    last = len(loads) - 1
+    flops = [load.flops for load in _unit_loads(cfg)]
+    return _stages(cfg, _best_bounds(flops, unit_bytes(cfg, num_stages), MOST_SLOWER))
+
+
+def fastest_stages(cfg: Config) -> tuple[StageParts, ...]:
+    """The same with the fastest cut, and of these the one whose fullest stage holds the fewest weights.
+
+    For the planner, which compares mappings before it knows what is in flight, and counts their memory itself.
+    """
+    loads, num_stages = _unit_loads(cfg), cfg.parallel.pp * cfg.parallel.virtual_stages
+    flops, weights = [load.flops for load in loads], [load.weights for load in loads]
+    return _stages(cfg, _best_bounds(flops, [weights] * num_stages, 0))
+
+
+def _unit_loads(cfg: Config) -> list[Load]:
+    return [embedding_load(cfg), *(layer_load(cfg, i) for i in range(cfg.model.num_layers)), loss_load(cfg)]
+
+
+def _stages(cfg: Config, bounds: Sequence[int]) -> tuple[StageParts, ...]:
+    """The stages between bounds among the units."""
+    last = cfg.model.num_layers + 1
     return tuple(
         StageParts(
             has_embedding=first == 0,
@@ -99,18 +116,19 @@ def _alone(model: ModelConfig, kind: str, window: int) -> ModelConfig:
     return replace(model, mtp_layers=0, num_layers=1, layer_pattern=kind, attention_pattern=pattern)
 
 
-def _best_bounds(flops: Sequence[int], sizes: Sequence[Sequence[int]]) -> list[int]:
-    """Bounds of the best cut.
+def _best_bounds(flops: Sequence[int], sizes: Sequence[Sequence[int]], most_slower: int) -> list[int]:
+    """Bounds of the cut with the least product of operations squared and size.
 
     Args:
         flops: of the units.
-        sizes: bytes of the units on each stage.
+        sizes: of the units on each stage.
+        most_slower: per cent above the fastest cut that are allowed.
     """
     fastest = _best_cut([flops] * len(sizes), flops, sum(flops))[0]
     sums = [0, *accumulate(flops)]
     paces = {stop - first for i, first in enumerate(sums) for stop in sums[i + 1 :]}
     best: tuple[int, list[int]] | None = None
-    for pace in sorted(pace for pace in paces if fastest <= pace <= fastest * (100 + MOST_SLOWER) // 100):
+    for pace in sorted(pace for pace in paces if fastest <= pace <= fastest * (100 + most_slower) // 100):
         fullest, bounds = _best_cut(sizes, flops, pace)
         if best is None or pace * pace * fullest < best[0]:
             best = pace * pace * fullest, bounds
