@@ -22,11 +22,6 @@ CASES = [
         ["train.memory_budget_gib=1", 'train.offload=["layer"]'],
         "train.recompute=['auto'] goes by formulas, and how much of train.offload is away at the fullest",
     ),
-    (
-        '["auto"]',
-        ["train.memory_budget_gib=1", "parallel.world_size=2", "parallel.ep=2", "parallel.overlap_experts=true"],
-        "which are too low for layers that run again in pairs; name parts, or choose parallel.overlap_experts=false",
-    ),
     ('["layer", "norms"]', [], "train.recompute has 'norms' and 'layer', which makes it again anyway"),
 ]
 
@@ -42,3 +37,10 @@ def test_parts_that_cannot_be_are_refused(parts, others, message):
 def test_every_part_may_stand_alone(part):
     words = ["model.attention=mla", "model.layer_pattern=DM", "model.shared_expert_ffn_hidden_size=8"]
     check_config(load_config(None, [f'train.recompute=["{part}"]', *words]))
+
+
+def test_auto_goes_with_hidden_exchanges():
+    pairs = ["parallel.world_size=4", "parallel.pp=2", "parallel.ep=2", "parallel.overlap_experts=true"]
+    check_config(
+        load_config(None, ['train.recompute=["auto"]', "train.memory_budget_gib=100", "run.device=cpu", *pairs])
+    )

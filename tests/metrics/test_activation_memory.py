@@ -19,6 +19,7 @@ from moefold.config.schema import (
 )
 from moefold.metrics.kept_parts import CPU
 from moefold.metrics.memory_formula import memory_of_ranks
+from moefold.metrics.recompute_choice import GIB, choose_recompute
 from moefold.train.measured_memory import MeasuredMemory, measure_rank
 
 MODEL = {
@@ -175,6 +176,20 @@ def test_pairs_whose_layers_run_again(pool, schedule, chunks):
     """The forward pass goes on in the recomputation too, and is through when the backward pass is half way."""
     cfg = _pairs(schedule, chunks, ("layer",))
     _assert_close(cfg, pool.run(cfg.parallel.world_size, measure_rank, cfg))
+
+
+@pytest.mark.parity
+def test_pairs_of_auto_keep_to_the_budget(pool):
+    """All ranks choose the same, or they would wait for each other's exchanges; and it needs what was predicted."""
+    known = _pairs("1f1b", 1, ("expert_activation", "shared_experts"))
+    budget = max(rank.total for rank in memory_of_ranks(known, kernels=CPU))
+    train = replace(known.train, recompute=("auto",), memory_budget_gib=budget / GIB)
+    cfg = replace(known, train=train)
+    check_config(cfg)
+    choice = choose_recompute(cfg, budget, CPU)
+    assert choice.parts
+    ranks = pool.run(cfg.parallel.world_size, measure_rank, cfg)
+    _assert_close(replace(cfg, train=replace(train, recompute=choice.parts)), ranks)
 
 
 @pytest.mark.parity

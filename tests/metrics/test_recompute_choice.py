@@ -44,8 +44,9 @@ def _legal(cfg: Config, parts: tuple[str, ...]) -> bool:
         _config(SHARED),
         _config(LATENT | SHARED),
         _config(SHARED, world_size=16, tp=2, pp=4, ep=4, schedule="interleaved", virtual_stages=2),
+        _config(SHARED, world_size=8, pp=2, ep=4, schedule="dualpipev", virtual_stages=2, overlap_experts=True),
     ],
-    ids=["plain", "shared", "latent", "pipeline"],
+    ids=["plain", "shared", "latent", "pipeline", "pairs"],
 )
 def test_for_every_budget_the_least_work_that_fits(cfg):
     everything = itertools.chain.from_iterable(

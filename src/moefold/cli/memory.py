@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from moefold.errors import ConfigError
 from moefold.metrics.bytes_text import bytes_text
 from moefold.metrics.kept_parts import KERNELS, Kernels
 from moefold.metrics.memory_formula import RankMemory, memory_of_ranks
-from moefold.metrics.recompute_choice import GIB, choose_recompute
+from moefold.metrics.recompute_choice import GIB, choose_recompute, with_choice
 from moefold.parallel.layout import Layout
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _settled(cfg: Config, kernels: Kernels, imbalance: float) -> tuple[Config, s
         )
     budget = round(cfg.train.memory_budget_gib * GIB)
     choice = choose_recompute(cfg, budget, kernels, imbalance)
-    return replace(cfg, train=replace(cfg.train, recompute=choice.parts, memory_budget_gib=0.0)), choice.words(budget)
+    return with_choice(cfg, choice.parts), choice.words(budget)
 
 
 def _dry(cfg: Config, layout: Layout, formulas: tuple[RankMemory, ...], *, note: str, as_json: bool) -> int:

@@ -1,12 +1,14 @@
 """Rules of `parallel.overlap_experts`: what the exchanges of one micro-batch can hide behind another."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from moefold.config.checks_model import has_moe_layers
+from moefold.config.checks_recompute import AUTO
 from moefold.config.paired_schedule import PAIRED_SCHEDULES, paired_rows, slots
 from moefold.config.schedule_walk import waits_for_ever
 from moefold.config.schema import Config
-from moefold.parallel.exchange_order import disagreements, program
+from moefold.parallel.exchange_order import AGAIN, disagreements, program
 from moefold.parallel.layout import fold
 from moefold.parallel.stage_plan import plan_stages
 
@@ -48,8 +50,13 @@ def check_exchange_order(cfg: Config) -> Iterator[str]:
 
     For a config that is sound otherwise. Both follow from how rows and pairs are made; a fault here is one of moefold.
     """
-    p = cfg.parallel
+    p, train = cfg.parallel, cfg.train
     if not p.overlap_experts or not has_moe_layers(cfg.model):
+        return
+    if AUTO in train.recompute:
+        # The choice comes later: to the order it only matters whether exchanges run again.
+        for chosen in ((), AGAIN[:1]):
+            yield from check_exchange_order(replace(cfg, train=replace(train, recompute=chosen)))
         return
     rows = paired_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)
     if found := waits_for_ever(list(map(slots, rows))):

@@ -73,11 +73,6 @@ def _auto_faults(cfg: Config) -> Iterator[str]:
             f"train.recompute=['{AUTO}'] goes by formulas, and how much of train.offload is away at the fullest moment "
             "depends on the disk; name parts, or leave train.offload out"
         )
-    if cfg.parallel.overlap_experts:
-        yield (
-            f"train.recompute=['{AUTO}'] goes by formulas, which are too low for layers that run again in pairs; name "
-            "parts, or choose parallel.overlap_experts=false"
-        )
 
 
 def lacking_part(part: str, model: ModelConfig) -> str:

@@ -62,7 +62,7 @@ class ParallelConfig:
     """File with the order of work of each pipeline rank (schedule "csv")."""
     pipeline_layout: str = ""
     """What stands on which stage, as "Ett|(ttt|)*2tL": E embedding, t layer, m layer of multi-token prediction, L loss,
-    | next stage. auto: balanced by operations, then by weights. Empty: layers cut evenly."""
+    | next stage. auto: quick and not too full, by formula. Empty: layers cut evenly."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
     dispatcher: Literal["auto", "local", "allgather", "alltoall", "leastloaded", "deepep"] = "alltoall"

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 
 from moefold.metrics.activation_memory import ActivationFormula
 from moefold.metrics.kept_parts import Parts
+from moefold.parallel.exchange_order import AGAIN
 from moefold.parallel.stage_plan import Stage
-
-PAUSING = {"moe", "layer"}
-"""Parts of `train.recompute` that exchange rows when they run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class PassFormula:
 
     def __init__(self, formula: ActivationFormula, *, splits: bool) -> None:
         self._formula, self._splits = formula, splits
-        self._pauses_again = bool(formula.recompute & PAUSING)
+        self._pauses_again = bool(formula.recompute.intersection(AGAIN))
 
     def forward(self, stage: Stage) -> Way:
         """The forward pass of a stage."""
@@ -122,14 +120,17 @@ class PassFormula:
             drawn.reach(now + formula.whole.layers[kind] + passing_norm)
             return
         whole, experts, output = formula.whole, formula.experts, Parts({"residual stream": formula.hidden})
-        drawn.reach(now + whole.layers[kind] - output - whole.experts.kept() + passing_norm)
-        keeps = not formula.recompute & PAUSING
-        held = now + (formula.layers[kind] - output - experts.kept() if keeps else self._held(formula))
+        places, under_way = experts.places(), experts.rows_to_experts()
+        ahead = now + whole.layers[kind] - output - whole.experts.kept() + places
+        # The shared expert runs while the rows are under way.
+        drawn.reach(ahead + under_way + passing_norm)
+        keeps = not formula.recompute.intersection(AGAIN)
+        held = now + (formula.layers[kind] - output - experts.kept() + places if keeps else self._held(formula))
         held["shared experts"] += formula.hidden if whole.layers[kind]["shared experts"] else 0
-        drawn.pause(held + experts.rows_to_experts())
+        drawn.pause(held + under_way)
         all_results = Parts(experts=experts.rows * experts.row)
-        drawn.reach(held + whole.experts.worked_on() + all_results + experts.at_work())
-        worked = experts.worked_on() if keeps else Parts()
+        drawn.reach(held + whole.experts.worked_on() - places + all_results + experts.at_work())
+        worked = experts.worked_on() - places if keeps else Parts()
         drawn.pause(held + worked + experts.rows_from_experts())
         drawn.reach(held + worked + experts.results() + experts.summing())
 

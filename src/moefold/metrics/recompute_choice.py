@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import combinations
 
 from moefold.config.checks_recompute import INSIDE, lacking_part
+from moefold.config.pipeline_layout import write_layout
 from moefold.config.schema import RECOMPUTE_PARTS, Config, ModelConfig
 from moefold.errors import ConfigError
 from moefold.metrics.flops import train_flops_per_token
@@ -76,6 +77,17 @@ def choose_recompute(
             least = found
     assert least is not None, "the empty set is legal"
     raise ConfigError(_nothing_fits(cfg, least, budget_bytes))
+
+
+def with_choice(cfg: Config, parts: tuple[str, ...]) -> Config:
+    """A recipe with the chosen parts instead of "auto".
+
+    They were chosen for the stages as they stand; an automatic layout is spelled out, as it would follow the choice.
+    """
+    p, train = cfg.parallel, replace(cfg.train, recompute=parts, memory_budget_gib=0.0)
+    if p.pipeline_layout == "auto":
+        p = replace(p, pipeline_layout=write_layout(tuple(stage.parts for stage in plan_stages(cfg).stages)))
+    return replace(cfg, train=train, parallel=p)
 
 
 def legal_sets(model: ModelConfig) -> Iterator[tuple[str, ...]]:

@@ -171,6 +171,14 @@ class StateFormula:
         """The first rank of every pipeline stage, which holds as much as any of its stage."""
         return tuple(self.rank(pp_rank) for pp_rank in range(self._cfg.parallel.pp))
 
+    def unit_bytes(self, name: str, *, with_optimizer: bool) -> int:
+        """What the first rank of a stage holds in a step of one of `unit_names`."""
+        states, weights = self._unit(name, 0, 0), self._cut_weights(name)
+        gathered = self._holding.gathered(weights) if self._is_fsdp else alone_bytes(self._cfg, [name])
+        gathered = 0 if self._cfg.parallel.zero == 3 else gathered
+        resting = states.weights + states.buffers + gathered + (states.optimizer if with_optimizer else 0)
+        return resting + max(states.gradients, states.gradient_sums)
+
     def _unit(self, name: str, dense_member: int, expert_member: int) -> StateBytes:
         """A layer, the embedding or the head."""
         key = (name, dense_member, expert_member)

@@ -1,14 +1,13 @@
 """Which parts of the layers run again in the backward pass instead of being kept (`train.recompute`)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from moefold.config.checks_recompute import AUTO
 from moefold.config.schema import Config
 from moefold.metrics.kept_parts import KERNELS
-from moefold.metrics.recompute_choice import GIB, choose_recompute
+from moefold.metrics.recompute_choice import GIB, choose_recompute, with_choice
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.recall import recalled, recomputed, recomputed_steps
@@ -44,7 +43,7 @@ def settle_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> 
         budget_bytes = round(DEVICE_SHARE * int(smallest))
         assert budget_bytes, "a CPU has a budget"
     choice = choose_recompute(cfg, budget_bytes, KERNELS[groups.device.type])
-    return replace(cfg, train=replace(cfg.train, recompute=choice.parts)), choice.words(budget_bytes)
+    return with_choice(cfg, choice.parts), choice.words(budget_bytes)
 
 
 def memory_of(device: torch.device) -> int:

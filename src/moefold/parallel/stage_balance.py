@@ -1,11 +1,16 @@
-"""An even pipeline: the cut into stages whose busiest one has least to compute, then least to hold. Torch-free."""
+"""An even pipeline: the cut into stages that are quick and not too full. Torch-free."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 
 from moefold.config.pipeline_layout import StageParts
 from moefold.config.schema import Config, ModelConfig
 from moefold.metrics.flops import count_parameters, train_flops_per_token
+
+MOST_SLOWER = 10
+"""Per cent of operations that the busiest stage may have above the least possible."""
 
 
 @dataclass(frozen=True)
@@ -21,19 +26,42 @@ class Load:
         return Load(self.flops + other.flops, self.weights + other.weights)
 
 
+@lru_cache(maxsize=256)
 def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
     """The best cut of the model into pp*virtual_stages consecutive parts, none of them empty.
 
-    The embedding, each layer, and the loss with the layers of multi-token prediction are the units. First the
-    operations of the busiest stage are made as few as they can be, as it sets the pace of all; of the cuts with so few,
-    one is taken whose fullest stage holds the fewest weights.
+    The embedding, each layer, and the loss with the layers of multi-token prediction are the units. The best cut has
+    the least product of p * p and b: p are the operations of the busiest stage, which sets the pace of all, b the bytes
+    of the fullest stage as `metrics/stage_memory.py` counts them. So a cut that is 1 % slower must save 2 % of memory.
+    None is slower than the fastest one by more than `MOST_SLOWER`. Of equals the faster one is taken.
+
+    It follows from the recipe alone, so that all ranks have the same.
     """
-    loads = [embedding_load(cfg), *_layer_loads(cfg), loss_load(cfg)]
+    # The formulas of memory ask for stages themselves, of layouts that are spelled out.
+    from moefold.metrics.stage_memory import unit_bytes
+
     num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
-    flops = [load.flops for load in loads]
-    pace = _largest(flops, _best_cut(flops, num_stages))
-    bounds = _best_cut([load.weights for load in loads], num_stages, limited=flops, limit=pace)
-    last = len(loads) - 1
+    flops = [load.flops for load in _unit_loads(cfg)]
+    return _stages(cfg, _best_bounds(flops, unit_bytes(cfg, num_stages), MOST_SLOWER))
+
+
+def fastest_stages(cfg: Config) -> tuple[StageParts, ...]:
+    """The same with the fastest cut, and of these the one whose fullest stage holds the fewest weights.
+
+    For the planner, which compares mappings before it knows what is in flight, and counts their memory itself.
+    """
+    loads, num_stages = _unit_loads(cfg), cfg.parallel.pp * cfg.parallel.virtual_stages
+    flops, weights = [load.flops for load in loads], [load.weights for load in loads]
+    return _stages(cfg, _best_bounds(flops, [weights] * num_stages, 0))
+
+
+def _unit_loads(cfg: Config) -> list[Load]:
+    return [embedding_load(cfg), *_layer_loads(cfg), loss_load(cfg)]
+
+
+def _stages(cfg: Config, bounds: Sequence[int]) -> tuple[StageParts, ...]:
+    """The stages between bounds among the units."""
+    last = cfg.model.num_layers + 1
     return tuple(
         StageParts(
             has_embedding=first == 0,
@@ -98,33 +126,46 @@ def _alone(model: ModelConfig, kind: str, window: int) -> ModelConfig:
     return replace(model, mtp_layers=0, num_layers=1, layer_pattern=kind, attention_pattern=pattern)
 
 
-def _largest(costs: Sequence[int], bounds: Sequence[int]) -> int:
-    return max(sum(costs[first:stop]) for first, stop in zip(bounds, bounds[1:], strict=False))
-
-
-def _best_cut(
-    costs: Sequence[int], num_stages: int, *, limited: Sequence[int] | None = None, limit: int = 0
-) -> list[int]:
-    """Bounds of consecutive stages, none empty, whose largest sum of costs is smallest.
+def _best_bounds(flops: Sequence[int], sizes: Sequence[Sequence[int]], most_slower: int) -> list[int]:
+    """Bounds of the cut with the least product of operations squared and size.
 
     Args:
-        costs: of the units.
-        num_stages: at most as many.
+        flops: of the units.
+        sizes: of the units on each stage.
+        most_slower: per cent above the fastest cut that are allowed.
+    """
+    fastest = _best_cut([flops] * len(sizes), flops, sum(flops))[0]
+    sums = [0, *accumulate(flops)]
+    paces = {stop - first for i, first in enumerate(sums) for stop in sums[i + 1 :]}
+    best: tuple[int, list[int]] | None = None
+    for pace in sorted(pace for pace in paces if fastest <= pace <= fastest * (100 + most_slower) // 100):
+        fullest, bounds = _best_cut(sizes, flops, pace)
+        if best is None or pace * pace * fullest < best[0]:
+            best = pace * pace * fullest, bounds
+    assert best is not None, "the fastest cut has its own pace"
+    return best[1]
+
+
+def _best_cut(costs: Sequence[Sequence[int]], limited: Sequence[int], limit: int) -> tuple[int, list[int]]:
+    """The least that the largest cost of a stage can be, and bounds of consecutive stages with it, none empty.
+
+    Args:
+        costs: of the units on each stage; as many units as stages, or more.
         limited: other costs of the units.
         limit: what no stage may exceed in those.
     """
-    num_units = len(costs)
-    assert num_units >= num_stages, (num_units, num_stages)
-    # best[i]: largest sum of the best cut of the first i units into the stages so far; came[k][i]: its last bound.
+    num_units = len(limited)
+    assert num_units >= len(costs), (num_units, len(costs))
+    # best[i]: largest cost in the best cut of the first i units into the stages so far; came[k][i]: its last bound.
     best: list[float] = [0.0] + [float("inf")] * num_units
     came: list[list[int]] = []
-    for _ in range(num_stages):
+    for of_stage in costs:
         now, bound = [float("inf")] * (num_units + 1), [0] * (num_units + 1)
         for stop in range(1, num_units + 1):
             total = other = 0
             for first in range(stop - 1, -1, -1):
-                total += costs[first]
-                other += limited[first] if limited is not None else 0
+                total += of_stage[first]
+                other += limited[first]
                 if total > now[stop] or other > limit:
                     break
                 if max(best[first], total) < now[stop]:
@@ -134,4 +175,4 @@ def _best_cut(
     bounds = [num_units]
     for bound in reversed(came):
         bounds.append(bound[bounds[-1]])
-    return bounds[::-1]
+    return int(best[num_units]), bounds[::-1]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from moefold.config.pipeline_layout import StageParts
 from moefold.config.schedules import stage_ranks
 from moefold.config.schema import Config, ParallelConfig
+from moefold.parallel.stage_balance import fastest_stages
 from moefold.parallel.stage_plan import stage_parts
 from moefold.plan.shape import ModelShape
 from moefold.plan.stage_split import Chunk, chunk_of, split_stages
@@ -54,8 +55,8 @@ class RecipeSplit:
             layout = "auto"
         if layout in ("", "auto") and chunks == 1:
             layout = ""
-        uncut = ParallelConfig(world_size=chunks, pp=chunks, pipeline_layout=layout)
-        return stage_parts(replace(cfg, parallel=uncut))
+        uncut = replace(cfg, parallel=ParallelConfig(world_size=chunks, pp=chunks, pipeline_layout=layout))
+        return fastest_stages(uncut) if layout == "auto" else stage_parts(uncut)
 
 
 def chunks_of_rank(chunks: tuple[Chunk, ...], schedule: str, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
