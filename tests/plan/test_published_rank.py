@@ -45,6 +45,22 @@ def cases() -> dict[str, Case]:
 CASES = cases()
 
 
+def best_published() -> set[str]:
+    """The names of cases than which no other mapping of the same model, GPUs and batch was measured to be faster.
+
+    A source that compares mappings also prints those that it advises against, at half the speed of its best.
+    """
+    fastest: dict[tuple[object, ...], tuple[float, str]] = {}
+    for name, case in CASES.items():
+        w = case.workload
+        key = (case.model, case.gpu, case.mapping.world_size, w.precision, w.seq_len, w.global_batch_size)
+        speed = predict(case).row["metric"], float(case.row["value"])
+        key = (*key, speed[0])
+        if key not in fastest or speed[1] > fastest[key][0]:
+            fastest[key] = speed[1], name
+    return {name for _, name in fastest.values()}
+
+
 def search_of(case: Case) -> Search:
     shape, w = read_shape(case.model), case.workload
     assert shape.config is not None
