@@ -20,7 +20,7 @@ def free_port() -> int:
 
 def said_by_ranks(answer) -> list[Facts | str]:
     """What each rank ends with; ranks are threads, with stores of their own."""
-    port = free_port()
+    port, kept = free_port(), []
 
     def ask(rank: int) -> Facts | str:
         place = Place(rank, rank, RANKS, "127.0.0.1", port)
@@ -28,9 +28,8 @@ def said_by_ranks(answer) -> list[Facts | str]:
             found, store = one_answer(place, LIMIT_S, {"memory": 10**rank}, lambda said: answer(rank, said))
         except ConfigError as error:
             return str(error)
-        # As a run does next, at the same port.
-        assert meet(place, LIMIT_S)[1]
-        assert store.check(["answer"])
+        # As a run does next, at the same port; rank 0, which keeps the server, outlives it.
+        kept.extend((store, meet(place, LIMIT_S)[0]))
         return found
 
     with ThreadPoolExecutor(RANKS) as threads:

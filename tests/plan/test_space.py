@@ -68,8 +68,8 @@ def check_exact(cfg: Config) -> None:
     free = MappingSpace(Legality(cfg))
     overlapped = sum(values[-1] for values in expected)
     plain = len(expected) - overlapped
-    # Two micro-batches at a time need parameters that stay, and nothing that leaves memory.
-    choices = plain * 4 * len(free.savers) + overlapped * 3 * len(free.plain_savers)
+    # Two micro-batches at a time need parameters that stay.
+    choices = (plain * 4 + overlapped * 3) * len(free.savers)
     assert free.count() == choices * len(free.moment_homes)
 
 
