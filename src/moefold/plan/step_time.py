@@ -169,7 +169,13 @@ class Pricer:
         forward, backward, weight, parts = slowest
         sends, send_back = self.sends(mapping, mapping.vpp, n)
         bubble = bubble_s(
-            mean[0] + send_back, mean[1] + send_back, mean[2], pp=mapping.pp, vpp=mapping.vpp, schedule=mapping.schedule
+            mean[0] + send_back,
+            mean[1] + send_back,
+            mean[2],
+            pp=mapping.pp,
+            vpp=mapping.vpp,
+            n=n,
+            schedule=mapping.schedule,
         )
         gathers, gradients, optimizer = self.replicas(mapping)
         dp_comm = self.shown_replicas_s(mapping, (gathers, gradients), forward, backward, n)
