@@ -5,7 +5,7 @@ import pytest
 from moefold.config.checks import check_config
 from moefold.config.load import load_given
 from moefold.errors import ConfigError
-from moefold.launch.machine import Machine, gpu_name
+from moefold.launch.machine import Machine, gpu_name, weakest
 from moefold.plan.auto import plan_mapping
 
 RECIPE = """parallel = "auto"
@@ -67,3 +67,21 @@ def test_the_driver_s_name_is_understood(driver, name):
 def test_an_unknown_gpu_is_refused():
     with pytest.raises(ConfigError, match="--gpu FILE.toml"):
         gpu_name("NVIDIA GeForce RTX 3090")
+
+
+def test_a_plan_is_for_the_device_of_least_memory():
+    machines = [Machine("cuda", name, 3, True, 0.0, name) for name in ("h200", "h100", "h200")]
+    assert weakest(machines).device == "h100"
+
+
+def test_a_plan_is_for_the_rank_whose_machine_has_least_memory_for_each():
+    # 16 GiB for two ranks, and 12 GiB for one.
+    machines = [Machine("cpu", "cpu", 3, True, gib, host) for gib, host in ((16.0, "a"), (16.0, "a"), (12.0, "b"))]
+    assert weakest(machines).memory_gib == pytest.approx(3 * 8.0)
+    assert weakest(machines[:1]).memory_gib == pytest.approx(16.0)
+
+
+def test_ranks_with_and_without_gpus_have_no_plan():
+    machines = [Machine("cuda", "h100", 2, True, 0.0, "a"), Machine("cpu", "cpu", 2, True, 16.0, "b")]
+    with pytest.raises(ConfigError, match="rank 1 on b has cpu; set run.device='cpu'"):
+        weakest(machines)

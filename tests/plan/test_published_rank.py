@@ -5,6 +5,7 @@ docs/cost-model.md.
 """
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from moefold.errors import ConfigError
 from moefold.plan.accuracy import predict
 from moefold.plan.device import load_device
 from moefold.plan.legality import Legality
+from moefold.plan.mapping import OPTIMIZER
 from moefold.plan.memory import Memory
 from moefold.plan.model_name import read_shape
 from moefold.plan.published import Case, SkipRowError, case_of, read_rows
 from moefold.plan.restriction import FOLDED, Restriction
 from moefold.plan.search import Search
-from moefold.plan.space import MappingSpace
+from moefold.plan.space import HOST, MappingSpace
 from moefold.plan.step_time import Pricer
 
 TABLE = Path(__file__).parent / "published" / "calibration.csv"
@@ -45,6 +47,22 @@ def cases() -> dict[str, Case]:
 CASES = cases()
 
 
+@cache
+def best_published() -> set[str]:
+    """The names of cases than which no other mapping of the same model, GPUs and batch was measured to be faster.
+
+    A source that compares mappings also prints those that it advises against, at half the speed of its best.
+    """
+    fastest: dict[tuple[object, ...], tuple[float, str]] = {}
+    for name, case in CASES.items():
+        w = case.workload
+        batch = w.seq_len, w.global_batch_size
+        key = (case.model, case.gpu, case.mapping.world_size, w.precision, *batch, case.row["metric"])
+        if key not in fastest or float(case.row["value"]) > fastest[key][0]:
+            fastest[key] = float(case.row["value"]), name
+    return {name for _, name in fastest.values()}
+
+
 def search_of(case: Case) -> Search:
     shape, w = read_shape(case.model), case.workload
     assert shape.config is not None
@@ -54,8 +72,10 @@ def search_of(case: Case) -> Search:
         parallel=ParallelConfig(world_size=case.mapping.world_size),
         train=TrainConfig(seq_len=w.seq_len, global_batch_size=w.global_batch_size),
     )
-    # What a source offloads is not known to the byte, so nothing is here.
-    space = MappingSpace(Legality(cfg), Restriction({"offload": (), "moments": "none"}, FOLDED))
+    # What a source offloads is taken to hide, so all may offload what it does, and nothing else.
+    parts = tuple(part for part in case.mapping.offload if part != OPTIMIZER)
+    fixed = {"offload": parts, "moments": HOST if OPTIMIZER in case.mapping.offload else "none"}
+    space = MappingSpace(Legality(cfg), Restriction(fixed, FOLDED))
     memory = Memory(shape, w, load_device(case.gpu), cfg)
     return Search(space, Pricer(shape, load_device(case.gpu), w, memory.kept), memory)
 
@@ -74,7 +94,7 @@ def test_a_published_mapping_is_among_the_best_tenth(name):
     faster, folds = search.num_faster(seconds), len(search.space.folds)
     print(f"\n| {name} | {seconds:.3f} | {best.time.total_s:.3f} | {1 + faster} of {folds} |")
     assert best.time.total_s <= seconds * (1 + 1e-9)
-    assert faster < 0.1 * folds
+    assert name not in best_published() or faster < 0.1 * folds
 
 
 def test_the_cases_are_those_of_the_table():

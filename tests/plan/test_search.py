@@ -53,7 +53,7 @@ def every_mapping(search: Search, fixed: dict | None = None) -> dict[Fold, list[
 
 def priced(search: Search, probe: Mapping) -> tuple[np.ndarray, np.ndarray]:
     """Seconds and bytes of a mapping with every saver, none left out."""
-    savers, memory = search.space.savers_with(probe.overlap), search.memory
+    savers, memory = search.space.savers, search.memory
     room = memory.room(probe, memory.kept.totals(probe, savers))
     return search.prices.times.step_times(probe, savers), room.totals(memory.resting_bytes(probe), room.activations())
 
@@ -139,7 +139,7 @@ def test_times_and_memory_of_all_savers_are_those_of_each(name):
     for mappings in every_mapping(search).values():
         for m in mappings[::9973]:
             probe = replace(m, recompute=(), offload=tuple(part for part in m.offload if part == OPTIMIZER))
-            savers = search.space.savers_with(m.overlap)
+            savers = search.space.savers
             i = savers.index((m.recompute, tuple(part for part in m.offload if part != OPTIMIZER)))
             seconds, totals = (of_all[i] for of_all in priced(search, probe))
             assert seconds == pytest.approx(search.pricer.step_time(m).total_s, rel=1e-12), m

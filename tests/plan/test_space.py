@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moefold.config.checks import RULES, check_config
+from moefold.config.checks_offload import OFFLOAD_PARTS
 from moefold.config.schema import RECOMPUTE_PARTS, Config, ParallelConfig
 from moefold.errors import ConfigError
 from moefold.plan.legality import AXES, DERIVED, MAPPING_RULES, OF_CUTS, Legality
@@ -68,8 +69,8 @@ def check_exact(cfg: Config) -> None:
     free = MappingSpace(Legality(cfg))
     overlapped = sum(values[-1] for values in expected)
     plain = len(expected) - overlapped
-    # Two micro-batches at a time need parameters that stay, and nothing that leaves memory.
-    choices = plain * 4 * len(free.savers) + overlapped * 3 * len(free.plain_savers)
+    # Two micro-batches at a time need parameters that stay.
+    choices = (plain * 4 + overlapped * 3) * len(free.savers)
     assert free.count() == choices * len(free.moment_homes)
 
 
@@ -108,6 +109,19 @@ def test_the_sets_to_recompute_are_those_that_the_runtime_accepts(name):
     accepted = [parts for parts in subsets if accepts(Legality(cfg).config_of({**one, "recompute": parts}))]
     assert sorted(found) == sorted(accepted)
     assert found[0] == ()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_what_leaves_memory_is_what_the_runtime_accepts_with_and_without_overlap(overlap):
+    legality = Legality(on_ranks(RECIPES["plain"], 2))
+    space = MappingSpace(legality, Restriction({"overlap": overlap, "ep": 2, **UNCOUNTED}))
+    values = next(iter(space))
+    recomputes = MappingSpace(legality).recomputes[::17]
+    subsets = chain.from_iterable(combinations(OFFLOAD_PARTS, n) for n in range(len(OFFLOAD_PARTS) + 1))
+    tried = [{**values, "recompute": parts, "offload": away} for parts, away in product(recomputes, subsets)]
+    accepted = {(one["recompute"], one["offload"]) for one in tried if accepts(legality.config_of(one))}
+    assert accepted == {saver for saver in MappingSpace(legality).savers if saver[0] in recomputes}
+    assert len(accepted) < len(tried)
 
 
 def test_no_rule_reads_what_it_does_not_say():

@@ -63,12 +63,30 @@ def test_zero_costs_what_it_communicates():
 def test_virtual_stages_shrink_the_bubble():
     parts = [pricer().step_time(replace(FOLDED, vpp=vpp)).parts["bubble"] for vpp in (1, 7)]
     assert parts[0] > 5 * parts[1] > 0
-    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, schedule="1f1b") == 9.0
-    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=3, schedule="interleaved") == 3.0
-    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, schedule="zero-bubble") == 3.0
-    assert bubble_s(1.0, 2.0, 1.0, pp=1, vpp=1, schedule="1f1b") == 0.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, n=16, schedule="1f1b") == 9.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=3, n=16, schedule="interleaved") == 3.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, n=16, schedule="zero-bubble") == 3.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=1, vpp=1, n=16, schedule="1f1b") == 0.0
     # docs/pipeline.md: (p-1)(F+2I-W) of a chunk, a rank's two chunks being F = I = W = 1/2 each.
-    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=2, schedule="dualpipev") == pytest.approx(3 * (0.5 + 1.0 - 0.5))
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=2, n=16, schedule="dualpipev") == pytest.approx(3 * (0.5 + 1.0 - 0.5))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "num_micro_batches", "bubble"),
+    [
+        pytest.param("1f1b", 1, 1, 9.0, id="1f1b"),
+        # One micro-batch goes through all ranks, chunk after chunk, however many chunks there are.
+        pytest.param("interleaved", 3, 1, 9.0, id="interleaved-1"),
+        pytest.param("interleaved", 3, 2, 7.0, id="interleaved-2"),
+        pytest.param("interleaved", 3, 4, 3.0, id="interleaved-4"),
+        pytest.param("zero-bubble", 1, 1, 6.0, id="zero-bubble-1"),
+        pytest.param("zero-bubble", 1, 2, 5.0, id="zero-bubble-2"),
+        pytest.param("zbv", 2, 1, 6.0, id="zbv-1"),
+        pytest.param("zbv", 2, 7, 1.5, id="zbv-7"),
+    ],
+)
+def test_few_micro_batches_leave_ranks_idle(schedule, vpp, num_micro_batches, bubble):
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=vpp, n=num_micro_batches, schedule=schedule) == pytest.approx(bubble)
 
 
 def test_experts_that_leave_the_node_pay_for_it_and_overlap_hides_it():

@@ -59,6 +59,9 @@ def run(argv: list[str]) -> int:
 
         return explain(question, args)
     planner = planner_of(question, args)
+    if planner.num_folds and (args.top is not None or not args.json):
+        # One search for all that shows some of the best.
+        planner.first(max(args.top or ROWS, ROWS))
     best = planner.best()
     for path in args.timeline:
         _write_timeline(planner, best, path, _disturbance(planner.config_of(best), args))

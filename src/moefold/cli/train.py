@@ -1,6 +1,7 @@
 """`moefold train`: check the recipe, start or join the ranks, train."""
 
 import argparse
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from moefold.config.checks_machine import check_replay_content
 from moefold.config.checks_memory import check_memory_device
 from moefold.config.checks_offload import check_offload_device
 from moefold.config.elastic import with_world_size
-from moefold.config.load import load_given
+from moefold.config.load import config_from_dict, config_to_dict, load_given
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
@@ -34,7 +35,7 @@ def run(argv: list[str]) -> int:
     with one_voice(place):
         cfg, given = load_given(Path(args.recipe), args.overrides)
         if cfg.parallel.mapping == "auto":
-            cfg = _plan(cfg, given, place)
+            cfg, _met = _plan(cfg, given, place)
         if place is not None and cfg.parallel.elastic:
             cfg = with_world_size(cfg, place.world_size)
         check_config(cfg)
@@ -49,15 +50,29 @@ def run(argv: list[str]) -> int:
     return _train(cfg, place, resume)
 
 
-def _plan(cfg: Config, given: frozenset[str], place: Place | None) -> Config:
+def _plan(cfg: Config, given: frozenset[str], place: Place | None) -> tuple[Config, object]:
+    """The planned recipe, and what must live until the ranks have met."""
     # Only a machine's devices tell what to plan for, and they take torch.
-    from moefold.launch.machine import machine_of
+    from moefold.launch.machine import Machine, machine_of, weakest
     from moefold.plan.auto import plan_mapping
 
-    planned, words = plan_mapping(cfg, given, machine_of(cfg.run.device, place))
-    if place is None or place.rank == 0:
+    machine = machine_of(cfg.run.device, place)
+    if place is None or place.world_size == 1:
+        planned, words = plan_mapping(cfg, given, machine)
         print(words)
-    return planned
+        return planned, None
+    from moefold.launch.one_answer import Facts, one_answer
+
+    def answer(said: list[Facts]) -> Facts:
+        planned, words = plan_mapping(cfg, given, weakest([Machine(**facts) for facts in said]))
+        tree = config_to_dict(planned)
+        return {"parallel": tree["parallel"], "train": tree["train"], "words": words}
+
+    found, store = one_answer(place, cfg.faults.timeout_s, asdict(machine), answer)
+    if place.rank == 0:
+        print(found["words"])
+    sections = {section: found[section] for section in ("parallel", "train")}
+    return config_from_dict({**config_to_dict(cfg), **sections}), store
 
 
 def _is_sound(checkpoint: Path, cfg: Config) -> bool:

@@ -2,14 +2,17 @@
 
 import os
 import re
-from dataclasses import dataclass
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from moefold.errors import ConfigError
 from moefold.launch.place import Place
-from moefold.plan.device import device_names
+from moefold.plan.device import device_names, load_device
 
 MOST_CPU_RANKS = 8
 GIB = 2**30
@@ -29,6 +32,35 @@ class Machine:
     """Whether a launcher started that many."""
     memory_gib: float
     """Of all ranks together; 0: what each device has."""
+    host: str = ""
+
+
+def weakest(machines: Sequence[Machine]) -> Machine:
+    """A machine on which a plan is good for every rank: the device of least memory, then speed, of those there are.
+
+    Args:
+        machines: as `machine_of` tells them on each rank, in the order of the ranks.
+
+    Raises:
+        ConfigError: some ranks have GPUs and others have none.
+    """
+    first = machines[0]
+    for rank, machine in enumerate(machines):
+        if machine.device_type != first.device_type:
+            raise ConfigError(
+                f"parallel.mapping='auto' plans for devices of one type: rank 0 on {first.host} has {first.device}, "
+                f"and rank {rank} on {machine.host} has {machine.device}; set run.device='cpu', or start ranks on like "
+                "machines"
+            )
+    num_ranks = Counter(machine.host for machine in machines)
+    each_gib = min(machine.memory_gib / num_ranks[machine.host] for machine in machines)
+    chosen = min(machines, key=lambda machine: _strength(machine.device))
+    return replace(chosen, memory_gib=each_gib * len(machines))
+
+
+def _strength(name: str) -> tuple[float, float]:
+    device = load_device(name)
+    return device.memory_gib, device.peak("bf16")
 
 
 def machine_of(wish: str, place: Place | None) -> Machine:
@@ -45,9 +77,10 @@ def machine_of(wish: str, place: Place | None) -> Machine:
     if num_gpus == 0:
         ranks = place.world_size if place is not None else min(MOST_CPU_RANKS, len(os.sched_getaffinity(0)))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-        return Machine("cpu", "cpu", ranks, place is not None, memory)
+        return Machine("cpu", "cpu", ranks, place is not None, memory, socket.gethostname())
     ranks = place.world_size if place is not None else num_gpus
-    return Machine("cuda", gpu_name(torch.cuda.get_device_name(0)), ranks, place is not None, 0.0)
+    name = gpu_name(torch.cuda.get_device_name(0))
+    return Machine("cuda", name, ranks, place is not None, 0.0, socket.gethostname())
 
 
 def gpu_name(driver_name: str) -> str:

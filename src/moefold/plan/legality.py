@@ -131,7 +131,7 @@ DISPATCH_RULES = (
     MappingRule(leastloaded_faults, ("dispatcher", "ep", "exchanged"), only=("dispatcher", "leastloaded")),
 )
 OVERLAP_RULES = (
-    MappingRule(overlap_faults, ("travels", "schedule", "zero", "offload", "step", "overlap"), only=("overlap", True)),
+    MappingRule(overlap_faults, ("travels", "schedule", "zero", "step", "overlap"), only=("overlap", True)),
     MappingRule(deepep_faults, ("ep", "etp", "dispatcher", "overlap")),
 )
 OFFLOAD_RULES = (

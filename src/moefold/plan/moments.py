@@ -194,7 +194,8 @@ class _RankWalk:
         flying, left, running, kinds = zip(*states, strict=True)
         base = np.array(flying) @ self._whole + np.array(left) @ self._late
         base[:, self.columns.end("hidden")] += np.array(list(states.values())) + skipped + awaited
-        base[:, self.columns.end("in_transit")] = 1.0
+        # Of two micro-batches at a time, one is on its way out and the other on its way back.
+        base[:, self.columns.end("in_transit")] = 2.0 if order.overlap else 1.0
         runs = [self._runs[which] for which in zip(running, kinds, strict=True)]
         found: Counts = np.repeat(base, [len(run) for run in runs], axis=0) + np.concatenate(runs)
         return found

@@ -65,7 +65,7 @@ class FoldPrices:
 
     def least_fitting(self, fold: Fold, base: Base) -> float:
         """Seconds at least of what may fit of a base, bubbles and sends left out; inf if nothing does."""
-        savers, probe = self.space.savers_with(base.overlap), mapping_of(fold, base, base.pipelines[0])
+        savers, probe = self.space.savers, mapping_of(fold, base, base.pipelines[0])
         held, active = (rows.min(axis=0) for rows in self._heaviest_of(fold, base))
         may_fit = self._may_fit(fold, base, (held, active), self.memory.kept.totals(probe, savers))
         least = np.where(may_fit, self.times.least_passes(probe, savers), inf).min()
@@ -73,7 +73,7 @@ class FoldPrices:
 
     def open(self, fold: Fold, base: Base) -> Opened:
         """Price all pipelines of a base, which has some, with all savers."""
-        savers, probe = self.space.savers_with(base.overlap), mapping_of(fold, base, base.pipelines[0])
+        savers, probe = self.space.savers, mapping_of(fold, base, base.pipelines[0])
         passes, kept = self.times.passes(probe, base.pipelines, savers), self.memory.kept.totals(probe, savers)
         may_fit = self._may_fit(fold, base, self._heaviest_of(fold, base), kept)
         least = np.where(may_fit, passes.seconds, inf).min(axis=1) + STEP_S

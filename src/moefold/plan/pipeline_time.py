@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 
-def bubble_s(forward_s: Any, backward_s: Any, weight_s: Any, *, pp: int, vpp: Any, schedule: str) -> Any:
+def bubble_s(forward_s: Any, backward_s: Any, weight_s: Any, *, pp: int, vpp: Any, n: int, schedule: str) -> Any:
     """Idle seconds of a rank in one step.
 
     Args:
@@ -14,22 +14,31 @@ def bubble_s(forward_s: Any, backward_s: Any, weight_s: Any, *, pp: int, vpp: An
         weight_s: the part of `backward_s` that makes weights' gradients.
         pp: pipeline ranks.
         vpp: chunks on each rank.
+        n: micro-batches of a step. With fewer than pp no schedule keeps all ranks busy: one goes from rank to rank.
         schedule: as in a recipe; "1f1b" with vpp of 2 or more is the interleaved form (arXiv:2104.04473).
 
     Returns:
-        gpipe and 1f1b: (pp-1)(f+b). interleaved: the same over vpp. zero-bubble (ZB-H1, arXiv:2401.10241) fills a
-        rank's wait with weights' gradients: (pp-1)(f + b - 2w), at least a third of 1F1B's. zbv: half as long a way in
-        and out again. dualpipev: (pp-1)(f + 2b - 3w)/2. docs/pipeline.md has the same in parts of a chunk, measured.
+        gpipe and 1f1b: (pp-1)(f+b). interleaved: the same over vpp, and (pp-n)(f+b) while a chunk waits for the last
+        rank of the chunk before. zero-bubble (ZB-H1, arXiv:2401.10241) fills a rank's wait with weights' gradients of
+        the micro-batches behind it: (pp-1)(f+b-w) - (min(n,pp)-1)w, which is (pp-1)(f + b - 2w), at least a third of
+        1F1B's. zbv: half as long a way in and out again, with 2*pp-1 micro-batches or more. dualpipev: (pp-1)(f + 2b -
+        3w)/2. docs/pipeline.md has the same in parts of a chunk, measured.
     """
     if pp == 1:
         return 0.0
     both = forward_s + backward_s
     if schedule in ("zero-bubble", "zbv"):
-        filled = larger(both - 2 * weight_s, both / 3)
-        return (pp - 1) * filled / (2 if schedule == "zbv" else 1)
+        alone = (pp - 1) * (both - weight_s)
+        filled = larger(alone - (min(n, pp) - 1) * weight_s, (pp - 1) * both / 3)
+        if schedule == "zero-bubble":
+            return filled
+        share = min(1.0, (n - 1) / (2 * pp - 2))
+        return (1 - share) * alone + share * filled / 2
     if schedule == "dualpipev":
         return (pp - 1) * larger(forward_s + 2 * backward_s - 3 * weight_s, 0.0) / 2
-    return (pp - 1) * both / vpp
+    if schedule == "gpipe" or n >= pp:
+        return (pp - 1) * both / vpp
+    return both * ((pp - n) + (n - 1) / vpp)
 
 
 def larger(left: Any, right: Any) -> Any:

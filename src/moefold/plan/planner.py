@@ -58,6 +58,9 @@ class Planner:
     def __init__(self, question: Question) -> None:
         self.question = question
         self.space = MappingSpace(Legality(question.base), question.restriction)
+        self._asked = 0
+        self._best: list[Plan] = []
+        """As many of the best as were asked for."""
 
     @cached_property
     def search(self) -> Search:
@@ -85,7 +88,9 @@ class Planner:
         """
         if not self.space.folds:
             raise ConfigError(self._nothing_legal())
-        return self.search.first(count) or self.plans[:count]
+        if count > self._asked:
+            self._asked, self._best = count, self.search.first(count)
+        return self._best[:count] or self.plans[:count]
 
     @cached_property
     def plans(self) -> list[Plan]:

@@ -28,6 +28,10 @@ PAPER = "arXiv:2504.14960"
 BASELINES = {"FSDP": 3, "FSDP+EP": 3, "TP+EP+DP": 1, "MCore": 1}
 """The methods of the paper that couple the experts to tensor and data parallelism, and their ZeRO stage."""
 
+OTHER_SOFTWARE = ("automodel", "torchtitan", "pith-train")
+"""Sources that measured software on torch's own FSDP and pipelines, as moefold is; the others measured Megatron-Core,
+on which NeMo and Megatron-Bridge are built too."""
+
 _RELEASE = re.compile(r"\[(\d+)\.(\d+)[\d.]* NeMo|\(NeMo (\d+)\.(\d+)\)")
 _RECOMPUTE = {
     r"norm": "norms",
@@ -234,7 +238,7 @@ def _workload(row: Row, gpu: str, mapping: Mapping) -> Workload:
         shards_over_dp_alone=is_paper,
         overlaps_tensor="Megatron-Bridge" in row["method"] and _is_dense(row),
         reduce_bytes=2.0 if mapping.zero == 3 else 4.0,
-        is_megatron=True,
+        is_megatron=not any(name in row["source"].lower() for name in OTHER_SOFTWARE),
         with_mtp="w/o mtp" not in row["model"].lower(),
     )
 

@@ -87,7 +87,7 @@ class SaverTimes:
         weight = (ranks.shares @ (counts @ weights)[:, :, None])[:, 0]
         mean = [(ranks.shares @ seconds)[:, 0] for seconds in (forward, backward)]
         sends, send_back = pricer.sends(m, np.array([[pipeline.vpp] for pipeline in pipelines]), n)
-        bubble = _bubbles((mean[0] + send_back, mean[1] + send_back, weight), m.pp, pipelines)
+        bubble = _bubbles((mean[0] + send_back, mean[1] + send_back, weight), m.pp, n, pipelines)
         return Passes(n * (slowest[0] + slowest[1]) + sends + bubble, slowest[0], slowest[1])
 
     def with_replicas(self, passes: Passes, m: Mapping, n: int) -> Seconds:
@@ -132,12 +132,12 @@ class SaverTimes:
         return _Ranks(counts, shares)
 
 
-def _bubbles(mean: tuple[Seconds, Seconds, Seconds], pp: int, pipelines: tuple[Pipeline, ...]) -> Seconds:
+def _bubbles(mean: tuple[Seconds, Seconds, Seconds], pp: int, n: int, pipelines: tuple[Pipeline, ...]) -> Seconds:
     """Idle seconds of a rank in a step, [pipelines, savers]."""
     found = np.zeros_like(mean[0])
     for schedule in dict.fromkeys(p.schedule for p in pipelines):
         which = [i for i, p in enumerate(pipelines) if p.schedule == schedule]
         vpp = np.array([[pipelines[i].vpp] for i in which])
         forward, backward, weight = (seconds[which] for seconds in mean)
-        found[which] = bubble_s(forward, backward, weight, pp=pp, vpp=vpp, schedule=schedule)
+        found[which] = bubble_s(forward, backward, weight, pp=pp, vpp=vpp, n=n, schedule=schedule)
     return found

@@ -240,7 +240,7 @@ class Search:
         leanest: list[tuple[float, Mapping]] = []
         for overlap in (False, True):
             legal = [p for p in pipelines if self.space.zeros_of(fold, size, p.schedule, dispatcher, overlap)]
-            if legal and self.space.savers_with(overlap):
+            if legal and self.space.savers:
                 opened = self.prices.open(fold, Base(0.0, size, dispatcher, overlap, tuple(legal)))
                 leanest += [PipelineChoice(self.prices, fold, opened, i).leanest() for i in range(len(legal))]
         return self.price(min(leanest, key=lambda entry: entry[0])[1])

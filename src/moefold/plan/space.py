@@ -143,11 +143,6 @@ class MappingSpace:
         )
 
     @cached_property
-    def plain_savers(self) -> tuple[Saver, ...]:
-        """Those of which nothing leaves memory, as two micro-batches at a time need it."""
-        return tuple(saver for saver in self.savers if not saver[1])
-
-    @cached_property
     def moment_homes(self) -> tuple[str, ...]:
         """Where the moments of the optimizer may live: with the weights, or in memory of the host."""
         homes = ("none", HOST) if self._has_host else ("none",)
@@ -167,7 +162,7 @@ class MappingSpace:
         key = (fold.ep, fold.etp, fold.dp * size, schedule, dispatcher)
         if key not in self._overlapped:
             values = {**fold.values, "mbs": size, "schedule": schedule, "dispatcher": dispatcher}
-            values |= {"offload": (), "overlap": True}
+            values["overlap"] = True
             self._overlapped[key] = tuple(
                 zero for zero in self.zeros if self.legality.allows(OVERLAP_RULES, {**values, "zero": zero})
             )
@@ -176,10 +171,6 @@ class MappingSpace:
     @cached_property
     def _overlaps(self) -> tuple[bool, ...]:
         return tuple(overlap for overlap in (False, True) if self.restriction.wants("overlap", overlap))
-
-    def savers_with(self, overlap: bool) -> tuple[Saver, ...]:
-        """Those that go with hiding the experts' exchange, or without it."""
-        return self.plain_savers if overlap else self.savers
 
     def dispatchers(self, fold: Fold, size: int) -> tuple[str, ...]:
         """The legal ways of tokens to their experts."""
@@ -205,7 +196,7 @@ class MappingSpace:
         return total * len(self.moment_homes)
 
     def _count_of(self, fold: Fold, view: AttentionView) -> int:
-        plain = len(self.zeros) * len(self.savers) if False in self._overlaps else 0
+        plain = len(self.zeros) if False in self._overlaps else 0
         total = 0
         for size, pipelines in view.batches:
             dispatchers = self.dispatchers(fold, size)
@@ -213,8 +204,8 @@ class MappingSpace:
             chunkings = Counter(pipeline.schedule for pipeline in pipelines) if True in self._overlaps else {}
             for dispatcher, (schedule, number) in product(dispatchers, chunkings.items()):
                 zeros = self.zeros_of(fold, size, schedule, dispatcher, overlap=True)
-                total += number * len(zeros) * len(self.plain_savers)
-        return total
+                total += number * len(zeros)
+        return total * len(self.savers)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Every legal mapping by itself, as the values of its axes; of use for small worlds."""
@@ -222,7 +213,7 @@ class MappingSpace:
             for size, pipelines in view.batches:
                 for pipeline, dispatcher, overlap in product(pipelines, self.dispatchers(fold, size), (False, True)):
                     zeros = self.zeros_of(fold, size, pipeline.schedule, dispatcher, overlap)
-                    for zero, moments, saver in product(zeros, self.moment_homes, self.savers_with(overlap)):
+                    for zero, moments, saver in product(zeros, self.moment_homes, self.savers):
                         yield {
                             **fold.values,
                             "mbs": size,

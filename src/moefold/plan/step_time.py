@@ -169,7 +169,13 @@ class Pricer:
         forward, backward, weight, parts = slowest
         sends, send_back = self.sends(mapping, mapping.vpp, n)
         bubble = bubble_s(
-            mean[0] + send_back, mean[1] + send_back, mean[2], pp=mapping.pp, vpp=mapping.vpp, schedule=mapping.schedule
+            mean[0] + send_back,
+            mean[1] + send_back,
+            mean[2],
+            pp=mapping.pp,
+            vpp=mapping.vpp,
+            n=n,
+            schedule=mapping.schedule,
         )
         gathers, gradients, optimizer = self.replicas(mapping)
         dp_comm = self.shown_replicas_s(mapping, (gathers, gradients), forward, backward, n)
@@ -186,9 +192,7 @@ class Pricer:
         if key not in self._layers:
             mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
             feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
-            # Published steps do not say in which types they offload; theirs are taken to hide it.
-            carries = m.offload and not self.workload.is_megatron
-            away = float(self.kept.away_bytes(m, (saver_of(m),))[0, kind]) if carries else 0.0
+            away = float(self._carried_bytes(kind, m, (saver_of(m),))[0]) if m.offload else 0.0
             self._layers[key] = self._sum(mixer, feed_forward, m, away)
         return self._layers[key]
 
@@ -252,9 +256,16 @@ class Pricer:
         of_set = {recompute: _recomputed(mixer, feed_forward, recompute) for recompute, _ in savers}
         again = behind + np.array([of_set[recompute] for recompute, _ in savers])
         waits = self._launch_waits(mixer, feed_forward, (ahead, again))
-        away = self.kept.away_bytes(m, savers)[:, kind]
+        away = self._carried_bytes(kind, m, savers)
         forward, backward = np.full(len(savers), ahead) + waits[0], again + waits[1]
         return forward + self.carried_s(away, forward), backward + self.carried_s(away, backward)
+
+    def _carried_bytes(self, kind: int, m: Mapping, savers: tuple[Saver, ...]) -> Seconds:
+        """Bytes of one layer that go to the host and back with each of some savers, [savers]."""
+        if self.workload.is_megatron:
+            # Published steps do not say in which types they offload; theirs are taken to hide it.
+            return np.zeros(len(savers))
+        return self.kept.away_bytes(m, savers)[:, kind]
 
     def carried_s(self, away_bytes: Any, busy_s: Any) -> Any:
         """Seconds of a layer, one way, that activations on their way to or from the host are longer than its work.

@@ -64,8 +64,8 @@ class Workload:
     """Types of master weights, gradients and moments; None: those of the recipe."""
     is_megatron: bool = False
     """The software is Megatron-Core with Transformer Engine, on which most published steps were measured, and not
-    moefold: its kernels keep less, its pipelines free what was sent, expert_activation runs no product again, and an
-    offloaded optimizer updates on the host."""
+    moefold or another on torch's FSDP and pipelines: its kernels keep less, its pipelines free what was sent,
+    expert_activation runs no product again, and an offloaded optimizer updates on the host."""
     overlaps_tensor: bool = False
     """Whether gathers and scatters of tensor parallelism run in pieces under their products."""
     reduce_bytes: float = 4.0
