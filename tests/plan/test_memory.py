@@ -1,12 +1,14 @@
 """The planner's memory is that of the runtime: its formula for the recipe of a mapping, and the built model's."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from moefold.config.checks import check_config
+from moefold.config.checks_recompute import lacking_part
 from moefold.config.load import load_config
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.errors import ConfigError
 from moefold.metrics.memory_formula import memory_of_ranks
 from moefold.metrics.state_memory import StateBytes
@@ -87,6 +89,45 @@ def test_every_schedule_has_as_much_in_flight_as_its_order_of_work(schedule, bat
         return
     check_formula(cfg)
     check_formula(replace(cfg, train=replace(cfg.train, loss_chunk=-1)))
+
+
+PAIRED = [
+    (schedule, pp, vpp)
+    for schedule, vpp in (("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("dualpipev", 2))
+    for pp in (1, 2, 4)
+    if vpp == 1 or pp > 1
+]
+SAVED = [(), ("moe",), ("layer",), ("norms", "expert_activation"), ("shared_experts", "dense_mlp", "core_attention")]
+PAIRED_MODELS = {
+    "moe": {},
+    "mtp": {"mtp_layers": 1, "layer_pattern": "DMM"},
+    "shared": {"shared_expert_ffn_hidden_size": 256, "layer_pattern": "DM"},
+    "windows": {"layer_pattern": "DMMM", "attention_pattern": "WF", "sliding_window": 64},
+}
+
+
+def paired_recipes(schedule: str, pp: int, vpp: int, model: str):
+    """Recipes with hidden exchanges: models, and parts that run again."""
+    sizes = ModelConfig(num_layers=16, num_experts=8, top_k=2, **PAIRED_MODELS[model])
+    layout = "auto" if pp > 1 and (sizes.num_layers % (pp * vpp) or sizes.mtp_layers) else ""
+    parallel = ParallelConfig(
+        world_size=2 * pp, pp=pp, ep=2, schedule=schedule, virtual_stages=vpp, overlap_experts=True,
+        pipeline_layout=layout,
+    )  # fmt: skip
+    for batch, parts in product((32, 128), SAVED):
+        if lacks := [part for part in parts if lacking_part(part, sizes)]:
+            parts = tuple(part for part in parts if part not in lacks)
+        train = TrainConfig(seq_len=512, global_batch_size=batch, recompute=parts)
+        cfg = Config(run=RunConfig(dtype="bfloat16"), model=sizes, parallel=parallel, train=train)
+        check_config(cfg)
+        yield cfg
+
+
+@pytest.mark.parametrize("model", PAIRED_MODELS)
+@pytest.mark.parametrize("case", PAIRED, ids=lambda case: "-".join(map(str, case)))
+def test_pairs_have_as_much_as_the_runtime_s_formula_says(case, model):
+    for cfg in paired_recipes(*case, model):
+        check_formula(cfg)
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -54,7 +54,7 @@ def every_mapping(search: Search, fixed: dict | None = None) -> dict[Fold, list[
 def priced(search: Search, probe: Mapping) -> tuple[np.ndarray, np.ndarray]:
     """Seconds and bytes of a mapping with every saver, none left out."""
     savers, memory = search.space.savers, search.memory
-    room = memory.room(probe, memory.kept.totals(probe, savers))
+    room = memory.room(probe, savers, memory.kept.totals(probe, savers))
     return search.prices.times.step_times(probe, savers), room.totals(memory.resting_bytes(probe), room.activations())
 
 

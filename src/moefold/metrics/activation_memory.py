@@ -150,9 +150,16 @@ class ActivationFormula:
         left = Parts()
         for kind in self.kinds(stage):
             left += self.postponed_layer(kind)
+        for _ in range(stage.parts.num_further):
+            left += self.postponed_further()
         if stage.is_last:
             left["logits"] += (1 + stage.parts.num_further) * self.postponed_head
         return left
+
+    def postponed_further(self) -> Parts:
+        """Of a layer of multi-token prediction without its head: of the layer, and of the projection to its input."""
+        projection = 3 * self._tokens * self._cfg.model.hidden_size * self._item
+        return self.postponed_layer(self.further_kind) + Parts({"residual stream": projection})
 
     @property
     def postponed_head(self) -> int:

@@ -22,9 +22,9 @@ from moefold.metrics.state_memory import (
     unit_weights,
 )
 from moefold.metrics.weight_shapes import WeightShape
+from moefold.plan.columns import Columns
 from moefold.plan.flop_count import expert_parameters, layer_parameters
 from moefold.plan.mapping import Mapping
-from moefold.plan.moments import Columns
 from moefold.plan.shape import ModelShape
 from moefold.plan.workload import Workload
 

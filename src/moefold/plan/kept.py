@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from moefold.config.schema import Config, TrainConfig
 from moefold.metrics.activation_memory import ActivationFormula
 from moefold.metrics.kept_parts import CPU, CUDA, MEGATRON, Kernels, Parts
+from moefold.metrics.pass_memory import moments_of_layer
+from moefold.metrics.pass_turns import MOMENTS, WITH_SPLITS
+from moefold.plan.columns import Columns
 from moefold.plan.held_states import letter_of
 from moefold.plan.mapping import Mapping
-from moefold.plan.moments import Columns
 from moefold.plan.shape import BYTES, FeedForward, ModelShape
 from moefold.plan.workload import Workload
 
@@ -127,9 +129,12 @@ class KeptActivations:
         if self.shape.config is None:
             return self._foreign(m, recompute, table)
         formula = _formula(self.cfg, m, recompute, self.kernels, self.workload.load)
-        kept = {}
+        kept, at = {}, {}
         for kind in range(columns.kinds):
             letter = letter_of(self.shape, kind)
+            at[letter] = at.get(letter) or moments_of_layer(formula, letter)
+            for moment, parts in at[letter].items():
+                table[:, columns.at(moment) + kind] = grouped(parts)
             kept[kind] = formula.layer(letter)
             table[:, columns.kept + kind] = grouped(kept[kind])
             table[:, columns.passing + kind] = grouped(formula.passing[letter])
@@ -146,6 +151,7 @@ class KeptActivations:
             "further": formula.further() if self.shape.mtp_layers else Parts(),
             "logits": Parts(logits=formula.transient_logits),
             "postponed_head": Parts(logits=formula.postponed_head),
+            "postponed_further": formula.postponed_further() if self.shape.mtp_layers else Parts(),
             "hidden": Parts(pipeline=formula.hidden),
         }
 
@@ -161,6 +167,10 @@ class KeptActivations:
         dispatch = 2 * tokens / m.tp * copies * self.shape.hidden_size * BYTES
         for kind in range(columns.kinds):
             table[1, columns.passing + kind] = dispatch
+            for moment in MOMENTS:
+                if moment not in WITH_SPLITS:
+                    table[0, columns.at(moment) + kind] = table[0, columns.kept + kind]
+                    table[1, columns.at(moment) + kind] = dispatch
         table[2, columns.end("head")] = tokens * self.shape.vocab_size / m.tp * 4
         table[3, columns.end("hidden")] = tokens / m.tp * self.shape.hidden_size * BYTES
         return kept, table

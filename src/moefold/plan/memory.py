@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schema import Config
+from moefold.metrics.pass_memory import pauses_again
+from moefold.plan.columns import columns_of
 from moefold.plan.device import GIB, Device
 from moefold.plan.held_states import STATE_PARTS, HeldStates
-from moefold.plan.kept import KEPT_PARTS, KeptActivations, recipe_of
+from moefold.plan.kept import KEPT_PARTS, KeptActivations, Saver, recipe_of
 from moefold.plan.mapping import Mapping
-from moefold.plan.moments import Columns, Moments, Order, heaviest_of, moments_of
+from moefold.plan.moments import Moments, Order, heaviest_of, moments_of
 from moefold.plan.shape import ModelShape
 from moefold.plan.stage_split import Chunk
 from moefold.plan.stages import Split, chunks_of_rank, split_of
@@ -81,7 +83,7 @@ class Memory:
         cfg = cfg or recipe_of(shape, workload)
         self.shape, self.workload, self.device = shape, workload, device
         self.split = split or split_of(shape, workload.seq_len)
-        self.columns = Columns(len(shape.kinds))
+        self.columns = columns_of(shape)
         self.states = HeldStates(shape, workload, cfg, self.columns)
         self.kept = KeptActivations(shape, workload, cfg, self.columns, on_cpu=device.name == "cpu")
         self._moments: dict[Order, Moments] = {}
@@ -99,14 +101,19 @@ class Memory:
         parts |= dict(zip(KEPT_PARTS, (kept @ moments.active[at]).tolist(), strict=True))
         return MemoryEstimate(**parts, workspace=self.workspace, capacity=self.device.memory_bytes)
 
-    def room(self, m: Mapping, kept: NDArray[np.float64]) -> "Room":
+    def room(self, m: Mapping, savers: tuple[Saver, ...], kept: NDArray[np.float64]) -> "Room":
         """What the savers of a pipeline are asked about.
 
         Args:
-            m: the mapping; what is sharded, and where the moments live, does not count.
-            kept: `KeptActivations.totals` of the savers.
+            m: the mapping; what is sharded, where the moments live, and what saves activations does not count.
+            savers: what does.
+            kept: `KeptActivations.totals` of them.
         """
-        return Room(self, self.moments(m), kept)
+        moments = self._all_moments(m)
+        if not m.overlap:
+            return Room(self, moments, kept)
+        pauses = np.array([pauses_again(recompute) for recompute, _ in savers], dtype=np.intp)
+        return Room(self, moments, kept, moments.occurs[:, pauses] > 0)
 
     def resting_bytes(self, m: Mapping) -> NDArray[np.float64]:
         """Bytes of each state column under a mapping."""
@@ -114,6 +121,14 @@ class Memory:
 
     def moments(self, m: Mapping) -> Moments:
         """What may be in memory at once."""
+        moments = self._all_moments(m)
+        if not m.overlap:
+            return moments
+        at = moments.occurs[:, int(pauses_again(m.recompute))] > 0
+        return Moments(moments.held[at], moments.active[at], moments.occurs[at])
+
+    def _all_moments(self, m: Mapping) -> Moments:
+        """The same whatever runs again."""
         order = self._order(m)
         if order not in self._moments:
             self._moments[order] = moments_of(order, *self._stages(order), self.columns)
@@ -145,14 +160,23 @@ class Room:
         memory: whose mapping it is.
         moments: of the pipeline.
         kept: bytes of each column of activations with each saver, [savers, columns].
+        occurs: which moments there are with which savers, [moments, savers]; None: all with all.
     """
 
-    def __init__(self, memory: Memory, moments: Moments, kept: NDArray[np.float64]) -> None:
-        self._memory, self._moments, self._kept = memory, moments, kept
+    def __init__(
+        self,
+        memory: Memory,
+        moments: Moments,
+        kept: NDArray[np.float64],
+        occurs: NDArray[np.bool_] | None = None,
+    ) -> None:
+        self._memory, self._moments, self._kept, self._occurs = memory, moments, kept, occurs
 
     def activations(self, which: NDArray[np.intp] | slice = slice(None)) -> NDArray[np.float64]:
-        """Bytes of activations at each moment with some of the savers, [moments, savers]."""
+        """Bytes of activations at each moment with some of the savers, [moments, savers]; -inf where there is none."""
         found: NDArray[np.float64] = self._moments.active @ self._kept[which].T
+        if self._occurs is not None:
+            found[~self._occurs[:, which]] = -np.inf
         return found
 
     def totals(self, resting: NDArray[np.float64], activations: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -8,84 +8,25 @@ does for one recipe; a test holds the two to the same bytes.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moefold.config.action import Row
-from moefold.config.paired_schedule import actions, paired_row
+from moefold.config.action import SlotRow
+from moefold.config.paired_schedule import paired_row, slots
 from moefold.config.schedule_order import rank_row
+from moefold.config.schedule_walk import alone
 from moefold.config.schedules import SCHEDULES
 from moefold.metrics.memory_formula import WAITS_FOR_SENDS
+from moefold.plan.columns import Columns, Counts, undominated
+from moefold.plan.pair_counts import Pairing, pair_rows
 from moefold.plan.stage_split import Chunk
 
-Counts = NDArray[np.float64]
 STEADY_ROUNDS = 3
 """Micro-batches for each rank behind which nothing new happens until the way out; see `_shortened`."""
 
-AT_ONCE = 32
-"""Rows that others are compared with at a time."""
 
-
-@dataclass(frozen=True)
-class Columns:
-    """Places of what is counted, for a model of so many kinds of layers."""
-
-    kinds: int
-
-    @property
-    def kept(self) -> int:
-        """First of the columns of layers that keep their activations, by kind."""
-        return 0
-
-    @property
-    def passing(self) -> int:
-        """First of those of layers that run now."""
-        return self.kinds
-
-    @property
-    def again(self) -> int:
-        """First of those of layers that run again now."""
-        return 2 * self.kinds
-
-    @property
-    def postponed(self) -> int:
-        """First of those whose weights' gradients wait."""
-        return 3 * self.kinds
-
-    @property
-    def ends(self) -> int:
-        """First of `END_COLUMNS`."""
-        return 4 * self.kinds
-
-    def end(self, name: str) -> int:
-        """Column of one of `END_COLUMNS`."""
-        return self.ends + END_COLUMNS.index(name)
-
-    @property
-    def size(self) -> int:
-        """Columns of activations."""
-        return self.ends + len(END_COLUMNS)
-
-    @property
-    def state_size(self) -> int:
-        """Columns of states: layers by kind, `STATE_COLUMNS`, and stages by the set of their layers."""
-        return self.kinds + len(STATE_COLUMNS) + (2 << self.kinds)
-
-    def state(self, name: str) -> int:
-        """Column of one of `STATE_COLUMNS`."""
-        return self.kinds + STATE_COLUMNS.index(name)
-
-    @property
-    def sets(self) -> int:
-        """First of the columns of stages by the set of kinds of their layers, as bits; the last bit: further ones."""
-        return self.kinds + len(STATE_COLUMNS)
-
-
-END_COLUMNS = ("embedding", "head", "further", "logits", "postponed_head", "hidden", "in_transit")
-"""What the ends of the model keep, and hidden states that are sent or awaited."""
-STATE_COLUMNS = ("embedding", "head", "further", "second_embedding", "following_embedding", "stage")
+Running = tuple[int, int]
+"""Numbers of what the stages hold that run forward and backward; -1: none does."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +37,8 @@ class Moments:
     """What of the model the rank has, [moments, `Columns.state_size`]."""
     active: Counts
     """What is there of activations, [moments, `Columns.size`]."""
+    occurs: Counts
+    """1 where there is such a moment if no exchange of experts runs again, and if some do, [moments, 2]."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +54,12 @@ class Order:
     """Whether what is sent stays until the step ends, and room for all that comes is made when it begins."""
 
 
-def moments_of(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence[int]], columns: Columns) -> Moments:
+def moments_of(
+    order: Order,
+    chunks: Sequence[Chunk],
+    placed: Sequence[Sequence[int]],
+    columns: Columns,
+) -> Moments:
     """The moments that count.
 
     Args:
@@ -120,17 +68,21 @@ def moments_of(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence[
         placed: for each pipeline rank the numbers of its stages.
         columns: for the kinds of the model.
     """
-    walk = _walk(order, chunks, placed, columns)
-    held, active = [], []
+    walk = _walk(order, chunks, placed, columns, is_whole=True)
+    held, active, occurs = [], [], []
     for rank, stages in enumerate(placed):
-        found = walk.moments(row_of(order, rank, _shortened(order)), stages)
+        found, when = walk.moments(row_of(order, rank, _shortened(order)), stages)
         active.append(found)
+        occurs.append(when)
         held.append(np.broadcast_to(_held(chunks, stages, columns), (len(found), columns.state_size)))
-    return Moments(*_undominated(np.concatenate(held), np.concatenate(active)))
+    rows = undominated(np.hstack([np.concatenate(part) for part in (held, active, occurs)]))
+    return Moments(*np.split(rows, (columns.state_size, columns.state_size + columns.size), axis=1))
 
 
 def heaviest_of(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence[int]], columns: Columns) -> Moments:
     """One moment of the first rank and one of the last, with most layers in flight: cheap, and below what is needed.
+
+    Of pairs it is the one before they begin, which does not depend on what runs again.
 
     Args:
         order: as for `moments_of`.
@@ -138,37 +90,58 @@ def heaviest_of(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence
         placed: the same.
         columns: the same.
     """
-    walk = _walk(order, chunks, placed, columns)
+    walk = _walk(order, chunks, placed, columns, is_whole=False)
     held, active = [], []
     for rank in (0, len(placed) - 1):
-        found = walk.moments(row_of(order, rank, _shortened(order)), placed[rank])
+        found, _ = walk.moments(row_of(order, rank, _shortened(order)), placed[rank])
         active.append(found[np.argmax(found[:, : columns.kinds].sum(axis=1))])
         held.append(_held(chunks, placed[rank], columns))
-    return Moments(np.array(held), np.array(active))
+    return Moments(np.array(held), np.array(active), np.ones((len(held), 2)))
 
 
 @lru_cache(maxsize=16384)
-def row_of(order: Order, rank: int, count: int) -> Row:
+def row_of(order: Order, rank: int, count: int) -> SlotRow:
     """The work of a pipeline rank, with so many micro-batches."""
     if order.overlap:
-        return tuple(
-            action for work in paired_row(order.schedule, rank, order.pp, order.vpp, count) for action in actions(work)
-        )
+        return slots(paired_row(order.schedule, rank, order.pp, order.vpp, count))
     if order.pp == 1:
-        return rank_row("1f1b", 0, 1, 1, count)
+        return alone(rank_row("1f1b", 0, 1, 1, count))
     name = "interleaved" if order.schedule == "1f1b" and order.vpp > 1 else order.schedule
-    return rank_row(name, rank, order.pp, order.vpp, count)
+    return alone(rank_row(name, rank, order.pp, order.vpp, count))
 
 
-def _walk(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence[int]], columns: Columns) -> "_RankWalk":
+def _walk(
+    order: Order,
+    chunks: Sequence[Chunk],
+    placed: Sequence[Sequence[int]],
+    columns: Columns,
+    *,
+    is_whole: bool,
+) -> "_RankWalk":
     rank_of = {stage: rank for rank, stages in enumerate(placed) for stage in stages}
-    return _RankWalk(order, chunks, rank_of, columns)
+    return _RankWalk(order, chunks, rank_of, columns, is_whole=is_whole)
 
 
 class _RankWalk:
-    """Follows one rank through its step."""
+    """Follows one rank through its step.
 
-    def __init__(self, order: Order, chunks: Sequence[Chunk], rank_of: dict[int, int], columns: Columns) -> None:
+    Args:
+        order: of the step.
+        chunks: what each stage holds.
+        rank_of: of each stage.
+        columns: for the kinds of the model.
+        is_whole: whether all moments of pairs count, or only that before they begin.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        chunks: Sequence[Chunk],
+        rank_of: dict[int, int],
+        columns: Columns,
+        *,
+        is_whole: bool,
+    ) -> None:
         self.order, self.chunks, self.rank_of, self.columns = order, chunks, rank_of, columns
         self.splits = order.pp > 1 and SCHEDULES[order.schedule].splits_backward
         # Stages that hold the same are counted together.
@@ -177,48 +150,80 @@ class _RankWalk:
         self._classes = list(known)
         self._whole = np.array([self._kept(chunk) for chunk in known])
         self._late = np.array([self._postponed(chunk) for chunk in known])
-        self._runs = {
-            (i, kind): np.array(list(self._forward(chunk) if kind == "F" else self._backward(chunk)))
-            for i, chunk in enumerate(known)
-            for kind in "FB"
-        }
+        self._is_whole = is_whole
+        self._runs: dict[Running, tuple[Counts, Counts]] = {}
 
-    def moments(self, row: Row, stages: Sequence[int]) -> Counts:
-        """The counts at the start of every action that differs from those before, [moments, columns]."""
-        order, n = self.order, self.order.micro_batches
-        sent = {stage: self._sent(stage) for stage in stages}
-        # What is left out of the steady phase has sent what it sends.
-        skipped = (n - _shortened(order)) * sum(sent.values())
-        awaited = self._awaited(stages) * n if order.keeps_messages else 0
-        states = self._states(row, sent)
-        flying, left, running, kinds = zip(*states, strict=True)
+    def moments(self, row: SlotRow, stages: Sequence[int]) -> tuple[Counts, Counts]:
+        """The counts at the start of every slot that differs from those before, and `Moments.occurs` of them."""
+        order = self.order
+        awaited = self._awaited(stages) * order.micro_batches if order.keeps_messages else 0
+        states = self._states(row, {stage: self._sent(stage) for stage in stages})
+        flying, left, running = zip(*states, strict=True)
         base = np.array(flying) @ self._whole + np.array(left) @ self._late
-        base[:, self.columns.end("hidden")] += np.array(list(states.values())) + skipped + awaited
-        # Of two micro-batches at a time, one is on its way out and the other on its way back.
-        base[:, self.columns.end("in_transit")] = 2.0 if order.overlap else 1.0
-        runs = [self._runs[which] for which in zip(running, kinds, strict=True)]
+        base[:, self.columns.end("hidden")] += np.array(list(states.values())) + awaited
+        runs, occurs = zip(*(self._run(which) for which in running), strict=True)
         found: Counts = np.repeat(base, [len(run) for run in runs], axis=0) + np.concatenate(runs)
+        return found, np.concatenate(occurs)
+
+    def _states(
+        self, row: SlotRow, sent: dict[int, int]
+    ) -> dict[tuple[tuple[int, ...], tuple[int, ...], Running], int]:
+        """What is in flight and postponed as a slot begins, with what runs; and the most that was sent by then."""
+        flying, left, messages = [0] * len(self._classes), [0] * len(self._classes), 0
+        # What is left out of the steady phase has sent what it sends.
+        skipped = (self.order.micro_batches - _shortened(self.order)) * sum(sent.values())
+        if not self.order.overlap:
+            messages, skipped = skipped, 0
+        found: dict[tuple[tuple[int, ...], tuple[int, ...], Running], int] = {}
+        for slot in row:
+            ahead = behind = -1
+            if len(slot) > 1:
+                # The steady phase begins: what was there only before it, as a first backward pass alone, was sent less.
+                messages, skipped = messages + skipped, 0
+            for action in slot:
+                own, kind = self._class_of[action.stage], action.kind
+                if kind == "F":
+                    ahead = own
+                elif kind == "W":
+                    left[own] -= 1
+                else:
+                    behind = own
+                    flying[own] -= 1
+            if ahead < 0 and behind < 0:
+                continue
+            # What was sent only grows.
+            found[tuple(flying), tuple(left), (ahead, behind)] = messages
+            if ahead >= 0:
+                flying[ahead] += 1
+            if behind >= 0:
+                messages += sent[slot[-1].stage]
+                left[behind] += slot[-1].kind == "I"
         return found
 
-    def _states(self, row: Row, sent: dict[int, int]) -> dict[tuple[Any, ...], int]:
-        """What is in flight and postponed as an action begins, with its kind; and the most that was sent by then."""
-        flying, left, messages = [0] * len(self._classes), [0] * len(self._classes), 0
-        found: dict[tuple[Any, ...], int] = {}
-        for action in row:
-            kind, own = action.kind, self._class_of[action.stage]
-            if kind == "W":
-                left[own] -= 1
-                continue
-            if kind != "F":
-                flying[own] -= 1
-            # What was sent only grows.
-            found[tuple(flying), tuple(left), own, "F" if kind == "F" else "B"] = messages
-            if kind == "F":
-                flying[own] += 1
+    def _run(self, running: Running) -> tuple[Counts, Counts]:
+        """The moments of what runs at once, and `Moments.occurs` of them."""
+        if running not in self._runs:
+            ahead, behind = (None if own < 0 else self._classes[own] for own in running)
+            if ahead and behind:
+                self._runs[running] = self._pair(ahead, behind)
             else:
-                messages += sent[action.stage]
-                left[own] += kind == "I"
-        return found
+                run = np.array(list(self._forward(ahead) if ahead else self._backward(behind) if behind else ()))
+                # Of two micro-batches at a time, one is on its way out and the other on its way back.
+                run[:, self.columns.end("in_transit")] += 2.0 if self.order.overlap else 1.0
+                self._runs[running] = run, np.ones((len(run), 2))
+        return self._runs[running]
+
+    def _pair(self, ahead: Chunk, behind: Chunk) -> tuple[Counts, Counts]:
+        if not self._is_whole:
+            before = self._kept(behind)
+            before[self.columns.end("in_transit")] += 2.0
+            return before[None], np.ones((1, 2))
+        runs, occurs = [], []
+        for pauses_again in (False, True):
+            pairing = Pairing(self.columns, self.splits, pauses_again, sends=self._keeps_sent())
+            runs.append(pair_rows(pairing, ahead, behind))
+            occurs.append(np.tile([float(not pauses_again), float(pauses_again)], (len(runs[-1]), 1)))
+        return np.concatenate(runs), np.concatenate(occurs)
 
     def _forward(self, chunk: Chunk) -> Iterator[Counts]:
         """The end of the forward pass, and the last layer of each kind at work."""
@@ -241,6 +246,7 @@ class _RankWalk:
             now = self._before(chunk, i + 1)
             now[self.columns.passing + chunk.kinds[i]] += 1
             now[self.columns.again + chunk.kinds[i]] += 1
+            now[self.columns.at("beside") + chunk.kinds[i]] += self.splits
             yield now + (self._postponed(chunk, i + 1) if self.splits else 0)
 
     def _before(self, chunk: Chunk, layers: int) -> Counts:
@@ -264,14 +270,17 @@ class _RankWalk:
             row[self.columns.postponed + kind] += 1
         if chunk.has_loss:
             row[self.columns.end("postponed_head")] += 1 + chunk.num_further
+            row[self.columns.end("postponed_further")] += chunk.num_further
         return row
 
     def _sent(self, stage: int) -> int:
         """Hidden states and gradients that a micro-batch leaves behind."""
+        return (stage > 0) + (stage + 1 < len(self.chunks)) if self._keeps_sent() else 0
+
+    def _keeps_sent(self) -> bool:
         order = self.order
-        if not order.keeps_messages or order.pp == 1 or order.schedule in WAITS_FOR_SENDS and order.vpp == 1:
-            return 0
-        return (stage > 0) + (stage + 1 < len(self.chunks))
+        lets_go = order.schedule in WAITS_FOR_SENDS and order.vpp == 1 and not order.overlap
+        return order.keeps_messages and order.pp > 1 and not lets_go
 
     def _awaited(self, stages: Iterable[int]) -> int:
         """Buffers for each micro-batch: one for each neighbour of a stage on another rank."""
@@ -313,19 +322,3 @@ def _held(chunks: Sequence[Chunk], stages: Sequence[int], columns: Columns) -> C
         name = "following_embedding" if own[0].has_embedding else "second_embedding"
         row[columns.state(name)] += 1
     return row
-
-
-def _undominated(held: Counts, active: Counts) -> tuple[Counts, Counts]:
-    """Leave out rows that nowhere have more than another one."""
-    rows = np.hstack([held, active])
-    # Those with most first: only one before it can outdo a row. Columns in which all have the same decide nothing.
-    rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
-    left, at, start = rows.T[(rows != rows[0]).any(axis=0)], np.arange(len(rows)), 0
-    while start < len(at):
-        block, rest = left[:, start : start + AT_ONCE], left[:, start:]
-        is_before = np.arange(rest.shape[1])[:, None] > np.arange(block.shape[1])
-        stays = ~((rest[:, :, None] <= block[:, None, :]).all(axis=0) & is_before).any(axis=1)
-        left = np.concatenate([left[:, :start], rest[:, stays]], axis=1)
-        at = np.concatenate([at[:start], at[start:][stays]])
-        start += int(stays[: block.shape[1]].sum())
-    return rows[at, : held.shape[1]], rows[at, held.shape[1] :]

@@ -128,7 +128,7 @@ class PipelineChoice:
         self._prices, self._fold, self._base, self._savers = prices, fold, base, opened.savers
         self._zeros = prices.space.zeros_of(fold, base.size, self._pipeline.schedule, base.dispatcher, base.overlap)
         self._passes, self._may_fit = opened.passes.of(which), opened.may_fit[which]
-        self._room = prices.memory.room(mapping_of(fold, base, self._pipeline), opened.kept)
+        self._room = prices.memory.room(mapping_of(fold, base, self._pipeline), opened.savers, opened.kept)
         self._fitting = np.arange(0)
         self._activations = np.zeros((0, 0))
 

@@ -20,6 +20,11 @@ class Chunk:
     num_further: int = 0
     """Layers of multi-token prediction."""
 
+    @property
+    def further_kind(self) -> int:
+        """The kind of those; asked for where there are any."""
+        return next(kind for kind, count in enumerate(self.counts) if count > self.kinds.count(kind))
+
 
 def chunk_of(shape: ModelShape, layers: range, *, has_embedding: bool, has_loss: bool, num_further: int) -> Chunk:
     """A chunk with some layers of a model."""

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from moefold.config.schedules import SCHEDULES
 from moefold.plan.collective import Group, all_reduce_s, gather_s, send_s
+from moefold.plan.columns import columns_of
 from moefold.plan.device import Device
 from moefold.plan.flop_count import expert_parameters, layer_parameters, shared_parameters, train_flops
 from moefold.plan.kept import KeptActivations, Saver, recipe_of, saver_of
 from moefold.plan.layer_time import BlockTime, LayerTimes, WaySums, Work
 from moefold.plan.mapping import Mapping
-from moefold.plan.moments import Columns
 from moefold.plan.pipeline_time import bubble_s, larger
 from moefold.plan.shape import BYTES, ModelShape
 from moefold.plan.stage_split import Chunk
@@ -147,7 +147,7 @@ class Pricer:
     ) -> None:
         self.shape, self.device, self.workload = shape, device, workload
         self.split = split or split_of(shape, workload.seq_len)
-        self.kept = kept or KeptActivations(shape, workload, recipe_of(shape, workload), Columns(len(shape.kinds)))
+        self.kept = kept or KeptActivations(shape, workload, recipe_of(shape, workload), columns_of(shape))
         self.times = LayerTimes(shape, device, workload)
         self._layers: dict[tuple[object, ...], LayerSum] = {}
         self._ends: dict[tuple[int, int, int], tuple[float, float]] = {}
