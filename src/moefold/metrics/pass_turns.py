@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 T = TypeVar("T", Counter[str], NDArray[np.float64])
 """What is added up."""
 S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
 S_contra = TypeVar("S_contra", contravariant=True)
 
 FORWARD = ("leaving", "out", "experts", "home", "sum")
@@ -97,15 +98,16 @@ def run_forward(course: Course[T], stage: StagePieces[T]) -> None:
 
 def run_backward(course: Course[T], stage: StagePieces[T]) -> None:
     """Follow the backward pass of a stage, what runs again included."""
-    before, now = [], stage.before
-    layers = [*stage.layers, *stage.further]
+    before: list[T] = []
+    now = stage.before
+    layers: list[LayerPieces[T]] = [*stage.layers, *stage.further]
     for layer in layers:
         before.append(now)
         now = now + layer.kept
     course.reach(whole(stage))
     left = stage.postponed_head
-    for layer, now in zip(reversed(layers), reversed(before), strict=True):
-        _layer_backward(course, layer, now + left, stage)
+    for layer in reversed(layers):
+        _layer_backward(course, layer, before.pop() + left, stage)
         left = left + layer.postponed
     course.reach(stage.before + left)
     course.pause(stage.before + left)
@@ -149,15 +151,15 @@ def _layer_backward(course: Course[T], layer: LayerPieces[T], now: T, stage: Sta
     course.pause(rests)
 
 
-class Stretched(Protocol[S]):
+class Stretched(Protocol[S_co]):
     """A pass from one exchange to the next, or to its end."""
 
     @property
-    def most(self) -> S:
+    def most(self) -> S_co:
         """At its fullest moment, or at all that may be."""
 
     @property
-    def rests(self) -> S:
+    def rests(self) -> S_co:
         """While the exchange at its end is under way."""
 
 

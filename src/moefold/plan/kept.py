@@ -129,7 +129,8 @@ class KeptActivations:
         if self.shape.config is None:
             return self._foreign(m, recompute, table)
         formula = _formula(self.cfg, m, recompute, self.kernels, self.workload.load)
-        kept, at = {}, {}
+        kept: dict[int, Parts] = {}
+        at: dict[str, dict[str, Parts]] = {}
         for kind in range(columns.kinds):
             letter = letter_of(self.shape, kind)
             at[letter] = at.get(letter) or moments_of_layer(formula, letter)
