@@ -100,7 +100,7 @@ def run_backward(course: Course[T], stage: StagePieces[T]) -> None:
     """Follow the backward pass of a stage, what runs again included."""
     before: list[T] = []
     now = stage.before
-    layers: list[LayerPieces[T]] = [*stage.layers, *stage.further]
+    layers = list(stage.layers) + list(stage.further)
     for layer in layers:
         before.append(now)
         now = now + layer.kept

@@ -88,11 +88,11 @@ def columns_of(shape: ModelShape) -> Columns:
     return Columns(len(kinds), tuple(routed))
 
 
-def undominated(rows: Counts) -> NDArray[np.intp]:
-    """Places of the rows but for those that nowhere have more than another one; rows are [rows, columns]."""
+def undominated(rows: Counts) -> Counts:
+    """Leave out rows that nowhere have more than another one, [rows, columns]."""
     # Those with most first: only one before it can outdo a row. Columns in which all have the same decide nothing.
-    at, start = np.argsort(-rows.sum(axis=1), kind="stable"), 0
-    left = rows[at].T[(rows != rows[0]).any(axis=0)]
+    rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
+    left, at, start = rows.T[(rows != rows[0]).any(axis=0)], np.arange(len(rows)), 0
     while start < len(at):
         block, rest = left[:, start : start + AT_ONCE], left[:, start:]
         is_before = np.arange(rest.shape[1])[:, None] > np.arange(block.shape[1])
@@ -100,4 +100,5 @@ def undominated(rows: Counts) -> NDArray[np.intp]:
         left = np.concatenate([left[:, :start], rest[:, stays]], axis=1)
         at = np.concatenate([at[:start], at[start:][stays]])
         start += int(stays[: block.shape[1]].sum())
-    return at
+    found: Counts = rows[at]
+    return found

@@ -75,8 +75,7 @@ def moments_of(
         active.append(found)
         occurs.append(when)
         held.append(np.broadcast_to(_held(chunks, stages, columns), (len(found), columns.state_size)))
-    rows = np.hstack([np.concatenate(part) for part in (held, active, occurs)])
-    rows = rows[undominated(rows)]
+    rows = undominated(np.hstack([np.concatenate(part) for part in (held, active, occurs)]))
     return Moments(*np.split(rows, (columns.state_size, columns.state_size + columns.size), axis=1))
 
 
@@ -159,16 +158,10 @@ class _RankWalk:
         order = self.order
         awaited = self._awaited(stages) * order.micro_batches if order.keeps_messages else 0
         states = self._states(row, {stage: self._sent(stage) for stage in stages})
-        places: dict[Running, int] = {}
-        which = np.array([places.setdefault(running, len(places)) for _, _, running in states])
-        most = np.array([(*flying, *left, messages) for (flying, left, _), messages in states.items()])
-        # Of those with which the same runs, a few outdo all others.
-        at = undominated(np.hstack([most, np.eye(len(places))[which]]))
-        most, which, count = most[at], which[at], len(self._classes)
-        base = most[:, :count] @ self._whole + most[:, count:-1] @ self._late
-        base[:, self.columns.end("hidden")] += most[:, -1] + awaited
-        of_each = [self._run(running) for running in places]
-        runs, occurs = zip(*(of_each[number] for number in which), strict=True)
+        flying, left, running = zip(*states, strict=True)
+        base = np.array(flying) @ self._whole + np.array(left) @ self._late
+        base[:, self.columns.end("hidden")] += np.array(list(states.values())) + awaited
+        runs, occurs = zip(*(self._run(which) for which in running), strict=True)
         found: Counts = np.repeat(base, [len(run) for run in runs], axis=0) + np.concatenate(runs)
         return found, np.concatenate(occurs)
 

@@ -66,8 +66,7 @@ def pair_rows(pairing: Pairing, ahead: Chunk, behind: Chunk) -> Counts:
         sent[columns.end("hidden")] += (not behind.has_embedding) + (not behind.has_loss)
     forward, backward = _forward(pairing, ahead), _backward(pairing, behind)
     found = [one + other for one, other in turns(forward, backward, nothing[None], sent[None])]
-    rows: Counts = np.unique(np.concatenate(found), axis=0)
-    return rows[undominated(rows)]
+    return undominated(np.unique(np.concatenate(found), axis=0))
 
 
 @lru_cache(maxsize=1024)
