@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.plan.kept import Saver
+from moefold.plan.kept import Saver, Savers
 from moefold.plan.mapping import OPTIMIZER, Mapping
 from moefold.plan.memory import Memory
 from moefold.plan.saver_time import Passes, SaverTimes
@@ -39,7 +39,7 @@ class Opened:
     """A base with the prices of all its pipelines and savers."""
 
     base: Base
-    savers: tuple[Saver, ...]
+    savers: Savers
     passes: Passes
     kept: Bytes
     """Bytes of each column of activations with each saver, [savers, columns]."""

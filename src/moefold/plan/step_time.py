@@ -15,7 +15,7 @@ from moefold.config.schedules import SCHEDULES
 from moefold.plan.collective import Group, all_reduce_s, gather_s, send_s
 from moefold.plan.device import Device
 from moefold.plan.flop_count import expert_parameters, layer_parameters, shared_parameters, train_flops
-from moefold.plan.kept import KeptActivations, Saver, recipe_of, saver_of
+from moefold.plan.kept import KeptActivations, Savers, recipe_of, saver_of
 from moefold.plan.layer_time import BlockTime, LayerTimes, WaySums, Work
 from moefold.plan.mapping import Mapping
 from moefold.plan.moments import Columns
@@ -192,7 +192,7 @@ class Pricer:
         if key not in self._layers:
             mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
             feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
-            away = float(self._carried_bytes(kind, m, (saver_of(m),))[0]) if m.offload else 0.0
+            away = float(self._carried_bytes(kind, m, Savers((saver_of(m),)))[0]) if m.offload else 0.0
             self._layers[key] = self._sum(mixer, feed_forward, m, away)
         return self._layers[key]
 
@@ -246,21 +246,21 @@ class Pricer:
         hidden = min(HIDDEN_EXCHANGE * way.exchange_s, compute) if m.overlap else 0.0
         return compute + way.exchange_s - hidden
 
-    def saved_layers(self, kind: int, m: Mapping, savers: tuple[Saver, ...]) -> tuple[Seconds, Seconds]:
+    def saved_layers(self, kind: int, m: Mapping, savers: Savers) -> tuple[Seconds, Seconds]:
         """Seconds of one layer forward and backward with each of some savers, of which `m` has none; [savers] each."""
         mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
         feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
         parts = dict.fromkeys(PARTS, 0.0)
         ahead = sum(self._direction(mixer.forward + feed_forward.forward, m, parts))
         behind = sum(self._direction(feed_forward.backward + mixer.backward, m, parts))
-        of_set = {recompute: _recomputed(mixer, feed_forward, recompute) for recompute, _ in savers}
-        again = behind + np.array([of_set[recompute] for recompute, _ in savers])
+        of_set = np.array([_recomputed(mixer, feed_forward, recompute) for recompute in savers.recomputes])
+        again = behind + of_set[savers.which_recompute]
         waits = self._launch_waits(mixer, feed_forward, (ahead, again))
         away = self._carried_bytes(kind, m, savers)
         forward, backward = np.full(len(savers), ahead) + waits[0], again + waits[1]
         return forward + self.carried_s(away, forward), backward + self.carried_s(away, backward)
 
-    def _carried_bytes(self, kind: int, m: Mapping, savers: tuple[Saver, ...]) -> Seconds:
+    def _carried_bytes(self, kind: int, m: Mapping, savers: Savers) -> Seconds:
         """Bytes of one layer that go to the host and back with each of some savers, [savers]."""
         if self.workload.is_megatron:
             # Published steps do not say in which types they offload; theirs are taken to hide it.
