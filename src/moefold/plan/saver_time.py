@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moefold.plan.kept import Savers
 from moefold.plan.mapping import Mapping
@@ -30,6 +31,10 @@ class Passes:
     def of(self, which: int) -> "Passes":
         """Those of one pipeline, [savers]."""
         return Passes(self.seconds[which], self.forward[which], self.backward[which])
+
+    def at(self, which: NDArray[np.intp]) -> "Passes":
+        """With some of the savers."""
+        return Passes(self.seconds[..., which], self.forward[..., which], self.backward[..., which])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +71,22 @@ class SaverTimes:
             seconds += count * sum(self.layers(kind, m, savers))
         return m.num_micro_batches(pricer.workload.global_batch_size) / m.pp * seconds
 
-    def passes(self, m: Mapping, pipelines: tuple[Pipeline, ...], savers: Savers) -> Passes:
+    def passes(
+        self, m: Mapping, pipelines: tuple[Pipeline, ...], savers: Savers, which: NDArray[np.intp] | None = None
+    ) -> Passes:
         """Price the pipelines.
 
         Args:
             m: the mapping; its schedule and virtual stages do not count.
             pipelines: that are legal with it.
             savers: the same ones for all mappings with or without overlap.
+            which: numbers of those that are priced; None: all.
         """
         pricer = self.pricer
         n = m.num_micro_batches(pricer.workload.global_batch_size)
         layers = [self.layers(kind, m, savers) for kind in range(len(pricer.shape.kinds))]
+        if which is not None:
+            layers = [(ahead[which], behind[which]) for ahead, behind in layers]
         ranks, head = self._contents(m.pp, pipelines), pricer.ends(m.tp, m.cp, m.mbs)
         counts, has_loss = ranks.counts[:, :, :-1], ranks.counts[:, :, -1:]
         forward = counts @ np.array([layer[0] for layer in layers]) + has_loss * head[0]
