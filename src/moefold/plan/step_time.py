@@ -151,6 +151,7 @@ class Pricer:
         self.times = LayerTimes(shape, device, workload)
         self._layers: dict[tuple[object, ...], LayerSum] = {}
         self._ends: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._plain: dict[tuple[int, int, int, int], tuple[float, float]] = {}
         self._replicas: dict[tuple[float, ...], tuple[float, float, float]] = {}
         self._fullest: dict[tuple[int, ...], tuple[float, float]] = {}
         self._ranks: dict[tuple[int, int, bool], tuple[RankContent, ...]] = {}
@@ -233,6 +234,16 @@ class Pricer:
 
     def plain_layer(self, kind: int, m: Mapping) -> tuple[float, float]:
         """Seconds of one layer forward and backward, as `layer` has them where nothing saves activations."""
+        layer = self.shape.kinds[kind].feed_forward
+        # Without experts nothing of their degrees counts, and a search asks for each of these.
+        key = (kind, m.tp, m.cp, m.mbs)
+        if layer is not None and layer.kind == "moe":
+            return self._plain_layer(kind, m)
+        if key not in self._plain:
+            self._plain[key] = self._plain_layer(kind, m)
+        return self._plain[key]
+
+    def _plain_layer(self, kind: int, m: Mapping) -> tuple[float, float]:
         mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
         feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
         ahead = self._shown_s(mixer.ahead + feed_forward.ahead, m)
