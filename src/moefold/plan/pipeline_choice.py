@@ -144,22 +144,10 @@ class PipelineChoice:
         """Made where it is asked for: the moments of a pipeline take long to find."""
         return self._prices.memory.room(mapping_of(self._fold, self._base, self._pipeline), self._opened.kept)
 
-    def _least_beside(self, passes: Passes) -> float:
-        """Seconds at least that data parallelism and the optimizer add to some passes."""
-        pricer, ahead, behind = self._prices.times.pricer, passes.forward.max(), passes.backward.max()
-        least = inf
-        for m in self._stages:
-            gathers, gradients, optimizer = pricer.replicas(m)
-            shown = pricer.shown_replicas_s(m, (gathers, gradients), float(ahead), float(behind), self._n)
-            least = min(least, shown + optimizer + STEP_S)
-        return least
-
     def least_fitting(self, limit: float) -> float:
         """Seconds at least of what fits and may take less than a limit; inf if nothing does."""
         memory, passes = self._prices.memory, self._passes
         which = np.flatnonzero(self._may_fit & (passes.seconds + STEP_S < limit))
-        if which.size:
-            which = which[passes.seconds[which] + self._least_beside(passes.at(which)) < limit]
         if not which.size:
             return inf
         activations = self._room.activations(which)
