@@ -5,13 +5,14 @@ depends on, so that a search of many thousand mappings adds up numbers it alread
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schedules import SCHEDULES
+from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.plan.collective import Group, all_reduce_s, gather_s, send_s
 from moefold.plan.device import Device
 from moefold.plan.flop_count import expert_parameters, layer_parameters, shared_parameters, train_flops
@@ -201,7 +202,7 @@ class Pricer:
         seconds = dict.fromkeys(PARTS, 0.0)
         ahead = self._direction(mixer.forward + feed_forward.forward, m, seconds)
         behind = self._direction(feed_forward.backward + mixer.backward, m, seconds)
-        again = _recomputed(mixer, feed_forward, m.recompute)
+        again = float(_recomputed(mixer, feed_forward, (m.recompute,))[0])
         seconds["recompute"] += again
         waits = self._launch_waits(mixer, feed_forward, (sum(ahead), sum(behind) + again))
         seconds["launch"] += sum(waits)
@@ -264,8 +265,7 @@ class Pricer:
         parts = dict.fromkeys(PARTS, 0.0)
         ahead = sum(self._direction(mixer.forward + feed_forward.forward, m, parts))
         behind = sum(self._direction(feed_forward.backward + mixer.backward, m, parts))
-        of_set = np.array([_recomputed(mixer, feed_forward, recompute) for recompute in savers.recomputes])
-        again = behind + of_set[savers.which_recompute]
+        again = behind + _recomputed(mixer, feed_forward, savers.recomputes)[savers.which_recompute]
         waits = self._launch_waits(mixer, feed_forward, (ahead, again))
         away = self._carried_bytes(kind, m, savers)
         forward, backward = np.full(len(savers), ahead) + waits[0], again + waits[1]
@@ -490,14 +490,22 @@ def _shown(comm: float, compute: Any) -> Any:
     return larger((1 - HIDDEN_GRADIENTS) * comm, comm - compute)
 
 
-def _recomputed(mixer: BlockTime, feed_forward: BlockTime, parts: tuple[str, ...]) -> float:
-    if not parts:
-        return 0.0
-    if "layer" in parts:
-        return sum(work.seconds for work in (*mixer.forward, *feed_forward.forward))
-    inside = ("expert_activation", "shared_experts") if "moe" in parts else ()
-    again = (*mixer.recompute, *feed_forward.recompute)
-    return sum(seconds for part, seconds in again if part in parts and part not in inside)
+def _recomputed(mixer: BlockTime, feed_forward: BlockTime, sets: tuple[tuple[str, ...], ...]) -> Seconds:
+    """Seconds that each of some sets of parts takes to run again, [sets]."""
+    shares, seconds = _shares_again(sets), np.zeros(len(sets))
+    for part, again in (*mixer.recompute, *feed_forward.recompute):
+        seconds += again * shares[part]
+    return seconds + sum(work.seconds for work in (*mixer.forward, *feed_forward.forward)) * shares["layer"]
+
+
+@lru_cache(maxsize=256)
+def _shares_again(sets: tuple[tuple[str, ...], ...]) -> dict[str, Seconds]:
+    """For each part whether each set runs it again by itself, 1 or 0: no larger part of the set contains it."""
+    found = {}
+    for part in RECOMPUTE_PARTS:
+        larger_ones = {"layer", *(("moe",) if part in ("expert_activation", "shared_experts") else ())} - {part}
+        found[part] = np.array([float(part in parts and not larger_ones & set(parts)) for parts in sets])
+    return found
 
 
 def _rank_content(chunks: tuple[Chunk, ...]) -> tuple[tuple[int, ...], bool, bool]:
