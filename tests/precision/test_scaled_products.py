@@ -101,7 +101,7 @@ def _no_number(*arguments: object, **options: object) -> Tensor:
 def test_a_device_that_computes_something_else_simulates_and_says_so(name, multiply, reason, caplog):
     products = ScaledProducts(RECIPES[name], multiply)
     with caplog.at_level(logging.WARNING):
-        kernels = kernels_if_right(products, CPU)
+        kernels = kernels_if_right(products, CPU, torch.bfloat16)
     assert type(kernels.products) is SimulatedProducts
     assert kernels.note.startswith(f"train.precision={name!r}: simulated")
     (record,) = caplog.records
@@ -112,8 +112,8 @@ def test_a_device_that_computes_something_else_simulates_and_says_so(name, multi
 @pytest.mark.parametrize("name", NAMES)
 def test_a_device_that_computes_rightly_is_used(name):
     products = ScaledProducts(RECIPES[name], scaled_mm)
-    assert probe(products, CPU) == ""
-    kernels = kernels_if_right(products, CPU)
+    assert all(probe(products, CPU, dtype) == "" for dtype in (torch.bfloat16, torch.float32))
+    kernels = kernels_if_right(products, CPU, torch.bfloat16)
     assert kernels.products is products
     assert "on the matrix units" in kernels.note
 

@@ -59,7 +59,9 @@ def run(argv: list[str]) -> int:
 
         return explain(question, args)
     planner = planner_of(question, args)
-    if planner.num_folds and (args.top is not None or not args.json):
+    if args.json and args.top is None:
+        planner.rank_all()
+    elif planner.num_folds:
         # One search for all that shows some of the best.
         planner.first(max(args.top or ROWS, ROWS))
     best = planner.best()

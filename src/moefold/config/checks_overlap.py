@@ -6,6 +6,7 @@ from dataclasses import replace
 from moefold.config.checks_model import has_moe_layers
 from moefold.config.checks_recompute import AUTO
 from moefold.config.paired_schedule import PAIRED_SCHEDULES, paired_rows, slots
+from moefold.config.pipeline_layout import write_layout
 from moefold.config.schedule_walk import waits_for_ever
 from moefold.config.schema import Config
 from moefold.parallel.exchange_order import AGAIN, disagreements, program
@@ -54,9 +55,11 @@ def check_exchange_order(cfg: Config) -> Iterator[str]:
     if not p.overlap_experts or not has_moe_layers(cfg.model):
         return
     if AUTO in train.recompute:
-        # The choice comes later: to the order it only matters whether exchanges run again.
+        # The choice comes later, for the stages as they stand; to the order it matters whether exchanges run again.
+        if p.pipeline_layout == "auto":
+            p = replace(p, pipeline_layout=write_layout(tuple(stage.parts for stage in plan_stages(cfg).stages)))
         for chosen in ((), AGAIN[:1]):
-            yield from check_exchange_order(replace(cfg, train=replace(train, recompute=chosen)))
+            yield from check_exchange_order(replace(cfg, parallel=p, train=replace(train, recompute=chosen)))
         return
     rows = paired_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)
     if found := waits_for_ever(list(map(slots, rows))):

@@ -93,12 +93,14 @@ def _narrow_kernels(cfg: Config, device: torch.device) -> Kernels:
 def _scaled_kernels(run: RunConfig, recipe: Recipe, device: torch.device) -> Kernels:
     """Products of formats that torch multiplies, where it is found to do so rightly."""
     fault = matrix_unit_fault(run, device, MX_CAPABILITY)
-    return _simulated(SimulatedProducts(recipe), fault) if fault else kernels_if_right(ScaledProducts(recipe), device)
+    if fault:
+        return _simulated(SimulatedProducts(recipe), fault)
+    return kernels_if_right(ScaledProducts(recipe), device, getattr(torch, run.dtype))
 
 
-def kernels_if_right(products: ScaledProducts, device: torch.device) -> Kernels:
+def kernels_if_right(products: ScaledProducts, device: torch.device, dtype: torch.dtype) -> Kernels:
     """Products of the device if they agree with the simulation there, else the simulation, with a warning."""
-    name, fault = products.recipe.name, probe(products, device)
+    name, fault = products.recipe.name, probe(products, device, dtype)
     if fault:
         # Each rank tries its own device, and the note is that of the first one.
         logger.warning("train.precision=%r is simulated on %s: %s", name, device, fault)

@@ -36,9 +36,9 @@ def one_answer(
     """
     store, _ = meet(place, limit_s)
     others = range(1, place.world_size)
-    store.set(f"says/{place.rank}", json.dumps(own))
     limit = timedelta(seconds=limit_s)
     try:
+        store.set(f"says/{place.rank}", json.dumps(own))
         if place.rank == 0:
             store.wait([f"says/{rank}" for rank in others], limit)
             said = [own, *(json.loads(store.get(f"says/{rank}")) for rank in others)]
@@ -53,7 +53,7 @@ def one_answer(
     except STORE_ERRORS as error:
         raise RunError(
             f"rank {place.rank} had no answer from all ranks within {limit_s:g} s: {str(error).splitlines()[0]}; "
-            "one may have ended, or set faults.timeout_s higher"
+            "one may have ended, or rank 0 plans for longer: set faults.timeout_s higher"
         ) from None
     if "refused" in found:
         raise ConfigError(found["refused"])

@@ -319,7 +319,7 @@ class _LoopedExperts(torch.autograd.Function):
             x = widened(_pad(x_RH[rows]))
             g, u = _inner(x, w, e, kept.take(rows, len(x)))
             (room,) = scratch.take(rows, len(x))
-            hidden, weights = how.gate.forward(g, u, room), _padded_weights(weights_R, rows)
+            hidden, weights = how.gate.forward(g, u, room), _padded_weights(weights_R, rows, len(x))
             if weights is not None:
                 hidden = _scaled(hidden, weights)
             product_into(y_RH[rows], hidden, widened(w.down_EFH[e]).t())
@@ -359,7 +359,7 @@ class _LoopedExperts(torch.autograd.Function):
             room, *rooms = scratch.take(rows, len(grad_y))
             two_rooms = None if room is None else (rooms[0], rooms[1])
             grad_hidden = product(grad_y, widened(w.down_EFH[e]), room)
-            weights = _padded_weights(weights_R, rows)
+            weights = _padded_weights(weights_R, rows, len(grad_y))
             if weights is None or grad_weights_R is None:
                 hidden, grad_g, grad_u = how.gate.backward(grad_hidden, g, u, two_rooms)
             else:
@@ -443,8 +443,9 @@ class _Rooms:
         self._count, self._of_all = count, of_all
         self._tensors: list[Tensor] = []
         like = widened(x_RH[:0])
-        # A product whose rows are padded brings its own.
-        if writes_to_room(like):
+        # A product whose rows are padded brings its own; one that is not would keep the memory of all.
+        are_padded = any(count and padded_rows(count, x_RH) != count for count in how.rows_per_expert)
+        if writes_to_room(like) and not (of_all and are_padded):
             rows = len(x_RH) if of_all else max(how.rows_per_expert, default=0)
             self._tensors = [like.new_empty(rows, width) for _ in range(count)]
 
@@ -484,5 +485,6 @@ def _pad(x_MH: Tensor) -> Tensor:
     return F.pad(x_MH, (0, 0, 0, padding)) if padding else x_MH
 
 
-def _padded_weights(weights_R: Tensor | None, rows: slice) -> Tensor | None:
-    return None if weights_R is None else _pad(weights_R[rows, None]).squeeze(1)
+def _padded_weights(weights_R: Tensor | None, rows: slice, padded: int) -> Tensor | None:
+    """As many as the rows of an expert, whose type says how they are padded."""
+    return None if weights_R is None else F.pad(weights_R[rows], (0, padded - (rows.stop - rows.start)))

@@ -1,7 +1,7 @@
 """Bytes of activations by what is counted of them (`moments.Columns`), by the runtime's formula. Torch-free."""
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,28 @@ Saver = tuple[tuple[str, ...], tuple[str, ...]]
 """Parts that run again, and parts whose activations leave memory."""
 
 
+class Savers(tuple[Saver, ...]):
+    """Thousands of savers that a search asks for again and again: what they share is found once, their hash too."""
+
+    @cached_property
+    def recomputes(self) -> tuple[tuple[str, ...], ...]:
+        """The sets of parts that run again, each once: far fewer than savers."""
+        return tuple(dict.fromkeys(recompute for recompute, _ in self))
+
+    @cached_property
+    def which_recompute(self) -> NDArray[np.intp]:
+        """Number of each one's set among `recomputes`, [savers]."""
+        number = {recompute: i for i, recompute in enumerate(self.recomputes)}
+        return np.array([number[recompute] for recompute, _ in self], dtype=np.intp)
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 class KeptActivations:
     """What the layers of one model keep, under any mapping.
 
@@ -79,25 +101,25 @@ class KeptActivations:
             table[0, self.columns.end("in_transit")] = RUNS_IN_TRANSIT * away.max() * scale
         return self._with_head(table, m, axis=1)
 
-    def totals(self, m: Mapping, savers: tuple[Saver, ...]) -> Prices:
+    def totals(self, m: Mapping, savers: Savers) -> Prices:
         """The same without parts, for every saver, [savers, columns]."""
         totals = self._matrix(m, savers)[0] * (m.mbs / m.cp)
         return self._with_head(totals, m, axis=-1)
 
-    def away_bytes(self, m: Mapping, savers: tuple[Saver, ...]) -> Prices:
+    def away_bytes(self, m: Mapping, savers: Savers) -> Prices:
         """Bytes of one micro-batch that leave memory of one layer of each kind, [savers, kinds]."""
         away: Prices = self._matrix(m, savers)[1] * (m.mbs / m.cp)
         return away
 
-    def _matrix(self, m: Mapping, savers: tuple[Saver, ...]) -> tuple[Prices, Prices]:
+    def _matrix(self, m: Mapping, savers: Savers) -> tuple[Prices, Prices]:
         """Totals and what leaves, of micro-batches of one sample without cp: all of them are linear in the tokens."""
         key = (self._key(m), savers)
         if key not in self._matrices:
             columns = self.columns
-            bases = [self._base(m, recompute) for recompute, _ in savers]
-            totals = np.array([base.totals for base in bases])
+            bases, which = [self._base(m, recompute) for recompute in savers.recomputes], savers.which_recompute
+            totals = np.array([base.totals for base in bases])[which]
             masks = _mask(tuple(offload for _, offload in savers))
-            away = np.einsum("sl,skl->sk", masks, np.array([base.labels for base in bases]))
+            away = np.einsum("sl,skl->sk", masks, np.array([base.labels for base in bases])[which])
             totals[:, columns.kept : columns.kept + columns.kinds] -= away
             totals[:, columns.end("in_transit")] = RUNS_IN_TRANSIT * away.max(axis=1, initial=0.0)
             self._matrices[key] = totals, away

@@ -5,7 +5,7 @@ once: attention knows nothing of the experts' degrees, the experts know nothing 
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from moefold.plan.collective import Group, Routing, exchange_s, gather_s, ranks_inside
@@ -63,7 +63,9 @@ class WaySums(NamedTuple):
     """Of the experts."""
 
     def __add__(self, other: "WaySums") -> "WaySums":  # type: ignore[override]
-        return WaySums(*(mine + others for mine, others in zip(self, other, strict=True)))
+        # Spelled out, as a search adds up a hundred thousand of them.
+        compute_s, tensor_s, exchange_s = other
+        return WaySums(self.compute_s + compute_s, self.tensor_s + tensor_s, self.exchange_s + exchange_s)
 
 
 @dataclass(frozen=True)
@@ -245,6 +247,7 @@ def _dense_block(times: LayerTimes, width: int, matrices: int, tp: int, cp: int,
     return BlockTime(forward, backward, weights, *KERNELS["dense"], 0.0, again)
 
 
+@lru_cache(maxsize=16384)
 def _swiglu(
     products: Products, rows: float, hidden: int, width: int, matrices: int, groups: int = 0, passes: float = 1.0
 ) -> tuple[float, float, float]:

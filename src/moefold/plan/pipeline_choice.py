@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from moefold.plan.kept import Saver
 from moefold.plan.mapping import OPTIMIZER, Mapping
-from moefold.plan.memory import Memory
+from moefold.plan.memory import Memory, Room
 from moefold.plan.saver_time import Passes, SaverTimes
 from moefold.plan.space import HOST, Fold, MappingSpace, Pipeline
-from moefold.plan.step_time import STEP_S
+from moefold.plan.step_time import STEP_S, Seconds
 
 Bytes = NDArray[np.float64]
 Timed = tuple[float, Mapping]
@@ -36,9 +36,11 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A base with the prices of all its pipelines and savers."""
+    """A base with the prices of all its pipelines and of some savers."""
 
     base: Base
+    which: NDArray[np.intp]
+    """Numbers of these savers among those of the space."""
     savers: tuple[Saver, ...]
     passes: Passes
     kept: Bytes
@@ -63,21 +65,24 @@ class FoldPrices:
         self._resting: dict[tuple[object, ...], Bytes] = {}
         self._heaviest: dict[tuple[object, ...], tuple[Bytes, Bytes]] = {}
 
-    def least_fitting(self, fold: Fold, base: Base) -> float:
-        """Seconds at least of what may fit of a base, bubbles and sends left out; inf if nothing does."""
+    def least_fitting(self, fold: Fold, base: Base) -> Seconds:
+        """Seconds at least of what may fit with each saver, bubbles and sends left out; inf if nothing does."""
         savers, probe = self.space.savers, mapping_of(fold, base, base.pipelines[0])
         held, active = (rows.min(axis=0) for rows in self._heaviest_of(fold, base))
         may_fit = self._may_fit(fold, base, (held, active), self.memory.kept.totals(probe, savers))
-        least = np.where(may_fit, self.times.least_passes(probe, savers), inf).min()
-        return float(least) + STEP_S
+        least: Seconds = np.where(may_fit, self.times.least_passes(probe, savers), inf) + STEP_S
+        return least
 
-    def open(self, fold: Fold, base: Base) -> Opened:
-        """Price all pipelines of a base, which has some, with all savers."""
+    def open(self, fold: Fold, base: Base, which: NDArray[np.intp] | None = None) -> Opened:
+        """Price all pipelines of a base, which has some, with the savers of some numbers; None: with all."""
         savers, probe = self.space.savers, mapping_of(fold, base, base.pipelines[0])
-        passes, kept = self.times.passes(probe, base.pipelines, savers), self.memory.kept.totals(probe, savers)
+        which = np.arange(len(savers)) if which is None else which
+        passes = self.times.passes(probe, base.pipelines, savers, which)
+        kept = self.memory.kept.totals(probe, savers)[which]
         may_fit = self._may_fit(fold, base, self._heaviest_of(fold, base), kept)
         least = np.where(may_fit, passes.seconds, inf).min(axis=1) + STEP_S
-        return Opened(base, savers, passes, kept, may_fit, tuple(least.tolist()))
+        some = tuple(savers[number] for number in which)
+        return Opened(base, which, some, passes, kept, may_fit, tuple(least.tolist()))
 
     def _may_fit(self, fold: Fold, base: Base, moments: tuple[Bytes, Bytes], kept: Bytes) -> NDArray[np.bool_]:
         """Which savers fit in some moments, however weights are sharded and wherever moments live, [..., savers]."""
@@ -125,16 +130,22 @@ class PipelineChoice:
 
     def __init__(self, prices: FoldPrices, fold: Fold, opened: Opened, which: int) -> None:
         base, self._pipeline = opened.base, opened.base.pipelines[which]
-        self._prices, self._fold, self._base, self._savers = prices, fold, base, opened.savers
+        self._prices, self._fold, self._base, self._opened = prices, fold, base, opened
+        self._n = prices.num_micro_batches(fold, base)
         self._zeros = prices.space.zeros_of(fold, base.size, self._pipeline.schedule, base.dispatcher, base.overlap)
         self._passes, self._may_fit = opened.passes.of(which), opened.may_fit[which]
-        self._room = prices.memory.room(mapping_of(fold, base, self._pipeline), opened.savers, opened.kept)
         self._fitting = np.arange(0)
         self._activations = np.zeros((0, 0))
 
     @cached_property
     def _stages(self) -> tuple[Mapping, ...]:
         return self._prices.stages(self._fold, self._base, self._pipeline, self._zeros)
+
+    @cached_property
+    def _room(self) -> Room:
+        """Made where it is asked for: the moments of a pipeline take long to find."""
+        opened, mapping = self._opened, mapping_of(self._fold, self._base, self._pipeline)
+        return self._prices.memory.room(mapping, opened.savers, opened.kept)
 
     def least_fitting(self, limit: float) -> float:
         """Seconds at least of what fits and may take less than a limit; inf if nothing does."""
@@ -148,17 +159,17 @@ class PipelineChoice:
         self._fitting, self._activations = which[fits], activations[:, fits]
         if not self._fitting.size:
             return inf
-        self._passes = Passes(*(part[self._fitting] for part in (passes.seconds, passes.forward, passes.backward)))
+        self._passes = passes.at(self._fitting)
         return float(self._passes.seconds.min()) + STEP_S
 
     def fastest(self, limit: float) -> Timed | None:
         """The fastest below a limit that fits, if there is one; asked for after `least_fitting`."""
         prices, passes, best = self._prices, self._passes, None
-        first, n = float(passes.seconds.min()), prices.num_micro_batches(self._fold, self._base)
+        first = float(passes.seconds.min())
         for m in self._stages:
             if first + prices.times.pricer.replicas(m)[2] + STEP_S >= limit:
                 continue
-            seconds = prices.times.with_replicas(passes, m, n)
+            seconds = prices.times.with_replicas(passes, m, self._n)
             if seconds.min() >= limit:
                 continue
             totals = self._room.totals(prices.memory.resting_bytes(m), self._activations)
@@ -166,14 +177,18 @@ class PipelineChoice:
             i = int(np.argmin(seconds))
             if seconds[i] < limit:
                 limit = float(seconds[i])
-                best = limit, _saved(m, self._savers[self._fitting[i]])
+                best = limit, _saved(m, self._saver(self._fitting[i]))
         return best
 
     def leanest(self) -> tuple[float, Mapping]:
         """Bytes of the mapping that needs least with all sharded and the moments elsewhere, and that mapping."""
         m = self._stages[-1]
         totals = self._room.totals(self._prices.memory.resting_bytes(m), self._room.activations())
-        return float(totals.min()), _saved(m, self._savers[int(np.argmin(totals))])
+        return float(totals.min()), _saved(m, self._saver(np.argmin(totals)))
+
+    def _saver(self, number: np.intp) -> Saver:
+        """The saver of a number among those that are open."""
+        return self._prices.space.savers[int(self._opened.which[number])]
 
 
 def mapping_of(fold: Fold, base: Base, pipeline: Pipeline, zero: int = 0, moments: str = "none") -> Mapping:

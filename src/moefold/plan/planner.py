@@ -103,6 +103,14 @@ class Planner:
             raise ConfigError(self._nothing_legal())
         return self.search.ranked()
 
+    def rank_all(self) -> None:
+        """Rank every fold now, so that the first of them are not searched for beside it.
+
+        Raises:
+            ConfigError: no mapping is legal.
+        """
+        self._asked, self._best = len(self.plans), [plan for plan in self.plans if plan.memory.fits]
+
     def best(self) -> Plan:
         """The fastest mapping that fits.
 

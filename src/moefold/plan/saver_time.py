@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moefold.plan.kept import Saver
+from moefold.plan.kept import Savers
 from moefold.plan.mapping import Mapping
 from moefold.plan.pipeline_time import bubble_s
 from moefold.plan.space import Pipeline
@@ -30,6 +31,10 @@ class Passes:
     def of(self, which: int) -> "Passes":
         """Those of one pipeline, [savers]."""
         return Passes(self.seconds[which], self.forward[which], self.backward[which])
+
+    def at(self, which: NDArray[np.intp]) -> "Passes":
+        """With some of the savers."""
+        return Passes(self.seconds[..., which], self.forward[..., which], self.backward[..., which])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +56,14 @@ class SaverTimes:
         self._layers: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
         self._ranks: dict[tuple[int, tuple[Pipeline, ...]], _Ranks] = {}
 
-    def layers(self, kind: int, m: Mapping, savers: tuple[Saver, ...]) -> tuple[Seconds, Seconds]:
+    def layers(self, kind: int, m: Mapping, savers: Savers) -> tuple[Seconds, Seconds]:
         """Seconds of one layer forward and backward with each of some savers, of which `m` has none; [savers] each."""
         key = (kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher, m.overlap)
         if key not in self._layers:
             self._layers[key] = self.pricer.saved_layers(kind, m, savers)
         return self._layers[key]
 
-    def least_passes(self, m: Mapping, savers: tuple[Saver, ...]) -> Seconds:
+    def least_passes(self, m: Mapping, savers: Savers) -> Seconds:
         """Seconds at least of the micro-batches of a step on the busiest pipeline rank, whatever the pipeline."""
         pricer = self.pricer
         seconds = np.full(len(savers), sum(pricer.ends(m.tp, m.cp, m.mbs)))
@@ -66,23 +71,27 @@ class SaverTimes:
             seconds += count * sum(self.layers(kind, m, savers))
         return m.num_micro_batches(pricer.workload.global_batch_size) / m.pp * seconds
 
-    def passes(self, m: Mapping, pipelines: tuple[Pipeline, ...], savers: tuple[Saver, ...]) -> Passes:
+    def passes(
+        self, m: Mapping, pipelines: tuple[Pipeline, ...], savers: Savers, which: NDArray[np.intp] | None = None
+    ) -> Passes:
         """Price the pipelines.
 
         Args:
             m: the mapping; its schedule and virtual stages do not count.
             pipelines: that are legal with it.
             savers: the same ones for all mappings with or without overlap.
+            which: numbers of those that are priced; None: all.
         """
         pricer = self.pricer
         n = m.num_micro_batches(pricer.workload.global_batch_size)
         layers = [self.layers(kind, m, savers) for kind in range(len(pricer.shape.kinds))]
+        if which is not None:
+            layers = [(ahead[which], behind[which]) for ahead, behind in layers]
         ranks, head = self._contents(m.pp, pipelines), pricer.ends(m.tp, m.cp, m.mbs)
         counts, has_loss = ranks.counts[:, :, :-1], ranks.counts[:, :, -1:]
         forward = counts @ np.array([layer[0] for layer in layers]) + has_loss * head[0]
         backward = counts @ np.array([layer[1] for layer in layers]) + has_loss * head[1]
-        busiest = np.argmax(forward + backward, axis=1)[:, None]
-        slowest = [np.take_along_axis(seconds, busiest, axis=1)[:, 0] for seconds in (forward, backward)]
+        slowest = _busiest(forward, backward)
         weights = np.array([pricer.layer(kind, m).weight_s for kind in range(len(layers))])
         weight = (ranks.shares @ (counts @ weights)[:, :, None])[:, 0]
         mean = [(ranks.shares @ seconds)[:, 0] for seconds in (forward, backward)]
@@ -103,7 +112,7 @@ class SaverTimes:
         seconds: Seconds = passes.seconds + shown + optimizer + STEP_S
         return seconds
 
-    def step_times(self, m: Mapping, savers: tuple[Saver, ...]) -> Seconds:
+    def step_times(self, m: Mapping, savers: Savers) -> Seconds:
         """Seconds of a step with each of some savers, of which `m` has none: what `step_time` says of each."""
         passes = self.passes(m, (Pipeline(m.schedule, m.vpp),), savers).of(0)
         return self.with_replicas(passes, m, m.num_micro_batches(self.pricer.workload.global_batch_size))
@@ -130,6 +139,18 @@ class SaverTimes:
             counts[i, : len(contents)] = list(contents)
             shares[i, 0, : len(contents)] = [number / pp for number in contents.values()]
         return _Ranks(counts, shares)
+
+
+def _busiest(forward: Seconds, backward: Seconds) -> tuple[Seconds, Seconds]:
+    """Of ranks [pipelines, contents, savers] those that take longest, the first of equal ones, [pipelines, savers]."""
+    # One content after another: contents are few, and argmax over an inner axis is many times slower.
+    ahead, behind, both = forward[:, 0].copy(), backward[:, 0].copy(), forward + backward
+    longest = both[:, 0]
+    for i in range(1, both.shape[1]):
+        is_longer = both[:, i] > longest
+        for found, seconds in ((ahead, forward), (behind, backward), (longest, both)):
+            np.copyto(found, seconds[:, i], where=is_longer)
+    return ahead, behind
 
 
 def _bubbles(mean: tuple[Seconds, Seconds, Seconds], pp: int, n: int, pipelines: tuple[Pipeline, ...]) -> Seconds:

@@ -23,12 +23,14 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 
+import numpy as np
+
 from moefold.plan.mapping import Mapping
 from moefold.plan.memory import MEMORY_PARTS, Memory, MemoryEstimate
 from moefold.plan.pipeline_choice import Base, FoldPrices, Opened, PipelineChoice, Timed
 from moefold.plan.saver_time import SaverTimes
 from moefold.plan.space import AttentionView, Fold, MappingSpace, Pipeline
-from moefold.plan.step_time import Pricer, StepTime
+from moefold.plan.step_time import Pricer, Seconds, StepTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ class Search:
         """
         best: Timed | None = None
         bases = self._bases_of(fold, view)
-        fitting: set[int] = set()
+        fitting: dict[int, Seconds] = {}
         opened: dict[int, Opened] = {}
         choices: dict[tuple[int, int], PipelineChoice] = {}
         queue: list[tuple[float, int, int]] = [(base.floor_s, i, -1) for i, base in enumerate(bases)]
@@ -175,10 +177,10 @@ class Search:
         while queue and queue[0][0] < limit and not (is_enough and best):
             floor, i, which = heappop(queue)
             if which < 0 and i not in fitting:
-                fitting.add(i)
-                heappush(queue, (max(floor, self.prices.least_fitting(fold, bases[i])), i, -1))
+                fitting[i] = self.prices.least_fitting(fold, bases[i])
+                heappush(queue, (max(floor, float(fitting[i].min())), i, -1))
             elif which < 0:
-                opened[i] = self.prices.open(fold, bases[i])
+                opened[i] = self.prices.open(fold, bases[i], np.flatnonzero(fitting[i] < limit))
                 for number, least in enumerate(opened[i].least):
                     if least < limit:
                         heappush(queue, (max(floor, least), i, number))

@@ -21,7 +21,7 @@ from moefold.config.keys import key_types
 from moefold.config.pipeline_layout import LayoutSyntaxError, spell_out
 from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.parallel.layout import divisors
-from moefold.plan.kept import Saver
+from moefold.plan.kept import Savers
 from moefold.plan.legality import (
     AXES,
     BATCH_RULES,
@@ -130,10 +130,10 @@ class MappingSpace:
         )
 
     @cached_property
-    def savers(self) -> tuple[Saver, ...]:
+    def savers(self) -> Savers:
         """Every set of parts that may be made again with every set whose activations may leave memory with it."""
         subsets = [parts for n in range(len(OFFLOAD_PARTS) + 1) for parts in combinations(OFFLOAD_PARTS, n)]
-        return tuple(
+        return Savers(
             (recompute, offload)
             for recompute in self.recomputes
             for offload in subsets

@@ -5,18 +5,19 @@ depends on, so that a search of many thousand mappings adds up numbers it alread
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schedules import SCHEDULES
+from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.plan.collective import Group, all_reduce_s, gather_s, send_s
 from moefold.plan.columns import columns_of
 from moefold.plan.device import Device
 from moefold.plan.flop_count import expert_parameters, layer_parameters, shared_parameters, train_flops
-from moefold.plan.kept import KeptActivations, Saver, recipe_of, saver_of
+from moefold.plan.kept import KeptActivations, Savers, recipe_of, saver_of
 from moefold.plan.layer_time import BlockTime, LayerTimes, WaySums, Work
 from moefold.plan.mapping import Mapping
 from moefold.plan.pipeline_time import bubble_s, larger
@@ -151,6 +152,7 @@ class Pricer:
         self.times = LayerTimes(shape, device, workload)
         self._layers: dict[tuple[object, ...], LayerSum] = {}
         self._ends: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._plain: dict[tuple[int, int, int, int], tuple[float, float]] = {}
         self._replicas: dict[tuple[float, ...], tuple[float, float, float]] = {}
         self._fullest: dict[tuple[int, ...], tuple[float, float]] = {}
         self._ranks: dict[tuple[int, int, bool], tuple[RankContent, ...]] = {}
@@ -192,7 +194,7 @@ class Pricer:
         if key not in self._layers:
             mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
             feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
-            away = float(self._carried_bytes(kind, m, (saver_of(m),))[0]) if m.offload else 0.0
+            away = float(self._carried_bytes(kind, m, Savers((saver_of(m),)))[0]) if m.offload else 0.0
             self._layers[key] = self._sum(mixer, feed_forward, m, away)
         return self._layers[key]
 
@@ -200,7 +202,7 @@ class Pricer:
         seconds = dict.fromkeys(PARTS, 0.0)
         ahead = self._direction(mixer.forward + feed_forward.forward, m, seconds)
         behind = self._direction(feed_forward.backward + mixer.backward, m, seconds)
-        again = _recomputed(mixer, feed_forward, m.recompute)
+        again = float(_recomputed(mixer, feed_forward, (m.recompute,))[0])
         seconds["recompute"] += again
         waits = self._launch_waits(mixer, feed_forward, (sum(ahead), sum(behind) + again))
         seconds["launch"] += sum(waits)
@@ -233,6 +235,16 @@ class Pricer:
 
     def plain_layer(self, kind: int, m: Mapping) -> tuple[float, float]:
         """Seconds of one layer forward and backward, as `layer` has them where nothing saves activations."""
+        layer = self.shape.kinds[kind].feed_forward
+        # Without experts nothing of their degrees counts, and a search asks for each of these.
+        key = (kind, m.tp, m.cp, m.mbs)
+        if layer is not None and layer.kind == "moe":
+            return self._plain_layer(kind, m)
+        if key not in self._plain:
+            self._plain[key] = self._plain_layer(kind, m)
+        return self._plain[key]
+
+    def _plain_layer(self, kind: int, m: Mapping) -> tuple[float, float]:
         mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
         feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
         ahead = self._shown_s(mixer.ahead + feed_forward.ahead, m)
@@ -246,21 +258,20 @@ class Pricer:
         hidden = min(HIDDEN_EXCHANGE * way.exchange_s, compute) if m.overlap else 0.0
         return compute + way.exchange_s - hidden
 
-    def saved_layers(self, kind: int, m: Mapping, savers: tuple[Saver, ...]) -> tuple[Seconds, Seconds]:
+    def saved_layers(self, kind: int, m: Mapping, savers: Savers) -> tuple[Seconds, Seconds]:
         """Seconds of one layer forward and backward with each of some savers, of which `m` has none; [savers] each."""
         mixer = self.times.mixer(kind, m.tp, m.cp, m.mbs)
         feed_forward = self.times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
         parts = dict.fromkeys(PARTS, 0.0)
         ahead = sum(self._direction(mixer.forward + feed_forward.forward, m, parts))
         behind = sum(self._direction(feed_forward.backward + mixer.backward, m, parts))
-        of_set = {recompute: _recomputed(mixer, feed_forward, recompute) for recompute, _ in savers}
-        again = behind + np.array([of_set[recompute] for recompute, _ in savers])
+        again = behind + _recomputed(mixer, feed_forward, savers.recomputes)[savers.which_recompute]
         waits = self._launch_waits(mixer, feed_forward, (ahead, again))
         away = self._carried_bytes(kind, m, savers)
         forward, backward = np.full(len(savers), ahead) + waits[0], again + waits[1]
         return forward + self.carried_s(away, forward), backward + self.carried_s(away, backward)
 
-    def _carried_bytes(self, kind: int, m: Mapping, savers: tuple[Saver, ...]) -> Seconds:
+    def _carried_bytes(self, kind: int, m: Mapping, savers: Savers) -> Seconds:
         """Bytes of one layer that go to the host and back with each of some savers, [savers]."""
         if self.workload.is_megatron:
             # Published steps do not say in which types they offload; theirs are taken to hide it.
@@ -479,14 +490,22 @@ def _shown(comm: float, compute: Any) -> Any:
     return larger((1 - HIDDEN_GRADIENTS) * comm, comm - compute)
 
 
-def _recomputed(mixer: BlockTime, feed_forward: BlockTime, parts: tuple[str, ...]) -> float:
-    if not parts:
-        return 0.0
-    if "layer" in parts:
-        return sum(work.seconds for work in (*mixer.forward, *feed_forward.forward))
-    inside = ("expert_activation", "shared_experts") if "moe" in parts else ()
-    again = (*mixer.recompute, *feed_forward.recompute)
-    return sum(seconds for part, seconds in again if part in parts and part not in inside)
+def _recomputed(mixer: BlockTime, feed_forward: BlockTime, sets: tuple[tuple[str, ...], ...]) -> Seconds:
+    """Seconds that each of some sets of parts takes to run again, [sets]."""
+    shares, seconds = _shares_again(sets), np.zeros(len(sets))
+    for part, again in (*mixer.recompute, *feed_forward.recompute):
+        seconds += again * shares[part]
+    return seconds + sum(work.seconds for work in (*mixer.forward, *feed_forward.forward)) * shares["layer"]
+
+
+@lru_cache(maxsize=256)
+def _shares_again(sets: tuple[tuple[str, ...], ...]) -> dict[str, Seconds]:
+    """For each part whether each set runs it again by itself, 1 or 0: no larger part of the set contains it."""
+    found = {}
+    for part in RECOMPUTE_PARTS:
+        larger_ones = {"layer", *(("moe",) if part in ("expert_activation", "shared_experts") else ())} - {part}
+        found[part] = np.array([float(part in parts and not larger_ones & set(parts)) for parts in sets])
+    return found
 
 
 def _rank_content(chunks: tuple[Chunk, ...]) -> tuple[tuple[int, ...], bool, bool]:

@@ -91,15 +91,16 @@ def two_in_a_byte(values_MK: Tensor) -> Tensor:
     return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
 
 
-def probe(products: ScaledProducts, device: torch.device) -> str:
+def probe(products: ScaledProducts, device: torch.device, dtype: torch.dtype) -> str:
     """Compute the three products of a small layer on the device and by simulation; empty if they agree, else why not.
 
-    Blocks of very different size, uneven widths: a scale that is read for another block is seen.
+    Blocks of very different size, uneven widths: a scale that is read for another block is seen. `dtype` is that of the
+    run, as a device may know the products with results of one type and not of another.
     """
     generator = torch.Generator().manual_seed(11)
     spread = torch.logspace(-2, 2, 200).unsqueeze(0) * torch.logspace(-1, 1, 300).unsqueeze(1)
     x, w, grad = (torch.randn(300, 200, generator=generator) * part for part in (spread, spread, spread.abs()))
-    x, w, grad = (value.to(device, torch.bfloat16) for value in (x, w[:170], grad[:, :170].contiguous()))
+    x, w, grad = (value.to(device, dtype) for value in (x, w[:170], grad[:, :170].contiguous()))
     simulated = SimulatedProducts(products.recipe)
     for name, arguments in (("forward", (x, w)), ("input_gradient", (grad, w)), ("weight_gradient", (grad, x))):
         try:

@@ -1,0 +1,17 @@
+"""What fails alike on all ranks of a machine is said by the first of them."""
+
+import pytest
+
+from moefold.cli import one_voice as module
+from moefold.cli.one_voice import FIRST_SPEAKS_S, one_voice
+from moefold.errors import ConfigError
+from moefold.launch.place import Place
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_speaks_at_once_and_the_others_stay_until_it_has(monkeypatch, rank):
+    waited = []
+    monkeypatch.setattr(module.time, "sleep", waited.append)
+    with pytest.raises(ConfigError if rank == 0 else SystemExit), one_voice(Place(rank, rank, 2, "127.0.0.1", 1)):
+        raise ConfigError("wrong")
+    assert waited == [FIRST_SPEAKS_S] * rank
