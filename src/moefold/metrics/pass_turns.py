@@ -7,12 +7,14 @@ planner multiplies with the bytes of many (`plan/pair_counts.py`).
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    # Recipes are checked without numpy.
+    import numpy as np
+    from numpy.typing import NDArray
 
-T = TypeVar("T", Counter[str], NDArray[np.float64])
+T = TypeVar("T", Counter[str], "NDArray[np.float64]")
 """What is added up."""
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
