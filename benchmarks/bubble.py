@@ -62,15 +62,17 @@ CASES = (
     Case("1f1b", 1, "(p-1)/m"),
     Case("interleaved", 2, "(p-1)/(m*v)"),
     Case("interleaved", 3, "(p-1)/(m*v)"),
-    Case("zero-bubble", 1, "(p-1)*(F+I-W)/(m*(F+I+W))"),
+    Case("zero-bubble", 1, "(p-1)*(F+I-W)/(m*v*(F+I+W))"),
+    Case("zero-bubble", 2, "(p-1)*(F+I-W)/(m*v*(F+I+W))"),
+    Case("zero-bubble", 3, "(p-1)*(F+I-W)/(m*v*(F+I+W))"),
     Case("zbv", 2, "0 where F=I=W"),
     Case("dualpipev", 2, "(p-1)*(F+2*I-W)/(m*v*(F+I+W))"),
 )
 FORMS = {
     "(p-1)/m": lambda p, m, v, t: (p - 1) / m,
     "(p-1)/(m*v)": lambda p, m, v, t: (p - 1) / (m * v),
-    "(p-1)*(F+I-W)/(m*(F+I+W))": lambda p, m, v, t: (
-        (p - 1) * (t.forward + t.input_gradient - t.weight_gradient) / (m * t.total)
+    "(p-1)*(F+I-W)/(m*v*(F+I+W))": lambda p, m, v, t: (
+        (p - 1) * (t.forward + t.input_gradient - t.weight_gradient) / (m * v * t.total)
     ),
     "0 where F=I=W": lambda p, m, v, t: 0.0,
     # DualPipe's (PP/2-1)(F&B+B-3W) with PP=2p stages, B=I+W, and F&B=F+B as nothing overlaps.

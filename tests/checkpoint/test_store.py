@@ -5,18 +5,32 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from traceback import StackSummary
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
-from moefold.checkpoint.folder import FORMAT, CheckpointMeta, Position, model_sizes, sample_order, step_path, write_meta
+from moefold.checkpoint import store
+from moefold.checkpoint.folder import (
+    FORMAT,
+    CheckpointMeta,
+    Position,
+    draft_path,
+    model_sizes,
+    sample_order,
+    step_path,
+    write_meta,
+)
 from moefold.checkpoint.manifest import MANIFEST_FILE, record_file, write_manifest
 from moefold.checkpoint.store import agree_on_resume, checkpoint_state, explained, load_checkpoint, write_checkpoint
 from moefold.config.checks import check_config
@@ -273,11 +287,43 @@ def _save_refused(cfg: Config) -> str:
     return str(error.value)
 
 
-def test_a_folder_that_cannot_be_written_is_one_message(pool, tmp_path):
+def test_a_folder_that_cannot_be_written_is_one_message_on_every_rank(pool, tmp_path):
     (tmp_path / "checkpoints").touch()
-    (error,) = pool.run(1, _save_refused, recipe(tmp_path))
-    assert error.startswith(f"the checkpoint of step 1 cannot be written to '{tmp_path}/checkpoints': ")
-    assert "\n" not in error
+    for error in pool.run(2, _save_refused, recipe(tmp_path, world_size=2)):
+        assert error.startswith(f"the checkpoint of step 1 cannot be written to '{tmp_path}/checkpoints': ")
+        assert "\n" not in error
+
+
+def _save_over_a_draft(cfg: Config) -> bool:
+    """Save where the first rank takes its time to delete what a run that died has left there.
+
+    Returns:
+        Whether this rank began to write while it still lay there.
+    """
+    left = draft_path(Path(cfg.run.dir) / "checkpoints", 1) / "left"
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.touch()
+    dist.barrier()
+    delete, save, found = shutil.rmtree, dcp.save, []
+
+    def delete_slowly(path: Path, *, ignore_errors: bool) -> None:
+        time.sleep(0.5)
+        delete(path, ignore_errors=ignore_errors)
+
+    def note_and_save(*args: Any, **kwargs: Any) -> Metadata:
+        found.append(left.exists())
+        return save(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store.shutil, "rmtree", delete_slowly)
+        patch.setattr(store.dcp, "save", note_and_save)
+        _save(cfg, [1])
+    return found[0]
+
+
+def test_no_rank_writes_before_the_draft_of_a_dead_run_is_gone(pool, tmp_path):
+    assert pool.run(2, _save_over_a_draft, recipe(tmp_path, world_size=2)) == [False, False]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000001"]
 
 
 def _explained(causes: list[Exception], disk: Path | None) -> str:

@@ -57,7 +57,7 @@ def test_a_large_shape_cut_down(capfd):
     assert main(["bench", *words, "--dtype", "bfloat16", "--json", "-"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert (found["shape"], found["num_experts"], found["tokens"]) == ("qwen3-30b-a3b-layer", 8, 16)
-    assert [row["name"].split(",")[0] for row in found["rows"]] == ["moefold", "plain torch", "transformers"]
+    assert [row["name"].split(",")[0] for row in found["rows"]][:3] == ["moefold", "plain torch", "transformers"]
     assert "attention" not in [piece["name"] for piece in found["pieces"]]
 
 

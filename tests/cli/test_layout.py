@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from moefold.cli.layout import read_layout, run
+from moefold.cli.layout_table import MOST_LISTED
 from moefold.errors import ConfigError
 from moefold.parallel.layout import fold
 
@@ -103,6 +104,30 @@ def test_large_tables_keep_to_the_width_and_leave_the_middle_out(capsys, world_s
     assert f"ranks {world_size - 8}-{world_size - 1}" in out
     assert ("nodes left out" in out) == (world_size > 128)
     assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("gpus_per_node", [1, 3, 4, 5, 8, 12])
+@pytest.mark.parametrize("words", [["tp=2", "cp=3", "pp=2", "ep=4"], ["tp=6", "ep=2", "etp=3", "order=pp-tp-cp-dp"]])
+def test_the_nodes_of_a_group_are_those_of_its_widest(capsys, words, gpus_per_node):
+    assert run(["world_size=48", *words, f"gpus_per_node={gpus_per_node}"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.split("groups", 1)[1].splitlines()]
+    layout, _ = read_layout(["world_size=48", *words])
+    for view, axes in ((layout.attention, "tp cp dp pp"), (layout.moe, "etp ep edp pp")):
+        for axis in axes.split():
+            groups = view.groups(axis)
+            widest = max(len({rank // gpus_per_node for rank in group}) for group in groups)
+            expected = [axis, str(len(groups)), str(len(groups[0])), str(widest)]
+            assert any(expected == row[i : i + 4] for row in rows for i in (0, 1)), expected
+
+
+def test_a_hundred_million_ranks_are_a_pattern(capsys):
+    # Nothing is made for each rank: as fast as a thousand.
+    assert run(["world_size=100000000", "tp=8", "ep=8"]) == 0
+    out = capsys.readouterr().out
+    assert "12499995 nodes left out ..." in out
+    assert "12499999:7" in out
+    with pytest.raises(ConfigError, match=f"world_size={MOST_LISTED * 8} must be at most {MOST_LISTED} for --json"):
+        run([f"world_size={MOST_LISTED * 8}", "--json"])
 
 
 def test_wide_nodes_are_printed_in_parts(capsys):

@@ -70,7 +70,9 @@ def test_measured_with_offload_what_is_outside_is_in_no_part(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--imbalance", "0.5", "--dry"], "--imbalance 0.5 must be at least 1"),
+        (["--imbalance", "0.5", "--dry"], "--imbalance 0.5 must be a number of at least 1"),
+        (["--imbalance", "nan", "--dry"], "--imbalance nan must be a number of at least 1"),
+        (["--imbalance", "inf", "--dry"], "--imbalance inf must be a number of at least 1"),
         (["--device", "cuda"], "add --dry"),
         (["run.device=cuda"], "measured on the CPU alone"),
         (["parallel.world_size=128", "train.global_batch_size=512"], "add --dry"),

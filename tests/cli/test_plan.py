@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from moefold.cli.main import EXIT_FAILED, EXIT_USER_ERROR, main
 from moefold.config.checks import check_config
 from moefold.config.load import load_config
+from moefold.metrics.flops import train_flops_per_token
 from moefold.metrics.routing_trace import TraceShape, TraceWriter
 
 SMALL = ["plan", "tiny", "--gpu", "h100", "--num-gpus", "4", "--seq-len", "64", "--global-batch-size", "4"]
@@ -46,6 +48,48 @@ def test_the_table_has_ten_rows_and_says_how_many_there_were(capsys):
     out = capsys.readouterr().out
     assert "legal mappings in" in out
     assert all(title in out for title in ("step s", "MFU %", "tokens/s/GPU", "bound by", "GiB on the fullest GPU"))
+
+
+def test_the_mfu_counts_what_is_asked_for(capsys, tmp_path):
+    path, page = tmp_path / "mtp.toml", tmp_path / "x.html"
+    path.write_text('[model]\npreset = "tiny"\nmtp_layers = 2\n')
+    model = load_config(path).model
+    words = ["plan", str(path), *SMALL[2:], "--fix", "tp=1,cp=1,pp=1,ep=1,etp=1,mbs=1", "--top", "1"]
+    found = {}
+    for flops in ("full", "causal"):
+        for mtp in ("with", "without"):
+            record = answer(capsys, "--flops", flops, "--mtp-flops", mtp, words=words)
+            assert (record["flop_convention"], record["mtp_flops"]) == (flops, mtp)
+            found[flops, mtp] = record["mappings"][0]
+            counted = replace(model, mtp_layers=2 if mtp == "with" else 0)
+            wanted = train_flops_per_token(counted, 64, causal=flops == "causal").total
+            rate = found[flops, mtp]["tflops_per_gpu"] * 1e12 / found[flops, mtp]["tokens_per_s_per_gpu"]
+            assert rate == pytest.approx(wanted, rel=1e-4)
+    # They run whatever is counted.
+    assert len({m["step_time_s"] for m in found.values()}) == 1
+    assert answer(capsys, words=words)["mappings"][0] == found["full", "with"]
+    assert main([*words, "--flops", "causal", "--mtp-flops", "without", "--report", str(page)]) == 0
+    said = "MFU counts half of the attention matrix and no multi-token prediction, against the bfloat16 peak."
+    assert said in capsys.readouterr().out
+    assert said in page.read_text()
+
+
+def test_a_wide_recipe_is_priced_as_what_it_is(capsys, tmp_path):
+    path, file = tmp_path / "wide.toml", tmp_path / "gpu.toml"
+    path.write_text('[run]\ndtype = "float32"\n[model]\npreset = "olmoe-1b-7b"\n')
+    words = ["plan", str(path), "--gpu", "h100", "--num-gpus", "8", "--seq-len", "4096", "--global-batch-size", "8"]
+    words += ["--fix", "tp=1,cp=1,pp=1,ep=8,etp=1,mbs=1,dispatcher=alltoall,recompute=none,offload=none", "--top", "1"]
+    wide, narrow = answer(capsys, words=words), answer(capsys, words=["plan", "olmoe-1b-7b", *words[2:]])
+    assert (wide["precision"], narrow["precision"]) == ("float32", "bf16")
+    for part, least in (("attention", 8), ("experts", 8), ("ep_comm", 1.7)):
+        assert wide["mappings"][0]["time_parts_s"][part] > least * narrow["mappings"][0]["time_parts_s"][part]
+    assert main(words) == 0
+    assert ", float32, imbalance 1" in capsys.readouterr().out
+    assert "--precision bf16 and run.dtype='float32' differ" in refusal(capsys, *words, "--precision", "bf16")
+    path.write_text('[run]\ndtype = "float64"\n[model]\npreset = "olmoe-1b-7b"\n')
+    assert "run.dtype='float64' has no price here, as nothing is known of h100 in float64" in refusal(capsys, *words)
+    file.write_text('base = "h100"\n[wide_flops]\nfloat64 = 3e13\n')
+    assert answer(capsys, words=[*words[:3], str(file), *words[4:]])["precision"] == "float64"
 
 
 def test_fixed_axes_hold(capsys):
@@ -130,6 +174,12 @@ def test_a_trace_prices_each_ep_with_its_load(capsys, tmp_path):
     forced = answer(capsys, *fixed, "--imbalance", str(min(4.0, model.num_experts / model.top_k)))["mappings"][0]
     assert traced["step_time_s"] == pytest.approx(forced["step_time_s"])
     assert traced["step_time_s"] > even["step_time_s"]
+    # Its files too are of the recorded load.
+    load, steps = str(min(4.0, model.num_experts / model.top_k)), []
+    for more in (("--trace", str(tmp_path)), ("--imbalance", load), ()):
+        answer(capsys, *fixed, *more, "--timeline", str(tmp_path / "step.json"))
+        steps.append((tmp_path / "step.json").read_text())
+    assert steps[0] == steps[1] != steps[2]
 
 
 @pytest.mark.parametrize(
@@ -144,16 +194,119 @@ def test_a_trace_prices_each_ep_with_its_load(capsys, tmp_path):
         ([*SMALL, "--fix", "offload=norm"], "did you mean norms?"),
         ([*SMALL, "--timeline", "out.txt"], ".json"),
         ([*SMALL, "--jitter", "2"], "--jitter"),
+        ([*SMALL, "--mtp-flops", "without"], "--mtp-flops without has no effect: model.mtp_layers=0"),
+        ([*SMALL, "--seed", "3", "--timeline", "x.json"], "--seed 3 has no effect: --jitter 0 draws nothing"),
         ([*SMALL, "--fix", "tp=3"], "no mapping of 4 GPUs with tp=3 is legal"),
         ([*SMALL, "--memory-reserve", "500"], "--memory-reserve"),
-        ([*SMALL, "--imbalance", "0.5"], "--imbalance"),
+        *(([*SMALL, "--imbalance", value], f"--imbalance {value} must be a number") for value in ("0.5", "nan", "inf")),
         ([*SMALL, "--recipe", "out.txt"], "must end in .toml"),
         ([*SMALL, "--trace", "nowhere"], "--trace"),
         (SMALL[:6], "--seq-len is missing"),
+        (
+            [*SMALL, "--precision", "mxfp8"],
+            "--precision mxfp8 has no price here, as h100 has matrix units for bf16, fp8",
+        ),
+        ([*SMALL, "--precision", "fp8", "--recipe", "x.toml"], "train.precision has no fp8 with one scale"),
+        ([*SMALL, "--explain", "tp=2", "--fix", "tp=4"], "--explain tp=2 and --fix tp=4 differ"),
+        ([*SMALL, "--explain", "tp=2", "--top", "3"], "--top counts mappings"),
+        ([*SMALL, "--method", "coupled", "--recipe", "x.toml"], "add --fix cp=1"),
     ],
 )
 def test_wrong_words_are_answered(capsys, words, message):
     assert message in refusal(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--recipe", "no-such-folder/x.toml"], "--recipe no-such-folder/x.toml cannot be written: No such file"),
+        (["--report", "no-such-folder/x.html"], "--report no-such-folder/x.html cannot be written: No such file"),
+        (["--timeline", "no-such-folder/x.json"], "--timeline no-such-folder/x.json cannot be written: No such file"),
+        (["--report", "x.html", "--straggler", "4=2"], "--straggler 4=2: ranks run from 0 to 3"),
+        (["--report", "x.html", "--straggler", "0=0.5"], "--straggler 0=0.5 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_the_search(capsys, words, message):
+    # This search would end in another message: no mapping is legal.
+    assert message in refusal(capsys, *SMALL, "--fix", "tp=3", *words)
+
+
+def test_a_recipe_says_the_precision_that_was_priced(capsys, tmp_path):
+    path, fixed = tmp_path / "planned.toml", ("--fix", "tp=1,cp=1,pp=1,ep=4,mbs=1")
+    words = [*SMALL[:3], "b200", *SMALL[4:]]
+    narrow = answer(capsys, *fixed, "--precision", "mxfp8", "--recipe", str(path), words=words)
+    assert load_config(path).train.precision == "mxfp8"
+    # The recipe by itself prices as it will train; an option wins, and is what its own recipe says.
+    asked = ["plan", str(path), "--gpu", "b200", *fixed]
+    again = answer(capsys, words=asked)
+    assert (again["precision"], again["mappings"]) == ("mxfp8", narrow["mappings"])
+    wide = answer(capsys, "--precision", "bf16", "--recipe", str(path), words=asked)
+    assert wide["mappings"][0]["step_time_s"] != narrow["mappings"][0]["step_time_s"]
+    assert load_config(path).train.precision == "dtype"
+
+
+def test_an_explained_mapping_is_written(capsys, tmp_path):
+    recipe, timeline, page = (tmp_path / name for name in ("x.toml", "x.json", "x.html"))
+    files = ("--recipe", str(recipe), "--timeline", str(timeline), "--report", str(page))
+    # One that is not the best.
+    found = answer(capsys, "--explain", "tp=4 cp=1 pp=1 ep=2 etp=2 mbs=1", *files)
+    cfg = load_config(recipe)
+    assert found["rank"] > 1
+    assert (cfg.parallel.tp, cfg.parallel.ep, cfg.parallel.etp) == (4, 2, 2)
+    assert json.loads(timeline.read_text())["traceEvents"]
+    assert "<html" in page.read_text()
+    assert main([*SMALL, "--explain", "tp=3", "--recipe", str(tmp_path / "no.toml")]) == EXIT_FAILED
+    assert "no.toml is not written: the mapping is illegal" in capsys.readouterr().err
+
+
+def test_the_picture_of_a_method_is_of_what_was_ranked(capsys, tmp_path):
+    page = tmp_path / "x.html"
+    for method, groups in (("coupled", ["0", "1", "0", "1"]), ("folding", ["0", "0", "1", "1"])):
+        words = ("--fix", "tp=1,cp=2,pp=1,ep=2,etp=1,mbs=1", "--method", method, "--report", str(page))
+        answer(capsys, *words)
+        experts = re.search(r'<svg data-view="experts".*?</svg>', page.read_text(), re.DOTALL)[0]
+        assert re.findall(r'data-ep="(\d)"', experts) == groups
+
+
+def test_without_cp_coupled_is_what_a_recipe_trains(capsys, tmp_path):
+    fixed = ("--fix", "tp=2,cp=1,pp=1,ep=2,etp=2,mbs=1,dispatcher=alltoall,recompute=none,offload=none")
+    coupled = answer(capsys, *fixed, "--method", "coupled", "--recipe", str(tmp_path / "x.toml"))
+    assert coupled["mappings"] == answer(capsys, *fixed)["mappings"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--fix", "tp=3"], "parallel.tp=3 must divide world_size/pp=4"),
+        (["--fix", "dp=3"], "dp=1 or 2 or 4 follows from the other degrees on 4 GPUs, not 3"),
+        (["--fix", "zero=3 overlap=on"], "parallel.zero=3 frees its parameters for one"),
+        (["--fix", "overlap=on pp=1 mbs=1 dp=4"], "parallel.overlap_experts=true needs two micro-batches or more"),
+        (["--fix", "recompute=layer+norms"], "'layer', which makes it again anyway"),
+        (["--fix", "dispatcher=local ep=4"], "parallel.dispatcher='local' needs ep=etp=1, and parallel.ep=4"),
+        (["--fix", "dispatcher=deepep etp=4"], "parallel.etp=4 cuts the experts"),
+        (["--gpu", "cpu", "--fix", "offload=layer"], "offload=layer needs a GPU"),
+        (["--gpu", "cpu", "--fix", "offload=optimizer"], "moments=host needs a GPU"),
+        (["--method", "tp+ep+dp", "--fix", "zero=3"], "zero=3 is not of method 'tp+ep+dp', which has zero=1"),
+        (["--method", "fsdp+ep", "--fix", "ep=1"], "no such mapping is of method 'fsdp+ep'"),
+    ],
+)
+def test_where_nothing_is_legal_the_reason_is_said(capsys, words, reason):
+    message = refusal(capsys, *SMALL, *words)
+    assert message.startswith("moefold: error: no mapping of 4 GPUs with ")
+    assert reason in message.partition(" is legal for ")[2]
+    assert message.endswith("; or choose fewer fixed axes\n")
+    assert message.count("\n") == 1
+
+
+def test_a_schedule_that_needs_a_pipeline_says_so(capsys):
+    message = refusal(capsys, "plan", "quickstart", *SMALL[2:], "--fix", "pp=1", "schedule=zbv")
+    assert "parallel.schedule='zbv' needs parallel.pp of 2 or more" in message
+
+
+def test_a_fold_of_which_only_some_sizes_overlap_is_ranked(capsys):
+    found = answer(capsys, "--fix", "overlap=on")
+    assert {m["overlap"] for m in found["mappings"]} == {True}
+    assert len(found["mappings"]) == found["num_folds"] > 0
 
 
 def test_a_budget_that_nothing_fits_says_what_would_do(capsys):

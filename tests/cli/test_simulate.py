@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from moefold.cli.disturbance import stragglers_of
 from moefold.cli.simulate import run
 from moefold.config.load import load_config
 from moefold.errors import ConfigError
+from moefold.metrics.memory_formula import memory_of_ranks
 
 RECIPE = """
 [model]
@@ -64,9 +66,36 @@ def test_rows_in_8_bits_are_priced(recipe, capsys):
     assert simulated(capsys, recipe, "moe.dispatch_precision=fp8-blockwise")["step_time_s"] < wide["step_time_s"]
 
 
+def test_the_precision_of_the_recipe_is_priced_and_the_option_wins(recipe, capsys):
+    wide, narrow = (simulated(capsys, recipe, *more) for more in ((), ("train.precision=fp8-blockwise",)))
+    assert narrow["step_time_s"] != wide["step_time_s"]
+    assert simulated(capsys, recipe, "--precision", "fp8-blockwise") == narrow
+    assert simulated(capsys, recipe, "train.precision=fp8-blockwise", "--precision", "bf16") == wide
+
+
+def test_what_auto_makes_again_is_played_and_told(recipe, capsys):
+    words = [recipe, "train.recompute=['auto']", "run.device=cuda"]
+    plain = simulated(capsys, recipe)
+    assert simulated(capsys, *words) == plain
+    least = load_config(Path(recipe), ["train.recompute=['layer']"])
+    scarce = max(rank.total for rank in memory_of_ranks(least)) / 2**30 + 0.001
+    assert run([*words, f"train.memory_budget_gib={scarce}", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["step_time_s"] > plain["step_time_s"]
+    assert "train.recompute=['auto'] makes" in printed.err
+    assert "makes nothing again" not in printed.err
+
+
 def test_stragglers_are_ranks_of_the_world():
     words = ["parallel.world_size=16", "parallel.tp=2", "parallel.pp=4", "train.global_batch_size=16"]
     assert stragglers_of(load_config(None, words), ["0=2", "3=3", "15=1.5"]) == {0: 3.0, 3: 1.5}
+
+
+def test_a_stage_goes_at_the_pace_of_its_slowest_rank():
+    cfg = load_config(None, ["parallel.world_size=4", "parallel.tp=2", "parallel.pp=2", "train.global_batch_size=4"])
+    assert stragglers_of(cfg, ["0=0.5", "1=0.8", "2=0.5", "3=1.5"]) == {0: 0.8, 1: 1.5}
+    with pytest.raises(ConfigError, match=r"--straggler 3=0.5: its stage has 2 ranks"):
+        stragglers_of(cfg, ["3=0.5"])
 
 
 def test_timelines_are_written_beside_the_table(recipe, tmp_path, capsys):
@@ -95,13 +124,25 @@ def test_an_order_from_a_file_is_played(tmp_path, capsys):
         (["--straggler", "16=2"], "--straggler 16=2: ranks run from 0 to 15"),
         (["--straggler", "1=0"], "the factor must be above 0"),
         (["--straggler", "1=nan"], "the factor must be above 0"),
+        (["--seed", "0"], "--seed 0 has no effect: --jitter 0 draws nothing; add --jitter 0.05, or leave --seed out"),
         (["--jitter", "-1"], "--jitter -1 must lie between 0 and 1"),
         (["--imbalance", "0.5"], "--imbalance 0.5 must be at least 1"),
         (["--gpu", "h10"], "did you mean 'h100'?"),
         (["--timeline", "step.gif"], "--timeline step.gif must end in .json"),
         (["--timeline", "no-such-folder/step.json"], "no-such-folder/step.json cannot be written: No such file"),
         (["parallel.pp=3"], "parallel.pp=3"),
-        (["--overlap", "parallel.schedule=zero-bubble"], "overlap needs a schedule of pairs"),
+        (["--overlap", "parallel.schedule=zero-bubble"], "parallel.overlap_experts=true needs a schedule"),
+        (["--overlap", "parallel.zero=3"], "parallel.overlap_experts=true"),
+        (["--overlap", "parallel.ep=1"], "parallel.overlap_experts=true"),
+        (["--straggler", "0=0.5"], "its stage has 4 ranks and goes at the pace of the slowest"),
+        (["--precision", "mxfp8"], "--precision mxfp8 has no price here, as h100 has matrix units for bf16, fp8, fp8-"),
+        (
+            ["run.dtype=float64"],
+            "run.dtype='float64' has no price here, as nothing is known of h100 in float64; choose",
+        ),
+        (["train.precision=nvfp4"], "train.precision='nvfp4' has no price here"),
+        (["train.precision=fp8-blockwise", "run.kernels=plain"], "run.kernels='plain' leaves the matrix units alone"),
+        (["train.recompute=['auto']", "--gpu", "cpu"], "train.recompute=['auto'] needs train.memory_budget_gib"),
     ],
 )
 def test_wrong_words_are_refused_in_one_message(recipe, capsys, words, message):

@@ -48,6 +48,22 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         check_machine(cfg)
 
 
+@pytest.mark.parametrize(
+    "words", [['train.offload=["layer"]', "train.offload_to=ssd"], ["train.offload_optimizer=ssd"]]
+)
+def test_a_folder_is_made_in_one_that_is_there(tmp_path, words):
+    def check(folder):
+        cfg = load_config(None, [*words, f"train.offload_dir={folder}", "data.kind=synthetic", f"run.dir={tmp_path}"])
+        check_machine(cfg)
+
+    check(tmp_path / "offload")
+    with pytest.raises(
+        ConfigError, match=r"train.offload_dir='.*scrach/moefold' lies in '.*scrach', which does not ex"
+    ):
+        check(tmp_path / "scrach" / "moefold")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_memory_of_the_host_is_no_other_on_a_cpu():
     cfg = load_config(None, ['train.offload=["layer"]'])
     check_config(cfg)

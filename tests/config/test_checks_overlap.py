@@ -40,6 +40,11 @@ def test_what_can_be_is_taken(parallel):
     tiny(train={"global_batch_size": 16, "offload": ("layer",)}, **SOUND | parallel)
 
 
+def test_a_model_without_experts_has_nothing_to_hide():
+    with pytest.raises(ConfigError, match=r"no layer of model.layer_pattern is M; choose a pattern with M"):
+        tiny(model={"layer_pattern": "D"}, train=SEVERAL, **SOUND | {"ep": 1})
+
+
 def test_auto_does_not_take_a_dispatcher_that_waits():
     cfg = tiny(train=SEVERAL, **SOUND | {"dispatcher": "auto"})
     assert any("overlap_experts=true" in obstacle for obstacle in deepep_obstacles(cfg))

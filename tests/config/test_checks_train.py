@@ -37,6 +37,25 @@ CASES = [
         "'experts', 'shared_experts', 'router', 'mtp'\n  train.muon_groups names 'router' 2 times; name it once",
     ),
     (
+        ["train.optimizer=muon", 'train.muon_groups=["mtp"]'],
+        "train.muon_groups has 'mtp', and the model has no such matrices: model.mtp_layers=0; leave 'mtp' out, or "
+        "leave muon_groups out for all that there are",
+    ),
+    (
+        ["train.optimizer=muon", 'train.muon_groups=["attention", "shared_experts", "dense_mlp"]']
+        + ["model.layer_pattern=M"],
+        "2 settings cannot work:\n  train.muon_groups has 'dense_mlp', and the model has no such matrices: no layer of "
+        "model.layer_pattern is D; leave 'dense_mlp' out, or leave muon_groups out for all that there are\n  "
+        "train.muon_groups has 'shared_experts', and the model has no such matrices: "
+        "model.shared_expert_ffn_hidden_size=0; leave 'shared_experts' out, or leave muon_groups out for all that "
+        "there are",
+    ),
+    (
+        ["train.optimizer=muon", 'train.muon_groups=["router"]', "model.layer_pattern=D"],
+        "train.muon_groups has 'router', and the model has no such matrices: no layer of model.layer_pattern is M; "
+        "leave 'router' out, or leave muon_groups out for all that there are",
+    ),
+    (
         ["train.moment_dtype=bfloat16", "train.beta2=0.99"],
         "train.beta2=0.99 must be at most 0.98 with train.moment_dtype='bfloat16': what a step adds would be lost in "
         "rounding; choose beta2=0.98 or less, or moment_dtype='float32'",
@@ -67,6 +86,9 @@ def test_settings_that_contradict_each_other_are_refused(overrides, message):
         ["data.validation_fraction=0"],
         ["train.eval_every=1000"],
         ["train.optimizer=muon", 'train.muon_groups=["experts", "router"]'],
+        ["train.optimizer=muon", 'train.muon_groups=["mtp"]', "model.mtp_layers=1"],
+        ["train.optimizer=muon", 'train.muon_groups=["shared_experts"]', "model.shared_expert_ffn_hidden_size=8"],
+        ["train.optimizer=muon", "model.layer_pattern=D"],
         ["data.document_end=255"],
     ],
     ids="+".join,

@@ -234,3 +234,10 @@ def test_loading_imports_neither_torch_nor_numpy():
         [sys.executable, "-c", code, str(RECIPES / "quickstart.toml")], capture_output=True, text=True, timeout=60
     )
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_an_automatic_mapping_is_asked_for_in_one_word_on_the_command_line(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text("[parallel]\ntp = 2\n")
+    cfg = load_config(path, ["parallel=auto"])
+    assert (cfg.parallel.mapping, cfg.parallel.tp) == ("auto", 2)

@@ -89,6 +89,16 @@ def test_torchrun_joins_its_ranks(one_rank, tmp_path):
     assert done.stdout.count("step 2/3") == 1
 
 
+def test_ranks_of_torchrun_take_one_plan(one_rank, tmp_path):
+    done = run(torchrun(*small(tmp_path / "run", "run.steps=3", "parallel=auto")))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("parallel = auto: ") == 1
+    chosen = json.loads((tmp_path / "run" / "config.json").read_text())["parallel"]
+    assert chosen["world_size"] == 2
+    assert chosen["mapping"] == "given"
+    assert losses(tmp_path / "run") == pytest.approx(losses(one_rank)[:3], rel=1e-5)
+
+
 def test_torchrun_with_another_number_of_ranks_is_one_message(tmp_path):
     refused = run(torchrun(*small(tmp_path / "run", *FOLDED)))
     assert refused.returncode != 0

@@ -1,4 +1,4 @@
-"""Kernels run on the GPU if there is one, else in Triton's interpreter (tests/conftest.py)."""
+"""Triton's kernels run on the GPU if there is one, else in its interpreter (tests/conftest.py); C on the CPU."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -6,17 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
+collect_ignore_glob = [] if find_spec("triton") else ["test_[!c]*.py", "test_compile.py"]
 
 
 def pytest_report_header():
     """Say it where nothing can be tested."""
-    return "kernels are not tested: the package triton is not here" if collect_ignore_glob else None
+    return "Triton's kernels are not tested: the package triton is not here" if collect_ignore_glob else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """`make gpu` runs these tests too."""
+    """`make gpu` runs Triton's tests too."""
     for item in items:
-        if torch.cuda.is_available() and Path(item.fspath).parent == Path(__file__).parent:
+        path = Path(item.fspath)
+        is_tritons = path.parent == Path(__file__).parent and not path.name.startswith("test_c_")
+        if torch.cuda.is_available() and is_tritons:
             item.add_marker(pytest.mark.gpu)

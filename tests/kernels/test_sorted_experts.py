@@ -10,7 +10,7 @@ from moefold.kernels.rows import PlainRows, Rows, Sorting
 from moefold.kernels.select import select_kernels
 from moefold.kernels.triton_rows import TritonRows
 from moefold.moe.expert_weights import ExpertWeights
-from moefold.moe.experts import looped_experts
+from moefold.moe.experts import LoopedHow, looped_experts
 from moefold.moe.gate import ClampedGate, SiluGate
 from moefold.moe.permute import DeviceCounts, permute, plan_permutation, row_weights, unpermute
 from moefold.moe.sorted_experts import SortedHow, sorted_experts
@@ -66,7 +66,7 @@ def test_sorting_experts_equal_the_loop(kernels, dtype, tolerance, kind, has_bia
     leaves = [t.detach().double().requires_grad_() for t in (x, probs, *tensors)]
     rows, weights = permute(leaves[0], permutation), ExpertWeights(*leaves[2:])
     expected = unpermute(
-        looped_experts(rows, weights, counts.tolist(), gate, columns, row_weights(leaves[1], permutation)),
+        looped_experts(rows, weights, LoopedHow(counts.tolist(), gate, columns), row_weights(leaves[1], permutation)),
         permutation,
         None,
     )

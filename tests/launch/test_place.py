@@ -7,6 +7,7 @@ TORCHRUN = {
     "RANK": "5",
     "LOCAL_RANK": "1",
     "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
 }
@@ -15,6 +16,7 @@ SLURM = {
     "SLURM_PROCID": "9",
     "SLURM_LOCALID": "1",
     "SLURM_NTASKS": "16",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
     "SLURM_JOB_ID": "4100003",
     "SLURM_STEP_NODELIST": "gpu[003-004]",
 }
@@ -25,11 +27,11 @@ def test_a_process_of_its_own_has_no_place():
 
 
 def test_torchrun():
-    assert find_place(TORCHRUN) == Place(5, 1, 8, "10.0.0.1", 29500)
+    assert find_place(TORCHRUN) == Place(5, 1, 8, "10.0.0.1", 29500, local_size=4)
 
 
 def test_slurm_meets_on_the_first_node_at_a_port_of_the_job():
-    assert find_place(SLURM) == Place(9, 1, 16, "gpu003", 20000 + 4100003 % 20000)
+    assert find_place(SLURM) == Place(9, 1, 16, "gpu003", 20000 + 4100003 % 20000, local_size=8)
 
 
 def test_slurm_yields_to_an_address_that_the_user_gave():
@@ -94,3 +96,8 @@ def test_the_world_must_be_that_of_the_recipe():
     check_world_size(place, 8)
     with pytest.raises(ConfigError, match="parallel.world_size=4 must equal the 8 processes"):
         check_world_size(place, 4)
+
+
+@pytest.mark.parametrize("told", ["", "0", "many"])
+def test_ranks_of_a_machine_that_are_not_told_are_all(told):
+    assert find_place({**TORCHRUN, "LOCAL_WORLD_SIZE": told}).local_size == 8

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.model.linear import linear
-from moefold.moe.experts import ExpertWeights, grouped_experts, looped_experts
+from moefold.moe.experts import ExpertWeights, LoopedHow, grouped_experts, looped_experts
 from moefold.parallel.late_gradients import LateGradients
 
 COUNTS = [3, 0, 5, 2]
@@ -24,7 +24,7 @@ def _sliced(x: Tensor, weight: Tensor, bias: Tensor, *, later: LateGradients | N
 
 
 def _looped(x: Tensor, *weights: Tensor, later: LateGradients | None) -> Tensor:
-    return looped_experts(x, ExpertWeights(*weights), COUNTS, later=later)
+    return looped_experts(x, ExpertWeights(*weights), LoopedHow(COUNTS, later=later))
 
 
 def _grouped(x: Tensor, *weights: Tensor, later: LateGradients | None) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.moe.experts import Experts, ExpertWeights, grouped_experts, looped_experts
+from moefold.moe.experts import Experts, ExpertWeights, LoopedHow, grouped_experts, looped_experts
 from moefold.moe.gate import ClampedGate, SiluGate
 from tests.moe.reference import swiglu
 
@@ -18,7 +18,7 @@ def _tensors(rows: int, dtype: torch.dtype, hidden: int = 8, ffn: int = 16, scal
 
 
 def looped_swiglu(x, gate, up, down, counts):
-    return looped_experts(x, ExpertWeights(gate, up, down), counts)
+    return looped_experts(x, ExpertWeights(gate, up, down), LoopedHow(counts))
 
 
 def grouped_swiglu(x, gate, up, down, counts):
@@ -55,7 +55,7 @@ def _clamped(x, gate, up, down, gate_bias, up_bias, down_bias, counts):
 
 
 def _looped_clamped(x, *rest):
-    return looped_experts(x, ExpertWeights(*rest[:-1]), rest[-1], CLAMPED, COLUMNS)
+    return looped_experts(x, ExpertWeights(*rest[:-1]), LoopedHow(rest[-1], CLAMPED, COLUMNS))
 
 
 def _grouped_clamped(x, *rest):
@@ -105,6 +105,10 @@ def test_loop_equals_the_definition(counts):
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
 
 
+def _looped(x, weights, counts, *extra, weights_R=None):
+    return looped_experts(x, weights, LoopedHow(counts, *extra), weights_R)
+
+
 def _weighed_inside(apply, extra):
     """Experts that apply the weights of the rows themselves; the weights are the first tensor."""
     return lambda weights, x, *rest: apply(x, ExpertWeights(*rest[:-1]), rest[-1], *extra, weights_R=weights)
@@ -121,8 +125,8 @@ def test_weights_inside_the_experts_equal_weights_on_their_results(counts, has_b
     make = _with_biases if has_bias else _tensors
     weights = torch.rand(sum(counts), dtype=torch.float64).requires_grad_()
     tensors = [weights, *make(sum(counts), torch.float64)]
-    actual = _with_gradients(_weighed_inside(looped_experts, extra), tensors, counts)
-    expected = _with_gradients(_weighed_outside(looped_experts, extra), tensors, counts)
+    actual = _with_gradients(_weighed_inside(_looped, extra), tensors, counts)
+    expected = _with_gradients(_weighed_outside(_looped, extra), tensors, counts)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
 
@@ -133,7 +137,7 @@ def test_the_grouped_kernel_weighs_inside_as_the_loop_does(counts, has_bias):
     extra = (CLAMPED, COLUMNS) if has_bias else ()
     make = _with_biases if has_bias else _tensors
     tensors = [torch.rand(sum(counts)).requires_grad_(), *make(sum(counts), torch.float32)]
-    looped = _with_gradients(_weighed_inside(looped_experts, extra), tensors, counts)
+    looped = _with_gradients(_weighed_inside(_looped, extra), tensors, counts)
     grouped = _with_gradients(_weighed_inside(grouped_experts, extra), tensors, counts)
     for a, e in zip(grouped, looped, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
@@ -143,8 +147,8 @@ def test_the_grouped_kernel_weighs_inside_as_the_loop_does(counts, has_bias):
 def test_padded_products_with_weights_in_bfloat16(counts):
     tensors = [torch.rand(sum(counts)).requires_grad_(), *_tensors(sum(counts), torch.bfloat16, 32, 48, scale=0.3)]
     exact = [t.detach().double().requires_grad_() for t in tensors]
-    actual = _with_gradients(_weighed_inside(looped_experts, ()), tensors, counts)
-    for a, e in zip(actual, _with_gradients(_weighed_outside(looped_experts, ()), exact, counts), strict=True):
+    actual = _with_gradients(_weighed_inside(_looped, ()), tensors, counts)
+    for a, e in zip(actual, _with_gradients(_weighed_outside(_looped, ()), exact, counts), strict=True):
         assert (a.double() - e).norm() <= 2e-2 * e.norm()
 
 
@@ -193,6 +197,29 @@ def test_an_expert_without_rows_gets_a_zero_gradient(dtype):
         parameter.grad = None
     experts(x[:0], [0, 0, 0, 0]).sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() == 0 for p in experts.parameters())
+
+
+def test_wide_weights_count_as_rounded_ones():
+    wide = Experts(4, 32, 48)
+    for parameter in wide.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    narrow = Experts(4, 32, 48).to(torch.bfloat16)
+    narrow.load_state_dict(wide.state_dict())
+    x, counts = torch.randn(62, 32).to(torch.bfloat16), [40, 17, 0, 5]
+    found, expected = (_gradients_of(experts, x, counts) for experts in (wide, narrow))
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    for a, e in zip(found[2:], expected[2:], strict=True):
+        assert a.dtype == torch.float32
+        # Theirs are rounded to bfloat16, once.
+        torch.testing.assert_close(a, e.float(), rtol=2**-8, atol=1e-6)
+
+
+def _gradients_of(experts, x, counts):
+    x = x.clone().requires_grad_()
+    y = experts(x, counts)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
+    return [y, x.grad, *(parameter.grad for parameter in experts.parameters())]
 
 
 def test_rows_and_counts_must_agree():

@@ -1,5 +1,8 @@
 """Exchanges that are under way while something else is computed."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +11,14 @@ from torch.autograd import Function
 
 from moefold.parallel.collectives import all_gather, all_to_all
 from moefold.parallel.groups import Group, ParallelGroups
-from moefold.parallel.in_flight import InFlight, start_all_gather, start_all_to_all
+from moefold.parallel.in_flight import (
+    InFlight,
+    start_all_gather,
+    start_all_gather_rows,
+    start_all_to_all,
+    start_reduce_scatter,
+    start_reduce_scatter_rows,
+)
 from moefold.parallel.layout import fold
 
 pytestmark = pytest.mark.parity
@@ -48,6 +58,32 @@ def _both_ways() -> None:
 
 def test_equals_the_exchange_at_once(pool):
     pool.run(2, _both_ways)
+
+
+def _nobody_keeps_what_was_sent() -> None:
+    group = _group()
+    starts = {
+        "all_to_all": lambda x: start_all_to_all(x, group, [1, 1], [1, 1]),
+        "all_gather": lambda x: start_all_gather(x, group),
+        "all_gather_rows": lambda x: start_all_gather_rows(x, group, [2, 2]),
+        "reduce_scatter": lambda x: start_reduce_scatter(x, group),
+        "reduce_scatter_rows": lambda x: start_reduce_scatter_rows(x, group, [1, 1]),
+    }
+    for kind, start in starts.items():
+        x = torch.randn(2, 2, requires_grad=True)
+        rows = x + 1
+        sent = weakref.ref(rows)
+        in_flight = start(rows)
+        y = in_flight.wait()
+        del rows, in_flight
+        gc.collect()
+        assert sent() is None, kind
+        y.sum().backward()
+        assert x.grad is not None, kind
+
+
+def test_the_graph_of_an_exchange_keeps_nothing_that_was_sent(pool):
+    pool.run(2, _nobody_keeps_what_was_sent)
 
 
 def _one_rank() -> None:

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from moefold.config.schema import Config, ModelConfig, RunConfig, TrainConfig
 from moefold.metrics.kept_parts import CPU
-from moefold.metrics.recompute_choice import choose_recompute
+from moefold.metrics.recompute_choice import DEVICE_SHARE, choose_recompute
 from moefold.model.recall import all_kept, recalled
 from moefold.model.transformer import build_model
-from moefold.parallel.recompute import DEVICE_SHARE, apply_recompute, settle_recompute
+from moefold.parallel.recompute import apply_recompute, settle_recompute
 from moefold.testing.kept import kept_bytes
 from moefold.verify.mapping import make_groups
 from tests.verify.recipes import tiny

@@ -124,6 +124,11 @@ def test_every_metric_tells_the_same_time(tmp_path):
         ({"gbs": "100"}, "a batch of 100 does not divide over dp=8"),
         ({"mbs": "3"}, "micro-batches of 3 do not divide 32 samples of a rank"),
         ({"value": "fast"}, "value 'fast' is no number"),
+        *(
+            ({"value": value}, f"value '{value}' is no speed: it must be a number above 0, or OOM")
+            for value in ("0", "-5", "nan", "inf")
+        ),
+        ({"vpp": "500"}, "pp=8 with vpp=500 is more stages than 56 layers make"),
         ({"tp": "two"}, "tp='two' is no whole number"),
         ({"ep": "0"}, "ep=0 is below 1"),
         ({"method": "LoRA"}, "LoRA trains other weights than the model's"),

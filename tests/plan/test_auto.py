@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,34 @@ def test_the_chosen_mapping_is_legal_and_told(tmp_path):
     assert "bound by" in words
 
 
+def test_products_that_are_simulated_are_told(tmp_path):
+    cfg, words = planned(tmp_path, "train.precision=mxfp8")
+    assert cfg.train.precision == "mxfp8"
+    assert "priced in float32: train.precision='mxfp8' is simulated" in words
+    assert "simulated" not in planned(tmp_path)[1]
+
+
+def test_a_gpu_with_the_units_is_priced_with_them(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.replace("float32", "bfloat16").replace('"cpu"', '"cuda"'))
+    machine = Machine("cuda", "b200", 4, False, 0.0)
+    plain, narrow = (plan_mapping(*load_given(path, words), machine) for words in ([], ["train.precision=mxfp8"]))
+    assert plain[1] != narrow[1]
+    assert "simulated" not in narrow[1]
+
+
+def test_a_type_without_a_price_is_told(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.replace('"cpu"', '"cuda"'))
+    machine = Machine("cuda", "b200", 4, False, 0.0)
+    cfg, words = plan_mapping(*load_given(path, ["run.dtype=float64"]), machine)
+    assert cfg.run.dtype == "float64"
+    assert words.endswith(
+        "\n  priced in bf16: run.dtype='float64' has no price, as nothing is known of b200 in float64"
+    )
+    assert "has no price" not in plan_mapping(*load_given(path, ["run.dtype=float32"]), machine)[1]
+
+
 def test_given_axes_stay(tmp_path):
     cfg, _ = planned(tmp_path, "parallel.world_size=2", "parallel.ep=2", "train.micro_batch_size=3")
     assert (cfg.parallel.world_size, cfg.parallel.ep, cfg.train.micro_batch_size) == (2, 2, 3)
@@ -49,6 +78,20 @@ def test_all_ranks_of_a_launcher_are_taken(tmp_path):
     assert planned(tmp_path, ranks=2, launched=True)[0].parallel.world_size == 2
     with pytest.raises(ConfigError, match="no mapping of 7 GPUs"):
         planned(tmp_path, ranks=7, launched=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (["parallel.dispatcher=local", "parallel.ep=4"], "parallel.dispatcher='local' needs ep=etp=1"),
+        (["parallel.zero=3", "parallel.overlap_experts=true"], "parallel.zero=3 frees its parameters for one"),
+        (["parallel.pipeline_layout=Et"], "parallel.pipeline_layout='Et'"),
+        (['train.recompute=["auto"]', "train.memory_budget_gib=1"], "leave out train.recompute and train.memory_b"),
+    ],
+)
+def test_keys_under_which_nothing_is_legal_are_named(tmp_path, keys, reason):
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        planned(tmp_path, *keys)
 
 
 def test_too_little_memory_is_refused(tmp_path):

@@ -29,10 +29,18 @@ def test_a_gather_within_a_node_is_a_ring_over_nvlink():
     assert gather_s(H100, Group(8, 1), 1e9) == pytest.approx(expected, rel=0.05)
 
 
-def test_a_gather_over_nodes_uses_every_card_of_a_node():
-    bound = RAIL.bytes_per_s * RAIL.fraction
-    assert gather_s(H100, Group(16, 1), 1e10) == pytest.approx(1e10 / 2 / 8 / bound, rel=0.05)
-    assert gather_s(H100, Group(2, 8), 1e10) == pytest.approx(1e10 / 2 / bound, rel=0.05)
+def test_a_gather_over_nodes_uses_every_card_of_a_node_and_passes_all_of_it_on_inside():
+    rail, nvlink = (link.bytes_per_s * link.fraction for link in (RAIL, NVLINK))
+    for nodes in (2, 16):
+        expected = 1e10 * max((nodes - 1) / nodes / 8 / rail, 7 / 8 / nvlink)
+        assert gather_s(H100, Group(8 * nodes, 1), 1e10) == pytest.approx(expected, rel=0.05)
+    assert gather_s(H100, Group(2, 8), 1e10) == pytest.approx(1e10 / 2 / rail, rel=0.05)
+
+
+@pytest.mark.parametrize("device", [H100, GB200], ids=["h100", "gb200"])
+def test_a_gather_over_more_ranks_is_no_faster(device):
+    times = [gather_s(device, Group(size, 1), 1e10) for size in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)]
+    assert times == sorted(times)
 
 
 def test_an_exchange_over_nodes_sends_half_of_all_copies_away():
@@ -70,3 +78,45 @@ def test_dispatch_takes_what_was_measured(device, ep, once, plain):
 def test_a_send_takes_the_link_between_the_ranks():
     assert send_s(H100, 4, 1e9) == pytest.approx(1e9 / (NVLINK.bytes_per_s * NVLINK.fraction), rel=0.01)
     assert send_s(H100, 8, 1e9) == pytest.approx(1e9 / (RAIL.bytes_per_s * RAIL.fraction), rel=0.01)
+
+
+def with_spine(tmp_path, times, latency_s=RAIL.latency_s, base="h100"):
+    path = tmp_path / f"spine-{times}-{latency_s}-{base}.toml"
+    spine = f"pod_gpus = 576\noversubscription = {times}\nlatency_s = {latency_s}\n"
+    path.write_text(f'base = "{base}"\nname = "pods"\n[spine]\n{spine}')
+    return load_device(str(path))
+
+
+GROUPS = [Group(2, 1), Group(16, 1), Group(8, 72), Group(2304, 1), Group(288, 8), Group(4, 576), Group(24, 96)]
+
+
+@pytest.mark.parametrize("base", ["h100", "gb200"])
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_a_spine_as_wide_as_its_rails_changes_nothing(tmp_path, base, group):
+    plain, pods = load_device(base), with_spine(tmp_path, 1, base=base)
+    assert [link.level for link in pods.links] == ["nvlink", "rail", "spine"]
+    for size in (1e3, 1e9):
+        assert gather_s(pods, group, size) == pytest.approx(gather_s(plain, group, size), rel=1e-12)
+        for routing in (None, DEEPSEEK):
+            expected = exchange_s(plain, group, size, routing=routing)
+            assert exchange_s(pods, group, size, routing=routing) == pytest.approx(expected, rel=1e-12)
+    for stride in (1, 8, 96, 576, 1152):
+        assert send_s(pods, stride, 1e9) == pytest.approx(send_s(plain, stride, 1e9), rel=1e-12)
+
+
+def test_uplinks_that_are_fewer_slow_down_what_leaves_a_pod(tmp_path):
+    plain, pods = load_device("h100"), with_spine(tmp_path, 4)
+    uplinks = RAIL.bytes_per_s * RAIL.fraction / 4
+    # Four pods: three quarters of all copies leave theirs.
+    exchanged = exchange_s(pods, Group(2304, 1), 1e10)
+    assert exchanged == pytest.approx(0.75 * 1e10 / uplinks, rel=0.01)
+    # One replica a pod; and replicas of which a pod has many, whose rings leave it but once.
+    assert gather_s(pods, Group(4, 576), 1e10) == pytest.approx(0.75 * 1e10 / uplinks, rel=0.01)
+    assert gather_s(pods, Group(2304, 1), 1e10) == pytest.approx(gather_s(plain, Group(2304, 1), 1e10), rel=1e-12)
+    # Stages: the first rank of the next one is a pod away, or not.
+    assert send_s(pods, 576, 1e9) == pytest.approx(1e9 / uplinks, rel=0.01)
+    for price, group in ((gather_s, Group(576, 1)), (exchange_s, Group(64, 8))):
+        assert price(pods, group, 1e9) == price(plain, group, 1e9)
+    slow = with_spine(tmp_path, 1, latency_s=1e-3)
+    assert exchange_s(slow, Group(4, 576), 1.0) == pytest.approx(3e-3, rel=1e-3)
+    assert exchange_s(slow, Group(64, 8), 1.0) == exchange_s(plain, Group(64, 8), 1.0)

@@ -38,6 +38,9 @@ def test_a_file_says_what_differs_from_a_known_device(tmp_path):
     assert device.links == load_device("h100").links
 
 
+SPINE = 'base = "h100"\n[spine]\npod_gpus = {}\noversubscription = {}\nlatency_s = 1e-5\n'
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -50,12 +53,37 @@ def test_a_file_says_what_differs_from_a_known_device(tmp_path):
         ('base = "h100"\nlinks = []', "links must be a list"),
         ('base = "h100"\npeak_flops = 3', "must be a table of numbers by precision"),
         ("base = ", "not TOML"),
+        ('base = "h100"\ntile_rows = 0.5', "tile_rows=0.5 must be a whole number of at least 1"),
+        ('base = "h100"\nmultiprocessors = 0.5', "multiprocessors=0.5 must be a whole number of at least 1"),
+        ('base = "h100"\nhbm_fraction = 5', "hbm_fraction=5 must be above 0 and at most 1"),
+        (
+            'base = "h100"\n[wide_flops]\ntf32 = 1e14',
+            r"\[wide_flops\] must be a table of numbers by type, of float32 and fl",
+        ),
+        ('base = "h100"\n[wide_flops]\nfloat32 = 0', "wide_flops.float32=0 must be a number above 0"),
+        ('base = "h100"\nspine = 3', r"\[spine\] must be a table of pod_gpus, oversubscription, latency_s"),
+        (
+            'base = "h100"\n[spine]\npod_gpus = 64',
+            r"\[spine\] must be a table of pod_gpus, oversubscription, latency_s",
+        ),
+        (SPINE.format(8, 2), "spine.pod_gpus=8 must be a multiple of 8, and several times as many"),
+        (SPINE.format(20, 2), "spine.pod_gpus=20 must be a multiple of 8"),
+        (SPINE.format(64, 0.5), "spine.oversubscription=0.5 must be at least 1: the cards of a pod over its uplinks"),
+        ('base = "h100"\nspin = 3', "unknown key 'spin'; did you mean 'spine'"),
+        ('base = "h100"\n[gemm_fraction]\nbf16 = 1.5', "gemm_fraction.bf16=1.5 must be above 0 and at most 1"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path, text, message):
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
+        load_device(str(path))
+
+
+def test_a_file_that_is_no_text_is_said(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_bytes(b'name = "\xff"')
+    with pytest.raises(ConfigError, match="not UTF-8"):
         load_device(str(path))
 
 

@@ -127,6 +127,30 @@ def test_every_gpu_is_in_both_views_with_its_groups(page, study):
         assert sum(text.text.startswith("node") for text in svg.iter("text")) == 8
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_the_experts_of_a_coupled_method_lie_within_data_parallelism(study, coupled):
+    mapping = Mapping(tp=2, cp=2, dp=4, pp=2, ep=2, etp=2, edp=4)
+    workload = replace(WORKLOAD, coupled=coupled)
+    plan = replace(study.plans[0], mapping=mapping, time=Pricer(study.shape, study.gpu, workload).step_time(mapping))
+    page = report_html(replace(study, workload=workload, plans=[plan], replan=lambda count: None))
+    svg = next(svg for svg in drawings(page) if svg.get("data-view") == "experts")
+    cells = [rect for rect in svg.iter("rect") if rect.get("class") == "gpu"]
+
+    def members(axis: str) -> list[int]:
+        """The group of rank 1."""
+        return [rank for rank, cell in enumerate(cells) if cell.get(f"data-{axis}") == cells[1].get(f"data-{axis}")]
+
+    assert members("etp") == [0, 1]
+    assert members("pp") == [1, 17]
+    # Coupled, the ranks of tp and cp lie between experts' neighbours, as `layer_time.ep_stride` prices it.
+    assert members("ep") == ([1, 5] if coupled else [1, 3])
+    assert members("edp") == ([1, 3, 9, 11] if coupled else [1, 5, 9, 13])
+    assert cells[11].find("{*}title").text == (
+        "rank 11: pp 0, edp 3, ep 0, etp 1" if coupled else "rank 11: pp 0, edp 2, ep 1, etp 1"
+    )
+    assert re.search(r'data-axis="edp"[^>]*>edp 4</button>', page)
+
+
 def test_bars_are_as_long_as_their_parts(page, study):
     memory, time = drawings(page)[2:4]
     for svg, parts_of in (

@@ -17,22 +17,24 @@ from moefold.plan.shape import shape_of
 from moefold.plan.space import Fold, MappingSpace
 from moefold.plan.stages import RecipeSplit
 from moefold.plan.step_time import Pricer
-from moefold.plan.workload import Workload
+from moefold.plan.workload import workload_of
 from tests.plan.recipes import RECIPES, on_ranks
 
-NAMES = ("plain", "latent attention, padded to a capacity", "another order of the ranks", "dense")
+MUON = replace(RECIPES["plain"], train=replace(RECIPES["plain"].train, optimizer="muon"))
+CASES = {**RECIPES, "Muon": MUON}
+NAMES = ("plain", "latent attention, padded to a capacity", "another order of the ranks", "dense", "Muon")
 
 
 def searched(name: str, world_size: int, room_gib: float, fixed: dict | None = None) -> Search:
     """A search of a small recipe."""
-    return searching(on_ranks(RECIPES[name], world_size), room_gib, fixed)
+    return searching(on_ranks(CASES[name], world_size), room_gib, fixed)
 
 
 def searching(cfg: Config, room_gib: float, fixed: dict | None = None) -> Search:
     """A search on a device that has so much beside the overhead."""
     space = MappingSpace(Legality(cfg), Restriction(fixed or {}))
     device = replace(load_device("h100"), memory_gib=OVERHEAD_GIB + room_gib)
-    workload = Workload(seq_len=cfg.train.seq_len, global_batch_size=cfg.train.global_batch_size)
+    workload = workload_of(cfg, "bf16")
     shape = shape_of(cfg.model)
     split = RecipeSplit(cfg, shape)
     memory = Memory(shape, workload, device, cfg, split)
@@ -54,7 +56,7 @@ def every_mapping(search: Search, fixed: dict | None = None) -> dict[Fold, list[
 def priced(search: Search, probe: Mapping) -> tuple[np.ndarray, np.ndarray]:
     """Seconds and bytes of a mapping with every saver, none left out."""
     savers, memory = search.space.savers, search.memory
-    room = memory.room(probe, savers, memory.kept.totals(probe, savers))
+    room = memory.room(probe, memory.kept.totals(probe, savers), savers.pauses)
     return search.prices.times.step_times(probe, savers), room.totals(memory.resting_bytes(probe), room.activations())
 
 

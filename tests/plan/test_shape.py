@@ -1,5 +1,6 @@
 """Shapes: the same counts as the runtime's formulas, and the operations that sources print."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from moefold.metrics.flops import count_parameters, train_flops_per_token
 from moefold.plan.flop_count import all_parameters, train_flops
 from moefold.plan.foreign_shape import foreign_names
 from moefold.plan.model_name import known_name, read_shape
+from moefold.plan.planner import read_model
 from moefold.plan.shape import shape_of
 from moefold.plan.stage_split import split_stages
 
@@ -101,6 +103,20 @@ def test_a_recipe_and_a_folder_are_models_too(tmp_path):
 def test_an_unknown_model_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'mixtral-8x7b'"):
         read_shape("mixtral-8x7")
+
+
+def test_the_models_that_are_listed_are_those_that_can_be_planned():
+    with pytest.raises(ConfigError) as error:
+        read_shape("no-such-model")
+    listed = re.search("he models are (.*); or name", str(error.value))[1].split(", ")
+    others = {name for name in (*preset_names(), *foreign_names()) if read_shape(name).config is None}
+    assert others
+    assert set(listed) == {*preset_names(), *foreign_names()} - others
+    for name in listed:
+        assert read_model(name)[0].model == read_shape(name).config
+    for name in others:
+        with pytest.raises(ConfigError, match="layers that moefold cannot train"):
+            read_model(name)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("mixtral-8x22b", 56), ("deepseek-v3", 16), ("qwen3-235b-a22b", 24)])

@@ -8,6 +8,7 @@ import pytest
 
 from moefold.config.checks_pipeline import rounds_faults
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.plan.pipeline_time import bubble_s
 from moefold.plan.simulate import Closing, Disturbance, Piece, StageWork, simulate
 from moefold.plan.slot import slot_rows
 from moefold.plan.timeline import COMMUNICATION, COMPUTE, SEND
@@ -48,11 +49,21 @@ def test_bubbles_are_those_of_the_papers(pp, rounds, f, i, w):
     for v in (2, 3):
         assert play("interleaved", pp, v, m, work).bubble == pytest.approx((pp - 1) / (m * v), rel=1e-12)
     zero_bubble = (pp - 1) * (f + i - w) / (m * total)
-    assert play("zero-bubble", pp, 1, m, work).bubble == pytest.approx(zero_bubble, rel=1e-12)
+    for v in (1, 2, 3):
+        assert play("zero-bubble", pp, v, m, work).bubble == pytest.approx(zero_bubble / v, rel=1e-12)
     if f == i == w:
         assert play("zbv", pp, 2, m, work).bubble == pytest.approx(0.0, abs=1e-12)
         dualpipev = (pp - 1) * (f + 2 * i - w) / (m * 2 * total)
         assert play("dualpipev", pp, 2, m, work).bubble == pytest.approx(dualpipev, rel=1e-12)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_the_priced_bubble_of_zero_bubble_is_the_one_that_is_played(pp, chunks):
+    for count in range(1, 2 * pp + 1):
+        total_s = play("zero-bubble", pp, chunks, count, stage(2, 2, 2)).total_s
+        priced = bubble_s(2.0 * chunks, 4.0 * chunks, 2.0 * chunks, pp=pp, vpp=chunks, n=count, schedule="zero-bubble")
+        assert priced == pytest.approx(total_s - 6 * chunks * count, rel=1e-12, abs=1e-9)
 
 
 def test_dualpipev_with_unequal_times_is_below_its_form():

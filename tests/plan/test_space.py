@@ -207,3 +207,15 @@ def test_a_recipe_that_no_mapping_helps_is_refused():
         Legality(replace(cfg, train=replace(cfg.train, min_lr=1.0)))
     with pytest.raises(ConfigError, match=r"top_k"):
         Legality(replace(cfg, model=replace(cfg.model, top_k=9)))
+
+
+def test_every_fold_has_a_legal_mapping():
+    legality = Legality(on_ranks(RECIPES["plain"], 4))
+    free, overlapped = MappingSpace(legality), MappingSpace(legality, Restriction({"overlap": True, "mbs": 2}))
+    assert 0 < len(overlapped.folds) < len(free.folds)
+    for space in (free, overlapped):
+        assert all(space.count_by_fold())
+        for fold, view in space.folds:
+            for values in space.samples_of(fold, view):
+                check_config(legality.config_of(values))
+    assert MappingSpace(legality, Restriction({"overlap": True, "zero": 3})).folds == ()

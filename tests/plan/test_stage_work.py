@@ -13,7 +13,15 @@ from moefold.plan.step_time import Pricer
 from moefold.plan.timeline import COMMUNICATION, COMPUTE, Timeline, merged, shared_s
 from moefold.plan.workload import Workload
 
-CLOSED_FORMS = [("gpipe", 1), ("1f1b", 1), ("1f1b", 7), ("zero-bubble", 1), ("zbv", 2), ("dualpipev", 2)]
+CLOSED_FORMS = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("1f1b", 7),
+    ("zero-bubble", 1),
+    ("zero-bubble", 7),
+    ("zbv", 2),
+    ("dualpipev", 2),
+]
 RECOMPUTE = [(), ("core_attention",), ("layer",)]
 
 

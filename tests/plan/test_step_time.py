@@ -43,6 +43,25 @@ def test_nothing_is_faster_than_its_operations_at_the_peak():
     assert step.total_s > least
 
 
+def test_float32_moves_twice_the_bytes_and_computes_at_its_rate():
+    wide, narrow = (pricer(work=replace(WORK, dtype=name)) for name in ("float32", "bfloat16"))
+    found, known = wide.step_time(FOLDED).parts, narrow.step_time(FOLDED).parts
+    ratio = 989.5e12 / 6.7e13
+    for part in ("attention", "experts", "head"):
+        assert 0.8 * ratio < found[part] / known[part] <= ratio
+    for part in ("tp_comm", "ep_comm", "pp_comm"):
+        assert 1.7 < found[part] / known[part] <= 2
+    # Gathers of parameters double, sums of gradients are those of float32 either way.
+    assert wide.replicas(FOLDED)[0] > 1.9 * narrow.replicas(FOLDED)[0]
+    assert wide.replicas(FOLDED)[1] == narrow.replicas(FOLDED)[1]
+    low = [
+        pricer(work=replace(WORK, dtype=name, precision="fp8")).step_time(FOLDED).parts
+        for name in ("float32", "bfloat16")
+    ]
+    assert low[0]["attention"] > 2 * low[1]["attention"]
+    assert low[0]["experts"] < 1.5 * low[1]["experts"]
+
+
 @pytest.mark.parametrize("part", ["norms", "core_attention", "expert_activation", "moe", "layer"])
 def test_recomputation_takes_time(part):
     assert seconds(replace(FOLDED, recompute=(part,))) > seconds(FOLDED)
@@ -58,6 +77,12 @@ def test_zero_costs_what_it_communicates():
     times = [seconds(replace(FOLDED, zero=zero)) for zero in (1, 2, 3)]
     assert times == sorted(times)
     assert times[0] <= seconds(replace(FOLDED, zero=0))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_moments_on_the_host_take_the_way_there_and_back(zero):
+    kept, away = (pricer().step_time(replace(FOLDED, zero=zero, offload=offload)) for offload in ((), ("optimizer",)))
+    assert away.parts["optimizer"] > 2 * kept.parts["optimizer"] > 0
 
 
 def test_virtual_stages_shrink_the_bubble():
@@ -81,6 +106,9 @@ def test_virtual_stages_shrink_the_bubble():
         pytest.param("interleaved", 3, 4, 3.0, id="interleaved-4"),
         pytest.param("zero-bubble", 1, 1, 6.0, id="zero-bubble-1"),
         pytest.param("zero-bubble", 1, 2, 5.0, id="zero-bubble-2"),
+        pytest.param("zero-bubble", 3, 1, 16 / 3, id="zero-bubble-1-in-chunks"),
+        pytest.param("zero-bubble", 3, 2, 3.0, id="zero-bubble-2-in-chunks"),
+        pytest.param("zero-bubble", 3, 8, 1.0, id="zero-bubble-8-in-chunks"),
         pytest.param("zbv", 2, 1, 6.0, id="zbv-1"),
         pytest.param("zbv", 2, 7, 1.5, id="zbv-7"),
     ],

@@ -60,6 +60,7 @@ class Comparison:
     ratio_to_transformers: float
     """Median over the rounds of their fastest time over ours."""
     ratio_to_plain: float | None
+    ratios_to_peers: dict[str, float]
     pieces: list[PieceTime]
     experts_of_bare_loop: float
     """The rate of our experts over that of their products alone."""
@@ -120,6 +121,7 @@ def compare(
         absent=arena.absent,
         ratio_to_transformers=median_ratio(times_s[OURS], times_s[fastest]),
         ratio_to_plain=None if best_plain is None else median_ratio(times_s[OURS], times_s[best_plain]),
+        ratios_to_peers={name: median_ratio(times_s[OURS], times_s[name]) for name in arena.peers},
         pieces=piece_times,
         experts_of_bare_loop=share_of_bare(piece_times, medians[BARE], cfg.model.num_layers),
     )

@@ -8,19 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefold.bench.peers import PEERS, AbsentError, Peer, open_peer, why_absent
 from moefold.bench.plain import ExpertsBy, PlainModel, what_plain_lacks
 from moefold.bench.routing import balanced_states, steer
 from moefold.bench.shape import Part, Routing
 from moefold.config.schema import Config
 from moefold.convert.hf_config import families_for
 from moefold.errors import ConfigError
+from moefold.kernels.select import select_kernels
 from moefold.model.init import initialise
 from moefold.model.transformer import TORCH_DTYPES, Transformer, build_model
 from moefold.moe.layer import MoELayer
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
-from moefold.parallel.parallelize import parallelize
+from moefold.parallel.parallelize import apply_kernels, parallelize
 from moefold.train.step import TrainingStep
 
 Step = Callable[[], object]
@@ -32,8 +34,6 @@ EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
 
 Its batched_mm copies the experts' weights for each token: 23 GiB at the small shape, and slower than both.
 """
-NOT_DRIVEN = {"megatron-core": "megatron.core", "torchtitan": "torchtitan"}
-"""Peers by the module that shows whether they are installed."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,14 @@ class Arena:
 
     Attributes:
         steps: by name; `OURS` is one of them.
+        peers: the names of those whose code is neither ours nor that of torch or transformers.
         absent: what does not take part, and why.
         first: the first MoE layer of ours.
         load: copies on the busiest expert over the mean, of the first MoE layer.
     """
 
     steps: dict[str, Step]
+    peers: list[str]
     absent: list[str]
     first: MoELayer
     load: Callable[[], float]
@@ -61,20 +63,22 @@ def open_arena(cfg: Config, part: Part, routing: Routing, device: torch.device) 
     """
     if find_spec("transformers") is None:
         raise ConfigError("moefold bench compares with transformers, which is missing: pip install 'moefold[hf]'")
-    absent = [
-        f"{name}: {'installed, but the bench has no driver for it' if _is_installed(module) else 'not installed'}"
-        for name, module in NOT_DRIVEN.items()
-    ]
     builder = _builder(cfg, part, routing, device)
     steps: dict[str, Step] = {OURS: builder.ours()}
     lacks = what_plain_lacks(cfg.model, with_attention=part != "layer")
     kinds: tuple[ExpertsBy, ...] = ("loop", "grouped_mm") if device.type == "cuda" else ("loop",)
     for kind in () if lacks else kinds:
         steps[f"plain torch, {kind}"] = builder.plain(kind)
-    absent += [f"plain torch: {lacks}"] if lacks else []
     for experts in EXPERTS_IMPLEMENTATIONS:
         steps[f"transformers, {experts}"] = builder.transformers(experts)
-    return Arena(steps, absent, builder.first, builder.load)
+    absent = [f"plain torch: {lacks}"] if lacks else []
+    peers: dict[str, Step] = {}
+    for peer in PEERS:
+        try:
+            peers[peer.title] = builder.peer(peer)
+        except AbsentError as reason:
+            absent.append(f"{peer.name}: {reason}")
+    return Arena(steps | peers, list(peers), absent, builder.first, builder.load)
 
 
 def open_ours(cfg: Config, part: Part, device: torch.device) -> Step:
@@ -84,13 +88,6 @@ def open_ours(cfg: Config, part: Part, device: torch.device) -> Step:
 
 def _builder(cfg: Config, part: Part, routing: Routing, device: torch.device) -> "_Models | _Layers":
     return (_Models if part == "model" else _Layers)(cfg, part, routing, device)
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 class _Models:
@@ -157,6 +154,10 @@ class _Models:
             step()
 
         return run
+
+    def peer(self, peer: Peer) -> Step:
+        """No peer has a whole model in the race."""
+        raise AbsentError(why_absent(peer, self._cfg, "model", self._device))
 
     def _trained(self, model: nn.Module, loss: Callable[[], Tensor], masters: list[Tensor] | None = None) -> Step:
         """Forward, backward and AdamW; over master weights where the model's are narrower than float32."""
@@ -254,6 +255,13 @@ class _Layers:
 
         return run
 
+    def peer(self, peer: Peer) -> Step:
+        """Its layer with our weights over the same states."""
+        if reason := why_absent(peer, self._cfg, self._part, self._device):
+            raise AbsentError(reason)
+        layer = open_peer(peer, self.first, self._cfg, self._x)
+        return _forth_and_back(layer, self._x, self._grad, list(layer.parameters()))
+
 
 def hugging_face_model(cfg: Config, device: torch.device, dtype: torch.dtype) -> Any:
     """A model of transformers with the sizes of the recipe and its router loss, with weights of its own."""
@@ -292,6 +300,7 @@ def _our_layers(cfg: Config, device: torch.device, dtype: torch.dtype) -> Transf
         for name, buffer in model.named_buffers():
             assert "inv_freq" not in name
             buffer.zero_()
+    apply_kernels(model, select_kernels(cfg, device))
     model.place(torch.arange(cfg.train.seq_len, device=device))
     return model
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from moefold.bench.machine import Rates
 from moefold.bench.shape import Part
 from moefold.config.schema import Config
+from moefold.kernels.select import select_kernels
 from moefold.metrics.flops import TRAIN_TO_FORWARD, train_flops_per_token
 from moefold.model.gemm import has_fast_product, padded_rows, product, product_into, widened
 from moefold.model.init import initialise
@@ -18,6 +19,7 @@ from moefold.moe.dispatch.base import Assignment
 from moefold.moe.permute import permute, plan_permutation, unpermute
 from moefold.moe.scope import LocalScope, TokenPlaces
 from moefold.parallel.gradients import clip_gradients, squared_norm_share
+from moefold.parallel.parallelize import apply_kernels
 from moefold.train.optimizer import build_optimizer
 
 BARE = "bare loop of the experts' GEMMs"
@@ -241,16 +243,18 @@ class Pieces:
 
 def _forth_and_back(forward: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module | None) -> Callable[[], object]:
     leaf = x.detach().requires_grad_()
+    # Made once: what comes back to a part is the work of the part behind it.
+    grad = torch.ones_like(forward(leaf))
 
     def run() -> None:
-        _backward(forward(leaf), module)
+        _backward(forward(leaf), module, grad)
         leaf.grad = None
 
     return run
 
 
-def _backward(y: Tensor, module: nn.Module | None) -> None:
-    torch.autograd.backward(y, torch.ones_like(y))
+def _backward(y: Tensor, module: nn.Module | None, grad: Tensor | None = None) -> None:
+    torch.autograd.backward(y, torch.ones_like(y) if grad is None else grad)
     for parameter in () if module is None else module.parameters():
         parameter.grad = None
 
@@ -265,6 +269,7 @@ def _one_of_each(cfg: Config, part: Part, device: torch.device, dtype: torch.dty
             layer.router.to(torch.float32)
     model.to_empty(device=device)
     initialise(model, cfg.model, cfg.run.seed)
+    apply_kernels(model, select_kernels(cfg, device))
     model.place(torch.arange(cfg.train.seq_len, device=device))
     return model.train()
 

@@ -111,14 +111,14 @@ def weight_count(model: ModelConfig, part: Part) -> int:
     return layer if part == "layer" else layer + count.attention + count.dense_mlp + count.norms
 
 
-def experts_that_fit(shape: Shape, element_bytes: int, memory_bytes: float) -> int:
+def experts_that_fit(shape: Shape, element_bytes: int, memory_bytes: float, copies: int = 2) -> int:
     """The most experts a layer of the shape may have, halving those of the model until weights and gradients fit.
 
-    The weights are there twice, ours and those of a peer, each with gradients; a whole model has moments as well. A
-    third is left for activations.
+    The weights are there in `copies`, ours and those of the peers, each with gradients; a whole model has moments as
+    well. A third is left for activations.
     """
     model = bench_config(shape, dtype="float32").model
-    per_weight = 2 * (4 * 4 if shape.part == "model" else 2 * element_bytes)
+    per_weight = copies * (4 * 4 if shape.part == "model" else 2 * element_bytes)
     while weight_count(model, shape.part) * per_weight > memory_bytes * 2 / 3:
         fewer = model.num_experts // 2
         if fewer < model.top_k * max(1, model.num_groups // model.top_groups) or fewer % model.num_groups:

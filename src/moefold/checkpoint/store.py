@@ -137,10 +137,7 @@ def write_checkpoint(
     folder = checkpoint_folder(cfg)
     draft, final = draft_path(folder, position.step), step_path(folder, position.step)
     with explained(f"the checkpoint of step {position.step} cannot be written to {str(folder)!r}", disk=folder):
-        if is_first_rank:
-            shutil.rmtree(draft, ignore_errors=True)
-            # Another rank may have made it meanwhile; it writes into it only once all ranks have agreed on a plan.
-            draft.mkdir(parents=True, exist_ok=True)
+        _begin_draft(draft, group)
         metadata = dcp.save(dict(state), checkpoint_id=draft, process_group=group, planner=planner)
         records = _record_files(draft, group)
         if not is_first_rank:
@@ -218,6 +215,25 @@ def checkpoint_state(
 def _weights(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weights = {f"model.{name}": parameter.data for name, parameter in parameters.items()}
     return weights | {f"model.{name}": buffer for name, buffer in buffers.items()}
+
+
+def _begin_draft(draft: Path, group: dist.ProcessGroup | None) -> None:
+    """Make an empty folder, where a run that died may have left one; collective, and it is there for all ranks then.
+
+    Raises:
+        OSError: the first rank cannot make it; on every rank alike.
+    """
+    fault: list[OSError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fault = [error]
+    # The others make it too, if it is not there: before the old one is gone they would meet its deletion.
+    dist.broadcast_object_list(fault, src=0, group=group)
+    if fault[0] is not None:
+        raise fault[0]
 
 
 def _record_files(draft: Path, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:

@@ -41,12 +41,15 @@ def _measure(shape: Shape, args: argparse.Namespace, place: Place, device_name: 
 
     from moefold.bench.comparison import compare
     from moefold.bench.machine import free_bytes
+    from moefold.bench.peers import copies_of_weights
     from moefold.launch.ranks import joined
 
     torch.set_num_threads(args.threads)
     with joined(place, device_name) as device:
         size = 2 if args.dtype == "bfloat16" else 4
-        experts = args.experts or experts_that_fit(shape, size, free_bytes(device))
+        whole = bench_config(shape, dtype=args.dtype)
+        copies = copies_of_weights(whole, shape.part, device)
+        experts = args.experts or experts_that_fit(shape, size, free_bytes(device), copies)
         cfg = bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=experts, device=device_name)
         found = compare(cfg, shape.part, args.routing, device, args.steps, args.clock)
     report = found.as_dict() | {"shape": shape.name}
@@ -75,6 +78,7 @@ def table(shape: Shape, found: "Comparison") -> str:
     lines += [f"ratio to transformers: {found.ratio_to_transformers:.3f}"]
     if found.ratio_to_plain is not None:
         lines.append(f"ratio to plain torch: {found.ratio_to_plain:.3f}")
+    lines += [f"ratio to {name}: {ratio:.3f}" for name, ratio in found.ratios_to_peers.items()]
     return "\n".join([*lines, "", *_parts(found)])
 
 
@@ -99,8 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moefold bench",
         description="Time a step of ours beside plain torch and transformers' fastest experts implementation, in turn "
-        "in one process, with the operations and bytes that the machine reaches in the same rounds. The shape `small` "
-        "is a whole training step; the others are forward and backward of one MoE layer, or of two with attention.",
+        "in one process, with the operations and bytes that the machine reaches in the same rounds. The "
+        "shape `small` is a whole training step; the others are forward and backward of one MoE layer, or of two with "
+        "attention. With moefold[peers] the layers of megatron-core and torchtitan join the shapes that end in -layer.",
         epilog="commands of their own, each with a --help:\n"
         + "\n".join(f"  moefold bench {name:{width}}  {words}" for name, words in SUBCOMMANDS.items())
         + f"\n\nshapes: {', '.join(shapes())}",

@@ -14,30 +14,50 @@ def add_disturbance(parser: argparse.ArgumentParser, where: str = "") -> None:
     add("--straggler", action="append", default=[], metavar="RANK=FACTOR", help=straggler)
     jitter = f"{where}spread of the times of actions, such as 0.05 (default 0)"
     add("--jitter", type=float, default=0.0, metavar="S", help=jitter)
-    add("--seed", type=int, default=0, help="of the jitter (default 0)")
+    add("--seed", type=int, help="of the jitter (default 0)")
 
 
 def stragglers_of(cfg: Config, words: Sequence[str]) -> dict[int, float]:
     """The factor of each slow pipeline rank, of words such as `17=1.3`; a stage waits for the slowest of its ranks.
 
     Raises:
-        ConfigError: a word is none, or there is no such rank.
+        ConfigError: a word is none, there is no such rank, or a rank is faster than others that its stage waits for.
     """
     from moefold.cli.layout import fold_of
 
-    layout, found = fold_of(cfg), dict[int, float]()
+    layout = fold_of(cfg)
+    given = factors_of(words, layout.world_size)
+    found = dict[int, float]()
+    for pp_rank in dict.fromkeys(layout.attention.coordinate(rank, "pp") for rank in given):
+        stage = [rank for rank in range(layout.world_size) if layout.attention.coordinate(rank, "pp") == pp_rank]
+        found[pp_rank] = max(given.get(rank, 1.0) for rank in stage)
+        fast = next((rank for rank in stage if given.get(rank, 1.0) < 1), None)
+        if fast is not None and found[pp_rank] == 1:
+            raise ConfigError(
+                f"--straggler {fast}={given[fast]:g}: its stage has {len(stage)} ranks and goes at the pace of the "
+                "slowest, so one that is faster changes nothing; name all of them, or choose a factor of at least 1"
+            )
+    return found
+
+
+def factors_of(words: Sequence[str], num_ranks: int) -> dict[int, float]:
+    """The factor of each rank that words such as `17=1.3` name, the largest where one is named twice.
+
+    Raises:
+        ConfigError: a word is none, or there is no such rank.
+    """
+    found = dict[int, float]()
     for word in words:
         rank, _, factor = word.partition("=")
         try:
             number, times = int(rank), float(factor)
         except ValueError:
             raise ConfigError(f"--straggler {word!r} must be RANK=FACTOR, such as 17=1.3") from None
-        if not 0 <= number < layout.world_size:
-            raise ConfigError(f"--straggler {word}: ranks run from 0 to {layout.world_size - 1}")
+        if not 0 <= number < num_ranks:
+            raise ConfigError(f"--straggler {word}: ranks run from 0 to {num_ranks - 1}")
         if not 0 < times < float("inf"):
             raise ConfigError(f"--straggler {word}: the factor must be above 0; 1.3 computes 1.3 times as long")
-        pp_rank = layout.attention.coordinate(number, "pp")
-        found[pp_rank] = max(times, found.get(pp_rank, times))
+        found[number] = max(times, found.get(number, times))
     return found
 
 
@@ -52,3 +72,15 @@ def jitter_of(value: float) -> float:
             f"--jitter {value:g} must lie between 0 and 1: 0.05 makes the times of actions vary by about 5 %"
         )
     return value
+
+
+def check_seed(args: argparse.Namespace) -> None:
+    """A seed has something to draw.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if args.seed is not None and not args.jitter:
+        raise ConfigError(
+            f"--seed {args.seed} has no effect: --jitter 0 draws nothing; add --jitter 0.05, or leave --seed out"
+        )

@@ -12,7 +12,7 @@ from moefold.config.checks_pipeline import pipeline_layout_faults, schedule_faul
 from moefold.config.faults import refuse
 from moefold.config.keys import DERIVED, nearest
 from moefold.config.load import load_config
-from moefold.config.pipeline_layout import LayoutSyntaxError, spell_out, write_layout
+from moefold.config.pipeline_layout import LayoutSyntaxError, spell_out
 from moefold.config.schema import Config, ModelConfig
 from moefold.errors import ConfigError
 from moefold.parallel.layout import Layout, fold
@@ -51,6 +51,7 @@ def run(argv: list[str]) -> int:
         save_picture(layout, gpus_per_node, arguments.png, pipeline, cfg if has_recipe else None)
         print(f"wrote {arguments.png}", file=sys.stderr)
     if arguments.json:
+        check_listed(layout)
         print(json.dumps(layout.as_dict | ({} if pipeline is None else stages_as_dict(pipeline))))
     else:
         from rich.console import Console
@@ -63,6 +64,21 @@ def run(argv: list[str]) -> int:
 
             print_stages(Console(), pipeline, cfg if has_recipe else None)
     return 0
+
+
+def check_listed(layout: Layout) -> None:
+    """The ranks are few enough to list the groups of each.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    from moefold.cli.layout_table import MOST_LISTED
+
+    if layout.world_size > MOST_LISTED:
+        raise ConfigError(
+            f"world_size={layout.world_size} must be at most {MOST_LISTED} for --json, which lists every rank of every "
+            "group; leave --json out for the pattern, which repeats itself"
+        )
 
 
 def read_layout(words: Sequence[str]) -> tuple[Layout, int]:
@@ -120,7 +136,7 @@ def pipeline_of(cfg: Config) -> StagePlan:
 def stages_as_dict(plan: StagePlan) -> dict[str, object]:
     """The stages in the form that `moefold layout --json` prints."""
     return {
-        "pipeline_layout": write_layout(tuple(stage.parts for stage in plan.stages)),
+        "pipeline_layout": plan.layout,
         "stages": [
             {
                 "stage": stage.number,

@@ -4,7 +4,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from moefold.config.pipeline_layout import StageParts, write_layout
+from moefold.config.pipeline_layout import StageParts
 from moefold.config.schema import Config
 from moefold.parallel.stage_balance import stage_load
 from moefold.parallel.stage_plan import StagePlan
@@ -20,7 +20,7 @@ def print_stages(console: Console, plan: StagePlan, cfg: Config | None) -> None:
     a recipe nothing is known of either.
     """
     table = Table(
-        title=f"stages, {write_layout(tuple(stage.parts for stage in plan.stages))}",
+        title=f"stages, {plan.layout}",
         title_justify="left",
         title_style="bold",
         box=SIMPLE_HEAD,

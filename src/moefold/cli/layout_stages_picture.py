@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moefold.cli.layout_stages import compact_count, holds
-from moefold.config.pipeline_layout import write_layout
 from moefold.config.schema import Config
 from moefold.parallel.stage_balance import Load, stage_load
 from moefold.parallel.stage_plan import Stage, StagePlan
@@ -64,7 +63,7 @@ class StagePanel:
     def draw(self, axes: "Axes") -> None:
         """Draw into axes of the panel's size, whose unit is an inch and whose origin is the upper left corner."""
         loads = None if self.cfg is None else [stage_load(self.cfg, stage.parts) for stage in self.plan.stages]
-        text = write_layout(tuple(stage.parts for stage in self.plan.stages))
+        text = self.plan.layout
         shown = text if len(text) <= LONGEST_LAYOUT else f"{text[:LONGEST_LAYOUT]}..."
         axes.text(MARGIN, 0.36, "pipeline stages", fontsize=17, fontweight="bold", color=INK, va="center")
         axes.text(MARGIN, 0.72, shown, fontsize=10, color=INK, va="center", family="monospace")

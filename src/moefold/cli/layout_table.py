@@ -1,6 +1,7 @@
 """The two views of a layout as text: node by node, then group by group."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from math import lcm
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,6 +14,8 @@ PALETTE = ("cyan", "yellow", "magenta", "green", "blue", "red", "bright_cyan", "
 MAX_NODES = 16
 EDGE_NODES = 4
 GROUPS_WIDTH = 72
+MOST_LISTED = 1 << 18
+"""Ranks that --json lists, each in its group of every axis: 20 MB."""
 
 
 def nodes(world_size: int, gpus_per_node: int) -> list[range]:
@@ -31,37 +34,34 @@ def print_layout(console: Console, layout: Layout, gpus_per_node: int) -> None:
     A place is `group:member`: `3:1` is member 1 of group 3 of that axis. Beyond 16 nodes the ones in the middle are
     left out, because they repeat the pattern.
     """
-    on_nodes = nodes(layout.world_size, gpus_per_node)
-    console.print(f"{_count(layout.world_size, 'rank')} on {_count(len(on_nodes), 'node')}", style="bold")
+    num_nodes = -(-layout.world_size // gpus_per_node)
+    console.print(f"{_count(layout.world_size, 'rank')} on {_count(num_nodes, 'node')}", style="bold")
     for name, view in named_views(layout):
         factors = " x ".join(f"{axis} {degree}" for axis, degree in zip(view.axes, view.degrees, strict=True))
         console.print(f"  {name:9}  {factors}  (slowest to fastest)", highlight=False)
     console.print("  g:m is member m of group g along that axis; - is a group of one", style="dim", highlight=False)
-    places = {axis: _places(view, axis) for _, view in named_views(layout) for axis in view.axes}
-    whole = len(on_nodes) <= MAX_NODES
-    shown = on_nodes if whole else [*on_nodes[:EDGE_NODES], on_nodes[-1]]
-    for ranks in shown:
-        if not whole and ranks == on_nodes[-1]:
-            console.print(f"\n... {len(on_nodes) - len(shown)} nodes left out; --json lists every group ...")
-        _print_node(console, layout, places, ranks, ranks[0] // gpus_per_node)
+    whole = num_nodes <= MAX_NODES
+    for node in range(num_nodes) if whole else (*range(EDGE_NODES), num_nodes - 1):
+        if not whole and node == num_nodes - 1:
+            listed = "; --json lists every group" if layout.world_size <= MOST_LISTED else ""
+            console.print(f"\n... {num_nodes - EDGE_NODES - 1} nodes left out{listed} ...")
+        first = node * gpus_per_node
+        _print_node(console, layout, range(first, min(first + gpus_per_node, layout.world_size)), node)
     console.print()
     console.print(_groups_table(layout, gpus_per_node))
 
 
-def _places(view: View, axis: str) -> list[Text]:
-    """The place of every rank along one axis, coloured by group."""
+def _place(view: View, axis: str, rank: int) -> Text:
+    """The place of a rank along one axis, coloured by group."""
     if view.degree(axis) == 1:
-        return [Text("-", style="dim")] * view.world_size
-    return [
-        Text(f"{group}:{view.coordinate(rank, axis)}", style=PALETTE[group % len(PALETTE)])
-        for rank, group in enumerate(view.group_indices(axis))
-    ]
+        return Text("-", style="dim")
+    group = view.group_index(rank, axis)
+    return Text(f"{group}:{view.coordinate(rank, axis)}", style=PALETTE[group % len(PALETTE)])
 
 
-def _print_node(
-    console: Console, layout: Layout, places: Mapping[str, Sequence[Text]], ranks: range, node: int
-) -> None:
-    width = max(len(places[axis][rank]) for axis in places for rank in ranks)
+def _print_node(console: Console, layout: Layout, ranks: range, node: int) -> None:
+    places = {(axis, r): _place(view, axis, r) for _, view in named_views(layout) for axis in view.axes for r in ranks}
+    width = max(map(len, places.values()))
     per_table = max(1, (console.width - len("attention  rank  ")) // (width + 2))
     for first in range(0, len(ranks), per_table):
         part = ranks[first : first + per_table]
@@ -74,7 +74,7 @@ def _print_node(
         for name, view in named_views(layout):
             for axis in view.axes:
                 label = name if axis == view.axes[0] else ""
-                table.add_row(label, axis, *(places[axis][rank] for rank in part), end_section=axis == view.axes[-1])
+                table.add_row(label, axis, *(places[axis, rank] for rank in part), end_section=axis == view.axes[-1])
         console.print()
         console.print(table)
 
@@ -95,29 +95,45 @@ def _groups_table(layout: Layout, gpus_per_node: int) -> Table:
     table.add_column("ranks of each group")
     for name, view in named_views(layout):
         for axis in view.axes:
-            groups = view.groups(axis)
-            reach = max(len({rank // gpus_per_node for rank in group}) for group in groups)
-            label = name if axis == view.axes[0] else ""
-            row = (label, axis, str(len(groups)), str(view.degree(axis)), str(reach), _list_groups(groups))
+            degree, label = view.degree(axis), name if axis == view.axes[0] else ""
+            reach = _reach(view, axis, gpus_per_node)
+            row = (label, axis, str(view.world_size // degree), str(degree), str(reach), _list_groups(view, axis))
             table.add_row(*row, end_section=axis == view.axes[-1])
     return table
 
 
-def _list_groups(groups: Sequence[Sequence[int]]) -> str:
+def _reach(view: View, axis: str, gpus_per_node: int) -> int:
+    """Most nodes that a group of an axis lies on."""
+    stride, degree = view.stride(axis), view.degree(axis)
+    if stride >= gpus_per_node:
+        return degree
+    # Where a group begins on its node repeats itself, and a smaller stride leaves no node out.
+    firsts = _first_members(view, axis, min(view.world_size, lcm(stride * degree, gpus_per_node)))
+    return max((first + (degree - 1) * stride) // gpus_per_node - first // gpus_per_node + 1 for first in firsts)
+
+
+def _first_members(view: View, axis: str, below: int) -> Iterator[int]:
+    stride = view.stride(axis)
+    for block in range(0, below, stride * view.degree(axis)):
+        yield from range(block, block + stride)
+
+
+def _list_groups(view: View, axis: str) -> str:
     """The groups as `{0,1} {2,3} ...`, cut where they no longer fit; groups of one are not worth a list."""
-    if len(groups[0]) == 1:
+    stride, degree = view.stride(axis), view.degree(axis)
+    if degree == 1:
         return "each rank by itself"
     text = ""
-    for group in groups:
-        word = "{" + _list_ranks(group) + "}"
+    for first in _first_members(view, axis, view.world_size):
+        word = "{" + _list_ranks(range(first, first + degree * stride, stride)) + "}"
         if text and len(text) + len(word) > GROUPS_WIDTH:
             return text + "..."
         text += word + " "
     return text.rstrip()
 
 
-def _list_ranks(ranks: Sequence[int]) -> str:
-    step = ranks[1] - ranks[0]
+def _list_ranks(ranks: range) -> str:
+    step = ranks.step
     if len(ranks) <= 4:
         return ",".join(map(str, ranks))
     return f"{ranks[0]}-{ranks[-1]}" if step == 1 else f"{ranks[0]},{ranks[1]},..,{ranks[-1]}"

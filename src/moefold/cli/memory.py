@@ -51,8 +51,8 @@ def run(argv: list[str]) -> int:
         ConfigError: the recipe is wrong, or cannot be measured here.
     """
     args = _parser().parse_intermixed_args(argv)
-    if args.imbalance < 1:
-        raise ConfigError(f"--imbalance {args.imbalance:g} must be at least 1, the load of even experts")
+    if not 1 <= args.imbalance < float("inf"):
+        raise ConfigError(f"--imbalance {args.imbalance:g} must be a number of at least 1, the load of even experts")
     cfg = load_config(Path(args.recipe), args.overrides)
     layout = check_config(cfg)
     if not args.dry and (args.device or args.imbalance != 1):

@@ -8,18 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moefold.cli.disturbance import add_disturbance, jitter_of, stragglers_of
+from moefold.cli.disturbance import add_disturbance
+from moefold.cli.plan_files import check_contents, check_places, write_files
 from moefold.cli.plan_words import read_axes
-from moefold.config.schema import Config
+from moefold.config.schema import ModelConfig
 from moefold.errors import ConfigError
 from moefold.plan.device import device_names, load_device
-from moefold.plan.planner import Planner, Question, name_of, read_model
+from moefold.plan.planner import Planner, Question, read_model
+from moefold.plan.precision import settled_precision
 from moefold.plan.restriction import FOLDED, METHODS, Restriction
 from moefold.plan.search import Plan
-from moefold.plan.simulate import Disturbance
-from moefold.plan.stage_work import simulate_mapping
-from moefold.plan.timeline_file import check_timeline_file, write_timeline
-from moefold.plan.workload import PRECISIONS, Workload
+from moefold.plan.workload import PRECISIONS, workload_of
 
 EPILOG = (
     """MODEL is a preset, a recipe.toml or the config.json (or folder) of a Hugging Face model. A recipe says the batch,
@@ -50,14 +49,13 @@ def run(argv: list[str]) -> int:
     """
     started = time.perf_counter()
     args = _parser().parse_args(argv)
-    for path in args.timeline:
-        check_timeline_file(path)
-    _check_disturbance(args)
+    check_places(args)
     question = question_of(args)
+    check_contents(question, args)
     if args.explain is not None:
         from moefold.cli.plan_explain import explain
 
-        return explain(question, args)
+        return explain(question, args, argv)
     planner = planner_of(question, args)
     if args.json and args.top is None:
         planner.rank_all()
@@ -65,12 +63,7 @@ def run(argv: list[str]) -> int:
         # One search for all that shows some of the best.
         planner.first(max(args.top or ROWS, ROWS))
     best = planner.best()
-    for path in args.timeline:
-        _write_timeline(planner, best, path, _disturbance(planner.config_of(best), args))
-    if args.recipe is not None:
-        _write_recipe(planner, best, args.recipe, argv)
-    if args.report is not None:
-        _write_report(planner, args.report, _disturbance(planner.config_of(best), args))
+    write_files(planner, best, args, argv)
     if args.json:
         print(json.dumps(answer_as_dict(planner, args.top)))
     else:
@@ -102,30 +95,31 @@ def question_of(args: argparse.Namespace) -> Question:
         )
     if args.top is not None and args.top < 1:
         raise ConfigError(f"--top {args.top} must be at least 1")
-    if args.imbalance < 1:
-        raise ConfigError(f"--imbalance {args.imbalance:g} must be at least 1, the busiest ep rank over the mean")
+    if not 1 <= args.imbalance < float("inf"):
+        raise ConfigError(
+            f"--imbalance {args.imbalance:g} must be a number of at least 1: the busiest ep rank over the mean"
+        )
     factor = base.moe.capacity_factor if args.capacity_factor is None else args.capacity_factor
     fixed = read_axes(args.fix, "--fix") if args.fix else {}
+    settled, precision = settled_precision(base, args.precision, device)
     cfg = replace(
-        base,
+        settled,
         run=replace(base.run, device="cpu" if device.name == "cpu" else "cuda"),
         moe=replace(base.moe, capacity_factor=factor),
         parallel=replace(p, world_size=num_gpus, mapping="given"),
-        train=replace(train, seq_len=seq_len, global_batch_size=batch),
+        train=replace(settled.train, seq_len=seq_len, global_batch_size=batch),
     )
     return Question(
         base=cfg,
         shape=shape,
         device=replace(device, memory_gib=device.memory_gib - args.memory_reserve),
-        workload=Workload(
-            seq_len=seq_len,
-            global_batch_size=batch,
-            precision=args.precision,
-            capacity_factor=factor,
-            dispatch_precision=base.moe.dispatch_precision,
+        workload=workload_of(
+            cfg,
+            precision,
             imbalance=args.imbalance,
             cuda_graphs=args.cuda_graphs,
             causal=args.flops == "causal",
+            counts_mtp=_counts_mtp(args.mtp_flops, base.model),
         ),
         restriction=Restriction(fixed, args.method),
     )
@@ -150,10 +144,11 @@ def answer_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]
         "num_gpus": q.num_gpus,
         "seq_len": q.workload.seq_len,
         "global_batch_size": q.workload.global_batch_size,
-        "precision": q.workload.precision,
+        "precision": q.workload.product_words,
         "imbalance": q.workload.imbalance,
         "method": q.restriction.method,
         "flop_convention": "causal" if q.workload.causal else "full",
+        "mtp_flops": "with" if q.workload.counts_mtp else "without",
         "num_legal": planner.space.count(),
         "num_folds": planner.num_folds,
         "mappings": [plan_as_dict(plan) for plan in (planner.plans if count is None else planner.first(count))],
@@ -177,62 +172,6 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _write_recipe(planner: Planner, best: Plan, path: Path, argv: list[str]) -> None:
-    from moefold.plan.recipe import write_recipe
-
-    remarks = [
-        f"Planned by: moefold plan {' '.join(argv)}",
-        f"{name_of(best)}: predicted {best.time.total_s:.3g} s a step, MFU {best.time.mfu:.1%}, "
-        f"{best.memory.total / 2**30:.1f} GiB on the fullest GPU.",
-    ]
-    write_recipe(_trainable(planner.config_of(best)), path, remarks)
-    print(f"wrote {path}", file=sys.stderr)
-
-
-def _check_disturbance(args: argparse.Namespace) -> None:
-    jitter_of(args.jitter)
-    if (args.straggler or args.jitter) and not args.timeline and args.report is None:
-        raise ConfigError("--straggler and --jitter disturb the step of --timeline or --report; name one of these")
-
-
-def _disturbance(cfg: Config, args: argparse.Namespace) -> Disturbance:
-    return Disturbance(slow=stragglers_of(cfg, args.straggler), jitter=jitter_of(args.jitter), seed=args.seed)
-
-
-def _write_timeline(planner: Planner, best: Plan, path: Path, disturbance: Disturbance) -> None:
-    write_timeline(simulate_mapping(planner.search.pricer, best.mapping, disturbance), path)
-    print(f"wrote {path}", file=sys.stderr)
-
-
-def _trainable(cfg: Config) -> Config:
-    return replace(cfg, run=replace(cfg.run, device="auto"))
-
-
-def _write_report(planner: Planner, path: Path, disturbance: Disturbance) -> None:
-    from moefold.plan.report import SHOWN, Study, write_report
-
-    q = planner.question
-    study = Study(
-        model=q.shape.name,
-        gpu=q.device,
-        num_gpus=q.num_gpus,
-        workload=q.workload,
-        shape=q.shape,
-        plans=planner.first(SHOWN),
-        replan=lambda count: _best_on(q, count),
-        disturbance=disturbance,
-    )
-    write_report(study, path)
-    print(f"wrote {path}", file=sys.stderr)
-
-
-def _best_on(question: Question, num_gpus: int) -> Plan | None:
-    try:
-        return Planner(question.on(num_gpus)).best()
-    except ConfigError:
-        return None
-
-
 def _number(option: str, given: int | None, of_recipe: int, is_recipe: bool) -> int:
     if given is None and not is_recipe:
         raise ConfigError(f"{option} is missing; a recipe as MODEL would say it")
@@ -240,6 +179,14 @@ def _number(option: str, given: int | None, of_recipe: int, is_recipe: bool) -> 
     if number < 1:
         raise ConfigError(f"{option} {number} must be at least 1")
     return number
+
+
+def _counts_mtp(given: str | None, model: ModelConfig) -> bool:
+    if given is not None and not model.mtp_layers:
+        raise ConfigError(
+            f"--mtp-flops {given} has no effect: model.mtp_layers=0 predicts no further tokens; leave it out"
+        )
+    return given != "without"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -255,12 +202,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-gpus", type=int, metavar="N", help="GPUs in all")
     add("--seq-len", type=int, metavar="S", help="tokens of a sample")
     add("--global-batch-size", type=int, metavar="B", help="samples of a step")
-    add("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products (default bf16)")
+    add("--precision", choices=PRECISIONS, help="of the matrix products (default: the recipe's, bf16)")
     add("--imbalance", type=float, default=1.0, metavar="X", help="copies of the busiest ep rank over the mean (1)")
     add("--capacity-factor", type=float, metavar="X", help="token dropping; 0 is dropless (default: the recipe's, 0)")
     add("--memory-reserve", type=float, default=0.0, metavar="GIB", help="leave so much of each GPU free (0)")
     add("--cuda-graphs", choices=("none", "partial", "full"), default="none", help="what is captured (none)")
     add("--flops", choices=("full", "causal"), default="full", help="attention in the FLOP count of the MFU (full)")
+    add("--mtp-flops", choices=("with", "without"), help="multi-token prediction in that count (with)")
     add("--method", choices=tuple(METHODS), default=FOLDED, help="a part of the search (folding: all of it)")
     add("--fix", nargs="+", metavar="AXIS=VALUE", help="search only mappings with these, such as tp=2,ep=8")
     add("--explain", nargs="+", metavar="AXIS=VALUE", help="one mapping by itself, and why it cannot run or fit")

@@ -3,14 +3,15 @@
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from moefold.cli.plan_files import tell_unwritten, write_files
 from moefold.cli.plan_words import read_axes
-from moefold.config.checks import check_config
 from moefold.errors import ConfigError
-from moefold.plan.legality import AXES, Legality
-from moefold.plan.planner import Planner, Question, name_of
+from moefold.plan.planner import Question, name_of
+from moefold.plan.reason import why_illegal
 from moefold.plan.restriction import Restriction
 from moefold.plan.search import Plan
 
@@ -18,31 +19,46 @@ EXIT_NO = 1
 GIB = 2**30
 
 
-def explain(question: Question, args: argparse.Namespace) -> int:
+def explain(question: Question, args: argparse.Namespace, argv: list[str]) -> int:
     """Price the mapping that the words name, with the best of what they leave open; 1 if it is illegal or does not fit.
 
+    The files that the other options name are of this mapping.
+
     Raises:
-        ConfigError: a word is wrong.
+        ConfigError: a word is wrong, or an option does not go with one mapping.
     """
     given = read_axes(args.explain, "--explain")
+    _check_options(question, given, args)
     question = replace(question, restriction=Restriction({**question.restriction.fixed, **given}, args.method))
     from moefold.cli.plan import plan_as_dict, planner_of
 
     planner = planner_of(question, args)
-    reason = _why_illegal(question, planner)
-    if reason:
+    if not planner.space.folds:
+        reason = why_illegal(planner.space.legality, question.restriction)
         _tell(args, {"legal": False, "reason": reason}, f"illegal: {reason}")
+        tell_unwritten(args, "the mapping is illegal")
         return EXIT_NO
     plan = planner.first(1)[0]
     ranking = _ranking(question, plan, args)
     record = {"legal": True, **plan_as_dict(plan), **ranking}
-    if not plan.memory.fits:
+    if plan.memory.fits:
+        write_files(planner, plan, args, argv)
+    else:
         record["reason"] = why_too_large(plan)
+        tell_unwritten(args, "the mapping does not fit")
     if args.json:
         print(json.dumps(record))
     else:
         _print(plan, record)
     return 0 if plan.memory.fits else EXIT_NO
+
+
+def _check_options(question: Question, given: Mapping[str, Any], args: argparse.Namespace) -> None:
+    if args.top is not None:
+        raise ConfigError("--top counts mappings, and --explain shows one; leave one of them out")
+    for axis, value in question.restriction.fixed.items():
+        if given.get(axis, value) != value:
+            raise ConfigError(f"--explain {axis}={given[axis]} and --fix {axis}={value} differ; leave one of them out")
 
 
 def why_too_large(plan: Plan) -> str:
@@ -53,29 +69,6 @@ def why_too_large(plan: Plan) -> str:
         f"does not fit: {plan.memory.total / GIB:.1f} GiB of {plan.memory.capacity / GIB:.1f} GiB, {lacking:.1f} GiB "
         f"too much even with {name_of(plan)}; most of it is {part}, {size / GIB:.1f} GiB"
     )
-
-
-def _why_illegal(question: Question, planner: Planner) -> str:
-    """What the runtime says against it; empty if some mapping is legal."""
-    if planner.space.folds and planner.space.count():
-        return ""
-    values: dict[str, Any] = dict.fromkeys(("tp", "cp", "pp", "ep", "etp", "mbs"), 1)
-    values |= {axis: value for axis, value in question.restriction.fixed.items() if axis in AXES}
-    if values.get("vpp", 1) > 1 and "schedule" not in values:
-        values["schedule"] = "interleaved"
-    cfg = Legality(question.base).config_of(values)
-    try:
-        check_config(cfg)
-    except ConfigError as error:
-        return str(error)
-    p = cfg.parallel
-    derived = {"dp": p.dp, "edp": p.edp}
-    wrong = [axis for axis in ("dp", "edp") if question.restriction.fixed.get(axis, derived[axis]) != derived[axis]]
-    if wrong:
-        return "; ".join(
-            f"{axis}={derived[axis]} follows from the other degrees on {p.world_size} GPUs" for axis in wrong
-        )
-    return f"no such mapping is of method {question.restriction.method!r}, or it needs other axes than those given"
 
 
 def _ranking(question: Question, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:

@@ -24,16 +24,15 @@ def print_plans(console: Console, planner: Planner, count: int, started: float) 
     method = "" if q.restriction.method == FOLDED else f", method {q.restriction.method}"
     console.print(
         f"{q.shape.name} on {q.num_gpus} x {q.device.name} ({q.device.memory_gib:.0f} GiB), {w.seq_len} tokens x "
-        f"{w.global_batch_size} samples a step, {w.precision}, imbalance {w.imbalance:g}{method}"
+        f"{w.global_batch_size} samples a step, {w.product_words}, imbalance {w.imbalance:g}{method}"
     )
     shown = planner.first(count)
     console.print(_ranking(shown))
     _print_parts(console, shown)
     seconds = time.perf_counter() - started
-    attention = "half of" if w.causal else "all of"
     console.print(
         f"{planner.space.count():,} legal mappings in {planner.num_folds:,} folds, of which the best is ranked "
-        f"({seconds:.1f} s). MFU counts {attention} the attention matrix, against the bfloat16 peak."
+        f"({seconds:.1f} s). MFU counts {w.flop_words}, against the bfloat16 peak."
     )
     if any(plan.mapping.dispatcher == "deepep" for plan in shown):
         console.print(

@@ -33,8 +33,8 @@ def read_axes(words: Sequence[str], option: str) -> dict[str, Any]:
             raise ConfigError(f"{option} {word!r} must be AXIS=VALUE, such as tp=2; the axes are {', '.join(KEYS)}")
         if key not in KEYS:
             guess = nearest(key, KEYS, cutoff=0.5)
-            hint = f"; did you mean {guess}?" if guess else ""
-            raise ConfigError(f"{option} {word}: unknown axis {key!r}{hint} The axes are {', '.join(KEYS)}")
+            hint = f"; did you mean {guess}? The" if guess else "; the"
+            raise ConfigError(f"{option} {word}: unknown axis {key!r}{hint} axes are {', '.join(KEYS)}")
         if key in found:
             raise ConfigError(f"{option} {word}: {key} is set twice")
         found[key] = _value(key, value, f"{option} {word}")
@@ -69,6 +69,6 @@ def _value(key: str, text: str, where: str) -> Any:
     for part in parts:
         if part not in known:
             guess = nearest(part, known)
-            hint = f"; did you mean {guess}?" if guess else ""
+            hint = f"; did you mean {guess}? The" if guess else "; the"
             raise ConfigError(f"{where}: {part!r} is no part; join some of {', '.join(known)} by +{hint}")
     return tuple(sorted(parts, key=known.index))

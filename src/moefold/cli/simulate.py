@@ -6,20 +6,25 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from moefold.cli.disturbance import add_disturbance, jitter_of, stragglers_of
+from moefold.cli.disturbance import add_disturbance, check_seed, jitter_of, stragglers_of
 from moefold.config.checks import check_config
+from moefold.config.checks_memory import check_memory_device
+from moefold.config.checks_recompute import AUTO
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.plan.device import device_names, load_device
-from moefold.plan.mapping import Mapping, mapping_of
+from moefold.metrics.kept_parts import KERNELS
+from moefold.metrics.recompute_choice import DEVICE_SHARE, GIB, choose_recompute, with_choice
+from moefold.plan.device import Device, device_names, load_device
+from moefold.plan.mapping import mapping_of
+from moefold.plan.precision import settled_precision
 from moefold.plan.shape import shape_of
 from moefold.plan.simulate import Disturbance
 from moefold.plan.stage_work import simulate_mapping, stages_of
 from moefold.plan.step_time import Pricer
 from moefold.plan.timeline import Timeline
 from moefold.plan.timeline_file import check_timeline_file, summary, write_timeline
-from moefold.plan.workload import PRECISIONS, Workload
+from moefold.plan.workload import PRECISIONS, workload_of
 
 EPILOG = """examples:
   moefold simulate recipes/mixtral-8x7b.toml --gpu h100
@@ -38,13 +43,18 @@ def run(argv: list[str]) -> int:
     """
     args = _parser().parse_intermixed_args(argv)
     cfg = load_config(Path(args.words[0]), args.words[1:])
+    if args.overlap:
+        cfg = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=True))
     check_config(cfg)
     for path in args.timeline:
         check_timeline_file(path)
-    disturbance = Disturbance(slow=stragglers_of(cfg, args.straggler), jitter=jitter_of(args.jitter), seed=args.seed)
-    mapping = mapping_of(cfg)
-    mapping = replace(mapping, overlap=mapping.overlap or args.overlap)
-    timeline = _play(cfg, mapping, args, disturbance)
+    check_seed(args)
+    disturbance = Disturbance(
+        slow=stragglers_of(cfg, args.straggler), jitter=jitter_of(args.jitter), seed=args.seed or 0
+    )
+    device = load_device(args.gpu)
+    cfg = _with_recompute(cfg, device)
+    timeline = _play(cfg, device, args, disturbance)
     for path in args.timeline:
         write_timeline(timeline, path)
         print(f"wrote {path}", file=sys.stderr)
@@ -75,19 +85,25 @@ def as_dict(timeline: Timeline) -> dict[str, object]:
     }
 
 
-def _play(cfg: Config, mapping: Mapping, args: argparse.Namespace, disturbance: Disturbance) -> Timeline:
+def _with_recompute(cfg: Config, device: Device) -> Config:
+    """The parts that train.recompute "auto" stands for on the device, as the runtime chooses them."""
+    if AUTO not in cfg.train.recompute:
+        return cfg
+    kind = "cpu" if device.name == "cpu" else "cuda"
+    check_memory_device(cfg, kind)
+    budget = round(cfg.train.memory_budget_gib * GIB) or round(DEVICE_SHARE * device.memory_bytes)
+    choice = choose_recompute(cfg, budget, KERNELS[kind])
+    print(choice.words(budget), file=sys.stderr)
+    return with_choice(cfg, choice.parts)
+
+
+def _play(cfg: Config, device: Device, args: argparse.Namespace, disturbance: Disturbance) -> Timeline:
     shape = shape_of(cfg.model)
-    workload = Workload(
-        seq_len=cfg.train.seq_len,
-        global_batch_size=cfg.train.global_batch_size,
-        precision=args.precision,
-        capacity_factor=cfg.moe.capacity_factor,
-        dispatch_precision=cfg.moe.dispatch_precision,
-        imbalance=_imbalance(args.imbalance),
-    )
-    pricer = Pricer(shape, load_device(args.gpu), workload)
+    cfg, precision = settled_precision(cfg, args.precision, device)
+    workload = workload_of(cfg, precision, imbalance=_imbalance(args.imbalance))
+    pricer = Pricer(shape, device, workload)
     path = cfg.parallel.schedule_csv
-    return simulate_mapping(pricer, mapping, disturbance, chunks=stages_of(cfg, shape), schedule_csv=path)
+    return simulate_mapping(pricer, mapping_of(cfg), disturbance, chunks=stages_of(cfg, shape), schedule_csv=path)
 
 
 def _imbalance(value: float) -> float:
@@ -123,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         "words", nargs="+", metavar="RECIPE.toml | section.key=value", help="a recipe, then its changes"
     )
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(device_names())}, or FILE.toml (default h100)")
-    parser.add_argument("--precision", default="bf16", choices=PRECISIONS, help="of the products (default bf16)")
+    parser.add_argument("--precision", choices=PRECISIONS, help="of the products (default: the recipe's)")
     parser.add_argument(
         "--imbalance", type=float, default=1.0, metavar="X", help="busiest ep rank over the mean (default 1)"
     )

@@ -9,14 +9,19 @@ from moefold.errors import ConfigError
 
 def kernel_faults(cfg: Config) -> Iterator[str]:
     """The kernels know the type."""
-    if cfg.run.kernels == "triton" and cfg.run.dtype == "float64":
+    name = cfg.run.kernels
+    if name not in ("triton", "c"):
+        return
+    if cfg.run.dtype == "float64":
+        does = "sums" if name == "triton" else "computes"
         yield (
-            "run.kernels='triton' sums in float32, which run.dtype='float64' is beyond; set run.kernels to 'auto' or "
-            "'plain', or run.dtype to 'bfloat16' or 'float32'"
+            f"run.kernels={name!r} {does} in float32, which run.dtype='float64' is beyond; set run.kernels to 'auto' "
+            "or 'plain', or run.dtype to 'bfloat16' or 'float32'"
         )
-    if cfg.run.kernels == "triton" and cfg.train.precision != "dtype":
+    if cfg.train.precision != "dtype":
+        has = "matrix products" if name == "triton" else "gates between its products"
         yield (
-            f"train.precision={cfg.train.precision!r} has matrix products of its own, which run.kernels='triton' would "
+            f"train.precision={cfg.train.precision!r} has {has} of its own, which run.kernels={name!r} would "
             "replace; leave run.kernels out"
         )
 
@@ -36,13 +41,18 @@ def triton_fault(run: RunConfig, device_type: str) -> str:
 
 
 def check_kernel_device(cfg: Config, device_type: str) -> None:
-    """Triton can compute on the ranks' devices where the recipe names it.
+    """What the recipe names can compute on the ranks' devices.
 
     Raises:
         ConfigError: it cannot.
     """
     if cfg.run.kernels == "triton" and (fault := triton_fault(cfg.run, device_type)):
         raise ConfigError(f"run.kernels='triton' cannot run: {fault}; set run.kernels to 'auto' or 'plain'")
+    if cfg.run.kernels == "c" and device_type != "cpu":
+        raise ConfigError(
+            f"run.kernels='c' cannot run: it is for CPUs, and the device is {device_type!r}; set run.kernels to 'auto' "
+            "or run.device to 'cpu'"
+        )
 
 
 KERNEL_RULES = (kernel_faults,)

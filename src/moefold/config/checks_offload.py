@@ -1,6 +1,7 @@
 """Rules on what leaves memory between the passes."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from moefold.config.checks_machine import probe_folder
 from moefold.config.checks_recompute import Parts, part_around, part_faults
@@ -37,13 +38,22 @@ def place_faults(cfg: Config) -> Iterator[str]:
 
 
 def check_offload_folder(cfg: Config) -> None:
-    """A file can be made in the folder for what is offloaded.
+    """A file can be made in the folder for what is offloaded, which is made on its disk, if need be, but not above it.
+
+    A folder of results may lie anywhere; one that names a disk and is mistyped would fill another disk.
 
     Raises:
         ConfigError: it cannot.
     """
-    if keys_that_write(cfg.train):
-        probe_folder("train.offload_dir", cfg.train.offload_dir)
+    if not keys_that_write(cfg.train):
+        return
+    probe_folder("train.offload_dir", cfg.train.offload_dir)
+    above = Path(cfg.train.offload_dir).absolute().parent
+    if not above.exists():
+        raise ConfigError(
+            f"train.offload_dir={cfg.train.offload_dir!r} lies in {str(above)!r}, which does not exist; name a folder "
+            f"of a local disk, or make {str(above)!r} if it is meant"
+        )
 
 
 def check_offload_device(cfg: Config, device_type: str) -> None:

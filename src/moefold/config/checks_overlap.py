@@ -6,12 +6,11 @@ from dataclasses import replace
 from moefold.config.checks_model import has_moe_layers
 from moefold.config.checks_recompute import AUTO
 from moefold.config.paired_schedule import PAIRED_SCHEDULES, paired_rows, slots
-from moefold.config.pipeline_layout import write_layout
 from moefold.config.schedule_walk import waits_for_ever
 from moefold.config.schema import Config
 from moefold.parallel.exchange_order import AGAIN, disagreements, program
 from moefold.parallel.layout import fold
-from moefold.parallel.stage_plan import plan_stages
+from moefold.parallel.stage_plan import plan_stages, with_layout
 
 KEY = "parallel.overlap_experts=true"
 
@@ -19,7 +18,13 @@ KEY = "parallel.overlap_experts=true"
 def overlap_faults(cfg: Config) -> Iterator[str]:
     """There are exchanges to hide, a backward and a forward pass to hide them, and parameters that stay for both."""
     p = cfg.parallel
-    if not p.overlap_experts or not has_moe_layers(cfg.model):
+    if not p.overlap_experts:
+        return
+    if not has_moe_layers(cfg.model):
+        yield (
+            f"{KEY} hides the exchanges of experts, and no layer of model.layer_pattern is M; choose a pattern with M, "
+            "or overlap_experts=false"
+        )
         return
     if p.ep * p.etp == 1:
         yield (
@@ -56,10 +61,9 @@ def check_exchange_order(cfg: Config) -> Iterator[str]:
         return
     if AUTO in train.recompute:
         # The choice comes later, for the stages as they stand; to the order it matters whether exchanges run again.
-        if p.pipeline_layout == "auto":
-            p = replace(p, pipeline_layout=write_layout(tuple(stage.parts for stage in plan_stages(cfg).stages)))
+        placed = with_layout(cfg)
         for chosen in ((), AGAIN[:1]):
-            yield from check_exchange_order(replace(cfg, parallel=p, train=replace(train, recompute=chosen)))
+            yield from check_exchange_order(replace(placed, train=replace(train, recompute=chosen)))
         return
     rows = paired_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)
     if found := waits_for_ever(list(map(slots, rows))):

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from moefold.config.checks_data import has_held_out
-from moefold.config.schema import MUON_GROUPS, Config
+from moefold.config.checks_model import has_dense_layers, has_moe_layers
+from moefold.config.schema import MUON_GROUPS, Config, ModelConfig
 
 
 def learning_rate_faults(cfg: Config) -> Iterator[str]:
@@ -77,7 +78,7 @@ def start_faults(cfg: Config) -> Iterator[str]:
 
 
 def muon_faults(cfg: Config) -> Iterator[str]:
-    """Muon has groups to update, each once."""
+    """Muon has groups to update, each once, and the model has what is named."""
     groups = cfg.train.muon_groups
     if not groups:
         yield f"train.muon_groups=[] leaves Muon nothing; name some of {_MUON_GROUPS}, or choose optimizer='adamw'"
@@ -86,6 +87,29 @@ def muon_faults(cfg: Config) -> Iterator[str]:
             yield f"train.muon_groups has {group!r}, which is no group of matrices; choose from {_MUON_GROUPS}"
         elif groups.count(group) > 1:
             yield f"train.muon_groups names {group!r} {groups.count(group)} times; name it once"
+    if set(groups) == set(MUON_GROUPS):
+        # All there are, of whatever model.
+        return
+    for group, lack in _lacking_groups(cfg.model).items():
+        if group in groups:
+            yield (
+                f"train.muon_groups has {group!r}, and the model has no such matrices: {lack}; leave {group!r} out, or "
+                "leave muon_groups out for all that there are"
+            )
+
+
+def _lacking_groups(model: ModelConfig) -> dict[str, str]:
+    """Groups of matrices that a model has not, each with the reason."""
+    lacking = {}
+    if not has_dense_layers(model):
+        lacking["dense_mlp"] = "no layer of model.layer_pattern is D"
+    if not has_moe_layers(model):
+        lacking |= dict.fromkeys(("experts", "shared_experts", "router"), "no layer of model.layer_pattern is M")
+    elif not model.shared_expert_ffn_hidden_size:
+        lacking["shared_experts"] = "model.shared_expert_ffn_hidden_size=0"
+    if not model.mtp_layers:
+        lacking["mtp"] = "model.mtp_layers=0"
+    return lacking
 
 
 def chunk_faults(cfg: Config) -> Iterator[str]:

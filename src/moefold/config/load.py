@@ -69,7 +69,7 @@ def load_given(path: Path | None, overrides: Sequence[str] = ()) -> tuple[Config
 
 
 def apply_overrides(tree: Tree, words: Sequence[str]) -> None:
-    """Write words of the form `section.key=value` into a tree of sections, in order.
+    """Write words of the form `section.key=value` into a tree of sections, in order; `parallel=auto` is as in recipes.
 
     Raises:
         ConfigError: a word has another form, or names no section.
@@ -151,6 +151,8 @@ def _nearest_recipe(path: Path) -> str:
 
 def _apply_override(tree: Tree, word: str) -> None:
     name, equals, text = word.partition("=")
+    if (name.strip(), text.strip()) == ("parallel", AUTO):
+        name = "parallel.mapping"
     section, dot, key = name.strip().partition(".")
     if not equals:
         raise ConfigError(f"{word!r} is no override; overrides are section.key=value, such as train.lr=1e-3")

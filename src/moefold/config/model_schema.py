@@ -1,6 +1,7 @@
 """The [model] section of a recipe: sizes and kinds of a decoder-only transformer. See `config/schema.py`."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from moefold.config.layer_pattern import expand_layer_pattern, layer_windows
@@ -156,8 +157,7 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         """Kind of each layer in order, "D" or "M"."""
-        unit = expand_layer_pattern(self.layer_pattern)
-        return tuple(unit[i % len(unit)] for i in range(self.num_layers))
+        return _kinds_of(self.layer_pattern, self.num_layers)
 
     @property
     def all_layer_kinds(self) -> tuple[str, ...]:
@@ -183,3 +183,10 @@ class ModelConfig:
     def all_layer_windows(self) -> tuple[int, ...]:
         """`layer_windows`, and behind them those of the layers of multi-token prediction."""
         return self.layer_windows + self.layer_windows[-1:] * self.mtp_layers
+
+
+@lru_cache(maxsize=256)
+def _kinds_of(pattern: str, num_layers: int) -> tuple[str, ...]:
+    """The pattern over and over. Kept, as memory formulas ask for it again and again."""
+    unit = expand_layer_pattern(pattern)
+    return tuple(unit[i % len(unit)] for i in range(num_layers))

@@ -25,9 +25,10 @@ class RunConfig:
     """Compute type. Master weights, gradients and moments are float32 (float64 with float64)."""
     deterministic: bool = False
     """Bit-equal repeats: refuse every kernel that has no deterministic form."""
-    kernels: Literal["auto", "plain", "triton"] = "auto"
+    kernels: Literal["auto", "plain", "triton", "c"] = "auto"
     """Who computes experts and routing ([kernels.md](kernels.md)). plain: operations of torch. triton: fused kernels.
-    auto: triton on CUDA in bfloat16 if the package is there, else plain; the log says which."""
+    c: on a CPU, the gate between the products of an expert, built by its C compiler. auto: triton on CUDA in bfloat16
+    if the package is there, c on a CPU if a compiler is there, else plain; the log says which."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +179,8 @@ class TrainConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"
     """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest."""
     muon_groups: tuple[str, ...] = MUON_GROUPS
-    """Whose matrices Muon updates; AdamW has the others, and always embeddings, head, norms, biases and gates."""
+    """Whose matrices Muon updates, of those that the model has; AdamW has the others, and always embeddings, head,
+    norms, biases and gates."""
     muon_momentum: float = 0.95
     """Decay of the momentum of Muon, which looks ahead (Nesterov)."""
     muon_ns_steps: int = 5
@@ -222,7 +224,7 @@ class TrainConfig:
     """Where the moments of the optimizer are between steps: with the weights, in memory of the host (for GPUs), or in
     mapped files in offload_dir. Bit for bit the same result."""
     offload_dir: str = ""
-    """Folder on a local disk (ssd); made if there is none."""
+    """Folder on a local disk (ssd); made if there is none, in a folder that is there."""
     offload_min_kib: int = 1024
     """A smaller block of activations, or moment of one parameter on one rank, stays, in KiB."""
     offload_limit_gib: float = 0.0

@@ -7,11 +7,14 @@ import torch
 
 from moefold.config.checks_kernels import check_kernel_device, triton_fault
 from moefold.config.schema import Config, RunConfig
+from moefold.errors import ConfigError
 from moefold.kernels.measured import MeasuredChoice
 from moefold.kernels.rows import RowKernels
 from moefold.model.gated import GateKernel
+from moefold.model.gemm import Operand, operand
 from moefold.model.linear import Products
 from moefold.model.rope import Turn
+from moefold.moe.gate import Gate
 from moefold.moe.router import RoutingKernel
 from moefold.precision.products import SimulatedProducts, SimulatedRows
 from moefold.precision.recipe import RECIPES, Recipe
@@ -41,6 +44,10 @@ class Kernels:
     """Of queries and keys."""
     note: str = ""
     """What the recipe left open and how it was decided."""
+    expert_gate: Gate | None = None
+    """Of routed experts, where `rows` does not bring it; None: as the experts were built."""
+    operand: Operand = operand
+    """How routed experts read their weights, where `rows` does not."""
 
 
 def select_kernels(cfg: Config, device: torch.device) -> Kernels:
@@ -51,9 +58,13 @@ def select_kernels(cfg: Config, device: torch.device) -> Kernels:
     """
     if cfg.train.precision != "dtype":
         return _narrow_kernels(cfg, device)
-    if cfg.run.kernels == "plain" or (cfg.run.kernels == "auto" and device.type != "cuda"):
+    if cfg.run.kernels == "plain":
         return Kernels()
     check_kernel_device(cfg, device.type)
+    if device.type == "cpu" and cfg.run.kernels in ("auto", "c"):
+        return _cpu_kernels(cfg)
+    if cfg.run.kernels == "auto" and device.type != "cuda":
+        return Kernels()
     fault = triton_fault(cfg.run, device.type)
     if cfg.run.kernels == "auto" and (fault or cfg.run.dtype != "bfloat16"):
         # In float32 its products would not use the matrix units, which torch's may.
@@ -64,6 +75,28 @@ def select_kernels(cfg: Config, device: torch.device) -> Kernels:
     rows = TritonRows(MeasuredChoice(measures=not cfg.run.deterministic))
     routing, note = _routing(cfg)
     return Kernels(rows, routing=routing, gate=rows, turn=turn, note=f"run.kernels={cfg.run.kernels!r}: triton{note}")
+
+
+def _cpu_kernels(cfg: Config) -> Kernels:
+    """The gate of SwiGLU in C, where there is a compiler; other gates are plain, and so is float64."""
+    if cfg.run.dtype == "float64":
+        return Kernels()
+    from moefold.kernels.c_gate import CGate
+    from moefold.kernels.c_library import CompilerError
+
+    try:
+        gate = CGate()
+    except CompilerError as fault:
+        if cfg.run.kernels == "c":
+            raise ConfigError(
+                f"run.kernels='c' cannot run: {fault}; install gcc, or set run.kernels to 'auto' or 'plain'"
+            ) from None
+        return Kernels(note=f"run.kernels='auto': plain, as {fault}")
+    if cfg.model.moe_activation != "swiglu":
+        note = f"run.kernels={cfg.run.kernels!r}: plain gates of experts, as they are not SwiGLU's"
+        return Kernels(operand=gate.operand, note=note)
+    note = f"run.kernels={cfg.run.kernels!r}: gates of experts in C"
+    return Kernels(expert_gate=gate, operand=gate.operand, note=note)
 
 
 def _routing(cfg: Config) -> tuple[RoutingKernel | None, str]:

@@ -23,13 +23,16 @@ class Place:
     master_port: int
     records: str = ""
     """Folder in which ranks of our own launcher leave word of what they do; empty under others."""
+    local_size: int = 1
+    """Ranks on the machine of this one."""
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """The place that a launcher gave this process, or None if the user started it.
 
-    torchrun says RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. `srun` says SLURM_PROCID, SLURM_LOCALID and
-    SLURM_NTASKS; the first node of the job is the master, on a port that follows from the job's number.
+    torchrun says RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. `srun` says SLURM_PROCID,
+    SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE and SLURM_NTASKS; the first node of the job is the master, on a port that
+    follows from the job's number.
 
     Raises:
         ConfigError: a launcher's variables are incomplete or make no sense.
@@ -79,7 +82,18 @@ def _from(environment: Mapping[str, str], rank: str, local_rank: str, world_size
         world_size=numbers[world_size],
         master_address=_get(environment, "MASTER_ADDR", rank),
         master_port=numbers["MASTER_PORT"],
+        local_size=_local_size(environment, numbers[world_size]),
     )
+
+
+def _local_size(environment: Mapping[str, str], world_size: int) -> int:
+    """Ranks on this machine: all, where the launcher does not tell.
+
+    SLURM writes "8(x2),4" for two nodes of eight and one of four; moefold's ranks are as many on every node.
+    """
+    told = environment.get("LOCAL_WORLD_SIZE") or environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    found = re.match(r"\d+", told)
+    return min(int(found[0]), world_size) if found and int(found[0]) else world_size
 
 
 def _get(environment: Mapping[str, str], name: str, rank: str) -> str:

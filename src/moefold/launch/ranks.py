@@ -24,6 +24,7 @@ from moefold.launch.departure import leave
 from moefold.launch.meeting import meet
 from moefold.launch.place import Place
 from moefold.launch.relay import SignalRelay
+from moefold.launch.settings import choose_threads
 from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
 from moefold.launch.watchdog import record_file
 from moefold.launch.who_is_late import activity
@@ -144,9 +145,7 @@ def joined(
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        if place.world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-            # Ranks that share cores and spin on each other's threads are many times slower than one thread each.
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.world_size))
+    choose_threads(place, device_type)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     store, session = meet(place, limit_s)
     if on_meeting is not None:
@@ -188,6 +187,7 @@ def _rank_entry(main: RankMain, launched: _Launched, all_started: Barrier) -> in
         master_address=environment["MASTER_ADDR"],
         master_port=int(environment["MASTER_PORT"]),
         records=launched.records,
+        local_size=int(environment["LOCAL_WORLD_SIZE"]),
     )
     status = main(place, launched.device_type)
     if os.getppid() != launched.launcher:

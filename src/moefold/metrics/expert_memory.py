@@ -100,12 +100,16 @@ class ExpertMemory:
         return 3 if self._cfg.moe.weight_in_expert else 4
 
     def at_work(self) -> Parts:
-        """One routed expert at work, beside what is kept; what the one before it made goes when the new is there."""
+        """One routed expert at work, beside what is kept; what the one before it made goes when the new is there.
+
+        Narrow types are counted as on a processor that multiplies them in float32: two inner projections and a result.
+        """
         model, p = self._cfg.model, self._cfg.parallel
         num_experts = model.num_experts // p.ep
         runs_again, has_others = "expert_activation" in self._recompute, num_experts > 1
         widths = (3 + 2 * has_others) if runs_again else (1 + has_others)
-        return Parts(experts=self.rows // num_experts * widths * model.moe_ffn_hidden_size // p.etp * self._item)
+        inner = max(widths * self._item, 3 * self._wide if self._item < self._wide else 0)
+        return Parts(experts=self.rows // num_experts * model.moe_ffn_hidden_size // p.etp * inner)
 
     def summing(self) -> Parts:
         """The sum over the copies of each token, and the copies in float32 at least, in which it is taken."""
@@ -115,11 +119,15 @@ class ExpertMemory:
         return Parts({"dispatch buffers": widened + self._tokens * hidden})
 
     def rows_to_experts(self) -> Parts:
-        """Rows while they travel to the experts: as they were sent, and as they arrive."""
+        """Rows while they travel to the experts: as they were sent, and as they arrive.
+
+        Over etp there is one more of each row that is gathered, which is sent, and those that came over ep.
+        """
         p = self._cfg.parallel
         if p.dispatcher == "allgather":
             return Parts({"dispatch buffers": self._tokens * p.ep * p.etp * self.row})
-        return Parts({"dispatch buffers": (self.copies + self.rows) * self.row})
+        over_etp = (self.rows + (self.rows // p.etp if p.ep > 1 else 0)) if p.etp > 1 else 0
+        return Parts({"dispatch buffers": (self.copies + self.rows + over_etp) * self.row})
 
     def rows_from_experts(self) -> Parts:
         """Rows while they travel back, and what is kept of the results where these do not travel."""
@@ -127,4 +135,6 @@ class ExpertMemory:
         if p.dispatcher == "allgather":
             sums = self._tokens * (p.ep * p.etp + 1) * self.row
             return self.results() + Parts({"dispatch buffers": sums})
-        return Parts({"dispatch buffers": (self.copies + self.rows) * self.row})
+        # Over etp each member receives its rows from all.
+        received = self.rows if p.etp > 1 else self.copies
+        return Parts({"dispatch buffers": (self.rows + received) * self.row})

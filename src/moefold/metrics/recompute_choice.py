@@ -6,16 +6,18 @@ from functools import lru_cache
 from itertools import combinations
 
 from moefold.config.checks_recompute import INSIDE, lacking_part
-from moefold.config.pipeline_layout import write_layout
 from moefold.config.schema import RECOMPUTE_PARTS, Config, ModelConfig
 from moefold.errors import ConfigError
 from moefold.metrics.flops import train_flops_per_token
 from moefold.metrics.kept_parts import CUDA, Kernels
 from moefold.metrics.memory_formula import RankMemory, memory_of_ranks
 from moefold.metrics.state_memory import StateFormula
-from moefold.parallel.stage_plan import plan_stages
+from moefold.parallel.stage_plan import plan_stages, with_layout
 
 GIB = 2**30
+DEVICE_SHARE = 0.9
+"""Of a GPU's memory, where no budget is given; the rest is for kernels' workspaces, NCCL and what the allocator cannot
+use."""
 INNER_SHARE = 2 / 3
 """Of a gated layer the two inner projections: the outer one is not made again, as nobody needs its result."""
 NORM_OPERATIONS = 8
@@ -84,10 +86,7 @@ def with_choice(cfg: Config, parts: tuple[str, ...]) -> Config:
 
     They were chosen for the stages as they stand; an automatic layout is spelled out, as it would follow the choice.
     """
-    p, train = cfg.parallel, replace(cfg.train, recompute=parts, memory_budget_gib=0.0)
-    if p.pipeline_layout == "auto":
-        p = replace(p, pipeline_layout=write_layout(tuple(stage.parts for stage in plan_stages(cfg).stages)))
-    return replace(cfg, train=train, parallel=p)
+    return replace(with_layout(cfg), train=replace(cfg.train, recompute=parts, memory_budget_gib=0.0))
 
 
 def legal_sets(model: ModelConfig) -> Iterator[tuple[str, ...]]:

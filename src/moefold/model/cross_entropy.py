@@ -139,11 +139,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         x_NH, grad_N = x.flatten(0, -2), grad.flatten()
         grad_x_NH, wide_VH = torch.empty_like(x_NH), widened(weight)
         grad_VH = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        # The same for all chunks: the first touch of new memory costs more than the product.
+        room = torch.empty_like(exps[0]) if exps else grad_VH[:0]
         for i, start in enumerate(range(0, len(x_NH), ctx.how.chunk)):
             here = slice(start, start + ctx.how.chunk)
             x_CH, factor_C1 = widened(x_NH[here]), grad_N[here].unsqueeze(1)
             if exps:
-                scaled_CV = exps[i] * (factor_C1 * known_N[here].unsqueeze(1))
+                scaled_CV = room[: len(x_CH)]
+                torch.mul(exps[i], factor_C1 * known_N[here].unsqueeze(1), out=scaled_CV)
             else:
                 probs_CV = wide_product(x_NH[here], weight).sub_(known_N[here].unsqueeze(1)).exp_()
                 scaled_CV = probs_CV.mul_(factor_C1)

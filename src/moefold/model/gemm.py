@@ -2,16 +2,18 @@
 
 oneDNN, which torch uses on CPU for bfloat16, compiles a kernel for every shape it meets and keeps the last 1,024. With
 routed row counts nearly every call meets a new shape, and compiling takes longer than multiplying: `padded_rows` rounds
-the counts so that few shapes occur. On AMD processors oneDNN then is the fastest float32 product as well: torch.mm
-calls MKL, which reaches half of its speed there (180 against 340 GFLOP/s: 4096 routed rows, 8 experts of [256, 512],
-two threads of a Zen 5). On Intel's MKL is ahead, has no kernels to compile, and reads transposed operands for nothing
-(123 against 108 GFLOP/s for [512, 256] x [256, 512], 118 against 60 with both transposed, one thread of a Xeon).
+the counts so that few shapes occur. On AMD processors with AVX-512, which MKL (called by torch.mm) leaves unused there,
+oneDNN then is the fastest float32 product as well (340 against 180 GFLOP/s: 4096 routed rows, 8 experts of [256, 512],
+two threads of a Zen 5). Elsewhere MKL is ahead, has no kernels to compile, and reads transposed operands for nothing
+(for [512, 256] x [256, 512], one thread: 123 against 108 GFLOP/s, 118 against 60 with both transposed, on a Xeon; 91
+against 78, and 89 against 76, on a Zen 3 with AVX2).
 
 A processor without instructions for bfloat16 emulates its products at a tenth of the speed of float32: 13 against 130
 GFLOP/s ([512, 256] x [256, 512], two threads of a Xeon with AVX-512 alone, where widening reaches 85). There `product`
 widens its operands, multiplies in float32, as the accumulation is anyway, and rounds once.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -51,6 +53,15 @@ def multiplies_wide(x: Tensor) -> bool:
 def widened(x: Tensor) -> Tensor:
     """The same values in the type that their products are taken in: a caller with several products widens once."""
     return x.float() if multiplies_wide(x) else x
+
+
+Operand = Callable[[Tensor, torch.dtype], Tensor]
+"""`operand`, or another way to the same values."""
+
+
+def operand(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight of any width with the values that it has in `dtype`, `widened`."""
+    return widened(w.to(dtype))
 
 
 def writes_to_room(x: Tensor) -> bool:
@@ -149,8 +160,10 @@ def _has_onednn_linear() -> bool:
     )
 
 
-def _is_intel() -> bool:
-    """Whether MKL, which looks at the maker of the processor, is at its best; only Linux tells."""
+def _mkl_uses_all() -> bool:
+    """Whether MKL uses the widest instructions there are: AVX-512 on Intel's processors alone, which Linux names."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return True
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text(encoding="ascii", errors="replace")
 
@@ -162,6 +175,6 @@ def _emulates_bfloat16() -> bool:
     return is_x86 and all(known) and not any(has() for has in known if has is not None)
 
 
-_HAS_OWN = _has_onednn_linear() and not (_is_intel() and torch.backends.mkl.is_available())
+_HAS_OWN = _has_onednn_linear() and not (torch.backends.mkl.is_available() and _mkl_uses_all())
 """Whether float32 is multiplied by oneDNN rather than by the library that torch.mm calls."""
 _EMULATES_BFLOAT16 = _emulates_bfloat16()

@@ -7,7 +7,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The local weights of some experts, in the compute type; the biases are all there or all absent."""
+    """The local weights of some experts, in the compute type; the biases are all there or all absent.
+
+    The matrices may be wider master weights, where the maths rounds them itself.
+    """
 
     gate_EHF: Tensor
     up_EHF: Tensor

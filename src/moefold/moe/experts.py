@@ -1,7 +1,7 @@
 """The experts: one gated feed-forward (arXiv:2002.05202) each, over rows sorted by expert."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 from moefold.kernels.rows import RowKernels, Sorting
 from moefold.model.gemm import (
+    Operand,
     multiplies_wide,
+    operand,
     padded_rows,
     product,
     product_into,
@@ -45,7 +47,7 @@ class Experts(nn.Module):
 
     `parallelize` replaces `bias_columns`, the columns of H that the local part of b_down belongs to, `later` (a
     backward pass in two parts), `keeps_inner`: whether the inner projections are kept for the backward pass, or made
-    again there, and `kernels`, which compute instead of the plain maths.
+    again there, `kernels`, which compute instead of the plain maths, and `operand`, which reads weights for the loop.
 
     Args:
         num_experts: E.
@@ -76,6 +78,7 @@ class Experts(nn.Module):
         self.later: Later | None = None
         self.keeps_inner = True
         self.kernels: RowKernels | None = None
+        self.operand: Operand = operand
 
     def forward(
         self,
@@ -101,8 +104,10 @@ class Experts(nn.Module):
         """
         is_known = sorting is None and not isinstance(rows_per_expert, DeviceCounts)
         assert not is_known or sum(rows_per_expert) == x_RH.shape[0], (rows_per_expert, x_RH.shape)
-        parameters = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
-        own = [local(p, x_RH.dtype) for p in parameters if p is not None]
+        # Where products widen their operands, wide weights are read as they are, and rounded one expert at a time.
+        reads_wide = loan is None and self.kernels is None and multiplies_wide(x_RH)
+        own = [local(p, None if reads_wide else x_RH.dtype) for p in (self.w_gate, self.w_up, self.w_down)]
+        own += [local(p, x_RH.dtype) for p in (self.b_gate, self.b_up, self.b_down) if p is not None]
         if loan is None:
             return self._apply_to(x_RH, own, rows_per_expert, weights_R, self.later, sorting)
         # What is lent comes back with a collective, which has its place in the backward pass: nothing is postponed.
@@ -142,37 +147,41 @@ class Experts(nn.Module):
         assert sorting is None, "without kernels rows are sorted before they come"
         has_kernel = _has_grouped_kernel(x_RH, w.gate_EHF, w.down_EFH)
         if not has_kernel:
-            return looped_experts(
-                x_RH,
-                w,
-                rows_per_expert,
-                self.gate,
-                self.bias_columns,
-                weights_R=weights_R,
-                later=later,
-                keeps_inner=self.keeps_inner,
-            )
+            rows = list(rows_per_expert)
+            loop = LoopedHow(rows, self.gate, self.bias_columns, self.keeps_inner, self.operand, later)
+            return looped_experts(x_RH, w, loop, weights_R)
         apply = grouped_experts if self.keeps_inner else recomputed(grouped_experts)
         y_RH: Tensor = apply(x_RH, w, rows_per_expert, self.gate, self.bias_columns, weights_R, later)
         return y_RH
 
 
-def looped_experts(
-    x_RH: Tensor,
-    weights: ExpertWeights,
-    rows_per_expert: Sequence[int],
-    gate: Gate = SILU,
-    bias_columns: slice = ALL_COLUMNS,
-    weights_R: Tensor | None = None,
-    later: Later | None = None,
-    keeps_inner: bool = True,
-) -> Tensor:
+@dataclass(frozen=True)
+class LoopedHow:
+    """How `looped_experts` works: what its backward pass has to know beside tensors."""
+
+    rows_per_expert: Sequence[int]
+    """Rows of each expert that lies here; the rows are sorted by it."""
+    gate: Gate = SILU
+    bias_columns: slice = field(default_factory=lambda: ALL_COLUMNS)
+    """The columns of H that the local part of b_down belongs to."""
+    keeps_inner: bool = True
+    """Whether the inner projections are kept, or made again."""
+    operand: Operand = operand
+    """How weights are read."""
+    later: Later | None = None
+    """Takes the gradients of the weights."""
+    held: tuple[Tensor, ...] = ()
+    """The differentiable weights, where autograd is given detached ones because of `later`; not for callers."""
+
+
+def looped_experts(x_RH: Tensor, weights: ExpertWeights, how: LoopedHow, weights_R: Tensor | None = None) -> Tensor:
     """One expert after another: the reference, and the fastest way on CPU."""
     tensors = [getattr(weights, part.name) for part in fields(weights)]
-    how = _How(list(rows_per_expert), gate, bias_columns, keeps_inner)
-    if later is not None and can_wait(later, x_RH, weights.gate_EHF):
-        how = replace(how, later=later, held=tuple(w for w in tensors if w is not None))
+    if how.later is not None and can_wait(how.later, x_RH, weights.gate_EHF):
+        how = replace(how, held=tuple(w for w in tensors if w is not None))
         tensors = [None if w is None else w.detach() for w in tensors]
+    else:
+        how = replace(how, later=None)
     return _LoopedExperts.apply(x_RH, how, weights_R, *tensors)
 
 
@@ -256,21 +265,6 @@ def _grouped_product(x_RK: Tensor, weights_EKN: Tensor, offsets_E: Tensor, later
     return y_RN
 
 
-@dataclass(frozen=True)
-class _How:
-    """What the backward pass of the experts has to know beside tensors."""
-
-    rows_per_expert: Sequence[int]
-    gate: Gate
-    bias_columns: slice
-    keeps_inner: bool = True
-    """Whether the inner projections are kept, or made again."""
-    later: Later | None = None
-    """Takes the gradients of the weights."""
-    held: tuple[Tensor, ...] = ()
-    """The differentiable weights, if `later` is there: autograd is given detached ones."""
-
-
 class _LaterGrouped(torch.autograd.Function):
     """`held` has the differentiable weights, where autograd does not see them: their gradient takes another way."""
 
@@ -308,8 +302,8 @@ class _LoopedExperts(torch.autograd.Function):
     """Keeps x and, if asked, the two inner projections; everything else of an expert lives in the cache."""
 
     @staticmethod
-    def forward(ctx: Any, x_RH: Tensor, how: _How, weights_R: Tensor | None, *tensors: Any) -> Tensor:
-        w, width = ExpertWeights(*tensors), tensors[0].shape[2]
+    def forward(ctx: Any, x_RH: Tensor, how: LoopedHow, weights_R: Tensor | None, *tensors: Any) -> Tensor:
+        w, width, dtype = ExpertWeights(*tensors), tensors[0].shape[2], x_RH.dtype
         y_RH = torch.empty_like(x_RH)
         inner: list[Tensor] = []
         # What is kept has memory of its own; all else is the same for every expert, and stays in the cache.
@@ -317,12 +311,12 @@ class _LoopedExperts(torch.autograd.Function):
         kept, scratch = _Rooms(x_RH, how, width, 2, of_all=keeps_as_made), _Rooms(x_RH, how, width, 1)
         for e, rows in _spans(how.rows_per_expert):
             x = widened(_pad(x_RH[rows]))
-            g, u = _inner(x, w, e, kept.take(rows, len(x)))
+            g, u = _inner(x, w, e, kept.take(rows, len(x)), how, dtype)
             (room,) = scratch.take(rows, len(x))
             hidden, weights = how.gate.forward(g, u, room), _padded_weights(weights_R, rows, len(x))
             if weights is not None:
                 hidden = _scaled(hidden, weights)
-            product_into(y_RH[rows], hidden, widened(w.down_EFH[e]).t())
+            product_into(y_RH[rows], hidden, how.operand(w.down_EFH[e], dtype).t())
             if w.down_bias_EH is not None:
                 count = rows.stop - rows.start
                 of_rows = None if weights is None else weights[:count]
@@ -339,7 +333,7 @@ class _LoopedExperts(torch.autograd.Function):
         x_RH, weights_R, *tensors = ctx.saved_tensors
         num_weights = len(fields(ExpertWeights))
         tensors, inner = tensors[:num_weights], tensors[num_weights:]
-        how, w = ctx.how, ExpertWeights(*tensors)
+        how, w, dtype = ctx.how, ExpertWeights(*tensors), x_RH.dtype
         gradients = _WeightGradients(x_RH, how, tensors)
         waiting = []
         grad_x_RH = torch.empty_like(x_RH)
@@ -353,12 +347,13 @@ class _LoopedExperts(torch.autograd.Function):
                 inner_pair = inner[2 * i : 2 * i + 2]
             else:
                 # Rounded as what is kept.
-                again = _inner(widened(_pad(x_RH[rows])), w, e, made_again.take(rows, len(grad_y)))
+                x = widened(_pad(x_RH[rows]))
+                again = _inner(x, w, e, made_again.take(rows, len(grad_y)), how, dtype)
                 inner_pair = [t.to(x_RH.dtype) for t in again]
-            g, u = (widened(t) for t in inner_pair)
+            g, u = inner_pair
             room, *rooms = scratch.take(rows, len(grad_y))
             two_rooms = None if room is None else (rooms[0], rooms[1])
-            grad_hidden = product(grad_y, widened(w.down_EFH[e]), room)
+            grad_hidden = product(grad_y, how.operand(w.down_EFH[e], dtype), room)
             weights = _padded_weights(weights_R, rows, len(grad_y))
             if weights is None or grad_weights_R is None:
                 hidden, grad_g, grad_u = how.gate.backward(grad_hidden, g, u, two_rooms)
@@ -375,7 +370,7 @@ class _LoopedExperts(torch.autograd.Function):
                 gradients.add(of_expert)
             else:
                 waiting.append(of_expert)
-            by_gate, by_up = (grad_g, widened(w.gate_EHF[e])), (grad_u, widened(w.up_EHF[e]))
+            by_gate, by_up = (grad_g, how.operand(w.gate_EHF[e], dtype)), (grad_u, how.operand(w.up_EHF[e], dtype))
             two_products_into(grad_x_RH[rows], by_gate, by_up)
         if how.later is None:
             return grad_x_RH, None, grad_weights_R, *gradients.grads
@@ -386,7 +381,7 @@ class _LoopedExperts(torch.autograd.Function):
 class _WeightGradients:
     """The gradients of all experts' weights, one expert after another; made when the first is added."""
 
-    def __init__(self, x_RH: Tensor, how: _How, tensors: Sequence[Tensor | None]) -> None:
+    def __init__(self, x_RH: Tensor, how: LoopedHow, tensors: Sequence[Tensor | None]) -> None:
         self._x_RH = x_RH
         self._how = how
         self._tensors = tensors
@@ -439,13 +434,13 @@ class _Rooms:
         of_all: each expert has its own memory; else all have the same.
     """
 
-    def __init__(self, x_RH: Tensor, how: _How, width: int, count: int, *, of_all: bool = False) -> None:
+    def __init__(self, x_RH: Tensor, how: LoopedHow, width: int, count: int, *, of_all: bool = False) -> None:
         self._count, self._of_all = count, of_all
         self._tensors: list[Tensor] = []
         like = widened(x_RH[:0])
         # A product whose rows are padded brings its own; one that is not would keep the memory of all.
-        are_padded = any(count and padded_rows(count, x_RH) != count for count in how.rows_per_expert)
-        if writes_to_room(like) and not (of_all and are_padded):
+        bring_their_own = of_all and any(n and padded_rows(n, x_RH) != n for n in how.rows_per_expert)
+        if writes_to_room(like) and not bring_their_own:
             rows = len(x_RH) if of_all else max(how.rows_per_expert, default=0)
             self._tensors = [like.new_empty(rows, width) for _ in range(count)]
 
@@ -456,10 +451,12 @@ class _Rooms:
         return [tensor[rows if self._of_all else slice(padded)] for tensor in self._tensors]
 
 
-def _inner(x_MH: Tensor, w: ExpertWeights, expert: int, rooms: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """The two inner projections of an expert, in the type of its products."""
-    g = _plus(product(x_MH, widened(w.gate_EHF[expert]).t(), rooms[0]), w.gate_bias_EF, expert)
-    return g, _plus(product(x_MH, widened(w.up_EHF[expert]).t(), rooms[1]), w.up_bias_EF, expert)
+def _inner(
+    x_MH: Tensor, w: ExpertWeights, expert: int, rooms: Sequence[Any], how: LoopedHow, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The two inner projections of an expert, of weights as in `dtype`, in the type of its products."""
+    g = _plus(product(x_MH, how.operand(w.gate_EHF[expert], dtype).t(), rooms[0]), w.gate_bias_EF, expert)
+    return g, _plus(product(x_MH, how.operand(w.up_EHF[expert], dtype).t(), rooms[1]), w.up_bias_EF, expert)
 
 
 def _plus(y_MN: Tensor, bias_EN: Tensor | None, expert: int, weights_M: Tensor | None = None) -> Tensor:

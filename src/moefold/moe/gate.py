@@ -22,6 +22,7 @@ class Gate(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(hidden values, gradient of g, gradient of u) from the gradient of the hidden values, without autograd.
 
+        All have the type of `grad`; g and u may be narrower.
         `grad` may be overwritten, and `rooms`, memory for two of the results, may be used.
         """
         ...
@@ -42,6 +43,7 @@ class SiluGate:
         self, grad: Tensor, g: Tensor, u: Tensor, rooms: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Gate`."""
+        g, u = g.to(grad.dtype), u.to(grad.dtype)
         hidden, silu = rooms or (torch.empty_like(g), torch.empty_like(g))
         torch.ops.aten.silu.out(g, out=silu)
         torch.mul(silu, u, out=hidden)
@@ -69,6 +71,7 @@ class ClampedGate:
         self, grad: Tensor, g: Tensor, u: Tensor, rooms: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Gate`."""
+        g, u = g.to(grad.dtype), u.to(grad.dtype)
         clamped, factor = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit) + 1
         share = torch.sigmoid(self.alpha * clamped)
         swish = clamped * share

@@ -125,9 +125,10 @@ def start_reduce_scatter(x: Tensor, group: Group) -> InFlight:
 
 def start_all_gather_rows(x: Tensor, group: Group, rows: Sequence[int], form: Form = AS_IT_IS) -> InFlight:
     """Begin `collectives.all_gather_rows`; `x` must not change before the wait."""
-    num_rows = x.shape[0]
+    # Not x itself: the graph has the form, and would keep it.
+    num_rows, repeats = x.shape[0], (group.size, *[1] * (x.dim() - 1))
     to_all = Form(
-        lambda rows: form.pack(rows).repeat(group.size, *[1] * (x.dim() - 1)),
+        lambda rows: form.pack(rows).repeat(repeats),
         form.unpack,
         lambda grad: form.adjoint(grad.view(group.size, num_rows, *grad.shape[1:]).sum(0)),
     )

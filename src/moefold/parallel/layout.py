@@ -52,15 +52,17 @@ class View:
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups along `axes`, in the order of their first members: a partition of the ranks."""
-        seen: dict[tuple[int, ...], None] = {}
-        for rank in range(self.world_size):
-            seen.setdefault(self.group(rank, *axes))
-        return tuple(seen)
+        firsts = range(self.world_size)
+        return tuple(self.group(rank, *axes) for rank in firsts if not any(self.coordinate(rank, a) for a in axes))
+
+    def group_index(self, rank: int, axis: str) -> int:
+        """Which of `groups(axis)` a rank belongs to: what is slower than the axis counts first, then what is faster."""
+        stride = self.stride(axis)
+        return rank // (stride * self.degree(axis)) * stride + rank % stride
 
     def group_indices(self, axis: str) -> tuple[int, ...]:
-        """For each rank, which of `groups(axis)` it belongs to."""
-        index = {rank: i for i, group in enumerate(self.groups(axis)) for rank in group}
-        return tuple(index[rank] for rank in range(self.world_size))
+        """The same of each rank."""
+        return tuple(self.group_index(rank, axis) for rank in range(self.world_size))
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutMo
         _apply_tensor_parallel(stage, groups)
         _apply_expert_parallel(stage, groups, positions, dispatcher)
         _apply_context_parallel(stage, groups, cfg)
-        _apply_kernels(stage, kernels)
+        apply_kernels(stage, kernels)
         if is_trained:
             apply_recompute(stage, cfg.train.recompute, groups.beside)
         if offload is not None:
@@ -186,10 +186,15 @@ def cut_model(cfg: Config, groups: ParallelGroups, *, is_trained: bool) -> CutMo
     return CutModel(stages, plan, positions, note, offload)
 
 
-def _apply_kernels(stage: Transformer, kernels: Kernels) -> None:
-    """The embedding, the head and the routers compute in a wider type than the layers."""
+def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
+    """Let the layers compute with what was selected; before the stage is told its positions.
+
+    The embedding, the head and the routers compute in a wider type than the layers.
+    """
     for layer in stage.moe_layers().values():
         layer.experts.kernels = kernels.rows
+        layer.experts.gate = kernels.expert_gate or layer.experts.gate
+        layer.experts.operand = kernels.operand
         layer.router.kernel = kernels.routing
     for module in stage.modules():
         if isinstance(module, Attention | LatentAttention | SwiGLU | FurtherTokenBlock):

@@ -7,7 +7,7 @@ import torch
 from moefold.config.checks_recompute import AUTO
 from moefold.config.schema import Config
 from moefold.metrics.kept_parts import KERNELS
-from moefold.metrics.recompute_choice import GIB, choose_recompute, with_choice
+from moefold.metrics.recompute_choice import DEVICE_SHARE, GIB, choose_recompute, with_choice
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.recall import recalled, recomputed, recomputed_steps
@@ -16,9 +16,6 @@ from moefold.moe.layer import MoELayer
 from moefold.parallel.beside import Beside
 from moefold.parallel.collectives import all_reduce_max
 from moefold.parallel.groups import ParallelGroups
-
-DEVICE_SHARE = 0.9
-"""Of a GPU's memory; the rest is for kernels' workspaces, NCCL and what the allocator cannot use."""
 
 
 def settle_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> tuple[Config, str]:

@@ -1,8 +1,8 @@
 """What each pipeline stage holds and which rank has it: the one place that every reader of stages asks. Torch-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from moefold.config.pipeline_layout import StageParts, even_stages, read_layout
+from moefold.config.pipeline_layout import StageParts, even_stages, read_layout, write_layout
 from moefold.config.schedules import stage_ranks
 from moefold.config.schema import Config
 from moefold.parallel.stage_balance import balanced_stages
@@ -35,6 +35,11 @@ class StagePlan:
     stages: tuple[Stage, ...]
 
     @property
+    def layout(self) -> str:
+        """As `parallel.pipeline_layout` spells it."""
+        return write_layout(tuple(stage.parts for stage in self.stages))
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Pipeline rank of each stage."""
         return tuple(stage.pp_rank for stage in self.stages)
@@ -64,6 +69,13 @@ def plan_stages(cfg: Config) -> StagePlan:
     ranks = stage_ranks(cfg.parallel)
     parts = stage_parts(cfg)
     return StagePlan(tuple(Stage(i, rank, part) for i, (rank, part) in enumerate(zip(ranks, parts, strict=True))))
+
+
+def with_layout(cfg: Config) -> Config:
+    """The recipe with an automatic layout spelled out, for a change that must not move the stages."""
+    if cfg.parallel.pipeline_layout != "auto":
+        return cfg
+    return replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=plan_stages(cfg).layout))
 
 
 def stage_parts(cfg: Config) -> tuple[StageParts, ...]:

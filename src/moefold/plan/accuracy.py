@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from math import inf
 from pathlib import Path
 
 from moefold.parallel.layout import divisors
@@ -15,6 +16,7 @@ from moefold.plan.memory import Memory
 from moefold.plan.model_name import read_shape
 from moefold.plan.published import OUT_OF_MEMORY, Case, Row, SkipRowError, case_of, read_rows
 from moefold.plan.shape import ModelShape
+from moefold.plan.space import UNCUT
 from moefold.plan.step_time import Pricer
 from moefold.plan.workload import StateTypes, Workload
 
@@ -36,7 +38,13 @@ class Prediction:
     measured: float | str
     predicted: float | str
     mapping: Mapping
-    precision: str
+    workload: Workload
+    """With the types of the states that the mapping was found to fit with."""
+
+    @property
+    def precision(self) -> str:
+        """Of the products."""
+        return self.workload.precision
 
     @property
     def error_pct(self) -> float | None:
@@ -113,21 +121,29 @@ def predict(case: Case) -> Prediction:
     Raises:
         SkipRowError: no choice of what is open divides the batch, or the value is no number.
     """
-    shape = read_shape(case.model)
-    mapping = _best(shape, case)
-    value = case.row["value"]
-    try:
-        measured: float | str = OUT_OF_MEMORY if value.upper() == OUT_OF_MEMORY else float(value)
-    except ValueError:
-        raise SkipRowError(f"value {value!r} is no number") from None
-    predicted: float | str = OUT_OF_MEMORY if mapping is None else _metric(shape, case, mapping)
+    shape, measured = read_shape(case.model), _measured(case.row["value"])
+    found = _best(shape, case)
+    predicted: float | str = OUT_OF_MEMORY if found is None else _metric(shape, case, found[0])
+    mapping, workload = found or (case.mapping, case.workload)
     return Prediction(
         row=case.row,
         measured=measured,
         predicted=predicted,
-        mapping=mapping or case.mapping,
-        precision=case.workload.precision,
+        mapping=mapping,
+        workload=workload,
     )
+
+
+def _measured(value: str) -> float | str:
+    if value.upper() == OUT_OF_MEMORY:
+        return OUT_OF_MEMORY
+    try:
+        number = float(value)
+    except ValueError:
+        raise SkipRowError(f"value {value!r} is no number") from None
+    if not 0 < number < inf:
+        raise SkipRowError(f"value {value!r} is no speed: it must be a number above 0, or {OUT_OF_MEMORY}")
+    return number
 
 
 def _metric(shape: ModelShape, case: Case, mapping: Mapping) -> float:
@@ -151,11 +167,11 @@ def _memory(model: str, gpu: str, workload: Workload) -> Memory:
     return Memory(read_shape(model), workload, load_device(gpu))
 
 
-def _best(shape: ModelShape, case: Case) -> Mapping | None:
+def _best(shape: ModelShape, case: Case) -> tuple[Mapping, Workload] | None:
     """The fastest of the open choices that fits; None where none does."""
     pricer = _pricer(shape.name, case.gpu, case.workload)
-    fitting = [m for choice in _choices(shape, case) if (m := _fitted(shape, case, choice)) is not None]
-    return min(fitting, key=lambda m: pricer.step_time(m).total_s) if fitting else None
+    fitting = [found for choice in _choices(shape, case) if (found := _fitted(shape, case, choice)) is not None]
+    return min(fitting, key=lambda found: pricer.step_time(found[0]).total_s) if fitting else None
 
 
 def _choices(shape: ModelShape, case: Case) -> list[Mapping]:
@@ -164,12 +180,14 @@ def _choices(shape: ModelShape, case: Case) -> list[Mapping]:
     sizes = [m.mbs] if m.mbs else [size for size in MICRO_BATCHES if local % size == 0]
     if m.mbs and local % m.mbs:
         raise SkipRowError(f"micro-batches of {m.mbs} do not divide {local} samples of a rank")
+    if m.pp * max(1, m.vpp) > len(shape.layers) + len(UNCUT):
+        raise SkipRowError(f"pp={m.pp} with vpp={m.vpp} is more stages than {len(shape.layers)} layers make")
     most = min(MOST_VIRTUAL_STAGES, len(shape.layers) // m.pp)
     stages = [m.vpp] if m.vpp else [1, *(v for v in divisors(max(1, len(shape.layers) // m.pp)) if 1 < v <= most)]
     return [replace(m, mbs=size, vpp=vpp) for size, vpp in product(sizes, stages)]
 
 
-def _fitted(shape: ModelShape, case: Case, mapping: Mapping) -> Mapping | None:
+def _fitted(shape: ModelShape, case: Case, mapping: Mapping) -> tuple[Mapping, Workload] | None:
     """The mapping with the least sharding, the least recomputation and the widest optimizer under which it fits."""
     ways = [SELECTIVE[:i] for i in range(len(SELECTIVE) + 1)]
     if not case.is_complete:
@@ -180,9 +198,9 @@ def _fitted(shape: ModelShape, case: Case, mapping: Mapping) -> Mapping | None:
     zeros = (mapping.zero,) if case.is_complete or mapping.pp > 1 else dict.fromkeys((mapping.zero, 3))
     for zero, parts, states in product(zeros, ways, all_states):
         tried = replace(mapping, recompute=parts, zero=zero)
-        memory = _memory(shape.name, case.gpu, replace(case.workload, states=states))
-        if memory.estimate(tried).fits:
-            return tried
+        workload = replace(case.workload, states=states)
+        if _memory(shape.name, case.gpu, workload).estimate(tried).fits:
+            return tried, workload
     return None
 
 

@@ -3,15 +3,17 @@
 from dataclasses import replace
 from typing import Literal, Protocol
 
+from moefold.config.checks_recompute import AUTO
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.plan.device import Device, load_device
 from moefold.plan.legality import AXES
 from moefold.plan.planner import Planner, Question, name_of
+from moefold.plan.precision import PLANNER_NAMES, WIDE, dtype_fault, simulation_fault
 from moefold.plan.restriction import Restriction
 from moefold.plan.search import Plan
 from moefold.plan.shape import shape_of
-from moefold.plan.workload import Workload
+from moefold.plan.workload import workload_of
 
 PROCESS_GIB = 0.5
 """A process with torch and gloo before it has a model."""
@@ -61,34 +63,45 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: Machine) -> tuple[
     fixed = {axis: getattr(getattr(cfg, s), key) for axis, (s, key) in AXES.items() if f"{s}.{key}" in given}
     if fixed.get("dispatcher") == "auto":
         del fixed["dispatcher"]
+    if AUTO in cfg.train.recompute:
+        raise ConfigError(
+            f"train.recompute=['{AUTO}'] and parallel='auto' both choose what runs again; leave out train.recompute "
+            "and train.memory_budget_gib, or name the parts, such as train.recompute=['norms']"
+        )
     says_ranks = "parallel.world_size" in given and not (p.elastic and machine.is_launched)
     base = replace(cfg, parallel=replace(p, mapping="given"), run=replace(cfg.run, device=machine.device_type))
     counts = [p.world_size] if says_ranks else [machine.num_ranks]
     if not says_ranks and not machine.is_launched:
         # Not all numbers of devices divide all models and batches.
         counts = list(range(machine.num_ranks, 0, -1))
-    for num_ranks in counts:
-        planner = Planner(_question(base, num_ranks, machine, fixed))
-        if planner.space.folds or num_ranks == counts[-1]:
-            break
+    planners = (Planner(_question(base, num_ranks, machine, fixed)) for num_ranks in counts)
+    legal = next((planner for planner in planners if planner.space.folds), None)
+    # Where nothing is legal the answer is why not on all devices.
+    planner = legal or Planner(_question(base, counts[0], machine, fixed))
     best = planner.best()
     planned = replace(planner.config_of(best), run=cfg.run)
-    return planned, _words(planner, best)
+    simulated = simulation_fault(cfg, PLANNER_NAMES[cfg.train.precision], planner.question.device)
+    notes, priced = [], planner.question.workload.product_words
+    if simulated:
+        said = f"train.precision={cfg.train.precision!r} is simulated, at the speed of float32 at best"
+        notes.append(f"\n  priced in {priced}: {said}, as {simulated}")
+    if lack := dtype_fault(cfg, planner.question.device):
+        notes.append(f"\n  priced in {priced}: run.dtype={cfg.run.dtype!r} has no price, as {lack}")
+    return planned, _words(planner, best) + "".join(notes)
 
 
 def _question(base: Config, num_ranks: int, machine: Machine, fixed: dict[str, object]) -> Question:
     cfg = replace(base, parallel=replace(base.parallel, world_size=num_ranks))
-    train = cfg.train
+    train, device = cfg.train, _device(machine, num_ranks)
+    precision = PLANNER_NAMES[train.precision]
+    known = replace(cfg, run=replace(cfg.run, dtype="bfloat16")) if dtype_fault(cfg, device) else cfg
     return Question(
         base=cfg,
         shape=replace(shape_of(cfg.model), name=cfg.model.preset or "the model"),
-        device=_device(machine, num_ranks),
-        workload=Workload(
-            seq_len=train.seq_len,
-            global_batch_size=train.global_batch_size,
-            capacity_factor=cfg.moe.capacity_factor,
-            dispatch_precision=cfg.moe.dispatch_precision,
-        ),
+        device=device,
+        # Every mapping simulates the same products, or has the same type: their order is that of others, and the answer
+        # says so.
+        workload=workload_of(known, WIDE if simulation_fault(cfg, precision, device) else precision),
         restriction=Restriction(fixed),
     )
 

@@ -2,7 +2,8 @@
 
 Ranks are laid out with tp fastest, so a group of `size` ranks at a distance of `stride` lies within one link level or
 is spread over several units of it (nodes, NVLink domains). Volumes over the outer level pass the network card of each
-rank, of which a unit has as many as ranks of the group.
+rank, of which a unit has as many as ranks of the group. Over a spine (`Device.spine`) they pass the same cards as
+within a pod, and uplinks that are fewer.
 """
 
 from dataclasses import dataclass
@@ -33,15 +34,16 @@ def gather_s(device: Device, group: Group, whole_bytes: float) -> float:
     """All-gather to `whole_bytes` on each rank, or reduce-scatter from them: rings in each level at once."""
     if group.size == 1:
         return 0.0
-    slowest, latency, below = 0.0, 0.0, 1
+    slowest, latency, below, on_cards = 0.0, 0.0, 1, 0.0
     for link in device.links:
         inside = ranks_inside(group, link)
         if inside > below:
             units = inside // below
-            # A unit's ranks each bring their own card to the ring of this level.
-            share = whole_bytes * inside / group.size * (units - 1) / units / below
-            slowest = max(slowest, share / (link.bytes_per_s * link.fraction))
-            latency += link.latency_s * (1 + log2(units))
+            # All of it passes every link of a ring; a unit's ranks each bring their own card to the ring of this level.
+            share = whole_bytes * (units - 1) / units / below
+            latency += link.latency_s * (log2(units) + (not (link.is_uplink and on_cards)))
+            on_cards = share + (on_cards if link.is_uplink else 0.0)
+            slowest = max(slowest, _passed_s(link, share, on_cards))
             below = inside
         if inside == group.size:
             break
@@ -65,19 +67,31 @@ def exchange_s(device: Device, group: Group, sent_bytes: float, *, routing: "Rou
     """
     if group.size == 1:
         return 0.0
-    slowest, latency, below = 0.0, 0.0, 1
+    slowest, latency, below, on_cards, cards = 0.0, 0.0, 1, 0.0, 1
     for link in device.links:
         inside = ranks_inside(group, link)
         if inside > below:
             units, all_units = inside // below, group.size // below
-            share = routing.reached(all_units) / routing.copies if routing else 1.0
-            away = (units - 1) / all_units * share
-            slowest = max(slowest, sent_bytes * away / (link.bytes_per_s * link.fraction))
-            latency = max(latency, link.latency_s * (1 + log2(units)))
+            if not (link.is_uplink and on_cards):
+                # A token that goes to several units of a pod goes there one by one, over the spine too.
+                on_cards, cards = 0.0, below
+                sent = sent_bytes * (routing.reached(all_units) / routing.copies if routing else 1.0)
+            away = sent * (units - 1) / all_units
+            on_cards += away
+            slowest = max(slowest, _passed_s(link, away, on_cards))
+            latency = max(latency, link.latency_s * (1 + log2(inside // cards)))
             below = inside
         if inside == group.size:
             break
     return slowest + latency
+
+
+def _passed_s(link: Link, passed_bytes: float, on_cards_bytes: float) -> float:
+    """Seconds of what passes a level for each rank, and of all that passes the rank's card there and on the way up."""
+    seconds = passed_bytes / (link.bytes_per_s * link.fraction)
+    if not link.is_uplink:
+        return seconds
+    return max(seconds, on_cards_bytes / (link.bytes_per_s * link.oversubscription * link.fraction))
 
 
 @dataclass(frozen=True, slots=True)

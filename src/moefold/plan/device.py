@@ -5,7 +5,7 @@ fitted, the file of the device says on what.
 """
 
 import tomllib
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +15,10 @@ from moefold.config.keys import nearest
 from moefold.errors import ConfigError
 
 GIB = 2**30
+SPINE = "spine"
+SPINE_KEYS = ("pod_gpus", "oversubscription", "latency_s")
+"""GPUs of a pod, within which the last of the links is as fast as it says; bandwidth of their cards over that of the
+pod's uplinks; and latency of a message between pods. A device has none by itself, as networks differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +26,7 @@ class Link:
     """One level of the network: what `gpus` neighbouring ranks have between them."""
 
     level: str
-    """nvlink, rail, spine or any other name."""
+    """nvlink, rail, spine, or any other name."""
     gpus: int
     """Ranks that this level connects; 0: all that there are."""
     bytes_per_s: float
@@ -31,6 +35,13 @@ class Link:
     """Of one message."""
     fraction: float
     """Part of `bytes_per_s` that large messages reach."""
+    oversubscription: float = 0.0
+    """Of the uplinks of a spine, whose traffic passes the cards of the level before as well; 0: cards of its own."""
+
+    @property
+    def is_uplink(self) -> bool:
+        """Whether it joins pods, within which the level before connects all."""
+        return self.oversubscription > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +62,12 @@ class Device:
     half_depth: float
     """Inner size of a product at which a tile runs at half its speed: prologue and epilogue over main loop."""
     peak_flops: dict[str, float]
-    """Peak operations a second by precision, dense; what is missing runs as bf16."""
+    """Peak operations a second by precision, dense; what is missing has no units."""
+    wide_flops: dict[str, float] = field(default_factory=dict)
+    """The same of products in float32, which torch does not round to TF32, and float64; what is missing has no
+    price."""
     gemm_fraction: dict[str, float]
-    """Part of the peak that large products reach in training, under the power limit."""
+    """Part of the peak that large products reach in training, under the power limit; wider ones as those of bf16."""
     grouped_fraction: float
     """Speed of a grouped product over that of a single one of the same size."""
     quantize_passes: dict[str, float]
@@ -89,6 +103,20 @@ class Device:
         """Peak operations a second; those of bf16 where the device has no faster unit for a precision."""
         return self.peak_flops.get(precision, self.peak_flops["bf16"])
 
+    def slowdown(self, dtype: str) -> float:
+        """How many times as long products of a compute type take as those of bfloat16.
+
+        Raises:
+            ConfigError: nobody has said how fast they are.
+        """
+        if dtype == "bfloat16":
+            return 1.0
+        if dtype not in self.wide_flops:
+            raise ConfigError(
+                f"{self.name} has no rate of products in {dtype}; give it in the device's file as [wide_flops] {dtype}"
+            )
+        return self.peak_flops["bf16"] / self.wide_flops[dtype]
+
 
 def device_names() -> tuple[str, ...]:
     """All devices that come along, by name."""
@@ -110,6 +138,8 @@ def load_device(name_or_path: str) -> Device:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--gpu {name_or_path}: cannot be read ({error.strerror or error})") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--gpu {name_or_path}: not UTF-8 ({error}); save it as UTF-8 text") from None
         return _device_of(text, name_or_path)
     name = name_or_path.lower()
     if name not in device_names():
@@ -127,20 +157,24 @@ def _folder() -> Any:
 
 def _device_of(text: str, where: str) -> Device:
     tree = _tree_of(text, where)
+    spine = tree.pop(SPINE, None)
     known = {f.name for f in fields(Device)}
     for key in tree:
         if key not in known:
-            guess = nearest(key, known, cutoff=0.5)
+            guess = nearest(key, known | {SPINE}, cutoff=0.5)
             raise ConfigError(
-                f"{where}: unknown key {key!r}; " + (f"did you mean {guess!r}?" if guess else _all(known))
+                f"{where}: unknown key {key!r}; " + (f"did you mean {guess!r}?" if guess else _all(known | {SPINE}))
             )
-    lacking = [f.name for f in fields(Device) if f.name not in tree and f.default is MISSING]
+    tree.setdefault("wide_flops", {})
+    lacking = [f.name for f in fields(Device) if f.name not in tree]
     if lacking:
         raise ConfigError(
             f"{where}: {', '.join(lacking)} missing; give them, or start from a device with base = 'h100'"
         )
     for f in fields(Device):
         tree[f.name] = _checked(where, f.name, tree[f.name])
+    if spine is not None:
+        tree["links"] = _with_spine(where, tree["links"], spine)
     return Device(**tree)
 
 
@@ -161,6 +195,7 @@ def _tree_of(text: str, where: str) -> dict[str, Any]:
     }
 
 
+WIDE_TYPES = ("float32", "float64")
 _TABLES = ("peak_flops", "gemm_fraction", "quantize_passes")
 
 
@@ -171,23 +206,30 @@ def _checked(where: str, key: str, value: Any) -> Any:
         return value
     if key == "links":
         return _links(where, value)
+    if key == "wide_flops":
+        if not isinstance(value, dict) or not set(value) <= set(WIDE_TYPES):
+            raise ConfigError(f"{where}: [{key}] must be a table of numbers by type, of {' and '.join(WIDE_TYPES)}")
+        return {dtype: _number(where, f"{key}.{dtype}", number) for dtype, number in value.items()}
     if key in _TABLES:
         if not isinstance(value, dict) or "bf16" not in value and key != "quantize_passes":
             raise ConfigError(f"{where}: [{key}] must be a table of numbers by precision with at least bf16")
-        return {precision: _number(where, f"{key}.{precision}", number) for precision, number in value.items()}
-    number = _number(where, key, value)
-    return int(number) if key in ("multiprocessors", "tile_rows", "tile_columns") else number
+        check = _part if key == "gemm_fraction" else _number
+        return {precision: check(where, f"{key}.{precision}", number) for precision, number in value.items()}
+    if key in ("multiprocessors", "tile_rows", "tile_columns"):
+        return _whole(where, key, value, least=1)
+    return _part(where, key, value) if key == "hbm_fraction" else _number(where, key, value)
 
 
 def _links(where: str, value: Any) -> tuple[Link, ...]:
-    known = {f.name for f in fields(Link)}
+    known = {f.name for f in fields(Link)} - {"oversubscription"}
     if not isinstance(value, list) or not value or any(not isinstance(row, dict) or set(row) != known for row in value):
         raise ConfigError(f"{where}: links must be a list of [[links]] tables with {', '.join(sorted(known))}")
     links = tuple(
         Link(
             level=str(row["level"]),
-            gpus=int(_number(where, "links.gpus", row["gpus"], least=0)),
-            **{key: _number(where, f"links.{key}", row[key]) for key in ("bytes_per_s", "latency_s", "fraction")},
+            gpus=_whole(where, "links.gpus", row["gpus"], least=0),
+            fraction=_part(where, "links.fraction", row["fraction"]),
+            **{key: _number(where, f"links.{key}", row[key]) for key in ("bytes_per_s", "latency_s")},
         )
         for row in value
     )
@@ -196,10 +238,51 @@ def _links(where: str, value: Any) -> tuple[Link, ...]:
     return links
 
 
-def _number(where: str, key: str, value: Any, least: float = 1e-12) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
+def _with_spine(where: str, links: tuple[Link, ...], value: Any) -> tuple[Link, ...]:
+    """The links with the last level cut into pods, and what joins these."""
+    if not isinstance(value, dict) or set(value) != set(SPINE_KEYS):
+        raise ConfigError(f"{where}: [{SPINE}] must be a table of {', '.join(SPINE_KEYS)}")
+    cards = links[-1]
+    inner = links[-2].gpus if len(links) > 1 else 1
+    pod = _whole(where, f"{SPINE}.pod_gpus", value["pod_gpus"], least=1)
+    if pod <= inner or pod % inner:
+        raise ConfigError(f"{where}: {SPINE}.pod_gpus={pod} must be a multiple of {inner}, and several times as many")
+    times = _number(where, f"{SPINE}.oversubscription", value["oversubscription"])
+    if times < 1:
+        raise ConfigError(
+            f"{where}: {SPINE}.oversubscription={times:g} must be at least 1: the cards of a pod over its uplinks"
+        )
+    uplinks = Link(
+        level=SPINE,
+        gpus=0,
+        bytes_per_s=cards.bytes_per_s / times,
+        latency_s=_number(where, f"{SPINE}.latency_s", value["latency_s"]),
+        fraction=cards.fraction,
+        oversubscription=times,
+    )
+    return (*links[:-1], replace(cards, gpus=pod), uplinks)
+
+
+def _number(where: str, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-12 <= value < float("inf"):
         raise ConfigError(f"{where}: {key}={value!r} must be a number above 0")
     return float(value)
+
+
+def _part(where: str, key: str, value: Any) -> float:
+    """A part of what the vendor prints: above it nothing runs."""
+    number = _number(where, key, value)
+    if number > 1:
+        raise ConfigError(
+            f"{where}: {key}={value!r} must be above 0 and at most 1, the part that is reached; 0.8 is 80 %"
+        )
+    return number
+
+
+def _whole(where: str, key: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{where}: {key}={value!r} must be a whole number of at least {least}")
+    return value
 
 
 def _all(known: set[str]) -> str:

@@ -2,6 +2,7 @@
 
 from math import ceil
 
+from moefold.errors import ConfigError
 from moefold.plan.device import Device
 from moefold.plan.workload import Workload
 
@@ -14,15 +15,24 @@ LONELY_WAVES = 0.351
 
 
 class Products:
-    """Prices products on one device in one precision."""
+    """Prices products on one device in one precision.
+
+    Raises:
+        ConfigError: the device has no units for it, or nobody has said how fast it is.
+    """
 
     def __init__(self, device: Device, workload: Workload) -> None:
-        precision = workload.precision if workload.precision in device.peak_flops else "bf16"
+        precision = workload.precision
+        if precision not in device.peak_flops:
+            raise ConfigError(f"{device.name} has matrix units for {', '.join(device.peak_flops)}, not for {precision}")
         self.device = device
         self.fraction = device.gemm_fraction.get(precision, device.gemm_fraction["bf16"])
-        self.rate = device.peak(precision) * self.fraction
+        slowdown = 1.0 if workload.is_low_precision else device.slowdown(workload.dtype)
+        self.rate = device.peak(precision) * self.fraction / slowdown
         self.bytes_per_s = device.hbm_bytes_per_s * device.hbm_fraction
-        self.element_bytes = {"bf16": 2.0, "nvfp4": 0.5625}.get(precision, 1.0)
+        self.value_bytes = workload.value_bytes
+        self.element_bytes = {"bf16": float(self.value_bytes), "nvfp4": 0.5625}.get(precision, 1.0)
+        self.gradient_bytes = max(MASTER_GRADIENT_BYTES, 2 * self.value_bytes)
         self.quantize_bytes = 0.0 if precision == "bf16" else device.quantize_passes.get(precision, 4.0)
         self.fuses = workload.fused_experts and precision == "mxfp8"
 
@@ -31,14 +41,14 @@ class Products:
 
         Tiles of a wave that is not full are counted as half a wave, what a product meets on average.
         """
-        moved = self.element_bytes * (rows * depth + groups * depth * columns) + 2.0 * rows * columns
+        moved = self.element_bytes * (rows * depth + groups * depth * columns) + self.value_bytes * rows * columns
         return self._tiled_s((rows / groups, columns, depth), groups, moved, fused=fused)
 
     def weight_gradient_s(
         self, rows: float, columns: int, depth: int, *, groups: int = 1, fused: bool = False
     ) -> float:
         """The gradient of a weight of [depth, columns] from `rows` tokens, added to its float32 sum."""
-        moved = self.element_bytes * rows * (depth + columns) + MASTER_GRADIENT_BYTES * groups * depth * columns
+        moved = self.element_bytes * rows * (depth + columns) + self.gradient_bytes * groups * depth * columns
         return self._tiled_s((depth, columns, rows / groups), groups, moved, fused=fused)
 
     def _tiled_s(self, sizes: tuple[float, float, float], groups: int, moved_bytes: float, *, fused: bool) -> float:

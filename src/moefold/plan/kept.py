@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moefold.config.schema import Config, TrainConfig
 from moefold.metrics.activation_memory import ActivationFormula
 from moefold.metrics.kept_parts import CPU, CUDA, MEGATRON, Kernels, Parts
-from moefold.metrics.pass_memory import moments_of_layer
+from moefold.metrics.pass_memory import moments_of_layer, pauses_again
 from moefold.metrics.pass_turns import MOMENTS, WITH_SPLITS
 from moefold.plan.columns import Columns
 from moefold.plan.held_states import letter_of
@@ -40,6 +40,9 @@ AWAY = {
 
 LABELS = (*dict.fromkeys(label for labels in AWAY.values() for label in labels), FOREIGN)
 
+PARTS_OF_OTHERS = {"D": frozenset({"moe", "expert_activation", "shared_experts"}), "M": frozenset({"dense_mlp"})}
+"""Parts that may run again and that a layer of a kind has not."""
+
 Prices = NDArray[np.float64]
 Saver = tuple[tuple[str, ...], tuple[str, ...]]
 """Parts that run again, and parts whose activations leave memory."""
@@ -58,6 +61,13 @@ class Savers(tuple[Saver, ...]):
         """Number of each one's set among `recomputes`, [savers]."""
         number = {recompute: i for i, recompute in enumerate(self.recomputes)}
         return np.array([number[recompute] for recompute, _ in self], dtype=np.intp)
+
+    @cached_property
+    def pauses(self) -> NDArray[np.intp]:
+        """1 for each one with which exchanges of experts run again, else 0, [savers]."""
+        return np.array([pauses_again(recompute) for recompute in self.recomputes])[self.which_recompute].astype(
+            np.intp
+        )
 
     @cached_property
     def _hash(self) -> int:
@@ -86,6 +96,7 @@ class KeptActivations:
         self.cfg = replace(cfg, moe=moe, train=replace(cfg.train, seq_len=workload.seq_len))
         self.kernels = MEGATRON if workload.is_megatron else CPU if on_cpu else CUDA
         self._bases: dict[tuple[Any, ...], _Base] = {}
+        self._layers: dict[tuple[Any, ...], tuple[Parts, dict[int, Prices]]] = {}
         self._matrices: dict[tuple[Any, ...], tuple[Prices, Prices]] = {}
 
     def prices(self, m: Mapping) -> Prices:
@@ -113,7 +124,7 @@ class KeptActivations:
 
     def _matrix(self, m: Mapping, savers: Savers) -> tuple[Prices, Prices]:
         """Totals and what leaves, of micro-batches of one sample without cp: all of them are linear in the tokens."""
-        key = (self._key(m), savers)
+        key = (self.key(m), savers)
         if key not in self._matrices:
             columns = self.columns
             bases, which = [self._base(m, recompute) for recompute in savers.recomputes], savers.which_recompute
@@ -125,11 +136,12 @@ class KeptActivations:
             self._matrices[key] = totals, away
         return self._matrices[key]
 
-    def _key(self, m: Mapping) -> tuple[Any, ...]:
+    def key(self, m: Mapping) -> tuple[Any, ...]:
+        """What all of it depends on, beside the tokens of a micro-batch."""
         return (m.tp, m.etp, m.ep * m.etp > 1, min(self.workload.load, m.ep), m.dispatcher == "allgather")
 
     def _base(self, m: Mapping, recompute: tuple[str, ...]) -> "_Base":
-        key = (*self._key(m), recompute)
+        key = (*self.key(m), recompute)
         if key not in self._bases:
             self._bases[key] = _Base(*self._computed(replace(m, cp=1, mbs=1), recompute))
         return self._bases[key]
@@ -152,20 +164,30 @@ class KeptActivations:
             return self._foreign(m, recompute, table)
         formula = _formula(self.cfg, m, recompute, self.kernels, self.workload.load)
         kept: dict[int, Parts] = {}
-        at: dict[str, dict[str, Parts]] = {}
         for kind in range(columns.kinds):
-            letter = letter_of(self.shape, kind)
-            at[letter] = at.get(letter) or moments_of_layer(formula, letter)
-            for moment, parts in at[letter].items():
-                table[:, columns.at(moment) + kind] = grouped(parts)
-            kept[kind] = formula.layer(letter)
-            table[:, columns.kept + kind] = grouped(kept[kind])
-            table[:, columns.passing + kind] = grouped(formula.passing[letter])
-            table[:, columns.again + kind] = grouped(formula.again[letter])
-            table[:, columns.postponed + kind] = grouped(formula.postponed_layer(letter))
+            kept[kind], found = self._layer(formula, letter_of(self.shape, kind), m)
+            for first, sizes in found.items():
+                table[:, first + kind] = sizes
         for name, parts in self._ends(formula).items():
             table[:, columns.end(name)] = grouped(parts)
         return kept, table
+
+    def _layer(self, formula: ActivationFormula, letter: str, m: Mapping) -> tuple[Parts, dict[int, Prices]]:
+        """What a layer of kind "D" or "M" keeps, and its bytes by the first of their columns.
+
+        Many mappings and sets of parts that run again differ in nothing that this kind has.
+        """
+        degrees = self.key(m) if letter == "M" else (m.tp,)
+        key = (letter, *degrees, formula.recompute - PARTS_OF_OTHERS[letter])
+        if key not in self._layers:
+            columns, kept = self.columns, formula.layer(letter)
+            found = {columns.at(moment): grouped(parts) for moment, parts in moments_of_layer(formula, letter).items()}
+            found[columns.kept] = grouped(kept)
+            found[columns.passing] = grouped(formula.passing[letter])
+            found[columns.again] = grouped(formula.again[letter])
+            found[columns.postponed] = grouped(formula.postponed_layer(letter))
+            self._layers[key] = kept, found
+        return self._layers[key]
 
     def _ends(self, formula: ActivationFormula) -> dict[str, Parts]:
         return {

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from moefold.plan.collective import Group, Routing, exchange_s, gather_s, ranks_inside
 from moefold.plan.device import Device
 from moefold.plan.gemm import Products
-from moefold.plan.shape import BYTES, FeedForward, Mixer, ModelShape
-from moefold.plan.workload import DISPATCH_BYTES, Workload
+from moefold.plan.shape import FeedForward, Mixer, ModelShape
+from moefold.plan.workload import Workload
 
 DEDUPLICATING = ("deepep", "hybridep")
 """Dispatchers that send a token once to each rank instead of once for each of its copies."""
@@ -151,10 +151,10 @@ class _MixerPrice:
     def block(self) -> BlockTime:
         times, mixer, hidden, tokens, tp = self.times, self.mixer, self.hidden, self.tokens, self.tp
         products = times.products
-        gather = gather_s(times.device, Group(tp, 1), tokens * hidden * BYTES)
+        gather = gather_s(times.device, Group(tp, 1), tokens * hidden * products.value_bytes)
         project, project_back, weights = self._projections()
-        heads = tokens * (mixer.sharded_width + mixer.output_width) / tp * BYTES
-        thin = tokens / tp * hidden * BYTES
+        heads = tokens * (mixer.sharded_width + mixer.output_width) / tp * products.value_bytes
+        thin = tokens / tp * hidden * products.value_bytes
         # Norm and residual move 5 widths of the stream, rotation and head norms read and write what the heads have.
         passes = products.pass_s(5 * thin + 2 * heads)
         core, core_back = self._core()
@@ -210,7 +210,7 @@ class _MixerPrice:
         piece = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
         length = max(min(2 * keys, piece), 256.0)
         head = (mixer.head_size + mixer.value_size) / 2
-        narrow = min(1.0, head / WIDE_HEAD)
+        narrow = min(1.0, head / WIDE_HEAD) / device.slowdown(self.times.workload.dtype)
         ahead = narrow * device.attention_forward_flops * length / (length + device.attention_forward_half)
         behind = narrow * device.attention_backward_flops * length / (length + device.attention_backward_half)
         return flops / ahead, CORE_BACKWARD * flops / behind
@@ -223,7 +223,7 @@ class _MixerPrice:
         group = Group(cp, self.tp)
         link = next(link for link in device.links if ranks_inside(group, link) == cp)
         piece = self.tokens * mixer.key_heads / min(self.tp, mixer.key_heads)
-        piece *= (mixer.head_size + mixer.value_size) * BYTES
+        piece *= (mixer.head_size + mixer.value_size) * self.times.workload.value_bytes
         step = link.latency_s + piece / (link.bytes_per_s * link.fraction)
         ahead, behind = (cp - 1) * step, 2 * (cp - 1) * step
         launches = cp * RING_KERNELS * device.kernel_gap_s
@@ -237,13 +237,16 @@ def _dense_block(times: LayerTimes, width: int, matrices: int, tp: int, cp: int,
     """A dense feed-forward, with its norm and residual."""
     products, hidden = times.products, times.shape.hidden_size
     tokens = times.tokens(cp, mbs)
-    gather = gather_s(times.device, Group(tp, 1), tokens * hidden * BYTES)
+    gather = gather_s(times.device, Group(tp, 1), tokens * hidden * products.value_bytes)
     ahead, behind, weights = _swiglu(products, tokens, hidden, width // tp, matrices)
-    passes = products.pass_s(5 * tokens / tp * hidden * BYTES)
+    passes = products.pass_s(5 * tokens / tp * hidden * products.value_bytes)
     comm = Work("tp_comm", gather, "tp")
     forward = (Work("dense_mlp", passes), comm, Work("dense_mlp", ahead), comm)
     backward = (comm, Work("dense_mlp", behind + weights + 1.6 * passes), comm)
-    again = (("norms", products.pass_s(2 * tokens / tp * hidden * BYTES)), ("dense_mlp", ahead + 2 * gather))
+    again = (
+        ("norms", products.pass_s(2 * tokens / tp * hidden * products.value_bytes)),
+        ("dense_mlp", ahead + 2 * gather),
+    )
     return BlockTime(forward, backward, weights, *KERNELS["dense"], 0.0, again)
 
 
@@ -264,8 +267,8 @@ def _swiglu(
     ahead += products.quantize_s(rows * (hidden + width), fused=fuses)
     behind += products.quantize_s(rows * (hidden + inner), fused=fuses)
     if not fuses:
-        ahead += passes * products.pass_s(rows * (inner + width) * BYTES)
-        behind += passes * products.pass_s(rows * (2 * inner + width) * BYTES)
+        ahead += passes * products.pass_s(rows * (inner + width) * products.value_bytes)
+        behind += passes * products.pass_s(rows * (2 * inner + width) * products.value_bytes)
     return ahead, behind, weights
 
 
@@ -293,19 +296,19 @@ class _ExpertPrice:
         experts, experts_back, weights = _swiglu(
             products, rows, self.width, max(1, layer.width // self.etp), layer.matrices, local_experts, layer.passes
         )
-        there = self._talk(rows, DISPATCH_BYTES[times.workload.dispatch_precision])
-        talk = self._talk(rows, BYTES)
+        there = self._talk(rows, times.workload.dispatch_bytes)
+        talk = self._talk(rows, products.value_bytes)
         router = self._router()
         permute = self._permute(rows / self.etp)
-        passes = products.pass_s(5 * self.local * hidden * BYTES)
+        passes = products.pass_s(5 * self.local * hidden * products.value_bytes)
         forward = [Work("router", router + passes), Work("permute", permute), *there, Work("experts", experts)]
         forward += [*reversed(talk), Work("permute", permute)]
         backward = [Work("permute", permute), *talk, Work("experts", experts_back + weights), *reversed(talk)]
         backward += [Work("permute", permute), Work("router", 2 * router + 1.6 * passes)]
         ahead, behind = self._kernels(local_experts)
         inner = layer.matrices * max(1, layer.width // self.etp)
-        again = [("norms", products.pass_s(2 * self.local * hidden * BYTES))]
-        activation = products.pass_s(rows * inner * BYTES)
+        again = [("norms", products.pass_s(2 * self.local * hidden * products.value_bytes))]
+        activation = products.pass_s(rows * inner * products.value_bytes)
         if not times.workload.is_megatron:
             # The two inner projections are not kept either, and run again.
             width = (layer.matrices - 1) * max(1, layer.width // self.etp)
@@ -344,9 +347,10 @@ class _ExpertPrice:
 
     def _permute(self, rows: float) -> float:
         """One side's copies: read each token and write its copies, and sort what arrived by expert."""
+        products = self.times.products
         if self._fuses:
-            return self.times.products.pass_s((self.local + rows) * self.width * BYTES)
-        return self.times.products.pass_s((self.local + self.copies + 2 * rows) * self.width * BYTES)
+            return products.pass_s((self.local + rows) * self.width * products.value_bytes)
+        return products.pass_s((self.local + self.copies + 2 * rows) * self.width * products.value_bytes)
 
     def _talk(self, rows: float, value_bytes: float) -> tuple[Work, Work]:
         """The exchanges of one way, of which the experts get so many rows."""
@@ -373,6 +377,8 @@ class _ExpertPrice:
         products, hidden = self.times.products, self.times.shape.hidden_size
         width = max(1, self.layer.shared_width // self.tp)
         ahead, behind, weights = _swiglu(products, self.tokens, hidden, width, self.layer.matrices)
-        gather = Work("tp_comm", gather_s(self.times.device, Group(self.tp, 1), self.tokens * hidden * BYTES), "tp")
+        gather = Work(
+            "tp_comm", gather_s(self.times.device, Group(self.tp, 1), self.tokens * hidden * products.value_bytes), "tp"
+        )
         part = "shared_experts"
         return [gather, Work(part, ahead), gather], [gather, Work(part, behind + weights), gather], weights

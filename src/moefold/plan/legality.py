@@ -125,14 +125,14 @@ PIPELINE_RULES = (
     MappingRule(batch_faults, ("dp", "pp", "mbs", "schedule")),
     MappingRule(rounds_faults, ("dp", "pp", "mbs", "schedule")),
 )
+EXCHANGE_RULES = (MappingRule(deepep_faults, ("ep", "etp", "dispatcher", "overlap")),)
 DISPATCH_RULES = (
     MappingRule(dispatcher_faults, ("ep", "etp", "dispatcher")),
-    MappingRule(deepep_faults, ("ep", "etp", "dispatcher", "overlap")),
+    *EXCHANGE_RULES,
     MappingRule(leastloaded_faults, ("dispatcher", "ep", "exchanged"), only=("dispatcher", "leastloaded")),
 )
 OVERLAP_RULES = (
     MappingRule(overlap_faults, ("travels", "schedule", "zero", "step", "overlap"), only=("overlap", True)),
-    MappingRule(deepep_faults, ("ep", "etp", "dispatcher", "overlap")),
 )
 OFFLOAD_RULES = (
     MappingRule(offload_faults, ("recompute", "offload")),

@@ -5,6 +5,7 @@ in the order of the schedule. They are linear in a few counts (`moments.py`) and
 `kept.py`), each found once, so that a search may ask for the memory of hundreds of thousands of mappings.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +13,10 @@ from numpy.typing import NDArray
 
 from moefold.config.schema import Config
 from moefold.metrics.pass_memory import pauses_again
-from moefold.plan.columns import columns_of
+from moefold.plan.columns import Columns, columns_of
 from moefold.plan.device import GIB, Device
 from moefold.plan.held_states import STATE_PARTS, HeldStates
-from moefold.plan.kept import KEPT_PARTS, KeptActivations, Saver, recipe_of
+from moefold.plan.kept import KEPT_PARTS, KeptActivations, recipe_of
 from moefold.plan.mapping import Mapping
 from moefold.plan.moments import Moments, Order, heaviest_of, moments_of
 from moefold.plan.shape import ModelShape
@@ -61,6 +62,9 @@ class MemoryEstimate:
         return self.total <= self.capacity
 
 
+FindMoments = Callable[[Order, Sequence[Chunk], Sequence[Sequence[int]], Columns], Moments]
+
+
 class Memory:
     """The memory of the mappings of one model.
 
@@ -101,19 +105,16 @@ class Memory:
         parts |= dict(zip(KEPT_PARTS, (kept @ moments.active[at]).tolist(), strict=True))
         return MemoryEstimate(**parts, workspace=self.workspace, capacity=self.device.memory_bytes)
 
-    def room(self, m: Mapping, savers: tuple[Saver, ...], kept: NDArray[np.float64]) -> "Room":
+    def room(self, m: Mapping, kept: NDArray[np.float64], pauses: NDArray[np.intp]) -> "Room":
         """What the savers of a pipeline are asked about.
 
         Args:
             m: the mapping; what is sharded, where the moments live, and what saves activations does not count.
-            savers: what does.
-            kept: `KeptActivations.totals` of them.
+            kept: `KeptActivations.totals` of savers.
+            pauses: `Savers.pauses` of them.
         """
         moments = self._all_moments(m)
-        if not m.overlap:
-            return Room(self, moments, kept)
-        pauses = np.array([pauses_again(recompute) for recompute, _ in savers], dtype=np.intp)
-        return Room(self, moments, kept, moments.occurs[:, pauses] > 0)
+        return Room(self, moments, kept, moments.occurs[:, pauses] > 0 if m.overlap else None)
 
     def resting_bytes(self, m: Mapping) -> NDArray[np.float64]:
         """Bytes of each state column under a mapping."""
@@ -125,21 +126,25 @@ class Memory:
         if not m.overlap:
             return moments
         at = moments.occurs[:, int(pauses_again(m.recompute))] > 0
-        return Moments(moments.held[at], moments.active[at], moments.occurs[at])
+        return Moments(moments.held[at], moments.active[at], moments.occurs[at], moments.messages[at])
 
     def _all_moments(self, m: Mapping) -> Moments:
         """The same whatever runs again."""
-        order = self._order(m)
-        if order not in self._moments:
-            self._moments[order] = moments_of(order, *self._stages(order), self.columns)
-        return self._moments[order]
+        return self._found(self._order(m), self._moments, moments_of)
 
     def heaviest(self, m: Mapping) -> Moments:
         """Two of those moments, or some that others outdo: found at a fraction of the cost."""
-        order = self._order(m)
-        if order not in self._heaviest:
-            self._heaviest[order] = heaviest_of(order, *self._stages(order), self.columns)
-        return self._heaviest[order]
+        return self._found(self._order(m), self._heaviest, heaviest_of)
+
+    def _found(self, order: Order, known: dict[Order, Moments], find: FindMoments) -> Moments:
+        """The moments of an order, found once for all that differ in the length of the steady phase alone."""
+        if order not in known:
+            shortest = order.shortest
+            if shortest not in known:
+                known[shortest] = find(shortest, *self._stages(order), self.columns)
+            further = order.micro_batches - shortest.micro_batches
+            known[order] = known[shortest].with_further(further, self.columns) if further else known[shortest]
+        return known[order]
 
     def _order(self, m: Mapping) -> Order:
         schedule = m.schedule if m.pp > 1 else "1f1b"

@@ -61,7 +61,7 @@ def read_shape(name: str) -> ModelShape:
         return shape_of(read_model_config(path.parent if path.name == "config.json" else path))
     known = known_name(name)
     if known is None:
-        names = (*preset_names(), *foreign_names())
+        names = plannable_names()
         guess = nearest(name.lower(), names, cutoff=0.5)
         hint = f"did you mean {guess!r}? The" if guess else "the"
         raise ConfigError(
@@ -71,6 +71,11 @@ def read_shape(name: str) -> ModelShape:
     if known in foreign_names():
         return foreign_shape(known)
     return replace(shape_of(load_config(None, [f"model.preset={known}"]).model), name=known)
+
+
+def plannable_names() -> tuple[str, ...]:
+    """Models by name that the runtime can train: of others `moefold plan-accuracy` prices given mappings alone."""
+    return (*preset_names(), *(name for name in foreign_names() if foreign_shape(name).config is not None))
 
 
 def known_name(name: str) -> str | None:

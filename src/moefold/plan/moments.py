@@ -6,7 +6,7 @@ does for one recipe; a test holds the two to the same bytes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,7 +22,7 @@ from moefold.plan.pair_counts import Pairing, pair_rows
 from moefold.plan.stage_split import Chunk
 
 STEADY_ROUNDS = 3
-"""Micro-batches for each rank behind which nothing new happens until the way out; see `_shortened`."""
+"""Micro-batches for each rank behind which nothing new happens until the way out; see `Order.shortest`."""
 
 
 Running = tuple[int, int]
@@ -39,6 +39,14 @@ class Moments:
     """What is there of activations, [moments, `Columns.size`]."""
     occurs: Counts
     """1 where there is such a moment if no exchange of experts runs again, and if some do, [moments, 2]."""
+    messages: Counts
+    """Hidden states that each further micro-batch adds, [moments]: sent and kept, or awaited."""
+
+    def with_further(self, count: int, columns: Columns) -> "Moments":
+        """The same with so many more micro-batches in the steady phase."""
+        active = self.active.copy()
+        active[:, columns.end("hidden")] += count * self.messages
+        return replace(self, active=active)
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,17 @@ class Order:
     overlap: bool = False
     keeps_messages: bool = True
     """Whether what is sent stays until the step ends, and room for all that comes is made when it begins."""
+
+    @property
+    def shortest(self) -> "Order":
+        """With as many micro-batches as have all moments of a step: more only repeat the steady phase, and send."""
+        n, most = self.micro_batches, STEADY_ROUNDS * self.pp
+        if n <= most or self.schedule == "gpipe" and self.pp > 1:
+            return self
+        # Rounds of another length than pp would change with their number.
+        per_round = n // max(1, n // self.pp)
+        repeats = per_round == self.pp or self.schedule in ("1f1b", "zbv", "dualpipev") and self.vpp < 3
+        return replace(self, micro_batches=most) if repeats else self
 
 
 def moments_of(
@@ -69,14 +88,13 @@ def moments_of(
         columns: for the kinds of the model.
     """
     walk = _walk(order, chunks, placed, columns, is_whole=True)
-    held, active, occurs = [], [], []
+    found = []
     for rank, stages in enumerate(placed):
-        found, when = walk.moments(row_of(order, rank, _shortened(order)), stages)
-        active.append(found)
-        occurs.append(when)
-        held.append(np.broadcast_to(_held(chunks, stages, columns), (len(found), columns.state_size)))
-    rows = undominated(np.hstack([np.concatenate(part) for part in (held, active, occurs)]))
-    return Moments(*np.split(rows, (columns.state_size, columns.state_size + columns.size), axis=1))
+        rows = walk.moments(row_of(order, rank), stages)
+        found.append(np.hstack([np.tile(_held(chunks, stages, columns), (len(rows), 1)), rows]))
+    active = columns.state_size + columns.size
+    rows = undominated(np.concatenate(found))
+    return Moments(rows[:, : columns.state_size], rows[:, columns.state_size : active], rows[:, active:-1], rows[:, -1])
 
 
 def heaviest_of(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence[int]], columns: Columns) -> Moments:
@@ -91,17 +109,21 @@ def heaviest_of(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence
         columns: the same.
     """
     walk = _walk(order, chunks, placed, columns, is_whole=False)
-    held, active = [], []
+    held, found = [], []
     for rank in (0, len(placed) - 1):
-        found, _ = walk.moments(row_of(order, rank, _shortened(order)), placed[rank])
-        active.append(found[np.argmax(found[:, : columns.kinds].sum(axis=1))])
+        rows = walk.moments(row_of(order, rank), placed[rank])
+        # Of those with as many layers in flight the one with most beside them.
+        layers, beside = rows[:, : columns.kinds].sum(axis=1), rows[:, columns.kinds : columns.size].sum(axis=1)
+        found.append(rows[np.lexsort((beside, layers))[-1]])
         held.append(_held(chunks, placed[rank], columns))
-    return Moments(np.array(held), np.array(active), np.ones((len(held), 2)))
+    rows = np.array(found)
+    return Moments(np.array(held), rows[:, : columns.size], np.ones((len(held), 2)), rows[:, -1])
 
 
 @lru_cache(maxsize=16384)
-def row_of(order: Order, rank: int, count: int) -> SlotRow:
-    """The work of a pipeline rank, with so many micro-batches."""
+def row_of(order: Order, rank: int) -> SlotRow:
+    """The work of a pipeline rank."""
+    count = order.micro_batches
     if order.overlap:
         return slots(paired_row(order.schedule, rank, order.pp, order.vpp, count))
     if order.pp == 1:
@@ -151,35 +173,44 @@ class _RankWalk:
         self._whole = np.array([self._kept(chunk) for chunk in known])
         self._late = np.array([self._postponed(chunk) for chunk in known])
         self._is_whole = is_whole
-        self._runs: dict[Running, tuple[Counts, Counts]] = {}
+        self._runs: dict[Running, Counts] = {}
 
-    def moments(self, row: SlotRow, stages: Sequence[int]) -> tuple[Counts, Counts]:
-        """The counts at the start of every slot that differs from those before, and `Moments.occurs` of them."""
-        order = self.order
-        awaited = self._awaited(stages) * order.micro_batches if order.keeps_messages else 0
-        states = self._states(row, {stage: self._sent(stage) for stage in stages})
+    def moments(self, row: SlotRow, stages: Sequence[int]) -> Counts:
+        """The counts at the start of every slot that differs from those before.
+
+        Returns:
+            [moments, `Columns.size` + 3]: behind the counts `Moments.occurs` and `Moments.messages` of them.
+        """
+        order, columns = self.order, self.columns
+        awaited = self._awaited(stages) if order.keeps_messages else 0
+        sent = {stage: self._sent(stage) for stage in stages}
+        states = self._states(row, sent)
         flying, left, running = zip(*states, strict=True)
-        base = np.array(flying) @ self._whole + np.array(left) @ self._late
-        base[:, self.columns.end("hidden")] += np.array(list(states.values())) + awaited
-        runs, occurs = zip(*(self._run(which) for which in running), strict=True)
-        found: Counts = np.repeat(base, [len(run) for run in runs], axis=0) + np.concatenate(runs)
-        return found, np.concatenate(occurs)
+        base = np.zeros((len(states), columns.size + 3))
+        base[:, : columns.size] = np.array(flying) @ self._whole + np.array(left) @ self._late
+        messages, is_steady = np.array(list(states.values())).T
+        base[:, columns.end("hidden")] += messages + awaited * order.micro_batches
+        base[:, -1] = is_steady * sum(sent.values()) + awaited
+        runs = [self._run(which) for which in running]
+        found: Counts = np.repeat(base, [len(run) for run in runs], axis=0)
+        found[:, :-1] += np.concatenate(runs)
+        return found
 
     def _states(
         self, row: SlotRow, sent: dict[int, int]
-    ) -> dict[tuple[tuple[int, ...], tuple[int, ...], Running], int]:
-        """What is in flight and postponed as a slot begins, with what runs; and the most that was sent by then."""
+    ) -> dict[tuple[tuple[int, ...], tuple[int, ...], Running], tuple[int, bool]]:
+        """What is in flight and postponed as a slot begins, with what runs.
+
+        Of each, the most that was sent by then, and whether what is left out of the steady phase was sent before it.
+        """
         flying, left, messages = [0] * len(self._classes), [0] * len(self._classes), 0
-        # What is left out of the steady phase has sent what it sends.
-        skipped = (self.order.micro_batches - _shortened(self.order)) * sum(sent.values())
-        if not self.order.overlap:
-            messages, skipped = skipped, 0
-        found: dict[tuple[tuple[int, ...], tuple[int, ...], Running], int] = {}
+        is_steady = not self.order.overlap
+        found: dict[tuple[tuple[int, ...], tuple[int, ...], Running], tuple[int, bool]] = {}
         for slot in row:
             ahead = behind = -1
             if len(slot) > 1:
                 # The steady phase begins: what was there only before it, as a first backward pass alone, was sent less.
-                messages, skipped = messages + skipped, 0
+                is_steady = True
             for action in slot:
                 own, kind = self._class_of[action.stage], action.kind
                 if kind == "F":
@@ -192,7 +223,7 @@ class _RankWalk:
             if ahead < 0 and behind < 0:
                 continue
             # What was sent only grows.
-            found[tuple(flying), tuple(left), (ahead, behind)] = messages
+            found[tuple(flying), tuple(left), (ahead, behind)] = messages, is_steady
             if ahead >= 0:
                 flying[ahead] += 1
             if behind >= 0:
@@ -200,8 +231,8 @@ class _RankWalk:
                 left[behind] += slot[-1].kind == "I"
         return found
 
-    def _run(self, running: Running) -> tuple[Counts, Counts]:
-        """The moments of what runs at once, and `Moments.occurs` of them."""
+    def _run(self, running: Running) -> Counts:
+        """The moments of what runs at once, with `Moments.occurs` behind them, [moments, `Columns.size` + 2]."""
         if running not in self._runs:
             ahead, behind = (None if own < 0 else self._classes[own] for own in running)
             if ahead and behind:
@@ -210,20 +241,17 @@ class _RankWalk:
                 run = np.array(list(self._forward(ahead) if ahead else self._backward(behind) if behind else ()))
                 # Of two micro-batches at a time, one is on its way out and the other on its way back.
                 run[:, self.columns.end("in_transit")] += 2.0 if self.order.overlap else 1.0
-                self._runs[running] = run, np.ones((len(run), 2))
+                self._runs[running] = _with_occurs(run, 1.0, 1.0)
         return self._runs[running]
 
-    def _pair(self, ahead: Chunk, behind: Chunk) -> tuple[Counts, Counts]:
+    def _pair(self, ahead: Chunk, behind: Chunk) -> Counts:
         if not self._is_whole:
             before = self._kept(behind)
             before[self.columns.end("in_transit")] += 2.0
-            return before[None], np.ones((1, 2))
-        runs, occurs = [], []
-        for pauses_again in (False, True):
-            pairing = Pairing(self.columns, self.splits, pauses_again, sends=self._keeps_sent())
-            runs.append(pair_rows(pairing, ahead, behind))
-            occurs.append(np.tile([float(not pauses_again), float(pauses_again)], (len(runs[-1]), 1)))
-        return np.concatenate(runs), np.concatenate(occurs)
+            return _with_occurs(before[None], 1.0, 1.0)
+        plain, paused = (Pairing(self.columns, self.splits, again, self._keeps_sent()) for again in (False, True))
+        runs = (pair_rows(plain, ahead, behind), pair_rows(paused, ahead, behind))
+        return np.concatenate([_with_occurs(runs[0], 1.0, 0.0), _with_occurs(runs[1], 0.0, 1.0)])
 
     def _forward(self, chunk: Chunk) -> Iterator[Counts]:
         """The end of the forward pass, and the last layer of each kind at work."""
@@ -291,14 +319,8 @@ class _RankWalk:
         )
 
 
-def _shortened(order: Order) -> int:
-    """As many micro-batches as have all moments of a step but for what is sent: more only repeat the steady phase."""
-    n, most = order.micro_batches, STEADY_ROUNDS * order.pp
-    if n <= most or order.schedule == "gpipe" and order.pp > 1:
-        return n
-    # Rounds of another length than pp would change with their number.
-    per_round = n // max(1, n // order.pp)
-    return most if per_round == order.pp or order.schedule in ("1f1b", "zbv", "dualpipev") and order.vpp < 3 else n
+def _with_occurs(rows: Counts, plain: float, again: float) -> Counts:
+    return np.hstack([rows, np.tile([plain, again], (len(rows), 1))])
 
 
 def _last_of_each(kinds: Sequence[int]) -> list[int]:

@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import inf
 
 import numpy as np
@@ -18,6 +19,8 @@ from moefold.plan.space import HOST, Fold, MappingSpace, Pipeline
 from moefold.plan.step_time import STEP_S, Seconds
 
 Bytes = NDArray[np.float64]
+FIRST_SAVERS, GROWTH = 64, 4
+"""Savers that are looked into at first, and how many times as many after them."""
 Timed = tuple[float, Mapping]
 """Seconds of a step, and what takes them."""
 
@@ -35,20 +38,52 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
+class Portion:
+    """Some savers of a base."""
+
+    which: NDArray[np.intp]
+    """Their numbers among those of the space, ascending."""
+    seconds: Seconds
+    """Of a step with each at least."""
+    least: float
+    """Of those."""
+
+    def below(self, limit: float) -> NDArray[np.intp]:
+        """The numbers of those that may take less than a limit."""
+        return self.which[self.seconds < limit]
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """A base with the prices of all its pipelines and of some savers."""
 
     base: Base
     which: NDArray[np.intp]
     """Numbers of these savers among those of the space."""
-    savers: tuple[Saver, ...]
     passes: Passes
     kept: Bytes
     """Bytes of each column of activations with each saver, [savers, columns]."""
+    active: Bytes
+    """Of activations in two moments of each pipeline, [pipelines, 2, savers]."""
     may_fit: NDArray[np.bool_]
-    """[pipelines, savers]"""
+    """However weights are sharded and wherever moments live, [pipelines, savers]."""
     least: tuple[float, ...]
     """Seconds of each pipeline at least; inf where nothing fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What is sharded in one pipeline and where its moments live, with the savers that go with it, fastest first."""
+
+    mapping: Mapping
+    which: NDArray[np.intp]
+    """Their numbers among those that are open."""
+    seconds: Seconds
+
+    @property
+    def least(self) -> float:
+        """Of the first of them."""
+        return float(self.seconds[0])
 
 
 class FoldPrices:
@@ -64,14 +99,64 @@ class FoldPrices:
         self.space, self.times, self.memory = space, times, memory
         self._resting: dict[tuple[object, ...], Bytes] = {}
         self._heaviest: dict[tuple[object, ...], tuple[Bytes, Bytes]] = {}
+        self._light: dict[tuple[object, ...], tuple[Bytes, Bytes]] = {}
 
-    def least_fitting(self, fold: Fold, base: Base) -> Seconds:
+    def least_plain(self, fold: Fold, base: Base) -> tuple[float, float]:
+        """Seconds at least of a step of a base, as if everything fitted, and those of its sends and bubble."""
+        plain = self.times.plain_passes(mapping_of(fold, base, base.pipelines[0]), base.pipelines)
+        return float(plain.seconds.min()) + STEP_S, float(plain.beside.min())
+
+    def portions(self, fold: Fold, base: Base, beside_s: float, limit: float) -> list[Portion]:
+        """The savers of a base that may fit and take less than a limit, those that seem fastest first.
+
+        The best of a fold is mostly among the first, and what it takes leaves most others out.
+
+        Args:
+            fold: the degrees.
+            base: of the fold.
+            beside_s: seconds that sends and the bubble take at least.
+            limit: in seconds.
+        """
+        seconds = self._least_fitting(fold, base) + beside_s
+        which = np.flatnonzero(seconds < limit)
+        if len(which) > FIRST_SAVERS:
+            # Of equal ones the first stay first.
+            which = which[np.argsort(seconds[which], kind="stable")]
+        found, start, size = [], 0, FIRST_SAVERS
+        while start < len(which):
+            some = np.sort(which[start : start + size])
+            found.append(Portion(some, seconds[some], float(seconds[which[start]] if start else seconds[some].min())))
+            start, size = start + size, GROWTH * size
+        return found
+
+    def _least_fitting(self, fold: Fold, base: Base) -> Seconds:
         """Seconds at least of what may fit with each saver, bubbles and sends left out; inf if nothing does."""
-        savers, probe = self.space.savers, mapping_of(fold, base, base.pipelines[0])
-        held, active = (rows.min(axis=0) for rows in self._heaviest_of(fold, base))
-        may_fit = self._may_fit(fold, base, (held, active), self.memory.kept.totals(probe, savers))
-        least: Seconds = np.where(may_fit, self.times.least_passes(probe, savers), inf) + STEP_S
+        savers, probe, memory = self.space.savers, mapping_of(fold, base, base.pipelines[0]), self.memory
+        held, active = self._lightest(fold, base, probe)
+        n, ways = self.num_micro_batches(fold, base), []
+        # A byte more, so that rounding leaves out nothing that fits.
+        rooms = memory.device.memory_bytes + 1 - memory.workspace - self.resting(fold, base, self.space.zeros) @ held.T
+        for home, room in zip(self.homes(self.space.zeros), rooms, strict=True):
+            if room.min() > 0:
+                m = mapping_of(fold, base, base.pipelines[0], *home)
+                ways.append((self.times.least_replicas_s(m, base.pipelines, n), room))
+        shown = np.full(len(savers), inf)
+        for seconds, room in sorted(ways, key=lambda way: -way[0]):
+            shown[(active <= room[:, None]).all(axis=0)] = seconds
+        least: Seconds = self.times.least_passes(probe, savers) + shown + STEP_S
         return least
+
+    def _lightest(self, fold: Fold, base: Base, probe: Mapping) -> tuple[Bytes, Bytes]:
+        """The least of any pipeline in two moments: counts of states, [2, columns], and of activations with each saver.
+
+        Those are bytes, [2, savers]; the same for many degrees of the experts.
+        """
+        heaviest, kept = self._heaviest_key(fold, base), self.memory.kept
+        key = (heaviest, kept.key(probe), base.size, fold.cp)
+        if key not in self._light:
+            held, active = (rows.min(axis=0) for rows in self.heaviest_of(fold, base))
+            self._light[key] = held, active @ kept.totals(probe, self.space.savers).T
+        return self._light[key]
 
     def open(self, fold: Fold, base: Base, which: NDArray[np.intp] | None = None) -> Opened:
         """Price all pipelines of a base, which has some, with the savers of some numbers; None: with all."""
@@ -79,43 +164,51 @@ class FoldPrices:
         which = np.arange(len(savers)) if which is None else which
         passes = self.times.passes(probe, base.pipelines, savers, which)
         kept = self.memory.kept.totals(probe, savers)[which]
-        may_fit = self._may_fit(fold, base, self._heaviest_of(fold, base), kept)
+        held, active = self.heaviest_of(fold, base)
+        of_savers = active @ kept.T
+        resting = self.resting(fold, base, self.space.zeros).min(axis=0)
+        may_fit = self.fits(held @ resting, of_savers)
         least = np.where(may_fit, passes.seconds, inf).min(axis=1) + STEP_S
-        some = tuple(savers[number] for number in which)
-        return Opened(base, which, some, passes, kept, may_fit, tuple(least.tolist()))
+        return Opened(base, which, passes, kept, of_savers, may_fit, tuple(least.tolist()))
 
-    def _may_fit(self, fold: Fold, base: Base, moments: tuple[Bytes, Bytes], kept: Bytes) -> NDArray[np.bool_]:
-        """Which savers fit in some moments, however weights are sharded and wherever moments live, [..., savers]."""
-        held, active = moments
-        resting = held @ self.least_resting_bytes(fold, base, self.space.zeros) + self.memory.workspace
-        totals = (resting[..., None] + active @ kept.T).max(axis=-2)
+    def fits(self, resting: Bytes, active: Bytes) -> NDArray[np.bool_]:
+        """Which savers fit in some moments, [..., savers].
+
+        Args:
+            resting: bytes of states, [..., moments].
+            active: bytes of activations, [..., moments, savers].
+        """
+        totals = ((resting + self.memory.workspace)[..., None] + active).max(axis=-2)
         found: NDArray[np.bool_] = totals <= self.memory.device.memory_bytes
         return found
 
-    def least_resting_bytes(self, fold: Fold, base: Base, zeros: tuple[int, ...]) -> Bytes:
-        """Bytes of each column of weights, gradients and moments, however sharded and wherever the moments live."""
+    def homes(self, zeros: tuple[int, ...]) -> tuple[tuple[int, str], ...]:
+        """What may be sharded with where the moments may live."""
+        return tuple(product(zeros, self.space.moment_homes))
+
+    def resting(self, fold: Fold, base: Base, zeros: tuple[int, ...]) -> Bytes:
+        """Bytes of each column of weights, gradients and moments with each of `homes`, [homes, columns]."""
         key = (fold, self.num_micro_batches(fold, base) > 1, zeros)
         if key not in self._resting:
-            stages = self.stages(fold, base, base.pipelines[0], zeros)
-            self._resting[key] = np.min([self.memory.resting_bytes(m) for m in stages], axis=0)
+            mappings = [mapping_of(fold, base, base.pipelines[0], *home) for home in self.homes(zeros)]
+            self._resting[key] = np.array([self.memory.resting_bytes(m) for m in mappings])
         return self._resting[key]
-
-    def stages(self, fold: Fold, base: Base, pipeline: Pipeline, zeros: tuple[int, ...]) -> tuple[Mapping, ...]:
-        """The mappings of a pipeline without savers: what is sharded, and where the moments live."""
-        homes = self.space.moment_homes
-        return tuple(mapping_of(fold, base, pipeline, zero, home) for zero in zeros for home in homes)
 
     def num_micro_batches(self, fold: Fold, base: Base) -> int:
         """Of a step."""
         return self.times.pricer.workload.global_batch_size // (base.size * fold.dp)
 
-    def _heaviest_of(self, fold: Fold, base: Base) -> tuple[Bytes, Bytes]:
+    def heaviest_of(self, fold: Fold, base: Base) -> tuple[Bytes, Bytes]:
         """What is held and active in two moments of each pipeline, [pipelines, 2, columns] each."""
-        key = (fold.pp, fold.dp * base.size, base.overlap, base.pipelines)
+        key = self._heaviest_key(fold, base)
         if key not in self._heaviest:
             found = [self.memory.heaviest(mapping_of(fold, base, pipeline)) for pipeline in base.pipelines]
             self._heaviest[key] = np.array([one.held for one in found]), np.array([one.active for one in found])
         return self._heaviest[key]
+
+    def _heaviest_key(self, fold: Fold, base: Base) -> tuple[object, ...]:
+        """What `heaviest_of` depends on."""
+        return (fold.pp, fold.dp * base.size, base.overlap, base.pipelines)
 
 
 class PipelineChoice:
@@ -134,55 +227,65 @@ class PipelineChoice:
         self._n = prices.num_micro_batches(fold, base)
         self._zeros = prices.space.zeros_of(fold, base.size, self._pipeline.schedule, base.dispatcher, base.overlap)
         self._passes, self._may_fit = opened.passes.of(which), opened.may_fit[which]
-        self._fitting = np.arange(0)
-        self._activations = np.zeros((0, 0))
-
-    @cached_property
-    def _stages(self) -> tuple[Mapping, ...]:
-        return self._prices.stages(self._fold, self._base, self._pipeline, self._zeros)
+        self._held, self._active = prices.heaviest_of(fold, base)[0][which], opened.active[which]
+        self._ways: list[_Way] = []
 
     @cached_property
     def _room(self) -> Room:
         """Made where it is asked for: the moments of a pipeline take long to find."""
-        opened, mapping = self._opened, mapping_of(self._fold, self._base, self._pipeline)
-        return self._prices.memory.room(mapping, opened.savers, opened.kept)
+        opened, prices, mapping = self._opened, self._prices, mapping_of(self._fold, self._base, self._pipeline)
+        return prices.memory.room(mapping, opened.kept, prices.space.savers.pauses[opened.which])
 
-    def least_fitting(self, limit: float) -> float:
-        """Seconds at least of what fits and may take less than a limit; inf if nothing does."""
-        memory, passes = self._prices.memory, self._passes
-        which = np.flatnonzero(self._may_fit & (passes.seconds + STEP_S < limit))
-        if not which.size:
+    def least(self, limit: float) -> float:
+        """Seconds of what may fit and takes less than a limit; inf if nothing does.
+
+        It may fit if it does in two moments of the step.
+        """
+        prices = self._prices
+        some = np.flatnonzero(self._may_fit & (self._passes.seconds + STEP_S < limit))
+        if not some.size:
             return inf
-        activations = self._room.activations(which)
-        resting = self._prices.least_resting_bytes(self._fold, self._base, self._zeros)
-        fits = self._room.totals(resting, activations) <= memory.device.memory_bytes
-        self._fitting, self._activations = which[fits], activations[:, fits]
-        if not self._fitting.size:
-            return inf
-        self._passes = passes.at(self._fitting)
-        return float(self._passes.seconds.min()) + STEP_S
+        passes, active = self._passes.at(some), self._active[:, some]
+        fits = prices.fits(prices.resting(self._fold, self._base, self._zeros) @ self._held.T, active)
+        homes = prices.homes(self._zeros)
+        for number in np.flatnonzero(fits.any(axis=1)):
+            m = mapping_of(self._fold, self._base, self._pipeline, *homes[number])
+            seconds = prices.times.with_replicas(passes, m, self._n)
+            near = np.flatnonzero(fits[number] & (seconds < limit))
+            if near.size:
+                # Of equal ones the first stay first.
+                near = near[np.argsort(seconds[near], kind="stable")]
+                self._ways.append(_Way(m, some[near], seconds[near]))
+        self._ways.sort(key=lambda way: way.least)
+        return self._ways[0].least if self._ways else inf
 
     def fastest(self, limit: float) -> Timed | None:
-        """The fastest below a limit that fits, if there is one; asked for after `least_fitting`."""
-        prices, passes, best = self._prices, self._passes, None
-        first = float(passes.seconds.min())
-        for m in self._stages:
-            if first + prices.times.pricer.replicas(m)[2] + STEP_S >= limit:
-                continue
-            seconds = prices.times.with_replicas(passes, m, self._n)
-            if seconds.min() >= limit:
-                continue
-            totals = self._room.totals(prices.memory.resting_bytes(m), self._activations)
-            seconds[totals > prices.memory.device.memory_bytes] = inf
-            i = int(np.argmin(seconds))
-            if seconds[i] < limit:
-                limit = float(seconds[i])
-                best = limit, _saved(m, self._saver(self._fitting[i]))
+        """The fastest below a limit that fits, if there is one; asked for after `least`."""
+        best = None
+        for way in self._ways:
+            number = self._first_that_fits(way, limit)
+            if number is not None:
+                limit = float(way.seconds[number])
+                best = limit, _saved(way.mapping, self._saver(way.which[number]))
         return best
+
+    def _first_that_fits(self, way: "_Way", limit: float) -> int | None:
+        """Number of the fastest that fits, of those below a limit."""
+        memory = self._prices.memory
+        resting, count = memory.resting_bytes(way.mapping), int(np.searchsorted(way.seconds, limit))
+        start, size = 0, FIRST_SAVERS
+        while start < count:
+            which = way.which[start : min(start + size, count)]
+            totals = self._room.totals(resting, self._room.activations(which))
+            fits = np.flatnonzero(totals <= memory.device.memory_bytes)
+            if fits.size:
+                return start + int(fits[0])
+            start, size = start + size, GROWTH * size
+        return None
 
     def leanest(self) -> tuple[float, Mapping]:
         """Bytes of the mapping that needs least with all sharded and the moments elsewhere, and that mapping."""
-        m = self._stages[-1]
+        m = mapping_of(self._fold, self._base, self._pipeline, *self._prices.homes(self._zeros)[-1])
         totals = self._room.totals(self._prices.memory.resting_bytes(m), self._room.activations())
         return float(totals.min()), _saved(m, self._saver(np.argmin(totals)))
 

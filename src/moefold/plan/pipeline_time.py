@@ -20,18 +20,22 @@ def bubble_s(forward_s: Any, backward_s: Any, weight_s: Any, *, pp: int, vpp: An
     Returns:
         gpipe and 1f1b: (pp-1)(f+b). interleaved: the same over vpp, and (pp-n)(f+b) while a chunk waits for the last
         rank of the chunk before. zero-bubble (ZB-H1, arXiv:2401.10241) fills a rank's wait with weights' gradients of
-        the micro-batches behind it: (pp-1)(f+b-w) - (min(n,pp)-1)w, which is (pp-1)(f + b - 2w), at least a third of
-        1F1B's. zbv: half as long a way in and out again, with 2*pp-1 micro-batches or more. dualpipev: (pp-1)(f + 2b -
-        3w)/2. docs/pipeline.md has the same in parts of a chunk, measured.
+        the micro-batches behind it: (pp-1)(f + b - 2w) over vpp, at least a third of interleaved's; with fewer than pp
+        micro-batches either (pp-n)w more, or what one after the other takes through all chunks. zbv: half as long a way
+        in and out again, with 2*pp-1 micro-batches or more. dualpipev: (pp-1)(f + 2b - 3w)/2. docs/pipeline.md has the
+        same in parts of a chunk, measured.
     """
     if pp == 1:
         return 0.0
     both = forward_s + backward_s
-    if schedule in ("zero-bubble", "zbv"):
+    if schedule == "zero-bubble":
+        few, without = min(n, pp), both - weight_s
+        in_turn = pp * without + ((few - 1) * without + weight_s) / vpp - few * both
+        filled = (pp - 1) * larger(both - 2 * weight_s, both / 3) / vpp + (pp - few) * weight_s
+        return larger(in_turn, filled)
+    if schedule == "zbv":
         alone = (pp - 1) * (both - weight_s)
         filled = larger(alone - (min(n, pp) - 1) * weight_s, (pp - 1) * both / 3)
-        if schedule == "zero-bubble":
-            return filled
         share = min(1.0, (n - 1) / (2 * pp - 2))
         return (1 - share) * alone + share * filled / 2
     if schedule == "dualpipev":

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from moefold.config.load import config_from_dict, load_config
 from moefold.config.schema import Config
@@ -12,6 +13,7 @@ from moefold.plan.device import Device
 from moefold.plan.legality import Legality
 from moefold.plan.memory import Memory
 from moefold.plan.model_name import read_shape
+from moefold.plan.reason import why_illegal
 from moefold.plan.restriction import FOLDED, Restriction
 from moefold.plan.search import Plan, Search
 from moefold.plan.shape import ModelShape, shape_of
@@ -40,6 +42,11 @@ class Question:
         """Ranks in all."""
         return self.base.parallel.world_size
 
+    @property
+    def priced(self) -> Workload:
+        """The workload with the order of ranks that the method has."""
+        return replace(self.workload, coupled=self.restriction.method != FOLDED)
+
     def on(self, num_gpus: int) -> "Question":
         """The same question for another number of GPUs."""
         return replace(self, base=replace(self.base, parallel=replace(self.base.parallel, world_size=num_gpus)))
@@ -66,10 +73,18 @@ class Planner:
     def search(self) -> Search:
         """The search of all legal mappings."""
         q = self.question
-        workload = replace(q.workload, coupled=q.restriction.method != FOLDED)
+        workload = q.priced
         split = RecipeSplit(q.base, q.shape)
         memory = Memory(q.shape, workload, q.device, q.base, split)
         return Search(self.space, Pricer(q.shape, q.device, workload, memory.kept, split), memory)
+
+    def pricer_of(self, plan: Plan) -> Pricer:
+        """What has priced a plan."""
+        return self.search.pricer
+
+    def on(self, num_gpus: int) -> "Planner":
+        """What answers the same question for another number of GPUs."""
+        return Planner(self.question.on(num_gpus))
 
     @property
     def num_folds(self) -> int:
@@ -130,17 +145,18 @@ class Planner:
 
     def _nothing_legal(self) -> str:
         q = self.question
-        fixed = " ".join(f"{axis}={value}" for axis, value in q.restriction.fixed.items())
+        fixed = " ".join(f"{axis}={word_of(value)}" for axis, value in q.restriction.fixed.items())
         within = f" with {fixed}" if fixed else ""
         within += f" of method {q.restriction.method!r}" if q.restriction.method != FOLDED else ""
         text = (
             f"no mapping of {q.num_gpus} GPUs{within} is legal for {q.shape.name} with train.seq_len="
-            f"{q.workload.seq_len} and train.global_batch_size={q.workload.global_batch_size}"
+            f"{q.workload.seq_len} and train.global_batch_size={q.workload.global_batch_size}: "
+            f"{why_illegal(self.space.legality, q.restriction)}"
         )
         others = [n for n in _neighbours(q.num_gpus) if MappingSpace(Legality(q.on(n).base), q.restriction).folds]
         ways = [f"{n} GPUs" for n in others[:3]]
         ways += ["fewer fixed axes"] if fixed else []
-        return f"{text}; choose {', or '.join(ways)}" if ways else f"{text}; choose another batch or number of GPUs"
+        return f"{text}; or choose {', or '.join(ways or ['another batch or number of GPUs'])}"
 
     def _nothing_fits(self, closest: Plan) -> str:
         q, gib = self.question, 2**30
@@ -172,6 +188,13 @@ class Planner:
         sizes = {name: load_device(name).memory_gib for name in device_names() if name != "cpu"}
         enough = {name: size for name, size in sizes.items() if size * GIB >= least.memory.total}
         return sorted(enough.items(), key=lambda item: item[1])[:2]
+
+
+def word_of(value: Any) -> str:
+    """A value of an axis as `--fix` takes it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ("+".join(value) or "none") if isinstance(value, tuple) else str(value)
 
 
 def name_of(plan: Plan) -> str:

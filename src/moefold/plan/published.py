@@ -227,7 +227,7 @@ def _workload(row: Row, gpu: str, mapping: Mapping) -> Workload:
     return Workload(
         seq_len=seq_len,
         global_batch_size=batch,
-        precision=_precision(row, gpu),
+        precision=_units(_precision(row, gpu), gpu),
         capacity_factor=1.0 if drops else 0.0,
         imbalance=NATURAL_IMBALANCE if "natural routing" in words else 1.0,
         cuda_graphs="full" if is_new else graphs,
@@ -255,6 +255,12 @@ def _precision(row: Row, gpu: str) -> str:
     if text.startswith("FP8"):
         return "fp8"
     raise SkipRowError(f"precision {row['precision']!r} is not known")
+
+
+def _units(precision: str, gpu: str) -> str:
+    if precision not in load_device(gpu).peak_flops:
+        raise SkipRowError(f"{gpu} has no matrix units for {precision}")
+    return precision
 
 
 def _recompute(row: Row) -> tuple[str, ...] | None:

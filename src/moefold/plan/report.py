@@ -21,7 +21,7 @@ from moefold.plan.simulate import Disturbance
 from moefold.plan.stage_work import simulate_mapping
 from moefold.plan.step_time import Pricer, StepTime
 from moefold.plan.timeline import Timeline
-from moefold.plan.views_chart import axis_choices, view_chart
+from moefold.plan.views_chart import axis_choices, drawn_views, view_chart
 from moefold.plan.workload import Workload
 
 BANDWIDTHS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
@@ -113,7 +113,7 @@ def report_html(study: Study) -> str:
         best_name=name_of(best.mapping),
         binding=best.time.binding.replace("_", " "),
         rows=list(_rows(shown)),
-        views=list(_views(best.mapping, study.gpu.domain)),
+        views=list(_views(study, best.mapping)),
         memory=stacked_bars(
             [(f"{i}  {degrees_of(plan.mapping)}", memory_gib(plan.memory)) for i, plan in enumerate(shown, 1)],
             "GiB",
@@ -171,20 +171,22 @@ def _rows(plans: Sequence[PricedPlan]) -> Iterator[dict[str, object]]:
         }
 
 
-def _views(mapping: Mapping, gpus_per_node: int) -> Iterator[dict[str, object]]:
-    layout = _drawn_layout(mapping)
+def _views(study: Study, mapping: Mapping) -> Iterator[dict[str, object]]:
+    coupled = study.workload.coupled
+    layout = _drawn_layout(mapping, mapping.tp * mapping.cp * mapping.ep if coupled else mapping.ep * mapping.etp)
     note = ""
     if layout.world_size < mapping.world_size:
         note = f"the first {layout.world_size} of {mapping.world_size} GPUs of the same mapping with fewer replicas"
-    for name, view, axes, first in axis_choices(layout):
-        chart = view_chart(name, view, min(gpus_per_node, layout.world_size) or layout.world_size)
+    for name, view in zip(("attention", "experts"), drawn_views(layout, coupled=coupled), strict=True):
+        axes, first = axis_choices(view)
+        chart = view_chart(name, view, min(study.gpu.domain, layout.world_size) or layout.world_size)
         yield {"name": name, "axes": axes, "first": first, "chart": chart, "note": note}
 
 
-def _drawn_layout(mapping: Mapping) -> Layout:
-    """The layout, with as many replicas as fit into the picture."""
+def _drawn_layout(mapping: Mapping, block: int) -> Layout:
+    """The layout, with as many replicas as fit into the picture and whole blocks of ranks with all experts."""
     m, dp = mapping, mapping.dp
-    while m.tp * m.cp * m.pp * dp > MOST_NODES_GPUS and dp % 2 == 0 and (m.tp * m.cp * dp // 2) % (m.ep * m.etp) == 0:
+    while m.tp * m.cp * m.pp * dp > MOST_NODES_GPUS and dp % 2 == 0 and (m.tp * m.cp * dp // 2) % block == 0:
         dp //= 2
     return fold(world_size=m.tp * m.cp * m.pp * dp, tp=m.tp, cp=m.cp, pp=m.pp, ep=m.ep, etp=m.etp)
 

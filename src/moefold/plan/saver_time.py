@@ -6,7 +6,8 @@ arrays of [pipelines, savers]. It says of each what `Pricer.step_time` says of i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,14 +28,17 @@ class Passes:
     forward: Seconds
     """Of one micro-batch on that rank, [pipelines, savers]."""
     backward: Seconds
+    beside: Seconds
+    """Of a step, [pipelines, savers]: sends and the bubble alone."""
 
     def of(self, which: int) -> "Passes":
         """Those of one pipeline, [savers]."""
-        return Passes(self.seconds[which], self.forward[which], self.backward[which])
+        return Passes(self.seconds[which], self.forward[which], self.backward[which], self.beside[which])
 
     def at(self, which: NDArray[np.intp]) -> "Passes":
         """With some of the savers."""
-        return Passes(self.seconds[..., which], self.forward[..., which], self.backward[..., which])
+        every = (self.seconds, self.forward, self.backward, self.beside)
+        return Passes(*(seconds[..., which] for seconds in every))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class SaverTimes:
         self._num_layers = [pricer.shape.layers.count(kind) for kind in range(len(pricer.shape.kinds))]
         self._layers: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
         self._ranks: dict[tuple[int, tuple[Pipeline, ...]], _Ranks] = {}
+        self._parameters: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def layers(self, kind: int, m: Mapping, savers: Savers) -> tuple[Seconds, Seconds]:
         """Seconds of one layer forward and backward with each of some savers, of which `m` has none; [savers] each."""
@@ -82,22 +87,38 @@ class SaverTimes:
             savers: the same ones for all mappings with or without overlap.
             which: numbers of those that are priced; None: all.
         """
-        pricer = self.pricer
-        n = m.num_micro_batches(pricer.workload.global_batch_size)
-        layers = [self.layers(kind, m, savers) for kind in range(len(pricer.shape.kinds))]
+        layers = [self.layers(kind, m, savers) for kind in range(len(self._num_layers))]
         if which is not None:
             layers = [(ahead[which], behind[which]) for ahead, behind in layers]
+        return self._passes(m, pipelines, np.array(layers))
+
+    def plain_passes(self, m: Mapping, pipelines: tuple[Pipeline, ...]) -> Passes:
+        """With each of some pipelines where nothing saves activations, [pipelines, 1].
+
+        Whatever does makes passes longer, and no sum of them shorter.
+        """
+        layers = np.array([self.pricer.plain_layer(kind, m) for kind in range(len(self._num_layers))])
+        return self._passes(m, pipelines, layers[:, :, None])
+
+    def _passes(self, m: Mapping, pipelines: tuple[Pipeline, ...], layers: Seconds) -> Passes:
+        """Price the pipelines from their layers of each kind, forward and backward, [kinds, 2, savers]."""
+        pricer, times = self.pricer, self.pricer.times
+        n = m.num_micro_batches(pricer.workload.global_batch_size)
         ranks, head = self._contents(m.pp, pipelines), pricer.ends(m.tp, m.cp, m.mbs)
         counts, has_loss = ranks.counts[:, :, :-1], ranks.counts[:, :, -1:]
-        forward = counts @ np.array([layer[0] for layer in layers]) + has_loss * head[0]
-        backward = counts @ np.array([layer[1] for layer in layers]) + has_loss * head[1]
+        forward = counts @ layers[:, 0] + has_loss * head[0]
+        backward = counts @ layers[:, 1] + has_loss * head[1]
         slowest = _busiest(forward, backward)
-        weights = np.array([pricer.layer(kind, m).weight_s for kind in range(len(layers))])
-        weight = (ranks.shares @ (counts @ weights)[:, :, None])[:, 0]
+        weights = [
+            times.mixer(kind, m.tp, m.cp, m.mbs).weight_s
+            + times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher).weight_s
+            for kind in range(len(layers))
+        ]
+        weight = (ranks.shares @ (counts @ np.array(weights))[:, :, None])[:, 0]
         mean = [(ranks.shares @ seconds)[:, 0] for seconds in (forward, backward)]
         sends, send_back = pricer.sends(m, np.array([[pipeline.vpp] for pipeline in pipelines]), n)
-        bubble = _bubbles((mean[0] + send_back, mean[1] + send_back, weight), m.pp, n, pipelines)
-        return Passes(n * (slowest[0] + slowest[1]) + sends + bubble, slowest[0], slowest[1])
+        beside = sends + _bubbles((mean[0] + send_back, mean[1] + send_back, weight), m.pp, n, pipelines)
+        return Passes(n * (slowest[0] + slowest[1]) + beside, slowest[0], slowest[1], beside)
 
     def with_replicas(self, passes: Passes, m: Mapping, n: int) -> Seconds:
         """Seconds of a step in all, [savers].
@@ -111,6 +132,22 @@ class SaverTimes:
         shown = self.pricer.shown_replicas_s(m, (gathers, gradients), passes.forward, passes.backward, n)
         seconds: Seconds = passes.seconds + shown + optimizer + STEP_S
         return seconds
+
+    def least_replicas_s(self, m: Mapping, pipelines: tuple[Pipeline, ...], n: int) -> float:
+        """Seconds of a step at least that data parallelism and the optimizer add to `passes`, whatever the pipeline.
+
+        Args:
+            m: a mapping with what is sharded and the home of its moments; its pipeline does not count.
+            pipelines: of which it has one.
+            n: micro-batches.
+        """
+        key = (m.tp, m.ep * m.etp, m.pp, pipelines)
+        if key not in self._parameters:
+            sizes = [self.pricer.parameters(replace(m, schedule=p.schedule, vpp=p.vpp)) for p in pipelines]
+            self._parameters[key] = tuple(map(min, zip(*sizes, strict=True)))
+        gathers, gradients, optimizer = self.pricer.least_replicas(m, self._parameters[key])
+        # As if there was time without end to hide them.
+        return optimizer + float(self.pricer.shown_replicas_s(m, (gathers, gradients), inf, inf, n))
 
     def step_times(self, m: Mapping, savers: Savers) -> Seconds:
         """Seconds of a step with each of some savers, of which `m` has none: what `step_time` says of each."""

@@ -5,32 +5,36 @@ zero x homes of the moments x parts to make again or to offload. What is left ou
 
 * The layers of one micro-batch with nothing made again, over the pipeline ranks, take less than any mapping with the
   same fold, micro-batch size, dispatcher and overlap: bubbles, sends, sums and the optimizer are positive.
-* The times of all pipelines of such a base with all savers are made at once, exactly but for what data parallelism and
-  the optimizer add (`saver_time.py`). The least of a pipeline is below all its mappings.
-* Of a pipeline those savers count that fit beside the least that any sharding leaves of weights and moments, first in
-  two moments of a step, then in all. The least of their times is below that of all its mappings that fit.
-* What is left is priced exactly, time and memory, for each kind of sharding and each home of the moments.
+* The times of all pipelines of such a base, nothing made again, are below those of all mappings with that pipeline,
+  and so are their sends and bubbles by themselves.
+* With a saver the layers take longer, and what data parallelism and the optimizer add is least for the states that are
+  sharded least. Only what fits counts: the states of each kind of sharding and home of the moments, with the
+  activations of each saver in two moments of the step.
+* The times of all pipelines of a base with many savers are made at once, exactly but for data parallelism and the
+  optimizer (`saver_time.py`), and then exactly for each kind of sharding that fits in those two moments.
+* What is left is asked, fastest first, whether it fits in all moments of the step: the first that does is the best.
 
-Candidates are taken in ascending order of these bounds, so the first whose bound reaches the best time found ends the
-search of a fold. Where only the best few folds are asked for, the time of the last of them ends the search of every
-other fold, and a fold whose bound reaches it is not looked into at all.
+Candidates are taken in ascending order of these bounds, over all folds, always that one further which may be the
+fastest of all (`fold_search.py`). So the best few folds come out in their order, and of the others only what may be
+faster than the last of these has been looked into.
 
 `tests/plan/test_search.py` compares with pricing every mapping.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import islice, product
 from math import inf
+from typing import cast
 
-import numpy as np
-
+from moefold.plan.fold_search import FoldSearch
 from moefold.plan.mapping import Mapping
 from moefold.plan.memory import MEMORY_PARTS, Memory, MemoryEstimate
-from moefold.plan.pipeline_choice import Base, FoldPrices, Opened, PipelineChoice, Timed
+from moefold.plan.pipeline_choice import Base, FoldPrices, PipelineChoice, Timed
 from moefold.plan.saver_time import SaverTimes
 from moefold.plan.space import AttentionView, Fold, MappingSpace, Pipeline
-from moefold.plan.step_time import Pricer, Seconds, StepTime
+from moefold.plan.step_time import Pricer, StepTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class Search:
         self.prices = FoldPrices(space, SaverTimes(pricer), memory)
         self._batch = pricer.workload.global_batch_size
         self._layers: dict[tuple[object, ...], _LayerSums] = {}
+        self._least_layers: dict[tuple[int, ...], float] = {}
         self._overlapped: dict[tuple[object, ...], tuple[Pipeline, ...]] = {}
         self._counts = [pricer.shape.layers.count(kind) for kind in range(len(pricer.shape.kinds))]
         self._known_bases: dict[Fold, tuple[Base, ...]] = {}
@@ -99,26 +104,22 @@ class Search:
 
     def first(self, count: int) -> list[Plan]:
         """The first so many of `ranked`, or fewer if fewer fit."""
-        best: list[Timed] = []
-        for fold, view in self._below(lambda: _limit(best, count)):
-            found = self._fastest(fold, view, _limit(best, count))
-            if found is not None:
-                best.append(found)
-                best.sort(key=lambda timed: timed[0])
-                del best[count:]
+        best = islice(self._ascending(), count)
         return sorted((self.price(mapping) for _, mapping in best), key=lambda plan: plan.order)
 
     def num_faster(self, seconds: float) -> int:
         """Folds whose best mapping that fits takes less."""
+        near = {view for view in self.space.views if self._view_floor(view) < seconds}
         return sum(
-            self._fastest(fold, view, seconds, is_enough=True) is not None
-            for fold, view in self._below(lambda: seconds)
+            self._search_of(fold, view).finish(seconds, is_enough=True) is not None
+            for fold, view in self.space.folds
+            if view in near and self._fold_floor(fold, view) < seconds
         )
 
     def best(self, fold: Fold, view: AttentionView) -> Plan:
         """The fastest mapping of a fold that fits, or, if none does, one that needs little memory."""
         if fold not in self._found:
-            self._found[fold] = self._fastest(fold, view, inf)
+            self._found[fold] = self._search_of(fold, view).finish()
         best = self._found[fold]
         return self.price(best[1]) if best is not None else self._leanest(fold, view)
 
@@ -130,27 +131,33 @@ class Search:
         """Whether any mapping of a fold fits."""
         return self._leanest(fold, view).memory.fits
 
-    def _below(self, limit: Callable[[], float]) -> Iterator[tuple[Fold, AttentionView]]:
-        """The folds of which some mapping may take less than a limit, best first, as long as there are any.
+    def _search_of(self, fold: Fold, view: AttentionView) -> FoldSearch:
+        return FoldSearch(self.prices, fold, self._bases_of(fold, view))
 
-        They come by the least time of attention, with experts at the speed of large products; those that are left are
-        looked into once more, with the experts as they are cut.
+    def _ascending(self) -> Iterator[Timed]:
+        """The fastest mappings of the folds that have one, fastest first.
+
+        The folds come by the least time of attention, with experts at the speed of large products; then they are
+        looked into, always that one further which may be the fastest.
         """
-        floors: dict[AttentionView, float] = {}
-        queue = []
-        for i, (_, view) in enumerate(self.space.folds):
-            if view not in floors:
-                floors[view] = self._view_floor(view)
-            queue.append((floors[view], i, False))
+        floors = {view: self._view_floor(view) for view in self.space.views}
+        searches: dict[int, FoldSearch] = {}
+        queue = [(floors[view], i, False) for i, (_, view) in enumerate(self.space.folds)]
         heapify(queue)
-        while queue and queue[0][0] < limit():
+        while queue and queue[0][0] < inf:
             floor, i, is_known = heappop(queue)
             fold, view = self.space.folds[i]
-            if is_known:
-                yield fold, view
+            if not is_known:
+                heappush(queue, (max(floor, self._fold_floor(fold, view)), i, True))
+                continue
+            if i not in searches:
+                searches[i] = self._search_of(fold, view)
+            elif searches[i].best and searches[i].is_through:
+                yield cast(Timed, searches.pop(i).best)
+                continue
             else:
-                known = min((base.floor_s for base in self._bases_of(fold, view)), default=inf)
-                heappush(queue, (max(floor, known), i, True))
+                searches[i].advance()
+            heappush(queue, (max(floor, searches[i].least_s), i, True))
 
     def _view_floor(self, view: AttentionView) -> float:
         """Seconds of a step at least, whatever the degrees of the experts."""
@@ -162,34 +169,21 @@ class Search:
             least = min(least, self._batch // (size * view.dp) * seconds / view.pp)
         return least
 
-    def _fastest(self, fold: Fold, view: AttentionView, limit: float, *, is_enough: bool = False) -> Timed | None:
-        """The fastest below a limit, or any below it where one is enough.
+    def _fold_floor(self, fold: Fold, view: AttentionView) -> float:
+        """Seconds of a step at least, with the experts as they are cut."""
+        return (
+            min(self._batch // (size * fold.dp) * self._least_layers_s(fold, size) for size, _ in view.batches)
+            / fold.pp
+        )
 
-        Best first: bases unfold into pipelines, these are asked whether they fit, and what may fit is priced.
-        """
-        best: Timed | None = None
-        bases = self._bases_of(fold, view)
-        fitting: dict[int, Seconds] = {}
-        opened: dict[int, Opened] = {}
-        choices: dict[tuple[int, int], PipelineChoice] = {}
-        queue: list[tuple[float, int, int]] = [(base.floor_s, i, -1) for i, base in enumerate(bases)]
-        heapify(queue)
-        while queue and queue[0][0] < limit and not (is_enough and best):
-            floor, i, which = heappop(queue)
-            if which < 0 and i not in fitting:
-                fitting[i] = self.prices.least_fitting(fold, bases[i])
-                heappush(queue, (max(floor, float(fitting[i].min())), i, -1))
-            elif which < 0:
-                opened[i] = self.prices.open(fold, bases[i], np.flatnonzero(fitting[i] < limit))
-                for number, least in enumerate(opened[i].least):
-                    if least < limit:
-                        heappush(queue, (max(floor, least), i, number))
-            elif (i, which) not in choices:
-                choices[i, which] = choice = PipelineChoice(self.prices, fold, opened[i], which)
-                heappush(queue, (max(floor, choice.least_fitting(limit)), i, which))
-            elif (found := choices[i, which].fastest(limit)) is not None:
-                best, limit = found, found[0]
-        return best
+    def _least_layers_s(self, fold: Fold, size: int) -> float:
+        """Seconds of all layers and the head for one micro-batch, with the fastest dispatcher."""
+        key = (fold.tp, fold.cp, size, fold.ep, fold.etp)
+        if key not in self._least_layers:
+            ways = product(self._dispatchers(fold, size), (False, True))
+            every = [self._layer_sums(fold, size, dispatcher, overlap) for dispatcher, overlap in ways]
+            self._least_layers[key] = min((layers.forward_s + layers.backward_s for layers in every), default=inf)
+        return self._least_layers[key]
 
     def _bases_of(self, fold: Fold, view: AttentionView) -> tuple[Base, ...]:
         if fold not in self._known_bases:
@@ -236,16 +230,18 @@ class Search:
         return tuple(name for name in reversed(found) if name != "leastloaded" or "alltoall" not in found)
 
     def _leanest(self, fold: Fold, view: AttentionView) -> Plan:
-        """The mapping of least memory, with the smallest micro-batches."""
-        size, pipelines = view.batches[0]
-        dispatcher = self.space.dispatchers(fold, size)[0]
-        leanest: list[tuple[float, Mapping]] = []
-        for overlap in (False, True):
-            legal = [p for p in pipelines if self.space.zeros_of(fold, size, p.schedule, dispatcher, overlap)]
-            if legal and self.space.savers:
-                opened = self.prices.open(fold, Base(0.0, size, dispatcher, overlap, tuple(legal)))
-                leanest += [PipelineChoice(self.prices, fold, opened, i).leanest() for i in range(len(legal))]
-        return self.price(min(leanest, key=lambda entry: entry[0])[1])
+        """The mapping of least memory, with the smallest micro-batches and the first dispatcher that are legal."""
+        for size, pipelines in view.batches:
+            for dispatcher in self.space.dispatchers(fold, size):
+                leanest: list[tuple[float, Mapping]] = []
+                for overlap in (False, True):
+                    legal = [p for p in pipelines if self.space.zeros_of(fold, size, p.schedule, dispatcher, overlap)]
+                    if legal:
+                        opened = self.prices.open(fold, Base(0.0, size, dispatcher, overlap, tuple(legal)))
+                        leanest += [PipelineChoice(self.prices, fold, opened, i).leanest() for i in range(len(legal))]
+                if leanest:
+                    return self.price(min(leanest, key=lambda entry: entry[0])[1])
+        raise AssertionError(f"{fold} is a fold of no legal mapping")
 
     def _layer_sums(self, fold: Fold, size: int, dispatcher: str, overlap: bool) -> _LayerSums:
         key = (fold.tp, fold.cp, size, fold.ep, fold.etp, dispatcher, overlap)
@@ -262,7 +258,3 @@ class Search:
                 backward += count * behind
             self._layers[key] = _LayerSums(forward, backward, tuple(kinds))
         return self._layers[key]
-
-
-def _limit(best: list[Timed], count: int) -> float:
-    return best[-1][0] if len(best) == count else inf

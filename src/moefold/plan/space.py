@@ -21,12 +21,13 @@ from moefold.config.keys import key_types
 from moefold.config.pipeline_layout import LayoutSyntaxError, spell_out
 from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.parallel.layout import divisors
-from moefold.plan.kept import Savers
+from moefold.plan.kept import Saver, Savers
 from moefold.plan.legality import (
     AXES,
     BATCH_RULES,
     CP_RULES,
     DISPATCH_RULES,
+    EXCHANGE_RULES,
     EXPERT_RULES,
     OFFLOAD_RULES,
     OVERLAP_RULES,
@@ -101,6 +102,7 @@ class MappingSpace:
         self._chunks: dict[int, dict[str, list[Pipeline]]] = {}
         self._pipelines: dict[tuple[int, ...], tuple[Pipeline, ...]] = {}
         self._dispatchers: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._hiding: dict[tuple[int | str, ...], bool] = {}
         self._overlapped: dict[tuple[int | str, ...], tuple[int, ...]] = {}
 
     @cached_property
@@ -110,8 +112,10 @@ class MappingSpace:
 
     @cached_property
     def folds(self) -> tuple[tuple[Fold, AttentionView], ...]:
-        """Every legal fold, with the view of attention that it shares."""
-        return tuple(self._foldings())
+        """Every fold that a legal mapping has, with the view of attention that it shares."""
+        if next(self._legal_savers(), None) is None or not self.moment_homes:
+            return ()
+        return tuple((fold, view) for fold, view in self._foldings() if self._has_mapping(fold, view))
 
     @cached_property
     def zeros(self) -> tuple[int, ...]:
@@ -132,12 +136,15 @@ class MappingSpace:
     @cached_property
     def savers(self) -> Savers:
         """Every set of parts that may be made again with every set whose activations may leave memory with it."""
+        return Savers(self._legal_savers())
+
+    def _legal_savers(self) -> Iterator[Saver]:
         subsets = [parts for n in range(len(OFFLOAD_PARTS) + 1) for parts in combinations(OFFLOAD_PARTS, n)]
-        return Savers(
+        return (
             (recompute, offload)
             for recompute in self.recomputes
             for offload in subsets
-            if (self._has_host or not offload)
+            if (self.has_host or not offload)
             and self.restriction.wants("offload", offload)
             and self.legality.allows(OFFLOAD_RULES, {"recompute": recompute, "offload": offload, "moments": "none"})
         )
@@ -145,11 +152,11 @@ class MappingSpace:
     @cached_property
     def moment_homes(self) -> tuple[str, ...]:
         """Where the moments of the optimizer may live: with the weights, or in memory of the host."""
-        homes = ("none", HOST) if self._has_host else ("none",)
+        homes = ("none", HOST) if self.has_host else ("none",)
         return tuple(home for home in homes if self.restriction.wants("moments", home))
 
     @cached_property
-    def _has_host(self) -> bool:
+    def has_host(self) -> bool:
         """Whether there is another memory that is priced: a CPU has none, and disks have no price."""
         return self._cfg.run.device != "cpu" and self._cfg.train.offload_to == HOST
 
@@ -159,10 +166,20 @@ class MappingSpace:
             return ()
         if not overlap:
             return self.zeros
-        key = (fold.ep, fold.etp, fold.dp * size, schedule, dispatcher)
+        return self._overlapped_zeros(fold, size, schedule) if self._may_overlap(fold, dispatcher) else ()
+
+    def _may_overlap(self, fold: Fold, dispatcher: str) -> bool:
+        """Whether a dispatcher can hide its exchange."""
+        key = (fold.ep, fold.etp, dispatcher)
+        if key not in self._hiding:
+            values = {"ep": fold.ep, "etp": fold.etp, "dispatcher": dispatcher, "overlap": True}
+            self._hiding[key] = self.legality.allows(EXCHANGE_RULES, values)
+        return self._hiding[key]
+
+    def _overlapped_zeros(self, fold: Fold, size: int, schedule: str) -> tuple[int, ...]:
+        key = (fold.ep * fold.etp > 1, fold.dp * size, schedule)
         if key not in self._overlapped:
-            values = {**fold.values, "mbs": size, "schedule": schedule, "dispatcher": dispatcher}
-            values["overlap"] = True
+            values = {**fold.values, "mbs": size, "schedule": schedule, "overlap": True}
             self._overlapped[key] = tuple(
                 zero for zero in self.zeros if self.legality.allows(OVERLAP_RULES, {**values, "zero": zero})
             )
@@ -186,14 +203,18 @@ class MappingSpace:
 
     def count(self) -> int:
         """How many legal mappings there are."""
-        total, known = 0, {}
+        return sum(self.count_by_fold())
+
+    def count_by_fold(self) -> list[int]:
+        """How many legal mappings each of `folds` has."""
+        counts, known = [], {}
         for fold, view in self.folds:
             # Of the degrees of attention, rules between levels read tp*cp and dp alone.
             key = (fold.ep, fold.etp, fold.dp, fold.tp * fold.cp, tuple(size for size, _ in view.batches))
             if key not in known:
-                known[key] = self._count_of(fold, view)
-            total += known[key]
-        return total * len(self.moment_homes)
+                known[key] = self._count_of(fold, view) * len(self.moment_homes)
+            counts.append(known[key])
+        return counts
 
     def _count_of(self, fold: Fold, view: AttentionView) -> int:
         plain = len(self.zeros) if False in self._overlaps else 0
@@ -201,31 +222,52 @@ class MappingSpace:
         for size, pipelines in view.batches:
             dispatchers = self.dispatchers(fold, size)
             total += len(pipelines) * len(dispatchers) * plain
-            chunkings = Counter(pipeline.schedule for pipeline in pipelines) if True in self._overlaps else {}
-            for dispatcher, (schedule, number) in product(dispatchers, chunkings.items()):
-                zeros = self.zeros_of(fold, size, schedule, dispatcher, overlap=True)
-                total += number * len(zeros)
+            hiding = sum(self._may_overlap(fold, name) for name in dispatchers) if True in self._overlaps else 0
+            for schedule, number in Counter(pipeline.schedule for pipeline in pipelines).items() if hiding else ():
+                total += hiding * number * len(self._overlapped_zeros(fold, size, schedule))
         return total * len(self.savers)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Every legal mapping by itself, as the values of its axes; of use for small worlds."""
         for fold, view in self.folds:
-            for size, pipelines in view.batches:
-                for pipeline, dispatcher, overlap in product(pipelines, self.dispatchers(fold, size), (False, True)):
-                    zeros = self.zeros_of(fold, size, pipeline.schedule, dispatcher, overlap)
-                    for zero, moments, saver in product(zeros, self.moment_homes, self.savers):
-                        yield {
-                            **fold.values,
-                            "mbs": size,
-                            "schedule": pipeline.schedule,
-                            "vpp": pipeline.vpp,
-                            "zero": zero,
-                            "dispatcher": dispatcher,
-                            "overlap": overlap,
-                            "recompute": saver[0],
-                            "offload": saver[1],
-                            "moments": moments,
-                        }
+            for run, zeros in self._runs_of(fold, view):
+                for zero, moments, saver in product(zeros, self.moment_homes, self.savers):
+                    yield {**run, "zero": zero, "recompute": saver[0], "offload": saver[1], "moments": moments}
+
+    def samples_of(self, fold: Fold, view: AttentionView) -> Iterator[dict[str, Any]]:
+        """A legal mapping of a fold for each schedule with each dispatcher."""
+        recompute, offload = next(self._legal_savers())
+        rest = {"recompute": recompute, "offload": offload, "moments": self.moment_homes[0]}
+        known = set()
+        for run, zeros in self._runs_of(fold, view):
+            key = run["schedule"], run["dispatcher"]
+            if zeros and key not in known:
+                known.add(key)
+                yield {**run, "zero": zeros[0], **rest}
+
+    def _runs_of(self, fold: Fold, view: AttentionView) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
+        """Every micro-batch size, pipeline, dispatcher and overlap of a fold, and what may be sharded with them."""
+        for size, pipelines in view.batches:
+            for pipeline, dispatcher, overlap in product(pipelines, self.dispatchers(fold, size), (False, True)):
+                run = {
+                    **fold.values,
+                    "mbs": size,
+                    "schedule": pipeline.schedule,
+                    "vpp": pipeline.vpp,
+                    "dispatcher": dispatcher,
+                    "overlap": overlap,
+                }
+                yield run, self.zeros_of(fold, size, pipeline.schedule, dispatcher, overlap)
+
+    def _has_mapping(self, fold: Fold, view: AttentionView) -> bool:
+        """Whether what the two views allow by themselves goes together under some dispatcher and overlap."""
+        return any(
+            self.zeros_of(fold, size, schedule, dispatcher, overlap)
+            for size, pipelines in view.batches
+            for dispatcher in self.dispatchers(fold, size)
+            for overlap in self._overlaps
+            for schedule in dict.fromkeys(pipeline.schedule for pipeline in pipelines)
+        )
 
     def _attention_views(self) -> Iterator[AttentionView]:
         """Every axis is tried on its own rules before it is combined."""

@@ -4,6 +4,7 @@
 depends on, so that a search of many thousand mappings adds up numbers it already has.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -20,8 +21,9 @@ from moefold.plan.flop_count import expert_parameters, layer_parameters, shared_
 from moefold.plan.kept import KeptActivations, Savers, recipe_of, saver_of
 from moefold.plan.layer_time import BlockTime, LayerTimes, WaySums, Work
 from moefold.plan.mapping import Mapping
+from moefold.plan.muon_time import muon_time
 from moefold.plan.pipeline_time import bubble_s, larger
-from moefold.plan.shape import BYTES, ModelShape
+from moefold.plan.shape import ModelShape
 from moefold.plan.stage_split import Chunk
 from moefold.plan.stages import Split, chunks_of_rank, split_of
 from moefold.plan.workload import Workload
@@ -46,11 +48,25 @@ HIDDEN_GRADIENTS = 0.9
 """Part of the gradients' and parameters' collectives that can run under the last backward and the first forward."""
 
 GRADIENT_BYTES = 4
-"""Gradients are summed in float32."""
+"""Gradients are summed in float32, or in float64 where that is the compute type."""
 
 OPTIMIZER_BYTES = 34
 """Moved by AdamW for each parameter: gradient 4 twice (norm, update), weight and both moments 4 each read and written,
 and the bfloat16 copy written."""
+
+NARROW_OPTIMIZER_BYTES = 118
+"""The same with bfloat16 moments, which no fused kernel updates: each is widened, decayed, added to and rounded (26 and
+6), the spread is made (24) and the weight moved (24), pass by pass (`train/adamw.py`), beside norm and copy."""
+
+MUON_BYTES = 58
+"""Of a rank's own numbers of Muon's matrices: norm 4, decayed weight 8, momentum 20, look-ahead 12, update 12,
+copy 2."""
+
+NARROW_MUON_BYTES = 68
+"""The same with a bfloat16 momentum, which is widened and rounded."""
+
+WHOLE_MATRIX_BYTES = 52
+"""Of the numbers that a rank works on for all: packed, unpacked and normalised there, scaled, and packed again."""
 
 OFFLOADED_BYTES = 6
 """Over the host's link for each parameter whose optimizer state lives there: gradient down, weight up."""
@@ -150,6 +166,7 @@ class Pricer:
         self.split = split or split_of(shape, workload.seq_len)
         self.kept = kept or KeptActivations(shape, workload, recipe_of(shape, workload), columns_of(shape))
         self.times = LayerTimes(shape, device, workload)
+        self._muon = muon_time(shape, device, workload)
         self._layers: dict[tuple[object, ...], LayerSum] = {}
         self._ends: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._plain: dict[tuple[int, int, int, int], tuple[float, float]] = {}
@@ -161,7 +178,7 @@ class Pricer:
     def flops_per_token(self) -> float:
         """Of a training step, in the workload's convention."""
         w = self.workload
-        return train_flops(self.shape, w.seq_len, causal=w.causal, mtp=w.with_mtp)
+        return train_flops(self.shape, w.seq_len, causal=w.causal, mtp=w.with_mtp and w.counts_mtp)
 
     def step_time(self, mapping: Mapping) -> StepTime:
         """Price one mapping, which must divide the model and the batch."""
@@ -323,7 +340,7 @@ class Pricer:
         if key not in self._ends:
             shape, products, tokens = self.shape, self.times.products, self.times.tokens(cp, mbs)
             width = shape.vocab_size // tp
-            gather = gather_s(self.device, Group(tp, 1), tokens * shape.hidden_size * BYTES)
+            gather = gather_s(self.device, Group(tp, 1), tokens * shape.hidden_size * self.workload.value_bytes)
             logits = products.pass_s(tokens * width * 4)
             ahead = products.product_s(tokens, width, shape.hidden_size) + 2.5 * logits + gather
             behind = products.product_s(tokens, shape.hidden_size, width) + 1.5 * logits + gather
@@ -391,7 +408,7 @@ class Pricer:
 
     def _send(self, m: Mapping) -> float:
         tokens = self.times.tokens(m.cp, m.mbs) / m.tp
-        return send_s(self.device, m.world_size // m.pp, tokens * self.shape.hidden_size * BYTES)
+        return send_s(self.device, m.world_size // m.pp, tokens * self.shape.hidden_size * self.workload.value_bytes)
 
     def sends(self, m: Mapping, vpp: Any, n: int) -> tuple[Any, Any]:
         """Seconds of exposed sends of a step, and of one way through a rank's chunks; `vpp` is one number or many."""
@@ -403,8 +420,20 @@ class Pricer:
 
     def replicas(self, m: Mapping) -> tuple[float, float, float]:
         """Seconds of gathering the parameters once, of summing the gradients once, and of the optimizer."""
-        dense, experts = self._parameters(m)
-        key = (dense, experts, m.dp * m.cp, m.tp, m.edp, m.etp * m.ep, m.zero, "optimizer" in m.offload)
+        return self._replicas_of(m, self.parameters(m))
+
+    def least_replicas(self, m: Mapping, parameters: Sequence[float]) -> tuple[float, float, float]:
+        """The same at least, whatever the pipeline, of ranks that have so many `parameters` or more."""
+        gathers, gradients, optimizer = self._replicas_of(m, parameters)
+        # What Muon has to do follows the layers of the stages.
+        return gathers, gradients, 0.0 if self._muon else optimizer
+
+    def _replicas_of(self, m: Mapping, parameters: Sequence[float]) -> tuple[float, float, float]:
+        dense, experts = parameters
+        away = "optimizer" in m.offload
+        key: tuple[float, ...] = (dense, experts, m.dp * m.cp, m.tp, m.edp, m.etp * m.ep, m.zero, away)
+        if self._muon:
+            key = (*key, m.ep, m.pp, m.vpp, SCHEDULES[m.schedule].placement == "v")
         if key not in self._replicas:
             self._replicas[key] = self._price_replicas(m, dense, experts)
         return self._replicas[key]
@@ -412,22 +441,38 @@ class Pricer:
     def _price_replicas(self, m: Mapping, dense: float, experts: float) -> tuple[float, float, float]:
         device = self.device
         dense_group, expert_group = Group(m.dp * m.cp, m.tp), Group(m.edp, m.etp * m.ep)
-        gathers = gather_s(device, dense_group, dense * BYTES) + gather_s(device, expert_group, experts * BYTES)
-        size = self.workload.reduce_bytes if m.zero == 3 else GRADIENT_BYTES
+        value = self.workload.value_bytes
+        gathers = gather_s(device, dense_group, dense * value) + gather_s(device, expert_group, experts * value)
+        wide = max(1.0, value / GRADIENT_BYTES)
+        size = wide * (self.workload.reduce_bytes if m.zero == 3 else GRADIENT_BYTES)
         gradients = gather_s(device, dense_group, dense * size) + gather_s(device, expert_group, experts * size)
-        if m.zero == 0:
-            gradients = all_reduce_s(device, dense_group, dense * GRADIENT_BYTES)
-            gradients += all_reduce_s(device, expert_group, experts * GRADIENT_BYTES)
-            return 0.0, gradients, self.times.products.pass_s((dense + experts) * OPTIMIZER_BYTES)
         owned = dense / dense_group.size + experts / expert_group.size
-        optimizer = self.times.products.pass_s(owned * OPTIMIZER_BYTES)
+        if m.zero == 0:
+            gathers, owned = 0.0, dense + experts
+            gradients = all_reduce_s(device, dense_group, dense * wide * GRADIENT_BYTES)
+            gradients += all_reduce_s(device, expert_group, experts * wide * GRADIENT_BYTES)
+        optimizer = self._update_s(m, owned, wide)
         if "optimizer" in m.offload and self.workload.is_megatron:
             optimizer += owned * OFFLOADED_BYTES / device.host_bytes_per_s
         elif "optimizer" in m.offload:
-            optimizer = max(optimizer, owned * MOMENT_BYTES / device.host_bytes_per_s)
+            narrow = 0.5 if self.workload.update.narrow_moments else 1.0
+            optimizer = max(optimizer, owned * narrow * MOMENT_BYTES / device.host_bytes_per_s)
         return gathers, gradients, optimizer
 
-    def _parameters(self, m: Mapping) -> tuple[float, float]:
+    def _update_s(self, m: Mapping, owned: float, wide: float) -> float:
+        """Seconds of the update of the fullest rank, where its states are on the device."""
+        update, passes = self.workload.update, self.times.products.pass_s
+        adamw = NARROW_OPTIMIZER_BYTES if update.narrow_moments else OPTIMIZER_BYTES
+        if self._muon is None:
+            return passes(owned * wide * adamw)
+        muon, found = NARROW_MUON_BYTES if update.narrow_moments else MUON_BYTES, 0.0
+        for counts, _, has_loss in dict.fromkeys(self.contents_of_ranks(m.pp, m.vpp, m.schedule)):
+            share = self._muon.share(m, counts, has_loss)
+            moved = max(0.0, owned - share.held) * adamw + share.held * muon + share.worked * WHOLE_MATRIX_BYTES
+            found = max(found, share.seconds + passes(wide * moved))
+        return found
+
+    def parameters(self, m: Mapping) -> tuple[float, float]:
         """Parameters of the fullest rank: outside the experts, and of them."""
         key = (m.tp, m.ep * m.etp, m.pp, m.vpp, SCHEDULES[m.schedule].placement == "v")
         if key not in self._fullest:

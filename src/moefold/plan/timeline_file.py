@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moefold.config.action import Action
 from moefold.errors import ConfigError
 from moefold.plan.chart import CLOSING_COLOURS, EXPOSED, FAINT, INK, PASS_COLOURS, PASS_NAMES
+from moefold.plan.output_file import check_place
 from moefold.plan.timeline import COMMUNICATION, COMPUTE, SEND, Event, Span, Timeline
 
 if TYPE_CHECKING:
@@ -40,13 +41,14 @@ def write_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
 
 
 def check_timeline_file(path: Path) -> None:
-    """Refuse an ending that says neither trace nor picture, before anything is worked out.
+    """Refuse an ending that says neither trace nor picture, or a place that cannot be written, before any work.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: it is such a one.
     """
     if path.suffix.lower() not in (".json", *PICTURES):
         raise ConfigError(f"--timeline {path} must end in .json, for Perfetto, or in .png, .svg or .pdf, for a picture")
+    check_place("--timeline", path)
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from moefold.plan.planner import Planner, Question
 from moefold.plan.restriction import Restriction
 from moefold.plan.routing_load import RoutingLoad
 from moefold.plan.search import Plan
+from moefold.plan.step_time import Pricer
 
 
 class TracedPlanner(Planner):
@@ -39,6 +40,14 @@ class TracedPlanner(Planner):
     def num_faster(self, seconds: float) -> int:
         """As of the planner."""
         return sum(plan.memory.fits and plan.time.total_s < seconds for plan in self.plans)
+
+    def pricer_of(self, plan: Plan) -> Pricer:
+        """As of the planner; that of the plan's ep."""
+        return Planner(self.question_at(plan.mapping.ep, self.question.restriction)).search.pricer
+
+    def on(self, num_gpus: int) -> "TracedPlanner":
+        """As of the planner, under the same routing."""
+        return TracedPlanner(self.question.on(num_gpus), self.load)
 
     def question_at(self, ep: int, restriction: Restriction) -> Question:
         """The question for one ep."""

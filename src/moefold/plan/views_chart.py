@@ -1,5 +1,9 @@
 """The two views over the nodes as SVG: a cell for each GPU, coloured by its group along a chosen axis."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
 from markupsafe import Markup
 
 from moefold.parallel.layout import Layout, View
@@ -10,15 +14,49 @@ WHEEL = 0.61803
 """Neighbouring groups are so much of the colour wheel apart."""
 
 
-def view_chart(name: str, view: View, gpus_per_node: int) -> Markup:
+@dataclass(frozen=True)
+class DrawnView:
+    """A view, and its axes as a reader knows them: an axis of degrees that other axes lie between is several of it."""
+
+    view: View
+    spans: Mapping[str, tuple[str, ...]]
+    """By the name of an axis, slowest to fastest, the axes of the view that it is made of."""
+
+    def degree(self, axis: str) -> int:
+        """Size of one axis."""
+        return prod(self.view.degree(part) for part in self.spans[axis])
+
+    def group_indices(self, axis: str) -> tuple[int, ...]:
+        """For each rank the number of its group."""
+        index = {rank: i for i, group in enumerate(self.view.groups(*self.spans[axis])) for rank in group}
+        return tuple(index[rank] for rank in range(self.view.world_size))
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Position of a rank in its group."""
+        return self.view.group(rank, *self.spans[axis]).index(rank)
+
+
+def drawn_views(layout: Layout, *, coupled: bool = False) -> tuple[DrawnView, DrawnView]:
+    """Attention and experts; those of a coupled method lie within data parallelism, so that cp cuts edp in two."""
+    experts = layout.moe
+    spans: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in experts.axes}
+    if coupled:
+        axes = ("pp", "replicas", "ep", "cp", "etp")
+        experts = View(axes, (layout.pp, layout.dp // layout.ep, layout.ep, layout.cp, layout.etp))
+        spans = {"pp": ("pp",), "edp": ("replicas", "cp"), "ep": ("ep",), "etp": ("etp",)}
+    attention = {axis: (axis,) for axis in layout.attention.axes}
+    return DrawnView(layout.attention, attention), DrawnView(experts, spans)
+
+
+def view_chart(name: str, drawn: DrawnView, gpus_per_node: int) -> Markup:
     """One view: nodes with their GPUs, each of which knows its group along every axis.
 
     Args:
         name: of the view, for the script that colours it.
-        view: the view.
+        drawn: the view.
         gpus_per_node: cells of a node, in rows of 8.
     """
-    groups = {axis: view.group_indices(axis) for axis in view.axes}
+    view, groups = drawn.view, {axis: drawn.group_indices(axis) for axis in drawn.spans}
     in_row = min(8, gpus_per_node)
     node_width = in_row * (CELL + GAP) + NODE_GAP
     node_height = HEAD + -(-gpus_per_node // in_row) * (CELL + GAP) + NODE_GAP
@@ -33,8 +71,8 @@ def view_chart(name: str, view: View, gpus_per_node: int) -> Markup:
         )
         for place, rank in enumerate(range(node * gpus_per_node, min((node + 1) * gpus_per_node, view.world_size))):
             y, x = divmod(place, in_row)
-            title = f"rank {rank}: " + ", ".join(f"{a} {view.coordinate(rank, a)}" for a in view.axes)
-            marks = Markup(" ").join(Markup('data-{}="{}"').format(axis, groups[axis][rank]) for axis in view.axes)
+            title = f"rank {rank}: " + ", ".join(f"{a} {drawn.coordinate(rank, a)}" for a in groups)
+            marks = Markup(" ").join(Markup('data-{}="{}"').format(axis, groups[axis][rank]) for axis in groups)
             pieces.append(
                 Markup(
                     '<rect class="gpu" x="{}" y="{}" width="{}" height="{}" rx="2" {}><title>{}</title></rect>'
@@ -46,12 +84,8 @@ def view_chart(name: str, view: View, gpus_per_node: int) -> Markup:
     )
 
 
-def axis_choices(layout: Layout) -> tuple[tuple[str, View, list[tuple[str, int]], str], ...]:
-    """Both views with their axes, the degrees of these, and the axis that is shown first: the fastest that cuts."""
-    found = []
-    for name, view in (("attention", layout.attention), ("experts", layout.moe)):
-        axes = list(zip(view.axes, view.degrees, strict=True))
-        cutting = [axis for axis, degree in axes if degree > 1]
-        first = "ep" if "ep" in cutting else (cutting or [axes[-1][0]])[-1]
-        found.append((name, view, axes, first))
-    return tuple(found)
+def axis_choices(drawn: DrawnView) -> tuple[list[tuple[str, int]], str]:
+    """The axes of a view with their degrees, and the axis that is shown first: ep, or the fastest that cuts."""
+    axes = [(axis, drawn.degree(axis)) for axis in drawn.spans]
+    cutting = [axis for axis, degree in axes if degree > 1]
+    return axes, "ep" if "ep" in cutting else (cutting or [axes[-1][0]])[-1]

@@ -11,6 +11,7 @@ from moefold.config.schema import Config
 from moefold.launch.failure import FailingRank
 from moefold.launch.place import Place
 from moefold.launch.ranks import joined
+from moefold.launch.settings import settings_note
 from moefold.launch.watchdog import Watchdog
 from moefold.parallel.groups import ParallelGroups
 from moefold.train.run_lock import LONGEST_WAIT_S, RunLock
@@ -33,7 +34,8 @@ def train_rank(cfg: Config, place: Place, device_type: str) -> int:
     watchdog = Watchdog(place, limit_s, device_type)
     failing = FailingRank(place, lambda: any(stop.flags), watchdog)
     with failing, joined(place, device_type, limit_s, watchdog.start) as device, watchdog:
-        trainer = Trainer(cfg, ParallelGroups.create(layout, device, watchdog.record))
+        groups = ParallelGroups.create(layout, device, watchdog.record)
+        trainer = Trainer(cfg, groups, settings_note(place, device_type))
         with ExitStack() as alone:
             if place.rank == 0:
                 watchdog.record.enter("locking the folders of the run")

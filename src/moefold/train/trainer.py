@@ -57,8 +57,8 @@ LOST_SAVE_S = 5.0
 class Trainer:
     """One rank's part in a run. Everything that ranks must agree on is decided from values equal on all of them."""
 
-    def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        self._cfg = cfg
+    def __init__(self, cfg: Config, groups: ParallelGroups, settings: str = "") -> None:
+        self._cfg, self._settings = cfg, settings
         self._groups = groups
         self._record = groups.record
         # Nothing here draws from torch's own generator; what else does, draws alike on all ranks and in every run.
@@ -151,7 +151,7 @@ class Trainer:
     def _notes(self) -> tuple[str, ...]:
         """What the log is to say before the first step."""
         moe, dp = self._cfg.moe, self._cfg.parallel.dp
-        notes = [note for note in (self._training.model.note, self._start, self._data.note) if note]
+        notes = [note for note in (self._settings, self._training.model.note, self._start, self._data.note) if note]
         looks_at_dp = moe.aux_coefficient > 0 and moe.aux_kind == "global_batch" and has_moe_layers(self._cfg.model)
         if looks_at_dp and self._saved_dp not in (None, dp):
             notes.append(

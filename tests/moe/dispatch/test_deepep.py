@@ -14,7 +14,7 @@ from moefold.errors import ConfigError
 from moefold.moe.dispatch import Assignment, make_dispatcher
 from moefold.moe.dispatch.deepep import DeepEPDispatcher, open_buffer
 from moefold.moe.dispatch.selection import select_dispatcher
-from moefold.moe.experts import ExpertWeights, looped_experts
+from moefold.moe.experts import ExpertWeights, LoopedHow, looped_experts
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
 from moefold.verify.mapping import make_groups
@@ -62,7 +62,7 @@ def _layer(
     counts, weights_R = plan.rows_per_expert, None
     if weighs_early:
         weights_R, plan = dispatcher.take_weights(plan)
-    y = looped_experts(rows, ExpertWeights(mine[0], mine[1], mine[2].mT), counts, weights_R=weights_R)
+    y = looped_experts(rows, ExpertWeights(mine[0], mine[1], mine[2].mT), LoopedHow(counts), weights_R)
     home = dispatcher.combine(y, plan)
     inputs = (x, assignment.probs_TK, mine)
     x_grad, probs_grad, weights_grad = torch.autograd.grad(home, inputs, grad)

@@ -1,0 +1,92 @@
+"""The bench's contestant of megatron-core: its `MoELayer` on a CPU, of its local modules, with our weights.
+
+Its router moves weights to a GPU, or calls transformer-engine, before it multiplies with them. That one product is done
+here; scores, choice, permutation, experts and shared expert are its own code. Its all-to-all dispatcher makes a CUDA
+stream, so that it runs with the one that gathers, which on one rank permutes alike.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moefold.config.schema import ModelConfig
+from moefold.moe.layer import MoELayer
+from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.layout import fold
+
+GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp")
+"""What its layer asks for."""
+
+
+class _CpuRouter(TopKRouter):
+    def gating(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is that of the base class
+        """Logits [..., E] in float32, or wider."""
+        return F.linear(input.to(self.weight.dtype), self.weight)
+
+
+def build(ours: MoELayer, model: ModelConfig, dtype: torch.dtype) -> nn.Module:
+    """A layer that maps [S, B, H] to the same, and None; its router is float32 or wider.
+
+    Needs a process group of one.
+    """
+    spec = get_moe_module_spec(use_te=False, num_experts=model.num_experts)
+    spec.submodules.router = _CpuRouter
+    # Which does not communicate.
+    group = ParallelGroups.create(fold(world_size=1), torch.device("cpu")).world.handle
+    groups = ProcessGroupCollection(**dict.fromkeys(GROUPS, group))
+    layer: Any = build_module(spec, config=_config(model, dtype), pg_collection=groups)
+    layer.router.to(torch.promote_types(dtype, torch.float32))
+    _copy(ours, layer)
+    return layer.train()
+
+
+def _config(model: ModelConfig, dtype: torch.dtype) -> Any:
+    scale = model.router_scaling_factor
+    return TransformerConfig(
+        num_layers=1,
+        num_attention_heads=1,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.moe_ffn_hidden_size,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        # Through torch.compile: a few per cent faster than its plain operations.
+        bias_activation_fusion=True,
+        add_bias_linear=False,
+        num_moe_experts=model.num_experts,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+        moe_shared_expert_intermediate_size=model.shared_expert_ffn_hidden_size or None,
+        moe_shared_expert_gate=model.shared_expert_gate,
+        moe_router_topk=model.top_k,
+        moe_router_score_function=model.router_score,
+        moe_router_pre_softmax=model.router_softmax == "pre",
+        moe_router_topk_scaling_factor=scale if scale != 1 else None,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="allgather",
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+    )
+
+
+@torch.no_grad()
+def _copy(ours: MoELayer, theirs: Any) -> None:
+    theirs.router.weight.copy_(ours.router.weight)
+    weights = zip(ours.experts.w_gate, ours.experts.w_up, ours.experts.w_down, strict=True)
+    for expert, (gate_HF, up_HF, down_FH) in zip(theirs.experts.local_experts, weights, strict=True):
+        expert.linear_fc1.weight.copy_(torch.cat((gate_HF, up_HF), 1).t())
+        expert.linear_fc2.weight.copy_(down_FH.t())
+    shared: Any = ours.shared
+    if shared is not None:
+        theirs.shared_experts.linear_fc1.weight.copy_(torch.cat((shared.w_gate, shared.w_up)))
+        theirs.shared_experts.linear_fc2.weight.copy_(shared.w_down)
+    if ours.shared_gate is not None:
+        theirs.shared_experts.gate_weight.copy_(ours.shared_gate)

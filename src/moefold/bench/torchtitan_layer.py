@@ -1,0 +1,89 @@
+"""The bench's contestant of torchtitan: its `MoE` with our weights."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+from moefold.config.schema import ModelConfig
+from moefold.moe.layer import MoELayer
+
+
+def build(ours: MoELayer, model: ModelConfig, dtype: torch.dtype) -> nn.Module:
+    """A layer that maps [S, B, H] to the same; its router is float32."""
+    with torch.device("meta"):
+        layer: Any = _config(model).build()
+    layer.to(dtype).router.float()
+    layer.to_empty(device=ours.router.weight.device)
+    _copy(ours, layer)
+    # CUDA's autocast widens the states there; that of a CPU has no float32.
+    layer.router.gate.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    return layer.train()
+
+
+def _config(model: ModelConfig) -> Any:
+    size, num_experts = model.hidden_size, model.num_experts
+    has_groups = model.num_groups > 1
+    is_softmax = model.router_score == "softmax"
+    return MoE.Config(
+        num_experts=num_experts,
+        # Whether there is a bias for the choice; the value is for its update, which is no part of the layer.
+        load_balance_coeff=1e-3 if model.expert_bias else None,
+        shared_experts=_shared(model) if model.shared_expert_ffn_hidden_size else None,
+        router=TokenChoiceTopKRouter.Config(
+            num_experts=num_experts,
+            gate=_linear(size, num_experts),
+            num_expert_groups=model.num_groups if has_groups else None,
+            num_limited_groups=model.top_groups if has_groups else None,
+            top_k=model.top_k,
+            score_func=model.router_score,
+            # The softmax of the chosen logits is that of all logits, normalised over the chosen.
+            route_norm=model.router_softmax == "post" if is_softmax else model.router_normalize,
+            route_scale=model.router_scaling_factor,
+        ),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=GroupedExperts.Config(
+                dim=size, hidden_dim=model.moe_ffn_hidden_size, num_experts=num_experts
+            ),
+            token_dispatcher=LocalTokenDispatcher.Config(num_experts=num_experts, top_k=model.top_k),
+        ),
+    )
+
+
+def _shared(model: ModelConfig) -> Any:
+    size, inner = model.hidden_size, model.shared_expert_ffn_hidden_size
+    widths = {"w1": _linear(size, inner), "w2": _linear(inner, size), "w3": _linear(size, inner)}
+    if model.shared_expert_gate:
+        return SigmoidGatedFeedForward.Config(**widths, gate=_linear(size, 1))
+    return FeedForward.Config(**widths)
+
+
+def _linear(inputs: int, outputs: int) -> Any:
+    return Linear.Config(in_features=inputs, out_features=outputs)
+
+
+@torch.no_grad()
+def _copy(ours: MoELayer, theirs: Any) -> None:
+    experts, inner = ours.experts, theirs.routed_experts.inner_experts
+    pairs: list[tuple[Tensor, Tensor]] = [
+        (theirs.router.gate.weight, ours.router.weight),
+        (inner.w1_EFD, experts.w_gate.transpose(1, 2)),
+        (inner.w2_EDF, experts.w_down.transpose(1, 2)),
+        (inner.w3_EFD, experts.w_up.transpose(1, 2)),
+    ]
+    shared: Any = ours.shared
+    if shared is not None:
+        target = theirs.shared_experts
+        pairs += [(target.w1.weight, shared.w_gate), (target.w2.weight, shared.w_down), (target.w3.weight, shared.w_up)]
+    if ours.shared_gate is not None:
+        pairs.append((theirs.shared_experts.gate.weight, ours.shared_gate))
+    for target, source in pairs:
+        target.copy_(source)
+    theirs.tokens_per_expert_E.zero_()
+    if ours.router.expert_bias is not None:
+        # A buffer that takes part in sums of float32.
+        theirs.expert_bias_E = ours.router.expert_bias.detach().clone()

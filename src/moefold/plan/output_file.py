@@ -1,0 +1,44 @@
+"""Whether a file that is written at the end of a search can be written, asked before it. Torch-free."""
+
+import errno
+import os
+from pathlib import Path
+
+from moefold.errors import ConfigError
+
+
+def check_output(option: str, path: Path, endings: tuple[str, ...]) -> None:
+    """Refuse a file that cannot be written, before anything is worked out; nothing is created.
+
+    Args:
+        option: what names it.
+        path: the file.
+        endings: those that it may have, in small letters.
+
+    Raises:
+        ConfigError: it has another ending, its folder is not there, or the place may not be written to.
+    """
+    if path.suffix.lower() not in endings:
+        raise ConfigError(f"{option} {path} must end in {' or '.join(endings)}")
+    check_place(option, path)
+
+
+def check_place(option: str, path: Path) -> None:
+    """The same without the ending.
+
+    Raises:
+        ConfigError: the folder is not there, or the place may not be written to.
+    """
+    fault = _fault(path)
+    if fault:
+        raise ConfigError(f"{option} {path} cannot be written: {os.strerror(fault)}")
+
+
+def _fault(path: Path) -> int:
+    if path.is_dir():
+        return errno.EISDIR
+    if not path.parent.exists():
+        return errno.ENOENT
+    if not path.parent.is_dir():
+        return errno.ENOTDIR
+    return 0 if os.access(path if path.exists() else path.parent, os.W_OK) else errno.EACCES

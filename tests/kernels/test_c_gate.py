@@ -1,0 +1,232 @@
+"""The gate in C equals its plain twin; where it cannot be had, a run says so and goes on, or is refused."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moefold.config.checks import check_config
+from moefold.config.checks_kernels import check_kernel_device
+from moefold.config.schema import Config, ModelConfig, RunConfig, TrainConfig
+from moefold.errors import ConfigError
+from moefold.kernels import c_library
+from moefold.kernels.c_library import COMPILERS, CompilerError
+from moefold.kernels.select import select_kernels
+from moefold.model.gemm import operand
+from moefold.moe.experts import Experts
+from moefold.moe.gate import SiluGate
+from moefold.verify.mapping import run_mapping
+from tests.verify.recipes import tiny
+
+has_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C compiler")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gate():
+    from moefold.kernels.c_gate import CGate
+
+    return CGate()
+
+
+def _values(*shape: int, dtype: torch.dtype = torch.float32, count: int = 3) -> list[torch.Tensor]:
+    """(grad, g, u): of every size, beyond where exp overflows too."""
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(count)]
+    found[1] *= torch.logspace(-3, 2.3, found[1].numel(), dtype=torch.float64).view(shape)
+    return [t.to(dtype) for t in found]
+
+
+@has_compiler
+@pytest.mark.parametrize(("dtype", "eps"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 37), (300, 257)], ids=str)
+def test_it_equals_the_definition(gate, shape, dtype, eps):
+    grad, g, u = _values(*shape, dtype=dtype)
+    right = SiluGate().backward(*(t.double() for t in (grad, g, u)))
+    # Memory full of what must not be read.
+    rooms = tuple(torch.full_like(g, float("nan")) for _ in range(2))
+    found = [gate.forward(g, u, rooms[0].clone()), *gate.backward(grad.clone(), g, u, rooms)]
+    for a, e in zip(found, (right[0], *right), strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), e, rtol=eps, atol=10 * eps)
+
+
+@has_compiler
+def test_projections_may_be_narrower_than_the_gradient(gate):
+    grad, g, u = _values(40, 37)
+    g, u = g.bfloat16(), u.bfloat16()
+    for actual in (gate, SiluGate()):
+        found = actual.backward(grad.clone(), g, u)
+        for a, e in zip(found, SiluGate().backward(grad.double(), g.double(), u.double()), strict=True):
+            assert a.dtype == torch.float32
+            torch.testing.assert_close(a.double(), e, rtol=2e-6, atol=2e-5)
+
+
+@has_compiler
+def test_weights_are_rounded_as_torch_rounds_them(gate):
+    bits = torch.arange(-(2**31), 2**31, 999_983, dtype=torch.int64).to(torch.int32)
+    # Every exponent and sign, ties, what is not a number, and both infinities.
+    odd = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, -0x00800000, 0x7FC00001, 0x00000001, 0])
+    w = torch.cat((bits, odd.to(torch.int32))).view(torch.float32)
+    expected = operand(w, torch.bfloat16)
+    found = gate.operand(w, torch.bfloat16)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found[~found.isnan()], expected[~found.isnan()])
+    assert torch.equal(gate.operand(w[:3], torch.float32), w[:3])
+
+
+@has_compiler
+def test_what_is_not_a_number_stays_none(gate):
+    g = torch.tensor([float("nan"), 1.0, float("inf"), -float("inf")])
+    u = torch.tensor([1.0, float("nan"), 2.0, 2.0])
+    for dtype in (torch.float32, torch.bfloat16):
+        found, plain = (x.forward(g.to(dtype), u.to(dtype)) for x in (gate, SiluGate()))
+        assert found[:2].isnan().all()
+        assert found[2] == plain[2] == float("inf")
+
+
+@has_compiler
+def test_threads_change_no_bit(gate):
+    grad, g, u = _values(300, 1000)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append([gate.forward(g, u), *gate.backward(grad.clone(), g, u)])
+    finally:
+        torch.set_num_threads(before)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@has_compiler
+def test_what_it_does_not_know_is_plain(gate):
+    grad, g, u = _values(4, 6, dtype=torch.float64)
+    for a, e in zip(gate.backward(grad.clone(), g, u), SiluGate().backward(grad.clone(), g, u), strict=True):
+        assert torch.equal(a, e)
+    grad, g, u = (t.t() for t in _values(4, 6))
+    torch.testing.assert_close(gate.forward(g, u), SiluGate().forward(g, u))
+    torch.testing.assert_close(gate.backward(grad.clone(), g, u), SiluGate().backward(grad.clone(), g, u))
+    leaf = g.detach().clone().requires_grad_()
+    gate.forward(leaf, u).sum().backward()
+    assert leaf.grad is not None
+
+
+@has_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_compute_the_same_with_it(gate, dtype):
+    counts = [3, 0, 70, 2]
+    x = torch.randn(sum(counts), 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def run(of_experts, read):
+        experts = Experts(4, 16, 32, gate=of_experts)
+        experts.operand = read
+        generator = torch.Generator().manual_seed(2)
+        for parameter in experts.parameters():
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        leaf = x.clone().requires_grad_()
+        y = experts(leaf, counts)
+        y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(dtype))
+        return [y, leaf.grad, *(parameter.grad for parameter in experts.parameters())]
+
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for a, e in zip(run(gate, gate.operand), run(SiluGate(), operand), strict=True):
+        assert (a.double() - e.double()).norm() <= tolerance * e.double().norm()
+
+
+def _recipe(**run) -> Config:
+    return replace(tiny(), run=RunConfig(**{"dtype": "float32", **run}))
+
+
+@has_compiler
+def test_the_choice_is_automatic_and_switchable():
+    for kernels, expected in (("auto", "CGate"), ("c", "CGate"), ("plain", "NoneType")):
+        chosen = select_kernels(_recipe(kernels=kernels), CPU)
+        assert type(chosen.expert_gate).__name__ == expected
+        assert (chosen.operand is operand) == (expected == "NoneType")
+    assert select_kernels(_recipe(dtype="float64"), CPU).expert_gate is None
+    clamped = replace(_recipe(), model=replace(_recipe().model, moe_activation="clamped_swiglu"))
+    chosen = select_kernels(clamped, CPU)
+    assert chosen.expert_gate is None
+    assert "plain gates of experts" in chosen.note
+
+
+MAPPINGS = [
+    pytest.param({"world_size": 1}, {}, id="one-rank"),
+    pytest.param({"world_size": 2, "pp": 2}, {"recompute": ("moe",)}, id="pp-recompute"),
+    pytest.param({"world_size": 4, "tp": 2, "ep": 2, "zero": 3}, {"recompute": ("layer",)}, id="tp-ep-zero3-recompute"),
+]
+
+
+@has_compiler
+@pytest.mark.parity
+@pytest.mark.parametrize(("mapping", "train"), MAPPINGS)
+def test_on_and_off_give_the_same_losses(pool, mapping, train):
+    cfg = tiny(train=train, **mapping)
+    runs = []
+    for kernels in ("plain", "c"):
+        chosen = replace(cfg, run=replace(cfg.run, dtype="float32", kernels=kernels))
+        runs.append(pool.run(cfg.parallel.world_size, run_mapping, chosen, 2, timeout_s=280)[0])
+    for a, b in zip(*(run.steps for run in runs), strict=True):
+        assert b.loss == pytest.approx(a.loss, rel=1e-5)
+        assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    c_library.c_library.cache_clear()
+    yield
+    c_library.c_library.cache_clear()
+
+
+def test_without_a_compiler_a_run_says_so_and_goes_on(no_compiler):
+    chosen = select_kernels(_recipe(), CPU)
+    assert chosen.expert_gate is None
+    assert chosen.note == "run.kernels='auto': plain, as there is no C compiler (gcc, cc, clang)"
+    with pytest.raises(ConfigError, match=r"run.kernels='c' cannot run: there is no C compiler .*; install gcc"):
+        select_kernels(_recipe(kernels="c"), CPU)
+
+
+@has_compiler
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
+    monkeypatch.setattr(c_library, "cache_folders", lambda named: (tmp_path / "cache",))
+    monkeypatch.setattr(c_library, "__file__", str(tmp_path / "c_library.py"))
+    (tmp_path / "broken.c").write_text("int f(void) { return undeclared; }\n")
+    with pytest.raises(CompilerError, match="fails: .*undeclared|fails: .*broken"):
+        c_library.c_library("broken")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@has_compiler
+def test_a_library_is_compiled_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(c_library, "cache_folders", lambda named: (tmp_path / "cache",))
+    monkeypatch.setattr(c_library, "__file__", str(tmp_path / "c_library.py"))
+    (tmp_path / "one.c").write_text("int one(void) { return 1; }\n")
+    assert c_library.c_library("one").one() == 1
+    (entry,) = (tmp_path / "cache").iterdir()
+    made = entry.stat().st_mtime_ns
+    c_library.c_library.cache_clear()
+    assert c_library.c_library("one").one() == 1
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()] == [made]
+
+
+@has_compiler
+def test_where_no_folder_can_be_written_a_library_is_compiled_for_this_process(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(c_library, "cache_folders", lambda named: (tmp_path / "file" / "cache",))
+    monkeypatch.setattr(c_library, "__file__", str(tmp_path / "c_library.py"))
+    (tmp_path / "two.c").write_text("int two(void) { return 2; }\n")
+    assert c_library.c_library("two").two() == 2
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match=r"run.kernels='c' computes in float32.*'auto' or 'plain'"):
+        check_config(Config(run=RunConfig(kernels="c", dtype="float64")))
+    with pytest.raises(ConfigError, match=r"train.precision='mxfp8' has gates between its products"):
+        check_config(Config(run=RunConfig(kernels="c"), train=TrainConfig(precision="mxfp8"), model=ModelConfig()))
+    with pytest.raises(ConfigError, match=r"run.kernels='c' cannot run: it is for CPUs.*run.device to 'cpu'"):
+        check_kernel_device(_recipe(kernels="c"), "cuda")

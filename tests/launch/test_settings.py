@@ -1,0 +1,50 @@
+"""Threads of a rank, and the line that says what is set."""
+
+import pytest
+import torch
+
+from moefold.launch.place import Place
+from moefold.launch.settings import choose_threads, settings_note, threads_of
+
+PLACE = Place(0, 0, 16, "10.0.0.1", 1, local_size=8)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("cores", "all_cores", "ranks", "device", "expected"),
+    [
+        (64, 64, 8, "cpu", 8),
+        (2, 2, 8, "cpu", 1),
+        # A container, or a job, that has some of the cores.
+        (16, 64, 8, "cpu", 2),
+        # Bound to the half of the machine that is near the GPU, with three others.
+        (32, 64, 8, "cuda", 8),
+        (4, 64, 8, "cuda", 4),
+    ],
+)
+def test_ranks_share_the_cores(cores, all_cores, ranks, device, expected):
+    assert threads_of(cores, all_cores, ranks, device) == expected
+
+
+def test_a_number_that_was_chosen_stays(threads):
+    torch.set_num_threads(3)
+    choose_threads(PLACE, "cpu", {"OMP_NUM_THREADS": "3"})
+    choose_threads(Place(0, 0, 1, "127.0.0.1", 1), "cpu", {})
+    assert torch.get_num_threads() == 3
+
+
+def test_the_line_names_what_the_environment_sets(threads):
+    torch.set_num_threads(1)
+    environment = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    line = settings_note(PLACE, "cuda", environment)
+    assert line.startswith("8 of 16 ranks on this machine, 1 thread each on ")
+    assert line.endswith(" cores, OMP_NUM_THREADS=1, NCCL_DEBUG=INFO")
+    assert settings_note(PLACE, "cpu", environment).endswith("OMP_NUM_THREADS=1, GLOO_SOCKET_IFNAME=eth0")
+    assert settings_note(PLACE, "cpu", {}).endswith("OMP_NUM_THREADS not set")
+    assert settings_note(Place(0, 0, 1, "127.0.0.1", 1), "cpu", environment) == ""
