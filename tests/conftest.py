@@ -16,3 +16,9 @@ def pool() -> object:
     from moefold.testing.pool import WorkerPool
 
     return WorkerPool()
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Each test draws the same numbers, whatever ran before it."""
+    torch.manual_seed(0)

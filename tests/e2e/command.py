@@ -43,9 +43,9 @@ def run(words: Sequence[str], timeout_s: float = 240.0) -> subprocess.CompletedP
     )
 
 
-def moefold(*words: str) -> subprocess.CompletedProcess[str]:
+def moefold(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
     """Run `moefold WORDS` to its end."""
-    return run([sys.executable, "-m", "moefold", *words])
+    return run([sys.executable, "-m", "moefold", *words], timeout_s)
 
 
 def small(run_dir: Path, *words: str) -> list[str]:

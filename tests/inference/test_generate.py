@@ -71,9 +71,13 @@ def test_logits_with_a_cache_equal_those_of_the_whole_text(pool, mixtral, mappin
     pieces = [5, 1, 3, 1, 1]
     tokens = torch.from_numpy(row_of_ids(2 * sum(pieces)).astype("int64")).view(2, -1)
     with torch.no_grad():
-        logits = theirs(recipe("mixtral", Path("unused")), "mixtral")(input_ids=tokens).logits
+        logits = theirs(recipe("mixtral", Path("unused")), "mixtral").double()(input_ids=tokens).logits
     ends = torch.tensor(pieces).cumsum(0) - 1
-    for found in pool.run(mapping.get("world_size", 1), run_in_pieces, mixtral, mapping, pieces):
+    wide = {"dtype": "float64"}
+    (whole,) = pool.run(1, run_whole, mixtral, sum(pieces), wide)
+    for found in pool.run(mapping.get("world_size", 1), run_in_pieces, mixtral, mapping | wide, pieces):
+        torch.testing.assert_close(found, whole[ends], rtol=1e-12, atol=1e-12)
+        # Transformers computes norms, router and angles in float32 whatever the weights are.
         torch.testing.assert_close(found, logits[:, ends].transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
@@ -95,9 +99,9 @@ def test_greedy_with_a_cache_equals_greedy_without(pool, qwen3):
     assert len({tuple(found.tokens) for found in with_cache}) == len(PROMPTS)
 
 
-def run_whole(path: Path, num_tokens: int) -> torch.Tensor:
+def run_whole(path: Path, num_tokens: int, mapping: dict[str, str] | None = None) -> torch.Tensor:
     """Logits [S, B, V] of two given rows of ids, without a cache."""
-    model = opened(path, "evaluate", {}, num_tokens, 2).model
+    model = opened(path, "evaluate", mapping or {}, num_tokens, 2).model
     model.stage.place(torch.arange(num_tokens))
     logits = model.forward(torch.from_numpy(row_of_ids(2 * num_tokens).astype("int64")).view(2, -1))
     assert logits is not None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.plan.workload import DISPATCH_BYTES
+from moefold.plan.workload import NARROW_DISPATCH_BYTES
 from moefold.precision.packed import RECIPE, narrow, pack, round_as_packed, unpack, widen
 from moefold.precision.recipe import rounded
 
@@ -48,7 +48,7 @@ def test_rows_have_half_the_bytes_of_bfloat16():
     packed = pack(_rows(3, 512, torch.bfloat16))
     assert packed.dtype == torch.uint8
     assert packed.shape == (3, 512 + 4 * 4)
-    assert packed.nbytes / (3 * 512) == DISPATCH_BYTES["fp8-blockwise"], "what the planner takes"
+    assert packed.nbytes / (3 * 512) == NARROW_DISPATCH_BYTES["fp8-blockwise"], "what the planner takes"
 
 
 def test_every_number_of_e4m3_is_read():
