@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from moefold.config.schema import DataConfig
 from moefold.data import check_data
 from moefold.errors import ConfigError
+from tests.clock import processor_s
 
 
 def check(seq_len: int = 16, vocab_size: int = 256, **settings: object) -> None:
@@ -69,10 +69,10 @@ def test_a_gigabyte_is_checked_at_once(tmp_path: Path):
         with (tmp_path / name).open("wb") as file:
             file.write(b"text" * 4096)
             file.truncate(2**30)
-    start = time.monotonic()
+    start_s = processor_s()
     check(kind="tokens", path=str(tmp_path / "big.bin"))
     check(kind="text", path=str(tmp_path / "big.txt"))
-    assert time.monotonic() - start < 1.0
+    assert processor_s() - start_s < 1.0
 
 
 def test_check_imports_nothing_heavy():

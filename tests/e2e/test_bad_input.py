@@ -1,9 +1,8 @@
 """Whatever a user can get wrong is one message on stderr, exit 2, within two seconds, and no rank starts."""
 
-import resource
-
 import pytest
 
+from tests.clock import processor_s
 from tests.e2e.command import moefold, small
 
 pytestmark = pytest.mark.e2e
@@ -43,19 +42,13 @@ BAD = {
 }
 
 
-def _processor_s() -> float:
-    """Processor time of all programs that ended, which grows little when others hold the processor; nothing waits."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_bad_setting_is_one_message(tmp_path, name):
     words, expected = BAD[name]
     command = small(tmp_path / "run", *(word.format(folder=tmp_path) for word in words))
-    before_s = _processor_s()
+    before_s = processor_s()
     done = moefold(*command, timeout_s=30.0)
-    took_s = _processor_s() - before_s
+    took_s = processor_s() - before_s
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("moefold: error: ")
