@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.checks import check_config
 from moefold.config.load import load_config
 from moefold.config.presets import preset_names
+from moefold.config.schema import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.metrics.flops import count_parameters, train_flops_per_token
 from moefold.plan.flop_count import all_parameters, train_flops
@@ -113,7 +115,9 @@ def test_the_models_that_are_listed_are_those_that_can_be_planned():
     assert others
     assert set(listed) == {*preset_names(), *foreign_names()} - others
     for name in listed:
-        assert read_model(name)[0].model == read_shape(name).config
+        cfg = read_model(name)[0]
+        assert cfg.model == read_shape(name).config
+        check_config(replace(cfg, run=replace(cfg.run, device="cuda"), parallel=ParallelConfig()))
     for name in others:
         with pytest.raises(ConfigError, match="layers that moefold cannot train"):
             read_model(name)
