@@ -19,6 +19,7 @@ CASES = [
     ("moe.dispatch_precision=fp8-blockwise", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.z_loss=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("parallel.dispatcher=local", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("parallel.overlap_tp=true", [], ["parallel.world_size=2", "parallel.tp=2"]),
     ("parallel.overlap_experts=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.moe_bias=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.moe_activation=clamped_swiglu", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),

@@ -26,6 +26,11 @@ def test_what_cannot_be_hidden_is_refused(parallel, train, text):
     assert text in str(refused.value)
 
 
+def test_products_of_few_bits_are_not_taken_in_parts():
+    with pytest.raises(ConfigError, match="parallel.overlap_tp=true multiplies the tokens of one tp rank at a time"):
+        tiny(world_size=2, tp=2, overlap_tp=True, train={"precision": "fp8-blockwise"})
+
+
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -251,7 +251,15 @@ def test_pairs_hold_more_micro_batches():
 @pytest.mark.parity
 @pytest.mark.parametrize(
     "parallel",
-    [{"tp": 2}, {"ep": 2}, {"etp": 2}, {"cp": 2}, {"cp": 2, "context": "ulysses"}, {"ep": 2, "dispatcher": "allgather"}]
+    [
+        {"tp": 2},
+        {"tp": 2, "overlap_tp": True},
+        {"ep": 2},
+        {"etp": 2},
+        {"cp": 2},
+        {"cp": 2, "context": "ulysses"},
+        {"ep": 2, "dispatcher": "allgather"},
+    ]
     + [{"zero": 0}, {"zero": 2}, {"zero": 3, "ep": 2}],
     ids=lambda parallel: "-".join(f"{key}{value}" for key, value in parallel.items()),
 )

@@ -123,6 +123,7 @@ def of_preset(preset: str, world_size: int, room_gib: float, fixed: dict) -> Sea
     ],
 )
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_the_search_of_a_whole_model_leaves_nothing_out(preset, world_size, room_gib, fixed):
     check_folds(of_preset(preset, world_size, room_gib, fixed), fixed)
 

@@ -210,6 +210,12 @@ IDLE = (
         "choose train.optimizer='muon'",
     ),
     Idle(
+        "parallel.overlap_tp",
+        lambda cfg: cfg.parallel.tp == 1,
+        "parallel.tp=1 exchanges nothing",
+        "choose tp=2 or more",
+    ),
+    Idle(
         "parallel.schedule_csv",
         lambda cfg: cfg.parallel.schedule != "csv",
         "only parallel.schedule='csv' reads it",

@@ -1,4 +1,4 @@
-"""Rules of `parallel.overlap_experts`: what the exchanges of one micro-batch can hide behind another."""
+"""Rules of `parallel.overlap_experts` and `overlap_tp`: what can hide the exchanges of a layer."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -78,4 +78,14 @@ def check_exchange_order(cfg: Config) -> Iterator[str]:
         yield f"{KEY}: {fault}, so that they would wait for each other for ever; set it to false"
 
 
-OVERLAP_RULES = (overlap_faults,)
+def tensor_overlap_faults(cfg: Config) -> Iterator[str]:
+    """A product in parts would make the 8-bit copies of its weight once for each."""
+    if cfg.parallel.overlap_tp and cfg.train.precision != "dtype":
+        yield (
+            f"parallel.overlap_tp=true multiplies the tokens of one tp rank at a time, in the type of run.dtype, and "
+            f"train.precision={cfg.train.precision!r} multiplies all at once; choose precision='dtype', or "
+            "overlap_tp=false"
+        )
+
+
+OVERLAP_RULES = (overlap_faults, tensor_overlap_faults)

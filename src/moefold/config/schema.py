@@ -72,6 +72,9 @@ class ParallelConfig:
     overlap_experts: bool = False
     """Work on two micro-batches at a time, the forward pass of one beside the backward pass of another, so that each
     hides the dispatch and the combine of the other ([pipeline.md](pipeline.md)). Keeps more micro-batches in memory."""
+    overlap_tp: bool = False
+    """Tokens travel round the tp ranks beside the products of attention and dense layers, a rank's share at a time,
+    instead of before and behind them ([kernels.md](kernels.md)). For GPUs; the products are smaller by tp."""
     context: Literal["ring", "allgather", "ulysses"] = "ring"
     """How attention sees the whole sequence under cp."""
     elastic: bool = False

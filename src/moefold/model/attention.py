@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from moefold.config.schema import ModelConfig
 from moefold.model.core_attention import CausalAttention, CoreAttention
 from moefold.model.later import Later
-from moefold.model.linear import Products, linear
+from moefold.model.linear import Products
 from moefold.model.norm import AllHeadsNorm, RMSNorm
 from moefold.model.parameter import local
 from moefold.model.rope import Rotation
@@ -59,27 +59,27 @@ class Attention(nn.Module):
         Returns:
             [S/(cp*tp), B, H].
         """
-        x = self.tokens.gather(x)
-        query = self._project(x, self.wq, self.bq, slice(None))
-        key = self._project(x, self.wk, self.bk, self.key_value_rows)
-        value = self._project(x, self.wv, self.bv, self.key_value_rows)
+        columns = [
+            self._columns(self.wq, self.bq, slice(None), x.dtype),
+            self._columns(self.wk, self.bk, self.key_value_rows, x.dtype),
+            self._columns(self.wv, self.bv, self.key_value_rows, x.dtype),
+        ]
+        projected = self.tokens.gathered_products(x, columns, self.later, self.products)
+        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in projected)
         if isinstance(self.query_norm, AllHeadsNorm) and isinstance(self.key_norm, AllHeadsNorm):
             query, key = self.query_norm(query, slice(None)), self.key_norm(key, self.key_value_rows)
         elif self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         sinks = None if self.sinks is None else local(self.sinks, x.dtype)
         attended = self.core(rotation(query), rotation(key), value, starts, sinks)
-        out = self.tokens.scatter(
-            linear(attended.flatten(2), local(self.wo, x.dtype), later=self.later, products=self.products)
-        )
+        wo = local(self.wo, x.dtype)
+        out = self.tokens.scattered_product(attended.flatten(2), wo, self.later, self.products)
         return out if self.bo is None else out + local(self.bo, x.dtype)
 
-    def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-        """[S, B, H] -> [S, B, heads of this rank, D]."""
-        offset = None if bias is None else local(bias, x.dtype)[rows]
-        return linear(x, local(weight, x.dtype)[rows], offset, self.later, self.products).unflatten(
-            -1, (-1, self.head_size)
-        )
+    @staticmethod
+    def _columns(weight: Tensor, bias: Tensor | None, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the heads of this rank."""
+        return local(weight, dtype)[rows], None if bias is None else local(bias, dtype)[rows]
 
 
 def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:

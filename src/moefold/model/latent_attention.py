@@ -103,7 +103,8 @@ class LatentAttention(nn.Module):
             query = self._project(source, weight).unflatten(-1, (-1, self.plain_size + self.rotated_size))
             plain, rotated = query.split((self.plain_size, self.rotated_size), -1)
             attended = self._attend_to_latents(plain, rotation(rotated), *kept)
-        return self.tokens.scatter(self._project(attended.flatten(2), self.wo))
+        wo = local(self.wo, x.dtype)
+        return self.tokens.scattered_product(attended.flatten(2), wo, self.later, self.products)
 
     def _attend_to_heads(
         self,

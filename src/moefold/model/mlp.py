@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from moefold.model.gated import GateKernel, gated
 from moefold.model.later import Later
-from moefold.model.linear import Products, linear
+from moefold.model.linear import Products
 from moefold.model.parameter import local
 from moefold.model.seams import Tokens, WholeTokens
 
@@ -25,10 +25,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]."""
-        x = self.tokens.gather(x)
-        gate = linear(x, local(self.w_gate, x.dtype), later=self.later, products=self.products)
-        up = linear(x, local(self.w_up, x.dtype), later=self.later, products=self.products)
+        columns = [(local(weight, x.dtype), None) for weight in (self.w_gate, self.w_up)]
+        gate, up = self.tokens.gathered_products(x, columns, self.later, self.products)
         hidden = gated(gate, up, self.gate_kernel)
-        return self.tokens.scatter(
-            linear(hidden, local(self.w_down, x.dtype), later=self.later, products=self.products)
-        )
+        w_down = local(self.w_down, x.dtype)
+        return self.tokens.scattered_product(hidden, w_down, self.later, self.products)

@@ -4,24 +4,55 @@ A module sees tokens through `Tokens` and the vocabulary through `Vocabulary`; t
 `parallel/`.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.model.cross_entropy import chunked_cross_entropy, cross_entropy
+from moefold.model.later import Later
+from moefold.model.linear import Products, linear
 
 
-class Tokens(Protocol):
+class Tokens(ABC):
     """How the tokens of a context shard are spread over tensor-parallel ranks between the sub-layers."""
 
+    @abstractmethod
     def gather(self, x: Tensor) -> Tensor:
         """[S/(cp*tp), B, ...] of every tp rank -> [S/cp, B, ...]."""
-        ...
 
+    @abstractmethod
     def scatter(self, x: Tensor) -> Tensor:
         """Partial sums [S/cp, B, ...] of every tp rank -> my part of the sum, [S/(cp*tp), B, ...]."""
-        ...
+
+    def gathered_products(
+        self,
+        x: Tensor,
+        columns: Sequence[tuple[Tensor, Tensor | None]],
+        later: Later | None = None,
+        products: Products | None = None,
+    ) -> list[Tensor]:
+        """`gather`, and some linear layers of what it gives.
+
+        Args:
+            x: [S/(cp*tp), B, K].
+            columns: weight [N, K] and bias [N] of each layer.
+            later: as of `linear`.
+            products: as of `linear`.
+
+        Returns:
+            [S/cp, B, N] of each.
+        """
+        x = self.gather(x)
+        return [linear(x, weight, bias, later, products) for weight, bias in columns]
+
+    def scattered_product(
+        self, x: Tensor, weight: Tensor, later: Later | None = None, products: Products | None = None
+    ) -> Tensor:
+        """`scatter` of the product x [S/cp, B, K] @ weight.T, weight [N, K], a partial sum -> [S/(cp*tp), B, N]."""
+        return self.scatter(linear(x, weight, None, later, products))
 
 
 class Vocabulary(Protocol):
@@ -45,7 +76,7 @@ class Vocabulary(Protocol):
         ...
 
 
-class WholeTokens:
+class WholeTokens(Tokens):
     """One rank holds all tokens."""
 
     def gather(self, x: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from math import gcd
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,13 +26,9 @@ from moefold.model.core_attention import CausalAttention, CoreAttention
 from moefold.model.sight import Sight
 from moefold.parallel.collectives import all_gather, reduce_scatter, swap_dims
 from moefold.parallel.groups import Group
+from moefold.parallel.ring import SUMS, await_all, pass_on, travel
 
 ContextKind = Literal["ring", "allgather", "ulysses"]
-
-KEY_VALUE_TAG = 0
-"""Tag of the keys and values on their way round."""
-GRADIENT_TAG = 1
-"""Tag of their gradients, which are under way at the same time."""
 
 
 def context_attention(kind: ContextKind, cp: Group, window: int = 0) -> CoreAttention:
@@ -265,7 +260,7 @@ class _RingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, cp: Group, sight: Sight) -> Tensor:
         kv = kv.contiguous()
-        arriving = _travel(kv, cp)
+        arriving = travel(kv, cp)
         next(arriving)
         attended = _Attended(q, kv, _Blocks(q, cp, sight))
         for source, held in arriving:
@@ -280,19 +275,19 @@ class _RingFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         q, kv, out, lse, sinks = ctx.saved_tensors
         cp, sight = ctx.args
-        arriving = _travel(kv, cp)
+        arriving = travel(kv, cp)
         next(arriving)
         gradients = _Gradients((grad_out, q, out, lse), kv, _Blocks(q, cp, sight))
         dkv = gradients.own_dkv.to(gradients.dq.dtype)
         incoming = torch.empty_like(dkv)
-        under_way = _pass_on(dkv, incoming, cp, GRADIENT_TAG)
+        under_way = pass_on(dkv, incoming, cp, SUMS)
         for source, held in arriving:
             shares = list(gradients.through(held, _zigzag(cp.size, source)))
-            _wait(under_way, cp)
+            await_all(under_way, cp)
             dkv, incoming = incoming, dkv
             _add_shares(dkv, shares)
-            under_way = _pass_on(dkv, incoming, cp, GRADIENT_TAG)
-        _wait(under_way, cp)
+            under_way = pass_on(dkv, incoming, cp, SUMS)
+        await_all(under_way, cp)
         return gradients.dq.to(q.dtype), incoming.to(kv.dtype), sink_gradient(grad_out, out, lse, sinks), None, None
 
 
@@ -356,40 +351,3 @@ def _seen_chunks(cp: Group) -> list[range]:
     """The chunks of other ranks that lie before my queries: those that both of mine see, those that the second does."""
     first, second = _zigzag(cp.size, cp.rank)
     return [seen for seen in (range(first), range(first + 1, second)) if seen]
-
-
-def _travel(kv: Tensor, cp: Group) -> Iterator[tuple[int, Tensor]]:
-    """Yield (source, keys and values) of each member, mine first, then backwards round the ring.
-
-    While the caller computes with one block, the next is on its way. A block is valid until the iterator moves on; `kv`
-    itself is only read.
-    """
-    held, spare = kv, None
-    for step in range(cp.size - 1):
-        incoming = torch.empty_like(kv) if spare is None else spare
-        under_way = _pass_on(held, incoming, cp, KEY_VALUE_TAG)
-        yield (cp.rank - step) % cp.size, held
-        _wait(under_way, cp)
-        held, spare = incoming, None if held is kv else held
-    yield (cp.rank + 1) % cp.size, held
-
-
-def _pass_on(send: Tensor, receive: Tensor, cp: Group, tag: int) -> list[dist.Work]:
-    """Start sending to the next member and receiving from the one before; leave both tensors alone until then."""
-    if cp.size == 1:
-        receive.copy_(send)
-        return []
-    cp.note("ring exchange", send)
-    after, before = cp.ranks[(cp.rank + 1) % cp.size], cp.ranks[(cp.rank - 1) % cp.size]
-    return dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, send, after, cp.handle, tag),
-            dist.P2POp(dist.irecv, receive, before, cp.handle, tag),
-        ]
-    )
-
-
-def _wait(works: list[dist.Work], cp: Group) -> None:
-    with cp.clock.waiting():
-        for work in works:
-            work.wait()

@@ -34,6 +34,7 @@ from moefold.parallel.recompute import apply_recompute, memory_of, settle_recomp
 from moefold.parallel.sharding import master_dtype, shard_data_parallel, shard_model_parallel
 from moefold.parallel.stage_plan import StagePlan, plan_stages
 from moefold.parallel.tensor import HeadSquares, ShardedTokens, ShardedVocabulary, key_value_rows, local_positions
+from moefold.parallel.tensor_ring import TravellingTokens
 
 
 class Runner(Protocol):
@@ -209,9 +210,10 @@ def _apply_tensor_parallel(stage: Transformer, groups: ParallelGroups) -> None:
     if tp.size == 1:
         return
     vocabulary = ShardedVocabulary(tp, stage.cfg.model.vocab_size)
+    tokens = TravellingTokens(tp) if stage.cfg.parallel.overlap_tp else ShardedTokens(tp)
     for module in stage.modules():
         if isinstance(module, Attention | LatentAttention | SwiGLU | Embedding | Head):
-            module.tokens = ShardedTokens(tp)
+            module.tokens = tokens
         if isinstance(module, Embedding | Head):
             module.vocabulary = vocabulary
         if isinstance(module, Attention):

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from moefold.config.schema import ModelConfig
 from moefold.model.cross_entropy import chunked_cross_entropy, cross_entropy
+from moefold.model.seams import Tokens
 from moefold.parallel.collectives import (
     all_gather,
     all_gather_rows,
@@ -20,7 +21,7 @@ from moefold.parallel.collectives import (
 from moefold.parallel.groups import Group
 
 
-class ShardedTokens:
+class ShardedTokens(Tokens):
     """Between the sub-layers each tp rank holds S/(cp*tp) tokens; inside them all S/cp."""
 
     def __init__(self, tp: Group) -> None:
@@ -35,7 +36,7 @@ class ShardedTokens:
         return reduce_scatter(x, self._tp)
 
 
-class UnevenTokens:
+class UnevenTokens(Tokens):
     """As `ShardedTokens` where tp need not divide the tokens: the first ranks hold one more, and some perhaps none.
 
     One object for all modules of a stage, which is told before each forward pass how many tokens there are.
