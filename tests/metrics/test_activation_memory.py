@@ -270,6 +270,17 @@ def test_every_axis_and_zero_level(pool, parallel):
 
 
 @pytest.mark.parity
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("ep", "etp"), [(4, 1), (8, 1), (4, 2)])
+def test_the_tokens_of_all_ranks_are_counted_where_all_are_gathered(pool, ep, etp, dtype):
+    model = {"num_experts": 8, "layer_pattern": "M"}
+    train = {"global_batch_size": 16, "recompute": ("layer",)}
+    parallel = {"world_size": ep * etp, "ep": ep, "etp": etp, "dispatcher": "allgather"}
+    cfg = _config(dtype, model, train, **parallel)
+    _assert_close(cfg, pool.run(ep * etp, measure_rank, cfg))
+
+
+@pytest.mark.parity
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_rows_that_travel_in_8_bits_are_kept_wide(pool, dispatcher):
     cfg = _config("bfloat16", moe={"dispatch_precision": "fp8-blockwise"}, world_size=2, ep=2, dispatcher=dispatcher)
