@@ -114,6 +114,14 @@ def test_every_kind_of_layer_and_loss(settings, dtype):
     _assert_close(cfg, [_on_one_rank(cfg)])
 
 
+def test_a_schedule_of_split_passes_splits_nothing_without_a_pipeline():
+    plain, split = (_config(schedule=schedule, model={"top_k": 4}) for schedule in ("1f1b", "zero-bubble"))
+    measured = _on_one_rank(split)
+    assert measured.activations == _on_one_rank(plain).activations
+    assert memory_of_ranks(split, kernels=CPU) == memory_of_ranks(plain, kernels=CPU)
+    _assert_close(split, [measured])
+
+
 def test_one_rank_holds_its_states_to_the_byte():
     cfg = _config("bfloat16")
     _assert_states(cfg, [_on_one_rank(cfg)])
