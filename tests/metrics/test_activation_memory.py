@@ -114,6 +114,14 @@ def test_every_kind_of_layer_and_loss(settings, dtype):
     _assert_close(cfg, [_on_one_rank(cfg)])
 
 
+def test_a_schedule_of_split_passes_splits_nothing_without_a_pipeline():
+    plain, split = (_config(schedule=schedule, model={"top_k": 4}) for schedule in ("1f1b", "zero-bubble"))
+    measured = _on_one_rank(split)
+    assert measured.activations == _on_one_rank(plain).activations
+    assert memory_of_ranks(split, kernels=CPU) == memory_of_ranks(plain, kernels=CPU)
+    _assert_close(split, [measured])
+
+
 def test_one_rank_holds_its_states_to_the_byte():
     cfg = _config("bfloat16")
     _assert_states(cfg, [_on_one_rank(cfg)])
@@ -275,6 +283,17 @@ def test_every_axis_and_zero_level(pool, parallel):
             3 * MODEL["hidden_size"] * MODEL["moe_ffn_hidden_size"] * MODEL["num_experts"] * torch.bfloat16.itemsize
         )
         assert {rank.gathered for rank in ranks} == {gathered + received * (cfg.parallel.zero == 2)}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("ep", "etp"), [(4, 1), (8, 1), (4, 2)])
+def test_the_tokens_of_all_ranks_are_counted_where_all_are_gathered(pool, ep, etp, dtype):
+    model = {"num_experts": 8, "layer_pattern": "M"}
+    train = {"global_batch_size": 16, "recompute": ("layer",)}
+    parallel = {"world_size": ep * etp, "ep": ep, "etp": etp, "dispatcher": "allgather"}
+    cfg = _config(dtype, model, train, **parallel)
+    _assert_close(cfg, pool.run(ep * etp, measure_rank, cfg))
 
 
 @pytest.mark.parity

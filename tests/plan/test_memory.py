@@ -165,3 +165,27 @@ def test_what_is_offloaded_is_not_there():
     assert away.optimizer < 0.01 * plain.optimizer
     assert away.activations < plain.activations
     assert away.weights == plain.weights
+
+
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_the_memory_of_a_mapping_does_not_depend_on_those_before_it(device, dispatcher):
+    """Sizes are found once for all mappings that share them, so a degree that was forgotten shows here."""
+    model = ModelConfig(num_layers=2, num_experts=16, top_k=4, vocab_size=64)
+    cfg = Config(run=RunConfig(device="cuda"), model=model, train=TrainConfig(seq_len=64, global_batch_size=64))
+    shape, workload = shape_of(model), Workload(seq_len=64, global_batch_size=64, imbalance=3.0)
+
+    def memory() -> Memory:
+        return Memory(shape, workload, load_device(device), cfg)
+
+    shared, found = memory(), set()
+    ways = ((1, "1f1b", False), (1, "1f1b", True), (2, "zero-bubble", False))
+    for (pp, schedule, overlap), tp, ep, etp in product(ways, (1, 2), (1, 2, 4, 8, 16), (1, 2)):
+        mapping = Mapping(
+            tp=tp, dp=32 // tp, pp=pp, schedule=schedule, ep=ep, etp=etp, edp=32 // (ep * etp), dispatcher=dispatcher,
+            overlap=overlap,
+        )  # fmt: skip
+        estimate = shared.estimate(mapping)
+        assert estimate == memory().estimate(mapping), mapping
+        found.add(estimate.total)
+    assert len(found) > 30

@@ -99,6 +99,18 @@ def test_the_best_of_each_fold_is_the_best_of_all_its_mappings(room_mib):
     check_folds(searched("plain", 2, room_mib / 1024))
 
 
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3])
+def test_a_slower_dispatcher_that_keeps_less_is_found(share):
+    """With a capacity below 1 an all-gather keeps fewer results than tokens have copies, which an exchange returns."""
+    plain, fixed = RECIPES["plain"], {"overlap": False, "zero": 1}
+    model, moe = replace(plain.model, num_experts=8, top_k=6), replace(plain.moe, capacity_factor=0.5)
+    cfg = on_ranks(replace(plain, model=model, moe=moe), 2)
+    roomy = searching(cfg, 100.0, fixed)
+    probes = every_mapping(roomy, {**fixed, "recompute": (), "offload": ()})
+    sizes = np.concatenate([priced(roomy, m)[1] for mappings in probes.values() for m in mappings])
+    check_folds(searching(cfg, np.quantile(sizes, share) / 2**30 - OVERHEAD_GIB, fixed), fixed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("room_mib", [0.3, 0.5, 1.0, 100.0])
 @pytest.mark.parametrize("name", NAMES)

@@ -17,6 +17,8 @@ from moefold.plan.search import Plan
 
 EXIT_NO = 1
 GIB = 2**30
+ROUNDING = 1e-9
+"""A search adds the parts of a step in another order; what is no faster than by this is as fast."""
 
 
 def explain(question: Question, args: argparse.Namespace, argv: list[str]) -> int:
@@ -79,7 +81,7 @@ def _ranking(question: Question, plan: Plan, args: argparse.Namespace) -> dict[s
     best = everything.first(1)[0]
     fits = plan.memory.fits
     return {
-        "rank": 1 + everything.num_faster(plan.time.total_s) if fits else None,
+        "rank": 1 + everything.num_faster(plan.time.total_s * (1 - ROUNDING)) if fits else None,
         "num_folds": everything.num_folds,
         "best": name_of(best),
         "best_step_time_s": best.time.total_s if best.memory.fits else None,

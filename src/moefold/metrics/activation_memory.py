@@ -233,6 +233,7 @@ class ActivationFormula:
             both = 2 * self.experts.rows * self.experts.row
             added = self.experts.rows * self.experts.row if p.etp > 1 else 0
             summing = Parts({"dispatch buffers": both + max(summing.total(), added)})
+            summing = max(summing, self.experts.gathered_sums(), key=Parts.total)
         at_work = self.experts.at_work()
         return summing if self._kernels.grouped_experts or summing.total() > at_work.total() else at_work
 

@@ -10,6 +10,9 @@ from moefold.config.schema import Config
 from moefold.metrics.kept_parts import INT_BYTES, Kernels, Parts
 from moefold.metrics.state_memory import compute_bytes
 
+NUMBERS_OF_A_COPY = 5
+"""Of each copy of each gathered token: its expert twice, its place twice, its weight."""
+
 
 class ExpertMemory:
     """The routed experts of one MoE layer, for one micro-batch.
@@ -117,6 +120,14 @@ class ExpertMemory:
         copies = self.rows if self.gathers_rows else self.copies
         widened = copies * hidden if self._item < self._wide else 0
         return Parts({"dispatch buffers": widened + self._tokens * hidden})
+
+    def gathered_sums(self) -> Parts:
+        """Where all tokens are gathered: their sums over copies, wide and in the compute type, and who chose whom."""
+        model, p = self._cfg.model, self._cfg.parallel
+        if p.dispatcher != "allgather":
+            return Parts()
+        token = model.hidden_size * (self._wide + self._item) + NUMBERS_OF_A_COPY * model.top_k * INT_BYTES
+        return Parts({"dispatch buffers": self._tokens * p.ep * p.etp * token})
 
     def rows_to_experts(self) -> Parts:
         """Rows while they travel to the experts: as they were sent, and as they arrive.

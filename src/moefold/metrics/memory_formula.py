@@ -86,7 +86,9 @@ def memory_of_ranks(
 
 def activation_peaks(formula: ActivationFormula, cfg: Config) -> tuple[ActivationPeak, ...]:
     """Walk through the order of work of every pipeline rank, and find the moment with most activations."""
-    plan, splits = plan_stages(cfg), SCHEDULES[cfg.parallel.schedule].splits_backward
+    plan, p = plan_stages(cfg), cfg.parallel
+    # Without a pipeline there is no schedule.
+    splits = p.pp > 1 and SCHEDULES[p.schedule].splits_backward
     ways, overlaps = PassFormula(formula, splits=splits), cfg.parallel.overlap_experts
     passes = []
     for stage in plan.stages:

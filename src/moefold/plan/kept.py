@@ -119,7 +119,8 @@ class KeptActivations:
 
     def away_bytes(self, m: Mapping, savers: Savers) -> Prices:
         """Bytes of one micro-batch that leave memory of one layer of each kind, [savers, kinds]."""
-        away: Prices = self._matrix(m, savers)[1] * (m.mbs / m.cp)
+        # It is what rests, whatever runs beside it.
+        away: Prices = self._matrix(replace(m, overlap=False), savers)[1] * (m.mbs / m.cp)
         return away
 
     def _matrix(self, m: Mapping, savers: Savers) -> tuple[Prices, Prices]:
@@ -138,7 +139,10 @@ class KeptActivations:
 
     def key(self, m: Mapping) -> tuple[Any, ...]:
         """What all of it depends on, beside the tokens of a micro-batch."""
-        return (m.tp, m.etp, m.ep * m.etp > 1, min(self.workload.load, m.ep), m.dispatcher == "allgather")
+        gathers = m.dispatcher == "allgather"
+        # Else ep counts as rows travel over it or not, and by how many of them it can pile up on one rank.
+        ep = m.ep if gathers or m.overlap or not self.kernels.grouped_experts else min(m.ep, 2)
+        return (m.tp, m.etp, ep, min(self.workload.load, m.ep), gathers, m.overlap)
 
     def _base(self, m: Mapping, recompute: tuple[str, ...]) -> "_Base":
         key = (*self.key(m), recompute)

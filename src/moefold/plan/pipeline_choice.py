@@ -151,7 +151,8 @@ class FoldPrices:
 
         Those are bytes, [2, savers]; the same for many degrees of the experts.
         """
-        heaviest, kept = self._heaviest_key(fold, base), self.memory.kept
+        # Neither of the two is a moment of a pair, so the sizes are those without overlap, of which there are fewer.
+        heaviest, kept, probe = self._heaviest_key(fold, base), self.memory.kept, replace(probe, overlap=False)
         key = (heaviest, kept.key(probe), base.size, fold.cp)
         if key not in self._light:
             held, active = (rows.min(axis=0) for rows in self.heaviest_of(fold, base))

@@ -201,9 +201,11 @@ class Search:
                 for dispatcher in self._dispatchers(fold, size):
                     legal = self._legal(fold, size, plain or pipelines, dispatcher, overlap)
                     layers = self._layer_sums(fold, size, dispatcher, overlap) if legal else None
-                    # Beside allgather all keep the same rows, so the one whose parts are all faster stands for others.
-                    if layers is not None and not any(layers.is_no_faster_than(other) for other in fastest):
-                        fastest += [layers] if dispatcher != "allgather" else []
+                    # All keep the same rows, so the one whose parts are all faster stands for others. But allgather
+                    # keeps others, which may be fewer: with few ranks and many copies, or a capacity below 1.
+                    is_apart = dispatcher == "allgather"
+                    if layers and (is_apart or not any(layers.is_no_faster_than(other) for other in fastest)):
+                        fastest += [] if is_apart else [layers]
                         floor = n * (layers.forward_s + layers.backward_s) / fold.pp
                         yield Base(floor, size, dispatcher, overlap, legal)
 
