@@ -157,6 +157,34 @@ def test_uneven_experts_need_larger_buffers():
     assert uneven.total - OVERHEAD_GIB * GIB == pytest.approx(max(rank.total for rank in ranks), rel=1e-6)
 
 
+AWAY = [
+    ("mixtral-8x7b", {"world_size": 8, "pp": 2, "ep": 4, "zero": 0}, {}, {}),
+    ("mixtral-8x7b", {"world_size": 8, "tp": 2, "ep": 2, "zero": 1}, {"offload_min_kib": 2**10}, {}),
+    ("qwen3-30b-a3b", {"world_size": 4, "ep": 4, "zero": 3}, {"moment_dtype": "bfloat16"}, {}),
+    ("deepseek-v3", {"world_size": 64, "pp": 4, "ep": 16}, {}, {"layer_pattern": "DDDM"}),
+    ("mixtral-8x7b", {"world_size": 8, "pp": 8}, {"optimizer": "muon"}, {"tie_embeddings": True}),
+]
+
+
+@pytest.mark.parametrize("case", AWAY, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}")
+def test_an_update_brings_moments_back(case):
+    """With few activations they are what counts."""
+    preset, parallel, train, model = case
+    cfg = load_config(None, [f"model.preset={preset}"])
+    batch = TrainConfig(seq_len=64, global_batch_size=64, offload_optimizer="host", **train)
+    cfg = replace(
+        cfg,
+        run=replace(cfg.run, dtype="bfloat16", device="cuda"),
+        model=replace(cfg.model, **model),
+        parallel=ParallelConfig(pipeline_layout="auto" if "pp" in parallel else "", **parallel),
+        train=batch,
+    )
+    check_config(cfg)
+    fullest = max(memory_of_ranks(cfg), key=lambda rank: rank.total)
+    assert fullest.update > 0, "else the case shows nothing"
+    check_formula(cfg)
+
+
 def test_what_is_offloaded_is_not_there():
     cfg = recipe(*BIG[0])
     _, plain = estimated(cfg)

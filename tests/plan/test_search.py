@@ -57,7 +57,7 @@ def priced(search: Search, probe: Mapping) -> tuple[np.ndarray, np.ndarray]:
     """Seconds and bytes of a mapping with every saver, none left out."""
     savers, memory = search.space.savers, search.memory
     room = memory.room(probe, memory.kept.totals(probe, savers), savers.pauses)
-    return search.prices.times.step_times(probe, savers), room.totals(memory.resting_bytes(probe), room.activations())
+    return search.prices.times.step_times(probe, savers), room.totals(probe, room.activations())
 
 
 def fastest_of_all(search: Search, fixed: dict | None = None) -> dict[Fold, float]:

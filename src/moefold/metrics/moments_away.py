@@ -1,10 +1,15 @@
 """What `train.offload_optimizer` takes out of a rank's memory, and what an update brings back. Torch-free."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from moefold.config.schema import Config
-from moefold.metrics.state_memory import master_bytes, unit_names, unit_weights
+from moefold.metrics.state_memory import Holding, holding_of, unit_names, unit_weights
+from moefold.metrics.weight_shapes import WeightShape
 from moefold.parallel.stage_plan import plan_stages
+
+AT_ONCE = 3
+"""Parameters whose moments an update has in memory: of one they come, of one they are used, of one they go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +19,7 @@ class MomentsAway:
     away: int = 0
     """Outside of memory between two updates."""
     in_transit: int = 0
-    """Most that an update has in memory of them: those of three parameters."""
+    """Most that an update has in memory of them: those of `AT_ONCE` parameters."""
 
 
 def moments_away(cfg: Config, pp_rank: int) -> MomentsAway:
@@ -27,17 +32,25 @@ def moments_away(cfg: Config, pp_rank: int) -> MomentsAway:
     p, train = cfg.parallel, cfg.train
     if train.offload_optimizer == "none":
         return MomentsAway()
-    is_cut = p.world_size > 1 and p.zero > 0
-    item = 2 if train.moment_dtype == "bfloat16" else master_bytes(cfg)
     names = [name for stage in plan_stages(cfg).of_rank(pp_rank) for name in unit_names(cfg, stage)]
     if names.count("embedding") > 1:
         # The second copy follows the first and has no moments.
         names.remove("embedding")
-    sizes = []
-    for weight in (weight.cut(p.tp, p.ep, p.etp) for name in names for weight in unit_weights(cfg, name)):
-        degree = (p.edp if weight.is_expert else p.dp * p.cp) if is_cut else 1
-        one = weight.shards(degree).numel(0) * item
-        is_muons = train.optimizer == "muon" and weight.is_muons and weight.part in train.muon_groups
-        if one >= max(train.offload_min_kib * 2**10, 1):
-            sizes.append(one if is_muons else 2 * one)
-    return MomentsAway(sum(sizes), sum(sorted(sizes)[-3:]))
+    degrees = (p.dp * p.cp, p.edp) if p.world_size > 1 and p.zero > 0 else (1, 1)
+    weights = (weight.cut(p.tp, p.ep, p.etp) for name in names for weight in unit_weights(cfg, name))
+    sizes = list(sizes_away(holding_of(cfg, degrees, sums=False), weights, train.offload_min_kib))
+    return MomentsAway(sum(sizes), sum(sorted(sizes)[-AT_ONCE:]))
+
+
+def sizes_away(holding: Holding, weights: Iterable[WeightShape], least_kib: int) -> Iterator[int]:
+    """Bytes of the moments of each weight that leave memory.
+
+    Args:
+        holding: of the rank.
+        weights: what tensor and expert parallelism have left of them.
+        least_kib: KiB of one moment that is worth moving.
+    """
+    for weight in weights:
+        one = weight.shards(holding.degrees[weight.is_expert]).numel(0) * holding.moment
+        if one >= max(least_kib * 2**10, 1):
+            yield one if weight.is_muons and weight.part in holding.muon_groups else 2 * one

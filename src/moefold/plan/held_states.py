@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schema import Config
+from moefold.metrics.moments_away import sizes_away
 from moefold.metrics.state_memory import (
-    STEP_BYTES,
     Holding,
     alone_bytes,
     compute_bytes,
@@ -58,7 +58,7 @@ class HeldStates:
         """
         key = self._key(m, sums)
         if key not in self._prices:
-            self._prices[key] = self._table(m, self._degrees(m), key[0], "optimizer" in m.offload)
+            self._prices[key] = self._table(m, self.degrees(m), key[0], "optimizer" in m.offload)
         return self._prices[key]
 
     def totals(self, m: Mapping, *, sums: bool) -> Prices:
@@ -68,12 +68,24 @@ class HeldStates:
             self._totals[key] = self.prices(m, sums=sums).sum(axis=0)
         return self._totals[key]
 
+    def units(self) -> list[tuple[int, str | int]]:
+        """(column, name) of each unit: kinds of layers, both ends, and layers of multi-token prediction."""
+        kinds, columns = range(self.columns.kinds), self.columns
+        names = ("embedding", "head", *(("further",) if self.shape.mtp_layers else ()))
+        return [*((kind, kind) for kind in kinds), *((columns.state(name), name) for name in names)]
+
+    def sizes_away(self, name: str | int, m: Mapping) -> list[int]:
+        """Bytes of the moments of each weight of a unit that leave memory where moments do."""
+        degrees = self.degrees(m)
+        weights = (weight.cut(m.tp, m.ep, m.etp) for weight in self.weights(name, m.tp))
+        return list(sizes_away(self._holding(degrees, sums=False), weights, self.cfg.train.offload_min_kib))
+
     def _key(self, m: Mapping, sums: bool) -> tuple[bool, *tuple[object, ...]]:
         sums = sums and m.zero < 2 and m.world_size > 1
-        cut = self._degrees(m)
+        cut = self.degrees(m)
         return (sums, m.tp, m.cp, m.ep, m.etp, *cut, m.zero, m.world_size == 1, "optimizer" in m.offload)
 
-    def _degrees(self, m: Mapping) -> tuple[int, int]:
+    def degrees(self, m: Mapping) -> tuple[int, int]:
         """Ranks that share the states of dense weights and of experts."""
         if m.zero == 0 or m.world_size == 1:
             return 1, 1
@@ -82,18 +94,13 @@ class HeldStates:
         return m.dp * m.cp, m.edp
 
     def _table(self, m: Mapping, degrees: tuple[int, int], sums: bool, is_away: bool) -> Prices:
-        columns, kinds = self.columns, range(self.columns.kinds)
+        columns, gathered = self.columns, {}
         table = np.zeros((len(STATE_PARTS), columns.state_size))
-        units: list[tuple[int, str | int]] = [(kind, kind) for kind in kinds]
-        units += [(columns.state(name), name) for name in ("embedding", "head")]
-        if self.shape.mtp_layers:
-            units.append((columns.state("further"), "further"))
-        gathered = {}
-        for column, name in units:
+        for column, name in self.units():
             weights, copies, summed, moments, buffers = self._unit(name, m, degrees, sums=sums, away=is_away)
             table[:, column] = weights, copies, summed, moments, buffers
             gathered[name] = copies
-        if self.shape.tie_embeddings or self.shape.mtp_layers:
+        if self.shape.embeds_twice:
             for name in ("second_embedding", "following_embedding"):
                 table[:, columns.state(name)] = table[:, columns.state("embedding")]
             table[STATE_PARTS.index("optimizer"), columns.state("following_embedding")] = 0
@@ -146,10 +153,7 @@ class HeldStates:
         states = holding.states(weights)
         optimizer = states.optimizer
         if away:
-            least = self.cfg.train.offload_min_kib * 1024
-            small = [w for w in weights if w.shards(holding.degrees[w.is_expert]).padded_numel * holding.moment < least]
-            # Each parameter's count of steps stays.
-            optimizer = holding.states(small).optimizer + STEP_BYTES * (len(weights) - len(small))
+            optimizer -= sum(sizes_away(holding, weights, self.cfg.train.offload_min_kib))
         return states.weights, copies, max(states.gradients, states.gradient_sums), optimizer
 
     def _holding(self, degrees: tuple[int, int], sums: bool) -> Holding:

@@ -19,6 +19,7 @@ from moefold.plan.held_states import STATE_PARTS, HeldStates
 from moefold.plan.kept import KEPT_PARTS, KeptActivations, recipe_of
 from moefold.plan.mapping import Mapping
 from moefold.plan.moments import Moments, Order, heaviest_of, moments_of
+from moefold.plan.moments_back import MomentsBack
 from moefold.plan.shape import ModelShape
 from moefold.plan.stage_split import Chunk
 from moefold.plan.stages import Split, chunks_of_rank, split_of
@@ -40,6 +41,7 @@ class MemoryEstimate:
     """The weights in the compute type, as much as is there at once."""
     gradients: float
     optimizer: float
+    """Moments, and those that an update brings back beyond the room that activations leave."""
     buffers: float
     """Biases and counts of the router, and the rotation."""
     activations: float
@@ -92,6 +94,7 @@ class Memory:
         self.kept = KeptActivations(shape, workload, cfg, self.columns, on_cpu=device.name == "cpu")
         self._moments: dict[Order, Moments] = {}
         self._heaviest: dict[Order, Moments] = {}
+        self.back = MomentsBack(self.states)
         self.workspace = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
 
     def estimate(self, m: Mapping) -> MemoryEstimate:
@@ -99,10 +102,12 @@ class Memory:
         moments = self.moments(m)
         states = self.states.prices(m, sums=self._micro_batches(m) > 1)
         kept = self.kept.prices(m)
-        totals = moments.held @ states.sum(axis=0) + moments.active @ kept.sum(axis=0)
-        at = int(np.argmax(totals))
+        # At the update activations are gone, and moments that live elsewhere come back.
+        active, back = moments.active @ kept.sum(axis=0), self.back.at(m, moments.held)
+        at = int(np.argmax(moments.held @ states.sum(axis=0) + np.maximum(active, back)))
         parts = dict(zip(STATE_PARTS, (states @ moments.held[at]).tolist(), strict=True))
         parts |= dict(zip(KEPT_PARTS, (kept @ moments.active[at]).tolist(), strict=True))
+        parts["optimizer"] += max(0.0, float(back[at] - active[at]))
         return MemoryEstimate(**parts, workspace=self.workspace, capacity=self.device.memory_bytes)
 
     def room(self, m: Mapping, kept: NDArray[np.float64], pauses: NDArray[np.intp]) -> "Room":
@@ -184,13 +189,15 @@ class Room:
             found[~self._occurs[:, which]] = -np.inf
         return found
 
-    def totals(self, resting: NDArray[np.float64], activations: NDArray[np.float64]) -> NDArray[np.float64]:
+    def totals(self, m: Mapping, activations: NDArray[np.float64]) -> NDArray[np.float64]:
         """Bytes of the fullest rank, [savers].
 
         Args:
-            resting: bytes of each state column.
+            m: the mapping, whatever saves its activations.
             activations: those of some savers, [moments, savers].
         """
-        states = self._moments.held @ resting + self._memory.workspace
-        found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0)
+        memory, held = self._memory, self._moments.held
+        states = held @ memory.resting_bytes(m) + memory.workspace
+        least: float = (states + memory.back.at(m, held)).max()
+        found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0).clip(min=least)
         return found

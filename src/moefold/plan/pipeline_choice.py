@@ -272,12 +272,11 @@ class PipelineChoice:
 
     def _first_that_fits(self, way: "_Way", limit: float) -> int | None:
         """Number of the fastest that fits, of those below a limit."""
-        memory = self._prices.memory
-        resting, count = memory.resting_bytes(way.mapping), int(np.searchsorted(way.seconds, limit))
+        memory, count = self._prices.memory, int(np.searchsorted(way.seconds, limit))
         start, size = 0, FIRST_SAVERS
         while start < count:
             which = way.which[start : min(start + size, count)]
-            totals = self._room.totals(resting, self._room.activations(which))
+            totals = self._room.totals(way.mapping, self._room.activations(which))
             fits = np.flatnonzero(totals <= memory.device.memory_bytes)
             if fits.size:
                 return start + int(fits[0])
@@ -287,7 +286,7 @@ class PipelineChoice:
     def leanest(self) -> tuple[float, Mapping]:
         """Bytes of the mapping that needs least with all sharded and the moments elsewhere, and that mapping."""
         m = mapping_of(self._fold, self._base, self._pipeline, *self._prices.homes(self._zeros)[-1])
-        totals = self._room.totals(self._prices.memory.resting_bytes(m), self._room.activations())
+        totals = self._room.totals(m, self._room.activations())
         return float(totals.min()), _saved(m, self._saver(np.argmin(totals)))
 
     def _saver(self, number: np.intp) -> Saver:

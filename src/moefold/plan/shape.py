@@ -92,6 +92,11 @@ class ModelShape:
     """The model as the runtime knows it; None where it cannot run it."""
 
     @property
+    def embeds_twice(self) -> bool:
+        """Whether the last pipeline stage needs the embedding as well as the first."""
+        return self.tie_embeddings or self.mtp_layers > 0
+
+    @property
     def further_kind(self) -> int:
         """The kind of the layers of multi-token prediction."""
         return self.layers[-1] if self.mtp_kind < 0 else self.mtp_kind
