@@ -13,7 +13,7 @@ from moefold.kernels.select import select_kernels
 from moefold.model.attention_block import Plain
 from moefold.model.core_attention import CausalAttention
 from moefold.verify.mapping import run_mapping
-from tests.verify.recipes import tiny
+from tests.verify.recipes import LATENT, tiny
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C compiler")
 
@@ -295,21 +295,31 @@ def test_without_a_compiler_it_is_torchs(no_compiler):
     assert select_kernels(_recipe("float32", "auto"), CPU).attention is None
 
 
-MAPPINGS = [
-    pytest.param({"world_size": 1}, {"recompute": ("core_attention",)}, id="one-rank-recompute"),
-    pytest.param({"world_size": 2, "tp": 2}, {}, id="tp"),
-    pytest.param({"world_size": 2, "cp": 2}, {}, id="cp-has-its-own"),
+CASES = [
+    pytest.param({"train": {"recompute": ("core_attention",)}}, id="one-rank-recompute"),
+    pytest.param({"model": LATENT}, id="latent"),
+    pytest.param({"world_size": 2, "tp": 2}, id="tp"),
+    pytest.param({"world_size": 2, "cp": 2}, id="cp-has-its-own"),
 ]
 
 
+def _run(pool, cfg, kernels):
+    chosen = replace(cfg, run=replace(cfg.run, dtype="float32", kernels=kernels))
+    return pool.run(cfg.parallel.world_size, run_mapping, chosen, 2, timeout_s=280)[0].steps
+
+
 @pytest.mark.parity
-@pytest.mark.parametrize(("mapping", "train"), MAPPINGS)
-def test_on_and_off_give_the_same_losses(pool, mapping, train):
-    cfg = tiny(train=train, **mapping)
-    runs = []
-    for kernels in ("plain", "c"):
-        chosen = replace(cfg, run=replace(cfg.run, dtype="float32", kernels=kernels))
-        runs.append(pool.run(cfg.parallel.world_size, run_mapping, chosen, 2, timeout_s=280)[0])
-    for a, b in zip(*(run.steps for run in runs), strict=True):
+@pytest.mark.parametrize("case", CASES)
+def test_on_and_off_give_the_same_losses(pool, case):
+    cfg = tiny(**case)
+    for a, b in zip(_run(pool, cfg, "plain"), _run(pool, cfg, "c"), strict=True):
         assert b.loss == pytest.approx(a.loss, rel=1e-5)
         assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+
+
+@pytest.mark.parity
+def test_what_runs_again_has_the_same_bits(pool):
+    kept = _run(pool, tiny(), "c")
+    for part in ("core_attention", "layer"):
+        again = _run(pool, tiny(train={"recompute": (part,)}), "c")
+        assert [(step.loss, step.grad_norm) for step in again] == [(step.loss, step.grad_norm) for step in kept]
