@@ -31,15 +31,16 @@ class CompilerError(Exception):
 def c_library(name: str) -> ctypes.CDLL:
     """The library of `<name>.c` beside this file: found in the cache of this user, or compiled now, in half a second.
 
-    An entry is named by its source, its compiler and the processor, whose instructions it uses. Ranks that want it at
-    once each write one, and rename it whole.
+    An entry is named by its source with all headers, its compiler and the processor, whose instructions it uses. Ranks
+    that want it at once each write one, and rename it whole.
 
     Raises:
         CompilerError: there is no compiler, it fails, or the library cannot be loaded.
     """
     source = Path(__file__).with_name(f"{name}.c")
     command = _command()
-    identity = (source.read_text(encoding="ascii"), *command, _version(command[0]), _processor())
+    sources = [path.read_text(encoding="ascii") for path in (source, *sorted(source.parent.glob("*.h")))]
+    identity = (*sources, *command, _version(command[0]), _processor())
     file_name = f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.so"
     for folder in cache_folders(None):
         library = folder / file_name
@@ -89,7 +90,7 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
         # Another user could not put a file there: the folder is this user's alone.
         with unfinished.open("xb"):
             pass
-        _output([*command, str(source), "-o", str(unfinished)])
+        _output([*command, str(source), "-o", str(unfinished), "-lm"])
         os.replace(unfinished, library)
     finally:
         with contextlib.suppress(FileNotFoundError):

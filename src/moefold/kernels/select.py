@@ -10,6 +10,7 @@ from moefold.config.schema import Config, RunConfig
 from moefold.errors import ConfigError
 from moefold.kernels.measured import MeasuredChoice
 from moefold.kernels.rows import RowKernels
+from moefold.model.core_attention import CausalKernel
 from moefold.model.gated import GateKernel
 from moefold.model.gemm import Operand, operand
 from moefold.model.linear import Products
@@ -46,6 +47,8 @@ class Kernels:
     """What the recipe left open and how it was decided."""
     expert_gate: Gate | None = None
     """Of routed experts, where `rows` does not bring it; None: as the experts were built."""
+    attention: CausalKernel | None = None
+    """Of layers whose samples are not cut over ranks."""
     operand: Operand = operand
     """How routed experts read their weights, where `rows` does not."""
 
@@ -78,25 +81,29 @@ def select_kernels(cfg: Config, device: torch.device) -> Kernels:
 
 
 def _cpu_kernels(cfg: Config) -> Kernels:
-    """The gate of SwiGLU in C, where there is a compiler; other gates are plain, and so is float64."""
+    """SwiGLU's gate and causal attention in C, where there is a compiler; other gates are plain, and so is float64."""
     if cfg.run.dtype == "float64":
         return Kernels()
+    from moefold.kernels.c_attention import CAttention
     from moefold.kernels.c_gate import CGate
     from moefold.kernels.c_library import CompilerError
 
     try:
-        gate = CGate()
+        gate, attention = CGate(), CAttention() if cfg.run.dtype == "float32" else None
     except CompilerError as fault:
         if cfg.run.kernels == "c":
             raise ConfigError(
                 f"run.kernels='c' cannot run: {fault}; install gcc, or set run.kernels to 'auto' or 'plain'"
             ) from None
         return Kernels(note=f"run.kernels='auto': plain, as {fault}")
+    if attention is not None and not attention.is_fast:
+        attention = None
     if cfg.model.moe_activation != "swiglu":
         note = f"run.kernels={cfg.run.kernels!r}: plain gates of experts, as they are not SwiGLU's"
-        return Kernels(operand=gate.operand, note=note)
-    note = f"run.kernels={cfg.run.kernels!r}: gates of experts in C"
-    return Kernels(expert_gate=gate, operand=gate.operand, note=note)
+        note += "; causal attention in C" if attention else ""
+        return Kernels(operand=gate.operand, attention=attention, note=note)
+    note = f"run.kernels={cfg.run.kernels!r}: gates of experts{' and causal attention' if attention else ''} in C"
+    return Kernels(expert_gate=gate, operand=gate.operand, attention=attention, note=note)
 
 
 def _routing(cfg: Config) -> tuple[RoutingKernel | None, str]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.model.attention_block import Seen, attention_block, attention_block_backward
+from moefold.model.attention_block import BlockKernel, Seen, attention_block, attention_block_backward
 from moefold.model.attention_sink import fold_in_sinks, sink_gradient
 from moefold.model.band import Band
 from moefold.model.gemm import multiplies_wide
@@ -40,11 +40,19 @@ class CoreAttention(Protocol):
         ...
 
 
+class CausalKernel(BlockKernel, Protocol):
+    """A kernel of causal attention alone, of a device and a type."""
+
+    def knows(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether it computes these, [S, B, heads, D]."""
+        ...
+
+
 class CausalAttention:
     """softmax(q k^T / sqrt(D)) v, in which a token sees itself and the tokens before it (arXiv:1706.03762 sec. 3.2.1).
 
     Query heads share key/value heads in groups (arXiv:2305.13245): head a reads key/value head a // (A/G).
-    Local: no communication, no parameters.
+    Local: no communication, no parameters. `parallelize` sets `kernel`, for what it knows.
 
     Args:
         window: keys that a query sees at most, its own and those right before it; 0: no limit.
@@ -52,6 +60,7 @@ class CausalAttention:
 
     def __init__(self, window: int = 0) -> None:
         self._window = window
+        self.kernel: CausalKernel | None = None
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
@@ -65,23 +74,25 @@ class CausalAttention:
             starts: see `CoreAttention`; so for `sinks`.
 
         Returns:
-            [S, B, A, D]; a view of a tensor with the batch outermost, as the kernel writes it.
+            [S, B, A, D]; of the library's kernel, a view of a tensor with the batch outermost.
         """
         if starts is not None and sinks is None and not 0 < self._window < len(q) and _has_long_documents(starts):
-            return _attend_by_document(q, k, v, starts)
+            return _attend_by_document(q, k, v, starts, self.kernel)
         seen, mask = Sight(self._window, starts).of_run(0, q.shape[0], q.device), None
         if sinks is not None or isinstance(seen, Band):
-            return _BlockAttention.apply(q, k, v, sinks, seen)
+            return _BlockAttention.apply(q, k, v, sinks, seen, _knowing(self.kernel, seen, q, k, v))
         if isinstance(seen, Tensor):
             mask = seen.unsqueeze(1)
-        return _attend(q, k, v, mask)
+        return _attend(q, k, v, mask, self.kernel)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """The library's kernel on [S, B, heads, D]; without a mask, causal."""
-    if multiplies_wide(q):
-        # It widens inside of both passes, so that what lives between them is narrow.
-        y: Tensor = _BlockAttention.apply(q, k, v, None, "causal" if mask is None else mask.squeeze(1))
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: CausalKernel | None) -> Tensor:
+    """`kernel`, if it knows these, or the library's, on [S, B, heads, D]; without a mask, causal."""
+    seen: Seen = "causal" if mask is None else mask.squeeze(1)
+    kernel = _knowing(kernel, seen, q, k, v)
+    if kernel is not None or multiplies_wide(q):
+        # The library's widens inside of both passes, so that what lives between them is narrow.
+        y: Tensor = _BlockAttention.apply(q, k, v, None, seen, kernel)
         return y
     # enable_gqa lets the kernel read each key/value head in place: no copy for its A/G query heads. With equal head
     # counts it would only rule kernels out.
@@ -96,6 +107,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return out.permute(2, 0, 1, 3)
 
 
+def _knowing(kernel: CausalKernel | None, seen: Seen, q: Tensor, k: Tensor, v: Tensor) -> CausalKernel | None:
+    """The kernel, if it computes these."""
+    is_causal = isinstance(seen, str) and seen == "causal"
+    return kernel if kernel is not None and is_causal and kernel.knows(q, k, v) else None
+
+
 def _has_long_documents(starts: Tensor) -> bool:
     """Whether documents are worth a call each. Not asked of a GPU, which would have to be waited for."""
     return starts.device.type == "cpu" and LONG_DOCUMENT * int(_begins(starts).sum()) <= starts.numel()
@@ -105,7 +122,7 @@ def _begins(starts: Tensor) -> Tensor:
     return starts == torch.arange(len(starts), device=starts.device)[:, None]
 
 
-def _attend_by_document(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+def _attend_by_document(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, kernel: CausalKernel | None) -> Tensor:
     """Causal attention in each document by itself: no score is computed that a mask would hide."""
     samples = []
     for begins_S, *sample in zip(_begins(starts).t(), *(x.split(1, dim=1) for x in (q, k, v)), strict=True):
@@ -113,7 +130,7 @@ def _attend_by_document(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tens
         lengths = [stop - start for start, stop in pairwise(borders)]
         queries, keys, values = (x.split(lengths) for x in sample)
         documents = zip(queries, keys, values, strict=True)
-        samples.append(torch.cat([_attend(*document, mask=None) for document in documents]))
+        samples.append(torch.cat([_attend(*document, None, kernel) for document in documents]))
     return torch.cat(samples, dim=1)
 
 
@@ -121,15 +138,22 @@ class _BlockAttention(torch.autograd.Function):
     """(q [S, B, A, D], k [S, B, G, D], v [S, B, G, D], sinks [A] or None) -> [S, B, A, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Seen) -> Tensor:
-        out, lse = fold_in_sinks(*attention_block(q, k, v, seen=seen), sinks)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Seen, kernel: BlockKernel | None
+    ) -> Tensor:
+        block = attention_block(q, k, v, seen=seen) if kernel is None else kernel.forward(q, k, v, "causal")
+        out, lse = fold_in_sinks(*block, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.seen = seen
+        ctx.seen, ctx.kernel = seen, kernel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        gradients = attention_block_backward(grad_out, q, k, v, out, lse, seen=ctx.seen)
-        return *gradients, sink_gradient(grad_out, out, lse, sinks), None
+        saved = grad_out, q, k, v, out, lse
+        if ctx.kernel is None:
+            gradients = attention_block_backward(*saved, seen=ctx.seen)
+        else:
+            gradients = ctx.kernel.backward(*saved, "causal")
+        return *gradients, sink_gradient(grad_out, out, lse, sinks), None, None

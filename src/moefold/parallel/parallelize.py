@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from moefold.config.schema import Config, ModelConfig
 from moefold.kernels.select import Kernels, select_kernels
 from moefold.model.attention import Attention
+from moefold.model.core_attention import CausalAttention
 from moefold.model.init import initialise
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.mlp import SwiGLU
@@ -202,6 +203,8 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
             module.products = kernels.products
         if isinstance(module, SwiGLU):
             module.gate_kernel = kernels.gate
+        if isinstance(module, Attention | LatentAttention) and isinstance(module.core, CausalAttention):
+            module.core.kernel = kernels.attention
     stage.turn = kernels.turn
 
 

@@ -1,0 +1,130 @@
+"""Causal attention on a CPU, in C, forwards and backwards; a `BlockKernel` (model/attention_block.py).
+
+Its plain twin is `attention_block.Plain`. Gradients of keys and values that query heads share are summed in the order
+of the heads. No bit depends on the number of threads.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.c_library import CompilerError, c_library
+from moefold.model.attention_block import BlockKernel, Mask, Plain
+
+WIDEST = 256
+"""Numbers of a head at most, as in `attention.c`."""
+LONGEST = 4096
+"""Tokens of a sample up to which it was measured. Each thread packs the keys and values of a head, and behind that they
+outgrow its cache."""
+FAST_VECTOR = 8
+"""Numbers of a vector from which it is faster than torch's kernel: those of AVX. With SSE2 it takes twice as long."""
+TOLERANCE = 1e-4
+"""Of the trial: what is wrong is wrong by more."""
+PROBE = (37, 2, 4, 2, 24)
+"""Tokens, samples, query heads, key/value heads and numbers of a head of the trial: what vectors do not divide."""
+
+
+class _Heads(ctypes.Structure):
+    """`heads_of` of the source: where [S, B, heads, D] begins, and its strides in numbers but for the last, 1."""
+
+    _fields_ = (
+        ("start", ctypes.c_void_p),
+        ("token", ctypes.c_int64),
+        ("sample", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+    )
+
+
+class CAttention:
+    """Causal attention in float32.
+
+    Raises:
+        CompilerError: it cannot be built here.
+    """
+
+    def __init__(self) -> None:
+        library = c_library("attention")
+        sizes, threads = [ctypes.c_int64] * 5, ctypes.c_int
+        self._scratch = library.attention_scratch
+        self._scratch.argtypes, self._scratch.restype = [ctypes.c_int64] * 2, ctypes.c_int64
+        self._forward, self._backward = library.attention_forward, library.attention_backward
+        rooms = [ctypes.c_void_p] * 2
+        self._forward.argtypes, self._forward.restype = [*[_Heads] * 4, *rooms, *sizes, threads], None
+        self._backward.argtypes = [*[_Heads] * 5, rooms[0], *[_Heads] * 3, rooms[1], *sizes, threads]
+        self._backward.restype = None
+        self.is_fast: bool = library.attention_vector() >= FAST_VECTOR
+        self._try_out()
+
+    def knows(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether these are its own: the answer goes by sizes and types alone."""
+        return (
+            all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (q, k, v))
+            and k.shape == v.shape
+            and 0 < q.shape[-1] == k.shape[-1] <= WIDEST
+            and q.shape[0] == k.shape[0] <= LONGEST
+            and q.numel() > 0
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of `BlockKernel`; causal."""
+        assert isinstance(seen, str), "it knows no masks"
+        assert seen == "causal", seen
+        tokens, samples, heads, _ = q.shape
+        out, lse = q.new_empty(q.shape), q.new_empty(samples, heads, tokens)
+        held = [_unit_stride(x) for x in (q, k, v)]
+        scratch, *sizes = self._sizes(q, k)
+        self._forward(*map(_heads, (*held, out)), lse.data_ptr(), scratch.data_ptr(), *sizes)
+        return out, lse.permute(2, 0, 1)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv)."""
+        assert isinstance(seen, str), "it knows no masks"
+        assert seen == "causal", seen
+        dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
+        held = [_unit_stride(x) for x in (grad_out, q, k, v, out)]
+        lse_BAS = lse.permute(1, 2, 0).contiguous()
+        scratch, *sizes = self._sizes(q, k)
+        given = *map(_heads, held), lse_BAS.data_ptr(), *map(_heads, (dq, dk, dv))
+        self._backward(*given, scratch.data_ptr(), *sizes)
+        if k.shape[2] != q.shape[2]:
+            dk, dv = (x.unflatten(2, (k.shape[2], -1)).sum(3) for x in (dk, dv))
+        return dq, dk, dv
+
+    def _sizes(self, q: Tensor, k: Tensor) -> tuple[Tensor, int, int, int, int, int, int]:
+        tokens, samples, heads, d = q.shape
+        threads = torch.get_num_threads()
+        scratch = q.new_empty(threads * self._scratch(tokens, d))
+        return scratch, tokens, samples, heads, heads // k.shape[2], d, threads
+
+    def _try_out(self) -> None:
+        """Compare with the plain twin, so that a compiler that errs is found out before a run is.
+
+        Raises:
+            CompilerError: it differs.
+        """
+        tokens, samples, heads, groups, d = PROBE
+        q, grad, k, v = (
+            torch.linspace(low, 1, tokens * samples * count * d).sin().view(tokens, samples, count, d)
+            for low, count in ((-2, heads), (5, heads), (-3, groups), (4, groups))
+        )
+        found = _both_passes(self, q, k, v, grad)
+        right = _both_passes(Plain(), q.double(), k.double(), v.double(), grad.double())
+        for a, e in zip(found, right, strict=True):
+            if not torch.allclose(a.double(), e, rtol=TOLERANCE, atol=TOLERANCE):
+                raise CompilerError("what the compiler built of attention is wrong")
+
+
+def _both_passes(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    out, lse = kernel.forward(q, k, v, "causal")
+    return out, lse, *kernel.backward(grad, q, k, v, out, lse, "causal")
+
+
+def _heads(x: Tensor) -> _Heads:
+    return _Heads(x.data_ptr(), *x.stride()[:3])
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
