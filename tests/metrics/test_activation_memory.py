@@ -20,6 +20,7 @@ from moefold.config.schema import (
 from moefold.metrics.kept_parts import CPU
 from moefold.metrics.memory_formula import memory_of_ranks
 from moefold.metrics.recompute_choice import GIB, choose_recompute
+from moefold.model import gemm
 from moefold.train.measured_memory import MeasuredMemory, measure_rank
 
 MODEL = {
@@ -60,10 +61,18 @@ def _config(
     return cfg
 
 
+def measured(cfg: Config) -> MeasuredMemory:
+    """The memory of this rank, with products as the formulas count them, whatever this processor has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm, "_EMULATES_BFLOAT16", True)
+        patch.setattr(gemm, "_HAS_OWN", False)
+        return measure_rank(cfg)
+
+
 def _on_one_rank(cfg: Config) -> MeasuredMemory:
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     try:
-        return measure_rank(cfg)
+        return measured(cfg)
     finally:
         dist.destroy_process_group()
 
@@ -145,7 +154,7 @@ def _small_pipeline(schedule: str, chunks: int, parts: tuple[str, ...], **parall
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_every_schedule(pool, schedule, chunks):
     cfg = _small_pipeline(schedule, chunks, (), world_size=2)
-    ranks = pool.run(2, measure_rank, cfg)
+    ranks = pool.run(2, measured, cfg)
     _assert_close(cfg, ranks)
     _assert_states(cfg, ranks)
 
@@ -156,7 +165,7 @@ def test_every_schedule(pool, schedule, chunks):
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_every_schedule_with_parts_made_again(pool, schedule, chunks, parts):
     cfg = _small_pipeline(schedule, chunks, parts, world_size=2)
-    _assert_close(cfg, pool.run(2, measure_rank, cfg))
+    _assert_close(cfg, pool.run(2, measured, cfg))
 
 
 PAIRED = [("", 1), ("1f1b", 1), ("interleaved", 2), ("dualpipev", 2)]
@@ -173,7 +182,7 @@ def _pairs(schedule: str, chunks: int, parts: tuple[str, ...]) -> Config:
 @pytest.mark.parametrize(("schedule", "chunks"), PAIRED)
 def test_pairs_of_micro_batches(pool, schedule, chunks):
     cfg = _pairs(schedule, chunks, ())
-    ranks = pool.run(cfg.parallel.world_size, measure_rank, cfg)
+    ranks = pool.run(cfg.parallel.world_size, measured, cfg)
     _assert_close(cfg, ranks)
     _assert_states(cfg, ranks)
 
@@ -183,7 +192,7 @@ def test_pairs_of_micro_batches(pool, schedule, chunks):
 def test_pairs_whose_layers_run_again(pool, schedule, chunks):
     """The forward pass goes on in the recomputation too, and is through when the backward pass is half way."""
     cfg = _pairs(schedule, chunks, ("layer",))
-    _assert_close(cfg, pool.run(cfg.parallel.world_size, measure_rank, cfg))
+    _assert_close(cfg, pool.run(cfg.parallel.world_size, measured, cfg))
 
 
 @pytest.mark.parity
@@ -196,7 +205,7 @@ def test_pairs_of_auto_keep_to_the_budget(pool):
     check_config(cfg)
     choice = choose_recompute(cfg, budget, CPU)
     assert choice.parts
-    ranks = pool.run(cfg.parallel.world_size, measure_rank, cfg)
+    ranks = pool.run(cfg.parallel.world_size, measured, cfg)
     _assert_close(replace(cfg, train=replace(train, recompute=choice.parts)), ranks)
 
 
@@ -210,7 +219,7 @@ def test_pairs_of_auto_keep_to_the_budget(pool):
 @pytest.mark.parametrize(("schedule", "chunks"), PAIRED)
 def test_pairs_with_parts_made_again(pool, schedule, chunks, parts):
     cfg = _pairs(schedule, chunks, parts)
-    _assert_close(cfg, pool.run(cfg.parallel.world_size, measure_rank, cfg))
+    _assert_close(cfg, pool.run(cfg.parallel.world_size, measured, cfg))
 
 
 @pytest.mark.parity
@@ -243,7 +252,7 @@ def test_pairs_on_every_axis(pool, settings, parts):
     model = {"num_layers": 4} | settings.pop("model", {})
     train = {"global_batch_size": 32, "recompute": parts}
     cfg = _config(settings.pop("dtype", "float32"), model, train, overlap_experts=True, **settings)
-    _assert_close(cfg, pool.run(cfg.parallel.world_size, measure_rank, cfg))
+    _assert_close(cfg, pool.run(cfg.parallel.world_size, measured, cfg))
 
 
 def test_pairs_hold_more_micro_batches():
@@ -273,7 +282,7 @@ def test_pairs_hold_more_micro_batches():
 )
 def test_every_axis_and_zero_level(pool, parallel):
     cfg = _config("bfloat16", world_size=2, **parallel)
-    ranks = pool.run(2, measure_rank, cfg)
+    ranks = pool.run(2, measured, cfg)
     _assert_close(cfg, ranks)
     _assert_states(cfg, ranks)
     if cfg.parallel.zero < 3:
@@ -293,14 +302,14 @@ def test_the_tokens_of_all_ranks_are_counted_where_all_are_gathered(pool, ep, et
     train = {"global_batch_size": 16, "recompute": ("layer",)}
     parallel = {"world_size": ep * etp, "ep": ep, "etp": etp, "dispatcher": "allgather"}
     cfg = _config(dtype, model, train, **parallel)
-    _assert_close(cfg, pool.run(ep * etp, measure_rank, cfg))
+    _assert_close(cfg, pool.run(ep * etp, measured, cfg))
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_rows_that_travel_in_8_bits_are_kept_wide(pool, dispatcher):
     cfg = _config("bfloat16", moe={"dispatch_precision": "fp8-blockwise"}, world_size=2, ep=2, dispatcher=dispatcher)
-    _assert_close(cfg, pool.run(2, measure_rank, cfg))
+    _assert_close(cfg, pool.run(2, measured, cfg))
 
 
 def test_memory_of_a_thousand_ranks_has_a_row_for_each_stage():
