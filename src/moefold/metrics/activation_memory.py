@@ -234,8 +234,7 @@ class ActivationFormula:
             added = self.experts.rows * self.experts.row if p.etp > 1 else 0
             summing = Parts({"dispatch buffers": both + max(summing.total(), added)})
             summing = max(summing, self.experts.gathered_sums(), key=Parts.total)
-        at_work = self.experts.at_work()
-        return summing if self._kernels.grouped_experts or summing.total() > at_work.total() else at_work
+        return max(self.experts.at_work(), summing, key=Parts.total)
 
     @property
     def _head_widths(self) -> tuple[int, int]:

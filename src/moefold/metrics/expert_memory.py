@@ -105,8 +105,11 @@ class ExpertMemory:
     def at_work(self) -> Parts:
         """One routed expert at work, beside what is kept; what the one before it made goes when the new is there.
 
-        Narrow types are counted as on a processor that multiplies them in float32: two inner projections and a result.
+        Nothing where all run together: what they make is kept. Narrow types are counted as on a processor that
+        multiplies them in float32: two inner projections and a result.
         """
+        if self._kernels.grouped_experts:
+            return Parts()
         model, p = self._cfg.model, self._cfg.parallel
         num_experts = model.num_experts // p.ep
         runs_again, has_others = "expert_activation" in self._recompute, num_experts > 1

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from moefold.config.schema import Config, TrainConfig
 from moefold.metrics.activation_memory import ActivationFormula
+from moefold.metrics.expert_memory import ExpertMemory
 from moefold.metrics.kept_parts import CPU, CUDA, MEGATRON, Kernels, Parts
 from moefold.metrics.pass_memory import moments_of_layer, pauses_again
 from moefold.metrics.pass_turns import MOMENTS, WITH_SPLITS
@@ -98,6 +99,7 @@ class KeptActivations:
         self._bases: dict[tuple[Any, ...], _Base] = {}
         self._layers: dict[tuple[Any, ...], tuple[Parts, dict[int, Prices]]] = {}
         self._matrices: dict[tuple[Any, ...], tuple[Prices, Prices]] = {}
+        self._gathers_for_less: dict[tuple[Any, ...], bool] = {}
 
     def prices(self, m: Mapping) -> Prices:
         """Bytes of one of each column under a mapping, [parts, columns]."""
@@ -141,8 +143,25 @@ class KeptActivations:
         """What all of it depends on, beside the tokens of a micro-batch."""
         gathers = m.dispatcher == "allgather"
         # Else ep counts as rows travel over it or not, and by how many of them it can pile up on one rank.
-        ep = m.ep if gathers or m.overlap or not self.kernels.grouped_experts else min(m.ep, 2)
+        ep = m.ep if gathers or not self.kernels.grouped_experts else min(m.ep, 2)
         return (m.tp, m.etp, ep, min(self.workload.load, m.ep), gathers, m.overlap)
+
+    def gathers_for_less(self, m: Mapping) -> bool:
+        """Whether tokens that are gathered may need less memory at some moment than rows that are sent."""
+        if self.shape.config is None:
+            return False
+        key = (m.tp, m.ep, m.etp, m.overlap)
+        if key not in self._gathers_for_less:
+            gathered, sent = (
+                _formula(self.cfg, replace(m, cp=1, mbs=1, dispatcher=name), (), self.kernels, self.workload.load)
+                for name in ("allgather", "alltoall")
+            )
+            sizes = [ExpertMemory.results, ExpertMemory.summing]
+            sizes += [ExpertMemory.rows_to_experts, ExpertMemory.rows_from_experts] if m.overlap else []
+            self._gathers_for_less[key] = any(
+                size(gathered.experts).total() < size(sent.experts).total() for size in sizes
+            )
+        return self._gathers_for_less[key]
 
     def _base(self, m: Mapping, recompute: tuple[str, ...]) -> "_Base":
         key = (*self.key(m), recompute)

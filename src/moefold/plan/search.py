@@ -31,7 +31,7 @@ from typing import cast
 from moefold.plan.fold_search import FoldSearch
 from moefold.plan.mapping import Mapping
 from moefold.plan.memory import MEMORY_PARTS, Memory, MemoryEstimate
-from moefold.plan.pipeline_choice import Base, FoldPrices, PipelineChoice, Timed
+from moefold.plan.pipeline_choice import Base, FoldPrices, PipelineChoice, Timed, mapping_of
 from moefold.plan.saver_time import SaverTimes
 from moefold.plan.space import AttentionView, Fold, MappingSpace, Pipeline
 from moefold.plan.step_time import Pricer, StepTime
@@ -201,13 +201,18 @@ class Search:
                 for dispatcher in self._dispatchers(fold, size):
                     legal = self._legal(fold, size, plain or pipelines, dispatcher, overlap)
                     layers = self._layer_sums(fold, size, dispatcher, overlap) if legal else None
-                    # All keep the same rows, so the one whose parts are all faster stands for others. But allgather
-                    # keeps others, which may be fewer: with few ranks and many copies, or a capacity below 1.
-                    is_apart = dispatcher == "allgather"
-                    if layers and (is_apart or not any(layers.is_no_faster_than(other) for other in fastest)):
-                        fastest += [] if is_apart else [layers]
-                        floor = n * (layers.forward_s + layers.backward_s) / fold.pp
-                        yield Base(floor, size, dispatcher, overlap, legal)
+                    if layers is None:
+                        continue
+                    base = Base(n * (layers.forward_s + layers.backward_s) / fold.pp, size, dispatcher, overlap, legal)
+                    # All keep the same rows, so the one whose parts are all faster stands for others; not allgather.
+                    if self._is_apart(fold, base) or not any(map(layers.is_no_faster_than, fastest)):
+                        fastest += [] if dispatcher == "allgather" else [layers]
+                        yield base
+
+    def _is_apart(self, fold: Fold, base: Base) -> bool:
+        """Whether its dispatcher may be the one that fits: with few ranks and many copies, or a capacity below 1."""
+        m = mapping_of(fold, base, base.pipelines[0])
+        return base.dispatcher == "allgather" and self.memory.kept.gathers_for_less(m)
 
     def _legal(
         self, fold: Fold, size: int, pipelines: tuple[Pipeline, ...], dispatcher: str, overlap: bool
