@@ -7,7 +7,7 @@ import pytest
 
 from moefold.config.load import load_config
 from moefold.config.schema import Config
-from moefold.plan.device import load_device
+from moefold.plan.device import Device, load_device
 from moefold.plan.legality import Legality
 from moefold.plan.mapping import OPTIMIZER, Mapping
 from moefold.plan.memory import OVERHEAD_GIB, Memory
@@ -30,11 +30,13 @@ def searched(name: str, world_size: int, room_gib: float, fixed: dict | None = N
     return searching(on_ranks(CASES[name], world_size), room_gib, fixed)
 
 
-def searching(cfg: Config, room_gib: float, fixed: dict | None = None) -> Search:
+def searching(
+    cfg: Config, room_gib: float, fixed: dict | None = None, device: Device | None = None, imbalance: float = 1.0
+) -> Search:
     """A search on a device that has so much beside the overhead."""
     space = MappingSpace(Legality(cfg), Restriction(fixed or {}))
-    device = replace(load_device("h100"), memory_gib=OVERHEAD_GIB + room_gib)
-    workload = workload_of(cfg, "bf16")
+    device = replace(device or load_device("h100"), memory_gib=OVERHEAD_GIB + room_gib)
+    workload = workload_of(cfg, "bf16", imbalance=imbalance)
     shape = shape_of(cfg.model)
     split = RecipeSplit(cfg, shape)
     memory = Memory(shape, workload, device, cfg, split)
