@@ -111,7 +111,7 @@ def legal_world(seed: int) -> World:
             return world
 
 
-@pytest.mark.parametrize("seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
+@pytest.mark.parametrize("seed", [0, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))])
 def test_a_random_world_is_searched_whole(seed):
     world = legal_world(seed)
     search = world.search(1000.0)
