@@ -6,7 +6,9 @@ of their own, one by one, so that what the timing costs is in none of the number
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.config.schema import Config
 from moefold.data import open_dataset
+from moefold.kernels.c_gate import CGate
+from moefold.model.core_attention import CausalAttention
+from moefold.model.transformer import Transformer
 from moefold.parallel.collectives import all_gather
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
@@ -47,9 +52,10 @@ def measure_ranks(cfg: Config, groups: ParallelGroups, steps: int) -> list[RankT
     plain, timed = [], []
     for _ in range(steps):
         plain.append(rank.step())
-        with OperationClock() as clock:
+        with OperationClock() as rank.clock:
             rank.step()
-        timed.append(clock.cpu_s)
+        timed.append(rank.clock.cpu_s)
+        rank.clock = None
     wall_s, thread_s, process_s = (statistics.median(column) for column in zip(*plain, strict=True))
     inside = {kind: statistics.median(found[kind] for found in timed) for kind in KINDS[:-1]}
     python_s = max(0.0, thread_s - sum(inside.values()))
@@ -79,6 +85,13 @@ class OperationClock(TorchDispatchMode):
         super().__init__()
         self.cpu_s = dict.fromkeys(KINDS, 0.0)
 
+    def charge(self, kind: str, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run what torch does not see, and count its time beside that of the operations in it."""
+        before_s, started_s = sum(self.cpu_s.values()), time.thread_time()
+        result = compute(*args, **kwargs)
+        self.cpu_s[kind] += max(0.0, time.thread_time() - started_s - (sum(self.cpu_s.values()) - before_s))
+        return result
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and look at the clock."""
         if DTensor in types:
@@ -99,16 +112,44 @@ def kind_of(namespace: str, name: str) -> str:
     return ATTENTION if name.startswith("_scaled_dot_product") else TENSORS
 
 
+class _Charged:
+    """A kernel in C, whose time counts while a clock is there."""
+
+    def __init__(self, kernel: Any, kind: str, rank: "_Rank") -> None:
+        self._kernel, self._kind, self._rank = kernel, kind, rank
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the kernel."""
+        found = getattr(self._kernel, name)
+        if name not in ("forward", "backward") or self._rank.clock is None:
+            return found
+        return partial(self._rank.clock.charge, self._kind, found)
+
+
 class _Rank:
     """This rank's training."""
+
+    clock: OperationClock | None = None
+    """What counts now."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
         model = parallelize(cfg, groups)
         data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+        for stage in model.stages:
+            self._charge_kernels(stage)
         self._training = TrainingStep(model, cfg)
         self._batches = BatchLoader(data.train, cfg, groups, model.positions)
         self._batch_size = cfg.train.global_batch_size
         self._num_steps = 0
+
+    def _charge_kernels(self, stage: Transformer) -> None:
+        for module in stage.modules():
+            core = getattr(module, "core", None)
+            if isinstance(core, CausalAttention) and core.kernel is not None:
+                core.kernel = _Charged(core.kernel, ATTENTION, self)
+        for layer in stage.moe_layers().values():
+            if isinstance(layer.experts.gate, CGate):
+                layer.experts.gate = _Charged(layer.experts.gate, TENSORS, self)
 
     def step(self) -> tuple[float, float, float]:
         """Train once: (clock, CPU time of this thread, of all threads), without the loading of data."""
