@@ -1,10 +1,14 @@
 """Triton's kernels run on the GPU if there is one, else in its interpreter (tests/conftest.py); C on the CPU."""
 
+import shutil
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+
+from moefold.kernels import c_library
 
 collect_ignore_glob = [] if find_spec("triton") else ["test_[!c]*.py", "test_compile.py"]
 
@@ -22,3 +26,12 @@ def pytest_collection_modifyitems(items):
         is_tritons = path.parent == Path(__file__).parent and not path.name.startswith("test_c_")
         if torch.cuda.is_available() and is_tritons:
             item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine without a C compiler, on which no library was loaded before."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    c_library.c_library.cache_clear()
+    yield
+    c_library.c_library.cache_clear()

@@ -283,14 +283,6 @@ def test_the_choice_is_automatic_and_switchable(native):
     assert select_kernels(_recipe("float32", "plain"), CPU).attention is None
 
 
-@pytest.fixture
-def no_compiler(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    c_library.c_library.cache_clear()
-    yield
-    c_library.c_library.cache_clear()
-
-
 def test_without_a_compiler_it_is_torchs(no_compiler):
     assert select_kernels(_recipe("float32", "auto"), CPU).attention is None
 

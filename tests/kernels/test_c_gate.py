@@ -175,14 +175,6 @@ def test_on_and_off_give_the_same_losses(pool, mapping, train):
         assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
 
 
-@pytest.fixture
-def no_compiler(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    c_library.c_library.cache_clear()
-    yield
-    c_library.c_library.cache_clear()
-
-
 def test_without_a_compiler_a_run_says_so_and_goes_on(no_compiler):
     chosen = select_kernels(_recipe(), CPU)
     assert chosen.expert_gate is None

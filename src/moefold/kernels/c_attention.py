@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.c_library import CompilerError, c_library
-from moefold.model.attention_block import BlockKernel, Mask, Plain
+from moefold.model.attention_block import BlockKernel, Mask, Plain, unit_stride
 
 WIDEST = 256
 """Numbers of a head at most, as in `attention.c`."""
@@ -72,7 +72,7 @@ class CAttention:
         assert seen == "causal", seen
         tokens, samples, heads, _ = q.shape
         out, lse = q.new_empty(q.shape), q.new_empty(samples, heads, tokens)
-        held = [_unit_stride(x) for x in (q, k, v)]
+        held = [unit_stride(x) for x in (q, k, v)]
         scratch, *sizes = self._sizes(q, k)
         self._forward(*map(_heads, (*held, out)), lse.data_ptr(), scratch.data_ptr(), *sizes)
         return out, lse.permute(2, 0, 1)
@@ -84,7 +84,7 @@ class CAttention:
         assert isinstance(seen, str), "it knows no masks"
         assert seen == "causal", seen
         dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
-        held = [_unit_stride(x) for x in (grad_out, q, k, v, out)]
+        held = [unit_stride(x) for x in (grad_out, q, k, v, out)]
         lse_BAS = lse.permute(1, 2, 0).contiguous()
         scratch, *sizes = self._sizes(q, k)
         given = *map(_heads, held), lse_BAS.data_ptr(), *map(_heads, (dq, dk, dv))
@@ -124,7 +124,3 @@ def _both_passes(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, grad: Ten
 
 def _heads(x: Tensor) -> _Heads:
     return _Heads(x.data_ptr(), *x.stride()[:3])
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -57,7 +57,7 @@ def attention_block(q: Tensor, k: Tensor, v: Tensor, *, seen: Seen) -> tuple[Ten
         q_tiles, k_tiles, v_tiles, mask = seen.cut(q, k, v)
         out, lse = attention_block(q_tiles, k_tiles, v_tiles, seen=mask)
         return seen.join(out, len(q)), seen.join(lse, len(q))
-    return block_kernel(q, seen).forward(_unit_stride(q), _unit_stride(k), _unit_stride(v), seen)
+    return block_kernel(q, seen).forward(unit_stride(q), unit_stride(k), unit_stride(v), seen)
 
 
 def attention_block_backward(
@@ -83,7 +83,7 @@ def attention_block_backward(
         given = seen.tiles(grad_out), q_tiles, k_tiles, v_tiles, seen.tiles(out), seen.tiles(lse)
         dq, dk, dv = attention_block_backward(*given, seen=mask)
         return seen.join(dq, len(q)), seen.join_keys(dk, len(q)), seen.join_keys(dv, len(q))
-    grad_out, q, k, v, out = (_unit_stride(x) for x in (grad_out, q, k, v, out))
+    grad_out, q, k, v, out = (unit_stride(x) for x in (grad_out, q, k, v, out))
     return block_kernel(q, seen).backward(grad_out, q, k, v, out, lse, seen)
 
 
@@ -242,6 +242,6 @@ def _sequence_first(x_BASD: Tensor) -> Tensor:
     return x_BASD.permute(2, 0, 1, 3)
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    """The kernels address every stride but the last, which they take to be 1."""
+def unit_stride(x: Tensor) -> Tensor:
+    """A tensor as kernels read it: they address every stride but the last, which they take to be 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
