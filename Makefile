@@ -15,7 +15,8 @@ FAST := not slow and not gpu
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 # One thread per process: the tests start many ranks on few cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-ABREAST := -n $(JOBS) --dist loadfile
+# In the order of tests/conftest.py.
+ABREAST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1

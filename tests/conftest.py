@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -10,12 +11,21 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where files go to one core each, the long ones go first: those that run commands, then those with many ranks."""
+    if not hasattr(config, "workerinput"):
+        return
+    commands = Counter(item.path for item in items if item.get_closest_marker("e2e"))
+    ranks = Counter(item.path for item in items if item.get_closest_marker("parity"))
+    items.sort(key=lambda item: (item.path not in commands, -ranks[item.path]))
+
+
 @pytest.fixture(scope="session")
 def pool() -> object:
     """Forks gloo ranks from a process that imported torch once, for all parity tests of the session."""
     from moefold.testing.pool import WorkerPool
 
-    return WorkerPool()
+    return WorkerPool(preload=["tests.preload"])
 
 
 @pytest.fixture(autouse=True)

@@ -1,3 +1,6 @@
+import shutil
+
+import pytest
 import torch
 
 from moefold.bench.ranks import (
@@ -8,10 +11,12 @@ from moefold.bench.ranks import (
     TENSORS,
     OperationClock,
     RankTimes,
+    _ChargedGemm,
     kind_of,
     shares,
 )
-from moefold.model.gemm import product
+from moefold.kernels.c_library import COMPILERS
+from moefold.model.gemm import LIBRARY
 
 
 def test_kinds_of_operations():
@@ -27,7 +32,7 @@ def test_the_clock_sees_products_of_both_passes_and_attention():
     with OperationClock() as clock:
         heads = (x @ x).view(1, 4, 64, 256)
         torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
-        product(x.detach(), x.detach())
+        LIBRARY.product(x.detach(), x.detach())
     assert clock.cpu_s[GEMMS] > 0
     assert clock.cpu_s[ATTENTION] > 0
     assert clock.cpu_s[TENSORS] > 0
@@ -42,3 +47,16 @@ def test_shares_are_of_all_ranks():
     ranks[0].cpu_s[GEMMS] = 5.0
     assert shares(ranks)[GEMMS] == 8 / 24
     assert [shares(ranks)[kind] for kind in KINDS if kind != GEMMS] == [4 / 24] * 4
+
+
+@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C compiler")
+def test_products_in_c_are_charged_while_a_clock_is_there():
+    class Rank:
+        clock = None
+
+    rank, x = Rank(), torch.randn(256, 256)
+    gemm = _ChargedGemm(rank)
+    expected = gemm.product(x, x)
+    with OperationClock() as rank.clock:
+        assert torch.equal(gemm.product(x, x), expected)
+    assert rank.clock.cpu_s[GEMMS] > 0

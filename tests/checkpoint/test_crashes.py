@@ -24,7 +24,7 @@ STEPS_PER_LIFE = 10
 """More than a life has time for, so that the run is not through before its last death."""
 LIFE_S = (0.15, 0.6)
 LAST_LIFE_S = 900.0
-"""Time to train to the end, a save a step."""
+"""Time to train to the end."""
 
 
 def _live(cfg: Config, life_s: float, killed: tuple[int, ...], saves_first: bool) -> int:
@@ -75,6 +75,8 @@ def _campaign(pool: WorkerPool, run_dir: Path, kills: int, *, async_save: bool, 
         after_saves += newest > before
         since = "the first checkpoint" if saves_first else "the start"
         print(f"{deaths}: {killed} killed {life_s:.2f} s after {since}; drafts: {sorted(drafts)}; newest: {newest}")
+    # Nothing ends the last life, which needs no save but that of its end.
+    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, every=cfg.run.steps))
     pool.run(RANKS, _train, cfg, timeout_s=LAST_LIFE_S)
     return {"deaths": deaths, "in saves": in_saves, "after saves": after_saves}
 

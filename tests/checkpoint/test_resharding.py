@@ -68,7 +68,7 @@ PAIRS = [pytest.param(*pair, marks=[] if pair in FAST else [pytest.mark.slow]) f
 @pytest.fixture(scope="module")
 def expected() -> list[float]:
     """The losses of the oracle, which no mapping changes."""
-    return [step.loss for step in run_oracle(without_mapping(_recipe("one rank", Path("unused"))), 5).steps]
+    return [step.loss for step in run_oracle(without_mapping(_recipe("one rank", Path("unused"))), 4).steps]
 
 
 LATENT_MODEL = LATENT | {
@@ -93,7 +93,7 @@ def _recipe(name: str, run_dir: Path, **model: object) -> Config:
         train={"global_batch_size": 8},
         **(MAPPINGS | NEWER)[name],
     )
-    run = RunConfig(dir=str(run_dir), seed=3, steps=5, device="cpu", dtype="float64")
+    run = RunConfig(dir=str(run_dir), seed=3, steps=4, device="cpu", dtype="float64")
     return replace(cfg, run=run)
 
 
@@ -126,7 +126,7 @@ def test_resume_under_another_mapping_equals_the_uninterrupted_oracle(pool, tmp_
     first, second = _recipe(before, tmp_path), _recipe(after, tmp_path)
     losses = pool.run(first.parallel.world_size, _train, first, 0, 2, "")[0]
     saved = str(tmp_path / "checkpoints" / "step-000002")
-    losses += pool.run(second.parallel.world_size, _train, second, 2, 5, saved)[0]
+    losses += pool.run(second.parallel.world_size, _train, second, 2, 4, saved)[0]
     assert losses == pytest.approx(expected, rel=1e-9)
 
 
@@ -181,10 +181,10 @@ def _looking_back(name: str, run_dir: Path) -> Config:
 def test_a_loss_that_looks_back_at_the_last_step_resumes_under_another_dp(pool, tmp_path, after):
     first, second = _looking_back("one rank", tmp_path), _looking_back(after, tmp_path)
     assert second.parallel.dp != first.parallel.dp
-    expected = [step.loss for step in run_oracle(without_mapping(first), 5).steps]
+    expected = [step.loss for step in run_oracle(without_mapping(first), 4).steps]
     losses = pool.run(1, _train, first, 0, 2, "")[0]
     saved = str(tmp_path / "checkpoints" / "step-000002")
-    losses += pool.run(4, _train, second, 2, 5, saved)[0]
+    losses += pool.run(4, _train, second, 2, 4, saved)[0]
     assert losses == pytest.approx(expected, rel=1e-9)
 
 
@@ -210,6 +210,6 @@ def test_muon_resumes_under_another_mapping(pool, tmp_path, before, after):
     first, second = (replace(cfg, train=replace(cfg.train, optimizer="muon")) for cfg in (first, second))
     losses = pool.run(first.parallel.world_size, _train, first, 0, 2, "")[0]
     saved = str(tmp_path / "checkpoints" / "step-000002")
-    losses += pool.run(second.parallel.world_size, _train, second, 2, 5, saved)[0]
-    expected = [step.loss for step in run_oracle(without_mapping(first), 5).steps]
+    losses += pool.run(second.parallel.world_size, _train, second, 2, 4, saved)[0]
+    expected = [step.loss for step in run_oracle(without_mapping(first), 4).steps]
     assert losses == pytest.approx(expected, rel=1e-9)

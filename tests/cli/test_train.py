@@ -14,7 +14,7 @@ from moefold.checkpoint.folder import (
     write_meta,
 )
 from moefold.checkpoint.manifest import record_file, write_manifest
-from moefold.cli import train
+from moefold.cli import one_voice, train
 from moefold.cli.main import main
 from moefold.config.load import load_config
 
@@ -91,7 +91,8 @@ def test_a_finished_run_whose_checkpoint_is_damaged_is_not_finished(recipe, tmp_
 @pytest.mark.parametrize(
     "words", [["train.lr=x"], ["parallel.world_size=4"], ["parallel.world_size=2", "parallel.tp=3"]]
 )
-def test_what_all_ranks_of_a_machine_find_the_first_one_says(recipe, capsys, torchrun, tmp_path, words):
+def test_what_all_ranks_of_a_machine_find_the_first_one_says(recipe, capsys, torchrun, tmp_path, monkeypatch, words):
+    monkeypatch.setattr(one_voice, "FIRST_SPEAKS_S", 0.01)
     command = ["train", recipe, *SMALL, f"run.dir={tmp_path}/run", *words]
     torchrun(local_rank=0)
     assert main(command) == 2

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.e2e.forked import run_forked
+
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "model.preset=tiny",
@@ -44,7 +46,12 @@ def run(words: Sequence[str], timeout_s: float = 240.0) -> subprocess.CompletedP
 
 
 def moefold(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
-    """Run `moefold WORDS` to its end."""
+    """Run `moefold WORDS` to its end, in a process that has torch in memory from its start."""
+    return run_forked(words, timeout_s, ROOT, environment())
+
+
+def fresh(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """Run `moefold WORDS` to its end as a shell would, in an interpreter of its own."""
     return run([sys.executable, "-m", "moefold", *words], timeout_s)
 
 
@@ -56,9 +63,11 @@ def small(run_dir: Path, *words: str) -> list[str]:
     return ["train", str(recipe), *(f"{key}={value}" for key, value in overrides.items())]
 
 
-def train(run_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def train(
+    run_dir: Path, *words: str, command: Callable[..., subprocess.CompletedProcess[str]] = moefold
+) -> subprocess.CompletedProcess[str]:
     """Train a small recipe; fails with what it printed unless it exits 0."""
-    done = moefold(*small(run_dir, *words))
+    done = command(*small(run_dir, *words))
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

@@ -4,21 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import FOLDED, train
+from tests.e2e.command import FOLDED, fresh, train
 
 
 @pytest.fixture(scope="session")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty steps of one rank that were not interrupted, with one checkpoint at the end."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
-    train(run_dir, "checkpoint.every=20")
+    train(run_dir, "checkpoint.every=20", command=fresh)
     return run_dir
 
 
 @pytest.fixture(scope="session")
 def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same steps on eight folded ranks, deterministic, with everything that a run can write."""
+    """The first twelve of these steps on eight folded ranks, deterministic, with everything that a run can write."""
     run_dir = tmp_path_factory.mktemp("eight") / "run"
-    extras = ("train.eval_every=8", "train.eval_samples=6", "checkpoint.every=8", "metrics.tensorboard=true")
-    train(run_dir, "run.deterministic=true", *extras, *FOLDED)
+    extras = ("train.eval_every=5", "train.eval_samples=6", "checkpoint.every=5", "metrics.tensorboard=true")
+    train(run_dir, "run.deterministic=true", "run.steps=12", *extras, *FOLDED, command=fresh)
     return run_dir

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.clock import processor_s
-from tests.e2e.command import moefold, small
+from tests.e2e.command import fresh, small
 
 pytestmark = pytest.mark.e2e
 
@@ -47,7 +47,7 @@ def test_bad_setting_is_one_message(tmp_path, name):
     words, expected = BAD[name]
     command = small(tmp_path / "run", *(word.format(folder=tmp_path) for word in words))
     before_s = processor_s()
-    done = moefold(*command, timeout_s=30.0)
+    done = fresh(*command, timeout_s=30.0)
     took_s = processor_s() - before_s
     assert done.returncode == 2
     assert done.stdout == ""

@@ -27,8 +27,8 @@ def test_fine_tuning_from_the_command_line(tmp_path: Path):
     words = ("data.kind=sft", f"data.path={chats}", "train.seq_len=128", "run.steps=12", "train.eval_every=12")
     one = train(tmp_path / "one", *words)
     assert "61 conversations, 1 skipped without a response" in one.stderr
-    train(tmp_path / "four", *words, *CP_TP)
-    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    train(tmp_path / "four", *words, "run.steps=4", *CP_TP)
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one")[:4], rel=1e-4)
     assert losses(tmp_path / "one")[-1] < losses(tmp_path / "one")[0] - 0.5
     assert metrics(tmp_path / "one")[-1]["eval_loss"] < losses(tmp_path / "one")[0]
 
@@ -37,13 +37,13 @@ def test_a_stream_goes_on_where_it_was(tmp_path: Path):
     pytest.importorskip("datasets")
     paths = [str(_rows(tmp_path / name, 400)) for name in ("a.jsonl", "b.jsonl")]
     words = ("data.kind=huggingface", f"data.path={json.dumps(paths)}", "data.weights=[1, 3]", "data.streaming=true")
-    words += ("parallel.world_size=2", "checkpoint.every=6", "train.lr_schedule=constant")
-    train(tmp_path / "whole", *words, "run.steps=12")
-    train(tmp_path / "halves", *words, "run.steps=6")
-    meta = json.loads((tmp_path / "halves" / "checkpoints" / "step-000006" / "moefold.json").read_text())
+    words += ("parallel.world_size=2", "checkpoint.every=3", "train.lr_schedule=constant")
+    train(tmp_path / "whole", *words, "run.steps=6")
+    train(tmp_path / "halves", *words, "run.steps=3")
+    meta = json.loads((tmp_path / "halves" / "checkpoints" / "step-000003" / "moefold.json").read_text())
     assert len(meta["stream"]) == 2
-    train(tmp_path / "halves", *words, "run.steps=12", "parallel.world_size=1")
-    assert checkpoints(tmp_path / "halves") == ["step-000006", "step-000012"]
+    train(tmp_path / "halves", *words, "run.steps=6", "parallel.world_size=1")
+    assert checkpoints(tmp_path / "halves") == ["step-000003", "step-000006"]
     assert losses(tmp_path / "halves") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 

@@ -17,7 +17,7 @@ from tests.e2e.command import ROOT, checkpoints, child_ids, environment, interru
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
 
-STEPS = 80
+STEPS = 48
 ELASTIC = ("parallel.elastic=true", "run.dtype=float64", "checkpoint.every=4", f"run.steps={STEPS}")
 
 

@@ -1,9 +1,11 @@
 """Triton's kernels run on the GPU if there is one, else in its interpreter (tests/conftest.py); C on the CPU."""
 
+import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,3 +37,22 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     c_library.c_library.cache_clear()
     yield
     c_library.c_library.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def built_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Builds a kernel whose compiler is told more flags; skips where they are another processor's."""
+
+    def build(kernel: Callable[[], Any], flags: tuple[str, ...]) -> Any:
+        if flags and platform.machine() != "x86_64":
+            pytest.skip("flags of another processor")
+        command, folder = [*c_library._command(), *flags], tmp_path_factory.mktemp("library")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(c_library, "_command", lambda: command)
+            patch.setattr(c_library, "cache_folders", lambda named: (folder,))
+            c_library.c_library.cache_clear()
+            built = kernel()
+        c_library.c_library.cache_clear()
+        return built
+
+    return build

@@ -1,6 +1,9 @@
 """The gate in C equals its plain twin; where it cannot be had, a run says so and goes on, or is refused."""
 
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +16,7 @@ from moefold.errors import ConfigError
 from moefold.kernels import c_library
 from moefold.kernels.c_library import COMPILERS, CompilerError
 from moefold.kernels.select import select_kernels
-from moefold.model.gemm import operand
+from moefold.model.gemm import LIBRARY
 from moefold.moe.experts import Experts
 from moefold.moe.gate import SiluGate
 from moefold.verify.mapping import run_mapping
@@ -64,20 +67,6 @@ def test_projections_may_be_narrower_than_the_gradient(gate):
 
 
 @has_compiler
-def test_weights_are_rounded_as_torch_rounds_them(gate):
-    bits = torch.arange(-(2**31), 2**31, 999_983, dtype=torch.int64).to(torch.int32)
-    # Every exponent and sign, ties, what is not a number, and both infinities.
-    odd = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, -0x00800000, 0x7FC00001, 0x00000001, 0])
-    w = torch.cat((bits, odd.to(torch.int32))).view(torch.float32)
-    expected = operand(w, torch.bfloat16)
-    found = gate.operand(w, torch.bfloat16)
-    assert found.dtype == expected.dtype
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert torch.equal(found[~found.isnan()], expected[~found.isnan()])
-    assert torch.equal(gate.operand(w[:3], torch.float32), w[:3])
-
-
-@has_compiler
 def test_what_is_not_a_number_stays_none(gate):
     g = torch.tensor([float("nan"), 1.0, float("inf"), -float("inf")])
     u = torch.tensor([1.0, float("nan"), 2.0, 2.0])
@@ -118,12 +107,14 @@ def test_what_it_does_not_know_is_plain(gate):
 @has_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_experts_compute_the_same_with_it(gate, dtype):
+    from moefold.kernels.c_product import CGemm
+
     counts = [3, 0, 70, 2]
     x = torch.randn(sum(counts), 16, generator=torch.Generator().manual_seed(1)).to(dtype)
 
-    def run(of_experts, read):
+    def run(of_experts, gemm):
         experts = Experts(4, 16, 32, gate=of_experts)
-        experts.operand = read
+        experts.gemm = gemm
         generator = torch.Generator().manual_seed(2)
         for parameter in experts.parameters():
             torch.nn.init.normal_(parameter, std=0.3, generator=generator)
@@ -133,8 +124,11 @@ def test_experts_compute_the_same_with_it(gate, dtype):
         return [y, leaf.grad, *(parameter.grad for parameter in experts.parameters())]
 
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for a, e in zip(run(gate, gate.operand), run(SiluGate(), operand), strict=True):
-        assert (a.double() - e.double()).norm() <= tolerance * e.double().norm()
+    right = run(SiluGate(), LIBRARY)
+    for gemm in (LIBRARY, CGemm()):
+        for a, e in zip(run(gate, gemm), right, strict=True):
+            assert a.dtype == e.dtype
+            assert (a.double() - e.double()).norm() <= tolerance * e.double().norm()
 
 
 def _recipe(**run) -> Config:
@@ -146,7 +140,6 @@ def test_the_choice_is_automatic_and_switchable():
     for kernels, expected in (("auto", "CGate"), ("c", "CGate"), ("plain", "NoneType")):
         chosen = select_kernels(_recipe(kernels=kernels), CPU)
         assert type(chosen.expert_gate).__name__ == expected
-        assert (chosen.operand is operand) == (expected == "NoneType")
     assert select_kernels(_recipe(dtype="float64"), CPU).expert_gate is None
     clamped = replace(_recipe(), model=replace(_recipe().model, moe_activation="clamped_swiglu"))
     chosen = select_kernels(clamped, CPU)
@@ -204,6 +197,23 @@ def test_a_library_is_compiled_once(monkeypatch, tmp_path):
     c_library.c_library.cache_clear()
     assert c_library.c_library("one").one() == 1
     assert [path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()] == [made]
+
+
+@has_compiler
+def test_ranks_that_ask_at_once_compile_once(tmp_path):
+    """A compiler that says when it begins and ends, and is slow."""
+    real = next(filter(None, map(shutil.which, COMPILERS)))
+    log, compiler = tmp_path / "log", tmp_path / "bin" / "gcc"
+    compiler.parent.mkdir()
+    compiler.write_text(
+        f'#!/bin/sh\nif [ "$1" != --version ]; then echo began >> {log}; sleep 1; fi\nexec {real} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PATH": f"{compiler.parent}:{os.environ['PATH']}"}
+    program = "from moefold.kernels.c_library import build_libraries; build_libraries('experts', 'rope')"
+    ranks = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(3)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0, 0]
+    assert log.read_text().split() == ["began", "began"]
 
 
 @has_compiler

@@ -17,6 +17,7 @@ from moefold.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from moefold.kernels.c_product import CGemm
 from moefold.metrics.kept_parts import CPU
 from moefold.metrics.memory_formula import memory_of_ranks
 from moefold.metrics.recompute_choice import GIB, choose_recompute
@@ -66,6 +67,7 @@ def measured(cfg: Config) -> MeasuredMemory:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemm, "_EMULATES_BFLOAT16", True)
         patch.setattr(gemm, "_HAS_OWN", False)
+        patch.setattr(CGemm, "is_fast", lambda gemm, dtype: False)
         return measure_rank(cfg)
 
 
@@ -91,6 +93,19 @@ def _assert_states(cfg: Config, ranks: list[MeasuredMemory]) -> None:
         states = formulas[rank.pp_rank].states
         found = rank.after["weights"], rank.after["gradients"], rank.after["optimizer"]
         assert found == (states.weights, states.gradients, states.optimizer), rank
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parts", [(), ("moe",), ("layer",)], ids=str)
+def test_products_in_c_hold_no_more_than_the_formulas_say(monkeypatch, parts, dtype):
+    monkeypatch.setattr(CGemm, "is_fast", lambda gemm, dtype: True)
+    cfg = _config(dtype, train={"recompute": parts})
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        (formula,) = memory_of_ranks(cfg, kernels=CPU)
+        assert 0 < measure_rank(cfg).activations < (1 + WITHIN) * formula.activations.total
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

@@ -1,5 +1,7 @@
 """The communicators of a layout reach exactly the ranks that the layout names."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,3 +64,11 @@ def test_pool_reports_the_failing_rank_and_works_again(pool):
     with pytest.raises(WorkerError, match=r"rank 1: (.|\n)*on purpose"):
         pool.run(2, _fail_on_rank_one)
     assert pool.run(2, dist.get_rank) == [0, 1]
+
+
+def _held() -> list[str]:
+    return list(sys.modules)
+
+
+def test_ranks_find_what_the_pool_was_told_to_hold(pool):
+    assert {"moefold.train.trainer", "tests.preload"} <= set(pool.run(1, _held)[0])

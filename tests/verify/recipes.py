@@ -67,6 +67,17 @@ def tiny(
     return cfg
 
 
+def few_samples(most: int, mapping: dict[str, object]) -> int:
+    """A global batch of two micro-batches of one sample on each data-parallel rank, of four where stages overlap.
+
+    Args:
+        most: it is no larger than this.
+        mapping: world_size and degrees, of which those left out are 1.
+    """
+    world_size, tp, cp, pp = (int(str(mapping.get(name, 1))) for name in ("world_size", "tp", "cp", "pp"))
+    return min(most, world_size // (tp * cp * pp) * (4 if pp > 1 else 2))
+
+
 def legal_mappings(world_size: int, *, max_pp: int = 4, max_heads: int = 4) -> list[Mapping]:
     """Every (tp, cp, pp, ep, etp) of a world that the tiny recipe can run."""
     found = []

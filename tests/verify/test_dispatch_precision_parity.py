@@ -8,7 +8,7 @@ from moefold.config.schema import Config
 from moefold.verify.compare import differences
 from moefold.verify.mapping import run_mapping
 from tests.verify.recipes import tiny, without_mapping
-from tests.verify.test_parity import TOLERANCE, _cached_oracle, _name, assert_equals_oracle
+from tests.verify.test_parity import STEPS, TOLERANCE, _cached_oracle, _name, assert_equals_oracle
 
 pytestmark = pytest.mark.parity
 
@@ -58,5 +58,5 @@ def test_padded_rows_equal_the_oracle(pool):
 def test_an_oracle_that_does_not_round_is_another_one(pool):
     cfg = _recipe(world_size=2, ep=2)
     exact = without_mapping(replace(cfg, moe=replace(cfg.moe, dispatch_precision="dtype")))
-    ranks = pool.run(2, run_mapping, cfg, 3)
+    ranks = pool.run(2, run_mapping, cfg, STEPS)
     assert differences(_cached_oracle(exact), ranks)[0].error > 1e6 * TOLERANCE

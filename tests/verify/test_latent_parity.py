@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.verify.recipes import tiny
+from tests.verify.recipes import few_samples, tiny
 from tests.verify.test_parity import assert_equals_oracle
 
 YARN = {
@@ -47,7 +47,7 @@ def _id(value: object) -> str:
 
 def _recipe(kind: str, mapping: dict[str, object]):
     model = {k: v for k, v in MODELS[kind].items() if not (kind == "v3" and k == "router_softmax")}
-    return tiny(model=model, train={"global_batch_size": 8}, **mapping)
+    return tiny(model=model, train={"global_batch_size": few_samples(8, mapping)}, **mapping)
 
 
 AXES = [

@@ -4,7 +4,7 @@ import pytest
 
 from moefold.config.schema import Config
 from moefold.verify.compare import run_oracle
-from tests.verify.recipes import tiny, without_mapping
+from tests.verify.recipes import few_samples, tiny, without_mapping
 from tests.verify.test_parity import assert_equals_oracle
 
 MODELS = {
@@ -30,7 +30,7 @@ def _id(value: object) -> str:
 
 def _recipe(kind: str, mapping: dict[str, object]) -> Config:
     moe = {"capacity_factor": 0.75} if kind == "one" else {}
-    return tiny(model=MODELS[kind], moe=moe, train={"global_batch_size": 8}, **mapping)
+    return tiny(model=MODELS[kind], moe=moe, train={"global_batch_size": few_samples(8, mapping)}, **mapping)
 
 
 CASES: list[tuple[str, dict[str, object]]] = [

@@ -1,4 +1,4 @@
-"""Every mapping equals the one-process float64 oracle: loss terms, norm, every gradient, weights after three steps."""
+"""Every mapping equals the one-process float64 oracle: loss terms, norm, every gradient, weights after two steps."""
 
 import math
 from dataclasses import replace
@@ -15,10 +15,10 @@ from moefold.train.batch import BatchLoader
 from moefold.verify.compare import Difference, OracleRecord, differences, run_oracle
 from moefold.verify.mapping import make_groups, run_mapping
 from moefold.verify.shrink import shrink
-from tests.verify.recipes import legal_mappings, tiny, without_mapping
+from tests.verify.recipes import few_samples, legal_mappings, tiny, without_mapping
 
 TOLERANCE = 1e-9
-STEPS = 3
+STEPS = 2
 
 
 def assert_equals_oracle(pool, cfg: Config) -> None:
@@ -74,7 +74,7 @@ def test_every_legal_mapping_of_two_ranks(pool, mapping):
 @pytest.mark.parity
 @pytest.mark.parametrize("mapping", _with_rotating_kinds(legal_mappings(4)), ids=_name)
 def test_every_legal_mapping_of_four_ranks(pool, mapping):
-    assert_equals_oracle(pool, tiny(**mapping))
+    assert_equals_oracle(pool, tiny(train={"global_batch_size": few_samples(4, mapping)}, **mapping))
 
 
 def _spread_over_eight() -> list[dict[str, object]]:
@@ -93,7 +93,7 @@ def _spread_over_eight() -> list[dict[str, object]]:
 @pytest.mark.parity
 @pytest.mark.parametrize("mapping", _spread_over_eight(), ids=_name)
 def test_mappings_of_eight_ranks(pool, mapping):
-    assert_equals_oracle(pool, tiny(train={"global_batch_size": 8}, **mapping))
+    assert_equals_oracle(pool, tiny(train={"global_batch_size": few_samples(8, mapping)}, **mapping))
 
 
 ORDERS = [
@@ -110,7 +110,9 @@ ORDERS = [
 @pytest.mark.parity
 @pytest.mark.parametrize(("order", "moe_order", "degrees"), ORDERS)
 def test_every_rank_order_folds_to_the_same_result(pool, order, moe_order, degrees):
-    cfg = tiny(train={"global_batch_size": 8}, world_size=8, order=order, moe_order=moe_order, **degrees)
+    mapping = {"world_size": 8, **degrees}
+    train = {"global_batch_size": few_samples(8, mapping)}
+    cfg = tiny(train=train, order=order, moe_order=moe_order, **mapping)
     assert_equals_oracle(pool, cfg)
 
 
@@ -162,7 +164,9 @@ MODELS: dict[str, dict[str, object]] = {
     ids=_name,
 )
 def test_every_kind_of_model(pool, kind, mapping):
-    assert_equals_oracle(pool, tiny(model=MODELS[kind], world_size=4, **mapping))
+    mapping = {"world_size": 4, **mapping}
+    train = {"global_batch_size": few_samples(4, mapping)}
+    assert_equals_oracle(pool, tiny(model=MODELS[kind], train=train, **mapping))
 
 
 @pytest.mark.parity

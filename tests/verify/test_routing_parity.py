@@ -65,7 +65,8 @@ def _recipe(kind: str, mapping: dict[str, object]) -> Config:
     pairs = moe.get("aux_kind") == "sequence" or "capacity_factor" in moe
     shards = int(mapping.get("tp", 1)) * int(mapping.get("cp", 1)) * int(mapping.get("pp", 1))
     dp = int(mapping["world_size"]) // shards
-    train = {"micro_batch_size": 2 if pairs else 1, "global_batch_size": 16 if pairs and dp > 2 else 8}
+    samples = 16 if pairs and dp > 2 else 8 if pairs or dp > 1 else 4
+    train = {"micro_batch_size": 2 if pairs else 1, "global_batch_size": samples}
     return tiny(model=model, moe=moe, train=train, **mapping)
 
 

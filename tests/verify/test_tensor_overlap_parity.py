@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.verify.recipes import LATENT, tiny
+from tests.verify.recipes import LATENT, few_samples, tiny
 from tests.verify.test_parity import assert_equals_oracle
 
 pytestmark = pytest.mark.parity
@@ -22,4 +22,5 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_oracle(pool, name):
     parallel, model, train = CASES[name]
-    assert_equals_oracle(pool, tiny(model=model, train=train | {"global_batch_size": 8}, overlap_tp=True, **parallel))
+    train = train | {"global_batch_size": few_samples(8, parallel)}
+    assert_equals_oracle(pool, tiny(model=model, train=train, overlap_tp=True, **parallel))

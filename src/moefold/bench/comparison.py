@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from moefold.bench.contestants import EXPERTS_IMPLEMENTATIONS, OURS, Arena, open_arena
-from moefold.bench.machine import COPY, LIBRARY, Rates, machine_name, rates, yardsticks
-from moefold.bench.machine import OURS as OUR_GEMM
+from moefold.bench.machine import COPY, ONEDNN, TORCH_MM, Rates, machine_name, rates, yardsticks
 from moefold.bench.parts import BARE, Pieces, PieceTime, piece_time, share_of_bare
 from moefold.bench.race import CLOCKS, Times, awaited, median_ratio, race
 from moefold.bench.shape import Part, Routing, step_flops
@@ -18,7 +17,7 @@ from moefold.config.schema import Config
 from moefold.model.transformer import TORCH_DTYPES
 
 GIB = 2**30
-YARDSTICKS = (COPY, LIBRARY, OUR_GEMM)
+YARDSTICKS = (COPY, TORCH_MM, ONEDNN)
 TRANSFORMERS = tuple(f"transformers, {kind}" for kind in EXPERTS_IMPLEMENTATIONS)
 
 

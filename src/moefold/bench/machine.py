@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from moefold.model.gemm import has_fast_product, product
+from moefold.model.gemm import LIBRARY
 
 GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 """Beyond every cache."""
-LIBRARY, OURS, COPY = "GEMM, torch.mm", "GEMM, as the model multiplies", "copy"
+TORCH_MM, ONEDNN, COPY = "GEMM, torch.mm", "GEMM, oneDNN", "copy"
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Rates:
     """What the machine reached."""
 
     flops: float
-    """Operations a second of a large square product, by the faster of torch.mm and what the model multiplies with."""
+    """Operations a second of a large square product, by the faster of the libraries."""
     bytes: float
     """Bytes a second, read and written, of a large copy."""
 
@@ -34,19 +34,19 @@ def yardsticks(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     found: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(source)}
-    has_own = has_fast_product(a)
+    has_own = LIBRARY.multiplies_itself(a)
     if not has_own or dtype == torch.float32:
         # Where bfloat16 is emulated, the library's product would take seconds and is never the faster one.
-        found[LIBRARY] = lambda: torch.mm(a, b)
+        found[TORCH_MM] = lambda: torch.mm(a, b)
     if has_own:
-        found[OURS] = lambda: product(a, b)
+        found[ONEDNN] = lambda: LIBRARY.product(a, b)
     return found
 
 
 def rates(median_s: dict[str, float], device: torch.device) -> Rates:
     """The rates that follow from the median times of the yardsticks."""
     flops = 2 * GEMM_SIZE[device.type] ** 3
-    fastest = min(median_s[name] for name in (LIBRARY, OURS) if name in median_s)
+    fastest = min(median_s[name] for name in (TORCH_MM, ONEDNN) if name in median_s)
     return Rates(flops / fastest, 2 * COPY_BYTES[device.type] / median_s[COPY])
 
 

@@ -12,7 +12,7 @@ from moefold.bench.shape import Part
 from moefold.config.schema import Config
 from moefold.kernels.select import select_kernels
 from moefold.metrics.flops import TRAIN_TO_FORWARD, train_flops_per_token
-from moefold.model.gemm import has_fast_product, padded_rows, product, product_into, widened
+from moefold.model.gemm import LIBRARY
 from moefold.model.init import initialise
 from moefold.model.transformer import TORCH_DTYPES, Transformer
 from moefold.moe.dispatch.base import Assignment
@@ -103,17 +103,18 @@ class Pieces:
 
     def bare_gemms(self) -> Callable[[], object]:
         """The products of the experts of one layer, forward and backward, one after another, and nothing else."""
-        model, dtype = self._cfg.model, widened(self._x).dtype
+        model, dtype = self._cfg.model, LIBRARY.widened(self._x).dtype
         hidden, inner = model.hidden_size, model.moe_ffn_hidden_size
         calls: list[tuple[Tensor, Tensor, Tensor]] = []
         for count in filter(None, self._rows_per_expert):
-            rows = padded_rows(count, self._x)
+            rows = LIBRARY.padded_rows(count, self._x)
             shapes = [(rows, hidden, inner), (rows, inner, hidden), (hidden, rows, inner), (inner, rows, hidden)]
             # gate, up, down; gradients of the three inputs; gradients of the three weights.
             for (m, k, n), often in zip(shapes, (3, 3, 2, 1), strict=True):
                 out, a, b = (torch.randn(size, device=self._device).to(dtype) for size in ((m, n), (m, k), (n, k)))
                 calls += often * [(out, a, b)]
-        multiply = (lambda out, a, b: product(a, b)) if has_fast_product(calls[0][1]) else product_into
+        is_new = LIBRARY.multiplies_itself(calls[0][1])
+        multiply = (lambda out, a, b: LIBRARY.product(a, b)) if is_new else LIBRARY.product_into
 
         def run() -> None:
             for out, a, b in calls:

@@ -7,7 +7,7 @@ of their own, one by one, so that what the timing costs is in none of the number
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.kernels.c_gate import CGate
+from moefold.kernels.c_product import CGemm
 from moefold.model.core_attention import CausalAttention
+from moefold.model.linear import FullProducts
+from moefold.model.norm import RMSNorm
 from moefold.model.transformer import Transformer
 from moefold.parallel.collectives import all_gather
 from moefold.parallel.groups import ParallelGroups
@@ -118,12 +121,32 @@ class _Charged:
     def __init__(self, kernel: Any, kind: str, rank: "_Rank") -> None:
         self._kernel, self._kind, self._rank = kernel, kind, rank
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the kernel."""
+        if self._rank.clock is None:
+            return self._kernel(*args, **kwargs)
+        return self._rank.clock.charge(self._kind, self._kernel, *args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         """Of the kernel."""
         found = getattr(self._kernel, name)
         if name not in ("forward", "backward") or self._rank.clock is None:
             return found
         return partial(self._rank.clock.charge, self._kind, found)
+
+
+class _ChargedGemm(CGemm):
+    """The same of products in C."""
+
+    def __init__(self, rank: "_Rank") -> None:
+        self._rank = rank
+        super().__init__()
+
+    def _multiply(self, *args: Any, **kwargs: Any) -> None:
+        if self._rank.clock is None:
+            super()._multiply(*args, **kwargs)
+        else:
+            self._rank.clock.charge(GEMMS, super()._multiply, *args, **kwargs)
 
 
 class _Rank:
@@ -134,6 +157,7 @@ class _Rank:
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
         model = parallelize(cfg, groups)
+        self._gemm: CGemm | None = None
         data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
         for stage in model.stages:
             self._charge_kernels(stage)
@@ -143,13 +167,29 @@ class _Rank:
         self._num_steps = 0
 
     def _charge_kernels(self, stage: Transformer) -> None:
+        module: Any
         for module in stage.modules():
+            if isinstance(getattr(module, "gemm", None), CGemm):
+                module.gemm = self._charged_gemm
+            products = getattr(module, "products", None)
+            if isinstance(products, FullProducts) and isinstance(products.gemm, CGemm):
+                module.products = FullProducts(self._charged_gemm)
             core = getattr(module, "core", None)
             if isinstance(core, CausalAttention) and core.kernel is not None:
                 core.kernel = _Charged(core.kernel, ATTENTION, self)
+            if isinstance(module, RMSNorm) and module.kernel is not None:
+                module.kernel = _Charged(module.kernel, TENSORS, self)
         for layer in stage.moe_layers().values():
             if isinstance(layer.experts.gate, CGate):
                 layer.experts.gate = _Charged(layer.experts.gate, TENSORS, self)
+        if stage.rotation is not None and stage.rotation.kernel is not None:
+            stage.rotation = replace(stage.rotation, kernel=_Charged(stage.rotation.kernel, TENSORS, self))
+
+    @property
+    def _charged_gemm(self) -> CGemm:
+        """One for all layers: they share its memory."""
+        self._gemm = self._gemm or _ChargedGemm(self)
+        return self._gemm
 
     def step(self) -> tuple[float, float, float]:
         """Train once: (clock, CPU time of this thread, of all threads), without the loading of data."""

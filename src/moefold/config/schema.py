@@ -27,8 +27,9 @@ class RunConfig:
     """Bit-equal repeats: refuse every kernel that has no deterministic form."""
     kernels: Literal["auto", "plain", "triton", "c"] = "auto"
     """Who computes experts and routing ([kernels.md](kernels.md)). plain: operations of torch. triton: fused kernels.
-    c: on a CPU, the gate of experts and causal attention, built by its C compiler. auto: triton on CUDA in bfloat16
-    if the package is there, c on a CPU if a compiler is there, else plain; the log says which."""
+    c: on a CPU, products, norms, rotations, the gate of experts and causal attention, built by its C compiler. auto:
+    triton on CUDA in bfloat16 if the package is there, c on a CPU if a compiler is there, else plain; the log says
+    which."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,8 @@
-/* Causal attention of grouped queries in float32, forwards and backwards: softmax(q k^T / sqrt(D)) v, in which a token
-   sees itself and the tokens before it.
+/* Causal attention of grouped queries, forwards and backwards: softmax(q k^T / sqrt(D)) v, in which a token sees itself
+   and the tokens before it.
+
+   Values are float32 or bfloat16 in memory and float32 between, from where they are packed to where a result is rounded,
+   once.
 
    The lanes of a vector are queries. A panel of LANES queries lies in memory by dimension, [D, LANES], so that scores
    [keys, LANES] are sums of one number of a key times a vector of the panel, and maxima, sums and exponentials of the
@@ -12,7 +15,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "bfloat16.h"
 #include "exponential.h"
+#include "turn.h"
 
 /* Numbers of a vector, rows of results that its registers hold beside the operands, and keys whose scores lie in the
    first cache at once. */
@@ -46,13 +51,6 @@
 #endif
 
 typedef float vector __attribute__((vector_size(4 * VECTOR), aligned(4), may_alias));
-typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
-#ifdef __clang__
-#define MIXED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-typedef int places __attribute__((vector_size(16)));
-#define MIXED(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
-#endif
 typedef float buffer[LANES] __attribute__((aligned(64)));
 
 /* out[r, :] (+)= sum over k < depth of a[r * row + k * step] * b[k, :], for few rows and `vectors` vectors. Rows and
@@ -104,14 +102,24 @@ static inline __attribute__((always_inline)) void product(const int adds, int64_
 #undef TILE
 }
 
-/* Heads of all samples: [tokens, samples, heads, D], whose last stride is 1. */
+/* Heads of all samples: [tokens, samples, heads, D], whose last stride is 1; of bfloat16, if narrow, else of float32. */
 typedef struct {
-  float *start;
-  int64_t token, sample, head;
+  void *start;
+  int64_t token, sample, head, is_narrow;
 } heads_of;
 
-static inline float *head_of(heads_of x, int64_t sample, int64_t head) {
-  return x.start + sample * x.sample + head * x.head;
+/* Rows of one head in memory, and how far they are apart. */
+typedef struct {
+  void *start;
+  int64_t stride, is_narrow;
+} rows_of;
+
+static inline rows_of head_of(heads_of x, int64_t sample, int64_t head) {
+  return (rows_of){from(x.start, sample * x.sample + head * x.head, x.is_narrow), x.token, x.is_narrow};
+}
+
+static inline rows_of rows_from(rows_of x, int64_t row) {
+  return (rows_of){from(x.start, row * x.stride, x.is_narrow), x.stride, x.is_narrow};
 }
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -125,41 +133,42 @@ static inline float weight_of(float x) {
 }
 
 /* `count` rows of d numbers side by side, `width` apart, times a factor; what is behind them is 0. */
-static inline void to_rows(float *rows, int64_t width, const float *x, int64_t stride, int64_t count, int64_t d, float factor) {
+static inline void to_rows(float *rows, int64_t width, rows_of x, int64_t count, int64_t d, float factor) {
   for (int64_t r = 0; r < count; r++) {
-    for (int64_t i = 0; i < d; i++) rows[r * width + i] = x[r * stride + i] * factor;
+    const void *row = rows_from(x, r).start;
+    if (x.is_narrow)
+      for (int64_t i = 0; i < d; i++) rows[r * width + i] = value_at(row, i, 1) * factor;
+    else
+      for (int64_t i = 0; i < d; i++) rows[r * width + i] = value_at(row, i, 0) * factor;
     for (int64_t i = d; i < width; i++) rows[r * width + i] = 0.0f;
   }
 }
 
-/* A square of 4 by 4 numbers, turned. */
-static inline void turn(float *to, int64_t to_width, const float *from, int64_t from_width) {
-  const quad a = *(const quad *)from, b = *(const quad *)(from + from_width);
-  const quad c = *(const quad *)(from + 2 * from_width), d = *(const quad *)(from + 3 * from_width);
-  const quad ab = MIXED(a, b, 0, 4, 1, 5), cd = MIXED(c, d, 0, 4, 1, 5);
-  const quad ab_2 = MIXED(a, b, 2, 6, 3, 7), cd_2 = MIXED(c, d, 2, 6, 3, 7);
-  *(quad *)to = MIXED(ab, cd, 0, 1, 4, 5);
-  *(quad *)(to + to_width) = MIXED(ab, cd, 2, 3, 6, 7);
-  *(quad *)(to + 2 * to_width) = MIXED(ab_2, cd_2, 0, 1, 4, 5);
-  *(quad *)(to + 3 * to_width) = MIXED(ab_2, cd_2, 2, 3, 6, 7);
+/* And back: one row of them. */
+static inline void from_row(rows_of x, int64_t r, const float *row, int64_t d, float factor) {
+  void *to = rows_from(x, r).start;
+  if (x.is_narrow)
+    for (int64_t i = 0; i < d; i++) set_value(to, i, row[i] * factor, 1);
+  else
+    for (int64_t i = 0; i < d; i++) set_value(to, i, row[i] * factor, 0);
 }
 
 /* A panel [width, LANES] of `count` rows of d numbers, times a factor, and those rows [LANES, width]; 0 behind both. */
-static void to_panel(float *panel, float *rows, int64_t width, const float *x, int64_t stride, int64_t count, int64_t d,
-                     float factor) {
-  to_rows(rows, width, x, stride, count, d, factor);
+static void to_panel(float *panel, float *rows, int64_t width, rows_of x, int64_t count, int64_t d, float factor) {
+  to_rows(rows, width, x, count, d, factor);
   memset(rows + count * width, 0, (LANES - count) * width * sizeof *rows);
   for (int64_t i = 0; i < width; i += 4)
-    for (int lane = 0; lane < LANES; lane += 4) turn(panel + i * LANES + lane, LANES, rows + lane * width + i, width);
+    for (int lane = 0; lane < LANES; lane += 4)
+      turn(panel + i * LANES + lane, LANES, rows + lane * width + i, width * sizeof *rows);
 }
 
 /* And back: the first `count` rows of d numbers, each times a factor of its own. */
-static void from_panel(float *x, int64_t stride, float *rows, int64_t width, const float *panel, int64_t count,
-                       int64_t d, const float *factors) {
+static void from_panel(rows_of x, float *rows, int64_t width, const float *panel, int64_t count, int64_t d,
+                       const float *factors) {
   for (int64_t i = 0; i < width; i += 4)
-    for (int lane = 0; lane < LANES; lane += 4) turn(rows + lane * width + i, width, panel + i * LANES + lane, LANES);
-  for (int64_t r = 0; r < count; r++)
-    for (int64_t i = 0; i < d; i++) x[r * stride + i] = rows[r * width + i] * factors[r];
+    for (int lane = 0; lane < LANES; lane += 4)
+      turn(rows + lane * width + i, width, panel + i * LANES + lane, LANES * sizeof *panel);
+  for (int64_t r = 0; r < count; r++) from_row(x, r, rows + r * width, d, factors[r]);
 }
 
 /* Scores [count, LANES] of keys from `key` on with the panel of queries from `query` on; -inf for later keys. */
@@ -183,14 +192,14 @@ static inline void soften(float *scores, int64_t count, const float *tops, float
 }
 
 /* What a panel of queries attends to, and the logarithms of their totals. */
-static void attend(heads_of q, heads_of out, float *lse, const float *query_head, float *out_head, const float *keys,
-                   const float *values, int64_t query, int64_t tokens, int64_t d, float scale) {
+static void attend(rows_of q, rows_of out, float *lse, const float *keys, const float *values, int64_t query,
+                   int64_t tokens, int64_t d, float scale) {
   float panel[WIDEST * LANES] __attribute__((aligned(64))), mixed[WIDEST * LANES] __attribute__((aligned(64)));
   float rows[WIDEST * LANES] __attribute__((aligned(64)));
   float scores[KEYS * LANES] __attribute__((aligned(64)));
   buffer tops, totals, shares;
   const int64_t lanes = least(LANES, tokens - query), seen = query + lanes, width = filled(d);
-  to_panel(panel, rows, width, query_head + query * q.token, q.token, lanes, d, scale);
+  to_panel(panel, rows, width, rows_from(q, query), lanes, d, scale);
   for (int lane = 0; lane < LANES; lane++) tops[lane] = bits_to_float(0xff800000u), totals[lane] = 0.0f;
   for (int64_t key = 0; key < seen; key += KEYS) {
     const int64_t count = least(KEYS, seen - key);
@@ -213,7 +222,7 @@ static void attend(heads_of q, heads_of out, float *lse, const float *query_head
   }
   for (int lane = 0; lane < lanes; lane++) lse[query + lane] = tops[lane] + logf(totals[lane]);
   for (int lane = 0; lane < LANES; lane++) shares[lane] = 1.0f / totals[lane];
-  from_panel(out_head + query * out.token, out.token, rows, width, mixed, lanes, d, shares);
+  from_panel(rows_from(out, query), rows, width, mixed, lanes, d, shares);
 }
 
 /* Numbers of a vector. */
@@ -231,32 +240,32 @@ void attention_forward(heads_of q, heads_of k, heads_of v, heads_of out, float *
   for (int64_t n = 0; n < heads; n++) {
     const int64_t sample = n / heads_each, head = n % heads_each;
     float *keys = scratch + THREAD * attention_scratch(tokens, d), *values = keys + tokens * d;
-    to_rows(keys, d, head_of(k, sample, head / group), k.token, tokens, d, 1.0f);
-    to_rows(values, d, head_of(v, sample, head / group), v.token, tokens, d, 1.0f);
+    to_rows(keys, d, head_of(k, sample, head / group), tokens, d, 1.0f);
+    to_rows(values, d, head_of(v, sample, head / group), tokens, d, 1.0f);
     for (int64_t query = 0; query < tokens; query += LANES)
-      attend(q, out, lse + n * tokens, head_of(q, sample, head), head_of(out, sample, head), keys, values, query,
-             tokens, d, scale);
+      attend(head_of(q, sample, head), head_of(out, sample, head), lse + n * tokens, keys, values, query, tokens, d,
+             scale);
   }
 }
 
 /* Of one head: its tensors, and its keys, values and their gradients side by side. */
 typedef struct {
-  const float *grad, *q, *out, *lse;
-  float *dq, *keys, *values, *grad_keys, *grad_values;
+  rows_of grad, q, out, dq;
+  const float *lse;
+  float *keys, *values, *grad_keys, *grad_values;
 } head_parts;
 
 /* A panel's share of all gradients. */
-static void attend_back(head_parts at, heads_of grad, heads_of q, heads_of out, heads_of dq, int64_t query,
-                        int64_t tokens, int64_t d, float scale) {
+static void attend_back(head_parts at, int64_t query, int64_t tokens, int64_t d, float scale) {
   float panel[WIDEST * LANES] __attribute__((aligned(64))), grad_panel[WIDEST * LANES] __attribute__((aligned(64)));
   float rows[WIDEST * LANES] __attribute__((aligned(64))), grad_rows[WIDEST * LANES] __attribute__((aligned(64)));
   float mixed[WIDEST * LANES] __attribute__((aligned(64)));
   float weights[KEYS * LANES] __attribute__((aligned(64))), slopes[KEYS * LANES] __attribute__((aligned(64)));
   buffer lse, along, unused = {0}, scales;
   const int64_t lanes = least(LANES, tokens - query), seen = query + lanes, width = filled(d);
-  to_panel(mixed, rows, width, at.out + query * out.token, out.token, lanes, d, 1.0f);
-  to_panel(panel, rows, width, at.q + query * q.token, q.token, lanes, d, scale);
-  to_panel(grad_panel, grad_rows, width, at.grad + query * grad.token, grad.token, lanes, d, 1.0f);
+  to_panel(mixed, rows, width, rows_from(at.out, query), lanes, d, 1.0f);
+  to_panel(panel, rows, width, rows_from(at.q, query), lanes, d, scale);
+  to_panel(grad_panel, grad_rows, width, rows_from(at.grad, query), lanes, d, 1.0f);
   for (int lane = 0; lane < LANES; lane++) {
     lse[lane] = lane < lanes ? at.lse[query + lane] : 0.0f;
     along[lane] = 0.0f;
@@ -276,7 +285,7 @@ static void attend_back(head_parts at, heads_of grad, heads_of q, heads_of out, 
     product(1, count, width, lanes, slopes, LANES, 1, rows, width, at.grad_keys + key * width, width);
     product(key > 0, d, LANES, count, at.keys + key * d, 1, d, slopes, LANES, mixed, LANES);
   }
-  from_panel(at.dq + query * dq.token, dq.token, rows, width, mixed, lanes, d, scales);
+  from_panel(rows_from(at.dq, query), rows, width, mixed, lanes, d, scales);
 }
 
 /* Gradients of the queries, and those of the keys and values of each query head, all [tokens, samples, heads, d]. */
@@ -299,13 +308,12 @@ void attention_backward(heads_of grad, heads_of q, heads_of k, heads_of v, heads
                            .grad_keys = grad_keys,
                            .grad_values = grad_keys + tokens * width};
     memset(at.grad_keys, 0, 2 * tokens * width * sizeof(float));
-    to_rows(at.keys, d, head_of(k, sample, head / group), k.token, tokens, d, 1.0f);
-    to_rows(at.values, d, head_of(v, sample, head / group), v.token, tokens, d, 1.0f);
-    for (int64_t query = 0; query < tokens; query += LANES)
-      attend_back(at, grad, q, out, dq, query, tokens, d, scale);
+    to_rows(at.keys, d, head_of(k, sample, head / group), tokens, d, 1.0f);
+    to_rows(at.values, d, head_of(v, sample, head / group), tokens, d, 1.0f);
+    for (int64_t query = 0; query < tokens; query += LANES) attend_back(at, query, tokens, d, scale);
     for (int64_t t = 0; t < tokens; t++) {
-      memcpy(head_of(dk, sample, head) + t * dk.token, at.grad_keys + t * width, d * sizeof(float));
-      memcpy(head_of(dv, sample, head) + t * dv.token, at.grad_values + t * width, d * sizeof(float));
+      from_row(head_of(dk, sample, head), t, at.grad_keys + t * width, d, 1.0f);
+      from_row(head_of(dv, sample, head), t, at.grad_values + t * width, d, 1.0f);
     }
   }
 }

@@ -1,7 +1,8 @@
 """Causal attention on a CPU, in C, forwards and backwards; a `BlockKernel` (model/attention_block.py).
 
-Its plain twin is `attention_block.Plain`. Gradients of keys and values that query heads share are summed in the order
-of the heads. No bit depends on the number of threads.
+Its plain twin is `attention_block.Plain`. Memory has float32 or bfloat16, and all between is float32: a result is
+rounded once, also where gradients of keys and values that query heads share are summed, in the order of the heads. No
+bit depends on the number of threads.
 """
 
 import ctypes
@@ -19,25 +20,26 @@ LONGEST = 4096
 outgrow its cache."""
 FAST_VECTOR = 8
 """Numbers of a vector from which it is faster than torch's kernel: those of AVX. With SSE2 it takes twice as long."""
-TOLERANCE = 1e-4
-"""Of the trial: what is wrong is wrong by more."""
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Of the trial, by the types that it knows: what is wrong is wrong by more."""
 PROBE = (37, 2, 4, 2, 24)
 """Tokens, samples, query heads, key/value heads and numbers of a head of the trial: what vectors do not divide."""
 
 
 class _Heads(ctypes.Structure):
-    """`heads_of` of the source: where [S, B, heads, D] begins, and its strides in numbers but for the last, 1."""
+    """`heads_of` of the source: where [S, B, heads, D] begins, its strides in numbers but for the last, 1, its type."""
 
     _fields_ = (
         ("start", ctypes.c_void_p),
         ("token", ctypes.c_int64),
         ("sample", ctypes.c_int64),
         ("head", ctypes.c_int64),
+        ("is_narrow", ctypes.c_int64),
     )
 
 
 class CAttention:
-    """Causal attention in float32.
+    """Causal attention in float32, of tensors of float32 or bfloat16.
 
     Raises:
         CompilerError: it cannot be built here.
@@ -59,10 +61,13 @@ class CAttention:
     def knows(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether these are its own: the answer goes by sizes and types alone."""
         return (
-            all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (q, k, v))
+            all(x.device.type == "cpu" and x.dtype == q.dtype in TOLERANCES for x in (q, k, v))
             and k.shape == v.shape
             and 0 < q.shape[-1] == k.shape[-1] <= WIDEST
             and q.shape[0] == k.shape[0] <= LONGEST
+            and q.shape[1] == k.shape[1]
+            and k.shape[2] > 0
+            and q.shape[2] % k.shape[2] == 0
             and q.numel() > 0
         )
 
@@ -71,7 +76,7 @@ class CAttention:
         assert isinstance(seen, str), "it knows no masks"
         assert seen == "causal", seen
         tokens, samples, heads, _ = q.shape
-        out, lse = q.new_empty(q.shape), q.new_empty(samples, heads, tokens)
+        out, lse = q.new_empty(q.shape), q.new_empty((samples, heads, tokens), dtype=torch.float32)
         held = [unit_stride(x) for x in (q, k, v)]
         scratch, *sizes = self._sizes(q, k)
         self._forward(*map(_heads, (*held, out)), lse.data_ptr(), scratch.data_ptr(), *sizes)
@@ -83,20 +88,23 @@ class CAttention:
         """Return (dq, dk, dv)."""
         assert isinstance(seen, str), "it knows no masks"
         assert seen == "causal", seen
-        dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
+        is_shared = k.shape[2] != q.shape[2]
+        dq = q.new_empty(q.shape)
+        # Those of shared heads are rounded behind their sum.
+        dk, dv = (q.new_empty(q.shape, dtype=torch.float32 if is_shared else q.dtype) for _ in range(2))
         held = [unit_stride(x) for x in (grad_out, q, k, v, out)]
         lse_BAS = lse.permute(1, 2, 0).contiguous()
         scratch, *sizes = self._sizes(q, k)
         given = *map(_heads, held), lse_BAS.data_ptr(), *map(_heads, (dq, dk, dv))
         self._backward(*given, scratch.data_ptr(), *sizes)
-        if k.shape[2] != q.shape[2]:
-            dk, dv = (x.unflatten(2, (k.shape[2], -1)).sum(3) for x in (dk, dv))
+        if is_shared:
+            dk, dv = (x.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype) for x in (dk, dv))
         return dq, dk, dv
 
     def _sizes(self, q: Tensor, k: Tensor) -> tuple[Tensor, int, int, int, int, int, int]:
         tokens, samples, heads, d = q.shape
         threads = torch.get_num_threads()
-        scratch = q.new_empty(threads * self._scratch(tokens, d))
+        scratch = q.new_empty((threads * self._scratch(tokens, d),), dtype=torch.float32)
         return scratch, tokens, samples, heads, heads // k.shape[2], d, threads
 
     def _try_out(self) -> None:
@@ -110,11 +118,13 @@ class CAttention:
             torch.linspace(low, 1, tokens * samples * count * d).sin().view(tokens, samples, count, d)
             for low, count in ((-2, heads), (5, heads), (-3, groups), (4, groups))
         )
-        found = _both_passes(self, q, k, v, grad)
-        right = _both_passes(Plain(), q.double(), k.double(), v.double(), grad.double())
-        for a, e in zip(found, right, strict=True):
-            if not torch.allclose(a.double(), e, rtol=TOLERANCE, atol=TOLERANCE):
-                raise CompilerError("what the compiler built of attention is wrong")
+        for dtype, error in TOLERANCES.items():
+            given = [x.to(dtype) for x in (q, k, v, grad)]
+            found = _both_passes(self, *given)
+            right = _both_passes(Plain(), *(x.double() for x in given))
+            for a, e in zip(found, right, strict=True):
+                if not torch.allclose(a.double(), e, rtol=error, atol=error):
+                    raise CompilerError("what the compiler built of attention is wrong")
 
 
 def _both_passes(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
@@ -123,4 +133,4 @@ def _both_passes(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, grad: Ten
 
 
 def _heads(x: Tensor) -> _Heads:
-    return _Heads(x.data_ptr(), *x.stride()[:3])
+    return _Heads(x.data_ptr(), *x.stride()[:3], x.dtype == torch.bfloat16)

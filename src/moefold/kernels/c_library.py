@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -9,6 +10,8 @@ import shutil
 import subprocess
 import tempfile
 import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -29,19 +32,15 @@ class CompilerError(Exception):
 
 @cache
 def c_library(name: str) -> ctypes.CDLL:
-    """The library of `<name>.c` beside this file: found in the cache of this user, or compiled now, in half a second.
+    """The library of `<name>.c` beside this file: found in the cache of this user, or compiled now, in a second or two.
 
-    An entry is named by its source with all headers, its compiler and the processor, whose instructions it uses. Ranks
-    that want it at once each write one, and rename it whole.
+    An entry is named by its source with all headers, its compiler and the processor, whose instructions it uses. It is
+    written under another name and renamed whole.
 
     Raises:
         CompilerError: there is no compiler, it fails, or the library cannot be loaded.
     """
-    source = Path(__file__).with_name(f"{name}.c")
-    command = _command()
-    sources = [path.read_text(encoding="ascii") for path in (source, *sorted(source.parent.glob("*.h")))]
-    identity = (*sources, *command, _version(command[0]), _processor())
-    file_name = f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.so"
+    command, source, file_name = _identified(name)
     for folder in cache_folders(None):
         library = folder / file_name
         try:
@@ -61,6 +60,41 @@ def c_library(name: str) -> ctypes.CDLL:
         raise CompilerError(f"what {command[0]} built cannot be loaded ({error})") from None
 
 
+def build_libraries(*names: str) -> None:
+    """Have these libraries: what no cache has is compiled side by side, by the first process of a machine to ask.
+
+    Raises:
+        CompilerError: as `c_library`.
+    """
+    files = {name: _identified(name)[2] for name in names}
+    missing = [name for name in names if not any((folder / files[name]).is_file() for folder in cache_folders(None))]
+    if missing:
+        with _first_to_build(), ThreadPoolExecutor(len(missing)) as pool:
+            for _ in pool.map(c_library, missing):
+                pass
+
+
+def _identified(name: str) -> tuple[list[str], Path, str]:
+    """How a library is compiled, from what, and the name of its entry."""
+    source, command = Path(__file__).with_name(f"{name}.c"), _command()
+    sources = [path.read_text(encoding="ascii") for path in (source, *sorted(source.parent.glob("*.h")))]
+    identity = (*sources, *command, _version(command[0]), _processor())
+    return command, source, f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.so"
+
+
+@contextlib.contextmanager
+def _first_to_build() -> Iterator[None]:
+    """One process of this user at a time; all at once where folders cannot be locked."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            folder = cache_folders(None)[0]
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
 def _command() -> list[str]:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
@@ -72,6 +106,7 @@ def _command() -> list[str]:
     return [compiler, "-O3", native, *VECTORS, threads, "-shared", "-fPIC"]
 
 
+@cache
 def _version(compiler: str) -> str:
     return _output([compiler, "--version"])
 

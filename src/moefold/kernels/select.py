@@ -11,9 +11,10 @@ from moefold.errors import ConfigError
 from moefold.kernels.measured import MeasuredChoice
 from moefold.kernels.rows import RowKernels
 from moefold.model.core_attention import CausalKernel
+from moefold.model.cpu_norm import NormKernel
 from moefold.model.gated import GateKernel
-from moefold.model.gemm import Operand, operand
-from moefold.model.linear import Products
+from moefold.model.gemm import LIBRARY, Gemm
+from moefold.model.linear import FullProducts, Products
 from moefold.model.rope import Turn
 from moefold.moe.gate import Gate
 from moefold.moe.router import RoutingKernel
@@ -49,8 +50,10 @@ class Kernels:
     """Of routed experts, where `rows` does not bring it; None: as the experts were built."""
     attention: CausalKernel | None = None
     """Of layers whose samples are not cut over ranks."""
-    operand: Operand = operand
-    """How routed experts read their weights, where `rows` does not."""
+    gemm: Gemm = LIBRARY
+    """Of routed experts, where `rows` does not multiply, and of the loss."""
+    norm: NormKernel | None = None
+    """Of each RMSNorm on a CPU."""
 
 
 def select_kernels(cfg: Config, device: torch.device) -> Kernels:
@@ -81,29 +84,38 @@ def select_kernels(cfg: Config, device: torch.device) -> Kernels:
 
 
 def _cpu_kernels(cfg: Config) -> Kernels:
-    """SwiGLU's gate and causal attention in C, where there is a compiler; other gates are plain, and so is float64."""
+    """What is in C: where that is fast, and there is a compiler; float64 is plain, and so are gates but SwiGLU's."""
     if cfg.run.dtype == "float64":
         return Kernels()
     from moefold.kernels.c_attention import CAttention
     from moefold.kernels.c_gate import CGate
-    from moefold.kernels.c_library import CompilerError
+    from moefold.kernels.c_library import CompilerError, build_libraries
+    from moefold.kernels.c_norm import CNorm
+    from moefold.kernels.c_product import CGemm
+    from moefold.kernels.c_rope import CTurn
 
     try:
-        gate, attention = CGate(), CAttention() if cfg.run.dtype == "float32" else None
+        build_libraries("product", "experts", "norm", "rope", "attention")
+        gemm, gate, norm, turn, attention = CGemm(), CGate(), CNorm(), CTurn(), CAttention()
     except CompilerError as fault:
         if cfg.run.kernels == "c":
             raise ConfigError(
                 f"run.kernels='c' cannot run: {fault}; install gcc, or set run.kernels to 'auto' or 'plain'"
             ) from None
         return Kernels(note=f"run.kernels='auto': plain, as {fault}")
-    if attention is not None and not attention.is_fast:
-        attention = None
-    if cfg.model.moe_activation != "swiglu":
-        note = f"run.kernels={cfg.run.kernels!r}: plain gates of experts, as they are not SwiGLU's"
-        note += "; causal attention in C" if attention else ""
-        return Kernels(operand=gate.operand, attention=attention, note=note)
-    note = f"run.kernels={cfg.run.kernels!r}: gates of experts{' and causal attention' if attention else ''} in C"
-    return Kernels(expert_gate=gate, operand=gate.operand, attention=attention, note=note)
+    multiplies, has_gate = gemm.is_fast(getattr(torch, cfg.run.dtype)), cfg.model.moe_activation == "swiglu"
+    parts = {"products": multiplies, "gates of experts": has_gate, "norms": True, "rotations": True}
+    parts["causal attention"] = attention.is_fast
+    note = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
+    return Kernels(
+        products=FullProducts(gemm) if multiplies else None,
+        turn=turn,
+        note=note if has_gate else f"{note}; plain gates of experts, as they are not SwiGLU's",
+        expert_gate=gate if has_gate else None,
+        attention=attention if attention.is_fast else None,
+        gemm=gemm if multiplies else LIBRARY,
+        norm=norm,
+    )
 
 
 def _routing(cfg: Config) -> tuple[RoutingKernel | None, str]:

@@ -1,36 +1,35 @@
 """RMSNorm on CPU with fewer passes over memory than the library's, which composes it there of single operations."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As torch.nn.functional.rms_norm over the last dim; keeps x and one number a row.
+class NormKernel(Protocol):
+    """One way to compute both passes; no autograd."""
 
-    Args:
-        x: [..., H]; computed in float32 at least.
-        weight: [H], of the type of x.
-        eps: added to the mean of squares.
-    """
-    y: Tensor = _RMSNorm.apply(x, weight, eps)
-    return y
+    def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return (the normalised x, what each row was scaled by [N, 1], in float32 at least)."""
+        ...
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale_N1: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the weight."""
+        ...
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+class PlainNorm:
+    """In torch's operations, of every floating type."""
+
+    def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `NormKernel`."""
         x_NH = _wide(x).reshape(-1, x.shape[-1])
         scale_N1 = torch.linalg.vector_norm(x_NH, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale_N1)
-        return (x_NH * scale_N1).mul_(_wide(weight)).to(x.dtype).view(x.shape)
+        return (x_NH * scale_N1).mul_(_wide(weight)).to(x.dtype).view(x.shape), scale_N1
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale_N1 = ctx.saved_tensors
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale_N1: Tensor) -> tuple[Tensor, Tensor]:
+        """See `NormKernel`."""
         size = x.shape[-1]
         x_NH, grad_NH, wide_H = _wide(x).reshape(-1, size), _wide(grad).reshape(-1, size), _wide(weight)
         both_NH = x_NH * grad_NH
@@ -38,7 +37,37 @@ class _RMSNorm(torch.autograd.Function):
         # The part of the gradient along x, which scaling takes out.
         along_N1 = (both_NH @ wide_H).unsqueeze(1).mul_(scale_N1.pow(3)).div_(size)
         grad_x_NH = torch.mul(grad_NH, wide_H, out=both_NH).mul_(scale_N1).addcmul_(x_NH, along_N1, value=-1)
-        return grad_x_NH.to(x.dtype).view(x.shape), grad_weight_H.to(weight.dtype), None
+        return grad_x_NH.to(x.dtype).view(x.shape), grad_weight_H.to(weight.dtype)
+
+
+PLAIN = PlainNorm()
+
+
+def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: NormKernel | None = None) -> Tensor:
+    """As torch.nn.functional.rms_norm over the last dim; keeps x and one number a row.
+
+    Args:
+        x: [..., H]; computed in float32 at least.
+        weight: [H], of the type of x.
+        eps: added to the mean of squares.
+        kernel: what computes it; None: torch's operations.
+    """
+    y: Tensor = _RMSNorm.apply(x, weight, eps, kernel or PLAIN)
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernel: NormKernel) -> Tensor:
+        y, scale_N1 = kernel.forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale_N1)
+        ctx.kernel = kernel
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return *ctx.kernel.backward(grad, *ctx.saved_tensors), None, None
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ GFLOP/s ([512, 256] x [256, 512], two threads of a Xeon with AVX-512 alone, wher
 widens its operands, multiplies in float32, as the accumulation is anyway, and rounds once.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,12 +25,105 @@ WIDE_PARTS, LEAST_WIDE_ROWS = 8, 256
 """Parts in which a large weight is widened, and rows of a part at least."""
 
 
-def padded_rows(rows: int, like: Tensor) -> int:
-    """`rows`, rounded up to a number of rows for which a kernel is kept; unchanged where products are not by oneDNN."""
-    is_by_mkl = like.dtype == torch.float64 or ((like.dtype == torch.float32 or multiplies_wide(like)) and not _HAS_OWN)
-    if like.device.type != "cpu" or is_by_mkl:
-        return rows
-    return rounded_rows(rows)
+class Gemm:
+    """Products without autograd, by the libraries of torch; other ways to compute them are subclasses.
+
+    A caller asks first how operands are to come, then multiplies.
+    """
+
+    def multiplies_itself(self, x: Tensor) -> bool:
+        """Whether `product` beats what torch.mm does with tensors such as x."""
+        return multiplies_wide(x) or _is_by_onednn(x)
+
+    def widens(self, x: Tensor) -> bool:
+        """Whether products of tensors such as x are taken, and given, in a wider type."""
+        return multiplies_wide(x)
+
+    def widened(self, x: Tensor) -> Tensor:
+        """The same values in the type that their products are taken in: a caller with several widens once."""
+        return x.float() if self.widens(x) else x
+
+    def reads_wide(self, x: Tensor) -> bool:
+        """Whether weights that meet tensors such as x may come in float32, to be rounded one at a time by `operand`."""
+        return multiplies_wide(x)
+
+    def operand(self, w: Tensor, dtype: torch.dtype) -> Tensor:
+        """What products read for a tensor of any width with the values that it has in `dtype`."""
+        return self.widened(w.to(dtype))
+
+    def padded_rows(self, rows: int, like: Tensor) -> int:
+        """`rows`, rounded up to a number for which a kernel is kept; unchanged where products are not by oneDNN."""
+        is_by_mkl = like.dtype == torch.float64 or (
+            (like.dtype == torch.float32 or multiplies_wide(like)) and not _HAS_OWN
+        )
+        if like.device.type != "cpu" or is_by_mkl:
+            return rows
+        return rounded_rows(rows)
+
+    def writes_to_room(self, x: Tensor) -> bool:
+        """Whether `product` of tensors such as x can write to memory that is there already."""
+        return not self.multiplies_itself(x)
+
+    def product(self, x_MK: Tensor, w_NK: Tensor, room_MN: Tensor | None = None) -> Tensor:
+        """The product x @ w.T, [M, N]; w may have any strides, a transposed one is as fast.
+
+        Args:
+            x_MK: [M, K], of the same type as w or `widened` already; oneDNN copies it first if it is not contiguous.
+            w_NK: [N, K], whose type is that of the result.
+            room_MN: memory of that type for the result, where `writes_to_room`.
+        """
+        if multiplies_wide(w_NK):
+            return _product_by_parts(x_MK, w_NK, w_NK.dtype)
+        if _is_by_onednn(x_MK):
+            y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, w_NK, None, "none", [], "")
+            return y_MN
+        return torch.mm(x_MK, w_NK.t(), out=room_MN)
+
+    def product_into(self, out_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> None:
+        """Write x @ w.T to where it belongs; rows of x beyond those of `out` are padding."""
+        if _writes_in_place(out_MN, x_MK):
+            torch.mm(x_MK, w_NK.t(), out=out_MN)
+        else:
+            out_MN.copy_(self.product(x_MK, w_NK)[: len(out_MN)])
+
+    def two_products_into(self, out_MN: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
+        """The same of the sum of two products, x and w of each; it is rounded once to the type of `out`."""
+        if _writes_in_place(out_MN, first[0]):
+            torch.mm(first[0], first[1].t(), out=out_MN)
+            out_MN.addmm_(second[0], second[1].t())
+        else:
+            torch.add(self.product(*first)[: len(out_MN)], self.product(*second)[: len(out_MN)], out=out_MN)
+
+    def weight_gradient(self, x_MK: Tensor, grad_MN: Tensor) -> Tensor:
+        """The product x.T @ grad, [K, N], with operands in the order that costs least; x may be `widened` already."""
+        if multiplies_wide(grad_MN) or not _is_by_onednn(x_MK):
+            return self.product(x_MK.t(), grad_MN.t())
+        # oneDNN wants its first operand contiguous: the smaller of the two is cheaper to transpose.
+        if grad_MN.shape[1] < x_MK.shape[1]:
+            return self.product(grad_MN.t().contiguous(), x_MK.t()).t()
+        return self.product(x_MK.t().contiguous(), grad_MN.t())
+
+    def weight_gradient_into(self, out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
+        """Write `weight_gradient` to where it belongs."""
+        if _writes_in_place(out_KN, x_MK.t()):
+            torch.mm(x_MK.t(), grad_MN, out=out_KN)
+        else:
+            out_KN.copy_(self.weight_gradient(x_MK, grad_MN))
+
+    def add_weight_gradient(self, out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
+        """Add `weight_gradient` to a sum."""
+        if _writes_in_place(out_KN, x_MK.t()):
+            out_KN.addmm_(x_MK.t(), grad_MN)
+        else:
+            out_KN += self.weight_gradient(x_MK, grad_MN)
+
+    def wide_product(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
+        """`product` in float32 at least: not rounded to a narrow type, unless the processor's instructions do so."""
+        is_narrow = x_MK.element_size() < torch.float32.itemsize
+        return _product_by_parts(x_MK, w_NK, torch.float32) if is_narrow else self.product(x_MK, w_NK)
+
+
+LIBRARY = Gemm()
 
 
 def rounded_rows(rows: int) -> int:
@@ -40,106 +132,22 @@ def rounded_rows(rows: int) -> int:
     return max(-(-rows // step) * step, LEAST_ROWS)
 
 
-def has_fast_product(x: Tensor) -> bool:
-    """Whether `product` beats torch.mm for tensors such as x."""
-    return multiplies_wide(x) or _is_by_onednn(x)
-
-
 def multiplies_wide(x: Tensor) -> bool:
-    """Whether products of tensors such as x are faster in float32 than in their own type."""
+    """Whether the libraries' products of tensors such as x are faster in float32 than in their own type."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _EMULATES_BFLOAT16
 
 
-def widened(x: Tensor) -> Tensor:
-    """The same values in the type that their products are taken in: a caller with several products widens once."""
-    return x.float() if multiplies_wide(x) else x
-
-
-Operand = Callable[[Tensor, torch.dtype], Tensor]
-"""`operand`, or another way to the same values."""
-
-
-def operand(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight of any width with the values that it has in `dtype`, `widened`."""
-    return widened(w.to(dtype))
-
-
-def writes_to_room(x: Tensor) -> bool:
-    """Whether `product` of tensors such as x can write to memory that is there already."""
-    return not has_fast_product(x)
-
-
-def product(x_MK: Tensor, w_NK: Tensor, room_MN: Tensor | None = None) -> Tensor:
-    """The product x @ w.T, [M, N], without autograd; w may have any strides, a transposed one is as fast.
-
-    Args:
-        x_MK: [M, K], of the same type as w or `widened` already; oneDNN copies it first if it is not contiguous.
-        w_NK: [N, K], whose type is that of the result.
-        room_MN: memory of that type for the result, where `writes_to_room`.
-    """
-    if multiplies_wide(w_NK):
-        return _product_by_parts(x_MK, w_NK, w_NK.dtype)
-    if _is_by_onednn(x_MK):
-        y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, w_NK, None, "none", [], "")
-        return y_MN
-    return torch.mm(x_MK, w_NK.t(), out=room_MN)
-
-
-def product_into(out_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> None:
-    """Write x @ w.T to where it belongs; rows of x beyond those of `out` are padding."""
-    if _writes_in_place(out_MN, x_MK):
-        torch.mm(x_MK, w_NK.t(), out=out_MN)
-    else:
-        out_MN.copy_(product(x_MK, w_NK)[: len(out_MN)])
-
-
-def two_products_into(out_MN: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
-    """The same of the sum of two products, x and w of each; it is rounded once to the type of `out`."""
-    if _writes_in_place(out_MN, first[0]):
-        torch.mm(first[0], first[1].t(), out=out_MN)
-        out_MN.addmm_(second[0], second[1].t())
-    else:
-        torch.add(product(*first)[: len(out_MN)], product(*second)[: len(out_MN)], out=out_MN)
-
-
-def weight_gradient(x_MK: Tensor, grad_MN: Tensor) -> Tensor:
-    """The product x.T @ grad, [K, N], with the operands in the order that costs least; x may be `widened` already."""
-    if multiplies_wide(grad_MN) or not _is_by_onednn(x_MK):
-        return product(x_MK.t(), grad_MN.t())
-    # oneDNN wants its first operand contiguous: the smaller of the two is cheaper to transpose.
-    if grad_MN.shape[1] < x_MK.shape[1]:
-        return product(grad_MN.t().contiguous(), x_MK.t()).t()
-    return product(x_MK.t().contiguous(), grad_MN.t())
-
-
-def weight_gradient_into(out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
-    """Write `weight_gradient` to where it belongs."""
-    if _writes_in_place(out_KN, x_MK.t()):
-        torch.mm(x_MK.t(), grad_MN, out=out_KN)
-    else:
-        out_KN.copy_(weight_gradient(x_MK, grad_MN))
-
-
-def add_weight_gradient(out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
-    """Add `weight_gradient` to a sum."""
-    if _writes_in_place(out_KN, x_MK.t()):
-        out_KN.addmm_(x_MK.t(), grad_MN)
-    else:
-        out_KN += weight_gradient(x_MK, grad_MN)
-
-
-def wide_product(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """`product` in float32 at least: not rounded to a narrow type, unless the processor's instructions do so."""
-    is_narrow = x_MK.element_size() < torch.float32.itemsize
-    return _product_by_parts(x_MK, w_NK, torch.float32) if is_narrow else product(x_MK, w_NK)
+def libraries_use_all() -> bool:
+    """Whether torch.mm has the fastest float32 product that the libraries have for this processor."""
+    return not _HAS_OWN
 
 
 def _product_by_parts(x_MK: Tensor, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
     """A part of a large w at a time: a wide copy of a whole output head takes what narrow ones save."""
-    x_MK, rows = widened(x_MK), max(LEAST_WIDE_ROWS, -(-len(w_NK) // WIDE_PARTS))
+    x_MK, rows = LIBRARY.widened(x_MK), max(LEAST_WIDE_ROWS, -(-len(w_NK) // WIDE_PARTS))
     y_MN = x_MK.new_empty(len(x_MK), len(w_NK), dtype=dtype)
     for y, w in zip(y_MN.split(rows, dim=1), w_NK.split(rows), strict=True):
-        product_into(y, x_MK, widened(w))
+        LIBRARY.product_into(y, x_MK, LIBRARY.widened(w))
     return y_MN
 
 
@@ -148,7 +156,7 @@ def _is_by_onednn(x: Tensor) -> bool:
 
 
 def _writes_in_place(out_MN: Tensor, x_MK: Tensor) -> bool:
-    return not has_fast_product(x_MK) and out_MN.dtype == x_MK.dtype and len(out_MN) == len(x_MK)
+    return not LIBRARY.multiplies_itself(x_MK) and out_MN.dtype == x_MK.dtype and len(out_MN) == len(x_MK)
 
 
 def _has_onednn_linear() -> bool:

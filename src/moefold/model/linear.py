@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.model.gemm import has_fast_product, product, weight_gradient, widened
+from moefold.model.gemm import LIBRARY, Gemm
 from moefold.model.later import Later, can_wait
 
 
@@ -28,22 +28,29 @@ class Products(Protocol):
 
 
 class FullProducts:
-    """In the type of the tensors, through the fastest product that the device has."""
+    """In the type of the tensors.
+
+    Args:
+        gemm: who multiplies.
+    """
+
+    def __init__(self, gemm: Gemm) -> None:
+        self.gemm = gemm
 
     def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """See `Products`."""
-        return product(x_MK, w_NK)
+        return self.gemm.product(x_MK, w_NK)
 
     def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
         """See `Products`."""
-        return product(grad_MN, w_NK.t())
+        return self.gemm.product(grad_MN, w_NK.t())
 
     def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
         """See `Products`."""
-        return weight_gradient(grad_MN, x_MK)
+        return self.gemm.weight_gradient(grad_MN, x_MK)
 
 
-FULL = FullProducts()
+FULL = FullProducts(LIBRARY)
 
 
 def linear(
@@ -60,14 +67,14 @@ def linear(
         weight: [N, K].
         bias: [N].
         later: takes the gradient of the weight; None: it is computed with that of x.
-        products: of few bits; None: those of the type of x.
+        products: of few bits, or by others than the libraries; None: theirs, in the type of x.
 
     Returns:
         [..., N].
     """
     if can_wait(later, x, weight):
         y: Tensor = _LaterLinear.apply(x, weight.detach(), (weight,), later, products or FULL)
-    elif products is not None or has_fast_product(x):
+    elif products is not None or LIBRARY.multiplies_itself(x):
         y = _Linear.apply(x, weight, products or FULL)
     else:
         return F.linear(x, weight, bias)
@@ -86,9 +93,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         grad_MN, x_MK = grad.flatten(0, -2), x.flatten(0, -2)
-        if ctx.products is FULL:
+        if isinstance(ctx.products, FullProducts):
             # Once for both products.
-            grad_MN = widened(grad_MN)
+            grad_MN = ctx.products.gemm.widened(grad_MN)
         grad_x = ctx.products.input_gradient(grad_MN, weight).view_as(x)
         return grad_x, ctx.products.weight_gradient(grad_MN, x_MK), None
 

@@ -6,17 +6,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefold.model.cpu_norm import cpu_rms_norm
+from moefold.model.cpu_norm import NormKernel, cpu_rms_norm
 from moefold.model.parameter import local
 
 
 class RMSNorm(nn.Module):
-    """Scale the last dim to unit root mean square, then by a learned weight [size]."""
+    """Scale the last dim to unit root mean square, then by a learned weight [size]; `parallelize` sets `kernel`."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+        self.kernel: NormKernel | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., size]; no communication."""
@@ -25,7 +26,7 @@ class RMSNorm(nn.Module):
     def normalise(self, x: Tensor, weight: Tensor) -> tuple[Tensor]:
         """The same as a function of its tensors alone."""
         if x.device.type == "cpu":
-            return (cpu_rms_norm(x, weight, self.eps),)
+            return (cpu_rms_norm(x, weight, self.eps, self.kernel),)
         # Torch may use x several times: behind a view the parts of its gradient are added up before they leave here, so
         # that they are the same bits whether or not this runs by itself.
         return (F.rms_norm(x.view_as(x), x.shape[-1:], weight, self.eps),)

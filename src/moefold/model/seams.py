@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.model.cross_entropy import chunked_cross_entropy, cross_entropy
+from moefold.model.gemm import LIBRARY, Gemm
 from moefold.model.later import Later
 from moefold.model.linear import Products, linear
 
@@ -67,11 +68,11 @@ class Vocabulary(Protocol):
         ...
 
     def chunked_cross_entropy(
-        self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, *, keeps: bool = False
+        self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, *, keeps: bool = False, gemm: Gemm = LIBRARY
     ) -> Tensor:
         """The same from hidden states [..., H] and the rows of the head [V/tp, H], `chunk` tokens at a time.
 
-        Their logits are made again in the backward pass, unless it `keeps` the exponentials of all.
+        `gemm` multiplies. Their logits are made again in the backward pass, unless it `keeps` the exponentials of all.
         """
         ...
 
@@ -100,7 +101,7 @@ class WholeVocabulary:
         return cross_entropy(logits, labels)
 
     def chunked_cross_entropy(
-        self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, *, keeps: bool = False
+        self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, *, keeps: bool = False, gemm: Gemm = LIBRARY
     ) -> Tensor:
         """The same, some tokens at a time."""
-        return chunked_cross_entropy(x, weight, labels, chunk, keeps=keeps)
+        return chunked_cross_entropy(x, weight, labels, chunk, keeps=keeps, gemm=gemm)

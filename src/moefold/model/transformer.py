@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from moefold.config.schema import Config, ModelConfig
 from moefold.model.attention import Attention
+from moefold.model.gemm import LIBRARY, Gemm
 from moefold.model.init import named_seed
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.later import Later
@@ -130,6 +131,7 @@ class Head(nn.Module):
         self.tokens: Tokens = WholeTokens()
         self.later: Later | None = None
         self.vocabulary: Vocabulary = WholeVocabulary()
+        self.gemm: Gemm = LIBRARY
 
     def forward(self, x: Tensor, tied: Tensor | None) -> Tensor:
         """[S/(cp*tp), B, H] -> logits [S/cp, B, V/tp]."""
@@ -153,8 +155,8 @@ class Head(nn.Module):
         if is_whole and (x.device.type != "cpu" or self.later is not None):
             return self.vocabulary.cross_entropy(self.logits(x, tied), labels)
         chunk = CPU_CHUNK if is_whole else chunk
-        rows = self._rows(x, tied)
-        return self.vocabulary.chunked_cross_entropy(self.tokens.gather(x), rows, labels, chunk, keeps=is_whole)
+        x_all, rows = self.tokens.gather(x), self._rows(x, tied)
+        return self.vocabulary.chunked_cross_entropy(x_all, rows, labels, chunk, keeps=is_whole, gemm=self.gemm)
 
     def _rows(self, x: Tensor, tied: Tensor | None) -> Tensor:
         """My rows of the head in the type of x, [V/tp, H]."""

@@ -10,18 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moefold.kernels.rows import RowKernels, Sorting
-from moefold.model.gemm import (
-    Operand,
-    multiplies_wide,
-    operand,
-    padded_rows,
-    product,
-    product_into,
-    two_products_into,
-    weight_gradient_into,
-    widened,
-    writes_to_room,
-)
+from moefold.model.gemm import LIBRARY, Gemm
 from moefold.model.later import Later, can_wait
 from moefold.model.parameter import local
 from moefold.model.recall import recomputed
@@ -47,7 +36,7 @@ class Experts(nn.Module):
 
     `parallelize` replaces `bias_columns`, the columns of H that the local part of b_down belongs to, `later` (a
     backward pass in two parts), `keeps_inner`: whether the inner projections are kept for the backward pass, or made
-    again there, `kernels`, which compute instead of the plain maths, and `operand`, which reads weights for the loop.
+    again there, `kernels`, which compute instead of the plain maths, and `gemm`, whose products the loop takes.
 
     Args:
         num_experts: E.
@@ -78,7 +67,7 @@ class Experts(nn.Module):
         self.later: Later | None = None
         self.keeps_inner = True
         self.kernels: RowKernels | None = None
-        self.operand: Operand = operand
+        self.gemm: Gemm = LIBRARY
 
     def forward(
         self,
@@ -104,8 +93,8 @@ class Experts(nn.Module):
         """
         is_known = sorting is None and not isinstance(rows_per_expert, DeviceCounts)
         assert not is_known or sum(rows_per_expert) == x_RH.shape[0], (rows_per_expert, x_RH.shape)
-        # Where products widen their operands, wide weights are read as they are, and rounded one expert at a time.
-        reads_wide = loan is None and self.kernels is None and multiplies_wide(x_RH)
+        # Where products can, wide weights are read as they are, and rounded one expert at a time.
+        reads_wide = loan is None and self.kernels is None and self.gemm.reads_wide(x_RH)
         own = [local(p, None if reads_wide else x_RH.dtype) for p in (self.w_gate, self.w_up, self.w_down)]
         own += [local(p, x_RH.dtype) for p in (self.b_gate, self.b_up, self.b_down) if p is not None]
         if loan is None:
@@ -148,7 +137,7 @@ class Experts(nn.Module):
         has_kernel = _has_grouped_kernel(x_RH, w.gate_EHF, w.down_EFH)
         if not has_kernel:
             rows = list(rows_per_expert)
-            loop = LoopedHow(rows, self.gate, self.bias_columns, self.keeps_inner, self.operand, later)
+            loop = LoopedHow(rows, self.gate, self.bias_columns, self.keeps_inner, self.gemm, later)
             return looped_experts(x_RH, w, loop, weights_R)
         apply = grouped_experts if self.keeps_inner else recomputed(grouped_experts)
         y_RH: Tensor = apply(x_RH, w, rows_per_expert, self.gate, self.bias_columns, weights_R, later)
@@ -166,8 +155,8 @@ class LoopedHow:
     """The columns of H that the local part of b_down belongs to."""
     keeps_inner: bool = True
     """Whether the inner projections are kept, or made again."""
-    operand: Operand = operand
-    """How weights are read."""
+    gemm: Gemm = LIBRARY
+    """Who multiplies."""
     later: Later | None = None
     """Takes the gradients of the weights."""
     held: tuple[Tensor, ...] = ()
@@ -303,20 +292,20 @@ class _LoopedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_RH: Tensor, how: LoopedHow, weights_R: Tensor | None, *tensors: Any) -> Tensor:
-        w, width, dtype = ExpertWeights(*tensors), tensors[0].shape[2], x_RH.dtype
+        w, width, dtype, gemm = ExpertWeights(*tensors), tensors[0].shape[2], x_RH.dtype, how.gemm
         y_RH = torch.empty_like(x_RH)
         inner: list[Tensor] = []
         # What is kept has memory of its own; all else is the same for every expert, and stays in the cache.
-        keeps_as_made = how.keeps_inner and not multiplies_wide(x_RH)
+        keeps_as_made = how.keeps_inner and not gemm.widens(x_RH)
         kept, scratch = _Rooms(x_RH, how, width, 2, of_all=keeps_as_made), _Rooms(x_RH, how, width, 1)
         for e, rows in _spans(how.rows_per_expert):
-            x = widened(_pad(x_RH[rows]))
+            x = gemm.widened(_pad(x_RH[rows], gemm))
             g, u = _inner(x, w, e, kept.take(rows, len(x)), how, dtype)
             (room,) = scratch.take(rows, len(x))
             hidden, weights = how.gate.forward(g, u, room), _padded_weights(weights_R, rows, len(x))
             if weights is not None:
                 hidden = _scaled(hidden, weights)
-            product_into(y_RH[rows], hidden, how.operand(w.down_EFH[e], dtype).t())
+            gemm.product_into(y_RH[rows], hidden, gemm.operand(w.down_EFH[e], dtype).t())
             if w.down_bias_EH is not None:
                 count = rows.stop - rows.start
                 of_rows = None if weights is None else weights[:count]
@@ -333,7 +322,7 @@ class _LoopedExperts(torch.autograd.Function):
         x_RH, weights_R, *tensors = ctx.saved_tensors
         num_weights = len(fields(ExpertWeights))
         tensors, inner = tensors[:num_weights], tensors[num_weights:]
-        how, w, dtype = ctx.how, ExpertWeights(*tensors), x_RH.dtype
+        how, w, dtype, gemm = ctx.how, ExpertWeights(*tensors), x_RH.dtype, ctx.how.gemm
         gradients = _WeightGradients(x_RH, how, tensors)
         waiting = []
         grad_x_RH = torch.empty_like(x_RH)
@@ -342,18 +331,18 @@ class _LoopedExperts(torch.autograd.Function):
         scratch = _Rooms(x_RH, how, width, 3, of_all=is_postponed)
         made_again = _Rooms(x_RH, how, width, 0 if how.keeps_inner else 2)
         for i, (e, rows) in enumerate(_spans(how.rows_per_expert)):
-            grad_y, count = widened(_pad(grad_RH[rows])), rows.stop - rows.start
+            grad_y, count = gemm.widened(_pad(grad_RH[rows], gemm)), rows.stop - rows.start
             if how.keeps_inner:
                 inner_pair = inner[2 * i : 2 * i + 2]
             else:
                 # Rounded as what is kept.
-                x = widened(_pad(x_RH[rows]))
+                x = gemm.widened(_pad(x_RH[rows], gemm))
                 again = _inner(x, w, e, made_again.take(rows, len(grad_y)), how, dtype)
                 inner_pair = [t.to(x_RH.dtype) for t in again]
             g, u = inner_pair
             room, *rooms = scratch.take(rows, len(grad_y))
             two_rooms = None if room is None else (rooms[0], rooms[1])
-            grad_hidden = product(grad_y, how.operand(w.down_EFH[e], dtype), room)
+            grad_hidden = gemm.product(grad_y, gemm.operand(w.down_EFH[e], dtype), room)
             weights = _padded_weights(weights_R, rows, len(grad_y))
             if weights is None or grad_weights_R is None:
                 hidden, grad_g, grad_u = how.gate.backward(grad_hidden, g, u, two_rooms)
@@ -370,8 +359,8 @@ class _LoopedExperts(torch.autograd.Function):
                 gradients.add(of_expert)
             else:
                 waiting.append(of_expert)
-            by_gate, by_up = (grad_g, how.operand(w.gate_EHF[e], dtype)), (grad_u, how.operand(w.up_EHF[e], dtype))
-            two_products_into(grad_x_RH[rows], by_gate, by_up)
+            by_gate, by_up = (grad_g, gemm.operand(w.gate_EHF[e], dtype)), (grad_u, gemm.operand(w.up_EHF[e], dtype))
+            gemm.two_products_into(grad_x_RH[rows], by_gate, by_up)
         if how.later is None:
             return grad_x_RH, None, grad_weights_R, *gradients.grads
         how.later.postpone(how.held, lambda: gradients.of(waiting))
@@ -407,13 +396,14 @@ class _WeightGradients:
     def add(self, r: _Rows) -> None:
         """Compute those of one expert."""
         e, to = r.expert, ExpertWeights(*self.grads)
-        x = widened(_pad(self._x_RH[r.rows]))
+        gemm = self._how.gemm
+        x = gemm.widened(_pad(self._x_RH[r.rows], gemm))
         for out, left, right in (
             (to.down_EFH[e], r.hidden, r.grad_y),
             (to.gate_EHF[e], x, r.grad_g),
             (to.up_EHF[e], x, r.grad_u),
         ):
-            weight_gradient_into(out, left, right)
+            gemm.weight_gradient_into(out, left, right)
         for bias_grad, rows_grad in (
             (to.gate_bias_EF, r.grad_g),
             (to.up_bias_EF, r.grad_u),
@@ -437,10 +427,10 @@ class _Rooms:
     def __init__(self, x_RH: Tensor, how: LoopedHow, width: int, count: int, *, of_all: bool = False) -> None:
         self._count, self._of_all = count, of_all
         self._tensors: list[Tensor] = []
-        like = widened(x_RH[:0])
+        like = how.gemm.widened(x_RH[:0])
         # A product whose rows are padded brings its own; one that is not would keep the memory of all.
-        bring_their_own = of_all and any(n and padded_rows(n, x_RH) != n for n in how.rows_per_expert)
-        if writes_to_room(like) and not bring_their_own:
+        bring_their_own = of_all and any(n and how.gemm.padded_rows(n, x_RH) != n for n in how.rows_per_expert)
+        if how.gemm.writes_to_room(like) and not bring_their_own:
             rows = len(x_RH) if of_all else max(how.rows_per_expert, default=0)
             self._tensors = [like.new_empty(rows, width) for _ in range(count)]
 
@@ -455,8 +445,9 @@ def _inner(
     x_MH: Tensor, w: ExpertWeights, expert: int, rooms: Sequence[Any], how: LoopedHow, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The two inner projections of an expert, of weights as in `dtype`, in the type of its products."""
-    g = _plus(product(x_MH, how.operand(w.gate_EHF[expert], dtype).t(), rooms[0]), w.gate_bias_EF, expert)
-    return g, _plus(product(x_MH, how.operand(w.up_EHF[expert], dtype).t(), rooms[1]), w.up_bias_EF, expert)
+    gemm = how.gemm
+    g = _plus(gemm.product(x_MH, gemm.operand(w.gate_EHF[expert], dtype).t(), rooms[0]), w.gate_bias_EF, expert)
+    return g, _plus(gemm.product(x_MH, gemm.operand(w.up_EHF[expert], dtype).t(), rooms[1]), w.up_bias_EF, expert)
 
 
 def _plus(y_MN: Tensor, bias_EN: Tensor | None, expert: int, weights_M: Tensor | None = None) -> Tensor:
@@ -476,9 +467,9 @@ def _spans(rows_per_expert: Sequence[int]) -> Iterator[tuple[int, slice]]:
         start += count
 
 
-def _pad(x_MH: Tensor) -> Tensor:
+def _pad(x_MH: Tensor, gemm: Gemm) -> Tensor:
     """Append rows of zeros up to a number of rows that the product likes."""
-    padding = padded_rows(x_MH.shape[0], x_MH) - x_MH.shape[0]
+    padding = gemm.padded_rows(x_MH.shape[0], x_MH) - x_MH.shape[0]
     return F.pad(x_MH, (0, 0, 0, padding)) if padding else x_MH
 
 

@@ -14,7 +14,7 @@ from moefold.model.core_attention import CausalAttention
 from moefold.model.init import initialise
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.mlp import SwiGLU
-from moefold.model.norm import AllHeadsNorm
+from moefold.model.norm import AllHeadsNorm, RMSNorm
 from moefold.model.transformer import Embedding, FurtherTokenBlock, Head, Transformer
 from moefold.moe.dispatch import Dispatcher, GroupScope, make_dispatcher
 from moefold.moe.dispatch.checked import CheckedDispatcher
@@ -196,16 +196,20 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
     for layer in stage.moe_layers().values():
         layer.experts.kernels = kernels.rows
         layer.experts.gate = kernels.expert_gate or layer.experts.gate
-        layer.experts.operand = kernels.operand
+        layer.experts.gemm = kernels.gemm
         layer.router.kernel = kernels.routing
     for module in stage.modules():
         if isinstance(module, Attention | LatentAttention | SwiGLU | FurtherTokenBlock):
             module.products = kernels.products
+        if isinstance(module, RMSNorm):
+            module.kernel = kernels.norm
         if isinstance(module, SwiGLU):
             module.gate_kernel = kernels.gate
         if isinstance(module, Attention | LatentAttention) and isinstance(module.core, CausalAttention):
             module.core.kernel = kernels.attention
     stage.turn = kernels.turn
+    if stage.is_last:
+        stage.head.gemm = kernels.gemm
 
 
 def _apply_tensor_parallel(stage: Transformer, groups: ParallelGroups) -> None:

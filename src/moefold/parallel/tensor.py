@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.config.schema import ModelConfig
-from moefold.model.cross_entropy import chunked_cross_entropy, cross_entropy
+from moefold.model.cross_entropy import Rows, chunked_cross_entropy, cross_entropy
+from moefold.model.gemm import LIBRARY, Gemm
 from moefold.model.seams import Tokens
 from moefold.parallel.collectives import (
     all_gather,
@@ -65,27 +66,25 @@ class ShardedVocabulary:
     """Each tp rank holds V/tp consecutive rows of the embedding and of the head."""
 
     def __init__(self, tp: Group, vocab_size: int) -> None:
-        self._tp = tp
         self._rows = vocab_size // tp.size
-        self._first_row = tp.rank * self._rows
+        top_of, sum_of = partial(all_reduce_max, group=tp), partial(all_reduce_sum, group=tp)
+        self._mine = Rows(tp.rank * self._rows, top_of, sum_of)
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """My rows' share of the token vectors: zeros where another rank holds the row."""
-        row = tokens - self._first_row
+        row = tokens - self._mine.first
         is_mine = (row >= 0) & (row < self._rows)
         return F.embedding(row.where(is_mine, 0), weight) * is_mine.unsqueeze(-1)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy over all rows; two all-reduces over tp, of one and of two numbers a token."""
-        top_of, sum_of = partial(all_reduce_max, group=self._tp), partial(all_reduce_sum, group=self._tp)
-        return cross_entropy(logits, labels, self._first_row, top_of, sum_of)
+        return cross_entropy(logits, labels, self._mine)
 
     def chunked_cross_entropy(
-        self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, *, keeps: bool = False
+        self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, *, keeps: bool = False, gemm: Gemm = LIBRARY
     ) -> Tensor:
         """The same from hidden states and my rows of the head, with the same two all-reduces."""
-        top_of, sum_of = partial(all_reduce_max, group=self._tp), partial(all_reduce_sum, group=self._tp)
-        return chunked_cross_entropy(x, weight, labels, chunk, self._first_row, top_of, sum_of, keeps)
+        return chunked_cross_entropy(x, weight, labels, chunk, self._mine, keeps=keeps, gemm=gemm)
 
 
 def key_value_rows(cfg: ModelConfig, tp: Group) -> slice:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.model.gemm import product, product_into, weight_gradient, widened
+from moefold.model.gemm import Gemm
 from moefold.model.later import Later, can_wait
-from moefold.model.linear import Products
+from moefold.model.linear import FULL, FullProducts, Products
 from moefold.parallel.groups import Group
 from moefold.parallel.ring import sum_round, travel
 from moefold.parallel.tensor import ShardedTokens
@@ -36,20 +36,25 @@ class TravellingTokens(ShardedTokens):
         products: Products | None = None,
     ) -> list[Tensor]:
         """See `Tokens`."""
-        assert products is None, "a config check refuses products of few bits"
         weights = [weight for weight, _ in columns]
         later, given = _postponed(later, x, weights)
-        outs = _GatheredProducts.apply(x, self._tp, later, weights, *given)
+        outs = _GatheredProducts.apply(x, self._tp, later, weights, _gemm(products), *given)
         return [out if bias is None else out + bias for out, (_, bias) in zip(outs, columns, strict=True)]
 
     def scattered_product(
         self, x: Tensor, weight: Tensor, later: Later | None = None, products: Products | None = None
     ) -> Tensor:
         """See `Tokens`."""
-        assert products is None, "a config check refuses products of few bits"
         later, given = _postponed(later, x, [weight])
-        out: Tensor = _ScatteredProduct.apply(x, self._tp, later, [weight], *given)
+        out: Tensor = _ScatteredProduct.apply(x, self._tp, later, [weight], _gemm(products), *given)
         return out
+
+
+def _gemm(products: Products | None) -> Gemm:
+    """Who multiplies."""
+    products = products or FULL
+    assert isinstance(products, FullProducts), "a config check refuses products of few bits"
+    return products.gemm
 
 
 def _postponed(later: Later | None, x: Tensor, weights: Sequence[Tensor]) -> tuple[Later | None, list[Tensor]]:
@@ -64,7 +69,7 @@ class _GatheredProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tp: Group, later: Later | None, held: list[Tensor], *weights: Tensor
+        ctx: Any, x: Tensor, tp: Group, later: Later | None, held: list[Tensor], gemm: Gemm, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         whole = x.new_empty((tp.size, *x.shape))
         whole[tp.rank] = x
@@ -72,56 +77,58 @@ class _GatheredProducts(torch.autograd.Function):
         outs = [x.new_empty(tp.size, rows, len(weight)) for weight in weights]
         for source, block in travel(whole[tp.rank], tp, whole.unbind()):
             for out, weight in zip(outs, weights, strict=True):
-                product_into(out[source], block.flatten(0, -2), weight)
+                gemm.product_into(out[source], block.flatten(0, -2), weight)
         ctx.save_for_backward(whole.flatten(0, 1), *weights)
-        ctx.args = tp, later, held
+        ctx.args = tp, later, held, gemm
         return tuple(out.view(tp.size * x.shape[0], *x.shape[1:-1], -1) for out in outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         whole, *weights = ctx.saved_tensors
-        tp, later, held = ctx.args
+        tp, later, held, gemm = ctx.args
         x_MK = whole.flatten(0, -2)
         grads_MN = [grad.flatten(0, -2) for grad in grads]
-        wide = [widened(grad) for grad in grads_MN]
+        wide = [gemm.widened(grad) for grad in grads_MN]
         parts = [grad.unflatten(0, (tp.size, -1)) for grad in wide]
 
         def share(member: int) -> Tensor:
-            shares = (product(part[member], w.t()) for part, w in zip(parts, weights, strict=True))
+            shares = (gemm.product(part[member], w.t()) for part, w in zip(parts, weights, strict=True))
             return reduce(Tensor.add_, shares)
 
         grad_x = sum_round(share, tp).view(len(whole) // tp.size, *whole.shape[1:])
         if later is not None:
-            later.postpone(held, lambda: [weight_gradient(grad, x_MK) for grad in grads_MN])
-            return grad_x, None, None, None, *[None] * len(weights)
-        return grad_x, None, None, None, *(weight_gradient(grad, x_MK) for grad in wide)
+            later.postpone(held, lambda: [gemm.weight_gradient(grad, x_MK) for grad in grads_MN])
+            return grad_x, None, None, None, None, *[None] * len(weights)
+        return grad_x, None, None, None, None, *(gemm.weight_gradient(grad, x_MK) for grad in wide)
 
 
 class _ScatteredProduct(torch.autograd.Function):
     """(x [S, B, K], weight [N, K]) -> [S/n, B, N], n = tp."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Group, later: Later | None, held: list[Tensor], weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, tp: Group, later: Later | None, held: list[Tensor], gemm: Gemm, weight: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.args = tp, later, held
+        ctx.args = tp, later, held, gemm
         parts = x.flatten(0, -2).unflatten(0, (tp.size, -1))
-        total = sum_round(lambda member: product(parts[member], weight), tp)
+        total = sum_round(lambda member: gemm.product(parts[member], weight), tp)
         return total.view(len(x) // tp.size, *x.shape[1:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        tp, later, held = ctx.args
+        tp, later, held, gemm = ctx.args
         x_MK = x.flatten(0, -2)
         whole = grad.new_empty((tp.size, *grad.shape))
         whole[tp.rank] = grad
         grad_x = x.new_empty(tp.size, len(x_MK) // tp.size, x.shape[-1])
         for source, block in travel(whole[tp.rank], tp, whole.unbind()):
-            product_into(grad_x[source], block.flatten(0, -2), weight.t())
+            gemm.product_into(grad_x[source], block.flatten(0, -2), weight.t())
         grad_MN = whole.flatten(0, -2)
         if later is not None:
-            later.postpone(held, lambda: [weight_gradient(grad_MN, x_MK)])
-            return grad_x.view_as(x), None, None, None, None
-        return grad_x.view_as(x), None, None, None, weight_gradient(grad_MN, x_MK)
+            later.postpone(held, lambda: [gemm.weight_gradient(grad_MN, x_MK)])
+            return grad_x.view_as(x), None, None, None, None, None
+        return grad_x.view_as(x), None, None, None, None, gemm.weight_gradient(grad_MN, x_MK)

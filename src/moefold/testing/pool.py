@@ -13,7 +13,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -34,9 +34,14 @@ class WorkerError(RuntimeError):
 class WorkerPool:
     """Runs functions on forked ranks, each call in a process group of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        """A pool that has forked nothing yet.
+
+        Args:
+            preload: modules that ranks find in memory beside those of a training; one that is missing is left out.
+        """
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["moefold.testing.preload"])
+        self._context.set_forkserver_preload(["moefold.testing.preload", *preload])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._task_ids = itertools.count()
 

@@ -1,5 +1,8 @@
 """What the fork server holds in memory before it forks ranks."""
 
+import atexit
+import gc
+
 import torch
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
@@ -11,3 +14,8 @@ import moefold.train.trainer
 import moefold.verify.mapping  # noqa: F401
 
 torch.set_num_threads(1)
+# A collection that walked through all this in a rank would copy its pages: a quarter of a second.
+gc.collect()
+gc.freeze()
+# What is frozen is not taken down at the end, and triton's library would say so on stderr.
+atexit.register(gc.unfreeze)

@@ -1,0 +1,55 @@
+"""`moefold WORDS` in a process forked from one that has torch in memory: its import takes longer than a small run."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from moefold.cli.main import main
+
+PRELOAD = ["moefold.testing.preload", "tests.preload"]
+"""What the fork server holds that this process shares with the ranks of its pool."""
+
+
+def run_forked(
+    words: Sequence[str], timeout_s: float, cwd: Path, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end in a session of its own; what it and its ranks print is kept apart.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not end in time, and was ended with its ranks.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with TemporaryDirectory() as folder:
+        printed = [Path(folder) / name for name in ("stdout", "stderr")]
+        process = context.Process(target=_command, args=(words, printed, cwd, dict(environment)))
+        process.start()
+        process.join(timeout_s)
+        if process.exitcode is None:
+            # Its session is its own as soon as it runs; before, it is alone.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(list(words), timeout_s)
+        output, errors = (path.read_text() for path in printed)
+    return subprocess.CompletedProcess(list(words), process.exitcode, output, errors)
+
+
+def _command(words: Sequence[str], printed: Sequence[Path], cwd: Path, environment: Mapping[str, str]) -> None:
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream, path in zip((sys.stdout, sys.stderr), printed, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
+        # As PYTHONUNBUFFERED has it in a process of its own: the order of the lines of several ranks is that of time.
+        stream.reconfigure(write_through=True)
+    sys.argv = ["moefold", *words]
+    sys.exit(main(words))
