@@ -1,5 +1,7 @@
 """Threads of a rank, and the line that says what is set."""
 
+import platform
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from moefold.launch.place import Place
 from moefold.launch.settings import choose_threads, settings_note, threads_of
 
 PLACE = Place(0, 0, 16, "10.0.0.1", 1, local_size=8)
+ALONE = Place(0, 0, 1, "127.0.0.1", 1)
+TOLD = {"MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def test_ranks_share_the_cores(cores, all_cores, ranks, device, expected):
 def test_a_number_that_was_chosen_stays(threads):
     torch.set_num_threads(3)
     choose_threads(PLACE, "cpu", {"OMP_NUM_THREADS": "3"})
-    choose_threads(Place(0, 0, 1, "127.0.0.1", 1), "cpu", {})
+    choose_threads(ALONE, "cpu", {})
     assert torch.get_num_threads() == 3
 
 
@@ -45,6 +49,15 @@ def test_the_line_names_what_the_environment_sets(threads):
     line = settings_note(PLACE, "cuda", environment)
     assert line.startswith("8 of 16 ranks on this machine, 1 thread each on ")
     assert line.endswith(" cores, OMP_NUM_THREADS=1, NCCL_DEBUG=INFO")
-    assert settings_note(PLACE, "cpu", environment).endswith("OMP_NUM_THREADS=1, GLOO_SOCKET_IFNAME=eth0")
-    assert settings_note(PLACE, "cpu", {}).endswith("OMP_NUM_THREADS not set")
-    assert settings_note(Place(0, 0, 1, "127.0.0.1", 1), "cpu", environment) == ""
+    assert settings_note(PLACE, "cpu", environment | TOLD).endswith(
+        "OMP_NUM_THREADS=1, GLOO_SOCKET_IFNAME=eth0, MALLOC_TRIM_THRESHOLD_=131072"
+    )
+    assert settings_note(PLACE, "cpu", TOLD).endswith("OMP_NUM_THREADS not set, MALLOC_TRIM_THRESHOLD_=131072")
+    assert settings_note(ALONE, "cpu", environment | TOLD) == ""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+def test_the_line_says_that_memory_is_kept():
+    assert settings_note(ALONE, "cpu", {}) == "freed memory is kept"
+    assert settings_note(PLACE, "cpu", {"GLOO_TIMEOUT": "9"}).endswith("not set, freed memory is kept, GLOO_TIMEOUT=9")
+    assert settings_note(ALONE, "cuda", {}) == ""

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moefold.convert.heap import return_large_blocks
 from moefold.errors import some
+from moefold.launch.heap import return_large_blocks
 from moefold.launch.place import find_place
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
     One of several ranks ends here, with status 0, when it is done.
     """
     place = find_place()
-    return_large_blocks()
     # torch takes seconds to import: a wrong environment is answered without it.
     from moefold.launch.crew import joined_crew
     from moefold.launch.departure import leave
@@ -34,6 +33,8 @@ def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
         if place is not None and place.world_size > 1:
             stack.enter_context(FailingRank(place, lambda: False))
             stack.enter_context(joined(place, "cpu"))
+        # What a job that repeats its steps would keep is used once here.
+        return_large_blocks()
         crew = joined_crew()
         yield crew, stack.enter_context(_progress(what, crew))
     if crew.size > 1:

@@ -21,6 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moefold.errors import ConfigError, RunError
 from moefold.launch.departure import leave
+from moefold.launch.heap import keep_freed_blocks
 from moefold.launch.meeting import meet
 from moefold.launch.place import Place
 from moefold.launch.relay import SignalRelay
@@ -146,6 +147,7 @@ def joined(
     else:
         device = torch.device("cpu")
     choose_threads(place, device_type)
+    keep_freed_blocks(device_type)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     store, session = meet(place, limit_s)
     if on_meeting is not None:

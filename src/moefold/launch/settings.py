@@ -1,15 +1,16 @@
-"""What a rank sets for itself before it computes, and what its environment sets: threads, cores, NCCL."""
+"""What a rank sets for itself before it computes, and what its environment sets: threads, cores, memory, NCCL."""
 
 import os
 from collections.abc import Mapping
 
 import torch
 
+from moefold.launch.heap import keeps_freed_blocks
 from moefold.launch.place import Place
 
 THREADS = "OMP_NUM_THREADS"
 NAMED = {
-    "cpu": ("GLOO_",),
+    "cpu": ("GLOO_", "MALLOC_", "GLIBC_TUNABLES"),
     "cuda": (
         "NCCL_",
         "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -43,15 +44,17 @@ def threads_of(cores: int, all_cores: int, local_ranks: int, device_type: str) -
 
 
 def settings_note(place: Place, device_type: str, environment: Mapping[str, str] = os.environ) -> str:
-    """What is set, in one line, for the log of the first rank; empty for a rank by itself."""
+    """What is set, in one line, for the log of the first rank; of a rank by itself, what it chose for itself."""
+    kept = ["freed memory is kept"] if keeps_freed_blocks(device_type, environment) else []
     if place.world_size == 1:
-        return ""
+        return ", ".join(kept)
     threads, who = torch.get_num_threads(), environment.get(THREADS)
     found = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(NAMED[device_type])]
     parts = [
         f"{place.local_size} of {place.world_size} ranks on this machine",
         f"{threads} thread{'s' * (threads > 1)} each on {_cores()} of {os.cpu_count()} cores",
         f"{THREADS}={who}" if who else f"{THREADS} not set",
+        *kept,
         *found,
     ]
     return ", ".join(parts)

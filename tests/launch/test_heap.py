@@ -1,0 +1,76 @@
+"""What becomes of freed memory: a conversion gives it back, training has it for its next step."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from moefold.launch.heap import keeps_freed_blocks
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+
+GAPS = """
+import sys, torch
+from pathlib import Path
+from moefold.launch.heap import return_large_blocks
+if sys.argv[1] == "yes":
+    return_large_blocks()
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+# The first one that is freed raises the size from which on glibc maps blocks by themselves.
+torch.ones(7_900_000)
+before, small, large = resident(), [], []
+for _ in range(8):
+    large.append(torch.ones(5_000_000))
+    small.append(torch.ones(20_000))
+del large
+print(resident() - before)
+"""
+STEPS = """
+import resource, sys, torch
+from moefold.launch.heap import keep_freed_blocks
+if sys.argv[1] == "yes":
+    keep_freed_blocks("cpu")
+def step():
+    # 40 MB that glibc maps by themselves, and a heap of 120 MB that it trims.
+    return [torch.ones(10_000_000), *(torch.ones(1_000_000) for _ in range(30))]
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    step()
+before = faults()
+for _ in range(4):
+    step()
+print((faults() - before) / 4)
+"""
+
+
+def _found(program: str, told: str, **variables: str) -> float:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    words = [sys.executable, "-c", program, told]
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=True, timeout=60, env={**environment, **variables}
+    )
+    return float(done.stdout)
+
+
+def test_freed_blocks_are_not_resident():
+    """The gaps between small blocks are, where nothing is said."""
+    assert _found(GAPS, "yes") < 10 < 100 < _found(GAPS, "no")
+
+
+def test_a_step_has_the_memory_of_the_one_before():
+    """The system clears pages of 160 MB anew where nothing is said; fewer where they may be huge ones."""
+    assert 10 * max(_found(STEPS, "yes"), 1.0) < _found(STEPS, "no")
+
+
+def test_what_a_user_told_glibc_stays():
+    # Mapped by itself is each block of a page or more.
+    assert _found(STEPS, "yes", MALLOC_MMAP_THRESHOLD_="4096") > 10
+
+
+def test_who_keeps_freed_blocks():
+    assert keeps_freed_blocks("cpu", {"GLIBC_TUNABLES": "glibc.rtld.nns=2"})
+    assert not keeps_freed_blocks("cuda", {})
+    assert not keeps_freed_blocks("cpu", {"MALLOC_TRIM_THRESHOLD_": "131072"})
+    assert not keeps_freed_blocks("cpu", {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"})
