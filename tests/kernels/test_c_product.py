@@ -1,6 +1,9 @@
 """Products in C equal their definition for every size, stride and mix of types; losses are those of the libraries."""
 
+import ctypes
+import mmap
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -141,6 +144,59 @@ def test_no_bit_depends_on_threads_or_on_other_rows(gemm, dtype):
     assert torch.equal(results[0][5:60], gemm.product(x[5:60], w))
     assert torch.equal(results[0][:, 9:44], gemm.product(x, w[9:44]))
     assert torch.equal(results[0], gemm.product(x.t().contiguous().t(), w.t().contiguous().t()))
+
+
+def _apart(x: torch.Tensor, width: int) -> torch.Tensor:
+    """The same values in rows of a wider matrix of what is not a number."""
+    whole = torch.full((len(x), width), float("nan"), dtype=x.dtype)
+    whole[:, : x.shape[1]] = x
+    return whole[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_bit_depends_on_where_operands_lie(gemm, dtype):
+    """Near operands are read where they are, others are packed: rows or steps far apart, and more columns than few."""
+    x, w = torch.randn(75, 530).to(dtype), torch.randn(1100, 530).to(dtype)
+    x_near = (x, x.t().contiguous().t(), _apart(x, 700))
+    x_far = (_apart(x, 1200), _apart(x.t(), 900).t())
+    w_any = (w, w.t().contiguous().t(), _apart(w.t(), 1200).t())
+    right = gemm.product(x, w)
+    for a in (*x_near, *x_far):
+        for b in w_any:
+            assert torch.equal(gemm.product(a, b), right)
+            assert torch.equal(gemm.product(a, b[:300]), right[:, :300])
+    twice = [gemm.product(x, w[:300]).fill_(float("nan")) for _ in range(2)]
+    gemm.two_products_into(twice[0], (x, w[:300]), (x[:, :77], w[:300, :77]))
+    gemm.two_products_into(twice[1], (x_far[0], w_any[1][:300]), (_apart(x[:, :77].t(), 5000).t(), w[:300, :77]))
+    assert torch.equal(twice[0], twice[1])
+
+
+def _before_a_forbidden_page(x: torch.Tensor) -> torch.Tensor:
+    size = x.numel() * x.element_size()
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    block = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    forbidden = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(block)) + pages)
+    assert ctypes.CDLL(None).mprotect(forbidden, mmap.PAGESIZE, 0) == 0
+    return torch.frombuffer(block, dtype=x.dtype, count=x.numel(), offset=pages - size).view(x.shape).copy_(x)
+
+
+def _reads_what_it_is_given(dtype: torch.dtype) -> None:
+    from moefold.kernels.c_product import CGemm
+
+    gemm = CGemm()
+    for rows, columns, depth in ((75, 70, 33), (113, 95, 64), (64, 33, 1)):
+        x, w = torch.randn(rows, depth).to(dtype), torch.randn(columns, depth).to(dtype)
+        right = gemm.product(x, w)
+        for a in (_before_a_forbidden_page(x), _before_a_forbidden_page(x.t()).t()):
+            for b in (_before_a_forbidden_page(w), _before_a_forbidden_page(w.t()).t()):
+                assert torch.equal(gemm.product(a, b), right)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forbids a page as Linux does")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_is_read_behind_an_operand(pool, dtype):
+    """A rank that does dies."""
+    pool.run(1, _reads_what_it_is_given, dtype)
 
 
 @pytest.mark.parametrize("depth", [300_000, 70_000])

@@ -6,12 +6,12 @@ operands are packed anyway. No bit of a result depends on the number of threads 
 """
 
 import ctypes
+import struct
 import threading
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moefold.kernels.c_library import CompilerError, c_library
@@ -31,34 +31,8 @@ PROBE = (37, 41, 75)
 """Rows, columns and depth of the trial: what vectors and panels do not divide."""
 
 
-class _Numbers(ctypes.Structure):
-    """`numbers` of the source."""
-
-    _fields_ = (
-        ("start", ctypes.c_void_p),
-        ("line", ctypes.c_int64),
-        ("step", ctypes.c_int64),
-        ("kind", ctypes.c_int64),
-    )
-
-
-class _Term(ctypes.Structure):
-    """`term` of the source."""
-
-    _fields_ = (("a", _Numbers), ("b", _Numbers), ("depth", ctypes.c_int64))
-
-
-class _Results(ctypes.Structure):
-    """`results` of the source."""
-
-    _fields_ = (
-        ("start", ctypes.c_void_p),
-        ("row", ctypes.c_int64),
-        ("kind", ctypes.c_int64),
-        ("adds", ctypes.c_int64),
-    )
-
-
+JOB, TERM = struct.Struct("P7qPq"), struct.Struct("P3qP4q")
+"""`job` of the source, and each `term` behind it."""
 Pair = tuple[Tensor, Tensor]
 """x [M, K] and w [N, K] of a product x @ w.T."""
 
@@ -76,10 +50,7 @@ class CGemm(Gemm):
         library = c_library("product")
         self._product, self._scratch = library.product, library.product_scratch
         sizes, threads = [ctypes.c_int64] * 2, ctypes.c_int
-        self._product.argtypes = [
-            ctypes.POINTER(_Term), ctypes.c_int, _Results, *sizes, ctypes.c_int, ctypes.c_void_p, threads
-        ]  # fmt: skip
-        self._product.restype = None
+        self._product.argtypes, self._product.restype = [ctypes.c_char_p], None
         self._scratch.argtypes, self._scratch.restype = [*sizes, ctypes.c_int64, threads], ctypes.c_int64
         self._multiplies_pairs = bool(library.product_multiplies_pairs())
         self._vector: int = library.product_vector()
@@ -182,26 +153,33 @@ class CGemm(Gemm):
         rows, columns = out.shape
         for x, w in pairs:
             # What is compiled reads on where an operand ends.
-            assert len(x) >= rows, (out.shape, x.shape)
+            assert x.shape[0] >= rows, (out.shape, x.shape)
             assert w.shape == (columns, x.shape[1]), (out.shape, x.shape, w.shape)
-        if out.numel() == 0:
+        if rows == 0 or columns == 0:
             return
-        terms = (_Term * len(pairs))(*(_Term(_numbers(x), _numbers(w), x.shape[1]) for x, w in pairs))
-        is_narrow = any(t.dtype == torch.bfloat16 for pair in pairs for t in pair)
+        is_narrow, depth, terms = False, 0, b""
+        for x, w in pairs:
+            is_narrow = is_narrow or torch.bfloat16 in (x.dtype, w.dtype)
+            depth += x.shape[1]
+            terms += TERM.pack(
+                x.data_ptr(), *x.stride(), KINDS[x.dtype], w.data_ptr(), *w.stride(), KINDS[w.dtype], x.shape[1]
+            )
         threads = torch.get_num_threads()
-        words = self._scratch(rows, columns, sum(x.shape[1] for x, _ in pairs), threads)
-        results = _Results(out.data_ptr(), out.stride(0), KINDS[out.dtype], adds)
-        self._product(terms, len(pairs), results, rows, columns, is_narrow, self._room(words), threads)
+        room = self._room(self._scratch(rows, columns, depth, threads))
+        target = (out.data_ptr(), out.stride(0), KINDS[out.dtype], adds)
+        self._product(JOB.pack(*target, rows, columns, is_narrow, threads, room, len(pairs)) + terms)
 
     def _room(self, words: int) -> int:
-        """Scratch memory, this thread's own; kept, as the first touch of new memory costs more than to pack.
+        """The address of scratch memory, this thread's own; kept, as to touch new memory costs more than to pack.
 
         It is no tensor, so that who counts those of a layer does not find it there.
         """
-        room: NDArray[np.int32] | None = getattr(self._rooms, "room", None)
-        if room is None or len(room) < words + LINE:
-            room = self._rooms.room = np.empty(words + LINE, np.int32)
-        return room.ctypes.data + -room.ctypes.data % (LINE * room.itemsize)
+        if getattr(self._rooms, "words", -1) < words:
+            array = self._rooms.array = np.empty(words + LINE, np.int32)
+            self._rooms.words = words
+            self._rooms.address = array.ctypes.data + -array.ctypes.data % (LINE * array.itemsize)
+        address: int = self._rooms.address
+        return address
 
     def _try_out(self) -> None:
         """Compare with float64, so that a compiler that errs is found out before a run is.
@@ -222,19 +200,17 @@ class CGemm(Gemm):
                     raise CompilerError(f"what the compiler built of products is wrong in {dtype}")
 
 
-def _numbers(x: Tensor) -> _Numbers:
-    return _Numbers(x.data_ptr(), *x.stride(), KINDS[x.dtype])
-
-
 def _knows(*operands: Tensor) -> bool:
-    return all(x.device.type == "cpu" and x.dtype in KINDS and x.dim() == 2 for x in operands)
+    return all(x.is_cpu and x.dtype in KINDS and x.dim() == 2 for x in operands)
 
 
 def _are_few(x_MK: Tensor, w_NK: Tensor, out: Tensor | None) -> bool:
     """Whether torch.mm is faster for so few rows; it reads and writes one type."""
+    if x_MK.shape[0] >= FEW_ROWS:
+        return False
     dtypes = {x_MK.dtype, w_NK.dtype, x_MK.dtype if out is None else out.dtype}
-    return len(x_MK) < FEW_ROWS and len(dtypes) == 1 and not multiplies_wide(x_MK)
+    return len(dtypes) == 1 and not multiplies_wide(x_MK)
 
 
 def _takes(out: Tensor) -> bool:
-    return out.device.type == "cpu" and out.dtype in KINDS and (out.stride(1) == 1 or out.shape[1] == 1)
+    return out.is_cpu and out.dtype in KINDS and (out.stride(1) == 1 or out.shape[1] == 1)

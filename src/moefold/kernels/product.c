@@ -2,10 +2,11 @@
 
    Operands are packed: a by panels of ROWS rows, b by panels of LANES columns, in which what belongs to one step along
    the depth lies side by side; their edges are zeros. One routine, a tile, multiplies a panel of each. A step is one
-   float32, or two bfloat16 where the processor multiplies pairs: a word of 32 bits in either case.
+   float32, or two bfloat16 where the processor multiplies pairs: a word of 32 bits in either case. A small operand in
+   float32 whose lines or steps lie side by side is read where it is.
 
-   Each result is a sum in one order, by parts of STEPS, whatever the threads, the strides and the other rows and
-   columns, and is rounded once. */
+   Each result is a sum in one order, by parts of STEPS of each term, whatever the threads, the strides and the other
+   rows and columns, and is rounded once. */
 
 #include <stdint.h>
 #include <string.h>
@@ -34,6 +35,11 @@
 #define RUN 32
 /* Products below which threads cost more than they save. */
 #define GRAIN 1000000.0
+/* What is read where it lies: an operand of so many numbers, which a cache holds, or rows that lie closer than what
+   the lines of a cache repeat after, for so few columns that packing would not pay. */
+#define NEAR (1 << 18)
+#define CLOSE 1024
+#define FEW_COLUMNS 1024
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -192,35 +198,49 @@ INLINE void pack(word *panels, int64_t size, const int width, numbers x, int how
   }
 }
 
-/* sums [ROWS, LANES] of panels a [steps, ROWS] and b [steps, LANES]. */
+/* sums [ROWS, LANES] (+)= panels a [steps, ROWS] times b [steps, LANES]. One line of a lies `a_line` words behind the
+   other, those of b side by side; one step `a_step`, or `b_step`. */
 #define TILE(NAME, PLUS)                                                                                               \
-  static __attribute__((noinline)) void NAME(const word *a, const word *b, int64_t steps, float *sums) {               \
+  INLINE void NAME(const word *a, int64_t a_line, int64_t a_step, const word *b, int64_t b_step, int64_t steps,        \
+                   int is_first, float *sums) {                                                                        \
     for (int64_t from = 0; from < steps; from += STEPS) {                                                              \
       const int64_t stop = least(steps, from + STEPS);                                                                 \
       vector s[ROWS][2];                                                                                               \
       _Pragma("GCC unroll 14") for (int r = 0; r < ROWS; r++) s[r][0] = s[r][1] = (vector){0};                         \
       for (int64_t k = from; k < stop; k++) {                                                                          \
-        const vector b_0 = *(const vector *)(b + k * LANES), b_1 = *(const vector *)(b + k * LANES + VECTOR);          \
+        const word *of_a = a + k * a_step, *of_b = b + k * b_step;                                                     \
+        const vector b_0 = *(const vector *)of_b, b_1 = *(const vector *)(of_b + VECTOR);                              \
         _Pragma("GCC unroll 14") for (int r = 0; r < ROWS; r++) {                                                      \
-          s[r][0] = PLUS(s[r][0], a[k * ROWS + r], b_0);                                                               \
-          s[r][1] = PLUS(s[r][1], a[k * ROWS + r], b_1);                                                               \
+          s[r][0] = PLUS(s[r][0], of_a[r * a_line], b_0);                                                              \
+          s[r][1] = PLUS(s[r][1], of_a[r * a_line], b_1);                                                              \
         }                                                                                                              \
       }                                                                                                                \
       _Pragma("GCC unroll 14") for (int r = 0; r < ROWS; r++) {                                                        \
         vector *to = (vector *)(sums + r * LANES);                                                                     \
-        if (from) s[r][0] += to[0], s[r][1] += to[1];                                                                  \
+        if (from || !is_first) s[r][0] += to[0], s[r][1] += to[1];                                                     \
         to[0] = s[r][0], to[1] = s[r][1];                                                                              \
       }                                                                                                                \
     }                                                                                                                  \
   }
 #define PLUS_NUMBER(sum, a, b) ((sum) + bits_to_float(a) * (b))
 TILE(tile, PLUS_NUMBER)
+
+/* The compiler has to know whether lines or steps of a lie side by side. Numbers, not structures, are handed over: a
+   load from behind the results' stores would wait until memory has taken them. */
+#define TILE_OF(NAME, TILE, LINE, STEP)                                                                                \
+  static __attribute__((noinline)) void NAME(const word *a, int64_t a_stride, const word *b, int64_t b_step,           \
+                                             int64_t steps, int is_first, float *sums) {                               \
+    TILE(a, LINE, STEP, b, b_step, steps, is_first, sums);                                                             \
+  }
+TILE_OF(tile_by_lines, tile, 1, a_stride)
+TILE_OF(tile_by_steps, tile, a_stride, 1)
 #ifdef __AVX512BF16__
 #define PLUS_PAIR(sum, a, b) ((vector)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)_mm512_set1_epi32((int)(a)), (__m512bh)(b)))
 TILE(tile_of_pairs, PLUS_PAIR)
+TILE_OF(pairs_by_lines, tile_of_pairs, 1, a_stride)
 #define NARROW PAIRS
 #else
-#define tile_of_pairs tile
+#define pairs_by_lines tile_by_lines
 #define NARROW ROUNDED
 #endif
 
@@ -230,7 +250,7 @@ typedef struct {
   int64_t row, kind, adds;
 } results;
 
-static inline void put(results out, int64_t row, int64_t column, const float *sums, int64_t rows, int64_t columns) {
+INLINE void put(results out, int64_t row, int64_t column, const float *sums, int64_t rows, const int64_t columns) {
   for (int64_t r = 0; r < rows; r++, sums += LANES) {
     const int64_t at = (row + r) * out.row + column;
     float *f = (float *)out.start + at;
@@ -244,13 +264,56 @@ static inline void put(results out, int64_t row, int64_t column, const float *su
   }
 }
 
-/* Panels from..to of one side of all terms, which lie behind each other in a panel; `lines` there are in all. */
-INLINE void pack_terms(word *panels, const int width, const term *terms, int count, int is_b, int how, int64_t from,
-                       int64_t to, int64_t lines, int64_t steps) {
-  for (int t = 0; t < count; t++) {
-    const numbers x = is_b ? terms[t].b : terms[t].a;
-    pack(panels, steps * width, width, x, how, from * width, least(lines, to * width), terms[t].depth);
-    panels += steps_of(terms[t].depth, how) * width;
+/* The operands of one side of all terms; `others` are the lines of the other side. */
+typedef struct {
+  const term *terms;
+  int count, is_b, how;
+  int64_t lines, others, steps;
+} side;
+
+static inline numbers operand(side s, int t) { return s.is_b ? s.terms[t].b : s.terms[t].a; }
+
+/* Whether whole panels are read where the operand lies. */
+static int is_near(side s, int t) {
+  const numbers x = operand(s, t);
+  if (s.how != AS_THEY_ARE) return 0;
+  if (x.line == 1) return x.step * s.terms[t].depth <= NEAR;
+  return !s.is_b && x.step == 1 && x.line < CLOSE && s.others <= FEW_COLUMNS;
+}
+
+/* Panels from..to; those of the terms lie behind each other in a panel. */
+INLINE void pack_terms(word *panels, const int width, side s, int64_t from, int64_t to) {
+  for (int t = 0; t < s.count; t++) {
+    const int64_t depth = s.terms[t].depth;
+    /* Of what is read where it lies, a last one that is not whole. */
+    const int64_t first = is_near(s, t) ? least(to, most(from, s.lines / width)) : from;
+    pack(panels + (first - from) * s.steps * width, s.steps * width, width, operand(s, t), s.how, first * width,
+         least(s.lines, to * width), depth);
+    panels += steps_of(depth, s.how) * width;
+  }
+}
+
+/* Whether a panel of a term was packed. */
+static inline int is_packed(side s, const int width, int t, int64_t index) {
+  return (index + 1) * width > s.lines || !is_near(s, t);
+}
+
+/* sums of panel i of one side and j of the other, over all terms; what was packed of them lies where it is said. */
+INLINE void sum_up(side of_a, side of_b, int64_t i, int64_t j, const word *a_packed, const word *b_packed, float *sums) {
+  for (int t = 0; t < of_a.count; t++) {
+    const numbers x = operand(of_a, t), y = operand(of_b, t);
+    const int64_t steps = steps_of(of_a.terms[t].depth, of_a.how);
+    const word *a = a_packed, *b = b_packed;
+    int64_t a_line = 1, a_step = ROWS, b_step = LANES;
+    if (!is_packed(of_a, ROWS, t, i)) a = (const word *)floats(x, i * ROWS, 0), a_line = x.line, a_step = x.step;
+    if (!is_packed(of_b, LANES, t, j)) b = (const word *)floats(y, j * LANES, 0), b_step = y.step;
+    if (of_a.how == PAIRS)
+      pairs_by_lines(a, a_step, b, b_step, steps, t == 0, sums);
+    else if (a_line == 1)
+      tile_by_lines(a, a_step, b, b_step, steps, t == 0, sums);
+    else
+      tile_by_steps(a, a_line, b, b_step, steps, t == 0, sums);
+    a_packed += steps * ROWS, b_packed += steps * LANES;
   }
 }
 
@@ -272,9 +335,23 @@ int64_t product_scratch(int64_t rows, int64_t columns, int64_t depth, int thread
   return all * LANES + threads * one * ROWS;
 }
 
+/* What is asked for, and scratch memory for it. */
+typedef struct {
+  results out;
+  int64_t rows, columns, is_narrow, threads;
+  word *scratch;
+  int64_t count;
+  term terms[];
+} job;
+
 /* out [rows, columns] (+)= the sum of the terms; if narrow, the operands have their values in bfloat16. */
-void product(const term *terms, int count, results out, int64_t rows, int64_t columns, int is_narrow, word *scratch,
-             int threads) {
+void product(const job *asked) {
+  const term *const terms = asked->terms;
+  const results out = asked->out;
+  const int64_t rows = asked->rows, columns = asked->columns;
+  const int count = (int)asked->count, is_narrow = (int)asked->is_narrow;
+  word *const scratch = asked->scratch;
+  int threads = (int)asked->threads;
   const int how = is_narrow ? NARROW : AS_THEY_ARE;
   int64_t steps = 0;
   for (int t = 0; t < count; t++) steps += steps_of(terms[t].depth, how);
@@ -285,27 +362,29 @@ void product(const term *terms, int count, results out, int64_t rows, int64_t co
   const int64_t chunks = least(a_panels, parts(parts(a_panels, own), threads) * threads);
   word *const columns_packed = scratch, *const rows_packed = scratch + at_once * LANES * steps;
   TOGETHER {
+    /* The thread's own: the compiler has to see that packing leaves them as they are. */
+    const side of_a = {terms, count, 0, how, rows, columns, steps}, of_b = {terms, count, 1, how, columns, rows, steps};
     word *const mine = rows_packed + THREAD * own * ROWS * steps;
     float sums[ROWS * LANES] __attribute__((aligned(64))) = {0};
     for (int64_t first = 0; first < b_panels; first += at_once) {
       const int64_t here = least(at_once, b_panels - first), cuts = least(here, parts(threads, chunks));
       const int64_t mine_from = THREAD * here / THREADS, mine_to = (THREAD + 1) * here / THREADS;
-      pack_terms(columns_packed + mine_from * LANES * steps, LANES, terms, count, 1, how, first + mine_from,
-                 first + mine_to, columns, steps);
+      pack_terms(columns_packed + mine_from * LANES * steps, LANES, of_b, first + mine_from, first + mine_to);
       AWAIT
       SHARE for (int64_t task = 0; task < chunks * cuts; task++) {
         const int64_t chunk = task / cuts, cut = task % cuts;
         const int64_t from = chunk * a_panels / chunks, to = (chunk + 1) * a_panels / chunks;
-        pack_terms(mine, ROWS, terms, count, 0, how, from, to, rows, steps);
+        pack_terms(mine, ROWS, of_a, from, to);
         for (int64_t j = cut * here / cuts; j < (cut + 1) * here / cuts; j++)
           for (int64_t i = from; i < to; i++) {
-            const word *a = mine + (i - from) * ROWS * steps, *b = columns_packed + j * LANES * steps;
-            const int64_t column = (first + j) * LANES;
-            if (how == PAIRS)
-              tile_of_pairs(a, b, steps, sums);
+            const word *a_packed = mine + (i - from) * ROWS * steps, *b_packed = columns_packed + j * LANES * steps;
+            sum_up(of_a, of_b, i, first + j, a_packed, b_packed, sums);
+            const int64_t column = (first + j) * LANES, high = least(ROWS, rows - i * ROWS);
+            /* As many columns as the compiler knows. */
+            if (columns - column >= LANES)
+              put(out, i * ROWS, column, sums, high, LANES);
             else
-              tile(a, b, steps, sums);
-            put(out, i * ROWS, column, sums, least(ROWS, rows - i * ROWS), least(LANES, columns - column));
+              put(out, i * ROWS, column, sums, high, columns - column);
           }
       }
     }
