@@ -33,7 +33,7 @@ def gemm(request, built_with):
 
     with pytest.MonkeyPatch.context() as patch:
         # Few rows are for this kernel as well.
-        patch.setattr(c_product, "FEW_ROWS", 0)
+        patch.setattr(c_product, "FEW_ROWS", dict.fromkeys(c_product.FEW_ROWS, 0))
         yield built_with(CGemm, VECTORS[request.param])
 
 
@@ -272,7 +272,7 @@ def test_few_rows_are_multiplied_by_torch_mm(monkeypatch, native, dtype):
         multiplied.append(len(out))
         type(native)._multiply(native, out, pairs, **adds)
 
-    monkeypatch.setattr(c_product, "FEW_ROWS", 64)
+    monkeypatch.setattr(c_product, "FEW_ROWS", dict.fromkeys(c_product.FEW_ROWS, 64))
     monkeypatch.setattr(c_product, "multiplies_wide", lambda x: False)
     monkeypatch.setattr(native, "_multiply", multiply)
     for rows in (1, 63, 64):
@@ -335,7 +335,7 @@ def _run_in_c(cfg, steps):
     """With products in C for all rows, whatever is fast on this processor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(c_product.CGemm, "is_fast", lambda gemm, dtype: True)
-        patch.setattr(c_product, "FEW_ROWS", 0)
+        patch.setattr(c_product, "FEW_ROWS", dict.fromkeys(c_product.FEW_ROWS, 0))
         return run_mapping(cfg, steps)
 
 

@@ -61,7 +61,7 @@ class CAttention:
     def knows(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether these are its own: the answer goes by sizes and types alone."""
         return (
-            all(x.device.type == "cpu" and x.dtype == q.dtype in TOLERANCES for x in (q, k, v))
+            all(x.is_cpu and x.dtype == q.dtype in TOLERANCES for x in (q, k, v))
             and k.shape == v.shape
             and 0 < q.shape[-1] == k.shape[-1] <= WIDEST
             and q.shape[0] == k.shape[0] <= LONGEST

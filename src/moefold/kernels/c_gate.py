@@ -29,11 +29,11 @@ class CGate:
     def __init__(self) -> None:
         library = c_library("experts")
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
-        for kind in ("silu", "silu_backward"):
+        for kind, tensors in (("silu", 3), ("silu_backward", 6)):
             for dtype, name in TYPES.items():
-                self._functions[kind, dtype] = getattr(library, f"{kind}_{name}")
-        for function in self._functions.values():
-            function.restype = None
+                function = self._functions[kind, dtype] = getattr(library, f"{kind}_{name}")
+                function.argtypes = [*[ctypes.c_void_p] * tensors, ctypes.c_int64, ctypes.c_int]
+                function.restype = None
         self._try_out()
 
     def forward(self, g: Tensor, u: Tensor, room: Tensor | None = None) -> Tensor:
@@ -57,8 +57,8 @@ class CGate:
 
     def _call(self, kind: str, *tensors: Tensor) -> None:
         first = tensors[0]
-        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
-        self._functions[kind, first.dtype](*pointers, ctypes.c_int64(first.numel()), torch.get_num_threads())
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        self._functions[kind, first.dtype](*pointers, first.numel(), torch.get_num_threads())
 
     def _try_out(self) -> None:
         """Compare with the plain twin, so that a compiler that errs is found out before a run is.
@@ -79,6 +79,5 @@ class CGate:
 def _knows(*tensors: Tensor) -> bool:
     first = tensors[0]
     return first.dtype in TYPES and all(
-        t.device.type == "cpu" and t.dtype == first.dtype and t.shape == first.shape and t.is_contiguous()
-        for t in tensors
+        t.is_cpu and t.dtype == first.dtype and t.shape == first.shape and t.is_contiguous() for t in tensors
     )

@@ -92,7 +92,7 @@ def _knows(x: Tensor, weight: Tensor, *more: Tensor) -> bool:
         and x.numel() > 0
         and weight.shape == x.shape[-1:]
         and weight.is_contiguous()
-        and all(t.device.type == "cpu" and t.dtype == x.dtype for t in (x, weight, *more))
+        and all(t.is_cpu and t.dtype == x.dtype for t in (x, weight, *more))
     )
 
 

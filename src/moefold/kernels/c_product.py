@@ -21,7 +21,7 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}
 """What numbers are in memory, as in `product.c`."""
 FAST_VECTOR = 8
 """Numbers of a vector from which it is as fast as the libraries: those of AVX."""
-FEW_ROWS = 64
+FEW_ROWS = {torch.float32: 32, torch.bfloat16: 64}
 """Rows below which an operand is read once and packing costs more than the product: tokens that are decoded."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Of the trial, relative to the largest value: what is wrong is wrong by more."""
@@ -70,7 +70,7 @@ class CGemm(Gemm):
 
     def multiplies_itself(self, x: Tensor) -> bool:
         """See `Gemm`."""
-        return x.device.type == "cpu" and x.dtype in KINDS or super().multiplies_itself(x)
+        return x.is_cpu and x.dtype in KINDS or super().multiplies_itself(x)
 
     def widens(self, x: Tensor) -> bool:
         """See `Gemm`."""
@@ -82,11 +82,11 @@ class CGemm(Gemm):
 
     def writes_to_room(self, x: Tensor) -> bool:
         """See `Gemm`."""
-        return (x.device.type == "cpu" and x.dtype in KINDS) or super().writes_to_room(x)
+        return (x.is_cpu and x.dtype in KINDS) or super().writes_to_room(x)
 
     def padded_rows(self, rows: int, like: Tensor) -> int:
         """See `Gemm`."""
-        return rows if like.device.type == "cpu" and like.dtype in KINDS else super().padded_rows(rows, like)
+        return rows if like.is_cpu and like.dtype in KINDS else super().padded_rows(rows, like)
 
     def operand(self, w: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Gemm`; what is rounded as it is packed stays as it is."""
@@ -206,7 +206,7 @@ def _knows(*operands: Tensor) -> bool:
 
 def _are_few(x_MK: Tensor, w_NK: Tensor, out: Tensor | None) -> bool:
     """Whether torch.mm is faster for so few rows; it reads and writes one type."""
-    if x_MK.shape[0] >= FEW_ROWS:
+    if x_MK.shape[0] >= FEW_ROWS[x_MK.dtype]:
         return False
     dtypes = {x_MK.dtype, w_NK.dtype, x_MK.dtype if out is None else out.dtype}
     return len(dtypes) == 1 and not multiplies_wide(x_MK)

@@ -94,7 +94,7 @@ class _Turned(torch.autograd.Function):
 def _knows(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     return (
         x.dtype in TOLERANCES
-        and all(t.device.type == "cpu" and t.dtype == x.dtype for t in (x, cos, sin))
+        and all(t.is_cpu and t.dtype == x.dtype for t in (x, cos, sin))
         and cos.stride() == sin.stride()
         and cos.stride(-1) == 1
         and cos.shape == sin.shape

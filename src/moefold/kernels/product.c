@@ -40,6 +40,8 @@
 #define NEAR (1 << 18)
 #define CLOSE 1024
 #define FEW_COLUMNS 1024
+/* Panels of rows that threads do not share. */
+#define FEW_PANELS 4
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -358,8 +360,9 @@ void product(const job *asked) {
   if ((double)rows * columns * steps < GRAIN) threads = 1;
   const int64_t a_panels = parts(rows, ROWS), b_panels = parts(columns, LANES);
   const int64_t at_once = panels_of_all(columns, steps), own = panels_of_one(rows, steps);
-  /* Rows are cut into as many chunks for each thread; where they do not suffice, columns are cut too. */
-  const int64_t chunks = least(a_panels, parts(parts(a_panels, own), threads) * threads);
+  /* Rows are cut into as many chunks for each thread, but columns where panels of rows are few, which would be uneven. */
+  const int64_t at_least = parts(a_panels, own);
+  const int64_t chunks = a_panels <= FEW_PANELS ? at_least : least(a_panels, parts(at_least, threads) * threads);
   word *const columns_packed = scratch, *const rows_packed = scratch + at_once * LANES * steps;
   TOGETHER {
     /* The thread's own: the compiler has to see that packing leaves them as they are. */
