@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from moefold.launch.heap import keeps_freed_blocks
 from moefold.model.gemm import LIBRARY
 
 GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
@@ -63,9 +65,11 @@ def machine_name(device: torch.device) -> str:
     """The device in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    from pathlib import Path
-
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else 'CPU'}, {torch.get_num_threads()} threads"
+    lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()] if cpuinfo.exists() else []
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    # A virtual machine often names the maker alone.
+    numbers = [f"{key} {facts[name]}" for key, name in (("family", "cpu family"), ("model", "model")) if name in facts]
+    which = f" ({', '.join(numbers)})" if numbers else ""
+    threads, kept = torch.get_num_threads(), ", freed memory is kept" * keeps_freed_blocks("cpu")
+    return f"{facts.get('model name', 'CPU')}{which}, {threads} threads{kept}"

@@ -1,0 +1,35 @@
+"""What a table says of the machine that it was measured on."""
+
+import platform
+
+import pytest
+import torch
+
+from moefold.bench import machine
+from moefold.bench.machine import machine_name
+
+CPUINFO = "processor\t: {}\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n"
+
+
+@pytest.fixture
+def cpuinfo(tmp_path, monkeypatch):
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(machine, "Path", lambda _: file)
+    return file
+
+
+def test_it_tells_processors_of_one_name_apart(cpuinfo, monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    threads = torch.get_num_threads()
+    assert machine_name(torch.device("cpu")) == f"CPU, {threads} threads"
+    cpuinfo.write_text(CPUINFO.format(0) + CPUINFO.format(1))
+    assert machine_name(torch.device("cpu")) == f"AMD EPYC (family 26, model 2), {threads} threads"
+    cpuinfo.write_text("processor\t: 0\nCPU part\t: 0xd40\n")
+    assert machine_name(torch.device("cpu")) == f"CPU, {threads} threads"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+def test_it_says_that_memory_is_kept(monkeypatch):
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    assert machine_name(torch.device("cpu")).endswith(" threads, freed memory is kept")
