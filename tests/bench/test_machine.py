@@ -7,6 +7,7 @@ import torch
 
 from moefold.bench import machine
 from moefold.bench.machine import machine_name
+from moefold.launch.heap import CHOSEN, PRELOADED, TUNABLES
 
 CPUINFO = "processor\t: {}\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n"
 
@@ -30,6 +31,6 @@ def test_it_tells_processors_of_one_name_apart(cpuinfo, monkeypatch):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
 def test_it_says_that_memory_is_kept(monkeypatch):
-    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+    for name in (*CHOSEN, TUNABLES, PRELOADED):
         monkeypatch.delenv(name, raising=False)
     assert machine_name(torch.device("cpu")).endswith(" threads, freed memory is kept")

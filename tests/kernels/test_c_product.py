@@ -165,10 +165,35 @@ def test_no_bit_depends_on_where_operands_lie(gemm, dtype):
         for b in w_any:
             assert torch.equal(gemm.product(a, b), right)
             assert torch.equal(gemm.product(a, b[:300]), right[:, :300])
-    twice = [gemm.product(x, w[:300]).fill_(float("nan")) for _ in range(2)]
-    gemm.two_products_into(twice[0], (x, w[:300]), (x[:, :77], w[:300, :77]))
-    gemm.two_products_into(twice[1], (x_far[0], w_any[1][:300]), (_apart(x[:, :77].t(), 5000).t(), w[:300, :77]))
-    assert torch.equal(twice[0], twice[1])
+        assert torch.equal(gemm.product(a, w[:300].t().contiguous().t()), right[:, :300])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_bit_of_two_terms_depends_on_where_operands_lie(gemm, dtype):
+    """Each has operands of its own, near or packed."""
+    x, w = torch.randn(75, 530).to(dtype), torch.randn(130, 530).to(dtype)
+    v, u = torch.randn(75, 77).to(dtype), torch.randn(130, 77).to(dtype)
+    right, found = gemm.product(x, w), torch.empty(75, 130, dtype=dtype)
+    gemm.two_products_into(right, (_apart(x, 1200), w), (_apart(v, 1200), u))
+    _assert_close(right, x.double() @ w.double().t() + v.double() @ u.double().t())
+    for a, b in ((x, w), (x.t().contiguous().t(), w.t().contiguous().t()), (_apart(x, 700), _apart(w.t(), 140).t())):
+        for c, d in (
+            (v, u),
+            (v.t().contiguous().t(), u.t().contiguous().t()),
+            (_apart(v, 1200), _apart(u.t(), 9000).t()),
+        ):
+            gemm.two_products_into(found.fill_(float("nan")), (a, b), (c, d))
+            assert torch.equal(found, right)
+
+
+def test_a_term_of_no_depth_adds_nothing(gemm):
+    x, w = torch.randn(75, 30), torch.randn(130, 30)
+    right, found = gemm.product(x, w), torch.empty(75, 130)
+    for terms in (((x[:, :0], w[:, :0]), (x, w)), ((x, w), (x[:, :0], w[:, :0]))):
+        gemm.two_products_into(found.fill_(float("nan")), *terms)
+        assert torch.equal(found, right)
+    gemm.two_products_into(found, (x[:, :0], w[:, :0]), (x[:, :0], w[:, :0]))
+    assert not found.any()
 
 
 def _before_a_forbidden_page(x: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
    Operands are packed: a by panels of ROWS rows, b by panels of LANES columns, in which what belongs to one step along
    the depth lies side by side; their edges are zeros. One routine, a tile, multiplies a panel of each. A step is one
-   float32, or two bfloat16 where the processor multiplies pairs: a word of 32 bits in either case. A small operand in
-   float32 whose lines or steps lie side by side is read where it is.
+   float32, or two bfloat16 where the processor multiplies pairs: a word of 32 bits in either case. In float32 whole
+   panels are read where they lie, if that costs no more: small operands whose lines lie side by side, and rows of a.
 
    Each result is a sum in one order, by parts of STEPS of each term, whatever the threads, the strides and the other
    rows and columns, and is rounded once. */
@@ -62,6 +62,7 @@
 #endif
 
 typedef uint32_t word;
+typedef uint32_t any_word __attribute__((may_alias));
 typedef float vector __attribute__((vector_size(4 * VECTOR), aligned(4), may_alias));
 
 /* What numbers are in memory, and what they are packed as: in float32, with the values that they have in bfloat16, or
@@ -210,7 +211,7 @@ INLINE void pack(word *panels, int64_t size, const int width, numbers x, int how
       vector s[ROWS][2];                                                                                               \
       _Pragma("GCC unroll 14") for (int r = 0; r < ROWS; r++) s[r][0] = s[r][1] = (vector){0};                         \
       for (int64_t k = from; k < stop; k++) {                                                                          \
-        const word *of_a = a + k * a_step, *of_b = b + k * b_step;                                                     \
+        const any_word *of_a = a + k * a_step, *of_b = b + k * b_step;                                                 \
         const vector b_0 = *(const vector *)of_b, b_1 = *(const vector *)(of_b + VECTOR);                              \
         _Pragma("GCC unroll 14") for (int r = 0; r < ROWS; r++) {                                                      \
           s[r][0] = PLUS(s[r][0], of_a[r * a_line], b_0);                                                              \
@@ -302,6 +303,8 @@ static inline int is_packed(side s, const int width, int t, int64_t index) {
 
 /* sums of panel i of one side and j of the other, over all terms; what was packed of them lies where it is said. */
 INLINE void sum_up(side of_a, side of_b, int64_t i, int64_t j, const word *a_packed, const word *b_packed, float *sums) {
+  /* A term of no depth has no sums. */
+  int is_first = 1;
   for (int t = 0; t < of_a.count; t++) {
     const numbers x = operand(of_a, t), y = operand(of_b, t);
     const int64_t steps = steps_of(of_a.terms[t].depth, of_a.how);
@@ -310,12 +313,12 @@ INLINE void sum_up(side of_a, side of_b, int64_t i, int64_t j, const word *a_pac
     if (!is_packed(of_a, ROWS, t, i)) a = (const word *)floats(x, i * ROWS, 0), a_line = x.line, a_step = x.step;
     if (!is_packed(of_b, LANES, t, j)) b = (const word *)floats(y, j * LANES, 0), b_step = y.step;
     if (of_a.how == PAIRS)
-      pairs_by_lines(a, a_step, b, b_step, steps, t == 0, sums);
+      pairs_by_lines(a, a_step, b, b_step, steps, is_first, sums);
     else if (a_line == 1)
-      tile_by_lines(a, a_step, b, b_step, steps, t == 0, sums);
+      tile_by_lines(a, a_step, b, b_step, steps, is_first, sums);
     else
-      tile_by_steps(a, a_line, b, b_step, steps, t == 0, sums);
-    a_packed += steps * ROWS, b_packed += steps * LANES;
+      tile_by_steps(a, a_line, b, b_step, steps, is_first, sums);
+    a_packed += steps * ROWS, b_packed += steps * LANES, is_first &= steps == 0;
   }
 }
 
@@ -370,12 +373,13 @@ void product(const job *asked) {
     word *const mine = rows_packed + THREAD * own * ROWS * steps;
     float sums[ROWS * LANES] __attribute__((aligned(64))) = {0};
     for (int64_t first = 0; first < b_panels; first += at_once) {
-      const int64_t here = least(at_once, b_panels - first), cuts = least(here, parts(threads, chunks));
+      const int64_t here = least(at_once, b_panels - first);
+      const int64_t cuts = least(here, a_panels <= FEW_PANELS ? threads : parts(threads, chunks));
       const int64_t mine_from = THREAD * here / THREADS, mine_to = (THREAD + 1) * here / THREADS;
       pack_terms(columns_packed + mine_from * LANES * steps, LANES, of_b, first + mine_from, first + mine_to);
       AWAIT
       SHARE for (int64_t task = 0; task < chunks * cuts; task++) {
-        const int64_t chunk = task / cuts, cut = task % cuts;
+        const int64_t chunk = task % chunks, cut = task / chunks;
         const int64_t from = chunk * a_panels / chunks, to = (chunk + 1) * a_panels / chunks;
         pack_terms(mine, ROWS, of_a, from, to);
         for (int64_t j = cut * here / cuts; j < (cut + 1) * here / cuts; j++)

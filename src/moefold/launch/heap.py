@@ -7,35 +7,41 @@ from collections.abc import Mapping
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of malloc.h of glibc."""
-NEVER = -1
-LARGE_BYTES, HUGE_BYTES = 1 << 20, 1 << 30
+NEVER, DEFAULT_TRIM_BYTES = -1, 1 << 17
+LARGE_BYTES = 1 << 20
+HUGE_BYTES = (1 << 30, 1 << 25)
+"""What is mapped by itself even where memory is kept; older versions, such as 2.31, take the second at most."""
 CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 """Variables by which a user tells glibc the same."""
-TUNABLES = "GLIBC_TUNABLES"
+TUNABLES, PRELOADED = "GLIBC_TUNABLES", "LD_PRELOAD"
 
 
 def keeps_freed_blocks(device_type: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `keep_freed_blocks` does something: on a CPU with glibc that no variable has told anything."""
+    """Whether `keep_freed_blocks` does something: on a CPU, with glibc's malloc that no variable has told anything."""
     is_told = any(name in environment for name in CHOSEN) or "glibc.malloc" in environment.get(TUNABLES, "")
-    return device_type == "cpu" and not is_told and _mallopt() is not None
+    # jemalloc, tcmalloc and mimalloc go by their names.
+    is_replaced = "malloc" in environment.get(PRELOADED, "")
+    return device_type == "cpu" and not (is_told or is_replaced) and _mallopt() is not None
 
 
 def keep_freed_blocks(device_type: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Have glibc keep what is freed, but for blocks of a GiB or more.
+    """Have glibc keep what is freed, but for blocks of a GiB or more (32 MiB in older versions).
 
     A step frees its activations and gradients, and the next one needs as much. glibc by default returns the end of its
-    heap, and each block of 32 MiB or more, to the system, which then clears every page of them anew: a tenth to a
+    heap, and each block of 32 MiB or more, to the system, which then clears every page of them anew: up to a
     quarter of a step (docs/log.md). The process has its peak for good instead. For the whole process; other C libraries
     stay as they are.
     """
     mallopt = _mallopt()
-    if mallopt is not None and keeps_freed_blocks(device_type, environment):
+    if mallopt is None or not keeps_freed_blocks(device_type, environment):
+        return
+    # A size that is refused changes nothing. Any that is taken stops glibc from raising it by itself: this one first.
+    if any(mallopt(M_MMAP_THRESHOLD, size) for size in HUGE_BYTES):
         mallopt(M_TRIM_THRESHOLD, NEVER)
-        mallopt(M_MMAP_THRESHOLD, HUGE_BYTES)
 
 
 def return_large_blocks() -> None:
-    """Have glibc map each block of a MiB or more by itself, and unmap it when it is freed.
+    """Have glibc map each block of a MiB or more by itself, unmap it when it is freed, and trim its heap.
 
     It by default raises that size to the largest block that was freed, up to 32 MiB. The buffers of a conversion
     then lie in a heap whose gaps the next ones do not fit: it grew by a tenth of the model (docs/log.md). For the whole
@@ -44,6 +50,7 @@ def return_large_blocks() -> None:
     mallopt = _mallopt()
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt(M_TRIM_THRESHOLD, DEFAULT_TRIM_BYTES)
 
 
 def _mallopt() -> "ctypes._NamedFuncPointer | None":
