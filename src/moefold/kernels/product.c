@@ -109,13 +109,14 @@ INLINE void wide_words(word *to, numbers x, int how, int64_t line, int64_t at, i
     for (int64_t i = 0; i < count; i++) out[i] = f[i * stride];
 }
 
-/* `count` words of one line, from number `at` on, behind which `depth` numbers are left. */
-static void line_words(word *to, numbers x, int how, int64_t line, int64_t at, int64_t count, int64_t depth) {
+/* `count` words of one line, from number `at` on, behind which `depth` numbers are left, `s` apart. */
+INLINE void words_of_line(word *to, numbers x, int how, int64_t line, int64_t at, int64_t count, int64_t depth,
+                          const int64_t s) {
   if (how != PAIRS) {
-    wide_words(to, x, how, line, at, x.step, count);
+    wide_words(to, x, how, line, at, s, count);
     return;
   }
-  const int64_t whole = least(count, depth / 2), s = x.step;
+  const int64_t whole = least(count, depth / 2);
   const float *f = floats(x, line, at);
   const uint16_t *h = halves(x, line, at);
   if (x.kind == BFLOAT16)
@@ -123,6 +124,15 @@ static void line_words(word *to, numbers x, int how, int64_t line, int64_t at, i
   else
     for (int64_t i = 0; i < whole; i++) to[i] = pair(to_bfloat16(f[2 * i * s]), to_bfloat16(f[(2 * i + 1) * s]));
   if (whole < count) to[whole] = x.kind == BFLOAT16 ? h[2 * whole * s] : to_bfloat16(f[2 * whole * s]);
+}
+
+/* The compiler has to know whether they lie side by side. */
+static __attribute__((noinline)) void line_words(word *to, numbers x, int how, int64_t line, int64_t at, int64_t count,
+                                                 int64_t depth) {
+  if (x.step == 1)
+    words_of_line(to, x, how, line, at, count, depth, 1);
+  else
+    words_of_line(to, x, how, line, at, count, depth, x.step);
 }
 
 /* The words of one step, of `count` lines that lie side by side. */
