@@ -1,27 +1,29 @@
 """Causal attention in C equals its plain twin with vectors of every width; torch's stands in where there is none."""
 
-import shutil
-from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from moefold.kernels.c_library import COMPILERS
 from moefold.kernels.select import select_kernels
 from moefold.model.attention_block import Plain
 from moefold.model.core_attention import CausalAttention
-from moefold.verify.mapping import run_mapping
-from tests.verify.recipes import LATENT, tiny
+from tests.kernels.c_kernels import (
+    CPU,
+    HALF_STEPS,
+    VECTORS,
+    assert_same_losses,
+    in_each_type,
+    needs_compiler,
+    recipe,
+    steps_of,
+)
+from tests.verify.recipes import LATENT
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C compiler")
+pytestmark = needs_compiler
 
-CPU = torch.device("cpu")
-VECTORS = {"native": (), "avx2": ("-mno-avx512f",), "sse2": ("-march=x86-64",)}
-"""What the compiler is told beside the rest: vectors of 16, 8 and 4 numbers, where the processor has them."""
-HALF_STEPS = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
-"""Of a value at most, by which its rounding to the type is off; that of float32 is within the error of its sums."""
-in_each_type = pytest.mark.parametrize("dtype", HALF_STEPS, ids=str)
+ROUNDING = HALF_STEPS | {torch.float32: 0.0}
+"""That of float32 is within the error of its sums."""
 
 
 @pytest.fixture(scope="module", params=VECTORS)
@@ -63,7 +65,7 @@ def _assert_equal(found, q, k, v, grad):
         assert a.dtype == (torch.float32 if name == "lse" else q.dtype)
         assert a.shape == e.shape
         # Of the largest value, as in sums of a whole sequence parts cancel; all parts of one token's gradients do.
-        error = (a.double() - e).abs() - HALF_STEPS[a.dtype] * e.abs()
+        error = (a.double() - e).abs() - ROUNDING[a.dtype] * e.abs()
         assert error.max() < 3e-6 * e.abs().max().clamp(min=1.0), (name, float(error.max()))
 
 
@@ -282,22 +284,17 @@ def test_what_it_does_not_know_it_says(native):
         assert not native.knows(empty, k[: len(empty), : empty.shape[1]], v[: len(empty), : empty.shape[1]])
 
 
-def _recipe(dtype: str, kernels: str):
-    cfg = tiny()
-    return replace(cfg, run=replace(cfg.run, dtype=dtype, kernels=kernels))
-
-
 def test_the_choice_is_automatic_and_switchable(native):
     for kernels, dtype in product(("auto", "c"), ("float32", "bfloat16")):
-        chosen = select_kernels(_recipe(dtype, kernels), CPU)
+        chosen = select_kernels(recipe(dtype, kernels), CPU)
         assert (chosen.attention is not None) == native.is_fast
         assert ("causal attention" in chosen.note) == native.is_fast
-    assert select_kernels(_recipe("float32", "plain"), CPU).attention is None
-    assert select_kernels(_recipe("float64", "auto"), CPU).attention is None
+    assert select_kernels(recipe("float32", "plain"), CPU).attention is None
+    assert select_kernels(recipe("float64", "auto"), CPU).attention is None
 
 
 def test_without_a_compiler_it_is_torchs(no_compiler):
-    assert select_kernels(_recipe("float32", "auto"), CPU).attention is None
+    assert select_kernels(recipe("float32", "auto"), CPU).attention is None
 
 
 CASES = [
@@ -308,23 +305,15 @@ CASES = [
 ]
 
 
-def _run(pool, cfg, kernels):
-    chosen = replace(cfg, run=replace(cfg.run, dtype="float32", kernels=kernels))
-    return pool.run(cfg.parallel.world_size, run_mapping, chosen, 2, timeout_s=280)[0].steps
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize("case", CASES)
 def test_on_and_off_give_the_same_losses(pool, case):
-    cfg = tiny(**case)
-    for a, b in zip(_run(pool, cfg, "plain"), _run(pool, cfg, "c"), strict=True):
-        assert b.loss == pytest.approx(a.loss, rel=1e-5)
-        assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+    assert_same_losses(pool, case)
 
 
 @pytest.mark.parity
 def test_what_runs_again_has_the_same_bits(pool):
-    kept = _run(pool, tiny(), "c")
+    kept = steps_of(pool, recipe("float32", "c"))
     for part in ("core_attention", "layer"):
-        again = _run(pool, tiny(train={"recompute": (part,)}), "c")
+        again = steps_of(pool, recipe("float32", "c", train={"recompute": (part,)}))
         assert [(step.loss, step.grad_norm) for step in again] == [(step.loss, step.grad_norm) for step in kept]

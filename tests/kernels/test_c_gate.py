@@ -19,10 +19,9 @@ from moefold.kernels.select import select_kernels
 from moefold.model.gemm import LIBRARY
 from moefold.moe.experts import Experts
 from moefold.moe.gate import SiluGate
-from moefold.verify.mapping import run_mapping
+from tests.kernels.c_kernels import assert_same_losses, needs_compiler
 from tests.verify.recipes import tiny
 
-has_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C compiler")
 CPU = torch.device("cpu")
 
 
@@ -41,7 +40,7 @@ def _values(*shape: int, dtype: torch.dtype = torch.float32, count: int = 3) -> 
     return [t.to(dtype) for t in found]
 
 
-@has_compiler
+@needs_compiler
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 37), (300, 257)], ids=str)
 def test_it_equals_the_definition(gate, shape, dtype, eps):
@@ -55,7 +54,7 @@ def test_it_equals_the_definition(gate, shape, dtype, eps):
         torch.testing.assert_close(a.double(), e, rtol=eps, atol=10 * eps)
 
 
-@has_compiler
+@needs_compiler
 def test_projections_may_be_narrower_than_the_gradient(gate):
     grad, g, u = _values(40, 37)
     g, u = g.bfloat16(), u.bfloat16()
@@ -66,7 +65,7 @@ def test_projections_may_be_narrower_than_the_gradient(gate):
             torch.testing.assert_close(a.double(), e, rtol=2e-6, atol=2e-5)
 
 
-@has_compiler
+@needs_compiler
 def test_what_is_not_a_number_stays_none(gate):
     g = torch.tensor([float("nan"), 1.0, float("inf"), -float("inf")])
     u = torch.tensor([1.0, float("nan"), 2.0, 2.0])
@@ -76,7 +75,7 @@ def test_what_is_not_a_number_stays_none(gate):
         assert found[2] == plain[2] == float("inf")
 
 
-@has_compiler
+@needs_compiler
 def test_threads_change_no_bit(gate):
     grad, g, u = _values(300, 1000)
     before = torch.get_num_threads()
@@ -91,7 +90,7 @@ def test_threads_change_no_bit(gate):
         assert torch.equal(a, b)
 
 
-@has_compiler
+@needs_compiler
 def test_what_it_does_not_know_is_plain(gate):
     grad, g, u = _values(4, 6, dtype=torch.float64)
     for a, e in zip(gate.backward(grad.clone(), g, u), SiluGate().backward(grad.clone(), g, u), strict=True):
@@ -104,7 +103,7 @@ def test_what_it_does_not_know_is_plain(gate):
     assert leaf.grad is not None
 
 
-@has_compiler
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_experts_compute_the_same_with_it(gate, dtype):
     from moefold.kernels.c_product import CGemm
@@ -135,7 +134,7 @@ def _recipe(**run) -> Config:
     return replace(tiny(), run=RunConfig(**{"dtype": "float32", **run}))
 
 
-@has_compiler
+@needs_compiler
 def test_the_choice_is_automatic_and_switchable():
     for kernels, expected in (("auto", "CGate"), ("c", "CGate"), ("plain", "NoneType")):
         chosen = select_kernels(_recipe(kernels=kernels), CPU)
@@ -154,18 +153,11 @@ MAPPINGS = [
 ]
 
 
-@has_compiler
+@needs_compiler
 @pytest.mark.parity
 @pytest.mark.parametrize(("mapping", "train"), MAPPINGS)
 def test_on_and_off_give_the_same_losses(pool, mapping, train):
-    cfg = tiny(train=train, **mapping)
-    runs = []
-    for kernels in ("plain", "c"):
-        chosen = replace(cfg, run=replace(cfg.run, dtype="float32", kernels=kernels))
-        runs.append(pool.run(cfg.parallel.world_size, run_mapping, chosen, 2, timeout_s=280)[0])
-    for a, b in zip(*(run.steps for run in runs), strict=True):
-        assert b.loss == pytest.approx(a.loss, rel=1e-5)
-        assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+    assert_same_losses(pool, {"train": train, **mapping})
 
 
 def test_without_a_compiler_a_run_says_so_and_goes_on(no_compiler):
@@ -176,7 +168,7 @@ def test_without_a_compiler_a_run_says_so_and_goes_on(no_compiler):
         select_kernels(_recipe(kernels="c"), CPU)
 
 
-@has_compiler
+@needs_compiler
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     monkeypatch.setattr(c_library, "cache_folders", lambda named: (tmp_path / "cache",))
     monkeypatch.setattr(c_library, "__file__", str(tmp_path / "c_library.py"))
@@ -186,7 +178,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-@has_compiler
+@needs_compiler
 def test_a_library_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setattr(c_library, "cache_folders", lambda named: (tmp_path / "cache",))
     monkeypatch.setattr(c_library, "__file__", str(tmp_path / "c_library.py"))
@@ -199,7 +191,7 @@ def test_a_library_is_compiled_once(monkeypatch, tmp_path):
     assert [path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()] == [made]
 
 
-@has_compiler
+@needs_compiler
 def test_ranks_that_ask_at_once_compile_once(tmp_path):
     """A compiler that says when it begins and ends, and is slow."""
     real = next(filter(None, map(shutil.which, COMPILERS)))
@@ -216,7 +208,7 @@ def test_ranks_that_ask_at_once_compile_once(tmp_path):
     assert log.read_text().split() == ["began", "began"]
 
 
-@has_compiler
+@needs_compiler
 def test_where_no_folder_can_be_written_a_library_is_compiled_for_this_process(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(c_library, "cache_folders", lambda named: (tmp_path / "file" / "cache",))

@@ -1,30 +1,19 @@
 """RMSNorm in C equals its plain twin, row by row, with vectors of every width."""
 
-import shutil
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn import functional as F
 
-from moefold.kernels.c_library import COMPILERS
 from moefold.kernels.select import select_kernels
 from moefold.model.cpu_norm import PLAIN, cpu_rms_norm
 from moefold.model.norm import RMSNorm
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import apply_kernels
-from moefold.verify.mapping import run_mapping
-from tests.verify.recipes import tiny
+from tests.kernels.c_kernels import CPU, HALF_STEPS, VECTORS, assert_same_losses, in_each_type, needs_compiler, recipe
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C compiler")
+pytestmark = needs_compiler
 
-CPU = torch.device("cpu")
 EPS = 1e-3
-VECTORS = {"native": (), "avx2": ("-mno-avx512f",), "sse2": ("-march=x86-64",)}
-"""What the compiler is told beside the rest: vectors of 16, 8 and 4 numbers, where the processor has them."""
-HALF_STEPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-"""Of a value at most, by which its rounding to the type is off."""
-in_each_type = pytest.mark.parametrize("dtype", HALF_STEPS, ids=str)
 
 
 @pytest.fixture(scope="module", params=VECTORS)
@@ -204,23 +193,18 @@ def test_what_it_keeps_is_what_its_twin_keeps(native, dtype):
     assert kept[0] == kept[1]
 
 
-def _recipe(dtype: str, kernels: str, **model):
-    cfg = tiny(model=model)
-    return replace(cfg, run=replace(cfg.run, dtype=dtype, kernels=kernels))
-
-
 def test_the_choice_is_automatic_and_switchable():
     for dtype in ("float32", "bfloat16"):
         for kernels in ("auto", "c"):
-            chosen = select_kernels(_recipe(dtype, kernels), CPU)
+            chosen = select_kernels(recipe(dtype, kernels), CPU)
             assert type(chosen.norm).__name__ == "CNorm"
             assert "norms" in chosen.note
-        assert select_kernels(_recipe(dtype, "plain"), CPU).norm is None
-    assert select_kernels(_recipe("float64", "auto"), CPU).norm is None
+        assert select_kernels(recipe(dtype, "plain"), CPU).norm is None
+    assert select_kernels(recipe("float64", "auto"), CPU).norm is None
 
 
 def test_every_norm_of_a_model_gets_it():
-    cfg = _recipe("float32", "c", qk_norm=True)
+    cfg = recipe("float32", "c", model={"qk_norm": True})
     model = build_model(cfg)
     chosen = select_kernels(cfg, CPU)
     apply_kernels(model, chosen)
@@ -231,7 +215,7 @@ def test_every_norm_of_a_model_gets_it():
 
 
 def test_without_a_compiler_it_is_plain(no_compiler):
-    assert select_kernels(_recipe("float32", "auto"), CPU).norm is None
+    assert select_kernels(recipe("float32", "auto"), CPU).norm is None
 
 
 CASES = [
@@ -241,15 +225,7 @@ CASES = [
 ]
 
 
-def _run(pool, cfg, kernels):
-    chosen = replace(cfg, run=replace(cfg.run, dtype="float32", kernels=kernels))
-    return pool.run(cfg.parallel.world_size, run_mapping, chosen, 2, timeout_s=280)[0].steps
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize("case", CASES)
 def test_on_and_off_give_the_same_losses(pool, case):
-    cfg = tiny(**case)
-    for a, b in zip(_run(pool, cfg, "plain"), _run(pool, cfg, "c"), strict=True):
-        assert b.loss == pytest.approx(a.loss, rel=1e-5)
-        assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+    assert_same_losses(pool, case)

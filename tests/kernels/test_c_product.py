@@ -2,24 +2,22 @@
 
 import ctypes
 import mmap
-import shutil
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 
 from moefold.kernels import c_product
-from moefold.kernels.c_library import COMPILERS, CompilerError
+from moefold.kernels.c_library import CompilerError
 from moefold.kernels.select import select_kernels
 from moefold.model.gemm import LIBRARY
 from moefold.verify.mapping import run_mapping
-from tests.verify.recipes import tiny
+from tests.kernels.c_kernels import CPU, VECTORS, assert_same_losses, needs_compiler, recipe
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C compiler")
+pytestmark = needs_compiler
 
-VECTORS = {"native": (), "avx512": ("-mno-avx512bf16",), "avx2": ("-mno-avx512f",), "sse2": ("-march=x86-64",)}
-"""What the compiler is told beside the rest: pairs, vectors of 16, 8 and 4 numbers, where the processor has them."""
+PROCESSORS = VECTORS | {"avx512": ("-mno-avx512bf16",)}
+"""What the compiler is told beside the rest: also AVX-512 without products of pairs."""
 SIZES = ((1, 1, 1), (14, 32, 16), (13, 31, 3), (1, 70, 129), (45, 1, 2), (129, 65, 1), (60, 33, 515), (30, 40, 1030))
 """Rows, columns and depth: fewer and more than panels have, odd depths, and beyond the steps of one sum."""
 LAYOUTS = (("rows", "rows"), ("rows", "transposed"), ("transposed", "transposed"), ("apart", "apart"))
@@ -27,14 +25,14 @@ EPS = {torch.float32: 3e-6, torch.bfloat16: 2**-8}
 """Of the largest value; bfloat16 is rounded once, to half of that."""
 
 
-@pytest.fixture(scope="module", params=VECTORS)
+@pytest.fixture(scope="module", params=PROCESSORS)
 def gemm(request, built_with):
     from moefold.kernels.c_product import CGemm
 
     with pytest.MonkeyPatch.context() as patch:
         # Few rows are for this kernel as well.
         patch.setattr(c_product, "FEW_ROWS", dict.fromkeys(c_product.FEW_ROWS, 0))
-        yield built_with(CGemm, VECTORS[request.param])
+        yield built_with(CGemm, PROCESSORS[request.param])
 
 
 @pytest.fixture
@@ -345,15 +343,10 @@ def test_it_is_chosen_where_the_libraries_leave_instructions_unused(monkeypatch,
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=has_tiles: has)
         assert native.is_fast(torch.bfloat16) == (not has_tiles and is_wide)
     assert not native.is_fast(torch.float64)
-    chosen = select_kernels(_recipe("bfloat16", "auto"), torch.device("cpu"))
+    chosen = select_kernels(recipe("bfloat16", "auto"), CPU)
     assert (type(chosen.gemm).__name__ == "CGemm") == is_wide
     assert "products" in chosen.note or not is_wide
-    assert select_kernels(_recipe("bfloat16", "plain"), torch.device("cpu")).gemm is LIBRARY
-
-
-def _recipe(dtype: str, kernels: str, **words):
-    cfg = tiny(**words)
-    return replace(cfg, run=replace(cfg.run, dtype=dtype, kernels=kernels))
+    assert select_kernels(recipe("bfloat16", "plain"), CPU).gemm is LIBRARY
 
 
 def _run_in_c(cfg, steps):
@@ -379,12 +372,5 @@ MAPPINGS = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("mapping", "train"), MAPPINGS)
 def test_on_and_off_give_the_same_losses(pool, mapping, train, dtype):
-    cfg = tiny(train=train, **mapping)
-    runs = []
-    for kernels, run in (("plain", run_mapping), ("c", _run_in_c)):
-        chosen = replace(cfg, run=replace(cfg.run, dtype=dtype, kernels=kernels))
-        runs.append(pool.run(cfg.parallel.world_size, run, chosen, 2, timeout_s=280)[0])
     tolerance = 1e-5 if dtype == "float32" else 2e-2
-    for a, b in zip(*(run.steps for run in runs), strict=True):
-        assert b.loss == pytest.approx(a.loss, rel=tolerance)
-        assert b.grad_norm == pytest.approx(a.grad_norm, rel=tolerance)
+    assert_same_losses(pool, {"train": train, **mapping}, dtype, tolerance, _run_in_c)

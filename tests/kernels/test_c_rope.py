@@ -1,26 +1,17 @@
 """Rotation of heads in C equals the definition; its plain twin stands in for what it does not know."""
 
-import shutil
-from dataclasses import replace
-
 import pytest
 import torch
 
-from moefold.kernels.c_library import COMPILERS
 from moefold.kernels.select import select_kernels
 from moefold.model.cpu_rope import rotate_halves
 from moefold.model.rope import Rotation
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import apply_kernels
-from moefold.verify.mapping import run_mapping
-from tests.verify.recipes import LATENT, tiny
+from tests.kernels.c_kernels import CPU, HALF_STEPS, assert_same_losses, in_each_type, needs_compiler, recipe
+from tests.verify.recipes import LATENT
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C compiler")
-
-CPU = torch.device("cpu")
-HALF_STEPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-"""Of a value at most, by which its rounding to the type is off."""
-in_each_type = pytest.mark.parametrize("dtype", HALF_STEPS, ids=str)
+pytestmark = needs_compiler
 
 
 @pytest.fixture
@@ -142,8 +133,7 @@ def test_the_choice_is_automatic_and_reaches_the_model():
         ("bfloat16", "plain", "NoneType"),
         ("float64", "auto", "NoneType"),
     ):
-        cfg = tiny()
-        cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, kernels=kernels))
+        cfg = recipe(dtype, kernels)
         chosen = select_kernels(cfg, CPU)
         assert type(chosen.turn).__name__ == expected
         assert ("rotations" in chosen.note) == (expected == "CTurn")
@@ -159,11 +149,4 @@ CASES = [pytest.param({"world_size": 2, "cp": 2}, id="cp"), pytest.param({"model
 @pytest.mark.parity
 @pytest.mark.parametrize("case", CASES)
 def test_on_and_off_give_the_same_losses(pool, case):
-    runs = []
-    for kernels in ("plain", "c"):
-        cfg = tiny(**case)
-        cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels=kernels))
-        runs.append(pool.run(cfg.parallel.world_size, run_mapping, cfg, 2, timeout_s=280)[0].steps)
-    for a, b in zip(*runs, strict=True):
-        assert b.loss == pytest.approx(a.loss, rel=1e-5)
-        assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+    assert_same_losses(pool, case)

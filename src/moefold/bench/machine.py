@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from moefold.launch.heap import keeps_freed_blocks
+from moefold.launch.heap import memory_note
 from moefold.model.gemm import LIBRARY
 
 GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
@@ -71,5 +71,5 @@ def machine_name(device: torch.device) -> str:
     # A virtual machine often names the maker alone.
     numbers = [f"{key} {facts[name]}" for key, name in (("family", "cpu family"), ("model", "model")) if name in facts]
     which = f" ({', '.join(numbers)})" if numbers else ""
-    threads, kept = torch.get_num_threads(), ", freed memory is kept" * keeps_freed_blocks("cpu")
-    return f"{facts.get('model name', 'CPU')}{which}, {threads} threads{kept}"
+    words = f"{facts.get('model name', 'CPU')}{which}", f"{torch.get_num_threads()} threads", memory_note(device.type)
+    return ", ".join(filter(None, words))

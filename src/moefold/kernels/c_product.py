@@ -29,8 +29,6 @@ LINE = 16
 """Words of a line of the cache, at which panels begin."""
 PROBE = (37, 41, 75)
 """Rows, columns and depth of the trial: what vectors and panels do not divide."""
-
-
 JOB, TERM = struct.Struct("P7qPq"), struct.Struct("P3qP4q")
 """`job` of the source, and each `term` behind it."""
 Pair = tuple[Tensor, Tensor]
@@ -49,10 +47,8 @@ class CGemm(Gemm):
     def __init__(self) -> None:
         library = c_library("product")
         self._product, self._scratch = library.product, library.product_scratch
-        sizes, threads = [ctypes.c_int64] * 2, ctypes.c_int
         self._product.argtypes, self._product.restype = [ctypes.c_char_p], None
-        self._scratch.argtypes, self._scratch.restype = [*sizes, ctypes.c_int64, threads], ctypes.c_int64
-        self._multiplies_pairs = bool(library.product_multiplies_pairs())
+        self._scratch.argtypes, self._scratch.restype = [*[ctypes.c_int64] * 3, ctypes.c_int], ctypes.c_int64
         self._vector: int = library.product_vector()
         self._rooms = threading.local()
         self._try_out()
@@ -70,7 +66,7 @@ class CGemm(Gemm):
 
     def multiplies_itself(self, x: Tensor) -> bool:
         """See `Gemm`."""
-        return x.is_cpu and x.dtype in KINDS or super().multiplies_itself(x)
+        return _holds(x) or super().multiplies_itself(x)
 
     def widens(self, x: Tensor) -> bool:
         """See `Gemm`."""
@@ -82,11 +78,11 @@ class CGemm(Gemm):
 
     def writes_to_room(self, x: Tensor) -> bool:
         """See `Gemm`."""
-        return (x.is_cpu and x.dtype in KINDS) or super().writes_to_room(x)
+        return _holds(x) or super().writes_to_room(x)
 
     def padded_rows(self, rows: int, like: Tensor) -> int:
         """See `Gemm`."""
-        return rows if like.is_cpu and like.dtype in KINDS else super().padded_rows(rows, like)
+        return rows if _holds(like) else super().padded_rows(rows, like)
 
     def operand(self, w: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Gemm`; what is rounded as it is packed stays as it is."""
@@ -200,8 +196,13 @@ class CGemm(Gemm):
                     raise CompilerError(f"what the compiler built of products is wrong in {dtype}")
 
 
+def _holds(x: Tensor) -> bool:
+    """Whether memory is a CPU's, with numbers that it knows."""
+    return x.is_cpu and x.dtype in KINDS
+
+
 def _knows(*operands: Tensor) -> bool:
-    return all(x.is_cpu and x.dtype in KINDS and x.dim() == 2 for x in operands)
+    return all(_holds(x) and x.dim() == 2 for x in operands)
 
 
 def _are_few(x_MK: Tensor, w_NK: Tensor, out: Tensor | None) -> bool:
@@ -213,4 +214,4 @@ def _are_few(x_MK: Tensor, w_NK: Tensor, out: Tensor | None) -> bool:
 
 
 def _takes(out: Tensor) -> bool:
-    return out.is_cpu and out.dtype in KINDS and (out.stride(1) == 1 or out.shape[1] == 1)
+    return _holds(out) and (out.stride(1) == 1 or out.shape[1] == 1)

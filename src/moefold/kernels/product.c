@@ -339,8 +339,7 @@ static inline int64_t panels_of_one(int64_t rows, int64_t steps) {
   return least(parts(rows, ROWS), most(1, OWN / ROWS / most(1, steps)));
 }
 
-/* Whether the processor multiplies pairs of bfloat16, and numbers of a vector. */
-int product_multiplies_pairs(void) { return NARROW == PAIRS; }
+/* Numbers of a vector. */
 int product_vector(void) { return VECTOR; }
 
 /* Words of scratch memory at most, for a sum of terms of `depth` in all. */

@@ -24,6 +24,11 @@ def keeps_freed_blocks(device_type: str, environment: Mapping[str, str] = os.env
     return device_type == "cpu" and not (is_told or is_replaced) and _mallopt() is not None
 
 
+def memory_note(device_type: str, environment: Mapping[str, str] = os.environ) -> str:
+    """What is said of it, in a few words; empty where glibc is told nothing."""
+    return "freed memory is kept" if keeps_freed_blocks(device_type, environment) else ""
+
+
 def keep_freed_blocks(device_type: str, environment: Mapping[str, str] = os.environ) -> None:
     """Have glibc keep what is freed, but for blocks of a GiB or more (32 MiB in older versions).
 
@@ -32,11 +37,9 @@ def keep_freed_blocks(device_type: str, environment: Mapping[str, str] = os.envi
     quarter of a step (docs/log.md). The process has its peak for good instead. For the whole process; other C libraries
     stay as they are.
     """
-    mallopt = _mallopt()
-    if mallopt is None or not keeps_freed_blocks(device_type, environment):
-        return
+    mallopt = _mallopt() if keeps_freed_blocks(device_type, environment) else None
     # A size that is refused changes nothing. Any that is taken stops glibc from raising it by itself: this one first.
-    if any(mallopt(M_MMAP_THRESHOLD, size) for size in HUGE_BYTES):
+    if mallopt is not None and any(mallopt(M_MMAP_THRESHOLD, size) for size in HUGE_BYTES):
         mallopt(M_TRIM_THRESHOLD, NEVER)
 
 

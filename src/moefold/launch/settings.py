@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from moefold.launch.heap import keeps_freed_blocks
+from moefold.launch.heap import memory_note
 from moefold.launch.place import Place
 
 THREADS = "OMP_NUM_THREADS"
@@ -45,19 +45,19 @@ def threads_of(cores: int, all_cores: int, local_ranks: int, device_type: str) -
 
 def settings_note(place: Place, device_type: str, environment: Mapping[str, str] = os.environ) -> str:
     """What is set, in one line, for the log of the first rank; of a rank by itself, what it chose for itself."""
-    kept = ["freed memory is kept"] if keeps_freed_blocks(device_type, environment) else []
+    memory = memory_note(device_type, environment)
     if place.world_size == 1:
-        return ", ".join(kept)
+        return memory
     threads, who = torch.get_num_threads(), environment.get(THREADS)
     found = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(NAMED[device_type])]
     parts = [
         f"{place.local_size} of {place.world_size} ranks on this machine",
         f"{threads} thread{'s' * (threads > 1)} each on {_cores()} of {os.cpu_count()} cores",
         f"{THREADS}={who}" if who else f"{THREADS} not set",
-        *kept,
+        memory,
         *found,
     ]
-    return ", ".join(parts)
+    return ", ".join(filter(None, parts))
 
 
 def _cores() -> int:
