@@ -34,7 +34,7 @@ def keep_freed_blocks(device_type: str, environment: Mapping[str, str] = os.envi
 
     A step frees its activations and gradients, and the next one needs as much. glibc by default returns the end of its
     heap, and each block of 32 MiB or more, to the system, which then clears every page of them anew: up to a
-    quarter of a step (docs/log.md). The process has its peak for good instead. For the whole process; other C libraries
+    quarter of a step (docs/log.md). The process has its peak for good instead, and gaps in it. For the whole process; other C libraries
     stay as they are.
     """
     mallopt = _mallopt() if keeps_freed_blocks(device_type, environment) else None
