@@ -33,9 +33,9 @@ def keep_freed_blocks(device_type: str, environment: Mapping[str, str] = os.envi
     """Have glibc keep what is freed, but for blocks of a GiB or more (32 MiB in older versions).
 
     A step frees its activations and gradients, and the next one needs as much. glibc by default returns the end of its
-    heap, and each block of 32 MiB or more, to the system, which then clears every page of them anew: up to a
-    quarter of a step (docs/log.md). The process has its peak for good instead, and gaps in it. For the whole process; other C libraries
-    stay as they are.
+    heap, and each block of 32 MiB or more, to the system, which then clears every page of them anew: up to a quarter of
+    a step of a large layer (docs/log.md). The process has its peak for good instead, and gaps in it. For the whole
+    process; other C libraries stay as they are.
     """
     mallopt = _mallopt() if keeps_freed_blocks(device_type, environment) else None
     # A size that is refused changes nothing. Any that is taken stops glibc from raising it by itself: this one first.
