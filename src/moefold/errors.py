@@ -2,9 +2,15 @@
 
 from collections.abc import Sequence
 
+from moefold.printable import LINES, printable
+
 
 class ConfigError(ValueError):
     """A setting, a file or a combination that cannot work. The command line prints it as one message and exits 2."""
+
+    def __str__(self) -> str:
+        """Return the message; control characters of the names in it are escaped."""
+        return printable(super().__str__(), LINES)
 
 
 NAMED_FAULTS = 3
@@ -19,3 +25,7 @@ def some(faults: Sequence[str]) -> str:
 
 class RunError(Exception):
     """Something went wrong while ranks ran that is no setting's fault and that the message explains: exit status 1."""
+
+    def __str__(self) -> str:
+        """Return the message; control characters of the names in it are escaped."""
+        return printable(super().__str__(), LINES)

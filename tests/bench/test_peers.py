@@ -106,7 +106,7 @@ def by_our_names(peer, theirs):
 
 @pytest.mark.parametrize(("peer", "dtype", "kind"), CASES, ids=[f"{p.name}-{kind}" for p, _, kind in CASES])
 def test_results_and_gradients_are_ours(group_of_one, peer, dtype, kind):
-    pytest.importorskip(peer.module, reason=f"{peer.name} is not installed: pip install 'moefold[peers]'")
+    pytest.importorskip(peer.module, reason=f"{peer.name} is not installed: pip install -e '.[peers]'")
     cfg = config(KINDS[kind], dtype)
     ours, x, grad = our_layer(cfg, getattr(torch, dtype))
     assert why_absent(peer, cfg, "layer", CPU) == ""
@@ -123,7 +123,7 @@ def test_results_and_gradients_are_ours(group_of_one, peer, dtype, kind):
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
 def test_other_maths_does_not_compete(group_of_one, peer):
-    pytest.importorskip(peer.module, reason=f"{peer.name} is not installed: pip install 'moefold[peers]'")
+    pytest.importorskip(peer.module, reason=f"{peer.name} is not installed: pip install -e '.[peers]'")
     cfg = config([], "bfloat16")
     ours, x, _ = our_layer(cfg, torch.bfloat16)
     other = replace(cfg, model=replace(cfg.model, router_scaling_factor=1.1))

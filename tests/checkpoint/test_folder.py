@@ -55,7 +55,9 @@ def seal(path: Path) -> None:
 
 
 def recipe(folder: Path, resume: str = "auto", every: int = 5, model: ModelConfig = MODEL) -> Config:
-    return Config(model=model, checkpoint=CheckpointConfig(dir=str(folder), every=every, resume=resume))
+    return Config(
+        model=model, checkpoint=CheckpointConfig(dir=str(folder), every=every, at_end=every > 0, resume=resume)
+    )
 
 
 def names(folder: Path) -> list[str]:
@@ -163,11 +165,18 @@ def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path, name):
     assert quick_faults(path) == [f"its {MANIFEST_FILE} cannot be read: file name {name!r} leads out of the folder"]
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"files": {"a": {"size_bytes": 1e400, "sha256": ""}}}', "[]"])
-def test_a_strange_manifest_is_a_fault(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("[" * 100_000, "it is nested deeper than 100 levels"),
+        ('{"files": {"a": {"size_bytes": 1e400, "sha256": ""}}}', "it is no manifest"),
+        ("[]", "it is no manifest"),
+    ],
+)
+def test_a_strange_manifest_is_a_fault(tmp_path, content, fault):
     path = write(tmp_path, 5)
     (path / MANIFEST_FILE).write_text(content)
-    assert quick_faults(path) == [f"its {MANIFEST_FILE} cannot be read: it is no manifest"]
+    assert quick_faults(path) == [f"its {MANIFEST_FILE} cannot be read: {fault}"]
 
 
 def test_never_and_a_named_one(tmp_path):

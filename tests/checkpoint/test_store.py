@@ -335,10 +335,16 @@ def _explained(causes: list[Exception], disk: Path | None) -> str:
 
 def test_a_full_disk_is_told_before_what_comes_of_it(tmp_path):
     after, full = RuntimeError("unexpected pos 704 vs 598"), OSError(errno.ENOSPC, "No space left on device")
-    assert _explained([after, full], tmp_path) == "it fails: No space left on device"
+    (tmp_path / "__1_0.distcp").touch()
+    rest = r"; ([\d,]+ MiB are free there|the disk is full)(; make room there, and the same command goes on .*)?"
+    error = _explained([after, full], tmp_path)
+    assert re.fullmatch(r"it fails: file __1_0\.distcp .* to its end \(No space left on device\)" + rest, error)
     error = _explained([after, after], tmp_path / "gone" / "checkpoints")
-    assert re.fullmatch(r"it fails: unexpected pos 704 vs 598; ([\d,]+ MiB are free there|the disk is full)", error)
+    assert re.fullmatch("it fails: a file could not be written to its end" + rest, error)
     assert _explained([after], None) == "it fails: unexpected pos 704 vs 598"
+    # What is no fault of the disk keeps its text.
+    assert re.fullmatch("it fails: strange" + rest, _explained([RuntimeError("strange")], tmp_path))
+    assert _explained([PermissionError(errno.EACCES, "Permission denied")], tmp_path) == "it fails: Permission denied"
 
 
 def _save_on_a_full_disk(cfg: Config) -> str:
@@ -356,7 +362,12 @@ def test_a_full_disk_is_one_message_and_leaves_the_checkpoint_before(pool, tmp_p
     pool.run(2, _save, cfg, [1])
     for error in pool.run(2, _save_on_a_full_disk, cfg):
         assert error.startswith(f"the checkpoint of step 2 cannot be written to '{tmp_path}/checkpoints': ")
-        assert "File too large" in error or " MiB are free there" in error
+        assert re.search(
+            r"file __1_\d+\.distcp could not be written to its end.*( MiB are free there|disk is full); ", error
+        )
+        assert error.endswith("; make room there, and the same command goes on from the last checkpoint")
+        assert "enforce fail" not in error
+        assert "unexpected pos" not in error
         assert "\n" not in error
     assert pool.run(2, _resume, cfg) == [(str(tmp_path / "checkpoints" / "step-000001"), ())] * 2
     pool.run(2, _save, cfg, [2])

@@ -290,6 +290,27 @@ def test_an_export_may_do_without_the_hashes(base, folder, capsys):
     assert f"file {TENSORS} has {len(content) - 1} of {len(content)} bytes" in capsys.readouterr().err
 
 
+def blank_tensors(path: Path) -> None:
+    (path / TENSORS).write_bytes(bytes((path / TENSORS).stat().st_size))
+    seal(path)
+
+
+@pytest.mark.parametrize("what", ["index", "tensors"])
+def test_verify_opens_what_it_vouches_for(folder, capsys, what):
+    """The hashes agree, as whoever can write the files can write the manifest, and nothing can be read from them."""
+    checkpoint = folder / "run" / "checkpoints" / "step-000001"
+    assert main(["checkpoint", "verify", str(checkpoint)]) == 0
+    capsys.readouterr()
+    if what == "index":
+        (checkpoint / ".metadata").write_bytes(b"junk")
+        seal(checkpoint)
+    else:
+        blank_tensors(checkpoint)
+    assert main(["checkpoint", "verify", str(checkpoint)]) == 1
+    words = "is no index of a checkpoint" if what == "index" else "holds something else where"
+    assert words in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_the_list_and_the_removal_of_strange_checkpoints_go_on(folder, capsys, attack):
     checkpoint = folder / "run" / "checkpoints" / "step-000001"

@@ -15,6 +15,13 @@ from moefold.cli.main import main
         (["dispatch", "--ranks", "0"], "--ranks 0 must be at least 1"),
         (["dispatch", "--hidden", "100"], "--hidden 100 must be a multiple of 64"),
         (["plot", "nowhere.json", "x.png"], "nowhere.json: No such file"),
+        (["--tokens", "-5"], "--tokens -5 must be at least 1; leave it out for 2048"),
+        (["--experts", "-1"], "--experts -1 must be at least"),
+        (["--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written: No such file"),
+        (["--plot", "/nonexistent/x.png"], "--plot /nonexistent/x.png cannot be written: No such file"),
+        (["ranks", "--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written"),
+        (["scaling", "--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written"),
+        (["dispatch", "--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written"),
         (["plot", "pyproject.toml", "x.png"], "pyproject.toml is no JSON"),
     ],
 )

@@ -1,5 +1,6 @@
 """`moefold eval`: what it refuses, at once and without torch; what it prints is in tests/e2e."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,7 @@ WRONG = {
     "{f}/run --tokens {f}/ids.npy --seq-len 8 model.top_k=1": "model.top_k cannot be set here",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/out.txt": "must end in .npy",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/no/out.npy": "the folder '{f}/no' does not exist",
+    "{f}/run --text {f}/text.txt --seq-len 8 --logits {f}/ids.npy": "ids.npy exists already; add --force to replace it",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/o.npy --keep-tail": "leave one out",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/folder.npy": "--logits '{f}/folder.npy' is a folder",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/empty/../ids.npy": "is the file that is read",
@@ -70,7 +72,7 @@ def test_logits_that_the_disk_has_no_room_for_are_refused(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", ["--seq-len 8", "--tokens a.npy", "--tokens a.npy --text b --seq-len 8", "--tokens a.npy --seq-len x"]
+    "words", ["--seq-len 8", "", "--tokens a.npy --text b --seq-len 8", "--tokens a.npy --seq-len x"]
 )
 def test_words_that_lack_or_contradict(folder, capsys, words):
     assert main(["eval", str(folder / "run"), *words.split()]) == 2
@@ -97,3 +99,41 @@ def test_a_wrong_word_is_answered_without_torch(folder, words):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("moefold: error: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "said"), [(48, "--seq-len 48: train.seq_len of the run\n"), (4096, "--seq-len 4096:")]
+)
+def test_the_length_of_the_run_is_taken_where_none_is_given(tmp_path, capsys, seq_len, said):
+    described_run(tmp_path / "run", train={"seq_len": seq_len})
+    np.save(tmp_path / "ids.npy", np.zeros(8, dtype=np.int64))
+    assert main(["eval", str(tmp_path / "run"), "--tokens", str(tmp_path / "ids.npy")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(said)
+    assert f"less than one sequence of --seq-len {seq_len}" in err
+
+
+@pytest.mark.parametrize(("positions", "seq_len"), [(512, 512), (131072, 2048)])
+def test_the_length_of_a_folder_is_bounded_and_said(tmp_path, capsys, positions, seq_len):
+    keys = {"model_type": "mixtral", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    keys |= {"num_hidden_layers": 1, "intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    keys |= {"vocab_size": 64, "max_position_embeddings": positions}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    np.save(tmp_path / "ids.npy", np.zeros(8, dtype=np.int64))
+    assert main(["eval", str(tmp_path), "--tokens", str(tmp_path / "ids.npy")]) == 2
+    said = f"--seq-len {seq_len}: what the model takes, {positions}, up to 2048\n"
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "bench"])
+def test_a_device_that_is_not_there_is_answered_with_the_option(folder, capsys, monkeypatch, command):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    words = {
+        "eval": [f"{folder}/run", "--tokens", f"{folder}/ids.npy", "--seq-len", "8"],
+        "generate": [f"{folder}/run", "x"],
+    }
+    assert main([command, *words.get(command, []), "--device", "cuda"]) == 2
+    err = capsys.readouterr().err
+    assert "run.device" not in err
+    assert "set --device 'cpu'" in err

@@ -143,3 +143,56 @@ def test_a_pipe_gets_plain_text(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert "experts of layer 1 over time" in done.stdout
+
+
+HEADER = '{"format": "moefold-expert-counts-1", "layers": %s, "num_experts": %s}\n'
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "records"),
+    [
+        ("[0]", "0", b""),
+        ("[0]", "-4", bytes(64)),
+        ("[-1]", "4", bytes(64)),
+        ("[]", "4", bytes(64)),
+        ("[0]", "1099511627776", bytes(64)),
+        ("[0]", "2", bytes(32)),
+        ("[0]", "2", b"\xff" * 16),
+    ],
+)
+def test_crafted_counts_are_one_message(tmp_path, capsys, layers, experts, records):
+    (tmp_path / "expert_counts.bin").write_bytes((HEADER % (layers, experts)).encode() + records)
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ['{"step": 1, "expert_load": 3}'],
+        ['{"step": 1, "expert_load": [1]}', '{"step": 2, "expert_load": [1, 2]}'],
+        ['{"step": 1e400, "expert_load": [1]}'],
+        ['{"step": 99999999999999999999, "expert_load": [1]}'],
+        ["[" * 10_000],
+    ],
+)
+def test_crafted_metrics_are_one_message(tmp_path, capsys, lines):
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_values_of_other_types_count_as_unknown(tmp_path, capsys):
+    odd = '{"step": 1, "expert_load": [1.5, "x", 1%s], "moe_layers": [3], "dropped_fraction": {}}' % ("0" * 400)
+    (tmp_path / "metrics.jsonl").write_text(odd + "\n")
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "3 MoE layers" in " ".join(capsys.readouterr().out.split())
+
+
+def test_steps_without_any_copy_have_even_shares_of_nothing(tmp_path, capsys, recwarn):
+    with ExpertCountsWriter(tmp_path, [0], 2) as writer:
+        writer.write(1, np.zeros((1, 2)))
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    (layer,) = json.loads(capsys.readouterr().out)["layers"]
+    assert (layer["load_cv"], layer["share"]) == (0.0, [0.0, 0.0])
+    assert not recwarn.list

@@ -8,11 +8,13 @@ from matplotlib.image import imread
 
 from moefold.cli.layout_picture import save_picture
 from moefold.cli.layout_stages import compact_count
+from moefold.cli.layout_unfolded import change_words, unfolded_experts
 from moefold.config.schema import Config, ModelConfig, ParallelConfig
 from moefold.errors import ConfigError
 from moefold.parallel.layout import View, fold
 from moefold.parallel.stage_balance import stage_load
 from moefold.parallel.stage_plan import plan_stages
+from moefold.plan.views_chart import DrawnView
 
 SVG = "{http://www.w3.org/2000/svg}"
 FOLDINGS = [
@@ -53,7 +55,9 @@ def check_view(view: View, cards) -> None:
         assert place == {axis: view.coordinate(rank, axis) for axis in cut}
     for axis in cut:
         for (a, _, colour_a), (b, _, colour_b) in combinations(cards, 2):
-            assert (colour_a[axis] == colour_b[axis]) == (b in view.group(a, axis))
+            # Stages have one colour each; other groups one of their own.
+            alike = view.coordinate(a, axis) == view.coordinate(b, axis) if axis == "pp" else b in view.group(a, axis)
+            assert (colour_a[axis] == colour_b[axis]) == alike
 
 
 @pytest.mark.parametrize(("gpus_per_node", "degrees"), FOLDINGS)
@@ -62,9 +66,65 @@ def test_every_card_tells_the_place_and_the_colour_tells_the_group(tmp_path, gpu
     tree = draw(tmp_path, layout, gpus_per_node)
     cards = cards_of(tree, layout)
     check_view(layout.attention, cards[: layout.world_size])
-    check_view(layout.moe, cards[layout.world_size :])
+    check_view(layout.moe, cards[layout.world_size : 2 * layout.world_size])
+    unfolded = unfolded_experts(layout)
+    assert (unfolded is None) == (layout.attention.axes[0] != "pp" or "order" in degrees)
+    if unfolded is not None:
+        check_unfolded(unfolded, cards[2 * layout.world_size :])
     nodes = [element.text for element in tree.iter(f"{SVG}text") if (element.text or "").startswith("node ")]
-    assert nodes == 2 * [f"node {i}" for i in range(-(-layout.world_size // gpus_per_node))]
+    assert nodes == (2 + (unfolded is not None)) * [f"node {i}" for i in range(-(-layout.world_size // gpus_per_node))]
+
+
+def check_unfolded(view: DrawnView, cards) -> None:
+    for axis in view.spans:
+        groups = view.group_indices(axis)
+        for (a, place, colour_a), (b, _, colour_b) in combinations(cards, 2):
+            if view.degree(axis) > 1 and axis != "pp":
+                assert place[axis] == view.coordinate(a, axis)
+                assert (colour_a[axis] == colour_b[axis]) == (groups[a] == groups[b])
+
+
+def test_without_folding_ep_lies_within_dp_and_etp_is_tp():
+    layout = fold(world_size=64, tp=2, cp=2, pp=2, ep=8)
+    view = unfolded_experts(layout)
+    assert {axis: view.degree(axis) for axis in view.spans} == {"pp": 2, "edp": 2, "ep": 8, "etp": 2}
+    # Neighbours of ep are tp*cp ranks apart, as dp neighbours are.
+    group = view.group_indices("ep")
+    assert [rank for rank in range(64) if group[rank] == group[0]] == list(range(0, 32, 4))
+    assert change_words(layout, view, 8) == [
+        "experts whole (in 2 pieces with etp = tp)",
+        "an ep group on 1 node (4 without)",
+        "1/8 of a layer's expert weights on a rank (1/16 without)",
+    ]
+    small = fold(world_size=8, tp=2, cp=2, pp=2, ep=4)
+    assert change_words(small, unfolded_experts(small), 8) == [
+        "ep is 4 (dp 1 allows only 1)",
+        "experts whole (in 2 pieces with etp = tp)",
+        "an ep group on 1 node",
+        "1/4 of a layer's expert weights on a rank (1/2 without)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"world_size": 8},
+        {"world_size": 8, "tp": 2, "ep": 4, "etp": 2},
+        {"world_size": 12, "tp": 3, "pp": 2, "ep": 2, "etp": 3, "order": "pp-tp-cp-dp"},
+    ],
+)
+def test_where_folding_changes_nothing_there_are_two_views(degrees):
+    assert unfolded_experts(fold(**degrees)) is None
+
+
+def test_title_and_change_stand_above_the_views(tmp_path):
+    cfg = Config(model=ModelConfig(preset="tiny"), parallel=ParallelConfig(world_size=8, tp=2, cp=2, pp=2, ep=4))
+    tree = draw(tmp_path, fold(world_size=8, tp=2, cp=2, pp=2, ep=4), 8, None, cfg)
+    texts = [element.text for element in tree.iter(f"{SVG}text")]
+    assert texts[0] == "tiny on 8 ranks, 1 node"
+    first = texts.index("attention")
+    assert " ".join(texts[1:first]).startswith("What folding changes: ep is 4 (dp 1 allows only 1); experts whole")
+    assert {"experts, folded", "experts without folding"} <= set(texts)
 
 
 def test_one_rank_has_nothing_to_colour(tmp_path):

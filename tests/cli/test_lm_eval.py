@@ -1,4 +1,4 @@
-"""`moefold lm_eval`: what it refuses before lm-eval is imported; tasks run in tests/inference/test_lm_eval.py."""
+"""`moefold lm-eval`: what it refuses before lm-eval is imported; tasks run in tests/inference/test_lm_eval.py."""
 
 import importlib.util
 
@@ -67,7 +67,7 @@ def test_arguments_that_are_wrong(given, message):
 )
 def test_a_wrong_word_is_one_message(tmp_path, capsys, words, message):
     described_run(tmp_path)
-    assert main(["lm_eval", *words.format(run=tmp_path).split()]) == 2
+    assert main(["lm-eval", *words.format(run=tmp_path).split()]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err

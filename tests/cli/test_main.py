@@ -74,6 +74,12 @@ def test_every_command_has_help(capsys, name):
     assert capsys.readouterr().out.startswith(f"usage: moefold {name}")
 
 
+@pytest.mark.parametrize(("given", "name"), [("lm_eval", "lm-eval"), ("plan_accuracy", "plan-accuracy")])
+def test_a_command_is_known_with_underscores_too(capsys, given, name):
+    assert main([given, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: moefold {name}")
+
+
 def test_a_command_gets_its_words_and_gives_its_status(capsys):
     assert main(["layout", "world_size=2", "tp=2", "--json"]) == 0
     assert '"tp": [[0, 1]]' in capsys.readouterr().out

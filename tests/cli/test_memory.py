@@ -1,10 +1,19 @@
 """`moefold memory` from the command line."""
 
 import json
+import re
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from moefold.cli.main import main
+from moefold.cli.memory_table import print_parts, rank_load
+from moefold.config.load import load_config
+from moefold.metrics.kept_parts import KERNELS
+from moefold.metrics.memory_formula import memory_of_ranks
+from moefold.parallel.layout import fold
+from moefold.train.measured_memory import MeasuredMemory
 
 SMALL = ["model.num_layers=2", "train.seq_len=64", "train.micro_batch_size=1", "train.global_batch_size=8"]
 RECIPE = "recipes/quickstart.toml"
@@ -56,15 +65,59 @@ def test_dry_leaves_out_moments_that_are_outside_and_writes_nothing(capsys, tmp_
 @pytest.mark.parity
 def test_measured_with_offload_what_is_outside_is_in_no_part(capsys, tmp_path):
     words = [*TWO, "train.offload_optimizer=ssd", f"train.offload_dir={tmp_path}", *SSD, "train.offload_waits=true"]
-    plain = _json(capsys, *TWO)["ranks"][0]
+    ranks = [MeasuredMemory(**rank) for rank in _json(capsys, *TWO)["ranks"]]
+    _check_loads(ranks)
+    plain = asdict(ranks[0])
     found = _json(capsys, *words, 'train.offload=["layer"]')["ranks"][0]
     assert found["after"]["optimizer"] < 0.1 * plain["after"]["optimizer"]
     assert found["activations"] < plain["activations"]
     assert "postponed gradients" not in found["peak"]
     assert main(["memory", RECIPE, *SMALL, *words[:-1], 'train.offload=["layer"]']) == 0
     out = capsys.readouterr().out
-    assert "by formula if nothing were offloaded" in out
+    assert "by formula, if nothing were offloaded" in out
+    assert re.search(r"rank +measured +formula +off by +rows +with rows +off by", out)
+    assert "a rank keeps activations for the rows" in out
     assert "train.offload_waits=true waits for it" in out
+
+
+def _check_loads(ranks: list[MeasuredMemory]) -> None:
+    """The rows of each rank, by the router's choices, explain what the ranks keep more or less than the formula."""
+    cfg = load_config(Path(RECIPE), [*SMALL, *TWO])
+    layout = fold(world_size=2, ep=2)
+    loads = [rank_load(layout, ranks, rank) for rank in range(2)]
+    copies = [rank.routed for rank in ranks]
+    # Micro-batches of one sample, four of them a rank, each token twice in each of two layers.
+    assert [sum(routed) for routed in copies] == [4 * 64 * 2 * 2] * 2
+    half = len(copies[0]) // 2
+    assert loads[0] == sum(sum(routed[:half]) for routed in copies) / (4 * 64 * 2 * 2)
+    assert sum(loads) == pytest.approx(2)
+    for rank, load in zip(ranks, loads, strict=True):
+        formula = memory_of_ranks(cfg, kernels=KERNELS["cpu"], imbalance=load)[0].activations.total
+        assert rank.activations == pytest.approx(formula, rel=0.15)
+
+
+def test_rows_of_an_expert_reach_every_etp_rank():
+    layout = fold(world_size=4, ep=2, etp=2)
+    # Ranks 0 and 1 hold the first two experts, each a half of them.
+    routed = [[3, 1, 0, 0], [1, 1, 1, 1], [2, 2, 0, 0], [4, 0, 0, 0]]
+    ranks = [MeasuredMemory(i, 0, 0, {}, 0, {}, 0, {}, counts) for i, counts in enumerate(routed)]
+    assert [rank_load(layout, ranks, rank) for rank in range(4)] == [14 * 2 / 16, 14 * 2 / 16, 2 * 2 / 16, 2 * 2 / 16]
+    dense = [MeasuredMemory(0, 0, 0, {}, 0, {}, 0, {}, [])]
+    assert rank_load(fold(world_size=1), dense, 0) is None
+
+
+def test_all_ranks_are_shown_in_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    print_parts({rank: {"weights": 2**30 * (rank + 1)} for rank in range(12)}, "a title")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    assert [word for line in lines if line.startswith("part") for word in re.findall(r"rank \d+", line)] == [
+        f"rank {rank}" for rank in range(12)
+    ]
+    assert [word for line in lines if line.startswith("weights") for word in re.findall(r"\d+ GiB", line)] == [
+        f"{rank + 1} GiB" for rank in range(12)
+    ]
 
 
 @pytest.mark.parametrize(

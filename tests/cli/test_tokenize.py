@@ -43,3 +43,28 @@ def test_user_errors(
     Path("empty.txt").touch()
     assert main(["tokenize", "--tokenizer", "bytes", "--out", "out", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_binary_files_of_a_folder_are_left_out_by_name_and_a_named_one_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("abc")
+    (tmp_path / "in" / "lib.so").write_bytes(b"\x7fELF\0\0")
+    words = ["--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--processes", "1"]
+    assert main(["tokenize", str(tmp_path / "in"), *words]) == 0
+    assert "1 documents, 4 tokens" in capsys.readouterr().out
+    assert f"left out {tmp_path / 'in' / 'lib.so'}, which is not text" in caplog.text
+    words[1] = str(tmp_path / "other")
+    assert main(["tokenize", str(tmp_path / "in" / "lib.so"), *words]) == 2
+    err = capsys.readouterr().err
+    assert "lib.so is not text" in err
+    assert "data.path" not in err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_that_was_there_stays_when_nothing_comes_of_it(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "out").mkdir()
+    assert main(["tokenize", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
+    assert (tmp_path / "out").is_dir()

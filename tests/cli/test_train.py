@@ -71,7 +71,12 @@ def test_a_recipe_must_be_named(capsys):
 def test_a_finished_run_has_nothing_to_do(recipe, tmp_path, capsys):
     path = write_checkpoint(tmp_path / "run", 10)
     assert main(["train", recipe, *SMALL, f"run.dir={tmp_path}/run", "run.steps=10"]) == 0
-    assert capsys.readouterr().out == f"{path} has all 10 steps of run.steps; nothing to do\n"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{path} has all 10 steps of run.steps; nothing to do",
+        f"next: moefold checkpoint show {tmp_path}/run",
+        "or train on: the same command with run.steps=20",
+        "or start anew: the same command with run.dir=ANOTHER_FOLDER",
+    ]
 
 
 def test_a_finished_run_whose_checkpoint_is_damaged_is_not_finished(recipe, tmp_path, monkeypatch):
@@ -80,7 +85,7 @@ def test_a_finished_run_whose_checkpoint_is_damaged_is_not_finished(recipe, tmp_
     write_manifest(path, {name: record_file(path / name) for name in (META_FILE, "__0_0.distcp")})
     (path / "__0_0.distcp").write_bytes(b"weighty")
     started = []
-    monkeypatch.setattr(train, "_train", lambda cfg, place, resume: started.append(cfg) or 0)
+    monkeypatch.setattr(train, "_train", lambda *words: started.append(words) or 0)
     words = [recipe, *SMALL, f"run.dir={tmp_path}/run", "run.steps=10"]
     assert main(["train", *words]) == 0
     assert len(started) == 1

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import main
-from moefold.cli.verify import verify
+from moefold.cli.verify import RunMapping, verify
 from moefold.config.schema import Config
 from moefold.verify.mapping import MappingRecord, run_mapping
+from moefold.work_progress import Say
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
@@ -22,8 +23,8 @@ Change = Callable[[MappingRecord], MappingRecord]
 def runner(pool):
     """Ranks that compute the right thing, and then something happens to the record of the first."""
 
-    def make(change: Change) -> Callable[[Config, int], Sequence[MappingRecord]]:
-        def run(cfg: Config, steps: int) -> Sequence[MappingRecord]:
+    def make(change: Change) -> RunMapping:
+        def run(cfg: Config, steps: int, say: Say) -> Sequence[MappingRecord]:
             first, *others = pool.run(cfg.parallel.world_size, run_mapping, cfg, steps)
             return [change(first), *others]
 

@@ -50,9 +50,9 @@ def test_the_quickstart_runs_on_one_rank_too():
 @pytest.mark.parametrize(
     ("overrides", "dp", "edp", "num_micro_batches"),
     [
-        ([], 8, 2, 32),
-        (["parallel.world_size=128"], 16, 4, 16),
-        (["train.seq_len=16384", "parallel.cp=4"], 2, 2, 128),
+        ([], 8, 2, 16),
+        (["parallel.world_size=128"], 16, 4, 8),
+        (["train.seq_len=16384", "parallel.cp=4"], 2, 2, 64),
     ],
 )
 def test_the_variants_that_the_mixtral_recipe_speaks_of_are_legal(overrides, dp, edp, num_micro_batches):

@@ -5,6 +5,8 @@ from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
+UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
+
 # One setting for each idle key, with what would give it an effect.
 CASES = [
     ("model.num_experts=4", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
@@ -108,14 +110,18 @@ CASES = [
     ("data.document_end=2", ["data.kind=sft"], ["data.kind=text"]),
     ("data.chat_template=t.jinja", [], ["data.kind=sft"]),
     ("data.overlong=refuse", ["data.kind=text"], ["data.kind=sft"]),
-    ("checkpoint.keep=2", [], ["checkpoint.every=10"]),
-    ("checkpoint.async_save=true", [], ["checkpoint.every=10"]),
-    ("checkpoint.keep_every=20", [], ["checkpoint.every=10", "checkpoint.keep=2"]),
+    ("checkpoint.keep=2", UNSAVED, ["checkpoint.every=0"]),
+    ("checkpoint.async_save=true", UNSAVED, ["checkpoint.at_end=false"]),
+    ("checkpoint.keep_every=20", ["checkpoint.keep=0"], ["checkpoint.keep=2"]),
+    *((f"metrics.wandb_{key}=x", [], ["metrics.wandb=true"]) for key in ("project", "entity", "name", "group")),
+    ("metrics.wandb_tags=['x']", [], ["metrics.wandb=true"]),
+    ("metrics.per_layer=true", [], ["metrics.tensorboard=true"]),
+    ("metrics.per_layer=true", ["metrics.wandb=true", "model.layer_pattern=D"], ["metrics.wandb=true"]),
     ("faults.spike_factor=5", ["faults.spike=ignore"], ["faults.spike=skip"]),
     ("faults.spike_window=5", ["faults.spike=ignore"], ["faults.spike=skip"]),
     ("faults.replica_check_every=5", [], ["parallel.world_size=2"]),
-    ("faults.replica_check_every=101", ["parallel.world_size=2"], ["parallel.world_size=2", "run.steps=101"]),
-    ("faults.replica_check_every=102", ["parallel.world_size=2"], ["parallel.world_size=2", "checkpoint.every=10"]),
+    ("faults.replica_check_every=101", [*UNSAVED, "parallel.world_size=2"], ["parallel.world_size=2", "run.steps=101"]),
+    ("faults.replica_check_every=102", [*UNSAVED, "parallel.world_size=2"], ["parallel.world_size=2"]),
     ("faults.spike_window=100", [], ["run.steps=101"]),
     ("faults.straggler_factor=2", [], ["parallel.world_size=2"]),
     ("faults.straggler_factor=3", [f"parallel.{key}=2" for key in ("world_size", "pp")], ["parallel.world_size=2"]),

@@ -7,13 +7,13 @@ from moefold.errors import ConfigError
 CASES = [
     (
         ["faults.nonfinite=rollback"],
-        "faults.nonfinite='rollback' needs checkpoints to go back to, and checkpoint.every=0 saves none; "
-        "set checkpoint.every, or faults.nonfinite='skip'",
+        "faults.nonfinite='rollback' needs checkpoints to go back to, and checkpoint.every=500 saves none before "
+        "the end of the run, run.steps=100; set checkpoint.every below 100, or faults.nonfinite='skip'",
     ),
     (
         ["faults.spike=rollback"],
-        "faults.spike='rollback' needs checkpoints to go back to, and checkpoint.every=0 saves none; "
-        "set checkpoint.every, or faults.spike='skip'",
+        "faults.spike='rollback' needs checkpoints to go back to, and checkpoint.every=500 saves none before "
+        "the end of the run, run.steps=100; set checkpoint.every below 100, or faults.spike='skip'",
     ),
 ]
 

@@ -58,9 +58,10 @@ def test_a_folder_without_permission_is_refused(tmp_path):
 def test_the_checkpoint_folder_is_tried_when_something_is_saved_there(tmp_path):
     (tmp_path / "file").write_text("")
     words = [f"run.dir={tmp_path}", f"checkpoint.dir={tmp_path / 'file'}"]
-    check_writable(config(*words))
-    with pytest.raises(ConfigError, match=r"checkpoint\.dir=.*file' is a file"):
-        check_writable(config(*words, "checkpoint.every=5"))
+    check_writable(config(*words, "checkpoint.every=0", "checkpoint.at_end=false"))
+    for word in ("checkpoint.every=0", "checkpoint.at_end=false"):
+        with pytest.raises(ConfigError, match=r"checkpoint\.dir=.*file' is a file"):
+            check_writable(config(*words, word))
 
 
 def test_auto_and_never_name_no_checkpoint():

@@ -12,7 +12,7 @@ from moefold.errors import ConfigError
 CASES = [
     ("run.dir=''", "run.dir='' must name a folder"),
     ("run.seed=-1", "run.seed=-1 must be at least 0 and below 2**63"),
-    ("run.seed=9223372036854775808", "must be at least 0 and below 2**63"),
+    ("run.seed=9223372036854775808", "must be at most 9223372036854775807"),
     ("run.steps=0", "run.steps=0 must be at least 1"),
     ("model.num_layers=0", "must be at least 1"),
     ("model.hidden_size=-4", "must be at least 1"),
@@ -107,6 +107,9 @@ CASES = [
     ("train.offload_limit_gib=-1", "must be at least 0 (0: no limit)"),
     ("train.memory_budget_gib=-1", "must be at least 0 (0: the device's)"),
     ("metrics.peak_tflops=-1", "must be at least 0 (0: look the device up)"),
+    ("metrics.wandb_project='team/x'", "must have at most 128 characters, and none of / \\ # ? % :"),
+    ("metrics.wandb_tags=['']", "must be a list of tags of 1 to 64 characters"),
+    (f"metrics.wandb_tags=['{'x' * 65}']", "must be a list of tags of 1 to 64 characters"),
 ]
 
 

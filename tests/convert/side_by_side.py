@@ -80,7 +80,7 @@ def recipe(start: Path, model_folder: Path, **parallel: Any) -> Config:
             clip_grad=1.0,
         ),
         data=DataConfig(kind="synthetic"),
-        checkpoint=CheckpointConfig(init_from=str(start)),
+        checkpoint=CheckpointConfig(init_from=str(start), every=0, at_end=False),
     )
 
 

@@ -289,7 +289,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a number that cannot be": (
         lambda f: _edit_config(f, num_nextn_predict_layers=-1),
-        "num_nextn_predict_layers=-1, which should be 0 to 100000",
+        "num_nextn_predict_layers=-1, which should be 0 to 10000",
     ),
     "no number": (
         lambda f: _edit_config(f, num_nextn_predict_layers="1"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.data.cache import cache_key, cached_tokens, default_cache_dir, is_complete
+from moefold.data.cache import cache_folders, cache_key, cached_tokens, default_cache_dir, is_complete
 from moefold.data.document import text_corpus
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from moefold.errors import ConfigError
@@ -216,6 +216,14 @@ def test_no_folder_at_all_is_an_error(text_folder: Path, temporary_folder: Path,
         pytest.raises(ConfigError, match=r"no folder .* can be written .*XDG_CACHE_HOME"),
     ):
         make(text_folder, text_folder / "a.txt" / "cache")
+
+
+@pytest.mark.parametrize(
+    "make_it", [lambda path: path.mkdir(mode=0o700) or path.chmod(0o770), lambda path: path.symlink_to("/")]
+)
+def test_a_temporary_folder_that_is_not_this_users_alone_is_not_used(temporary_folder: Path, tmp_path: Path, make_it):
+    make_it(temporary_folder / f"moefold-{os.getuid()}")
+    assert cache_folders(tmp_path) == (tmp_path,)
 
 
 def test_default_folder_follows_the_desktop_standard(monkeypatch: pytest.MonkeyPatch):

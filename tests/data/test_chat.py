@@ -5,6 +5,7 @@ import pytest
 
 from moefold.config.schema import DataConfig
 from moefold.data.chat import BYTES_TEMPLATE, ChatTemplate, load_chat_template
+from moefold.data.template_process import TemplateLimits
 from moefold.errors import ConfigError
 
 CHAT = [
@@ -97,12 +98,29 @@ def test_a_template_cannot_leave_its_sandbox(attack: str):
     ("source", "reason"),
     [
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it never ends"),
-        ("{{ 'x' * 2**62 }}", "it needs more memory than there is"),
+        ("{{ 'x' * 2**62 }}", "it needs more memory than it may have"),
+        ("{{ messages[0].content.center(2**31) }}", "it needs more memory than it may have"),
+        ("{% set n = namespace(t='xx') %}{% for i in range(99) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+         "it (needs more memory|takes more than)"),
+        ("{% for i in range(9) %}{{ messages[0].content * 200 }}{% endfor %}", "it writes more than 10,000 characters"),
+        ("{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
+         "it takes more than 0.2 s of processor time"),
     ],
-)
+)  # fmt: skip
 def test_a_template_without_measure_is_one_message(source: str, reason: str):
+    limits = TemplateLimits(cpu_s=0.2, memory_bytes=1 << 28, most_characters=10_000)
+    chat = ChatTemplate("{% if tools %}" + source + "{% endif %}fine", place="here", special_tokens={}, limits=limits)
+    # Those before and after it are rendered: the process is started again where it was ended.
+    answers = iter(chat.render_all([(CHAT, tools, f"f:{i}") for i, tools in enumerate([None, ["t"], None])]))
+    assert next(answers).text == "fine"
     with pytest.raises(ConfigError, match=f"f:1: .*{reason}"):
-        template(source).render(CHAT, None, "f:1")
+        next(answers)
+    assert chat.render(CHAT, None, "f:3").text == "fine"
+
+
+def test_a_template_that_is_worked_out_before_it_is_used_is_bounded_too():
+    with pytest.raises(ConfigError, match=r"is not a Jinja template \(it takes more than 0.2 s of processor time\)"):
+        ChatTemplate("{{ 9 ** (9 ** 9) }}", place="here", special_tokens={}, limits=TemplateLimits(cpu_s=0.2))
 
 
 DATES = {

@@ -33,6 +33,9 @@ def test_good_data_passes(text_folder: Path, tmp_path: Path, make_tokenizer_file
         ({"kind": "text", "path": "{folder}/bare"}, "holds no text file"),
         ({"kind": "text", "path": "{folder}/pictures"}, "holds no text file"),
         ({"kind": "text", "path": "{folder}/pictures/x.png"}, "is not text: it holds zero bytes"),
+        ({"kind": "text", "path": "{folder}/lines/x.jsonl"}, r'x\.jsonl holds JSON lines, .* set data.kind="sft" for'),
+        ({"kind": "text", "path": "{folder}/lines/y.txt"}, r"y\.txt holds JSON lines, .*`moefold tokenize .*y\.txt"),
+        ({"kind": "text", "path": "{folder}/rows"}, "rows holds JSON lines"),
         ({"kind": "text", "path": "{folder}/empty"}, "is empty; name files with text"),
         (
             {"kind": "text", "path": "{folder}/a.txt", "seq_len": 100_000},
@@ -52,10 +55,12 @@ def test_good_data_passes(text_folder: Path, tmp_path: Path, make_tokenizer_file
     ],
 )
 def test_bad_data_is_refused(text_folder: Path, settings: dict[str, object], message: str):
-    for name in ("bare", "pictures", "empty", "tokens"):
+    for name in ("bare", "pictures", "empty", "tokens", "lines", "rows"):
         (text_folder / name).mkdir()
     (text_folder / "pictures" / "x.png").write_bytes(b"\0\0")
     (text_folder / "empty" / "x.txt").touch()
+    for name in ("lines/x.jsonl", "lines/y.txt", "rows/x.jsonl", "rows/y.ndjson"):
+        (text_folder / name).write_text('{"text": "one"}\n{"text": "two"}\n' * 20, encoding="utf-8")
     np.save(text_folder / "tokens" / "x.npy", np.zeros(40, dtype=np.int32))
     filled = {
         key: value.format(folder=text_folder) if isinstance(value, str) else value for key, value in settings.items()
@@ -83,3 +88,13 @@ def test_check_imports_nothing_heavy():
     )
     result = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["{ braces }\nand more text\n", "[1, 2]\nand more text\n", '{\n  "a": 1\n}\n  and more']
+)
+def test_text_that_begins_with_a_brace_is_text(tmp_path: Path, text: str):
+    (tmp_path / "x.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "x.jsonl").write_text('{"text": "beside text"}\n', encoding="utf-8")
+    check(kind="text", path=str(tmp_path / "x.txt"))
+    check(kind="text", path=str(tmp_path))

@@ -19,6 +19,32 @@ def test_both_forms():
 
 
 @pytest.mark.parametrize(
+    ("fields", "turns"),
+    [
+        ({"instruction": "hi", "output": "ho"}, [("user", "hi"), ("assistant", "ho")]),
+        ({"instruction": "hi", "input": "", "output": "ho"}, [("user", "hi"), ("assistant", "ho")]),
+        ({"instruction": "hi", "input": "you", "output": "ho"}, [("user", "hi\n\nyou"), ("assistant", "ho")]),
+        (
+            {"system": "s", "instruction": "hi", "output": "ho"},
+            [("system", "s"), ("user", "hi"), ("assistant", "ho")],
+        ),
+        ({"instruction": "x", "prompt": "hi", "response": "ho"}, [("user", "hi"), ("assistant", "ho")]),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}], "id": 1},
+            [("user", "hi"), ("assistant", "ho")],
+        ),
+        (
+            {"system": "s", "conversations": [{"from": "human", "value": "hi"}]},
+            [("system", "s"), ("user", "hi")],
+        ),
+        ({"conversations": [{"role": "user", "content": "hi"}]}, [("user", "hi")]),
+    ],
+)
+def test_rows_of_alpaca_and_sharegpt(fields, turns):
+    assert [(message["role"], message["content"]) for message in read(fields).messages] == turns
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"messages": [{"content": "hi"}]}, "message 1 has no role"),
@@ -36,6 +62,16 @@ def test_both_forms():
         ({"message": []}, "'message' has another name"),
         ({"prompt": "hi", "responce": "x"}, "did you mean 'responce'"),
         ({"a": 1}, "is no conversation"),
+        ({"conversations": []}, "at least one turn"),
+        ({"conversations": ["hi"]}, "turn 1 must be an object"),
+        (
+            {"conversations": [{"from": "alien", "value": "a"}]},
+            "turn 1 has \"from\": 'alien'; it must be one of system",
+        ),
+        ({"conversations": [{"from": "gpt"}]}, "turn 1: no column 'value'"),
+        ({"conversations": [{"from": "gpt", "value": 3}]}, "turn 1: column 'value' holds a number"),
+        ({"instruction": "a"}, "no column 'output'"),
+        ({"instruction": "a", "input": ["b"], "output": "c"}, "column 'input' holds a list"),
     ],
 )
 def test_what_is_no_conversation(fields: dict, words: str):

@@ -63,3 +63,35 @@ def test_an_empty_path_is_refused(path: str | tuple[str, ...]):
 def test_a_path_named_twice_is_refused(text_folder: Path):
     with pytest.raises(ConfigError, match="a.txt twice"):
         data_paths((str(text_folder / "a.txt"), str(text_folder / "inner" / ".." / "a.txt")), "text")
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "command"),
+    [
+        ("--tokenizer", "gpt2", "hf download gpt2 --local-dir gpt2"),
+        ("data.tokenizer", "Qwen/Qwen3-8B", "hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"),
+        ("data.path", "allenai/c4", "hf download allenai/c4 --repo-type dataset --local-dir c4"),
+        (
+            "MODEL",
+            "mistralai/Mixtral-8x7B-v0.1",
+            "hf download mistralai/Mixtral-8x7B-v0.1 --local-dir Mixtral-8x7B-v0.1",
+        ),
+    ],
+)
+def test_a_name_on_the_hub_is_answered_with_the_command_that_fetches_it(tmp_path, monkeypatch, key, name, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".git").mkdir()
+    with pytest.raises(ConfigError) as raised:
+        existing_path(key, name)
+    assert f"`{command}`" in str(raised.value)
+    assert "did you mean" not in str(raised.value)
+
+
+def test_hidden_and_far_names_are_not_suggested(tmp_path):
+    for name in (".git", ".gpt", "lmres"):
+        (tmp_path / name).mkdir()
+    for missing in ("gpt", "recipes", "git"):
+        with pytest.raises(ConfigError, match="holds no similar name"):
+            existing_path("k", str(tmp_path / missing))
+    with pytest.raises(ConfigError, match=r"did you mean '.*/\.git'"):
+        existing_path("k", str(tmp_path / ".giit"))

@@ -23,8 +23,10 @@ SMALL = (
     "run.steps=20",
     "run.dtype=float32",
     "run.device=cpu",
+    "checkpoint.every=0",
+    "checkpoint.at_end=false",
 )
-"""Overrides that make a run of any mapping take seconds."""
+"""Overrides that make a run of any mapping take seconds, and save nothing."""
 
 FOLDED = ("parallel.world_size=8", "parallel.tp=2", "parallel.cp=2", "parallel.pp=2", "parallel.ep=4")
 """Eight ranks: attention as tp2 x cp2 x pp2, experts as ep4 x etp1 x pp2."""
@@ -56,10 +58,15 @@ def fresh(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[
 
 
 def small(run_dir: Path, *words: str) -> list[str]:
-    """The words of a small run: an empty recipe and overrides, of which the last of a key counts."""
+    """The words of a small run: an empty recipe and overrides, of which the last of a key counts.
+
+    It saves where `words` set checkpoint.every, and then at its end too.
+    """
     recipe = run_dir.parent / "empty.toml"
     recipe.touch()
-    overrides = dict(word.split("=", 1) for word in (*SMALL, f"run.dir={run_dir}", *words))
+    saves = any(word.startswith("checkpoint.every=") for word in words)
+    small = [word for word in SMALL if not (saves and word.startswith("checkpoint."))]
+    overrides = dict(word.split("=", 1) for word in (*small, f"run.dir={run_dir}", *words))
     return ["train", str(recipe), *(f"{key}={value}" for key, value in overrides.items())]
 
 

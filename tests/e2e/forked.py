@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
@@ -42,8 +43,53 @@ def run_forked(
     return subprocess.CompletedProcess(list(words), process.exitcode, output, errors)
 
 
+def interrupt_forked(
+    words: Sequence[str],
+    is_up: Callable[[int], bool],
+    number: signal.Signals,
+    cwd: Path,
+    environment: Mapping[str, str],
+) -> tuple[subprocess.CompletedProcess[str], int]:
+    """Start the command line, send its session a signal once it is up, and wait for its end.
+
+    Args:
+        words: after `moefold`.
+        is_up: given its process id, says whether it is time.
+        number: the signal.
+        cwd: where it runs.
+        environment: of it.
+
+    Returns:
+        How it ended, and its session, which is the process id too.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with TemporaryDirectory() as folder:
+        printed = [Path(folder) / name for name in ("stdout", "stderr")]
+        process = context.Process(target=_command, args=(words, printed, cwd, dict(environment)))
+        process.start()
+        deadline = time.monotonic() + 200
+        try:
+            while not is_up(process.pid):
+                assert process.is_alive(), printed[1].read_text()
+                assert time.monotonic() < deadline, printed[1].read_text()
+                time.sleep(0.02)
+            os.killpg(process.pid, number)
+            process.join(100)
+            assert process.exitcode is not None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+        output, errors = (path.read_text() if path.exists() else "" for path in printed)
+    return subprocess.CompletedProcess(list(words), process.exitcode, output, errors), process.pid
+
+
 def _command(words: Sequence[str], printed: Sequence[Path], cwd: Path, environment: Mapping[str, str]) -> None:
     os.setsid()
+    # A shell's background job ignores Ctrl-C, and so would all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)

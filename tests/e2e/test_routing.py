@@ -52,14 +52,17 @@ def test_the_counts_are_those_of_the_trace(whole):
             np.testing.assert_array_equal(counts.counts[i, j], np.bincount(choices.ravel(), minlength=8))
 
 
-def test_a_new_start_leaves_nothing_of_an_old_one(tmp_path):
+def test_a_new_start_has_nothing_of_an_old_one_which_stays(tmp_path):
     run_dir = tmp_path / "run"
     train(run_dir, *TRACED, "run.steps=3")
+    before = _routing(run_dir)
     train(run_dir, "run.steps=2", "metrics.expert_counts_every=2")
-    assert list(_routing(run_dir)) == ["trace.json"]
-    counts = read_expert_counts(run_dir)
-    assert counts is not None
-    assert counts.steps.tolist() == [2]
+    assert not (tmp_path / "run-2" / "routing").exists()
+    for path, steps in ((run_dir, [1, 2, 3]), (tmp_path / "run-2", [2])):
+        counts = read_expert_counts(path)
+        assert counts is not None
+        assert counts.steps.tolist() == steps
+    assert _routing(run_dir) == before
 
 
 def test_replay_of_other_weights_under_another_mapping(tmp_path, whole):

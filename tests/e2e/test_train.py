@@ -1,6 +1,7 @@
 """`moefold train` from the command line: the same losses under every mapping, and the files that a run leaves."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -50,22 +51,46 @@ def test_two_deterministic_runs_are_bit_equal(eight_ranks, tmp_path):
 
 def test_finished_run_says_so(one_rank):
     done = train(one_rank, "checkpoint.every=20")
-    assert done.stdout.endswith("step-000020 has all 20 steps of run.steps; nothing to do\n")
+    assert "step-000020 has all 20 steps of run.steps; nothing to do\n" in done.stdout
     assert len(losses(one_rank)) == 20
 
 
-def test_checkpoint_of_another_model_is_refused(one_rank):
-    refused = moefold(*small(one_rank, "run.steps=30", "model.num_layers=3"))
-    assert refused.returncode == 2
-    assert "is of another model: num_layers 2 there, 3 here" in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
+def everything(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_new_run_beside_old_checkpoints_is_refused(one_rank):
-    refused = moefold(*small(one_rank, "checkpoint.every=5", "checkpoint.resume=never"))
-    assert refused.returncode == 2
-    assert "step-000020" in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
+@pytest.mark.parametrize("words", [["run.steps=2"], ["run.steps=2", *TWO, "checkpoint.every=1"]], ids=["one", "two"])
+def test_another_run_in_the_same_folder_is_numbered_and_the_first_one_stays(one_rank, tmp_path, words):
+    run_dir = tmp_path / "run"
+    shutil.copytree(one_rank, run_dir)
+    before = everything(run_dir)
+    done = train(run_dir, *words)
+    assert done.stdout.startswith(
+        f"run.dir={str(run_dir)!r} holds another run, which stays as it is (it has 20 steps, with other settings: "
+    )
+    assert f"this run is in {str(tmp_path / 'run-2')!r}\n" in done.stdout
+    assert everything(run_dir) == before
+    assert losses(tmp_path / "run-2") == pytest.approx(losses(one_rank)[:2], rel=1e-4)
+
+
+def test_a_run_without_checkpoints_is_not_cut_off_by_the_next(tmp_path):
+    run_dir = tmp_path / "run"
+    first = train(run_dir, "run.steps=3")
+    assert "done: 3 steps" in first.stdout
+    assert "no model was saved, as checkpoint.every=0 and checkpoint.at_end=false say" in first.stdout
+    before = everything(run_dir)
+    second = train(run_dir, "run.steps=2")
+    assert "it has no checkpoint to go on from" in second.stdout
+    assert everything(run_dir) == before
+    assert len(losses(tmp_path / "run-2")) == 2
+    # A run saves at its end by default: the same command finds it.
+    words = ("run.steps=2", "checkpoint.every=500")
+    third = train(run_dir, *words)
+    assert checkpoints(tmp_path / "run-3") == ["step-000002"]
+    assert f"model in {tmp_path}/run-3/checkpoints/step-000002\n" in third.stdout
+    assert "nothing to do" in train(run_dir, *words).stdout
+    train(run_dir, "run.steps=3", "checkpoint.every=500")
+    assert checkpoints(tmp_path / "run-3") == ["step-000002", "step-000003"]
 
 
 def torchrun(*words: str) -> list[str]:

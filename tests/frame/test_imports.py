@@ -30,7 +30,15 @@ TORCH_FREE_MODULES = (
     "inference.text",
     "inference.token_row",
     "convert.hf_config",
+    "inference.memory",
     "convert.start_check",
+    "convert.early_check",
+    "checkpoint.sound",
+    "launch.accelerator",
+    "launch.fitting",
+    "launch.out_of_memory",
+    "metrics.host_memory",
+    "metrics.memory_need",
 )
 TORCH_FREE_COMMANDS = "cli"
 

@@ -232,7 +232,7 @@ def test_importing_the_module_makes_the_model_known(folder):
 
 
 def test_ranks_that_lm_eval_cannot_start_are_refused(folder):
-    with pytest.raises(ConfigError, match="asks for 2 ranks, and lm-eval is one process; `moefold lm_eval"):
+    with pytest.raises(ConfigError, match="asks for 2 ranks, and lm-eval is one process; `moefold lm-eval"):
         MoefoldLM(path=str(folder), tp=2)
 
 

@@ -49,7 +49,8 @@ REFUSED = {
     "parallel.tpp=2": "unknown key parallel.tpp; did you mean parallel.tp",
     "parallel.tp=0": "parallel.tp=0 must be at least 1",
     "parallel.tp=two": "parallel.tp='two' must be an integer",
-    "parallel.tp=3": "parallel.tp=3 must divide",
+    "parallel.tp=3": "parallel.tp=3 must divide model.num_attention_heads=8; choose parallel.tp=1, 2, 4 or 8\n",
+    "parallel.pp=99": "must be at most model.num_layers=",
     "parallel.dispatcher=leastloaded": "choose one of alltoall, allgather, local",
     "model.top_k=4": "model.top_k cannot be set here",
     "moe.drop_policy=position": "moe.drop_policy has no effect: no token is dropped",
@@ -95,3 +96,24 @@ def test_types_and_devices(source):
         inference_config(source, wish(dtype="half"), "evaluate")
     with pytest.raises(ConfigError, match="--device gpu must be one of"):
         inference_config(source, wish(device="gpu"), "evaluate")
+
+
+@pytest.mark.parametrize(
+    ("mapping", "layers"),
+    [
+        (["parallel.tp=3"], "M"),
+        (["parallel.tp=6", "parallel.world_size=12"], "M"),
+        (["parallel.pp=99"], "M"),
+        (["parallel.ep=3"], "M"),
+        (["parallel.ep=2"], "D"),
+        (["parallel.etp=7"], "M"),
+    ],
+)
+def test_no_fault_of_a_mapping_tells_to_change_the_model_that_is_trained(tmp_path, mapping, layers):
+    described_run(tmp_path, model={"preset": "tiny", "layer_pattern": layers})
+    with pytest.raises(ConfigError) as raised:
+        inference_config(find_source(str(tmp_path)), wish(*mapping), "evaluate")
+    text = str(raised.value)
+    assert "choose model." not in text
+    assert "pattern with M" not in text
+    assert "; choose parallel." in text or "leave that degree out" in text

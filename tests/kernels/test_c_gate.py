@@ -217,6 +217,50 @@ def test_where_no_folder_can_be_written_a_library_is_compiled_for_this_process(m
     assert c_library.c_library("two").two() == 2
 
 
+PLANTED = """
+#include <stdio.h>
+__attribute__((constructor)) static void loaded(void) {{ FILE *file = fopen("{trace}", "w"); if (file) fclose(file); }}
+int three(void) {{ return 666; }}
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("whose", ["another user's", "group's", "all's", "another user's file", "group's file", "link"])
+def test_a_library_that_a_neighbour_planted_is_not_loaded(monkeypatch, tmp_path, whose):
+    """The folder that is looked into first is not this user's alone, or the file in it is not; another is taken."""
+    planted, own, trace = tmp_path / "planted", tmp_path / "own", tmp_path / "trace"
+    monkeypatch.setattr(c_library, "cache_folders", lambda named: (planted, own))
+    monkeypatch.setattr(c_library, "__file__", str(tmp_path / "c_library.py"))
+    (tmp_path / "three.c").write_text("int three(void) { return 3; }\n")
+    command, _, file_name = c_library._identified("three")
+    (tmp_path / "evil.c").write_text(PLANTED.format(trace=trace))
+    planted.mkdir(mode=0o700)
+    library = planted / file_name
+    library.write_bytes(c_library._compiled(command, tmp_path / "evil.c"))
+    library.chmod(0o600)
+    if whose.startswith("another user"):
+        if os.getuid():
+            pytest.skip("only root can give files away")
+        os.chown(library if whose.endswith("file") else planted, 65534, 65534)
+    elif whose == "link":
+        library.rename(tmp_path / "evil.so")
+        library.symlink_to(tmp_path / "evil.so")
+    else:
+        bit = 0o020 if whose.startswith("group") else 0o002
+        target = library if whose.endswith("file") else planted
+        target.chmod(target.stat().st_mode | bit)
+    c_library.build_libraries("three")
+    c_library.c_library.cache_clear()
+    assert c_library.c_library("three").three() == 3
+    assert not trace.exists()
+    is_folder = whose in ("another user's", "group's", "all's")
+    assert (own / file_name).exists() == is_folder
+    if not is_folder:
+        status = library.lstat()
+        assert (status.st_uid, status.st_mode & 0o777) == (os.getuid(), 0o600)
+    c_library.c_library.cache_clear()
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"run.kernels='c' computes in float32.*'auto' or 'plain'"):
         check_config(Config(run=RunConfig(kernels="c", dtype="float64")))

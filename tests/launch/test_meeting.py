@@ -1,17 +1,23 @@
 """Ranks that meet in one store, in which an earlier start of the job left its keys."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import closing
 
 import pytest
 import torch.distributed as dist
 
 from moefold.errors import RunError
+from moefold.launch.deadline import NoAnswerError, answer_within
+from moefold.launch.loopback import listener_at
 from moefold.launch.meeting import meet
 from moefold.launch.place import Place
+from tests.launch import peer
 
 RANKS = 3
 MEET = """
@@ -85,3 +91,104 @@ def test_without_an_agent_those_who_never_come_are_named_and_torch_adds_nothing(
     assert f"RunError: {missing} of 3 did not come to 127.0.0.1:" in done.stderr.splitlines()[-1]
     assert "c10d" not in done.stderr
     assert "frame #" not in done.stderr
+
+
+@pytest.mark.parametrize("answer", [peer.is_silent, peer.hangs_up, peer.talks_nonsense])
+def test_a_port_of_another_program_is_said_within_the_limit(capfd, answer):
+    with peer.listening(answer) as port, pytest.raises(RunError) as raised:
+        meet(Place(1, 1, 2, "127.0.0.1", port), 1.0)
+    assert str(raised.value) == (
+        f"rank 1 has no answer from 127.0.0.1:{port} within 1 s (faults.timeout_s): what listens there is no store of "
+        f"this job, most likely another program that has the port; choose another MASTER_PORT than {port}, the same "
+        "for all ranks"
+    )
+    # torch's own words are pages of C++.
+    assert capfd.readouterr().err == ""
+
+
+def test_rank_0_names_a_port_that_is_taken(capfd):
+    with peer.listening(peer.is_silent) as port, pytest.raises(RunError) as raised:
+        meet(Place(0, 0, 2, "127.0.0.1", port), 5.0)
+    assert str(raised.value) == (
+        f"rank 0 cannot keep the store of the job at 127.0.0.1:{port}: another program listens at this port; choose "
+        f"another MASTER_PORT than {port}, the same for all ranks"
+    )
+    assert capfd.readouterr().err == ""
+
+
+WAIT = """
+import sys
+from moefold.launch.failure import FailingRank
+from moefold.launch.meeting import meet
+from moefold.launch.place import Place
+place = Place(1, 1, 2, "127.0.0.1", int(sys.argv[1]))
+with FailingRank(place, lambda: False):
+    print("ready", flush=True)
+    meet(place, 1000.0)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_for_a_silent_peer_obeys_signals(number):
+    with peer.listening(peer.is_silent) as port:
+        words = [sys.executable, "-c", WAIT, str(port)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+                process.send_signal(number)
+                _, errors = process.communicate(timeout=60)
+            finally:
+                process.kill()
+    assert (process.returncode, errors) == (128 + number, "")
+
+
+DYING_STORE = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_store_that_dies_or_stops_while_ranks_are_missing_ends_the_wait(monkeypatch, ending):
+    """A launcher that is killed, or a host that no longer answers."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    words = [sys.executable, "-c", DYING_STORE]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
+        try:
+            assert keeper.stdout is not None
+            port = int(keeper.stdout.readline())
+            place = Place(1, 1, 2, "127.0.0.1", port)
+            client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+            def lose() -> None:
+                # Rank 1 looks for the name of rank 0; then it asks the store again and again.
+                client.set("moefold/roll-call/first", "a name")
+                client.wait(["moefold/roll-call/answer/a name/1"])
+                keeper.send_signal(ending)
+
+            losing = threading.Thread(target=lose)
+            losing.start()
+            with pytest.raises(RunError, match=rf"rank 1 lost the store at 127\.0\.0\.1:{port} while it waited for"):
+                meet(place, 10.0)
+            losing.join()
+        finally:
+            keeper.kill()
+
+
+def test_a_store_is_bound_to_the_address_that_is_given_if_that_is_certain():
+    with closing(listener_at("127.0.0.1", 0)) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    # The others may know the host by another address, and one behind a translation is not this machine's.
+    assert listener_at(socket.gethostname(), 0) is None
+    assert listener_at("192.0.2.1", 0) is None
+
+
+def test_a_bounded_call_returns_raises_or_is_given_up():
+    assert answer_within(10, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        answer_within(10, lambda: 1 / 0)
+    with pytest.raises(NoAnswerError):
+        answer_within(0.01, threading.Event().wait)

@@ -46,6 +46,20 @@ def _sleep(folder: Path, place: Place, device_type: str) -> int:
     return 0
 
 
+def _nap(folder: Path, place: Place, device_type: str) -> int:
+    """A rank with nothing to save."""
+    (folder / str(place.rank)).touch()
+    time.sleep(60)
+    return 0
+
+
+def _raise(place: Place, device_type: str) -> int:
+    if place.rank == 1:
+        raise ZeroDivisionError("a bug")
+    time.sleep(60)
+    return 0
+
+
 def _fail(place: Place, device_type: str) -> int:
     if place.rank == 1:
         os._exit(3)
@@ -57,11 +71,11 @@ def _status(place: Place, device_type: str) -> int:
     return place.rank * 10 if place.world_size > 1 else 7
 
 
-def _press_twice(folder: Path, ranks: int) -> None:
-    """What a user does who is out of patience, to this process alone, once the ranks are up."""
+def _press(folder: Path, ranks: int, times: int) -> None:
+    """Press Ctrl-C for this process alone, once the ranks are up."""
     while len(list(folder.iterdir())) < ranks:
         time.sleep(0.05)
-    for _ in range(2):
+    for _ in range(times):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.3)
 
@@ -77,6 +91,21 @@ def test_a_rank_that_fails_is_named(capfd):
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path):
-    threading.Thread(target=_press_twice, args=(tmp_path, 2), daemon=True).start()
+    threading.Thread(target=_press, args=(tmp_path, 2, 2), daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         start_ranks(partial(_sleep, tmp_path), 2, "cpu")
+
+
+def test_ctrl_c_ends_ranks_that_have_nothing_to_save(tmp_path, capfd):
+    threading.Thread(target=_press, args=(tmp_path, 2, 1), daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        start_ranks(partial(_nap, tmp_path), 2, "cpu")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_bug_in_a_rank_is_one_traceback_with_its_rank(capfd):
+    assert start_ranks(_raise, 2, "cpu") == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("moefold: rank 1 on ")
+    assert lines[-1] == "ZeroDivisionError: a bug"
+    assert sum("moefold: " in line for line in lines) == 1

@@ -1,7 +1,5 @@
 """Threads of a rank, and the line that says what is set."""
 
-import platform
-
 import pytest
 import torch
 
@@ -54,10 +52,3 @@ def test_the_line_names_what_the_environment_sets(threads):
     )
     assert settings_note(PLACE, "cpu", TOLD).endswith("OMP_NUM_THREADS not set, MALLOC_TRIM_THRESHOLD_=131072")
     assert settings_note(ALONE, "cpu", environment | TOLD) == ""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
-def test_the_line_says_that_memory_is_kept():
-    assert settings_note(ALONE, "cpu", {}) == "freed memory is kept"
-    assert settings_note(PLACE, "cpu", {"GLOO_TIMEOUT": "9"}).endswith("not set, freed memory is kept, GLOO_TIMEOUT=9")
-    assert settings_note(ALONE, "cuda", {}) == ""

@@ -14,8 +14,8 @@ RANK = """
 import os, sys, time
 from moefold.launch.place import Place
 from moefold.launch.word import Word
-rank, records, address = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-word = Word(Place(rank, rank, 8, "127.0.0.1", 1, records))
+rank, file, address = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+word = Word(Place(rank, rank, 8, "127.0.0.1", 1, (file,) if file else ()))
 if address:
     word.use(address)
 print("ready", flush=True)
@@ -25,12 +25,12 @@ print(word.is_said(), flush=True)
 """
 
 
-def _place(rank: int, records: str = "") -> Place:
-    return Place(rank, rank, 8, "127.0.0.1", 1, records)
+def _place(rank: int, file: str = "") -> Place:
+    return Place(rank, rank, 8, "127.0.0.1", 1, (file,) if file else ())
 
 
-def _start(rank: int, records: str = "", address: str = "", condition: str = "True") -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", RANK, str(rank), records, address, condition]
+def _start(rank: int, file: str = "", address: str = "", condition: str = "True") -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", RANK, str(rank), file, address, condition]
     pipe = subprocess.PIPE
     process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None
@@ -53,12 +53,12 @@ def _said(process: subprocess.Popen[str]) -> str:
 @pytest.mark.parametrize("has_launcher", [True, False])
 def test_of_many_at_once_one_is_heard(tmp_path, has_launcher):
     first = Word(_place(0))
-    where = (str(tmp_path), "") if has_launcher else ("", first.address)
+    where = (str(tmp_path / "word"), "") if has_launcher else ("", first.address)
     ranks = [_start(rank, *where) for rank in range(1, 7)]
     for process in ranks:
         _let_speak(process)
     assert sorted(map(_said, ranks))[:-1] == [""] * 5
-    assert was_said(tmp_path) == has_launcher
+    assert was_said(tmp_path / "word") == has_launcher
 
 
 def test_one_that_comes_when_the_others_are_gone_is_silent():
@@ -72,22 +72,22 @@ def test_one_that_comes_when_the_others_are_gone_is_silent():
 
 
 def test_the_word_of_one_that_dies_before_it_has_spoken_goes_to_the_next(tmp_path):
-    first = _start(1, str(tmp_path), condition="time.sleep(60)")
+    first = _start(1, str(tmp_path / "word"), condition="time.sleep(60)")
     _let_speak(first)
-    second = _start(2, str(tmp_path))
+    second = _start(2, str(tmp_path / "word"))
     _let_speak(second)
     time.sleep(0.3)
-    assert not was_said(tmp_path)
+    assert not was_said(tmp_path / "word")
     first.kill()
     first.communicate()
     assert _said(second) == "rank 2\n"
 
 
 def test_what_another_machine_has_said_is_not_said_again(tmp_path):
-    process = _start(1, str(tmp_path), condition="False")
+    process = _start(1, str(tmp_path / "word"), condition="False")
     _let_speak(process)
     assert _said(process) == ""
-    assert was_said(tmp_path)
+    assert was_said(tmp_path / "word")
 
 
 def test_without_a_file_to_share_a_rank_still_speaks_once(monkeypatch, capsys):
@@ -100,7 +100,7 @@ def test_without_a_file_to_share_a_rank_still_speaks_once(monkeypatch, capsys):
 
 
 def test_a_folder_that_is_gone_keeps_nobody_silent(tmp_path: Path, capsys):
-    word = Word(_place(0, str(tmp_path / "gone")))
+    word = Word(_place(0, str(tmp_path / "gone" / "word")))
     word.say("one")
     assert capsys.readouterr().err == "one\n"
-    assert not was_said(tmp_path)
+    assert not was_said(tmp_path / "gone" / "word")

@@ -19,7 +19,14 @@ def write_metrics(run_dir: Path, records: list[dict[str, object]], tail: str = "
 
 
 def record(step: int, **changes: object) -> dict[str, object]:
-    values: dict[str, object] = {"step": step, "loss": 5.0 / step, "lr": 1e-3, "tokens": 64 * step, "eval_loss": None}
+    values: dict[str, object] = {
+        "step": step,
+        "loss": 5.0 / step,
+        "lr": 1e-3,
+        "grad_norm": 2.0 / step,
+        "tokens": 64 * step,
+        "eval_loss": None,
+    }
     return values | {"expert_load": [1.5, 1.1]} | changes
 
 
@@ -40,6 +47,7 @@ def test_reads_the_curves_with_gaps_and_without_a_torn_line(tmp_path: Path) -> N
     assert curves.worst_load == [1.5, 2.0, 1.5]
     assert curves.mean_load == pytest.approx([1.3, 1.5, 1.3])
     assert curves.tokens == 192
+    assert (curves.lr, curves.grad_norm) == ([1e-3] * 3, pytest.approx([2.0, 1.0, 2 / 3]))
 
 
 @pytest.mark.parametrize(
@@ -57,8 +65,17 @@ def test_draws_a_picture(tmp_path: Path, records: list[dict[str, object]]) -> No
     write_metrics(tmp_path, records)
     path = plot_loss(tmp_path)
     assert path == tmp_path / "loss.png"
-    assert picture_size(path) == (1200, 840)
+    # A panel less without experts.
+    assert picture_size(path) == (1200, 1020 if records[0]["expert_load"] else 840)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["ünï 你好 dir", "a$b_{c$d", "tab\tname"])
+def test_a_name_that_the_font_cannot_draw_warns_of_nothing(tmp_path: Path, name: str) -> None:
+    run_dir = tmp_path / name
+    write_metrics(run_dir, [record(step) for step in range(1, 4)])
+    assert picture_size(plot_loss(run_dir))[0] > 100
 
 
 def test_the_picture_follows_the_numbers(tmp_path: Path) -> None:

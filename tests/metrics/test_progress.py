@@ -44,14 +44,17 @@ def shown_steps(lines: list[str]) -> list[int]:
 def test_a_line_says_it_all() -> None:
     metrics = replace(STEP, step=20, dropped_fraction=0.0123)
     assert format_step(metrics, 1000, 2.75, 3725.4) == (
-        "step   20/1000  loss 2.5000  eval 2.7500  1:02:05 left  4.1k tokens/s  0.0213 TFLOP/s/rank  "
-        "expert load 1.50x  dropped 1.2%"
+        "step   20/1000  loss 2.5000  eval 2.7500  lr 0.0003  grad norm 1.25  1:02:05 left  4.1k tokens/s  "
+        "0.0213 TFLOP/s/rank  expert load 1.50x  dropped 1.2%"
     )
 
 
 def test_a_line_leaves_out_what_does_not_apply() -> None:
     metrics = replace(STEP, step=10, expert_load=(), tflops_per_rank=412.3)
-    assert format_step(metrics, 10, None, 0.0) == "step 10/10  loss 2.5000  4.1k tokens/s  412 TFLOP/s/rank"
+    assert (
+        format_step(metrics, 10, None, 0.0)
+        == "step 10/10  loss 2.5000  lr 0.0003  grad norm 1.25  4.1k tokens/s  412 TFLOP/s/rank"
+    )
     assert "loss nan" in format_step(replace(STEP, loss=float("nan")), 10, None, 1.0)
 
 
@@ -124,8 +127,8 @@ def test_a_terminal_keeps_one_line_and_the_messages(wide_terminal: Terminal) -> 
     text = wide_terminal.getvalue()
     assert "saved [bold]step-000020[/bold]" in text
     assert "step 30/30" in text
-    # Every redraw erases the line first, so that only messages and the last state remain.
-    assert text.count("\n") == 2
+    # Every redraw erases the line first, so that only messages, steps with an evaluation and the last state remain.
+    assert text.count("\n") == 3
     assert text.count("\x1b[2K") >= 30
     # The last evaluation stays in sight.
     assert all("eval 2.7500" in part for part in text.split("\x1b[2K") if re.search(r"step (1[0-9]|2[0-9])/30", part))
@@ -143,12 +146,13 @@ def test_a_terminal_is_not_redrawn_for_every_fast_step(wide_terminal: Terminal) 
     assert "step  899/1000" in text
 
 
-def test_a_narrow_terminal_cuts_the_end(wide_terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_takes_more_lines(wide_terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     with Progress(3, 1, wide_terminal) as progress:
         progress.update(STEP)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", wide_terminal.getvalue())
     assert "step 1/3  loss 2.5000" in text
+    assert "expert load 1.50x" in text
     assert all(len(line) <= 60 for line in re.split(r"[\r\n]", text))
 
 

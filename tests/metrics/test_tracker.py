@@ -1,19 +1,27 @@
 """TensorBoard and Weights & Biases: refused early where they cannot start, the right curves where they can."""
 
 import importlib.util
+import math
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from moefold.config.schema import MetricsConfig
+from moefold.config.load import config_from_dict, config_to_dict
+from moefold.config.schema import Config, MetricsConfig
 from moefold.errors import ConfigError
 from moefold.metrics.tracker import check_trackers
 from moefold.metrics.writer import MetricsWriter
 from tests.metrics.example import LAYER, MEMORY, STEP
+
+ASKED = {"project": "P", "entity": "E", "name": "N", "group": "G", "tags": ("x", "y")}
+REDUCED = ("mean", "max", "min")
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, package: str, spec: ModuleSpec | None) -> None:
@@ -36,11 +44,12 @@ def test_a_missing_package_is_a_config_error(
     monkeypatch: pytest.MonkeyPatch, package: str, extra: str, spec: ModuleSpec | None
 ) -> None:
     hide(monkeypatch, package, spec)
+    asked: dict[str, Any] = {package: True}
     with pytest.raises(ConfigError) as error:
-        check_trackers(MetricsConfig(**{package: True}))
+        check_trackers(MetricsConfig(**asked))
     message = str(error.value)
     assert f"metrics.{package}=true" in message
-    assert f"pip install 'moefold[{extra}]'" in message
+    assert f"pip install -e '.[{extra}]'" in message
     assert f"metrics.{package}=false" in message
 
 
@@ -74,7 +83,7 @@ def test_tensorboard_holds_every_curve_and_hides_repeated_steps(tmp_path: Path) 
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    metrics = MetricsConfig(tensorboard=True)
+    metrics = MetricsConfig(tensorboard=True, per_layer=True)
     for resume_step, shift in ((0, 0.0), (2, 10.0)):
         with MetricsWriter(tmp_path, metrics, resume_step=resume_step) as writer:
             for step in range(resume_step + 1, resume_step + 4):
@@ -84,8 +93,8 @@ def test_tensorboard_holds_every_curve_and_hides_repeated_steps(tmp_path: Path) 
                     replace(metrics_of_step, moe_layers=(LAYER,), memory_by_part=MEMORY if step == 2 else None)
                 )
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
-    assert [(e.step, e.value) for e in events.Scalars("eval/loss")] == [(3, 2.75)]
+    assert [(e.step, e.value) for e in events.Scalars("1_loss/train")] == [(1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
+    assert [(e.step, e.value) for e in events.Scalars("1_loss/eval")] == [(3, 2.75)]
     # The only MoE layer that the step tells of is number 1 of the model.
     assert events.Scalars("expert_load/layer_001")[0].value == 1.25
     assert events.Scalars("moe/worst_expert_load")[0].value == 1.5
@@ -97,7 +106,80 @@ def test_tensorboard_holds_every_curve_and_hides_repeated_steps(tmp_path: Path) 
     assert not any("layer_000" in name for name in events.Tags()["scalars"])
     # Of the rank that has most.
     assert [(e.step, e.value) for e in events.Scalars("memory_by_part/weights")] == [(2, 2.0)]
-    assert events.Scalars("speed/mfu")[-1].value == 0.5
+    assert events.Scalars("2_speed/mfu")[-1].value == 0.5
+
+
+def test_tensorboard_shows_loss_and_speed_first_and_layers_together(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    layers = (LAYER, replace(LAYER, layer=3, load=2.25, router_entropy=float("nan"), bias_min=None))
+    config = config_to_dict(Config(metrics=MetricsConfig(tensorboard=True, wandb_tags=("ä", "b"))))
+    with MetricsWriter(tmp_path, MetricsConfig(tensorboard=True), config=config) as writer:
+        writer.write(replace(STEP, moe_layers=layers, eval_loss=2.75))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    tags = sorted(events.Tags()["scalars"])
+    assert tags[:4] == ["1_loss/eval", "1_loss/train", "2_speed/step_time_s", "2_speed/tflops_per_rank"]
+    assert not any("/layer_" in tag for tag in tags)
+    found = {tag.split("/")[1]: events.Scalars(tag)[0].value for tag in tags if tag.startswith("moe_layers/")}
+    assert (found["expert_load_mean"], found["expert_load_max"]) == (1.75, 2.25)
+    assert {name for name in found if name.startswith("expert_bias")} == {f"expert_bias_min_{of}" for of in REDUCED}
+    assert found["expert_bias_min_mean"] == -0.25
+    # A NaN of one layer is not lost among the others.
+    assert all(math.isnan(found[f"router_entropy_{of}"]) for of in REDUCED)
+    (text,) = events.Tensors("recipe/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    assert all(line.startswith("    ") for line in shown.splitlines())
+    # What is shown is a recipe, and says what runs.
+    assert config_to_dict(config_from_dict(tomllib.loads(shown))) == config
+
+
+VARIABLES = {"PROJECT": "p", "ENTITY": "e", "NAME": "n", "RUN_GROUP": "g", "TAGS": "a,b"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "environment", "expected"),
+    [
+        ({}, {}, {"project": "moefold", "name": "my-run"}),
+        ({}, VARIABLES, {}),
+        ({}, {"PROJECT": "p"}, {"name": "my-run"}),
+        ({}, {"NAME": ""}, {"project": "moefold", "name": "my-run"}),
+        (ASKED, {}, ASKED | {"tags": ["x", "y"]}),
+        (ASKED, VARIABLES, ASKED | {"tags": ["x", "y"]}),
+        ({"entity": "team"}, VARIABLES, {"entity": "team"}),
+    ],
+    ids=["defaults", "environment", "project", "empty", "keys", "keys-and-environment", "one-key"],
+)
+def test_keys_win_over_the_environment_and_that_over_the_defaults(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: dict[str, Any],
+    environment: dict[str, str],
+    expected: dict[str, Any],
+) -> None:
+    calls: list[dict[str, Any]] = []
+    logged: list[dict[str, float]] = []
+    run = SimpleNamespace(log=lambda scalars, step: logged.append(scalars), finish=lambda: None)
+
+    def init(**words: Any) -> SimpleNamespace:
+        calls.append(words)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
+    for variable in VARIABLES:
+        monkeypatch.delenv(f"WANDB_{variable}", raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(f"WANDB_{variable}", value)
+    metrics = MetricsConfig(wandb=True, **{f"wandb_{key}": value for key, value in keys.items()})
+    config = config_to_dict(Config(metrics=metrics))
+    with MetricsWriter(tmp_path / "my-run", metrics, config=config) as writer:
+        writer.write(replace(STEP, moe_layers=(LAYER,)))
+    (call,) = calls
+    assert {name: call[name] for name in ("project", "entity", "name", "group", "tags") if name in call} == expected
+    assert call["config"] == config
+    (scalars,) = logged
+    assert (scalars["train/loss"], scalars["moe_layers/expert_load_max"]) == (2.5, 1.25)
+    assert not any("/layer_" in name for name in scalars)
 
 
 def test_wandb_offline_continues_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

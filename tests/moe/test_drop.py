@@ -26,6 +26,20 @@ def test_same_as_sorting_lists(policy, capacity):
         assert {i for i in queue if kept[i]} == set(queue[:capacity])
 
 
+@pytest.mark.parametrize(("dtype", "noise"), [(torch.float64, 1e-13), (torch.float32, 2e-7)])
+def test_rounding_does_not_choose_among_equals(dtype, noise):
+    """A tie is broken by key however its probabilities were rounded, and what is apart stays apart."""
+    torch.manual_seed(4)
+    ids, probs, keys = _random_routing(60, 3, 5, levels=3)
+    expected = keep_copies(ids, probs.to(dtype), keys, 5, 7, "probs")
+    for _ in range(5):
+        rounded = (probs * (1 + noise * (2 * torch.rand_like(probs) - 1))).to(dtype)
+        assert torch.equal(keep_copies(ids, rounded, keys, 5, 7, "probs"), expected)
+    apart = 0.3 * (1 + 1e-4 * torch.randperm(60).to(dtype)).unsqueeze(1)
+    kept = keep_copies(torch.zeros(60, 1, dtype=torch.int64), apart, keys, 5, 7, "probs")
+    assert kept.flatten().nonzero().flatten().tolist() == sorted(apart.flatten().topk(7).indices.tolist())
+
+
 def test_position_keeps_exactly_the_first():
     ids = torch.zeros(6, 1, dtype=torch.int64)
     probs = torch.linspace(0.1, 0.6, 6).unsqueeze(1)

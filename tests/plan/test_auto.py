@@ -24,7 +24,7 @@ global_batch_size = 6
 def planned(tmp_path: Path, *overrides: str, ranks: int = 4, launched: bool = False, memory_gib: float = 16.0):
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE)
-    return plan_mapping(*load_given(path, overrides), Machine("cpu", "cpu", ranks, launched, memory_gib))
+    return plan_mapping(*load_given(path, overrides)[:2], Machine("cpu", "cpu", ranks, launched, memory_gib))
 
 
 def test_the_chosen_mapping_is_legal_and_told(tmp_path):
@@ -34,6 +34,13 @@ def test_the_chosen_mapping_is_legal_and_told(tmp_path):
     assert cfg.run.device == "cpu"
     assert words.startswith(f"parallel = auto: tp={cfg.parallel.tp} ")
     assert "bound by" in words
+
+
+def test_a_margin_of_memory_stays_free(tmp_path):
+    # 16 GiB for four ranks, less half a GiB for each process.
+    assert "0.2 of 3.5 GiB (5%) are left free" in planned(tmp_path)[1]
+    with pytest.raises(ConfigError, match=r"\(0\.502 less 0\.0 kept free\)"):
+        planned(tmp_path, "model.hidden_size=8192", "model.num_layers=12", memory_gib=4.008)
 
 
 def test_products_that_are_simulated_are_told(tmp_path):
@@ -47,7 +54,7 @@ def test_a_gpu_with_the_units_is_priced_with_them(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE.replace("float32", "bfloat16").replace('"cpu"', '"cuda"'))
     machine = Machine("cuda", "b200", 4, False, 0.0)
-    plain, narrow = (plan_mapping(*load_given(path, words), machine) for words in ([], ["train.precision=mxfp8"]))
+    plain, narrow = (plan_mapping(*load_given(path, words)[:2], machine) for words in ([], ["train.precision=mxfp8"]))
     assert plain[1] != narrow[1]
     assert "simulated" not in narrow[1]
 
@@ -56,12 +63,12 @@ def test_a_type_without_a_price_is_told(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE.replace('"cpu"', '"cuda"'))
     machine = Machine("cuda", "b200", 4, False, 0.0)
-    cfg, words = plan_mapping(*load_given(path, ["run.dtype=float64"]), machine)
+    cfg, words = plan_mapping(*load_given(path, ["run.dtype=float64"])[:2], machine)
     assert cfg.run.dtype == "float64"
     assert words.endswith(
         "\n  priced in bf16: run.dtype='float64' has no price, as nothing is known of b200 in float64"
     )
-    assert "has no price" not in plan_mapping(*load_given(path, ["run.dtype=float32"]), machine)[1]
+    assert "has no price" not in plan_mapping(*load_given(path, ["run.dtype=float32"])[:2], machine)[1]
 
 
 def test_given_axes_stay(tmp_path):

@@ -22,7 +22,7 @@ from moefold.plan.mapping import OPTIMIZER, Mapping
 from moefold.plan.memory import Memory
 from moefold.plan.model_name import read_shape
 from moefold.plan.pipeline_choice import Base, mapping_of
-from moefold.plan.published import Case, SkipRowError, case_of, read_rows
+from moefold.plan.published import BASELINES, PAPER, Case, SkipRowError, case_of, read_rows
 from moefold.plan.restriction import FOLDED, Restriction
 from moefold.plan.search import Search
 from moefold.plan.space import HOST, MappingSpace, Pipeline
@@ -45,7 +45,8 @@ def cases() -> dict[str, Case]:
         m = case.mapping
         degrees = f"tp{m.tp}-cp{m.cp}-pp{m.pp}-ep{m.ep}-etp{m.etp}"
         name = f"{case.model}-{m.world_size}x{case.gpu}-{case.workload.precision}-{degrees}"
-        if row["value"].upper() != "OOM" and not case.workload.coupled and read_shape(case.model).config is not None:
+        is_baseline = row["source"].startswith(PAPER) and row["method"] in BASELINES
+        if row["value"].upper() != "OOM" and not is_baseline and read_shape(case.model).config is not None:
             found.setdefault(name, case)
     return found
 

@@ -173,6 +173,7 @@ def test_the_rule_that_reads_more_than_it_says_is_found():
     ("method", "wrong"),
     [
         ("coupled", lambda m: m["etp"] != m["tp"]),
+        ("coupled+cp", lambda m: m["etp"] != m["tp"]),
         ("fsdp", lambda m: (m["pp"], m["ep"], m["zero"]) != (1, 1, 3)),
         ("fsdp+ep", lambda m: m["pp"] != 1 or m["ep"] == 1 or m["zero"] != 3),
         ("tp+ep+dp", lambda m: m["pp"] != 1 or m["zero"] != 1),

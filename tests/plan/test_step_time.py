@@ -146,6 +146,37 @@ def test_folding_beats_coupling_where_context_parallelism_spreads_the_experts():
     assert seconds(folded, work=long) < seconds(coupled, work=replace(long, coupled=True))
 
 
+def test_rows_are_sorted_where_a_rank_has_several_experts_and_after_the_gather_over_etp():
+    def permuted(**degrees):
+        return pricer().step_time(replace(FOLDED, **degrees)).parts["permute"]
+
+    one, two = permuted(ep=8, edp=2), permuted(ep=4, edp=4)
+    cut = permuted(ep=4, etp=2, edp=2)
+    # A token and its two copies; sorting reads and writes the copies, those of both etp ranks.
+    assert two / one == pytest.approx(7 / 3)
+    assert cut / one == pytest.approx(11 / 3)
+
+
+def test_gathers_of_experts_are_in_the_open_where_the_host_waits_and_nothing_is_prefetched():
+    late = replace(WORK, prefetches_experts=False)
+    spread = Mapping(dp=128, ep=8, edp=16, zero=3, mbs=2)
+    gather = pricer().replicas(spread).experts_s
+    shown = {
+        name: pricer(work=work).step_time(m).parts["dp_comm"]
+        for name, work, m in (
+            ("prefetched", WORK, spread),
+            ("late", late, spread),
+            ("dropped", replace(late, capacity_factor=1.0), spread),
+            ("local", late, replace(spread, ep=1, edp=128, dispatcher="local")),
+        )
+    }
+    assert shown["late"] - shown["prefetched"] == pytest.approx(0.9 * gather, rel=0.05)
+    assert shown["dropped"] == pytest.approx(shown["prefetched"], rel=0.2)
+    assert shown["local"] == pytest.approx(
+        pricer().step_time(replace(spread, ep=1, edp=128, dispatcher="local")).parts["dp_comm"]
+    )
+
+
 def test_imbalance_slows_the_experts_up_to_the_capacity():
     even = seconds(FOLDED)
     skewed = seconds(FOLDED, work=replace(WORK, imbalance=1.5))

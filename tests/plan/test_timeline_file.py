@@ -10,14 +10,15 @@ from moefold.plan.simulate import Closing, Piece, StageWork, simulate
 from moefold.plan.slot import slot_rows
 from moefold.plan.timeline import COMMUNICATION, COMPUTE, SEND, Event
 from moefold.plan.timeline_file import TRACKS, split_by, trace, write_timeline
+from moefold.plan.timeline_window import windows_of, zoom_words
 
 SVG = "{http://www.w3.org/2000/svg}"
 CHAIN = (Piece("attention", 2.0), Piece("ep_comm", 1.0, COMMUNICATION), Piece("experts", 3.0))
 WORK = StageWork(forward=CHAIN, backward=CHAIN * 2, input_gradient=CHAIN, weight_gradient=CHAIN[:1], send_s=0.25)
 
 
-def step(schedule="interleaved", chunks=2, *, overlap=False):
-    rows = slot_rows(schedule, 2, chunks, 4, overlap=overlap)
+def step(schedule="interleaved", chunks=2, micro_batches=4, *, overlap=False):
+    rows = slot_rows(schedule, 2, chunks, micro_batches, overlap=overlap)
     return simulate(rows, [WORK] * 2 * chunks, overlap=overlap, closing=Closing(1.0, 0.5))
 
 
@@ -70,6 +71,36 @@ def test_the_picture_has_a_lane_for_each_rank_and_a_bar_for_each_pass(tmp_path, 
     # Each micro-batch is written once in each of its passes of four stages; the axis adds numbers of its own.
     assert all(texts.count(str(m)) >= 8 for m in range(1, 4))
     assert any(text and re.match(r"step .* s, bubble .*% of the work", text) for text in texts)
+
+
+def test_the_legend_names_what_is_there(tmp_path):
+    path = tmp_path / "step.svg"
+    found = {}
+    for schedule, stages in (("1f1b", 1), ("zero-bubble", 1)):
+        with mpl.rc_context({"svg.fonttype": "none"}):
+            write_timeline(step(schedule, stages), path, "a title")
+        found[schedule] = {element.text for element in ElementTree.parse(path).iter(f"{SVG}text")}
+    assert "backward" in found["1f1b"]
+    assert not {"gradients of inputs", "gradients of weights"} & found["1f1b"]
+    assert {"gradients of inputs", "gradients of weights"} <= found["zero-bubble"]
+    assert "backward" not in found["zero-bubble"]
+
+
+def test_a_long_step_is_shown_in_three_windows(tmp_path):
+    path = tmp_path / "step.svg"
+    timeline = step("1f1b", 1, 200)
+    assert windows_of(step()) == ((0.0, step().total_s),)
+    (first, start_end), (low, high), (end_start, last) = windows = windows_of(timeline)
+    assert (first, last) == (0.0, timeline.total_s)
+    assert start_end < low < timeline.span_s / 2 < high < end_start < timeline.span_s
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        write_timeline(timeline, path)
+    texts = [element.text for element in ElementTree.parse(path).iter(f"{SVG}text")]
+    assert zoom_words(timeline, windows) in texts
+    assert "steady state" in zoom_words(timeline, windows)
+    # The first micro-batches, some in the middle, and the last.
+    assert {"0", "100", "199"} <= set(texts)
+    assert "40" not in texts
 
 
 def test_a_png_is_drawn(tmp_path):

@@ -217,7 +217,7 @@ class _Once:
 def test_a_gradient_alone_that_is_not_finite_is_met_where_it_is(pool, tmp_path):
     data = write_tokens(tmp_path / "data.npy", poisoned=())
     cfg = recipe(tmp_path / "run", data, 6, {"nonfinite": "skip", "max_skips": 2}, world_size=2, tp=2)
-    cfg = replace(cfg, checkpoint=CheckpointConfig(every=0))
+    cfg = replace(cfg, checkpoint=CheckpointConfig(every=0, at_end=False))
     message, _ = pool.run(2, train, cfg, poison_gradient)
     assert "step 3: the gradient norm is nan, after 2 skipped steps in a row (faults.max_skips)" in message
     assert "the reduced gradient of embedding.weight on rank" in message

@@ -42,7 +42,7 @@ def recipe(
     return replace(
         cfg,
         run=RunConfig(dir=str(run_dir), seed=3, steps=steps, device="cpu", dtype=dtype),
-        checkpoint=CheckpointConfig(every=every),
+        checkpoint=CheckpointConfig(every=every, at_end=every > 0),
     )
 
 

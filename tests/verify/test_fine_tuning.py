@@ -15,7 +15,7 @@ from moefold.model.init import initialise
 from moefold.model.transformer import Transformer, build_model
 from moefold.verify.compare import differences, run_oracle
 from moefold.verify.mapping import MappingRecord, run_mapping
-from tests.verify.recipes import tiny
+from tests.verify.recipes import tiny, without_mapping
 
 S = 48
 TEMPLATE = """\
@@ -55,6 +55,35 @@ def test_mappings_equal_the_oracle(pool, mapping, tmp_path: Path, monkeypatch: p
     assert sum(targets[:2]) != sum(targets[2:]), "the ranks of dp must not have as many targets"
     ranks = pool.run(cfg.parallel.world_size, _mapping, cfg, 2, str(tmp_path))
     worst = differences(run_oracle(replace(cfg, parallel=replace(cfg.parallel, **ONE)), 2), ranks)[0]
+    assert worst.error <= 1e-9, worst
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("scope", "mapping"),
+    [
+        ("full_sequence", {"world_size": 2, "pp": 2}),
+        ("full_sequence", {"world_size": 2, "cp": 2}),
+        ("full_sequence", {"world_size": 2, "tp": 2}),
+        ("sub_sequence", {"world_size": 2, "cp": 2}),
+        pytest.param("full_sequence", {"world_size": 4, "pp": 4}, marks=pytest.mark.slow),
+        pytest.param("full_sequence", {"world_size": 4, "tp": 4}, marks=pytest.mark.slow),
+        pytest.param("sub_sequence", {"world_size": 4, "tp": 2, "cp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_padding_is_dropped_alike_under_every_mapping(pool, scope, mapping, tmp_path: Path, monkeypatch):
+    """Equal tokens with nothing before them that differs have equal probabilities but for rounding."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cfg = fine_tuning(tmp_path, **mapping)
+    layers = mapping.get("pp", 2)
+    cfg = replace(
+        cfg,
+        model=replace(cfg.model, num_layers=layers),
+        moe=replace(cfg.moe, capacity_factor=0.5, drop_scope=scope),
+    )
+    alone = cfg if scope == "sub_sequence" else without_mapping(cfg)
+    worst = differences(run_oracle(alone, 2), pool.run(cfg.parallel.world_size, _mapping, cfg, 2, str(tmp_path)))[0]
     assert worst.error <= 1e-9, worst
 
 

@@ -15,6 +15,7 @@ from moefold.bench.shape import Part, Routing, step_flops
 from moefold.bench.storage import StorageMeter
 from moefold.config.schema import Config
 from moefold.model.transformer import TORCH_DTYPES
+from moefold.work_progress import Say, say_nothing
 
 GIB = 2**30
 YARDSTICKS = (COPY, TORCH_MM, ONEDNN)
@@ -78,14 +79,22 @@ class Comparison:
 
 
 def compare(
-    cfg: Config, part: Part, routing: Routing, device: torch.device, rounds: int, clock: str = "wall"
+    cfg: Config,
+    part: Part,
+    routing: Routing,
+    device: torch.device,
+    rounds: int,
+    clock: str = "wall",
+    say: Say = say_nothing,
 ) -> Comparison:
     """Race all contestants, the machine's yardsticks and the parts of our step, in the same rounds.
 
     The slower of transformers' experts implementations leaves after a short race of its own.
     """
+    say("building the models")
     arena = open_arena(cfg, part, routing, device)
     steps = {name: awaited(step, device) for name, step in arena.steps.items()}
+    say("choosing the faster of transformers' implementations")
     quick = race({name: steps[name] for name in TRANSFORMERS}, warmup=1, rounds=2, clock=CLOCKS[clock])
     fastest = min(TRANSFORMERS, key=lambda name: min(quick[name]))
     for name in TRANSFORMERS:
@@ -97,7 +106,8 @@ def compare(
     racing |= {name: awaited(run, device) for name, run in yardsticks(TORCH_DTYPES[cfg.run.dtype], device).items()}
     racing[BARE] = awaited(pieces.bare_gemms(), device)
     racing |= {_tag(piece.name): awaited(piece.run, device) for piece in parts}
-    times_s = race(racing, warmup=2, rounds=rounds, clock=CLOCKS[clock])
+    times_s = race(racing, warmup=2, rounds=rounds, clock=CLOCKS[clock], say=say)
+    say("measuring memory")
     medians = {name: Times(seconds).median_s for name, seconds in times_s.items()}
     found = rates(medians, device)
     rows = [_row(name, times_s[name], step, cfg, part, found, device) for name, step in steps.items()]

@@ -62,7 +62,7 @@ def open_arena(cfg: Config, part: Part, routing: Routing, device: torch.device) 
         ConfigError: transformers is missing, or has no such model.
     """
     if find_spec("transformers") is None:
-        raise ConfigError("moefold bench compares with transformers, which is missing: pip install 'moefold[hf]'")
+        raise ConfigError("moefold bench compares with transformers, which is missing: pip install -e '.[hf]'")
     builder = _builder(cfg, part, routing, device)
     steps: dict[str, Step] = {OURS: builder.ours()}
     lacks = what_plain_lacks(cfg.model, with_attention=part != "layer")

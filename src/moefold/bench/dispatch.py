@@ -15,6 +15,7 @@ from moefold.moe.experts import Experts
 from moefold.parallel.collectives import all_gather
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import Layout, divisors, fold
+from moefold.work_progress import Say, say_nothing
 
 PARTS = ("permute", "dispatch", "sort", "experts", "unsort", "combine", "unpermute")
 """The six phases of a dispatcher, and the experts between them; each forward and backward."""
@@ -74,7 +75,13 @@ def context_layouts(ranks: int) -> Iterator[tuple[str, Layout]]:
 
 
 def measure_mappings(
-    ranks: int, tokens: int, hidden_size: int, rounds: int, dtype: torch.dtype, device: torch.device
+    ranks: int,
+    tokens: int,
+    hidden_size: int,
+    rounds: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    say: Say = say_nothing,
 ) -> list[Bar]:
     """Time all mappings of both studies in turn. Collective; the answer is the same on every rank.
 
@@ -85,7 +92,9 @@ def measure_mappings(
         rounds: that count, after one that does not.
         dtype: of states and weights.
         device: of this rank.
+        say: takes what the measurement is at.
     """
+    say("building the layers")
     layers = []
     for study, layouts in (("etp", expert_layouts(ranks)), ("context", context_layouts(ranks))):
         for name, layout in layouts:
@@ -97,6 +106,7 @@ def measure_mappings(
         raise ConfigError(f"--ranks {ranks}: no mapping shares the experts evenly")
     times: list[list[list[float]]] = [[] for _ in layers]
     for round_ in range(rounds + 1):
+        say(f"round {round_ + 1} of {rounds + 1}, {len(layers)} layers each")
         for found, (*_, layer) in zip(times, layers, strict=True):
             seconds = layer.step()
             if round_:

@@ -16,6 +16,7 @@ from moefold.moe.dispatch.spill import SpillRule
 from moefold.moe.experts import Experts
 from moefold.parallel.collectives import all_gather
 from moefold.parallel.groups import Group, ParallelGroups
+from moefold.work_progress import Say, say_nothing
 
 DISPATCHERS = ("alltoall", "leastloaded")
 HOT_EXPERT = 0
@@ -58,7 +59,9 @@ class Measurement:
     """Loans of an expert to a rank, over all ranks."""
 
 
-def measure(workload: Workload, skews: Sequence[float], steps: int, groups: ParallelGroups) -> list[Measurement]:
+def measure(
+    workload: Workload, skews: Sequence[float], steps: int, groups: ParallelGroups, say: Say = say_nothing
+) -> list[Measurement]:
     """Time the dispatchers in turn under each skew. Collective; the answer is the same on every rank.
 
     Args:
@@ -66,9 +69,11 @@ def measure(workload: Workload, skews: Sequence[float], steps: int, groups: Para
         skews: parts of the tokens that choose expert 0; the others spread evenly over the other experts.
         steps: steps that count.
         groups: ep is the whole world.
+        say: takes what the measurement is at.
     """
     found = []
     for skew in skews:
+        say(f"skew {skew:g}")
         layers = {name: _Layer(workload, name, skew, groups) for name in DISPATCHERS}
         times_s = race({name: layer.timed_step for name, layer in layers.items()}, warmup=2, rounds=steps)
         for name, layer in layers.items():

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from moefold.errors import ConfigError
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 Report = Mapping[str, Any]
 MS = 1e3
+LETTERS_A_PANEL = 68
+"""Of the title, in a line."""
 
 
 def draw_report(report: Report, path: Path) -> None:
@@ -32,11 +35,15 @@ def draw_report(report: Report, path: Path) -> None:
     # matplotlib takes half a second to import. No pyplot: it keeps global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(6.5 * panels, 5), dpi=130, facecolor="white", layout="constrained")
+    room = ConstrainedLayoutEngine(h_pad=0.12)
+    figure = Figure(figsize=(6.5 * panels, 5), dpi=130, facecolor="white", layout=room)
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    figure.suptitle(draw(report, axes), fontsize=11, color=INK)
+    # A long name of a machine takes further lines, for which the panels make room.
+    title = fill(draw(report, axes), LETTERS_A_PANEL * panels)
+    figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left", fontweight="bold")
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
         one.tick_params(colors=FAINT, labelsize=8)
@@ -55,12 +62,12 @@ def _draw_comparison(report: Report, axes: Sequence["Axes"]) -> str:
         [(row["median_s"] - row["low_s"]) * MS for row in rows],
         [(row["high_s"] - row["median_s"]) * MS for row in rows],
     ]
-    left.barh(names, middle, xerr=spread, color=[PALETTE[0], *[PALETTE[9]] * (len(rows) - 1)], ecolor=FAINT)
+    left.barh(names, middle, xerr=spread, color=[PALETTE[0], *[PALETTE[4]] * (len(rows) - 1)], ecolor=FAINT)
     left.invert_yaxis()
     left.set_title("a step, ms (median and quartiles)", fontsize=9.5, color=INK)
     pieces = report["pieces"]
     places = range(len(pieces))
-    right.barh(places, [p["seconds"] * MS for p in pieces], color=PALETTE[9], label="measured")
+    right.barh(places, [p["seconds"] * MS for p in pieces], color=PALETTE[4], label="measured")
     right.barh(places, [p["floor_s"] * MS for p in pieces], height=0.4, color=PALETTE[3], label="floor")
     right.set_yticks(places, [p["name"] for p in pieces])
     right.invert_yaxis()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moefold.work_progress import Say, say_nothing
+
 
 @dataclass(frozen=True)
 class Times:
@@ -34,7 +36,12 @@ CLOCKS: Mapping[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_ti
 
 
 def race(
-    contestants: Mapping[str, Callable[[], None]], *, warmup: int, rounds: int, clock: Clock = time.perf_counter
+    contestants: Mapping[str, Callable[[], None]],
+    *,
+    warmup: int,
+    rounds: int,
+    clock: Clock = time.perf_counter,
+    say: Say = say_nothing,
 ) -> dict[str, list[float]]:
     """Run every contestant once a round, after some rounds that do not count; returns seconds by name.
 
@@ -42,6 +49,7 @@ def race(
     """
     times_s: dict[str, list[float]] = {name: [] for name in contestants}
     for i in range(warmup + rounds):
+        say(f"round {i + 1} of {warmup + rounds}")
         for name, step in contestants.items():
             started_s = clock()
             step()

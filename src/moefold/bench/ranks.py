@@ -28,6 +28,7 @@ from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchLoader
 from moefold.train.step import TrainingStep
+from moefold.work_progress import Say, say_nothing
 
 GEMMS, ATTENTION, TENSORS, COMMUNICATION, PYTHON = "GEMMs", "attention", "other tensor work", "communication", "Python"
 KINDS = (GEMMS, ATTENTION, TENSORS, COMMUNICATION, PYTHON)
@@ -47,13 +48,16 @@ class RankTimes:
     """CPU time of the thread that trains; the rest of `wall_s` it waited, for others or for a core."""
 
 
-def measure_ranks(cfg: Config, groups: ParallelGroups, steps: int) -> list[RankTimes]:
+def measure_ranks(cfg: Config, groups: ParallelGroups, steps: int, say: Say = say_nothing) -> list[RankTimes]:
     """Train some steps and say what each rank spent on them; the same answer on every rank. Collective."""
+    say("building the model")
     rank = _Rank(cfg, groups)
+    say("first steps")
     for _ in range(2):
         rank.step()
     plain, timed = [], []
-    for _ in range(steps):
+    for i in range(steps):
+        say(f"step {i + 1} of {steps}, twice each")
         plain.append(rank.step())
         with OperationClock() as rank.clock:
             rank.step()

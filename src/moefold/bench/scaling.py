@@ -8,6 +8,7 @@ import torch
 from moefold.bench.contestants import open_ours
 from moefold.bench.race import CLOCKS, Times, awaited, race
 from moefold.bench.shape import Shape, bench_config
+from moefold.work_progress import Say, say_nothing
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Sweep:
     clock: str
 
 
-def over_tokens(sweep: Sweep, device: torch.device) -> list[TokensPoint]:
+def over_tokens(sweep: Sweep, device: torch.device, say: Say = say_nothing) -> list[TokensPoint]:
     """Steps with more and more tokens, in turn. A whole model needs a process group of one."""
     steps = {
         str(n): awaited(
@@ -52,18 +53,22 @@ def over_tokens(sweep: Sweep, device: torch.device) -> list[TokensPoint]:
         )
         for n in sweep.tokens
     }
-    times_s = race(steps, warmup=1, rounds=sweep.rounds, clock=CLOCKS[sweep.clock])
+    times_s = race(
+        steps, warmup=1, rounds=sweep.rounds, clock=CLOCKS[sweep.clock], say=lambda text: say(f"tokens, {text}")
+    )
     medians = [Times(times_s[str(n)]).median_s for n in sweep.tokens]
     return [TokensPoint(n, s, n / s) for n, s in zip(sweep.tokens, medians, strict=True)]
 
 
-def over_experts(sweep: Sweep, device: torch.device) -> list[ExpertsPoint]:
+def over_experts(sweep: Sweep, device: torch.device, say: Say = say_nothing) -> list[ExpertsPoint]:
     """One MoE layer of the shape's sizes with more and more experts, forward and backward, in turn."""
     shape = replace(sweep.shape, part="layer")
     steps = {}
     for count in sweep.experts:
         cfg = bench_config(shape, dtype=sweep.dtype, experts=count, device=device.type)
         steps[str(count)] = awaited(open_ours(cfg, "layer", device), device)
-    times_s = race(steps, warmup=1, rounds=sweep.rounds, clock=CLOCKS[sweep.clock])
+    times_s = race(
+        steps, warmup=1, rounds=sweep.rounds, clock=CLOCKS[sweep.clock], say=lambda text: say(f"experts, {text}")
+    )
     medians = [Times(times_s[str(n)]).median_s for n in sweep.experts]
     return [ExpertsPoint(n, s, s / medians[0]) for n, s in zip(sweep.experts, medians, strict=True)]

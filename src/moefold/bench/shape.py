@@ -66,8 +66,10 @@ def bench_config(
         ConfigError: the tokens are no whole number of samples, or the experts are too few to choose from.
     """
     tokens = tokens or shape.tokens
+    if tokens < 1:
+        raise ConfigError(f"--tokens {tokens} must be at least 1; leave it out for {shape.tokens}")
     seq_len = min(shape.seq_len, tokens)
-    if tokens < 1 or tokens % seq_len:
+    if tokens % seq_len:
         raise ConfigError(f"--tokens {tokens} must be a multiple of {seq_len}, the tokens of a sample of {shape.name}")
     model = dict(load_preset(shape.preset))
     if shape.part != "model":

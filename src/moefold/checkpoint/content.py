@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moefold.bounded import bounded_batches
-from moefold.checkpoint.metadata_file import SafeReader, read_metadata
+from moefold.checkpoint.metadata_file import SafeReader, parts_of, read_metadata
+from moefold.checkpoint.part_file import check_parts
 from moefold.checkpoint.store import reading, refuse_broken_files
 
 BATCH_BYTES = 1 << 28
@@ -82,6 +83,19 @@ def differing_tensors(path: Path, other: Path, prefix: str = "") -> list[Differe
             _compare(name, mine[name], theirs[name]) for name in batch if not _is_bit_equal(mine[name], theirs[name])
         ]
     return found
+
+
+def content_faults(path: Path) -> list[str]:
+    """List what cannot be read of a checkpoint's index, and of the beginning and end of each part of a tensor."""
+    try:
+        metadata = read_metadata(path)
+        refuse_broken_files(path, metadata)
+        check_parts(path, parts_of(metadata).values())
+    except OSError as error:
+        return [f"{error.filename} cannot be read: {error.strerror}"]
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _index(path: Path) -> dict[str, TensorStorageMetadata]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from moefold.bounded_read import CONFIG_BYTES, DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.data_files import check_names, file_differences, lost_files
 from moefold.checkpoint.manifest import MANIFEST_FILE, hash_faults, read_manifest, regular_file, size_faults
 from moefold.config.layer_pattern import layer_windows
@@ -216,9 +217,9 @@ def skipped_checkpoints(given: Path, found: Path) -> list[str]:
 def _moved_folder(run_dir: Path) -> Path | None:
     """Where a run keeps its checkpoints that keeps them elsewhere (checkpoint.dir); None if it does not say so."""
     try:
-        tree = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        tree = read_json(run_dir / "config.json", CONFIG_BYTES)
         named = tree["checkpoint"]["dir"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return Path(named) if isinstance(named, str) and named and Path(named).is_dir() else None
 
@@ -233,7 +234,8 @@ def locate_checkpoint(path: Path) -> Path:
         damaged = [f"{one.name}: {some(quick_faults(one))}" for one in named_checkpoints(locate_folder(path))]
         why = f" ({some(damaged)})" if damaged else ""
         raise ConfigError(
-            f"{str(path)!r} is no complete checkpoint and holds none{why}; name one, or a run that saved some"
+            f"{str(path)!r} is no complete checkpoint and holds none{why}; name one, or a run that saved some "
+            "(checkpoint.at_end=true, the default, or checkpoint.every)"
         )
     return found
 
@@ -250,12 +252,12 @@ def read_meta(path: Path) -> CheckpointMeta:
         ConfigError: the folder is no checkpoint of this program, or of a version that this one cannot read.
     """
     try:
-        fields = json.loads(regular_file(path, META_FILE).read_text(encoding="utf-8"))
+        fields = read_json(regular_file(path, META_FILE), DESCRIPTION_BYTES)
         meta = CheckpointMeta(**fields)
         _check_meta(meta)
     except FileNotFoundError:
         raise ConfigError(f"checkpoint {str(path)!r} is no moefold checkpoint: it has no {META_FILE}") from None
-    except (ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"checkpoint {str(path)!r} has a broken {META_FILE}: {error}") from None
     if meta.format != FORMAT:
         raise ConfigError(f"checkpoint {str(path)!r} has format {meta.format}; this version reads format {FORMAT}")
@@ -362,7 +364,7 @@ def refuse_unfit(path: Path | None, cfg: Config, files: Mapping[str, str] | None
         _refuse_other_model(path, meta, cfg)
         if wish == "auto" or _can_skip(meta, cfg, files):
             _refuse_other_data(path, meta, cfg, files)
-    if wish != "auto" and cfg.checkpoint.every:
+    if wish != "auto" and cfg.checkpoint.saves:
         _refuse_later(named_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
 
 

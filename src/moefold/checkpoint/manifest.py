@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from moefold.bounded_read import DESCRIPTION_BYTES, open_regular, read_json
+
 MANIFEST_FILE = "manifest.json"
 
 
@@ -27,7 +29,7 @@ def record_file(path: Path) -> FileRecord:
     Raises:
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(file.tell(), digest)
 
@@ -45,13 +47,12 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         OSError: it cannot be read.
         ValueError: it is no manifest, or names a file outside the folder.
     """
-    text = regular_file(folder, MANIFEST_FILE).read_text(encoding="utf-8")
+    tree = read_json(regular_file(folder, MANIFEST_FILE), DESCRIPTION_BYTES)
     try:
-        tree = json.loads(text)
         records = {
             name: FileRecord(int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in tree["files"].items()
         }
-    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError("it is no manifest") from None
     for name in records:
         check_name(folder, name)

@@ -2,9 +2,10 @@
 
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,10 +18,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
+from moefold.bounded_read import open_regular, read_bytes
+from moefold.checkpoint.index_scan import HEAD, MOST_BYTES, check_operations
 from moefold.checkpoint.manifest import check_name, regular_file
+from moefold.checkpoint.part_file import Part, check_parts
 
 METADATA_FILE = ".metadata"
+MOST_DIMS = 64
+"""As torch has."""
 _MODULES = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
@@ -55,14 +63,20 @@ _BROKEN = (
 class SafeReader(dcp.FileSystemReader):
     """Reads a checkpoint of the library without running what a stranger may have put into its index.
 
-    The tensors themselves are read by `torch.load(weights_only=True)`.
+    The tensors themselves are read by `torch.load(weights_only=True)`, each after `check_parts`.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See `read_metadata`."""
         found = read_metadata(Path(self.path))
         found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        self._parts = parts_of(found)
         return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for; each part is looked at first."""
+        check_parts(Path(self.path), {index: self._parts[index] for index in _indices(plan)}.values())
+        return super().read_data(plan, planner)
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -76,14 +90,39 @@ def read_metadata(folder: Path) -> Metadata:
         ValueError: it is no such index, asks for anything but the plain data of one, contradicts itself or the sizes of
             the files, or leads out of the folder.
     """
-    with regular_file(folder, METADATA_FILE).open("rb") as file:
-        try:
-            found = _made_anew(_Unpickler(file).load())
-        except _BROKEN as error:
-            raise ValueError(f"{METADATA_FILE} is no index of a checkpoint: {error or type(error).__name__}") from None
+    try:
+        pickled = _read(regular_file(folder, METADATA_FILE))
+        check_operations(pickled)
+        found = _made_anew(_Unpickler(BytesIO(pickled)).load())
+    except _BROKEN as error:
+        raise ValueError(f"{METADATA_FILE} is no index of a checkpoint: {error or type(error).__name__}") from None
     for name in {info.relative_path for info in found.storage_data.values()}:
         check_name(folder, name)
     return found
+
+
+def parts_of(found: Metadata) -> dict[MetadataIndex, Part]:
+    """Return the parts that an index lists, each with its place."""
+    places = found.storage_data or {}
+    parts = {}
+    for name, stored in found.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
+        for chunk in stored.chunks:
+            index = MetadataIndex(name, chunk.offsets)
+            parts[index] = Part(name, places[index], chunk.sizes, stored.properties.dtype)
+    return parts
+
+
+def _indices(plan: LoadPlan) -> Iterable[MetadataIndex]:
+    return (item.storage_index for item in plan.items)
+
+
+def _read(path: Path) -> bytes:
+    """Read an index; of a file that begins otherwise, the first bytes alone."""
+    with open_regular(path) as file:
+        if not file.peek(len(HEAD[0])).startswith(HEAD):
+            raise ValueError("it is no pickle of protocol 4 or 5")
+    return read_bytes(path, MOST_BYTES)
 
 
 def _made_anew(found: Any) -> Metadata:
@@ -95,6 +134,9 @@ def _made_anew(found: Any) -> Metadata:
     """
     _check_class(found, "Metadata")
     places = {_index(index): _place(info) for index, info in found.storage_data.items()}
+    # Tensors may share one list, which would be looked through once for each.
+    if sum(len(stored.chunks) for stored in found.state_dict_metadata.values()) > len(places):
+        raise ValueError("it has more parts than places for them")
     tensors = {_text(name): _tensor(stored) for name, stored in found.state_dict_metadata.items()}
     for name, stored in tensors.items():
         _check_chunks(name, stored, places)
@@ -142,7 +184,8 @@ def _place(info: Any) -> _StorageInfo:
 
 
 def _size(numbers: Any) -> torch.Size:
-    if not isinstance(numbers, tuple) or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+    is_row = isinstance(numbers, tuple) and len(numbers) <= MOST_DIMS
+    if not is_row or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
         raise ValueError("a size is no row of numbers")
     return torch.Size(numbers)
 
@@ -172,18 +215,26 @@ class _Plain:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names in an index alone, and gives a new class for each: a pickle may change what it is given."""
+    """Knows the names in an index alone, and gives new classes for them: a pickle may change what it is given."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._classes: dict[tuple[str, type], type] = {}
+
+    def _stand_in(self, name: str, base: type) -> type:
+        """Return the one class of a name in this index: a class takes more memory than its name in the file."""
+        if (name, base) not in self._classes:
+            self._classes[name, base] = type(name, (base,), {})
+        return self._classes[name, base]
 
     def find_class(self, module: str, name: str) -> Any:
         # Some releases of Python 3.11 write a member of an enumeration as getattr(class, name): it stays undone here.
-        if (
-            name in _MODULES.get(module, ())
-            or module.startswith("pathlib")
-            or (module, name) == ("builtins", "getattr")
-        ):
-            return type(name, (_Plain,), {})
+        if name in _MODULES.get(module, ()) or (module, name) == ("builtins", "getattr"):
+            return self._stand_in(name, _Plain)
+        if module.startswith("pathlib"):
+            return self._stand_in("Path", _Plain)
         if (module, name) == ("torch", "Size"):
-            return type(name, (tuple,), {})
+            return self._stand_in(name, tuple)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which an index has no use for")

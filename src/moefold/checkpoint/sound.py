@@ -1,14 +1,27 @@
-"""Whether the files of a checkpoint are what was written, asked before anything is made of them."""
+"""Whether the files of a checkpoint are what was written, asked before anything is made of them. Torch-free."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moefold.checkpoint.folder import quick_faults
 from moefold.checkpoint.manifest import hash_faults, read_manifest
 from moefold.errors import ConfigError, some
-from moefold.launch.crew import Crew
+
+if TYPE_CHECKING:
+    from moefold.launch.crew import Crew
 
 
-def refuse_damaged(path: Path, crew: Crew, *, reads_all: bool = True) -> None:
+def refuse_cut(path: Path) -> None:
+    """Compare the sizes of the files of a checkpoint with its manifest, before torch is there to read them.
+
+    Raises:
+        ConfigError: a file is missing or has another size, or there is no manifest.
+    """
+    if faults := quick_faults(path):
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged: {some(faults)}")
+
+
+def refuse_damaged(path: Path, crew: "Crew", *, reads_all: bool = True) -> None:
     """Compare the files of a checkpoint with its manifest; collective over the crew, which shares the reading.
 
     Args:
@@ -24,7 +37,7 @@ def refuse_damaged(path: Path, crew: Crew, *, reads_all: bool = True) -> None:
         raise ConfigError(f"checkpoint {str(path)!r} is damaged: {some(faults)}")
 
 
-def file_faults(path: Path, crew: Crew, *, reads_all: bool) -> list[str]:
+def file_faults(path: Path, crew: "Crew", *, reads_all: bool) -> list[str]:
     """What this process finds wrong with the sizes of all files and the content of its part of them."""
     if faults := quick_faults(path):
         return faults

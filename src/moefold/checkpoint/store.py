@@ -1,7 +1,9 @@
 """Saving and loading through torch.distributed.checkpoint: one entry for each logical tensor, whatever the mapping."""
 
+import errno
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +46,9 @@ from moefold.train.optimizer import MOMENTUM, named_moments, set_step_count
 
 FRESH_WHERE_ABSENT = ".last_counts_E"
 """Buffers of this name are those of a loss that a run may turn on at any step: an older checkpoint may lack them."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_CUT_SHORT = re.compile(r"enforce fail at inline_container|unexpected pos \d+ vs \d+|PytorchStreamWriter")
+"""How the library of DCP complains of a file whose end could not be written; an error without it keeps its text."""
 _OTHER_MOMENT = "other moments instead of"
 _STRANGE = (
     AssertionError,
@@ -136,7 +141,7 @@ def write_checkpoint(
     is_first_rank = dist.get_rank() == 0
     folder = checkpoint_folder(cfg)
     draft, final = draft_path(folder, position.step), step_path(folder, position.step)
-    with explained(f"the checkpoint of step {position.step} cannot be written to {str(folder)!r}", disk=folder):
+    with explained(f"the checkpoint of step {position.step} cannot be written to {str(folder)!r}", disk=draft):
         _begin_draft(draft, group)
         metadata = dcp.save(dict(state), checkpoint_id=draft, process_group=group, planner=planner)
         records = _record_files(draft, group)
@@ -322,7 +327,7 @@ def explained(failure: str, *also: type[Exception], disk: Path | None = None) ->
     Args:
         failure: what cannot be done; the reason is added.
         also: further exceptions that are expected.
-        disk: a folder that is written to: where no reason is the disk's own, what is free there is said as well.
+        disk: a folder that is written to: a full disk is said in words, with what is free there and what to do.
 
     Raises:
         ConfigError: instead of what is expected.
@@ -333,24 +338,52 @@ def explained(failure: str, *also: type[Exception], disk: Path | None = None) ->
     except ConfigError:
         raise
     except CheckpointException as error:
-        cause = _clearest([cause for cause, _ in error.failures.values()])
+        rank, cause = _clearest({rank: cause for rank, (cause, _) in error.failures.items()})
         if isinstance(cause, ConfigError):
             raise cause from None
         if not isinstance(cause, (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, *also)):
             raise
-        free = f"; {_free(disk)}" if disk is not None and not isinstance(cause, OSError) else ""
-        raise ConfigError(f"{failure}: {_one_line(cause)}{free}") from error
+        raise ConfigError(f"{failure}: {_reason(cause, disk, rank)}") from error
     except expected as error:
-        raise ConfigError(f"{failure}: {_one_line(error)}") from error
+        raise ConfigError(f"{failure}: {_reason(error, disk)}") from error
 
 
-def _clearest(causes: list[BaseException]) -> BaseException:
+def _clearest(causes: dict[int, BaseException]) -> tuple[int, BaseException]:
     """The failure of a rank that says most: a full disk is an OSError on one rank, and what comes of it on others.
 
     A rank that cannot write the end of its file as well shows the library's complaint about that instead.
+
+    Args:
+        causes: the failures by rank.
+
+    Returns:
+        The rank and its failure.
     """
-    ranked = [c for kind in (ConfigError, OSError) for c in causes if isinstance(c, kind)]
-    return (ranked or causes)[0]
+    ranked = [item for kind in (ConfigError, OSError) for item in causes.items() if isinstance(item[1], kind)]
+    return (ranked or list(causes.items()))[0]
+
+
+def _reason(error: BaseException, disk: Path | None, rank: int | None = None) -> str:
+    """Say why something failed; of a disk that is full also which file, what is free there and what to do.
+
+    Args:
+        error: the reason.
+        disk: the folder that is written to, if one is.
+        rank: the rank that failed, if it is known.
+    """
+    text = _one_line(error)
+    if disk is None:
+        return text
+    is_cut_short = isinstance(error, RuntimeError) and _CUT_SHORT.search(str(error)) is not None
+    if not is_cut_short and not (isinstance(error, OSError) and error.errno in _FULL):
+        return text if isinstance(error, OSError) else f"{text}; {_free(disk)}"
+    written = Path(os.fsdecode(error.filename)).name if isinstance(error, OSError) and error.filename else ""
+    if not written and rank is not None:
+        # DCP begins the names of a rank's files with its number.
+        written = some(sorted(path.name for path in disk.glob(f"__{rank}_*")))
+    name = f"file {written}" if written else "a file"
+    found = f"{name} could not be written to its end" + ("" if is_cut_short else f" ({text})")
+    return f"{found}; {_free(disk)}; make room there, and the same command goes on from the last checkpoint"
 
 
 def _free(folder: Path) -> str:

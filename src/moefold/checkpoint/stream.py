@@ -26,9 +26,11 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from moefold.bounded_read import open_regular
 from moefold.checkpoint.folder import CheckpointMeta, read_meta
 from moefold.checkpoint.manifest import FileRecord, record_file, regular_file, write_manifest
 from moefold.checkpoint.metadata_file import read_metadata
+from moefold.checkpoint.part_file import Part, check_parts
 from moefold.checkpoint.store import explained, reading, refuse_broken_files
 from moefold.errors import ConfigError
 from moefold.launch.crew import Crew
@@ -116,11 +118,12 @@ class CheckpointSource:
         places = self._metadata.storage_data
         assert places is not None
         place = places[MetadataIndex(f"model.{name}", torch.Size(offsets))]
-        with reading(self.path), regular_file(self.path, place.relative_path).open("rb") as opened:
-            window: Any = _Window(opened, place.offset, place.length)
-            values: Any = torch.load(window, weights_only=True, map_location="cpu")
         stored = self._stored[name]
         (size,) = (chunk.sizes for chunk in stored.chunks if chunk.offsets == torch.Size(offsets))
+        with reading(self.path), open_regular(regular_file(self.path, place.relative_path)) as opened:
+            check_parts(self.path, [Part(name, place, size, stored.properties.dtype)])
+            window: Any = _Window(opened, place.offset, place.length)
+            values: Any = torch.load(window, weights_only=True, map_location="cpu")
         if not isinstance(values, Tensor) or (values.shape, values.dtype) != (size, stored.properties.dtype):
             raise ConfigError(
                 f"checkpoint {str(self.path)!r} is damaged: file {place.relative_path} holds something else where "

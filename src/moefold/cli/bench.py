@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from moefold.bench.shape import Shape, bench_config, experts_that_fit, shapes
 from moefold.cli.bench_output import add_output_options, device_type, known_shape, write_report
+from moefold.cli.command_parser import CommandParser
 from moefold.launch.place import Place
+from moefold.work_progress import WorkProgress
 
 if TYPE_CHECKING:
     from moefold.bench.comparison import Comparison
@@ -45,13 +47,13 @@ def _measure(shape: Shape, args: argparse.Namespace, place: Place, device_name: 
     from moefold.launch.ranks import joined
 
     torch.set_num_threads(args.threads)
-    with joined(place, device_name) as device:
+    with joined(place, device_name) as device, WorkProgress("bench") as progress:
         size = 2 if args.dtype == "bfloat16" else 4
         whole = bench_config(shape, dtype=args.dtype)
         copies = copies_of_weights(whole, shape.part, device)
         experts = args.experts or experts_that_fit(shape, size, free_bytes(device), copies)
         cfg = bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=experts, device=device_name)
-        found = compare(cfg, shape.part, args.routing, device, args.steps, args.clock)
+        found = compare(cfg, shape.part, args.routing, device, args.steps, args.clock, progress.say)
     report = found.as_dict() | {"shape": shape.name}
     write_report(args, report, table(shape, found))
     return 0
@@ -100,7 +102,7 @@ def _parts(found: "Comparison") -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, SUBCOMMANDS))
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold bench",
         description="Time a step of ours beside plain torch and transformers' fastest experts implementation, in turn "
         "in one process, with the operations and bytes that the machine reaches in the same rounds. The "

@@ -5,9 +5,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from moefold.cli.bench_output import add_output_options, write_report
+from moefold.cli.bench_output import add_output_options, check_output_options, write_report
+from moefold.cli.command_parser import CommandParser
+from moefold.cli.own_words import DEVICE, own_words
 from moefold.errors import ConfigError
 from moefold.launch.place import Place
+from moefold.work_progress import WorkProgress
 
 if TYPE_CHECKING:
     from moefold.bench.dispatch import Bar
@@ -24,9 +27,12 @@ def run(argv: list[str]) -> int:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
     if args.hidden < 64 or args.hidden % 64:
         raise ConfigError(f"--hidden {args.hidden} must be a multiple of 64: fine experts are a quarter as wide")
+    check_output_options(args)
     from moefold.launch.ranks import choose_device, start_ranks
 
-    return start_ranks(partial(_measure, args), args.ranks, choose_device(args.device, args.ranks, None))
+    with own_words(*DEVICE):
+        device_type = choose_device(args.device, args.ranks, None)
+    return start_ranks(partial(_measure, args), args.ranks, device_type)
 
 
 def _measure(args: argparse.Namespace, place: Place, device_type: str) -> int:
@@ -39,9 +45,9 @@ def _measure(args: argparse.Namespace, place: Place, device_type: str) -> int:
 
     if device_type == "cpu":
         torch.set_num_threads(1)
-    with joined(place, device_type) as device:
+    with joined(place, device_type) as device, WorkProgress("bench dispatch", is_shown=place.rank == 0) as progress:
         dtype = TORCH_DTYPES[args.dtype]
-        bars = measure_mappings(args.ranks, args.tokens, args.hidden, args.steps, dtype, device)
+        bars = measure_mappings(args.ranks, args.tokens, args.hidden, args.steps, dtype, device, progress.say)
         machine = machine_name(device)
     if place.rank == 0:
         report = {
@@ -76,7 +82,7 @@ def _tables(args: argparse.Namespace, machine: str, bars: "list[Bar]") -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold bench dispatch",
         description="Time one MoE layer by part on ranks of this machine: over all ways to share them between ETP and "
         "EP, and over CP x EP with EP folded over the ranks of CP or coupled to DP, with few wide experts and many "

@@ -6,8 +6,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
 from moefold.launch.place import Place
+from moefold.printable import print_escaped
+from moefold.work_progress import WorkProgress
 
 if TYPE_CHECKING:
     from moefold.bench.leastloaded import Measurement
@@ -40,11 +43,11 @@ def _measure(args: argparse.Namespace, place: Place, device_type: str) -> int:
     from moefold.parallel.layout import fold
 
     torch.set_num_threads(1)
-    with joined(place, device_type) as device:
+    with joined(place, device_type) as device, WorkProgress("bench leastloaded", is_shown=place.rank == 0) as progress:
         groups = ParallelGroups.create(fold(world_size=args.ranks, ep=args.ranks), device)
-        found = measure(Workload(args.tokens, num_experts=NUM_EXPERTS), args.skew, args.steps, groups)
+        found = measure(Workload(args.tokens, num_experts=NUM_EXPERTS), args.skew, args.steps, groups, progress.say)
     if place.rank == 0:
-        print(_json(args, found) if args.json else _table(args, found), flush=True)
+        print_escaped(_json(args, found) if args.json else _table(args, found), flush=True)
     return 0
 
 
@@ -75,7 +78,7 @@ def _table(args: argparse.Namespace, found: "list[Measurement]") -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold bench leastloaded",
         description="Time one MoE layer, forward and backward, on CPU ranks when one expert draws most of the tokens: "
         "parallel.dispatcher=leastloaded beside alltoall. Ranks that share cores also share the idle ones' time: there "

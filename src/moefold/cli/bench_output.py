@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from moefold.bench.shape import Shape, shapes
+from moefold.cli.own_words import DEVICE, own_words
 from moefold.errors import ConfigError
+from moefold.plan.output_file import check_place
+from moefold.printable import print_escaped
 
 
 def known_shape(args: argparse.Namespace) -> Shape:
@@ -16,6 +19,7 @@ def known_shape(args: argparse.Namespace) -> Shape:
     Raises:
         ConfigError: there is no such shape, or a count is not positive.
     """
+    check_output_options(args)
     for name in ("steps", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
@@ -29,7 +33,8 @@ def device_type(args: argparse.Namespace) -> str:
     """The device that --device means, where the clock of --clock can see what it does; loads torch."""
     from moefold.launch.ranks import choose_device
 
-    device = choose_device(args.device, 1, None)
+    with own_words(*DEVICE):
+        device = choose_device(args.device, 1, None)
     if device == "cuda" and args.clock == "cpu":
         raise ConfigError("--clock cpu does not see what a GPU does; leave it out, or set --device cpu")
     return device
@@ -41,6 +46,18 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE.png", help="draw it")
 
 
+def check_output_options(args: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, before anything is measured.
+
+    Raises:
+        ConfigError: a folder is missing, or the place may not be written to.
+    """
+    if args.json not in (None, "-"):
+        check_place("--json", Path(args.json))
+    if args.plot is not None:
+        check_place("--plot", Path(args.plot))
+
+
 def write_report(args: argparse.Namespace, report: Mapping[str, Any], table: str) -> None:
     """Print the table, or do with the report what the options say.
 
@@ -48,7 +65,7 @@ def write_report(args: argparse.Namespace, report: Mapping[str, Any], table: str
         ConfigError: a file cannot be written.
     """
     text = json.dumps(report)
-    print(text if args.json == "-" else table, flush=True)
+    print_escaped(text if args.json == "-" else table, flush=True)
     if args.json not in (None, "-"):
         try:
             Path(args.json).write_text(text + "\n", encoding="utf-8")

@@ -1,28 +1,30 @@
 """`moefold bench plot`: draw a report."""
 
-import argparse
-import json
 from pathlib import Path
 
+from moefold.bounded_read import REPORT_BYTES, read_json
+from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
+from moefold.plan.output_file import check_place
 
 
 def run(argv: list[str]) -> int:
     """Draw and return 0."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold bench plot", description="Draw a report that one of the benches has written with --json."
     )
     parser.add_argument("report", metavar="REPORT.json")
     parser.add_argument("picture", metavar="FILE.png")
     args = parser.parse_args(argv)
     try:
-        report = json.loads(Path(args.report).read_text(encoding="utf-8"))
+        report = read_json(Path(args.report), REPORT_BYTES)
     except OSError as error:
         raise ConfigError(f"{args.report}: {error.strerror}") from None
     except ValueError:
         raise ConfigError(f"{args.report} is no JSON") from None
     if not isinstance(report, dict):
         raise ConfigError(f"{args.report} is no report of moefold bench")
+    check_place("FILE.png", Path(args.picture))
     from moefold.bench.plot import draw_report
 
     draw_report(report, Path(args.picture))

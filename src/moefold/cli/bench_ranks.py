@@ -5,12 +5,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moefold.cli.bench_output import add_output_options, write_report
+from moefold.cli.bench_output import add_output_options, check_output_options, write_report
+from moefold.cli.command_parser import CommandParser
 from moefold.config.checks import check_config
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.launch.place import Place
+from moefold.work_progress import WorkProgress
 
 if TYPE_CHECKING:
     from moefold.bench.ranks import RankTimes
@@ -33,6 +35,7 @@ def run(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps} must be at least 1")
+    check_output_options(args)
     words = list(args.words)
     recipe = Path(words.pop(0)) if words and "=" not in words[0] else None
     cfg = load_config(recipe, [*(() if recipe else DEFAULTS), "data.kind=synthetic", *words])
@@ -53,8 +56,11 @@ def _measure(cfg: Config, args: argparse.Namespace, place: Place, device_type: s
     from moefold.parallel.groups import ParallelGroups
 
     torch.set_num_threads(1)
-    with joined(place, device_type, cfg.faults.timeout_s) as device:
-        found = measure_ranks(cfg, ParallelGroups.create(check_config(cfg), device), args.steps)
+    with (
+        joined(place, device_type, cfg.faults.timeout_s) as device,
+        WorkProgress("bench ranks", is_shown=place.rank == 0) as progress,
+    ):
+        found = measure_ranks(cfg, ParallelGroups.create(check_config(cfg), device), args.steps, progress.say)
     if place.rank == 0:
         part = shares(found)
         report = {
@@ -88,7 +94,7 @@ def _table(cfg: Config, args: argparse.Namespace, found: "list[RankTimes]", part
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold bench ranks",
         description="Train some steps on CPU ranks and say what each spends them on, in CPU time: matrix products, "
         "attention, other tensor work, communication (gloo's threads and the calls), Python and all else. Without a "

@@ -6,7 +6,9 @@ from functools import partial
 
 from moefold.bench.shape import Shape, bench_config
 from moefold.cli.bench_output import add_output_options, device_type, known_shape, write_report
+from moefold.cli.command_parser import CommandParser
 from moefold.launch.place import Place
+from moefold.work_progress import WorkProgress
 
 MILLISECONDS = 1e3
 
@@ -33,8 +35,9 @@ def _measure(shape: Shape, args: argparse.Namespace, place: Place, device_name: 
 
     torch.set_num_threads(args.threads)
     sweep = Sweep(shape, args.dtype, args.tokens, args.experts, args.steps, args.clock)
-    with joined(place, device_name) as device:
-        by_tokens, by_experts = over_tokens(sweep, device), over_experts(sweep, device)
+    with joined(place, device_name) as device, WorkProgress("bench scaling") as progress:
+        by_tokens = over_tokens(sweep, device, progress.say)
+        by_experts = over_experts(sweep, device, progress.say)
         machine = machine_name(device)
     report = {
         "kind": "scaling",
@@ -63,7 +66,7 @@ def _measure(shape: Shape, args: argparse.Namespace, place: Place, device_name: 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold bench scaling",
         description="Time our step with more and more tokens, and one MoE layer with more and more experts of which a "
         "token meets as many as ever, in turn in one process.",

@@ -18,8 +18,10 @@ from moefold.checkpoint.folder import (
 )
 from moefold.checkpoint.manifest import hash_faults, read_manifest
 from moefold.cli.checkpoint_table import Listed
+from moefold.cli.command_parser import CommandParser
 from moefold.cli.skipped import say_skipped_for
 from moefold.errors import ConfigError
+from moefold.printable import print_escaped, printable
 
 DIFFERENCES_SHOWN = 20
 """Tensors of a `diff` that are printed without --json."""
@@ -52,11 +54,10 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([asdict(row) | {"path": str(row.path)} for row in rows]))
         return 0
-    from rich.console import Console
-
     from moefold.cli.checkpoint_table import print_list
+    from moefold.console import PrintableConsole
 
-    print_list(Console(highlight=False, markup=False), folder, rows)
+    print_list(PrintableConsole(highlight=False, markup=False), folder, rows)
     return 0
 
 
@@ -79,11 +80,10 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"path": str(path), **asdict(meta), "tensors": [asdict(tensor) for tensor in tensors]}))
         return 0
-    from rich.console import Console
-
     from moefold.cli.checkpoint_table import print_content
+    from moefold.console import PrintableConsole
 
-    print_content(Console(highlight=False, markup=False), path, meta, tensors, all_of_them=arguments.tensors)
+    print_content(PrintableConsole(highlight=False, markup=False), path, meta, tensors, all_of_them=arguments.tensors)
     return 0
 
 
@@ -91,7 +91,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     status = 0
     for path in _all_or_one(arguments.checkpoint):
         faults = _faults(path)
-        print(f"{path}: {'; '.join(faults) if faults else 'sound'}")
+        print(printable(f"{path}: {'; '.join(faults) if faults else 'sound'}"))
         status |= bool(faults)
     return int(status)
 
@@ -109,11 +109,11 @@ def _diff(arguments: argparse.Namespace) -> int:
         print(json.dumps({"description": described, "tensors": [asdict(difference) for difference in tensors]}))
         return int(bool(described or tensors))
     for key, (here, there) in described.items():
-        print(f"{key}: {_short(here)} | {_short(there)}")
+        print(printable(f"{key}: {_short(here)} | {_short(there)}"))
     for difference in tensors[:DIFFERENCES_SHOWN]:
-        print(f"{difference.name}: {difference.what}")
+        print(printable(f"{difference.name}: {difference.what}"))
     if len(tensors) > DIFFERENCES_SHOWN:
-        print(f"and {len(tensors) - DIFFERENCES_SHOWN} more tensors; --json lists them")
+        print_escaped(f"and {len(tensors) - DIFFERENCES_SHOWN} more tensors; --json lists them")
     if not tensors:
         print("all tensors are equal")
     return int(bool(described or tensors))
@@ -136,16 +136,23 @@ def _rm(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"that would leave no sound checkpoint in {str(folder)!r}; add --force if you mean it")
     for path in sorted(doomed):
         remove(path)
-        print(f"removed {path}")
+        print(printable(f"removed {path}"))
     return 0
 
 
 def _faults(path: Path) -> list[str]:
-    """What is wrong with a checkpoint; reads it whole unless the sizes tell."""
+    """List what is wrong with a checkpoint; reads it whole unless the sizes tell.
+
+    Files may be what was written and still hold no checkpoint: their index and each part are looked into as well.
+    """
     if faults := quick_faults(path):
         return faults
     manifest = read_manifest(path)
-    return hash_faults(path, manifest, manifest)
+    if faults := hash_faults(path, manifest, manifest):
+        return faults
+    from moefold.checkpoint.content import content_faults
+
+    return content_faults(path)
 
 
 def _all_or_one(path: Path) -> list[Path]:
@@ -184,7 +191,7 @@ def _size_bytes(path: Path) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold checkpoint",
         description="List, show, verify, compare and remove checkpoints.",
         epilog=EPILOG,
@@ -204,7 +211,11 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("checkpoint", type=Path, metavar="CKPT")
     shown.add_argument("--tensors", action="store_true", help="every tensor, not the sums alone")
     shown.add_argument("--json", action="store_true", help="print one JSON object, every tensor included")
-    verified = add("verify", _verify, "compare every file with what was written; exit 1 if one differs")
+    verified = add(
+        "verify",
+        _verify,
+        "compare every file with what was written, and open its index and parts; exit 1 if one is wrong",
+    )
     verified.add_argument("checkpoint", type=Path, metavar="CKPT|RUN", help="one checkpoint, or all of a run")
     compared = add("diff", _diff, "where two checkpoints differ, in description and values; exit 1 if they do")
     compared.add_argument("checkpoint", type=Path, metavar="CKPT")

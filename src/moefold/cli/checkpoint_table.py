@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moefold.checkpoint.folder import CheckpointMeta
+from moefold.printable import printable
 
 if TYPE_CHECKING:
     from moefold.checkpoint.content import StoredTensor
@@ -30,7 +31,10 @@ class Listed:
 def print_list(console: Console, folder: Path, rows: Sequence[Listed]) -> None:
     """Print the checkpoints of a folder, oldest first, and what is wrong with their files."""
     if not rows:
-        console.print(f"{folder} holds no checkpoint")
+        text = (
+            f"{folder} holds no checkpoint (a run saves with checkpoint.at_end=true, the default, or checkpoint.every)"
+        )
+        console.print(printable(text), soft_wrap=True)
         return
     table = Table("checkpoint", "tokens", "samples", "MiB", "written by", "files", box=None, pad_edge=False)
     for row in rows:
@@ -38,7 +42,7 @@ def print_list(console: Console, folder: Path, rows: Sequence[Listed]) -> None:
         size_mib = f"{row.size_bytes / 2**20:,.1f}"
         said = ("?", "?") if row.meta is None else (f"{row.meta.tokens:,}", f"{row.meta.samples:,}")
         writer = "?" if row.meta is None else mapping(row.meta)
-        table.add_row(row.path.name, *said, size_mib, writer, state)
+        table.add_row(*map(printable, (row.path.name, *said, size_mib, writer, state)))
     console.print(table)
 
 
@@ -47,23 +51,32 @@ def print_content(
 ) -> None:
     """Print what a checkpoint holds."""
     console.print(
-        f"{path}: after step {meta.step:,}, {meta.samples:,} samples and {meta.tokens:,} tokens", soft_wrap=True
+        printable(f"{path}: after step {meta.step:,}, {meta.samples:,} samples and {meta.tokens:,} tokens"),
+        soft_wrap=True,
     )
-    console.print(f"written by {mapping(meta)}")
+    console.print(printable(f"written by {mapping(meta)}"))
     model = {
         key: meta.model.get(key, "?") for key in ("num_layers", "hidden_size", "num_experts", "top_k", "vocab_size")
     }
-    console.print("model: " + ", ".join(f"{key} {value}" for key, value in model.items()))
+    console.print(printable("model: " + ", ".join(f"{key} {value}" for key, value in model.items())))
     table = Table("tensors", "shape", "type", "MiB", "parts", box=None, pad_edge=False)
     for name, part in _parts(tensors).items():
         size_mib = sum(tensor.size_bytes for tensor in part) / 2**20
         table.add_row(
-            f"{name}: {len(part)}", "", "", f"{size_mib:,.1f}", str(sum(tensor.num_chunks for tensor in part))
+            printable(f"{name}: {len(part)}"),
+            "",
+            "",
+            f"{size_mib:,.1f}",
+            str(sum(tensor.num_chunks for tensor in part)),
         )
         for tensor in part if all_of_them else ():
             shape = "x".join(map(str, tensor.shape))
             table.add_row(
-                f"  {tensor.name}", shape, tensor.dtype, f"{tensor.size_bytes / 2**20:,.2f}", str(tensor.num_chunks)
+                printable(f"  {tensor.name}"),
+                shape,
+                tensor.dtype,
+                f"{tensor.size_bytes / 2**20:,.2f}",
+                str(tensor.num_chunks),
             )
     console.print(table)
 

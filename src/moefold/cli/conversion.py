@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moefold.errors import some
 from moefold.launch.heap import return_large_blocks
 from moefold.launch.place import find_place
+from moefold.printable import LINES, printable
 
 if TYPE_CHECKING:
     from moefold.convert.import_folder import Conversion
@@ -43,7 +44,7 @@ def conversion_job(what: str) -> Iterator[tuple["Crew", Callable[[int], None]]]:
 
 def training_command(out: Path) -> str:
     """How to train from a checkpoint, for the shell."""
-    return f"train from it: moefold train {shlex.quote(str(out / 'recipe.toml'))}"
+    return printable(f"train from it: moefold train {shlex.quote(str(out / 'recipe.toml'))}")
 
 
 def conversion_summary(done: "Conversion", out: Path, was_checked: bool) -> str:
@@ -55,7 +56,7 @@ def conversion_summary(done: "Conversion", out: Path, was_checked: bool) -> str:
     over = "".join(f"; passed over ({reason}): {some(sorted(names))}" for reason, names in passed.items())
     size = f"{done.tensors} tensors, {done.num_bytes / 1e9:.3g} GB"
     notes = "".join(f"\nnote: {note}" for note in done.notes)
-    return f"{out}: {size}{checked}; {_other_files(len(done.companions))}{over}{notes}"
+    return printable(f"{out}: {size}{checked}; {_other_files(len(done.companions))}{over}{notes}", LINES)
 
 
 def _other_files(count: int) -> str:

@@ -5,10 +5,15 @@ import re
 from pathlib import Path
 
 from moefold.checkpoint.folder import locate_checkpoint
+from moefold.cli.command_parser import CommandParser
 from moefold.cli.conversion import conversion_job, conversion_summary
+from moefold.cli.one_voice import one_voice
 from moefold.cli.skipped import say_skipped_for
+from moefold.convert.early_check import check_export
 from moefold.convert.families import FAMILIES
 from moefold.errors import ConfigError
+from moefold.launch.place import find_place
+from moefold.printable import print_escaped
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -18,6 +23,9 @@ def run(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     shard_bytes = None if args.shard_size is None else _bytes(args.shard_size)
     out = Path(args.out)
+    place = find_place()
+    with one_voice(place):
+        check_export(Path(args.checkpoint), out, place)
     with conversion_job("export") as (crew, advance):
         # torch takes seconds to import: a wrong word is answered without it.
         from moefold.convert.export_folder import ExportWish, export_folder
@@ -37,7 +45,7 @@ def run(argv: list[str]) -> int:
             say_skipped_for(Path(args.checkpoint), checkpoint)
         done = export_folder(checkpoint, out, crew, wish, advance=advance)
         if crew.is_first:
-            print(conversion_summary(done, out, args.check))
+            print_escaped(conversion_summary(done, out, args.check))
     return 0
 
 
@@ -49,7 +57,7 @@ def _bytes(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold export",
         description="Make a Hugging Face folder of a checkpoint: config.json, safetensors files, the tokenizer that "
         "the model was trained with, and moefold-manifest.json with shapes, types and SHA-256 hashes.",

@@ -5,22 +5,32 @@ import re
 import sys
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
+from moefold.cli.command_parser import CommandParser
 from moefold.cli.compute_options import add_compute_options
 from moefold.cli.one_voice import one_voice
+from moefold.cli.own_words import DEVICE, TOKENIZER, own_words
 from moefold.cli.skipped import say_skipped
 from moefold.config.keys import nearest
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
 
+if TYPE_CHECKING:
+    from moefold.data.tokenizer import Tokenizer
+    from moefold.inference.source import Source
+
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
 the newest complete one is taken, or a Hugging Face folder. Without a PROMPT, standard input is one, without its last
-newline. One prompt streams its continuation to standard output; several are continued together and printed when all
-are done. Words of the form parallel.KEY=N are the mapping: tp, pp, ep, etp, world_size (by default as many ranks as the
-others need). Any other word is a prompt; one that looks like the mapping can come on standard input.
+newline. One prompt streams to standard output with its continuation; several are continued together and printed when
+all are done. With --chat each prompt is a message to a model that was fine-tuned on conversations: its chat template
+goes around it, and the answer ends where the assistant's turn does. Words of the form parallel.KEY=N are the mapping:
+tp, pp, ep, etp, world_size (by default as many ranks as the others need). Any other word is a prompt; one that looks
+like the mapping can come on standard input.
 
 examples:
   moefold generate runs/quickstart "The for statement" --max-tokens 200 --temperature 0.8 --top-p 0.95
+  moefold generate runs/sft "What is a stack?" --chat --temperature 0
   echo "def main():" | moefold generate runs/quickstart parallel.tp=2 parallel.ep=2 --temperature 0
 """
 
@@ -36,10 +46,13 @@ def run(argv: list[str]) -> int:
 
 
 def _start(arguments: argparse.Namespace, place: Place | None) -> int:
+    from moefold.checkpoint.sound import refuse_cut
+    from moefold.inference.memory import GENERATE_WAY_OUT, cache_bytes
     from moefold.inference.sampling import Sampling
     from moefold.inference.settings import Wish, inference_config
     from moefold.inference.source import find_source
     from moefold.inference.text import encode_prompts, end_ids, open_tokenizer
+    from moefold.launch.fitting import check_inference, fitting_device
 
     if arguments.max_tokens < 1:
         raise ConfigError(f"--max-tokens {arguments.max_tokens} must be at least 1")
@@ -61,15 +74,31 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
     cfg = inference_config(source, wish, "generate")
     if place is not None:
         check_world_size(place, cfg.parallel.world_size)
-    tokenizer = open_tokenizer(source, arguments.tokenizer)
+    with own_words(*(TOKENIZER if arguments.tokenizer else ())):
+        tokenizer = open_tokenizer(source, arguments.tokenizer)
+    if arguments.chat_template and not arguments.chat:
+        raise ConfigError("--chat-template has no effect without --chat; add it, or leave the template out")
     prompts = tuple(word for word in arguments.words if not _is_setting(word)) or (_read_prompt(place),)
-    ids = encode_prompts(source, tokenizer, prompts)
+    end_mark = ""
+    if arguments.chat:
+        ids, ends, end_mark = _as_messages(arguments, source, tokenizer, prompts)
+    else:
+        ids = encode_prompts(source, tokenizer, prompts)
+        ends = frozenset()
     longest = max(map(len, ids)) + arguments.max_tokens
     cfg = inference_config(source, replace(wish, seq_len=longest, batch_size=len(prompts)), "generate")
 
-    # torch takes seconds to import: everything above answers without it.
+    cache = f"the cache of {len(ids)} prompt{'s' * (len(ids) > 1)} and --max-tokens {arguments.max_tokens}"
+    extra = {cache: cache_bytes(cfg, cfg.train.seq_len, len(ids))}
+    check = partial(check_inference, cfg, place=place, extra=extra, way_out=GENERATE_WAY_OUT)
+    with own_words(*DEVICE):
+        device_type = fitting_device(cfg.run.device, cfg.parallel.world_size, place, check)
+    if source.kind == "checkpoint":
+        refuse_cut(source.path)
+
+    # torch takes seconds to import: everything above answers without it, where there is no GPU.
     from moefold.inference.rank import GenerateJob, generate_rank
-    from moefold.launch.ranks import choose_device, run_ranks
+    from moefold.launch.ranks import run_ranks
 
     job = GenerateJob(
         source=source,
@@ -79,11 +108,31 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
         ids=ids,
         max_tokens=arguments.max_tokens,
         sampling=sampling,
-        eos_ids=frozenset() if arguments.ignore_eos else end_ids(source, tokenizer),
+        eos_ids=frozenset() if arguments.ignore_eos else ends | end_ids(source, tokenizer),
         as_json=arguments.json,
+        echoes=not arguments.no_echo,
+        is_chat=arguments.chat,
+        end_mark="" if arguments.ignore_eos else end_mark,
     )
-    device_type = choose_device(cfg.run.device, cfg.parallel.world_size, place)
     return run_ranks(partial(generate_rank, job), cfg.parallel.world_size, device_type, place)
+
+
+def _as_messages(
+    arguments: argparse.Namespace, source: "Source", tokenizer: "Tokenizer", messages: tuple[str, ...]
+) -> tuple[tuple[tuple[int, ...], ...], frozenset[int], str]:
+    """The ids of messages in the chat template, the tokens that end an answer, and the text that does."""
+    from moefold.inference.chat import encode_messages, open_chat_template, turn_end
+
+    with own_words(
+        (r"set data\.chat_template to a file with one", "name a file with one: --chat-template FILE"),
+        (r"data\.chat_template=", "--chat-template "),
+        (r"set data\.chat_template", "name another one: --chat-template FILE"),
+        *TOKENIZER,
+    ):
+        template = open_chat_template(source, arguments.tokenizer, arguments.chat_template)
+        ids = encode_messages(template, tokenizer, messages)
+        ends, mark = turn_end(template, tokenizer)
+    return ids, ends, mark
 
 
 def _is_setting(word: str) -> bool:
@@ -110,7 +159,7 @@ def _read_prompt(place: Place | None) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold generate",
         description="Continue a text, token by token. Starts the ranks itself on one machine; joins them under\n"
         "torchrun or srun.",
@@ -128,6 +177,9 @@ def _parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that reach probability P (1)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draws: the same under every mapping (0)")
+    parser.add_argument("--chat", action="store_true", help="prompts are messages, put into the model's chat template")
+    parser.add_argument("--chat-template", default="", metavar="FILE", help="template for --chat, not the model's")
+    parser.add_argument("--no-echo", action="store_true", help="print the continuation without its prompt")
     parser.add_argument("--ignore-eos", action="store_true", help="go on behind an end-of-text token")
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
     add_compute_options(parser)

@@ -3,13 +3,21 @@
 import argparse
 from pathlib import Path
 
+from moefold.cli.command_parser import CommandParser
 from moefold.cli.conversion import conversion_job, conversion_summary, training_command
+from moefold.cli.one_voice import one_voice
+from moefold.convert.early_check import check_import
+from moefold.launch.place import find_place
+from moefold.printable import print_escaped
 
 
 def run(argv: list[str]) -> int:
     """Import; returns the exit status."""
     args = _parser().parse_args(argv)
     folder, out = Path(args.folder), Path(args.out)
+    place = find_place()
+    with one_voice(place):
+        check_import(folder, out, place, needs_tokenizer=not args.no_tokenizer)
     with conversion_job("import") as (crew, advance):
         # torch takes seconds to import: a wrong word is answered without it.
         from moefold.convert.import_folder import ImportWish, import_folder
@@ -17,13 +25,13 @@ def run(argv: list[str]) -> int:
         wish = ImportWish(args.check, not args.no_tokenizer, args.without_mtp)
         done = import_folder(folder, out, crew, wish, advance=advance)
         if crew.is_first:
-            print(conversion_summary(done, out, args.check))
-            print(training_command(out))
+            print_escaped(conversion_summary(done, out, args.check))
+            print_escaped(training_command(out))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold import",
         description="Make a checkpoint of a Hugging Face folder (config.json and safetensors files). OUT holds the "
         "weights in their own type, recipe.toml to train from them, and hf/ with the tokenizer and a manifest.",

@@ -6,7 +6,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
+from moefold.plan.output_file import check_place, refuse_existing
+from moefold.printable import print_escaped
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
 loads in RUN/metrics.jsonl, which do not name the experts; works while the run goes on
@@ -23,6 +26,9 @@ def run(argv: list[str]) -> int:
         ConfigError: the folder is no run with experts, or it has no such layer.
     """
     arguments = _parser().parse_args(argv)
+    if arguments.png is not None:
+        check_place("--png", arguments.png)
+        refuse_existing("--png", arguments.png, force=arguments.force)
     # numpy takes a tenth of a second to import, which the help need not spend.
     from moefold.metrics.balance import read_balance
 
@@ -36,7 +42,7 @@ def run(argv: list[str]) -> int:
         from moefold.cli.inspect_picture import save_picture
 
         save_picture(balance, arguments.png)
-        print(f"wrote {arguments.png}", file=sys.stderr)
+        print_escaped(f"wrote {arguments.png}", file=sys.stderr)
     if arguments.json:
         record = {
             "run": str(balance.run_dir),
@@ -50,16 +56,15 @@ def run(argv: list[str]) -> int:
         }
         print(json.dumps(record))
     else:
-        from rich.console import Console
-
         from moefold.cli.inspect_table import print_balance
+        from moefold.console import PrintableConsole
 
-        print_balance(Console(highlight=False), balance, arguments.layer)
+        print_balance(PrintableConsole(highlight=False), balance, arguments.layer)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold inspect",
         description="Show how evenly the experts of a run were used: load of each layer and expert over time, dead "
         "experts, dropped copies.",
@@ -70,4 +75,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layer", type=int, metavar="N", help="layer whose experts to show; the least even otherwise")
     parser.add_argument("--json", action="store_true", help="print one JSON object, all layers in numbers")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw all layers into FILE (.png, .svg or .pdf)")
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
     return parser

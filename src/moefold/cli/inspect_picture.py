@@ -7,6 +7,7 @@ import numpy as np
 
 from moefold.errors import ConfigError
 from moefold.metrics.balance import Array, Balance, spans
+from moefold.metrics.picture_text import drawable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,6 +16,8 @@ FORMATS = (".png", ".svg", ".pdf")
 MAX_MAPS = 12
 MAX_BINS = 240
 COLUMNS = 4
+NAMED_LAYERS = 6
+"""Layers that the legend of the curves names, one by one."""
 DPI = 150
 INK, FAINT, DEAD = "#1c2430", "#7a8594", "#16181d"
 SCALE = ("#2b5c8a", "#7fb0d3", "#f4f4f2", "#f2a065", "#b5301f")
@@ -74,7 +77,8 @@ def _title(balance: Balance, shown: list[int]) -> str:
     if balance.counts is not None and len(shown) < count:
         layers = f"{len(shown)} of {layers}, the {MAX_MAPS // 2} least even among them,"
     experts = f" of {balance.num_experts} experts" if balance.num_experts else ""
-    return f"{balance.run_dir.resolve().name}: {layers}{experts}, steps {balance.steps[0]:,} to {balance.steps[-1]:,}"
+    name = drawable(balance.run_dir.resolve().name)
+    return f"{name}: {layers}{experts}, steps {balance.steps[0]:,} to {balance.steps[-1]:,}"
 
 
 def _colours() -> Any:
@@ -175,7 +179,9 @@ def _draw_curves(figure: Any, balance: Balance) -> None:
             axes.set_ylim(bottom=0.9)
         else:
             axes.set_ylim(0, max(1.0, float(np.nanmax(values)) * 1.08))
-    row[0].legend(frameon=False, fontsize=8, labelcolor=INK, ncols=2)
+        if name.startswith("dead"):
+            axes.yaxis.get_major_locator().set_params(integer=True)
+    row[0].legend(frameon=False, fontsize=8, labelcolor=INK, ncols=2, loc="upper right")
 
 
 def _draw_lines(axes: "Axes", balance: Balance, steps: Array, values: Array) -> None:
@@ -183,10 +189,19 @@ def _draw_lines(axes: "Axes", balance: Balance, steps: Array, values: Array) -> 
     from matplotlib import colormaps
 
     shades = colormaps["Blues"](np.linspace(0.35, 0.95, max(2, len(balance.layers))))
-    ends = {0: f"layer {balance.layers[0]}", len(balance.layers) - 1: f"layer {balance.layers[-1]}"}
+    count = len(balance.layers)
+    # Of more layers the shades between the first and the last say where a line belongs.
+    named = range(count) if count <= NAMED_LAYERS else (0, count - 1)
     marker = "o" if len(steps) == 1 else ""
     for i in range(len(balance.layers)):
-        axes.plot(steps, values[:, i], color=shades[i], linewidth=1.0, marker=marker, label=ends.get(i))
+        axes.plot(
+            steps,
+            values[:, i],
+            color=shades[i],
+            linewidth=1.0,
+            marker=marker,
+            label=f"layer {balance.layers[i]}" if i in named else None,
+        )
     if len(balance.layers) > 1:
         axes.plot(steps, values.mean(1), color="#b5301f", linewidth=1.6, marker=marker, label="mean")
 

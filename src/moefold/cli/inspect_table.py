@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moefold.metrics.balance import Array, Balance, LayerSummary, spans
+from moefold.printable import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 LETTERS = ".:-=+*#@"
@@ -32,10 +33,10 @@ def print_balance(console: Console, balance: Balance, layer: int | None) -> None
     steps = f"steps {balance.steps[0]} to {balance.steps[-1]}, {len(balance.steps)} recorded in {balance.source}"
     experts = f" of {balance.num_experts} experts" if balance.num_experts else ""
     layers = f"{len(balance.layers)} MoE layer{'s' if len(balance.layers) > 1 else ''}{experts}"
-    console.print(Text(f"{balance.run_dir}: {layers}", style="bold"))
+    console.print(Text(printable(f"{balance.run_dir}: {layers}"), style="bold"))
     console.print(Text(steps, style="dim"))
     if balance.cut_short:
-        console.print(Text(f"{balance.cut_short}: the end is the end of the counts", style=WARM))
+        console.print(Text(f"{printable(balance.cut_short)}: the end is the end of the counts", style=WARM))
     console.print()
     console.print(_numbers(summaries))
     columns = max(8, min(MAX_COLUMNS, console.width - 16))

@@ -7,29 +7,35 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from moefold.cli.command_parser import CommandParser
 from moefold.config.checks_parallel import AXIS_CUTS
 from moefold.config.checks_pipeline import pipeline_layout_faults, schedule_faults
 from moefold.config.faults import refuse
 from moefold.config.keys import DERIVED, nearest
+from moefold.config.limits import MOST_RANKS, read_count
 from moefold.config.load import load_config
 from moefold.config.pipeline_layout import LayoutSyntaxError, spell_out
 from moefold.config.schema import Config, ModelConfig
 from moefold.errors import ConfigError
 from moefold.parallel.layout import Layout, fold
 from moefold.parallel.stage_plan import StagePlan, plan_stages
+from moefold.plan.output_file import check_place, refuse_existing
+from moefold.printable import print_escaped
 
 PIPELINE_KEYS = ("schedule", "virtual_stages", "schedule_csv", "pipeline_layout")
 FOLD_KEYS = ("world_size", "tp", "cp", "pp", "ep", "etp", "order", "moe_order")
 NODE_KEY = "gpus_per_node"
 LEGAL_KEYS = (*FOLD_KEYS, *PIPELINE_KEYS, NODE_KEY)
 DEFAULT_GPUS_PER_NODE = 8
+LONGEST_SHOWN = 60
+"""Characters of a wrong value in a message."""
 
 EPILOG = f"""keys: {", ".join(LEGAL_KEYS)}
   degrees are 1 where they are left out, {NODE_KEY} is {DEFAULT_GPUS_PER_NODE}; dp and edp follow from world_size
 
 examples:
   moefold layout world_size=8 tp=2 cp=2 pp=2 ep=4
-  moefold layout recipes/quickstart.toml tp=4 --png layout.png
+  moefold layout recipes/quickstart.toml tp=4 cp=1 --png layout.png
   moefold layout recipes/quickstart.toml pipeline_layout=auto
   moefold layout world_size=4 pp=4 'pipeline_layout=Et*3|t*4|t*4|t*3L'
 """
@@ -42,6 +48,9 @@ def run(argv: list[str]) -> int:
         ConfigError: a word, a file or the folding is wrong.
     """
     arguments = _parser().parse_intermixed_args(argv)
+    if arguments.png is not None:
+        check_place("--png", arguments.png)
+        refuse_existing("--png", arguments.png, force=arguments.force)
     cfg, gpus_per_node, has_recipe = read_words(arguments.words)
     layout = fold_of(cfg)
     pipeline = pipeline_of(cfg) if layout.pp > 1 and (has_recipe or cfg.parallel.pipeline_layout) else None
@@ -49,20 +58,19 @@ def run(argv: list[str]) -> int:
         from moefold.cli.layout_picture import save_picture
 
         save_picture(layout, gpus_per_node, arguments.png, pipeline, cfg if has_recipe else None)
-        print(f"wrote {arguments.png}", file=sys.stderr)
+        print_escaped(f"wrote {arguments.png}", file=sys.stderr)
     if arguments.json:
         check_listed(layout)
         print(json.dumps(layout.as_dict | ({} if pipeline is None else stages_as_dict(pipeline))))
     else:
-        from rich.console import Console
-
         from moefold.cli.layout_table import print_layout
+        from moefold.console import PrintableConsole
 
-        print_layout(Console(), layout, gpus_per_node)
+        print_layout(PrintableConsole(), layout, gpus_per_node)
         if pipeline is not None:
             from moefold.cli.layout_stages import print_stages
 
-            print_stages(Console(), pipeline, cfg if has_recipe else None)
+            print_stages(PrintableConsole(), pipeline, cfg if has_recipe else None)
     return 0
 
 
@@ -165,7 +173,7 @@ def _model_of(model: ModelConfig, text: str) -> ModelConfig:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold layout",
         description="Show which rank stands where in the attention view and in the MoE view.",
         epilog=EPILOG,
@@ -178,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--png", type=Path, metavar="FILE", help="also draw views and stages into FILE (.png, .svg or .pdf)"
     )
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
     return parser
 
 
@@ -196,8 +205,10 @@ def _split(word: str) -> tuple[str, str]:
 
 
 def _node_size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    size = read_count(text)
+    if size is None or not 1 <= size <= MOST_RANKS:
         raise ConfigError(
-            f"{NODE_KEY}={text} must be an integer of at least 1; leave it out for {DEFAULT_GPUS_PER_NODE}"
+            f"{NODE_KEY}={text[:LONGEST_SHOWN]} must be an integer of 1 to {MOST_RANKS}; leave it out for "
+            f"{DEFAULT_GPUS_PER_NODE}"
         )
-    return int(text)
+    return size

@@ -1,17 +1,20 @@
-"""The two views of a layout as a picture: one card a rank, one band an axis, one colour a group; then the stages."""
+"""The views of a layout as a picture, with and without folding: one card a rank, one band an axis; then the stages."""
 
 import colorsys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
 
 from moefold.cli.layout_stages_picture import StagePanel
 from moefold.cli.layout_table import named_views, nodes
+from moefold.cli.layout_unfolded import change_words, count, unfolded_experts
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.parallel.layout import Layout, View
 from moefold.parallel.stage_plan import StagePlan
+from moefold.plan.views_chart import DrawnView
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +30,15 @@ HEAD = 0.36
 NODE_GAP = 0.52
 MARGIN = 0.3
 TITLE = 1.0
-DPI = 160
+HEADING, LINE, LETTER = 1.0, 0.26, 0.092
+"""Inches of the heading with one line of text, of each further line, and of a letter."""
+LARGE_RANKS = 32
+DPI, LARGE_DPI = 160, 110
+"""Dots to the inch, and those of more than LARGE_RANKS ranks."""
+FEW_GROUPS = 4
+"""Groups of a stage that colour alone tells apart; more differ in lightness too."""
+FAMILY = 0.7
+"""Part of a stage's share of the colour wheel that the groups of the stage take."""
 INK, FAINT, PAPER, TRAY, BLANK = "#1c2430", "#7a8594", "#ffffff", "#eef1f5", "#f3f4f6"
 AXIS_MEANING = {
     "tp": "tensor",
@@ -43,7 +54,7 @@ AXIS_MEANING = {
 def save_picture(
     layout: Layout, gpus_per_node: int, path: Path, plan: StagePlan | None = None, cfg: Config | None = None
 ) -> None:
-    """Draw both views of a layout into a .png, .svg or .pdf file, and below them the pipeline stages.
+    """Draw both views of a layout into a .png, .svg or .pdf file, the experts without folding, and pipeline stages.
 
     Args:
         layout: the two views.
@@ -66,34 +77,96 @@ def save_picture(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    cards = _Plan.of(layout, gpus_per_node)
+    panels, note = _panels(layout, gpus_per_node)
+    cards = _Plan.of(layout, gpus_per_node, max(len(panel.bands) for panel in panels))
     stacked = cards.num_rows <= STACK_ROWS
-    width = cards.width if stacked else 2 * cards.width + MARGIN
-    views_height = 2 * cards.height if stacked else cards.height
-    panel = None if plan is None else StagePanel(plan, cfg, width)
+    width = cards.width if stacked else len(panels) * (cards.width + MARGIN) - MARGIN
+    views_height = len(panels) * cards.height if stacked else cards.height
+    stages = None if plan is None else StagePanel(plan, cfg, width)
     below = 0.0
-    if panel is not None:
-        width, below = max(width, panel.least_width), panel.height
-    height = views_height + below
-    figure = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
+    if stages is not None:
+        width, below = max(width, stages.least_width), stages.height
+    lines = wrap(note, int((width - 2 * MARGIN) / LETTER))
+    heading = HEADING + LINE * max(0, len(lines) - 1)
+    height = heading + views_height + below
+    figure = Figure(figsize=(width, height), dpi=LARGE_DPI if layout.world_size > LARGE_RANKS else DPI, facecolor=PAPER)
     FigureCanvasAgg(figure)
 
-    def axes_of(left: float, bottom: float, size: tuple[float, float]) -> "Axes":
+    def axes_of(left: float, top: float, size: tuple[float, float]) -> "Axes":
+        bottom = height - top - size[1]
         axes = figure.add_axes((left / width, bottom / height, size[0] / width, size[1] / height))
         axes.set(xlim=(0, size[0]), ylim=(size[1], 0))
         axes.axis("off")
         return axes
 
-    for index, (name, view) in enumerate(named_views(layout)):
+    _draw_heading(axes_of(0.0, 0.0, (width, heading)), _title(layout, cards, cfg), lines)
+    for index, panel in enumerate(panels):
         left = 0.0 if stacked else index * (cards.width + MARGIN)
-        bottom = below + ((1 - index) * cards.height if stacked else 0.0)
-        _draw_view(axes_of(left, bottom, (cards.width, cards.height)), cards, name, view)
-    if panel is not None:
-        panel.draw(axes_of(0.0, 0.0, (width, below)))
+        top = heading + (index * cards.height if stacked else 0.0)
+        _draw_view(axes_of(left, top, (cards.width, cards.height)), cards, panel)
+    if stages is not None:
+        stages.draw(axes_of(0.0, heading + views_height, (width, below)))
     try:
         figure.savefig(path)
     except OSError as error:
         raise ConfigError(f"--png {path} cannot be written: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class _Band:
+    """One axis of a view."""
+
+    axis: str
+    groups: tuple[int, ...]
+    """Of each rank."""
+    places: tuple[int, ...]
+    """Of each rank in its group."""
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One view as it is drawn."""
+
+    name: str
+    factors: str
+    bands: tuple[_Band, ...]
+    stages: tuple[int, ...]
+    """Pipeline stage of each rank."""
+    pp: int
+
+
+def _panels(layout: Layout, gpus_per_node: int) -> tuple[list[_Panel], str]:
+    """Attention, experts, and the experts without folding where they differ; and what folding changes."""
+    stages = tuple(layout.attention.coordinate(rank, "pp") for rank in range(layout.world_size))
+    unfolded = unfolded_experts(layout)
+    views: list[tuple[str, View | DrawnView]] = list(named_views(layout))
+    if unfolded is not None:
+        views[1] = ("experts, folded", views[1][1])
+        views.append(("experts without folding", unfolded))
+    panels = []
+    for name, view in views:
+        axes = view.axes if isinstance(view, View) else tuple(view.spans)
+        bands = tuple(
+            _Band(axis, view.group_indices(axis), tuple(view.coordinate(r, axis) for r in range(layout.world_size)))
+            for axis in axes
+            if view.degree(axis) > 1
+        )
+        factors = " × ".join(f"{axis} {view.degree(axis)}" for axis in axes)
+        panels.append(_Panel(name, factors, bands, stages, layout.pp))
+    if unfolded is None:
+        return panels, ""
+    return panels, "What folding changes: " + "; ".join(change_words(layout, unfolded, gpus_per_node)) + "."
+
+
+def _title(layout: Layout, cards: "_Plan", cfg: Config | None) -> str:
+    name = "" if cfg is None else f"{cfg.model.preset or 'the model'} on "
+    return f"{name}{count(layout.world_size, 'rank')}, {count(len(cards.on_nodes), 'node')}"
+
+
+def _draw_heading(axes: "Axes", title: str, lines: Sequence[str]) -> None:
+    axes.text(MARGIN, 0.4, title, fontsize=19, fontweight="bold", color=INK, va="center")
+    for i, line in enumerate(lines):
+        axes.text(MARGIN, 0.8 + LINE * i, line, fontsize=10.5, color=INK, va="center")
 
 
 @dataclass(frozen=True)
@@ -109,10 +182,9 @@ class _Plan:
     card_height: float
 
     @classmethod
-    def of(cls, layout: Layout, gpus_per_node: int) -> "_Plan":
+    def of(cls, layout: Layout, gpus_per_node: int, num_bands: int) -> "_Plan":
         on_nodes = nodes(layout.world_size, gpus_per_node)
         columns = min(len(on_nodes[0]), COLUMNS)
-        num_bands = max(len(_split_axes(view)) for _, view in named_views(layout))
         card_height = HEAD + BAND * num_bands + 0.06
         node_width = columns * PITCH - (PITCH - CARD) + 2 * 0.14 + 0.2
         node_height = NODE_GAP + -(-len(on_nodes[0]) // columns) * (card_height + PITCH - CARD)
@@ -149,45 +221,30 @@ class _Plan:
                 yield rank, left + 0.14 + column * PITCH, top + 0.3 + row * (self.card_height + PITCH - CARD)
 
 
-def _split_axes(view: View) -> list[str]:
-    """The axes that cut anything, slowest first."""
-    return [axis for axis, degree in zip(view.axes, view.degrees, strict=True) if degree > 1]
-
-
-def _draw_view(axes: "Axes", plan: _Plan, name: str, view: View) -> None:
-    factors = " × ".join(f"{axis} {degree}" for axis, degree in zip(view.axes, view.degrees, strict=True))
-    axes.text(MARGIN, 0.36, name, fontsize=17, fontweight="bold", color=INK, va="center")
-    axes.text(plan.width - MARGIN, 0.36, factors, fontsize=13, color=INK, va="center", ha="right", family="monospace")
-    meaning = ", ".join(f"{axis} {AXIS_MEANING[axis]}" for axis in _split_axes(view))
-    note = (
-        f"one colour in a band is one group, the number is the place in it ({meaning})"
-        if meaning
-        else "every rank is a group by itself"
+def _draw_view(axes: "Axes", plan: _Plan, panel: _Panel) -> None:
+    axes.text(MARGIN, 0.36, panel.name, fontsize=15, fontweight="bold", color=INK, va="center")
+    right = plan.width - MARGIN
+    axes.text(right, 0.36, panel.factors, fontsize=12, color=INK, va="center", ha="right", family="monospace")
+    meaning = ", ".join(f"{band.axis} {AXIS_MEANING[band.axis]}" for band in panel.bands)
+    note = f"one colour is one group, a stage one family; the number is the place in the group ({meaning})"
+    axes.text(
+        MARGIN, 0.72, note if meaning else "every rank is a group by itself", fontsize=9, color=FAINT, va="center"
     )
-    axes.text(MARGIN, 0.72, note, fontsize=9.5, color=FAINT, va="center")
     for node, ranks in enumerate(plan.on_nodes):
         _draw_tray(axes, plan, node, len(ranks))
-    bands = [(axis, view.group_indices(axis)) for axis in _split_axes(view)]
+    colours = [_colours(panel, band) for band in panel.bands]
     for rank, left, top in plan.cards():
         _draw_box(axes, (left, top, CARD, plan.card_height), PAPER, "#c9d0da", 0.09)
         axes.text(left + 0.1, top + HEAD / 2 + 0.01, "rank", fontsize=7.5, color=FAINT, va="center")
-        axes.text(
-            left + CARD - 0.1,
-            top + HEAD / 2,
-            str(rank),
-            fontsize=13,
-            fontweight="bold",
-            color=INK,
-            va="center",
-            ha="right",
-        )
-        height = (plan.card_height - HEAD - 0.06) / max(1, len(bands))
-        for i, (axis, indices) in enumerate(bands):
+        bold: dict[str, Any] = {"fontsize": 13, "fontweight": "bold", "color": INK, "va": "center", "ha": "right"}
+        axes.text(left + CARD - 0.1, top + HEAD / 2, str(rank), **bold)
+        height = (plan.card_height - HEAD - 0.06) / max(1, len(panel.bands))
+        for i, band in enumerate(panel.bands):
             box = (left + 0.06, top + HEAD + i * height + 0.015, CARD - 0.12, height - 0.03)
-            _draw_box(axes, box, _colour(view, axis, indices[rank]), "none", 0.05)
+            _draw_box(axes, box, colours[i][rank], "none", 0.05)
             middle = box[1] + box[3] / 2
-            axes.text(left + 0.14, middle, axis, fontsize=9, color=INK, va="center_baseline")
-            place = str(view.coordinate(rank, axis))
+            axes.text(left + 0.14, middle, band.axis, fontsize=9, color=INK, va="center_baseline")
+            place = str(band.places[rank])
             axes.text(left + CARD - 0.14, middle, place, fontsize=9, color=INK, va="center_baseline", ha="right")
 
 
@@ -209,10 +266,22 @@ def _draw_box(axes: "Axes", box: tuple[float, float, float, float], fill: str, e
     )
 
 
-def _colour(view: View, axis: str, group: int) -> str:
-    """A light colour of a group: an axis runs round the wheel once, and many neighbours also differ in lightness."""
-    num_groups = view.world_size // view.degree(axis)
-    hue = (0.56 + group / num_groups) % 1
-    lightness = 0.84 if num_groups <= COLUMNS else (0.87, 0.80)[group % 2]
-    red, green, blue = colorsys.hls_to_rgb(hue, lightness, 0.70)
+def _colours(panel: _Panel, band: _Band) -> list[str]:
+    """Return the colour of a band on each rank: a family of colours for each stage, one of them for each group."""
+    if band.axis == "pp":
+        return [_shade((stage + FAMILY / 2) / panel.pp, 0.74) for stage in panel.stages]
+    members: list[list[int]] = [
+        sorted({group for group, at in zip(band.groups, panel.stages, strict=True) if at == stage})
+        for stage in range(panel.pp)
+    ]
+    colours = []
+    for group, stage in zip(band.groups, panel.stages, strict=True):
+        place, num_groups = members[stage].index(group), len(members[stage])
+        lightness = 0.84 if num_groups <= FEW_GROUPS else (0.88, 0.72, 0.80)[place % 3]
+        colours.append(_shade((stage + FAMILY * (place + 0.5) / num_groups) / panel.pp, lightness))
+    return colours
+
+
+def _shade(turn: float, lightness: float) -> str:
+    red, green, blue = colorsys.hls_to_rgb((0.56 + turn) % 1, lightness, 0.68)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"

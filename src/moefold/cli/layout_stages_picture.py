@@ -17,12 +17,13 @@ HEAD = 1.45
 MARGIN = 0.3
 NAMES = 1.75
 UNITS = 3.6
-BARS = 2.1
+BARS = 2.05
 BAR_TEXT = 0.62
 GAP = 0.35
 UNIT = 0.34
 SMALLEST_NUMBERED_UNIT = 0.2
-ROWS_OF_A_COLUMN = 16
+LEAST_ROWS = 8
+"""Stages of a column, before there is another one where it fits."""
 MOST_ROWS = 48
 LONGEST_LAYOUT = 110
 INK, FAINT, TRAY, BAR, WEIGHT_BAR = "#1c2430", "#7a8594", "#eef1f5", "#5b7fb5", "#8a9a5b"
@@ -91,7 +92,7 @@ class StagePanel:
         """As many as fit and are worth it, or more where one column would be a tower."""
         count = len(self.plan.stages)
         fitting = int((self.width - 2 * MARGIN + GAP) / (self._column_width + GAP))
-        return min(max(fitting, 1, -(-count // MOST_ROWS)), -(-count // ROWS_OF_A_COLUMN))
+        return max(1, min(fitting, -(-count // LEAST_ROWS)), -(-count // MOST_ROWS))
 
     def _draw_legend(self, axes: "Axes") -> None:
         left = MARGIN

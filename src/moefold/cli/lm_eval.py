@@ -1,4 +1,4 @@
-"""`moefold lm_eval`: the tasks of lm-eval on our models, over as many ranks as a model needs."""
+"""`moefold lm-eval`: the tasks of lm-eval on our models, over as many ranks as a model needs."""
 
 import importlib.util
 from functools import partial
@@ -7,10 +7,11 @@ from moefold.cli.one_voice import one_voice
 from moefold.cli.skipped import say_skipped
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
+from moefold.printable import print_escaped
 
-HELP = """usage: moefold lm_eval --model_args path=MODEL[,tp=2,ep=2,...] --tasks TASK [...] [options of lm_eval]
+HELP = """usage: moefold lm-eval --model_args path=MODEL[,tp=2,ep=2,...] --tasks TASK [...] [options of lm_eval]
 
-Run the tasks of lm-eval (pip install 'moefold[eval]') on a checkpoint, a run folder or a Hugging Face folder. All words
+Run the tasks of lm-eval (pip install -e '.[eval]') on a checkpoint, a run folder or a Hugging Face folder. All words
 are those of lm_eval's own command line, but --model, which is moefold. --model_args takes
 
   path=MODEL        the model
@@ -26,16 +27,16 @@ are those of lm_eval's own command line, but --model, which is moefold. --model_
 In a program of your own, `import moefold.lm_eval` makes model="moefold" known to lm_eval.simple_evaluate.
 
 examples:
-  moefold lm_eval --model_args path=runs/quickstart --tasks lambada_openai --limit 100
-  moefold lm_eval --model_args path=mixtral-hf,tp=2,ep=2,dtype=bfloat16 --tasks hellaswag arc_easy
-  moefold lm_eval ls tasks
+  moefold lm-eval --model_args path=runs/quickstart --tasks lambada_openai --limit 100
+  moefold lm-eval --model_args path=mixtral-hf,tp=2,ep=2,dtype=bfloat16 --tasks hellaswag arc_easy
+  moefold lm-eval ls tasks
 """
 
 
 def run(argv: list[str]) -> int:
     """Run lm-eval; returns the exit status."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
+        print_escaped(HELP, end="")
         return 0
     place = find_place()
     with one_voice(place):
@@ -46,7 +47,7 @@ def _start(words: list[str], place: Place | None) -> int:
     from moefold.inference.lm_eval_settings import LmSettings, chat_template_wish, model_arguments
 
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("the package lm-eval is not installed; pip install 'moefold[eval]'")
+        raise ConfigError("the package lm-eval is not installed; pip install -e '.[eval]'")
     if words[0] in ("ls", "validate") or {"-h", "--help"} & set(words):
         from moefold.inference.lm_eval_rank import run_harness
 
@@ -68,12 +69,26 @@ def _start(words: list[str], place: Place | None) -> int:
     if chat_template_wish(words):
         settings.load_chat_template(source, tokenizer)
 
+    from moefold.checkpoint.sound import refuse_cut
+    from moefold.inference.memory import cache_bytes
+    from moefold.launch.fitting import check_inference, fitting_device
+
+    check = partial(
+        check_inference,
+        cfg,
+        place=place,
+        extra={f"the cache of one text of max_length={cfg.train.seq_len}": cache_bytes(cfg, cfg.train.seq_len, 1)},
+        way_out="give a smaller --model_args max_length=, or cut the model with tp= and pp=",
+    )
+    device_type = fitting_device(cfg.run.device, cfg.parallel.world_size, place, check)
+    if source.kind == "checkpoint":
+        refuse_cut(source.path)
+
     # torch takes seconds to import, lm-eval too: everything above answers without them.
     from moefold.inference.lm_eval_rank import lm_eval_rank
-    from moefold.launch.ranks import choose_device, run_ranks
+    from moefold.launch.ranks import run_ranks
 
     # lm-eval would take 1. The user's own words come later and win.
     ours = ["--model", "moefold", "--batch_size", str(settings.batch_size)]
     words = ["run", *ours, *(words[1:] if words[0] == "run" else words)]
-    device_type = choose_device(cfg.run.device, cfg.parallel.world_size, place)
     return run_ranks(partial(lm_eval_rank, settings, words), cfg.parallel.world_size, device_type, place)

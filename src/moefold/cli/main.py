@@ -11,10 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from moefold import __version__
+from moefold.cli.command_parser import CommandParser
 from moefold.config.keys import nearest
 from moefold.errors import ConfigError, RunError
+from moefold.printable import escape_log_lines, print_escaped
 
 COMMANDS = {
+    "init": "write a recipe that comes with moefold, to train from and to change",
     "train": "train a model from a recipe; starts the ranks itself on one machine",
     "plan": "rank all legal mappings of a model on some GPUs by predicted step time",
     "layout": "show how attention and experts fold over the same ranks",
@@ -27,10 +30,11 @@ COMMANDS = {
     "inspect": "show how evenly the experts of a run were used",
     "eval": "mean cross-entropy of a model over a file of tokens or text",
     "generate": "continue a text with a model",
-    "lm_eval": "run the tasks of lm-eval on a model",
+    "lm-eval": "run the tasks of lm-eval on a model",
     "import": "make a checkpoint of a Hugging Face folder",
     "export": "make a Hugging Face folder of a checkpoint",
     "upcycle": "make a model with experts of a dense one",
+    "doctor": "show versions, devices, memory, kernels and optional packages of this machine",
     "bench": "measure the training step against a plain implementation",
 }
 
@@ -50,22 +54,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `moefold`; None takes them from the process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    escape_log_lines()
     try:
         status = _dispatch(words)
         sys.stdout.flush()
     except ConfigError as error:
-        print(f"moefold: error: {error}", file=sys.stderr)
+        print_escaped(f"moefold: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     except RunError as error:
-        print(f"moefold: error: {error}", file=sys.stderr)
+        print_escaped(f"moefold: error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("moefold: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader is gone (`moefold layout ... | head`); the interpreter must not complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except (MemoryError, RuntimeError, ValueError, OSError) as error:
+        # Errors of memory of any library; all others are bugs of ours.
+        from moefold.launch.out_of_memory import out_of_memory_text
+
+        if not (text := out_of_memory_text(error)):
+            raise
+        print_escaped(f"moefold: error: {text}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("moefold: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return status
 
 
@@ -73,7 +86,7 @@ def _dispatch(words: list[str]) -> int:
     if not words:
         _parser().print_help(sys.stderr)
         return EXIT_USER_ERROR
-    name = words[0]
+    name = _hyphened(words[0])
     if not name.startswith("-") and name not in COMMANDS:
         guess = nearest(name, COMMANDS)
         hint = f"did you mean {guess!r}?" if guess else f"the commands are {', '.join(COMMANDS)}"
@@ -88,9 +101,15 @@ def _dispatch(words: list[str]) -> int:
         return leave.code if isinstance(leave.code, int) else 0 if leave.code is None else EXIT_USER_ERROR
 
 
+def _hyphened(name: str) -> str:
+    """Return a command as it is listed: `lm_eval`, the name that it had, and others with underscores are known too."""
+    hyphened = name.replace("_", "-")
+    return hyphened if hyphened in COMMANDS else name
+
+
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold",
         usage="moefold [-h] [--version] COMMAND ...",
         description="Train Mixture-of-Experts language models with MoE Parallel Folding, on a laptop or a cluster.",

@@ -2,11 +2,15 @@
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping
+import sys
+import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moefold.cli.command_parser import CommandParser
+from moefold.cli.memory_table import print_comparison, print_parts
 from moefold.config.checks import check_config
 from moefold.config.checks_dispatch import check_dispatch_device
 from moefold.config.checks_kernels import check_kernel_device
@@ -16,15 +20,16 @@ from moefold.config.checks_recompute import AUTO
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.metrics.bytes_text import bytes_text
+from moefold.launch.fitting import check_training
 from moefold.metrics.kept_parts import KERNELS, Kernels
 from moefold.metrics.memory_formula import RankMemory, memory_of_ranks
 from moefold.metrics.recompute_choice import GIB, choose_recompute, with_choice
 from moefold.parallel.layout import Layout
+from moefold.printable import print_escaped
+from moefold.work_progress import PATIENCE_S, WorkProgress
 
 if TYPE_CHECKING:
     from moefold.metrics.state_memory import StateBytes
-    from moefold.train.measured_memory import MeasuredMemory
 
 MOST_MEASURED = 64
 """Ranks that one machine is asked to start."""
@@ -67,7 +72,7 @@ def run(argv: list[str]) -> int:
     formulas = memory_of_ranks(cfg, kernels=KERNELS[device], imbalance=args.imbalance)
     if args.dry:
         return _dry(cfg, layout, formulas, note=note, as_json=args.json)
-    return _measured(cfg, formulas, note=note, as_json=args.json)
+    return _measured(cfg, layout, note=note, as_json=args.json)
 
 
 def _settled(cfg: Config, kernels: Kernels, imbalance: float) -> tuple[Config, str]:
@@ -88,7 +93,14 @@ def _dry(cfg: Config, layout: Layout, formulas: tuple[RankMemory, ...], *, note:
 
     stages = [layout.attention.coordinate(rank, "pp") for rank in range(layout.world_size)]
     first = [stages.index(pp_rank) for pp_rank in range(layout.pp)]
-    built = [built_states(cfg, rank) for rank in first]
+    built: list[StateBytes] = []
+    started_s = time.monotonic()
+    for rank in first:
+        # Each is built in a forked process, beside which no thread may write: `WorkProgress` has one.
+        if time.monotonic() - started_s > PATIENCE_S:
+            print_escaped(f"memory: {len(built)} of {layout.pp} pipeline stages built", file=sys.stderr, flush=True)
+            started_s = time.monotonic()
+        built.append(built_states(cfg, rank))
     faults = [fault for memory, states in zip(formulas, built, strict=True) for fault in _faults(cfg, memory, states)]
     rows = {rank: _formula_row(memory) for rank, memory in zip(first, formulas, strict=True)}
     if as_json:
@@ -98,9 +110,9 @@ def _dry(cfg: Config, layout: Layout, formulas: tuple[RankMemory, ...], *, note:
         ]
         print(json.dumps({"dry": True, "note": note, "ranks": ranks, "faults": faults}))
         return bool(faults)
-    print(_table(rows, "by formula, first rank of each pipeline stage"))
-    print(f"\n{note}" if note else "", end="\n" if note else "")
-    print(
+    print_parts(rows, "by formula, first rank of each pipeline stage")
+    print_escaped(f"\n{note}\n" if note else "")
+    print_escaped(
         "the built model holds other weights or moments:\n  " + "\n  ".join(faults)
         if faults
         else f"weights, moments and buffers are those of the sharded model, of {layout.world_size} ranks, to the byte"
@@ -118,7 +130,7 @@ def _faults(cfg: Config, memory: RankMemory, built: "StateBytes") -> Iterable[st
             yield f"pipeline rank {memory.pp_rank}: {part} {real:,} bytes, by formula {mine:,}"
 
 
-def _measured(cfg: Config, formulas: tuple[RankMemory, ...], *, note: str, as_json: bool) -> int:
+def _measured(cfg: Config, layout: Layout, *, note: str, as_json: bool) -> int:
     if cfg.run.device == "cuda":
         raise ConfigError("run.device='cuda': a step is measured on the CPU alone; add --dry, or run.device=cpu")
     if cfg.parallel.world_size > MOST_MEASURED:
@@ -131,33 +143,28 @@ def _measured(cfg: Config, formulas: tuple[RankMemory, ...], *, note: str, as_js
     check_kernel_device(cfg, "cpu")
     check_offload_device(cfg, "cpu")
     check_offload_folder(cfg)
+    check_training(cfg, "cpu", None)
     from moefold.data import prepare
     from moefold.testing.pool import WorkerPool
     from moefold.train.measured_memory import measure_rank
 
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    ranks = WorkerPool().run(cfg.parallel.world_size, measure_rank, cfg, timeout_s=RANKS_TIMEOUT_S)
+    world_size = cfg.parallel.world_size
+    with WorkProgress("memory") as progress:
+        progress.say(f"starting {world_size} ranks")
+        ranks = WorkerPool().run(world_size, measure_rank, cfg, timeout_s=RANKS_TIMEOUT_S, on_progress=progress.say)
     if as_json:
         print(json.dumps({"dry": False, "note": note, "ranks": [asdict(rank) for rank in ranks]}))
         return 0
-    print(_table({rank.rank: rank.peak for rank in ranks}, "measured on the CPU, at the fullest moment of each rank"))
-    print(f"\n{note}" if note else "", end="\n" if note else "")
-    print(_comparison(ranks, formulas, has_offload=bool(cfg.train.offload)))
+    print_parts({rank.rank: rank.peak for rank in ranks}, "measured on the CPU, at the fullest moment of each rank")
+    if note:
+        print_escaped(f"\n{note}")
+    print_comparison(cfg, layout, ranks, KERNELS["cpu"])
     if cfg.train.offload and not cfg.train.offload_waits:
         print(
             "how much was away follows the disk's pace, so another run differs; train.offload_waits=true waits for it"
         )
     return 0
-
-
-def _comparison(ranks: list["MeasuredMemory"], formulas: tuple[RankMemory, ...], *, has_offload: bool) -> str:
-    formula_words = "by formula if nothing were offloaded" if has_offload else "by formula"
-    lines = [f"activations at their fullest moment, measured and {formula_words}:"]
-    for rank in ranks:
-        formula = formulas[rank.pp_rank].activations.total
-        share = f"{formula / rank.activations - 1:+.1%}" if rank.activations else ""
-        lines.append(f"  rank {rank.rank:<4}{_size(rank.activations):>10}{_size(formula):>12}{share:>8}")
-    return "\n".join(lines)
 
 
 def _formula_row(memory: RankMemory) -> dict[str, int]:
@@ -167,23 +174,8 @@ def _formula_row(memory: RankMemory) -> dict[str, int]:
     return row | memory.activations.by_part | {"pipeline buffers": memory.pipeline, "moments to update": memory.update}
 
 
-def _table(rows: Mapping[int, Mapping[str, int]], title: str) -> str:
-    """A column for each rank, a row for each part that any of them has."""
-    parts = dict.fromkeys(part for row in rows.values() for part, size in row.items() if size)
-    width = max(map(len, parts)) + 2
-    lines = [title, "", f"{'rank':{width}}" + "".join(f"{rank:>12}" for rank in rows)]
-    for part in parts:
-        lines.append(f"{part:{width}}" + "".join(f"{_size(row.get(part, 0)):>12}" for row in rows.values()))
-    lines.append(f"{'total':{width}}" + "".join(f"{_size(sum(row.values())):>12}" for row in rows.values()))
-    return "\n".join(lines) + "\n"
-
-
-def _size(size: int) -> str:
-    return bytes_text(size) if size else "-"
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold memory",
         description="Show what a step has in memory on each rank: weights, gradients, optimizer, activations by part.",
         epilog=EPILOG,

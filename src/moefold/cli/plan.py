@@ -8,17 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moefold.cli.command_parser import CommandParser
 from moefold.cli.disturbance import add_disturbance
 from moefold.cli.plan_files import check_contents, check_places, write_files
 from moefold.cli.plan_words import read_axes
+from moefold.config.limits import LARGEST, refuse_larger
 from moefold.config.schema import ModelConfig
 from moefold.errors import ConfigError
 from moefold.plan.device import device_names, load_device
-from moefold.plan.planner import Planner, Question, read_model
+from moefold.plan.margin import MARGIN, default_reserve_gib
+from moefold.plan.planner import MOST_GPUS, Planner, Question, read_model
 from moefold.plan.precision import settled_precision
 from moefold.plan.restriction import FOLDED, METHODS, Restriction
 from moefold.plan.search import Plan
 from moefold.plan.workload import PRECISIONS, workload_of
+from moefold.work_progress import WorkProgress
 
 EPILOG = (
     """MODEL is a preset, a recipe.toml or the config.json (or folder) of a Hugging Face model. A recipe says the batch,
@@ -34,6 +38,8 @@ examples:
   moefold plan mixtral-8x22b --gpu h100 --num-gpus 128 --seq-len 4096 --global-batch-size 256 --fix tp=2,ep=8
   moefold plan recipes/mixtral-8x7b.toml --gpu h100 --explain "tp=4 cp=1 pp=4 ep=8 etp=1 mbs=1"
   moefold plan recipes/mixtral-8x7b.toml --gpu h200 --num-gpus 64 --recipe planned.toml
+  moefold plan mixtral-8x22b --gpu h100 --num-gpus 256 --seq-len 4096 --global-batch-size 4096 \\
+      --compare-folding 4096 32768 131072
 """
 )
 EXIT_NO = 1
@@ -49,31 +55,53 @@ def run(argv: list[str]) -> int:
     """
     started = time.perf_counter()
     args = _parser().parse_args(argv)
+    _check_output(args)
     check_places(args)
     question = question_of(args)
     check_contents(question, args)
+    if args.compare_folding is not None:
+        from moefold.cli.plan_compare import compare_folding
+
+        return compare_folding(question, args)
     if args.explain is not None:
         from moefold.cli.plan_explain import explain
 
         return explain(question, args, argv)
-    planner = planner_of(question, args)
-    if args.json and args.top is None:
-        planner.rank_all()
-    elif planner.num_folds:
-        # One search for all that shows some of the best.
-        planner.first(max(args.top or ROWS, ROWS))
-    best = planner.best()
+    # A plan takes seconds: in a file its answer or refusal stands alone.
+    with WorkProgress("plan", is_shown=sys.stderr.isatty()) as progress:
+        progress.say("listing the legal mappings")
+        planner = planner_of(question, args)
+        progress.say(f"searching {planner.num_folds:,} foldings of attention and experts")
+        if args.json and args.top is None:
+            planner.rank_all()
+        elif planner.num_folds:
+            # One search for all that shows some of the best.
+            planner.first(max(args.top or ROWS, ROWS))
+        best = planner.best()
     write_files(planner, best, args, argv)
     if args.json:
         print(json.dumps(answer_as_dict(planner, args.top)))
     else:
-        from rich.console import Console
+        from moefold.cli.plan_footer import print_footer
+        from moefold.cli.plan_table import print_breakdown, print_question, print_ranking
+        from moefold.cli.screen import open_console
 
-        from moefold.cli.plan_table import print_plans
-
-        console = Console(width=None if sys.stdout.isatty() else 200)
-        print_plans(console, planner, ROWS if args.top is None else args.top, started)
+        console = open_console()
+        print_question(console, question)
+        shown = planner.first(ROWS if args.top is None else args.top)
+        print_ranking(console, shown, wide=args.wide)
+        if args.breakdown:
+            print_breakdown(console, shown)
+        print_footer(console, planner, shown, args, argv, time.perf_counter() - started)
     return 0
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    for option in ("wide", "breakdown"):
+        if getattr(args, option) and args.json:
+            raise ConfigError(f"--{option} has no effect on --json, which has every number; leave --{option} out")
+    if args.breakdown and args.explain is not None:
+        raise ConfigError("--breakdown has no effect on --explain, which always prints it; leave --breakdown out")
 
 
 def question_of(args: argparse.Namespace) -> Question:
@@ -86,12 +114,14 @@ def question_of(args: argparse.Namespace) -> Question:
     base, shape = read_model(args.model)
     is_recipe = args.model.endswith(".toml")
     p, train = base.parallel, base.train
-    num_gpus = _number("--num-gpus", args.num_gpus, p.world_size, is_recipe)
-    seq_len = _number("--seq-len", args.seq_len, train.seq_len, is_recipe)
-    batch = _number("--global-batch-size", args.global_batch_size, train.global_batch_size, is_recipe)
-    if not 0 <= args.memory_reserve < device.memory_gib:
+    num_gpus = _number("--num-gpus", args.num_gpus, p.world_size, MOST_GPUS, is_recipe=is_recipe)
+    seq_len = _number("--seq-len", args.seq_len, train.seq_len, LARGEST["train.seq_len"], is_recipe=is_recipe)
+    most = LARGEST["train.global_batch_size"]
+    batch = _number("--global-batch-size", args.global_batch_size, train.global_batch_size, most, is_recipe=is_recipe)
+    reserve = default_reserve_gib(device) if args.memory_reserve is None else args.memory_reserve
+    if not 0 <= reserve < device.memory_gib:
         raise ConfigError(
-            f"--memory-reserve {args.memory_reserve:g} must be at least 0 and below {device.memory_gib:g}"
+            f"--memory-reserve {reserve:g} must be at least 0 and below {device.memory_gib:g}, the GiB of {device.name}"
         )
     if args.top is not None and args.top < 1:
         raise ConfigError(f"--top {args.top} must be at least 1")
@@ -112,7 +142,7 @@ def question_of(args: argparse.Namespace) -> Question:
     return Question(
         base=cfg,
         shape=shape,
-        device=replace(device, memory_gib=device.memory_gib - args.memory_reserve),
+        device=device,
         workload=workload_of(
             cfg,
             precision,
@@ -122,6 +152,7 @@ def question_of(args: argparse.Namespace) -> Question:
             counts_mtp=_counts_mtp(args.mtp_flops, base.model),
         ),
         restriction=Restriction(fixed, args.method),
+        reserve_gib=reserve,
     )
 
 
@@ -141,6 +172,8 @@ def answer_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]
     return {
         "model": q.shape.name,
         "gpu": q.device.name,
+        "gpu_memory_gib": q.device.memory_gib,
+        "memory_reserve_gib": q.reserve_gib,
         "num_gpus": q.num_gpus,
         "seq_len": q.workload.seq_len,
         "global_batch_size": q.workload.global_batch_size,
@@ -172,12 +205,13 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _number(option: str, given: int | None, of_recipe: int, is_recipe: bool) -> int:
+def _number(option: str, given: int | None, of_recipe: int, most: int, *, is_recipe: bool) -> int:
     if given is None and not is_recipe:
         raise ConfigError(f"{option} is missing; a recipe as MODEL would say it")
     number = of_recipe if given is None else given
     if number < 1:
         raise ConfigError(f"{option} {number} must be at least 1")
+    refuse_larger(option, number, most)
     return number
 
 
@@ -190,7 +224,7 @@ def _counts_mtp(given: str | None, model: ModelConfig) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold plan",
         description="Rank all legal mappings of a model on some GPUs by predicted step time.",
         epilog=EPILOG,
@@ -205,7 +239,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--precision", choices=PRECISIONS, help="of the matrix products (default: the recipe's, bf16)")
     add("--imbalance", type=float, default=1.0, metavar="X", help="copies of the busiest ep rank over the mean (1)")
     add("--capacity-factor", type=float, metavar="X", help="token dropping; 0 is dropless (default: the recipe's, 0)")
-    add("--memory-reserve", type=float, default=0.0, metavar="GIB", help="leave so much of each GPU free (0)")
+    help_ = f"leave so much memory of each GPU free (default: {MARGIN:.0%}".replace("%", "%%") + " of it)"
+    add("--memory-reserve", type=float, metavar="GIB", help=help_)
     add("--cuda-graphs", choices=("none", "partial", "full"), default="none", help="what is captured (none)")
     add("--flops", choices=("full", "causal"), default="full", help="attention in the FLOP count of the MFU (full)")
     add("--mtp-flops", choices=("with", "without"), help="multi-token prediction in that count (with)")
@@ -213,11 +248,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--fix", nargs="+", metavar="AXIS=VALUE", help="search only mappings with these, such as tp=2,ep=8")
     add("--explain", nargs="+", metavar="AXIS=VALUE", help="one mapping by itself, and why it cannot run or fit")
     add("--trace", type=Path, metavar="RUN_DIR", help="routing of a real run (moe.trace_every), whose load is priced")
+    help_ = "best mapping with folding beside the best without, for samples of so many tokens (default: --seq-len)"
+    add("--compare-folding", nargs="*", type=int, metavar="S", help=help_)
     add("--top", type=int, metavar="N", help=f"rows of the table ({ROWS}), or mappings of --json (all folds, slower)")
+    add("--wide", action="store_true", help="all columns of the table")
+    add("--breakdown", action="store_true", help="time and memory of each mapping by part")
     add("--json", action="store_true", help="print the best mapping of every fold as one JSON object")
     add("--recipe", type=Path, metavar="OUT.toml", help="write a recipe of the best mapping")
     add("--report", type=Path, metavar="FILE.html", help="write the answer as one page with pictures")
     help_ = "write the simulated step of the best mapping: .json trace, or .png, .svg, .pdf; repeatable"
     add("--timeline", action="append", type=Path, default=[], metavar="FILE", help=help_)
+    add("--force", action="store_true", help="replace files that exist")
     add_disturbance(parser, "of the simulated step: ")
     return parser

@@ -4,6 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from moefold.cli.command_parser import CommandParser
+
 EPILOG = """the table is CSV with the columns
   source model gpu n_gpus precision seq_len gbs mbs tp etp cp ep pp vpp metric value method note
 metric is mfu_pct, tflops_per_gpu or tokens_per_s_per_gpu; value a number or OOM; an empty cell is not printed by the
@@ -28,16 +30,15 @@ def run(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps(accuracy.as_dict()))
         return 0
-    from rich.console import Console
-
     from moefold.cli.plan_accuracy_table import print_accuracy
+    from moefold.console import PrintableConsole
 
-    print_accuracy(Console(), accuracy)
+    print_accuracy(PrintableConsole(), accuracy)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold plan-accuracy",
         description="Compare what the planner predicts with published measurements.",
         epilog=EPILOG,

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from moefold.plan.planner import Question, name_of
 from moefold.plan.reason import why_illegal
 from moefold.plan.restriction import Restriction
 from moefold.plan.search import Plan
+from moefold.printable import print_escaped
 
 EXIT_NO = 1
 GIB = 2**30
@@ -46,12 +46,12 @@ def explain(question: Question, args: argparse.Namespace, argv: list[str]) -> in
     if plan.memory.fits:
         write_files(planner, plan, args, argv)
     else:
-        record["reason"] = why_too_large(plan)
+        record["reason"] = why_too_large(plan, question)
         tell_unwritten(args, "the mapping does not fit")
     if args.json:
         print(json.dumps(record))
     else:
-        _print(plan, record)
+        _print(question, plan, record, wide=args.wide)
     return 0 if plan.memory.fits else EXIT_NO
 
 
@@ -63,13 +63,15 @@ def _check_options(question: Question, given: Mapping[str, Any], args: argparse.
             raise ConfigError(f"--explain {axis}={given[axis]} and --fix {axis}={value} differ; leave one of them out")
 
 
-def why_too_large(plan: Plan) -> str:
+def why_too_large(plan: Plan, question: Question) -> str:
     """What is too much, in one sentence."""
     lacking = (plan.memory.total - plan.memory.capacity) / GIB
     part, size = max(plan.memory_parts.items(), key=lambda item: item[1])
+    reserve = question.reserve_gib
+    kept = f" with {reserve:.1f} GiB kept free (--memory-reserve)" if reserve else ""
     return (
-        f"does not fit: {plan.memory.total / GIB:.1f} GiB of {plan.memory.capacity / GIB:.1f} GiB, {lacking:.1f} GiB "
-        f"too much even with {name_of(plan)}; most of it is {part}, {size / GIB:.1f} GiB"
+        f"does not fit: {plan.memory.total / GIB:.1f} GiB of {plan.memory.capacity / GIB:.1f} GiB{kept}, {lacking:.1f} "
+        f"GiB too much even with {name_of(plan)}; most of it is {part}, {size / GIB:.1f} GiB"
     )
 
 
@@ -89,21 +91,29 @@ def _ranking(question: Question, plan: Plan, args: argparse.Namespace) -> dict[s
 
 
 def _tell(args: argparse.Namespace, record: dict[str, Any], text: str) -> None:
-    print(json.dumps(record) if args.json else text)
+    print_escaped(json.dumps(record) if args.json else text)
 
 
-def _print(plan: Plan, record: dict[str, Any]) -> None:
-    from rich.console import Console
+def _print(question: Question, plan: Plan, record: dict[str, Any], *, wide: bool) -> None:
+    from moefold.cli.plan_footer import DOUBT, assumptions
+    from moefold.cli.plan_table import print_breakdown, print_question, print_ranking
+    from moefold.cli.screen import open_console, print_prose
 
-    from moefold.cli.plan_table import print_plan
-
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    print_plan(console, plan)
+    console = open_console()
+    print_question(console, question)
+    print_ranking(console, [plan], wide=wide)
+    print_breakdown(console, [plan])
+    console.print()
+    print_prose(console, "#1", name_of(plan))
     if not plan.memory.fits:
-        console.print(record["reason"])
+        print_prose(console, "memory", record["reason"])
         return
     slower = plan.time.total_s / record["best_step_time_s"] - 1
-    console.print(
-        f"rank {record['rank']} among the best mappings of {record['num_folds']:,} folds; "
-        + (f"{slower:.1%} slower than {record['best']}" if slower > 0 else "none is faster")
+    print_prose(
+        console,
+        "rank",
+        f"{record['rank']:,} among the best mappings of {record['num_folds']:,} folds; "
+        + (f"{slower:.1%} slower than {record['best']}" if slower > 0 else "none is faster"),
     )
+    print_prose(console, "assumed", f"{'; '.join(assumptions(question, [plan]))}.")
+    print_prose(console, "predicted", DOUBT)

@@ -6,6 +6,7 @@ from typing import Any, get_args
 from moefold.config.checks_offload import OFFLOAD_PARTS
 from moefold.config.choices import any_of
 from moefold.config.keys import key_types, nearest
+from moefold.config.limits import read_count
 from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
 
@@ -50,10 +51,11 @@ def read_axes(words: Sequence[str], option: str) -> dict[str, Any]:
 def _value(key: str, text: str, where: str) -> Any:
     if key in NUMBERS:
         least, most = (0, 3) if key == "zero" else (1, None)
-        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        number = read_count(text)
+        if number is None or number < least or (most is not None and number > most):
             legal = f"{least} to {most}" if most is not None else f"a whole number of at least {least}"
             raise ConfigError(f"{where} must be {legal}")
-        return int(text)
+        return number
     if key in CHOICES:
         choices = [choice for choice in get_args(key_types("parallel")[key]) if choice not in ("csv", "auto")]
         if text not in choices:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from moefold.cli.command_parser import CommandParser
 from moefold.cli.disturbance import add_disturbance, check_seed, jitter_of, stragglers_of
 from moefold.config.checks import check_config
 from moefold.config.checks_memory import check_memory_device
@@ -17,6 +18,7 @@ from moefold.metrics.kept_parts import KERNELS
 from moefold.metrics.recompute_choice import DEVICE_SHARE, GIB, choose_recompute, with_choice
 from moefold.plan.device import Device, device_names, load_device
 from moefold.plan.mapping import mapping_of
+from moefold.plan.output_file import refuse_existing
 from moefold.plan.precision import settled_precision
 from moefold.plan.shape import shape_of
 from moefold.plan.simulate import Disturbance
@@ -25,6 +27,7 @@ from moefold.plan.step_time import Pricer
 from moefold.plan.timeline import Timeline
 from moefold.plan.timeline_file import check_timeline_file, summary, write_timeline
 from moefold.plan.workload import PRECISIONS, workload_of
+from moefold.printable import print_escaped
 
 EPILOG = """examples:
   moefold simulate recipes/mixtral-8x7b.toml --gpu h100
@@ -48,6 +51,7 @@ def run(argv: list[str]) -> int:
     check_config(cfg)
     for path in args.timeline:
         check_timeline_file(path)
+        refuse_existing("--timeline", path, force=args.force)
     check_seed(args)
     disturbance = Disturbance(
         slow=stragglers_of(cfg, args.straggler), jitter=jitter_of(args.jitter), seed=args.seed or 0
@@ -57,7 +61,7 @@ def run(argv: list[str]) -> int:
     timeline = _play(cfg, device, args, disturbance)
     for path in args.timeline:
         write_timeline(timeline, path)
-        print(f"wrote {path}", file=sys.stderr)
+        print_escaped(f"wrote {path}", file=sys.stderr)
     if args.json:
         print(json.dumps(as_dict(timeline)))
     else:
@@ -93,7 +97,7 @@ def _with_recompute(cfg: Config, device: Device) -> Config:
     check_memory_device(cfg, kind)
     budget = round(cfg.train.memory_budget_gib * GIB) or round(DEVICE_SHARE * device.memory_bytes)
     choice = choose_recompute(cfg, budget, KERNELS[kind])
-    print(choice.words(budget), file=sys.stderr)
+    print_escaped(choice.words(budget), file=sys.stderr)
     return with_choice(cfg, choice.parts)
 
 
@@ -114,10 +118,11 @@ def _imbalance(value: float) -> float:
 
 def _print(timeline: Timeline) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from moefold.console import PrintableConsole
+
+    console = PrintableConsole()
     console.print(summary(timeline), highlight=False)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("pp rank", "work, s", "idle, s", "exposed, s", "in flight"):
@@ -129,7 +134,7 @@ def _print(timeline: Timeline) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold simulate",
         description="Play one step of a recipe out on paper, on GPUs that need not be there.",
         epilog=EPILOG,
@@ -150,5 +155,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeline", action="append", type=Path, default=[], metavar="FILE", help=".json trace or .png, .svg, .pdf"
     )
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
     parser.add_argument("--json", action="store_true", help="print the numbers as one JSON object")
     return parser

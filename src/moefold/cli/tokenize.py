@@ -5,7 +5,10 @@ import os
 import time
 from pathlib import Path
 
+from moefold.cli.command_parser import CommandParser
+from moefold.cli.own_words import own_words
 from moefold.errors import ConfigError
+from moefold.printable import print_escaped
 
 EPILOG = """The folder is read by data.kind="tokens" with data.path=OUT; data.document_index=true keeps attention within
 documents. The output does not depend on the number of processes. A run that was stopped, or killed, goes on when the
@@ -32,16 +35,17 @@ def run(argv: list[str]) -> int:
 
     writer = ShardWriter(Path(arguments.out).absolute(), arguments.tokenizer, arguments.column)
     started_s = time.perf_counter()
-    result = tokenize_files(
-        arguments.inputs,
-        writer,
-        form=arguments.format,
-        shard_bytes=arguments.shard_mb * 10**6,
-        num_processes=arguments.processes,
-    )
+    with own_words((r"data\.path(=|: )", "INPUT "), (r"data\.path", "INPUT"), (r"data\.tokenizer=", "--tokenizer ")):
+        result = tokenize_files(
+            arguments.inputs,
+            writer,
+            form=arguments.format,
+            shard_bytes=arguments.shard_mb * 10**6,
+            num_processes=arguments.processes,
+        )
     taken_s = time.perf_counter() - started_s
     rate = result.num_new_tokens / taken_s
-    print(
+    print_escaped(
         f"{arguments.out}: {result.num_documents:,} documents, {result.num_tokens:,} tokens in {result.num_shards:,} "
         f"shards; {result.num_new_tokens:,} of them new, in {taken_s:.1f} s: {rate:,.0f} a second"
     )
@@ -54,7 +58,7 @@ def _cores() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold tokenize",
         description="Turn text, JSON lines or parquet into token files that a run maps into memory.",
         epilog=EPILOG,

@@ -4,9 +4,11 @@ import argparse
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from moefold.checkpoint.folder import find_resume, read_meta, refuse_unfit
 from moefold.checkpoint.manifest import hash_faults, read_manifest
+from moefold.cli.command_parser import CommandParser
 from moefold.cli.one_voice import one_voice
 from moefold.config.checks import check_config, check_machine
 from moefold.config.checks_dispatch import check_dispatch_device
@@ -18,7 +20,11 @@ from moefold.config.elastic import with_world_size
 from moefold.config.load import config_from_dict, config_to_dict, load_given
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.launch.fitting import check_training, fitting_device
 from moefold.launch.place import Place, check_world_size, find_place
+from moefold.printable import LINES, print_escaped, printable
+from moefold.train.farewell import next_commands
+from moefold.train.run_folder import RunFolder, choose_run_folder
 
 
 def run(argv: list[str]) -> int:
@@ -27,27 +33,42 @@ def run(argv: list[str]) -> int:
     if args.keys:
         from moefold.config.reference import keys_text
 
-        print(keys_text(), end="")
+        print_escaped(keys_text(), end="")
         return 0
     if args.recipe is None:
         raise ConfigError("a recipe is missing: moefold train RECIPE.toml [section.key=value ...]")
     place = find_place()
     with one_voice(place):
-        cfg, given = load_given(Path(args.recipe), args.overrides)
+        cfg, given, notes = load_given(Path(args.recipe), args.overrides)
         if cfg.parallel.mapping == "auto":
             cfg, _met = _plan(cfg, given, place)
         if place is not None and cfg.parallel.elastic:
             cfg = with_world_size(cfg, place.world_size)
         check_config(cfg)
-        check_machine(cfg)
         if place is not None:
             check_world_size(place, cfg.parallel.world_size)
-        resume = find_resume(cfg)
-    if resume is not None and read_meta(resume).step >= cfg.run.steps and _is_sound(resume, cfg):
+        # The ranks choose for good, under the lock of the folder.
+        folder = choose_run_folder(cfg)
+        check_machine(folder.cfg)
+        resume = find_resume(folder.cfg)
+    if resume is not None and read_meta(resume).step >= cfg.run.steps and _is_sound(resume, folder.cfg):
         if place is None or place.rank == 0:
-            print(f"{resume} has all {cfg.run.steps} steps of run.steps; nothing to do")
+            _say_done(folder, resume)
         return 0
-    return _train(cfg, place, resume)
+    return _train(_Asked(cfg, notes), folder.cfg, place, resume)
+
+
+def _say_done(folder: RunFolder, checkpoint: Path) -> None:
+    lines = [folder.note] if folder.note else []
+    lines.append(f"{checkpoint} has all {folder.cfg.run.steps} steps of run.steps; nothing to do")
+    print(
+        printable(
+            "\n".join(
+                [*lines, *next_commands(folder.cfg), "or start anew: the same command with run.dir=ANOTHER_FOLDER"]
+            ),
+            LINES,
+        )
+    )
 
 
 def _plan(cfg: Config, given: frozenset[str], place: Place | None) -> tuple[Config, object]:
@@ -59,7 +80,7 @@ def _plan(cfg: Config, given: frozenset[str], place: Place | None) -> tuple[Conf
     machine = machine_of(cfg.run.device, place)
     if place is None or place.world_size == 1:
         planned, words = plan_mapping(cfg, given, machine)
-        print(words)
+        print_escaped(words)
         return planned, None
     from moefold.launch.one_answer import Facts, one_answer
 
@@ -70,7 +91,7 @@ def _plan(cfg: Config, given: frozenset[str], place: Place | None) -> tuple[Conf
 
     found, store = one_answer(place, cfg.faults.timeout_s, asdict(machine), answer)
     if place.rank == 0:
-        print(found["words"])
+        print_escaped(found["words"])
     sections = {section: found[section] for section in ("parallel", "train")}
     return config_from_dict({**config_to_dict(cfg), **sections}), store
 
@@ -81,34 +102,58 @@ def _is_sound(checkpoint: Path, cfg: Config) -> bool:
     return not cfg.checkpoint.verify or not hash_faults(checkpoint, manifest, manifest)
 
 
-def _train(cfg: Config, place: Place | None, resume: Path | None) -> int:
-    # torch takes seconds to import: everything above answers without it.
+class _Asked(NamedTuple):
+    """What the ranks are told."""
+
+    cfg: Config
+    """The recipe, with the run.dir that it names."""
+    notes: tuple[str, ...]
+    """Lines for the log."""
+
+
+def _train(asked: _Asked, cfg: Config, place: Place | None, resume: Path | None) -> int:
+    """Start or join the ranks.
+
+    Args:
+        asked: what they are told; they choose the folder for good.
+        cfg: the recipe, with the folder that it is about to write into.
+        place: of this process, if a launcher started it.
+        resume: the checkpoint to go on from.
+    """
     from moefold.data import prepare
     from moefold.data.fingerprint import fingerprint
-    from moefold.launch.ranks import choose_device, run_ranks
-    from moefold.train.rank import train_rank
 
     world_size = cfg.parallel.world_size
-    device_type = choose_device(cfg.run.device, world_size, place)
-    check_dispatch_device(cfg, device_type)
-    check_kernel_device(cfg, device_type)
-    check_offload_device(cfg, device_type)
-    check_memory_device(cfg, device_type)
+    with one_voice(place):
+        device_type = fitting_device(cfg.run.device, world_size, place, partial(_check_device, cfg, place))
     if place is None or place.local_rank == 0:
         check_replay_content(cfg)
         if cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal":
             # Which token files are left out is for the ranks to agree on, and a matter of the checkpoint.
             prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
         refuse_unfit(resume, cfg, None if resume is None else fingerprint(cfg.data))
-    return run_ranks(partial(train_rank, cfg), world_size, device_type, place)
+    # torch takes seconds to import: everything above answers without it, where there is no GPU.
+    from moefold.launch.ranks import run_ranks
+    from moefold.train.rank import train_rank
+
+    return run_ranks(partial(train_rank, asked.cfg, asked.notes), world_size, device_type, place)
+
+
+def _check_device(cfg: Config, place: Place | None, device_type: str) -> None:
+    """Refuse what the recipe asks of another device, and a step that does not fit into the memory of this one."""
+    check_dispatch_device(cfg, device_type)
+    check_kernel_device(cfg, device_type)
+    check_offload_device(cfg, device_type)
+    check_memory_device(cfg, device_type)
+    check_training(cfg, device_type, place)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold train",
         description="Train a model from a recipe. "
         "Starts the ranks itself on one machine; joins them under torchrun or srun.",
-        epilog="Ctrl-C finishes the step, saves if checkpoint.every is set, and exits 130; the same command resumes.",
+        epilog="Ctrl-C finishes the step, saves, and exits 130; the same command resumes.",
     )
     parser.add_argument(
         "recipe", nargs="?", metavar="RECIPE.toml", help="the recipe, for example recipes/quickstart.toml"

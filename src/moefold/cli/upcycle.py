@@ -4,21 +4,29 @@ import argparse
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+from moefold.cli.command_parser import CommandParser
 from moefold.cli.conversion import conversion_job, conversion_summary, training_command
+from moefold.cli.one_voice import one_voice
 from moefold.cli.skipped import say_skipped_for
 from moefold.config.checks import check_config
 from moefold.config.load import config_from_dict, load_config
 from moefold.config.schema import Config, ModelConfig
+from moefold.convert.early_check import check_out
 from moefold.convert.start_check import model_in, weights_folder
 from moefold.convert.upcycle_rule import MOE_KEYS, experts_fault, starts_equal, upcycle_fault
 from moefold.errors import ConfigError
+from moefold.launch.place import find_place
+from moefold.printable import print_escaped
 
 
 def run(argv: list[str]) -> int:
     """Upcycle; returns the exit status."""
     args = _parser().parse_intermixed_args(argv)
     dense, out = Path(args.dense), Path(args.out)
-    model = upcycled_model(dense, args.overrides, args.granularity)
+    place = find_place()
+    with one_voice(place):
+        model = upcycled_model(dense, args.overrides, args.granularity)
+        check_out(out, place)
     with conversion_job("upcycle") as (crew, advance):
         if crew.is_first:
             say_skipped_for(dense, weights_folder(dense))
@@ -27,10 +35,12 @@ def run(argv: list[str]) -> int:
 
         done = upcycle_folder(dense, out, model, args.seed, crew, advance=advance)
         if crew.is_first:
-            print(conversion_summary(done, out, False))
+            print_escaped(conversion_summary(done, out, False))
             equal = "computes at first what the dense model does" if starts_equal(model) else "does not start equal"
-            print(f"{model.num_experts} experts, top {model.top_k}, of width {model.moe_ffn_hidden_size}: {equal}")
-            print(training_command(out))
+            print_escaped(
+                f"{model.num_experts} experts, top {model.top_k}, of width {model.moe_ffn_hidden_size}: {equal}"
+            )
+            print_escaped(training_command(out))
     return 0
 
 
@@ -71,7 +81,7 @@ def upcycled_model(dense: Path, overrides: list[str], granularity: int | None) -
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold upcycle",
         description="Make a model with experts of a dense one: each expert is a copy of the feed-forward layer, or, "
         "with --granularity G, one of G slices of it, and the router begins with whole copies "

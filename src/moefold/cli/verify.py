@@ -1,12 +1,12 @@
 """`moefold verify`: prove on CPU that a recipe's mapping computes what one process computes."""
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moefold.cli.command_parser import CommandParser
 from moefold.config.checks import check_config
 from moefold.config.checks_dispatch import check_dispatch_device
 from moefold.config.checks_machine import check_data_source, check_replay, check_replay_content
@@ -16,6 +16,9 @@ from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.metrics.flops import count_parameters
+from moefold.metrics.host_memory import host_room
+from moefold.printable import print_escaped
+from moefold.work_progress import Say, WorkProgress
 
 if TYPE_CHECKING:
     from moefold.verify.compare import Difference, OracleRecord
@@ -35,8 +38,8 @@ RANKS_TIMEOUT_S = 6 * 3600.0
 MOST_DIFFERENCES = 10
 """So many differences are listed, worst first."""
 
-RunMapping = Callable[[Config, int], Sequence["MappingRecord"]]
-"""Trains some steps of a recipe on its ranks; returns what each rank knows."""
+RunMapping = Callable[[Config, int, Say], Sequence["MappingRecord"]]
+"""Trains some steps of a recipe on its ranks and says what it is at; returns what each rank knows."""
 
 
 def run(argv: list[str]) -> int:
@@ -51,10 +54,15 @@ def run(argv: list[str]) -> int:
         )
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps} must be at least 1")
+    note = ""
+    if args.ranks is not None and (not args.shrink or args.ranks < 1):
+        raise ConfigError(f"--ranks {args.ranks} is the most ranks of a shrunk recipe: give at least 1, with --shrink")
     if args.shrink:
-        from moefold.verify.shrink import shrink
+        from moefold.verify.shrink import MOST_RANKS, shrink
 
-        cfg = shrink(cfg)
+        large = cfg
+        cfg = shrink(large, MOST_RANKS if args.ranks is None else args.ranks)
+        note = _shrink_note(large, cfg)
     _refuse_too_large(cfg)
     check_data_source(cfg)
     steps = max(cfg.run.steps, args.steps)
@@ -65,40 +73,67 @@ def run(argv: list[str]) -> int:
     check_replay(replayed)
     check_replay_content(replayed)
     check_dispatch_device(cfg, "cpu")
-    return verify(cfg, args.steps, _run_on_ranks)
+    return verify(cfg, args.steps, _run_on_ranks, note)
 
 
-def verify(cfg: Config, steps: int, run_mapping: RunMapping) -> int:
-    """Train both sides and print the comparison; returns 0 if they are equal, 1 if not."""
+def verify(cfg: Config, steps: int, run_mapping: RunMapping, note: str = "") -> int:
+    """Train both sides and print the comparison; returns 0 if they are equal, 1 if not.
+
+    Args:
+        cfg: the recipe, in float64 on the CPU.
+        steps: optimizer steps.
+        run_mapping: trains under the mapping.
+        note: how the recipe was shrunk.
+    """
     from moefold.data import prepare
     from moefold.verify.compare import differences, run_oracle
 
-    print(_header(cfg), flush=True)
+    print_escaped(_header(cfg, note), flush=True)
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    oracle = run_oracle(cfg, steps)
-    ranks = run_mapping(cfg, steps)
-    found = differences(oracle, ranks)
-    print(_numbers(oracle, ranks))
-    print(_worst(found, steps))
+    with WorkProgress("verify") as progress:
+        oracle = run_oracle(cfg, steps, progress.say)
+        progress.say(f"mapping on {cfg.parallel.world_size} ranks, starting them")
+        ranks = run_mapping(cfg, steps, progress.say)
+        progress.say("comparing")
+        found = differences(oracle, ranks)
+    print_escaped(_numbers(oracle, ranks))
+    print_escaped(_worst(found, steps))
     wrong = [difference for difference in found if difference.error > TOLERANCE]
     if not wrong:
-        print(f"equal: all {len(found)} numbers and tensors agree within {TOLERANCE:.0e}")
+        print_escaped(f"equal: all {len(found)} numbers and tensors agree within {TOLERANCE:.0e}")
         return 0
-    print(f"NOT equal: {len(wrong)} of {len(found)} numbers and tensors differ by more than {TOLERANCE:.0e}")
-    print("\n".join(f"  {difference.error:8.1e}  {difference.name}" for difference in wrong[:MOST_DIFFERENCES]))
+    print_escaped(f"NOT equal: {len(wrong)} of {len(found)} numbers and tensors differ by more than {TOLERANCE:.0e}")
+    print_escaped("\n".join(f"  {difference.error:8.1e}  {difference.name}" for difference in wrong[:MOST_DIFFERENCES]))
     if len(wrong) > MOST_DIFFERENCES:
-        print(f"  and {len(wrong) - MOST_DIFFERENCES} more")
+        print_escaped(f"  and {len(wrong) - MOST_DIFFERENCES} more")
     return 1
 
 
-def _run_on_ranks(cfg: Config, steps: int) -> Sequence["MappingRecord"]:
+def _run_on_ranks(cfg: Config, steps: int, say: Say) -> Sequence["MappingRecord"]:
     from moefold.testing.pool import WorkerPool
     from moefold.verify.mapping import run_mapping
 
-    return WorkerPool().run(cfg.parallel.world_size, run_mapping, cfg, steps, timeout_s=RANKS_TIMEOUT_S)
+    return WorkerPool().run(
+        cfg.parallel.world_size, run_mapping, cfg, steps, timeout_s=RANKS_TIMEOUT_S, on_progress=say
+    )
 
 
-def _header(cfg: Config) -> str:
+def _shrink_note(large: Config, small: Config) -> str:
+    """Which axes of the recipe are smaller or missing in the shrunk one."""
+    from moefold.verify.shrink import changed_axes
+
+    lowered, missing = changed_axes(large.parallel, small.parallel)
+    there, here = large.parallel.world_size, small.parallel.world_size
+    ranks = f"{there} -> {here} ranks" if there > here else f"{there} ranks as in the recipe"
+    left_out = (
+        f"NOT covered, as no small mapping is legal with it: {', '.join(missing)} above 1"
+        if missing
+        else "every axis above 1 is still 2 or more"
+    )
+    return f"{', '.join((ranks, *lowered))}; {left_out}"
+
+
+def _header(cfg: Config, note: str = "") -> str:
     p, model, train = cfg.parallel, cfg.model, cfg.train
     ways = {
         f"zero {p.zero}": p.world_size,
@@ -118,6 +153,8 @@ def _header(cfg: Config) -> str:
         ),
         ("batch", f"{train.global_batch_size} samples of {train.seq_len} tokens, {train.micro_batch_size} at a time"),
     )
+    if note:
+        rows = (rows[0], ("  shrunk", note), *rows[1:])
     moe = cfg.moe
     if moe.aux_kind == "global_batch" and moe.aux_coefficient > 0 and has_moe_layers(model):
         rows += (("note", f"moe.aux_kind='global_batch' depends on dp: the oracle takes the recipe's, dp={p.dp}"),)
@@ -141,19 +178,19 @@ def _worst(found: Sequence["Difference"], steps: int) -> str:
 
 
 def _refuse_too_large(cfg: Config) -> None:
-    have_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    room = host_room()
     world_size, num_parameters = cfg.parallel.world_size, count_parameters(cfg.model).total
     ranks_gib, model_gib = world_size * RANK_GIB, num_parameters * 8 * COPIES / 2**30
-    if ranks_gib + model_gib > have_gib:
+    if ranks_gib + model_gib > room.size / 2**30:
         raise ConfigError(
             f"parallel.world_size={world_size} ranks take {ranks_gib:.0f} GiB and {num_parameters:,} parameters in "
-            f"float64, on both sides, {model_gib:.0f} GiB: more than the {have_gib:.0f} GiB of this machine; add "
-            "--shrink, which makes the model small and keeps every degree but dp, or lower the degrees"
+            f"float64, on both sides, {model_gib:.0f} GiB: more than the {room.size / 2**30:.0f} GiB {room.limit}; "
+            "add --shrink, which makes the model and the mapping small, or lower the degrees"
         )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="moefold verify",
         description="Train some steps in float64 on this machine's CPU, once in one process with plain maths (the "
         "oracle) and once under the recipe's mapping, and compare every loss, gradient and weight. "
@@ -162,7 +199,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe whose mapping is to be proved")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the recipe")
     parser.add_argument(
-        "--shrink", action="store_true", help="make the model as small as the mapping allows, on made-up data"
+        "--shrink",
+        action="store_true",
+        help="make the model and the mapping small, on synthetic data; every axis of the recipe that is above 1 stays "
+        "at 2 or more, and the output says which are smaller than in the recipe, or left out",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="with --shrink: lower degrees only if the mapping takes more ranks than this (default 16)",
     )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
     return parser

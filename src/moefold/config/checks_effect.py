@@ -35,7 +35,8 @@ IDLE = (
         "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
         "model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
         "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
-        "moe.weight_in_expert moe.dispatch_precision metrics.expert_counts_every faults.check_dispatch",
+        "moe.weight_in_expert moe.dispatch_precision metrics.expert_counts_every metrics.per_layer "
+        "faults.check_dispatch",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
@@ -295,21 +296,33 @@ IDLE = (
     ),
     Idle(
         "checkpoint.keep",
-        lambda cfg: cfg.checkpoint.every == 0,
-        "checkpoint.every=0 saves nothing",
-        "set checkpoint.every",
+        lambda cfg: not cfg.checkpoint.saves,
+        "checkpoint.every=0 and at_end=false save nothing",
+        "set checkpoint.every or at_end=true",
     ),
     Idle(
         "checkpoint.async_save",
-        lambda cfg: cfg.checkpoint.every == 0,
-        "checkpoint.every=0 saves nothing",
-        "set checkpoint.every",
+        lambda cfg: not cfg.checkpoint.saves,
+        "checkpoint.every=0 and at_end=false save nothing",
+        "set checkpoint.every or at_end=true",
     ),
     Idle(
         "checkpoint.keep_every",
         lambda cfg: cfg.checkpoint.keep == 0,
         "checkpoint.keep=0 keeps all",
         "set checkpoint.keep",
+    ),
+    Idle(
+        "metrics.wandb_project metrics.wandb_entity metrics.wandb_name metrics.wandb_group metrics.wandb_tags",
+        lambda cfg: not cfg.metrics.wandb,
+        "metrics.wandb=false logs nothing to Weights & Biases",
+        "set metrics.wandb=true",
+    ),
+    Idle(
+        "metrics.per_layer",
+        lambda cfg: not cfg.metrics.wandb and not cfg.metrics.tensorboard,
+        "no tracker is on, and metrics.jsonl has every layer anyway",
+        "set metrics.tensorboard=true or metrics.wandb=true",
     ),
     Idle(
         "faults.spike_factor faults.spike_window",
@@ -331,7 +344,7 @@ IDLE = (
     ),
     Idle(
         "faults.replica_check_every",
-        lambda cfg: cfg.faults.replica_check_every > cfg.run.steps and cfg.checkpoint.every == 0,
+        lambda cfg: cfg.faults.replica_check_every > cfg.run.steps and not cfg.checkpoint.saves,
         "the run ends before, after run.steps, and saves nothing, before which it would be checked",
         "choose at most run.steps, or set checkpoint.every",
     ),

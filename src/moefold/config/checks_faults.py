@@ -7,11 +7,13 @@ from moefold.config.schema import Config
 
 def rollback_faults(cfg: Config) -> Iterator[str]:
     """There is a checkpoint to go back to."""
+    every, steps = cfg.checkpoint.every, cfg.run.steps
     for key in ("nonfinite", "spike"):
-        if getattr(cfg.faults, key) == "rollback" and cfg.checkpoint.every == 0:
+        if getattr(cfg.faults, key) == "rollback" and not 0 < every < steps:
             yield (
-                f"faults.{key}='rollback' needs checkpoints to go back to, and checkpoint.every=0 saves none; "
-                f"set checkpoint.every, or faults.{key}='skip'"
+                f"faults.{key}='rollback' needs checkpoints to go back to, and checkpoint.every={every} saves none "
+                f"before the end of the run, run.steps={steps}; set checkpoint.every below {steps}, or "
+                f"faults.{key}='skip'"
             )
 
 

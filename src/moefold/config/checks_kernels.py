@@ -31,7 +31,7 @@ def triton_fault(run: RunConfig, device_type: str) -> str:
     if run.dtype == "float64":
         return "run.dtype='float64' is beyond its float32 sums"
     if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed (pip install 'moefold[gpu]')"
+        return "the package triton is not installed (pip install -e '.[gpu]')"
     if device_type == "cuda":
         return ""
     import triton

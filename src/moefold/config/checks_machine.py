@@ -16,7 +16,7 @@ def check_writable(cfg: Config) -> None:
         ConfigError: a folder is a file, or cannot be written to.
     """
     probe_folder("run.dir", cfg.run.dir)
-    if cfg.checkpoint.dir and cfg.checkpoint.every:
+    if cfg.checkpoint.dir and cfg.checkpoint.saves:
         probe_folder("checkpoint.dir", cfg.checkpoint.dir)
 
 

@@ -29,7 +29,7 @@ def layer_pattern_faults(cfg: Config) -> Iterator[str]:
 def _pattern_faults(cfg: Config, key: str, kinds: str) -> Iterator[str]:
     pattern, num_layers = getattr(cfg.model, key), cfg.model.num_layers
     name = f"model.{key}={pattern!r}"
-    counts = [int(digits) for digits in re.findall(r"[0-9]+", pattern)]
+    counts = [int(digits) for digits in re.findall(r"[0-9]{1,18}", pattern)]
     if max(counts, default=0) > num_layers:
         yield f"{name} repeats a layer {max(counts)} times, more than model.num_layers={num_layers}; shorten it"
         return

@@ -13,6 +13,7 @@ from moefold.config.checks_dispatch import deepep_faults
 from moefold.config.checks_model import has_dense_layers, has_moe_layers
 from moefold.config.checks_pipeline import PIPELINE_RULES
 from moefold.config.choices import nearest_multiples, nearest_numbers
+from moefold.config.limits import MOST_MICRO_BATCHES
 from moefold.config.schema import Config
 from moefold.parallel.layout import divisors
 
@@ -222,9 +223,15 @@ def batch_faults(cfg: Config) -> Iterator[str]:
             f"choose {nearest_multiples(batch, step)}"
         )
         return
+    count = cfg.num_micro_batches
+    if count > MOST_MICRO_BATCHES:
+        yield (
+            f"train.global_batch_size={batch} gives each data-parallel rank {count} micro-batches, more than "
+            f"{MOST_MICRO_BATCHES}; choose train.global_batch_size={MOST_MICRO_BATCHES * step} or less, or raise "
+            "train.micro_batch_size"
+        )
     if p.pp == 1:
         return
-    count = cfg.num_micro_batches
     found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
     if p.schedule == "1f1b" and count < p.pp:
         micro = cfg.train.micro_batch_size

@@ -52,7 +52,9 @@ def rounds_faults(cfg: Config) -> Iterator[str]:
     # torch's interleaved schedules work in rounds of equal length, about pp micro-batches each.
     rounds = max(1, count // p.pp)
     if p.schedule in ("interleaved", "zero-bubble") and count % rounds:
-        legal = [other for other in range(1, count + p.pp + 1) if other % max(1, other // p.pp) == 0]
+        # Multiples of pp are legal, so that the nearest legal numbers are no further away.
+        near = range(max(1, count - p.pp), count + p.pp + 1)
+        legal = [other for other in near if other % max(1, other // p.pp) == 0]
         batches = nearest_numbers(batch, [other * step for other in legal], count=2)
         yield (
             f"parallel.schedule={p.schedule!r} with pp={p.pp} runs micro-batches in {rounds} equal rounds, {found}; "

@@ -89,6 +89,18 @@ RANGES = (
     Range(*_at_least(3), "faults", "spike_window"),
     Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "faults", "replica_check_every"),
     Range(*_at_least(1), "faults", "max_skips max_rollbacks"),
+    Range(
+        "must have at most 128 characters, and none of / \\ # ? % :",
+        lambda name: len(name) <= 128 and not set(name) & set("/\\#?%:"),
+        "metrics",
+        "wandb_project",
+    ),
+    Range(
+        "must be a list of tags of 1 to 64 characters",
+        lambda tags: all(1 <= len(tag) <= 64 for tag in tags),
+        "metrics",
+        "wandb_tags",
+    ),
     Range("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
 )
 

@@ -2,7 +2,7 @@
 
 LAYER_KINDS = "DM"
 ATTENTION_KINDS = "FW"
-MOST_LAYERS = 100_000
+MOST_LAYERS = 10_000
 """No count in a pattern is larger, so that spelling out a stranger's needs no memory to speak of."""
 
 
@@ -18,9 +18,11 @@ def expand_layer_pattern(pattern: str, kinds: str = LAYER_KINDS) -> str:
             digits += char
             continue
         if digits:
-            if not 0 < int(digits) <= MOST_LAYERS:
-                raise ValueError(f"a count of {int(digits)} in layer pattern {pattern!r}")
+            if len(digits) > len(str(MOST_LAYERS)) or not 0 < int(digits) <= MOST_LAYERS:
+                raise ValueError(f"a count of {digits} in layer pattern {pattern!r}")
             spelled += spelled[-1] * (int(digits) - 1)
+            if len(spelled) > MOST_LAYERS:
+                raise ValueError(f"more than {MOST_LAYERS} layers in layer pattern {pattern!r}")
             digits = ""
         if char == "\0":
             break

@@ -6,15 +6,16 @@ The overrides edit the recipe's tree before anything is validated, so that there
 import json
 import math
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
+from moefold.bounded_read import RECIPE_BYTES, parse_toml, read_text
 from moefold.config.checks_effect import check_explicit
 from moefold.config.faults import refuse
 from moefold.config.keys import (
@@ -26,8 +27,12 @@ from moefold.config.keys import (
     sections,
     sections_with,
 )
+from moefold.config.limits import is_absurd, value_fault
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
+from moefold.config.shipped import find_beside, shipped_files
+from moefold.config.short_run import shorten_schedule
+from moefold.config.vocabulary_size import size_vocabulary
 from moefold.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -47,13 +52,24 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         ConfigError: the file cannot be read, or a section, key, type, choice or preset is wrong. All such faults of
-            a readable file are listed, one a line.
+            a readable file are listed, one a line. Or model.vocab_size is left out, and the tokenizer that it is
+            taken from is missing or broken.
     """
-    return load_given(path, overrides)[0]
+    return load_given(path, overrides).cfg
 
 
-def load_given(path: Path | None, overrides: Sequence[str] = ()) -> tuple[Config, frozenset[str]]:
-    """As `load_config`, with the keys that the recipe and the overrides set, as "section.key".
+class Given(NamedTuple):
+    """A recipe, and what was said to make it so."""
+
+    cfg: Config
+    keys: frozenset[str]
+    """The keys that the recipe and the overrides set, as "section.key"."""
+    notes: tuple[str, ...]
+    """What was changed so that the two go together, in words."""
+
+
+def load_given(path: Path | None, overrides: Sequence[str] = ()) -> Given:
+    """Read a recipe as `load_config` does, and tell which keys were given and what was adapted.
 
     Raises:
         ConfigError: as `load_config`.
@@ -61,11 +77,16 @@ def load_given(path: Path | None, overrides: Sequence[str] = ()) -> tuple[Config
     tree = read_recipe(path) if path is not None else {}
     if tree.get("parallel") == AUTO:
         tree["parallel"] = {"mapping": AUTO}
+    if path is not None:
+        find_beside(tree, path.parent)
+    recipe = deepcopy(tree)
     apply_overrides(tree, overrides)
+    notes = shorten_schedule(tree, recipe, overrides)
     given = frozenset(f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys)
     cfg = config_from_dict(tree)
     check_explicit(given, cfg)
-    return cfg, given
+    cfg, note = size_vocabulary(cfg, given)
+    return Given(cfg, given, (*notes, note) if note else tuple(notes))
 
 
 def apply_overrides(tree: Tree, words: Sequence[str]) -> None:
@@ -119,17 +140,17 @@ def read_recipe(path: Path) -> Tree:
         ConfigError: the file is missing, unreadable, not text or not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(read_text(path, RECIPE_BYTES))
     except FileNotFoundError:
         raise ConfigError(f"recipe {str(path)!r} does not exist{_nearest_recipe(path)}") from None
     except IsADirectoryError:
         raise ConfigError(f"recipe {str(path)!r} is a folder; name a TOML file in it") from None
     except UnicodeDecodeError:
         raise ConfigError(f"recipe {str(path)!r} is not text in UTF-8; a recipe is a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}") from None
     except OSError as error:
         raise ConfigError(f"recipe {str(path)!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}") from None
 
 
 @cache
@@ -144,6 +165,8 @@ def _nearest_recipe(path: Path) -> str:
     guess = nearest(path.name.removesuffix(".toml"), by_stem)
     if guess:
         return f"; did you mean {str(by_stem[guess])!r}?"
+    if path.stem in shipped_files():
+        return f"; `moefold init {path.stem}` writes it, or name another"
     if by_stem:
         return "; recipes near it: " + ", ".join(sorted(str(file) for file in by_stem.values())[:8])
     return ""
@@ -170,8 +193,8 @@ def _apply_override(tree: Tree, word: str) -> None:
 
 def _override_value(section: str, key: str, text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {text}")
+    except ValueError:
         return text
     # Text of several lines could smuggle further keys in; it is then plain text.
     value = parsed["value"] if len(parsed) == 1 else text
@@ -191,13 +214,17 @@ def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
             for key, value in keys.items():
                 if key not in key_types(section):
                     problems[f"{section}.{key}"] = explain_unknown_key(section, key)
+                elif fault := value_fault(section, key, key_types(section)[key], value):
+                    problems[f"{section}.{key}"] = f"{section}.{key}={_show(value)} {fault}"
                 elif not _is_exact(value, key_types(section)[key]):
                     problems[f"{section}.{key}"] = _type_problem(section, key, value)
     return problems
 
 
 def _is_exact(value: Any, hint: Any) -> bool:
-    """Whether a value is finite and, for a choice, of the choice's own type (to pydantic true is the choice 1)."""
+    """Whether a value is finite, shallow and, for a choice, of the choice's own type (to pydantic true is 1)."""
+    if is_absurd(value):
+        return False
     if get_origin(hint) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     return not isinstance(value, float) or math.isfinite(value)
@@ -210,6 +237,10 @@ def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str]) -> Tree:
         for section, keys in tree.items()
         if section in sections() and isinstance(keys, dict)
     }
+    for section, keys in known.items():
+        for key in [key for key in keys if f"{section}.{key}" in problems]:
+            # It is refused already, and may be what no other check could take.
+            del keys[key]
     preset = known.get("model", {}).get("preset", "")
     if isinstance(preset, str) and preset:
         try:
@@ -232,6 +263,8 @@ def _show(value: Any) -> str:
     """A value as the recipe spells it, cut to a readable length."""
     if isinstance(value, bool):
         return str(value).lower()
+    if is_absurd(value):
+        return f"({value.bit_length()} bits)" if isinstance(value, int) else "(a list or table)"
     text = repr(value) if isinstance(value, str | int | float | list | dict) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

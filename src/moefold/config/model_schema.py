@@ -12,7 +12,7 @@ class ModelConfig:
     """Sizes and kinds of a decoder-only transformer. `preset` fills what the recipe leaves out."""
 
     preset: str = ""
-    """A named shape (see `moefold train --help`); every key given beside it wins over the preset."""
+    """A named shape (see `moefold train --keys`); every key given beside it wins over the preset."""
     num_layers: int = 4
     """Transformer layers, L."""
     hidden_size: int = 256
@@ -38,7 +38,8 @@ class ModelConfig:
     ffn_hidden_size: int = 1024
     """Inner width of the SwiGLU of dense layers."""
     vocab_size: int = 256
-    """Rows of the embedding, V."""
+    """Rows of the embedding, V. Where neither the recipe nor a preset gives it, a tokenizer.json (data.tokenizer) with
+    more ids does: as many as it has, rounded up to a multiple of 64 and of parallel.tp."""
     layer_pattern: str = "M"
     """D (dense) and M (mixture of experts), each with an optional count; repeats to num_layers: M, DM, D3M58."""
     mtp_layers: int = 0

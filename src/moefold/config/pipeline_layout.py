@@ -16,6 +16,8 @@ LETTERS = "EtmL"
 MEANING = {"E": "the embedding", "t": "a layer", "m": "a layer of multi-token prediction", "L": "the loss"}
 MAX_PARTS = 100_000
 """More letters and bars than any model has: what a slip of the finger would make a machine count."""
+MAX_DEPTH = 20
+"""Of groups within groups."""
 
 
 class LayoutSyntaxError(ValueError):
@@ -115,6 +117,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
+        self._depth = 0
 
     def read(self) -> list[Part]:
         parts = self._sequence(opened=None)
@@ -134,7 +137,10 @@ class _Reader:
             elif char == "*":
                 if unit is None:
                     raise LayoutSyntaxError(f"nothing to repeat before '*' at character {position}")
-                parts += unit * (self._count(position) - 1)
+                count = self._count(position)
+                if len(parts) + len(unit) * (count - 1) > MAX_PARTS:
+                    raise LayoutSyntaxError(f"more than {MAX_PARTS} letters and bars up to character {self._at}")
+                parts += unit * (count - 1)
                 unit = None
             elif char == ")":
                 if opened is None:
@@ -151,7 +157,11 @@ class _Reader:
 
     def _unit(self, char: str, position: int) -> list[Part]:
         if char == "(":
+            self._depth += 1
+            if self._depth > MAX_DEPTH:
+                raise LayoutSyntaxError(f"more than {MAX_DEPTH} groups within each other at character {position}")
             group = self._sequence(position)
+            self._depth -= 1
             if not group:
                 raise LayoutSyntaxError(f"an empty group at character {position}")
             return group
@@ -166,9 +176,9 @@ class _Reader:
         while self._at < len(self._text) and self._text[self._at] in "0123456789":
             self._at += 1
         digits = self._text[first : self._at]
-        if not digits or int(digits[:9]) == 0:
+        if not digits.strip("0"):
             raise LayoutSyntaxError(f"'*' at character {star} needs a count of at least 1 behind it")
-        if int(digits[:9]) > MAX_PARTS:
+        if len(digits) > len(str(MAX_PARTS)) or int(digits) > MAX_PARTS:
             raise LayoutSyntaxError(f"the count {digits} at character {first + 1} is larger than {MAX_PARTS}")
         return int(digits)
 

@@ -7,10 +7,12 @@ thing as soon as it has what it needs. It is the compute-only form of `torch.dis
 """
 
 import csv
+import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from moefold.bounded_read import SCHEDULE_BYTES, read_bytes
 from moefold.config.action import Action, Row, ScheduleRows
 from moefold.config.schedule_walk import alone, waits_for_ever
 from moefold.errors import ConfigError
@@ -56,8 +58,8 @@ def read_schedule(path: str, pp: int, virtual_stages: int, num_micro_batches: in
 
 def _read(name: str, path: str) -> tuple[Row, ...]:
     try:
-        with Path(path).open(newline="") as file:
-            cells = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
+        text = read_bytes(Path(path), SCHEDULE_BYTES).decode("utf-8")
+        cells = [row for row in csv.reader(io.StringIO(text, newline="")) if any(cell.strip() for cell in row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no CSV file"
         raise ConfigError(f"{name} cannot be read: {reason}; docs/pipeline.md describes such a file") from None

@@ -14,7 +14,8 @@ class RunConfig:
     """What runs, for how long, and where it writes."""
 
     dir: str = "runs/run"
-    """Folder of this run: config.json, metrics.jsonl, checkpoints/, loss.png."""
+    """Folder of this run: config.json, metrics.jsonl, checkpoints/, loss.png. Where it holds another run, that one
+    stays as it is, and this one takes DIR-2, DIR-3, ... ([checkpoints.md](checkpoints.md))."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     steps: int = 100
@@ -25,6 +26,9 @@ class RunConfig:
     """Compute type. Master weights, gradients and moments are float32 (float64 with float64)."""
     deterministic: bool = False
     """Bit-equal repeats: refuse every kernel that has no deterministic form."""
+    check_memory: bool = True
+    """Refuse, before any rank starts, a step that by formula needs more memory than this machine or its GPUs have
+    ([memory.md](memory.md#what-is-refused-before-it-starts)). false: start it anyway."""
     kernels: Literal["auto", "plain", "triton", "c"] = "auto"
     """Who computes experts and routing ([kernels.md](kernels.md)). plain: operations of torch. triton: fused kernels.
     c: on a CPU, products, norms, rotations, the gate of experts and causal attention, built by its C compiler. auto:
@@ -194,7 +198,8 @@ class TrainConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up from 0. Shrinks in proportion, with decay_steps, where the command line sets run.steps so
+    low that it does not fit; the log says so. Refused if it is set there itself and does not fit."""
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after the warm-up; wsd stays at the peak until the last decay_steps."""
     decay_steps: int = 0
@@ -302,10 +307,12 @@ class CheckpointConfig:
 
     dir: str = ""
     """Folder of the checkpoints; empty means RUN_DIR/checkpoints."""
-    every: int = 0
-    """Save every so many steps and after the last; 0 never."""
-    keep: int = 0
-    """Complete checkpoints to keep, newest first; 0 keeps all."""
+    every: int = 500
+    """Save every so many steps; 0: not between the first step and the last. A run of fewer steps saves at its end."""
+    at_end: bool = True
+    """Save after the last step, if checkpoint.every has not just done so."""
+    keep: int = 10
+    """Complete checkpoints to keep, the newest; older ones are deleted after each save. 0 keeps all."""
     keep_every: int = 0
     """Keep those of every so many steps too, whatever `keep` says; 0 for none."""
     verify: bool = True
@@ -318,6 +325,11 @@ class CheckpointConfig:
     """Weights to start a new run with: an imported or any other checkpoint, a run (its newest), or a Hugging Face
     folder."""
 
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves at all. If so, it saves too when SIGINT or SIGTERM stops it."""
+        return self.every > 0 or self.at_end
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsConfig:
@@ -326,7 +338,19 @@ class MetricsConfig:
     tensorboard: bool = False
     """Write TensorBoard events into RUN_DIR/tensorboard (needs the extra `track`)."""
     wandb: bool = False
-    """Log to Weights & Biases (needs the extra `track`)."""
+    """Log to Weights & Biases, the resolved recipe as its config (needs the extra `track`)."""
+    wandb_project: str = ""
+    """Project of Weights & Biases; empty: WANDB_PROJECT of the environment, else moefold."""
+    wandb_entity: str = ""
+    """User or team that owns the project; empty: WANDB_ENTITY, else the default of the account."""
+    wandb_name: str = ""
+    """Name of the run there; empty: WANDB_NAME, else the name of the folder run.dir."""
+    wandb_group: str = ""
+    """Group that the run is shown in; empty: WANDB_RUN_GROUP, else none."""
+    wandb_tags: tuple[str, ...] = ()
+    """Tags of the run; empty: WANDB_TAGS (with commas between them), else none."""
+    per_layer: bool = False
+    """Give the trackers a curve for each MoE layer, besides the mean and the maximum over the layers."""
     peak_tflops: float = 0.0
     """Peak of one rank's device in TFLOP/s for the MFU; 0 looks up a bfloat16 run's device, null if unknown."""
     memory_every: int = 0

@@ -6,6 +6,8 @@ COMPANIONS = "hf"
 """Folder in a checkpoint, or beside the checkpoints of a run, with what came with the weights from Hugging Face."""
 TOKENIZER = "tokenizer.json"
 """The tokenizer that moefold reads text with."""
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
+"""What it does not read."""
 RECIPE_FILE = "recipe.toml"
 """Beside imported and upcycled weights: a recipe that trains on from them."""
 
@@ -16,3 +18,24 @@ def find_companions(checkpoint: Path) -> Path | None:
         if folder.is_dir():
             return folder
     return None
+
+
+def tokenizer_fault(folder: Path, otherwise: str) -> str:
+    """Why a run from a folder could read no text with the model's own tokenizer, and the ways out; empty if it can.
+
+    Args:
+        folder: what came with the weights.
+        otherwise: the way out that takes no files.
+    """
+    if (folder / TOKENIZER).is_file():
+        return ""
+    others = [file.name for pattern in OTHER_TOKENIZERS for file in sorted(folder.glob(pattern))]
+    if not others:
+        return (
+            f"{str(folder)!r} has no tokenizer ({TOKENIZER}), so the model could read no text; "
+            f"add its files, or {otherwise}"
+        )
+    return (
+        f"{str(folder)!r} has {others[0]}, but no {TOKENIZER}, which moefold reads text with; save one with "
+        f"transformers (AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR)), or {otherwise}"
+    )

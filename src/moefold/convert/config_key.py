@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeGuard
 
-from moefold.config.layer_pattern import ATTENTION_KINDS, LAYER_KINDS, expand_layer_pattern
+from moefold.config.layer_pattern import ATTENTION_KINDS, LAYER_KINDS, MOST_LAYERS, expand_layer_pattern
 from moefold.config.schema import ModelConfig
 from moefold.errors import ConfigError
 
@@ -15,7 +15,6 @@ Json = Mapping[str, Any]
 REQUIRED = object()
 _NUMBER_LIMIT = 2**53
 """Numbers of a config.json are smaller, so that they are the same in either type."""
-_LAYER_LIMIT = 100_000
 _TYPES: dict[str, Any] = {field.name: type(field.default) for field in fields(ModelConfig)}
 
 
@@ -277,8 +276,8 @@ class FurtherLayers:
         """So many layers of multi-token prediction; absent, one."""
         keys = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if theirs.get(key) is not None]
         found = Same(keys[0] if keys else "num_nextn_predict_layers", "mtp_layers", 1).read(theirs)
-        if not 0 <= found["mtp_layers"] <= _LAYER_LIMIT:
-            raise ConfigError(f"config.json has {keys[0]}={found['mtp_layers']}, which should be 0 to {_LAYER_LIMIT}")
+        if not 0 <= found["mtp_layers"] <= MOST_LAYERS:
+            raise ConfigError(f"config.json has {keys[0]}={found['mtp_layers']}, which should be 0 to {MOST_LAYERS}")
         return found
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -428,8 +427,8 @@ def short_pattern(kinds: str, alphabet: str = LAYER_KINDS) -> str:
 
 def _layers(theirs: Json) -> int:
     count = theirs.get("num_hidden_layers")
-    if not isinstance(count, int) or not _is_whole(count) or not 1 <= count <= _LAYER_LIMIT:
-        raise ConfigError(f"config.json has num_hidden_layers={count!r}, which should be 1 to {_LAYER_LIMIT}")
+    if not isinstance(count, int) or not _is_whole(count) or not 1 <= count <= MOST_LAYERS:
+        raise ConfigError(f"config.json has num_hidden_layers={count!r}, which should be 1 to {MOST_LAYERS}")
     return count
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from moefold.convert.new_folder import new_folder_fault
 from moefold.errors import ConfigError
 from moefold.launch.crew import Crew
 
@@ -19,7 +20,7 @@ def drafted(final: Path, crew: Crew) -> Iterator[Path]:
     Raises:
         ConfigError: `final` exists, or the disk refuses to hold it.
     """
-    agree(crew, _refusal(final) if crew.is_first else "")
+    agree(crew, new_folder_fault(final) if crew.is_first else "")
     draft = final.absolute().with_name(f".{final.absolute().name}.partial")
     # Of the first process, for all: another one may see the parents made already.
     parents: list[Path] = crew.gather(_missing_parents(draft))[0]
@@ -55,15 +56,6 @@ def agree(crew: Crew, fault: str) -> None:
 def _missing_parents(path: Path) -> list[Path]:
     """Those that do not exist yet, the deepest first."""
     return [parent for parent in path.parents if not parent.exists()]
-
-
-def _refusal(final: Path) -> str:
-    try:
-        if final.exists() or final.is_symlink():
-            return f"{str(final)!r} exists; name another folder, or remove it"
-    except OSError as error:
-        return f"{str(final)!r} cannot be written: {error.strerror}"
-    return "" if final.name not in ("", "..") else f"{str(final)!r} is no name of a new folder"
 
 
 def _begin(final: Path, draft: Path) -> str:

@@ -2,10 +2,12 @@
 
 import json
 import math
+import shutil
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
+from moefold.bounded_read import INDEX_BYTES, read_json
 from moefold.config.schema import ModelConfig
 from moefold.convert.compare import work_order
 from moefold.convert.further_layer import (
@@ -74,7 +76,7 @@ def write_index(draft: Path, layouts: Mapping[str, Layout], came: Path | None) -
     weight_map = {name: stored.file.name for name, stored in places.items()}
     size = sum(stored.num_bytes for stored in places.values())
     if came is not None and _says((came / INDEX_FILE), weight_map, size):
-        (draft / INDEX_FILE).write_bytes((came / INDEX_FILE).read_bytes())
+        shutil.copyfile(came / INDEX_FILE, draft / INDEX_FILE)
         return
     count = sum(math.prod(stored.shape) for stored in places.values())
     index = {"metadata": {"total_parameters": count, "total_size": size}, "weight_map": weight_map}
@@ -84,9 +86,9 @@ def write_index(draft: Path, layouts: Mapping[str, Layout], came: Path | None) -
 def _says(index: Path, weight_map: Mapping[str, str], size: int) -> bool:
     """Whether an index names these places, and no other size than this."""
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))
+        found = read_json(index, INDEX_BYTES)
         return bool(found["weight_map"] == weight_map and found.get("metadata", {}).get("total_size", size) == size)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

@@ -3,12 +3,12 @@
 They are called as layers of the model are, model.layers.L and on. Torch-free.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from moefold.bounded_read import INDEX_BYTES, open_regular, parse_json, read_json
 from moefold.config.schema import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
@@ -51,15 +51,15 @@ def tensor_names(folder: Path) -> list[str] | None:
     """The names of the tensors of a folder; None if it has none that can be read, which its reader will explain."""
     try:
         if (folder / INDEX_FILE).is_file():
-            names = list(json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"])
+            names = list(read_json(folder / INDEX_FILE, INDEX_BYTES)["weight_map"])
         else:
             names = _names_in(folder / SINGLE_FILE)
         return names + [name for file in folder.glob(APART_FILES) for name in _names_in(file)]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _names_in(file: Path) -> list[str]:
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         length = int.from_bytes(opened.read(8), "little")
-        return list(json.loads(opened.read(min(length, MOST_HEADER_BYTES))))
+        return list(parse_json(opened.read(min(length, MOST_HEADER_BYTES))))

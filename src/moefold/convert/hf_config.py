@@ -1,13 +1,14 @@
 """The config.json of a Hugging Face folder: which family it is, and which model that makes. Torch-free."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moefold.bounded_read import CONFIG_BYTES, read_json
 from moefold.checkpoint.folder import model_differences, model_sizes
 from moefold.config.checks import check_config
+from moefold.config.hub_name import download_advice
 from moefold.config.keys import nearest
 from moefold.config.load import config_from_dict
 from moefold.config.schema import ModelConfig
@@ -42,7 +43,9 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_FILE
     if not folder.is_dir():
-        raise ConfigError(f"{str(folder)!r} does not exist or is no folder; name a folder with a {CONFIG_FILE}")
+        advice = download_advice(str(folder), bare=True) if not folder.exists() else ""
+        hint = advice or f"name a folder with a {CONFIG_FILE}"
+        raise ConfigError(f"{str(folder)!r} does not exist or is no folder; {hint}")
     if not path.is_file():
         raise ConfigError(f"{str(folder)!r} is no Hugging Face folder: it has no {CONFIG_FILE}")
     keys = _keys_of(path)
@@ -111,9 +114,9 @@ def what_family_lacks(family: Family, model: ModelConfig) -> str:
 
 def _keys_of(path: Path) -> dict[str, Any]:
     try:
-        keys = json.loads(path.read_text(encoding="utf-8"))
+        keys = read_json(path, CONFIG_BYTES)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{str(path)!r} is not JSON") from None
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r} is not JSON: {error}") from None
     return keys if isinstance(keys, dict) else {}

@@ -1,10 +1,10 @@
 """The tensors of a Hugging Face folder: every one found once, inside the folder, in safetensors files only."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from moefold.bounded_read import INDEX_BYTES, read_json
 from moefold.config.schema import ModelConfig
 from moefold.convert.families import Family
 from moefold.convert.further_layer import APART_FILES, INDEX_FILE, SINGLE_FILE, stored_model
@@ -82,10 +82,12 @@ def _what_is_there(path: Path) -> str:
 
 def _read_index(path: Path, index: Path) -> dict[str, Stored]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index, INDEX_BYTES)["weight_map"]
         files = sorted(set(weight_map.values()))
         bad = [file for file in files if PurePosixPath(file).name != file or file in ("", ".", "..") or "\\" in file]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except OSError as error:
+        raise ConfigError(f"{str(index)!r} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{str(index)!r} is no index of safetensors files") from None
     if bad:
         raise ConfigError(f"{str(index)!r} names files outside its folder: {some(bad)}")

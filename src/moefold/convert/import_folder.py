@@ -11,9 +11,10 @@ from moefold.checkpoint.stream import CheckpointSource, Chunk, chunks_of, seal, 
 from moefold.config.checks_effect import check_explicit
 from moefold.config.checks_routing import gradient_faults
 from moefold.config.schema import Config, ModelConfig
-from moefold.convert.companions import COMPANIONS, RECIPE_FILE, TOKENIZER
+from moefold.convert.companions import COMPANIONS, RECIPE_FILE, TOKENIZER, tokenizer_fault
 from moefold.convert.compare import compare_with_folder
 from moefold.convert.draft import agree, drafted
+from moefold.convert.early_check import NO_TOKENIZER
 from moefold.convert.hf_config import model_of
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.manifest import (
@@ -24,7 +25,6 @@ from moefold.convert.manifest import (
     hash_stored,
     keep_index,
     read_manifest,
-    tokenizer_fault,
     write_manifest,
 )
 from moefold.convert.safetensors_file import WRITTEN_METADATA, read_metadata
@@ -82,7 +82,7 @@ def import_folder(
     """
     wish = wish or ImportWish()
     source = HfSource(open_hf_folder(folder), leaves_out_mtp=wish.leaves_out_mtp)
-    if wish.needs_tokenizer and (fault := tokenizer_fault(folder, "say --no-tokenizer to train on token ids")):
+    if wish.needs_tokenizer and (fault := tokenizer_fault(folder, NO_TOKENIZER)):
         raise ConfigError(fault)
     with drafted(out, crew) as draft:
         write_weights(source, draft, crew, advance)

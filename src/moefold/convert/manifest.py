@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from moefold.bounded_read import INDEX_BYTES, read_json
 from moefold.checkpoint.folder import checkpoint_folder
 from moefold.checkpoint.store import explained
 from moefold.config.schema import Config
-from moefold.convert.companions import COMPANIONS, TOKENIZER, find_companions
+from moefold.convert.companions import COMPANIONS, find_companions
 from moefold.convert.families import FAMILIES
 from moefold.convert.further_layer import INDEX_FILE
 from moefold.convert.safetensors_file import Stored, read_blocks
@@ -20,8 +21,6 @@ from moefold.errors import ConfigError
 MANIFEST_FILE = "moefold-manifest.json"
 TRAVELS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of the files that travel: tokenizer, templates, configs. Code and weights do not."""
-OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
-"""What it does not read."""
 NO_COMPANIONS = (INDEX_FILE, MANIFEST_FILE)
 
 
@@ -62,7 +61,7 @@ def read_manifest(path: Path) -> Manifest | None:
         ConfigError: it is broken.
     """
     try:
-        fields = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
+        fields = read_json(path / MANIFEST_FILE, INDEX_BYTES)
         listed = {name: _listed(entry) for name, entry in fields["tensors"].items()}
         family, layout, others = fields["family"], fields["layout"], fields.get("metadata", {})
         if not isinstance(family, str) or (family in FAMILIES and layout not in range(len(FAMILIES[family].layouts))):
@@ -71,7 +70,7 @@ def read_manifest(path: Path) -> Manifest | None:
         return Manifest(family, layout, listed, metadata)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{str(path / MANIFEST_FILE)!r} is broken; remove it, and tensors are not compared") from None
 
 
@@ -129,27 +128,6 @@ def keep_index(source: Path, target: Path) -> None:
     if (source / INDEX_FILE).is_file():
         with explained(f"the index of {str(source)!r} cannot be copied to {str(target)!r}"):
             shutil.copyfile(source / INDEX_FILE, target / INDEX_FILE)
-
-
-def tokenizer_fault(folder: Path, otherwise: str) -> str:
-    """Why a run from a folder could read no text with the model's own tokenizer, and the ways out; empty if it can.
-
-    Args:
-        folder: what came with the weights.
-        otherwise: the way out that takes no files.
-    """
-    if (folder / TOKENIZER).is_file():
-        return ""
-    others = [file.name for pattern in OTHER_TOKENIZERS for file in sorted(folder.glob(pattern))]
-    if not others:
-        return (
-            f"{str(folder)!r} has no tokenizer ({TOKENIZER}), so the model could read no text; "
-            f"add its files, or {otherwise}"
-        )
-    return (
-        f"{str(folder)!r} has {others[0]}, but no {TOKENIZER}, which moefold reads text with; save one with "
-        f"transformers (AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR)), or {otherwise}"
-    )
 
 
 def keep_companions(source: Path, cfg: Config) -> None:

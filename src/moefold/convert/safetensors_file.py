@@ -7,6 +7,7 @@ Format: https://github.com/huggingface/safetensors#format
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from moefold.bounded_read import open_regular, parse_json
 from moefold.errors import ConfigError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -56,17 +58,17 @@ def read_header(file: Path) -> dict[str, Stored]:
             tensor of a type that is not among `DTYPES`.
     """
     try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
                 raise ConfigError(f"{str(file)!r} is no safetensors file, or was cut off in its header")
-            header = json.loads(opened.read(length))
+            header = parse_json(opened.read(length))
     except ConfigError:
         raise
     except OSError as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ConfigError(f"{str(file)!r} is no safetensors file: its header is not JSON") from None
     found, end = {}, 0
     entries = [item for item in header.items() if item[0] != "__metadata__"] if isinstance(header, dict) else []
@@ -96,8 +98,8 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 def read_metadata(file: Path) -> dict[str, str]:
     """What a file that `read_header` has read says beside its tensors."""
-    with file.open("rb") as opened:
-        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    with open_regular(file) as opened:
+        header = parse_json(opened.read(int.from_bytes(opened.read(8), "little")))
     found = header.get("__metadata__", {})
     return {key: value for key, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
 
@@ -133,7 +135,7 @@ def read_part(stored: Stored, index: Sequence[slice]) -> Tensor:
 def read_blocks(stored: Stored) -> Iterator[bytes]:
     """The bytes of a tensor, BLOCK_BYTES at a time."""
     left = stored.num_bytes
-    with stored.file.open("rb") as opened:
+    with open_regular(stored.file) as opened:
         opened.seek(stored.start)
         while left:
             block = opened.read(min(left, BLOCK_BYTES))

@@ -52,7 +52,7 @@ def start_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> 
     if cfg.model.upcycle_from:
         source = UpcycledSource(source, cfg.model, cfg.run.seed)
     fill(source, {**model.named_parameters, **model.named_buffers}, str(path))
-    if is_first_rank and cfg.checkpoint.every:
+    if is_first_rank and cfg.checkpoint.saves:
         keep_companions(path, cfg)
     notes = [f"skipped a damaged checkpoint, {words}" for words in skipped]
     notes += [tokenizer_note(cfg.data, path) if is_first_rank else ""]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from moefold.checkpoint.folder import locate_checkpoint, model_differences, model_sizes, read_meta
 from moefold.config.checks import check_model
+from moefold.config.hub_name import download_advice
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.hf_config import is_hf_folder, read_model_config
@@ -19,7 +20,11 @@ def weights_folder(path: Path) -> Path:
     Raises:
         ConfigError: it is none of these.
     """
-    return path if is_hf_folder(path) else locate_checkpoint(path)
+    if is_hf_folder(path):
+        return path
+    if not path.exists() and (advice := download_advice(str(path))):
+        raise ConfigError(f"{str(path)!r} does not exist; {advice}")
+    return locate_checkpoint(path)
 
 
 def model_in(path: Path) -> ModelConfig:
@@ -47,7 +52,8 @@ def start_fault(cfg: Config, path: Path) -> str:
         ConfigError: the folder holds no weights that moefold knows.
     """
     if not path.is_dir():
-        return "it does not exist or is no folder"
+        advice = download_advice(str(path)) if not path.exists() else ""
+        return "it does not exist or is no folder" + (f"; {advice}" if advice else "")
     theirs = model_in(path)
     if cfg.model.upcycle_from:
         return upcycle_fault(theirs, cfg.model)

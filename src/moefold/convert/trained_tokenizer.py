@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moefold.bounded_read import CONFIG_BYTES, read_json, same_content
 from moefold.checkpoint.folder import CheckpointMeta, read_meta
 from moefold.checkpoint.store import explained
 from moefold.config.schema import DataConfig
-from moefold.convert.companions import TOKENIZER, find_companions
+from moefold.convert.companions import OTHER_TOKENIZERS, TOKENIZER, find_companions
 from moefold.convert.hf_config import GENERATION_FILE, is_hf_folder
-from moefold.convert.manifest import OTHER_TOKENIZERS
 from moefold.data.fingerprint import is_as_noted
 from moefold.data.source_file import BESIDE_TOKENIZER
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer
@@ -165,7 +165,7 @@ def _expanded(name: str) -> Path:
 def _is_trained_on(here: Path, there: Path, seen: str) -> bool:
     """Whether a tokenizer.json is the one of a run, by what was noted of that, else by its content."""
     try:
-        return is_as_noted(here, seen) if seen else here.read_bytes() == there.read_bytes()
+        return is_as_noted(here, seen) if seen else same_content(here, there)
     except OSError:
         return False
 
@@ -194,8 +194,8 @@ def _ids(separator: int | None) -> dict[str, int | None]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        keys = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        keys = read_json(file, CONFIG_BYTES)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file.name} beside the tokenizer is not JSON ({error}); mend or remove it") from None
     if not isinstance(keys, dict):
         raise ConfigError(f"{file.name} beside the tokenizer is no JSON object; mend or remove it")

@@ -7,12 +7,12 @@ from moefold.checkpoint.folder import read_meta
 from moefold.checkpoint.sound import refuse_damaged
 from moefold.checkpoint.stream import seal
 from moefold.config.schema import ModelConfig
-from moefold.convert.companions import COMPANIONS, find_companions
+from moefold.convert.companions import COMPANIONS, find_companions, tokenizer_fault
 from moefold.convert.draft import agree, drafted
 from moefold.convert.exportable import export_note
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.import_folder import Advance, Conversion, finish_checkpoint, write_weights
-from moefold.convert.manifest import copy_companions, tokenizer_fault
+from moefold.convert.manifest import copy_companions
 from moefold.convert.start import open_weights
 from moefold.convert.start_check import weights_folder
 from moefold.convert.trained_tokenizer import choose_tokenizer

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import struct
 import tempfile
 import time
@@ -102,7 +103,7 @@ def cache_folders(cache_dir: Path | None) -> tuple[Path, ...]:
     A temporary one that somebody else made is not among them.
     """
     named, temporary = cache_dir if cache_dir is not None else default_cache_dir(), _temporary_cache_dir()
-    is_strangers = temporary.exists() and _is_strangers(temporary)
+    is_strangers = os.path.lexists(temporary) and _is_strangers(temporary)
     return (named,) if is_strangers else (named, temporary)
 
 
@@ -133,8 +134,12 @@ def _temporary_cache_dir() -> Path:
 
 
 def _is_strangers(folder: Path) -> bool:
-    """Whether somebody else made the folder in the temporary one, where anybody can."""
-    return folder == _temporary_cache_dir() and folder.lstat().st_uid != os.getuid()
+    """Return whether the folder in the temporary one, where anybody can make some, is not this user's alone."""
+    if folder != _temporary_cache_dir():
+        return False
+    status = folder.lstat()
+    is_own = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return not is_own or stat.S_ISLNK(status.st_mode)
 
 
 def _make_entry(folder: Path, name: str, write: Callable[[BinaryIO], None]) -> Path:

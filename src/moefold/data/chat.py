@@ -1,21 +1,24 @@
 """Chat templates: a conversation as the text that a model sees, and which parts of it the model has to write.
 
-A template is a Jinja program that comes with a tokenizer. It runs in Jinja's sandbox for untrusted templates, without
-files, imports or attributes of Python objects, and has no clock: the same conversation is the same text every day.
+A template is a Jinja program that comes with a tokenizer. It runs in a process of its own with limited memory and time,
+in Jinja's sandbox for untrusted templates, without files, imports or attributes of Python objects, and has no clock:
+the same conversation is the same text every day.
 """
 
 import hashlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from moefold.bounded_read import CONFIG_BYTES, TEMPLATE_BYTES, read_json, read_text
 from moefold.config.schema import DataConfig
 from moefold.data.path import existing_path
+from moefold.data.template_process import TemplateLimits, TemplateProcess, TemplateProgram
 from moefold.errors import ConfigError
 
 BYTES_TEMPLATE = """\
@@ -54,13 +57,21 @@ class ChatTemplate:
     turn's end mark is not part of it.
     """
 
-    def __init__(self, source: str, *, place: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        place: str,
+        special_tokens: Mapping[str, str],
+        limits: TemplateLimits | None = None,
+    ) -> None:
         """Compile a template.
 
         Args:
             source: the Jinja program.
             place: where it comes from, for messages.
             special_tokens: `bos_token` and the like, as the tokenizer spells them.
+            limits: what it may use of memory and time; None for those of `TemplateLimits`.
 
         Raises:
             ConfigError: it is not a Jinja template.
@@ -69,10 +80,10 @@ class ChatTemplate:
         date = [CHAT_DATE.isoformat()] if "strftime_now" in source else []
         self.identity = hashlib.sha256(json.dumps([source, sorted(special_tokens.items()), *date]).encode()).hexdigest()
         self._place = place
-        self._special_tokens = dict(special_tokens)
-        self._marks = (f"\0{uuid.uuid4().hex}\0", f"\0{uuid.uuid4().hex}\0")
-        self._has_marks = bool(_GENERATION.search(source))
-        self._render_raw = _compile(source, place, self._marks)
+        marks = (f"\0{uuid.uuid4().hex}\0", f"\0{uuid.uuid4().hex}\0")
+        has_marks = bool(_GENERATION.search(source))
+        program = TemplateProgram(source, dict(special_tokens), marks, has_marks, CHAT_DATE.isoformat())
+        self._process = TemplateProcess(program, limits or TemplateLimits(), place)
 
     def render(self, messages: Sequence[Message], tools: Any, place: str) -> RenderedChat:
         """Render a conversation.
@@ -85,23 +96,26 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses the conversation, or writes an earlier turn otherwise once others follow.
         """
-        if self._has_marks:
-            return self._split_at_marks(self._render(messages, tools, place, prompts=False))
-        text = self._render(messages, tools, place, prompts=False)
-        responses = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._render(messages[:i], tools, place, prompts=True)
-            after = self._render(messages[: i + 1], tools, place, prompts=False).rstrip()
-            if not (text.startswith(after) and text.startswith(before)):
+        (rendered,) = self.render_all([(messages, tools, place)])
+        return rendered
+
+    def render_all(self, conversations: Sequence[tuple[Sequence[Message], Any, str]]) -> Iterator[RenderedChat]:
+        """Render conversations, each given as `render` takes it, many in one exchange with the template's process.
+
+        Raises:
+            ConfigError: as `render`, for the first that cannot be rendered.
+        """
+        requests = [
+            {"messages": list(messages), "tools": tools, "prompts": None} for messages, tools, _ in conversations
+        ]
+        for answer, (_, _, place) in zip(self._process.answers(requests), conversations, strict=True):
+            if "moved" in answer:
                 raise ConfigError(
-                    f"{place}: the chat template of {self._place} writes turn {i + 1} otherwise when others follow, so "
-                    "that its place cannot be found; put {% generation %} and {% endgeneration %} around what the "
-                    "assistant writes, in a template of your own: data.chat_template=FILE"
+                    f"{place}: the chat template of {self._place} writes turn {answer['moved']} otherwise when others "
+                    "follow, so that its place cannot be found; put {% generation %} and {% endgeneration %} around "
+                    "what the assistant writes, in a template of your own: data.chat_template=FILE"
                 )
-            responses.append(range(min(len(before), len(after)), len(after)))
-        return RenderedChat(text, tuple(responses))
+            yield self._rendered(answer, place)
 
     def prompt(self, messages: Sequence[Message], place: str, *, opens_turn: bool) -> str:
         """The text that a model continues.
@@ -114,7 +128,9 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses the conversation, or does not write the content of an open turn as it is.
         """
-        text = self._split_at_marks(self._render(messages, None, place, prompts=opens_turn)).text
+        request = {"messages": list(messages), "tools": None, "prompts": opens_turn}
+        (answer,) = self._process.answers([request])
+        text = self._rendered(answer, place).text
         if opens_turn:
             return text
         content = str(messages[-1]["content"])
@@ -127,19 +143,13 @@ class ChatTemplate:
             "continued; set another template"
         )
 
-    def _render(self, messages: Sequence[Message], tools: Any, place: str, *, prompts: bool) -> str:
-        values = self._special_tokens | {"messages": messages, "tools": tools, "add_generation_prompt": prompts}
-        return self._render_raw(values, place)
-
-    def _split_at_marks(self, marked: str) -> RenderedChat:
-        begin, end = self._marks
-        text, responses = "", []
-        for part in marked.split(begin):
-            inside, found, rest = part.partition(end)
-            if found:
-                responses.append(range(len(text), len(text) + len(inside)))
-            text += inside + rest
-        return RenderedChat(text, tuple(responses))
+    def _rendered(self, answer: Mapping[str, Any], place: str) -> RenderedChat:
+        if "refused" in answer:
+            raise ConfigError(
+                f"{place}: the chat template of {self._place} refuses the conversation ({answer['refused']}); mend the "
+                "conversation, take it out, or set data.chat_template"
+            )
+        return RenderedChat(answer["text"], tuple(range(start, stop) for start, stop in answer["spans"]))
 
 
 def load_chat_template(data: DataConfig) -> ChatTemplate:
@@ -174,64 +184,12 @@ def load_chat_template(data: DataConfig) -> ChatTemplate:
     return ChatTemplate(source, place=str(folder / "tokenizer_config.json"), special_tokens=special_tokens)
 
 
-def _compile(source: str, place: str, marks: tuple[str, str]) -> Callable[[Mapping[str, Any], str], str]:
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %} ... {% endgeneration %}` around what the assistant writes."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Callable[[], str]) -> str:
-            return marks[0] + caller() + marks[1]
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": CHAT_DATE.strftime}
-    try:
-        template = environment.from_string(source)
-    except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError | MemoryError) else error
-        raise ConfigError(f"the chat template of {place} is not a Jinja template ({reason}); mend it") from error
-
-    def render(values: Mapping[str, Any], conversation: str) -> str:
-        try:
-            return template.render(**values)
-        # A template of a stranger may fail in any way that an expression can.
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            reason = str(error)
-        except (RecursionError, MemoryError) as error:
-            reason = "it never ends" if isinstance(error, RecursionError) else "it needs more memory than there is"
-        raise ConfigError(
-            f"{conversation}: the chat template of {place} refuses the conversation ({reason}); mend the "
-            "conversation, take it out, or set data.chat_template"
-        )
-
-    return render
-
-
 def _tokenizer_settings(file: Path) -> dict[str, Any]:
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = read_json(file, CONFIG_BYTES)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is not a readable tokenizer_config.json ({error}); mend or remove it") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{file} is not a tokenizer_config.json: it holds no object; mend or remove it")
@@ -253,6 +211,6 @@ def _spelled(token: object) -> str | None:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_text(file, TEMPLATE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not readable text ({error}); name a chat template in UTF-8") from error

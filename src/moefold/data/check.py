@@ -1,5 +1,8 @@
 """What can be said about a recipe's data without reading it: the command line refuses within two seconds."""
 
+from pathlib import Path
+
+from moefold.bounded_read import open_regular, parse_json
 from moefold.config.schema import DataConfig
 from moefold.data.chat import load_chat_template
 from moefold.data.corrupt import skipped_files
@@ -7,11 +10,15 @@ from moefold.data.dataset import refuse_path, refuse_too_few
 from moefold.data.document import is_text, python_docs_corpus, refuse_empty
 from moefold.data.fine_tuning import conversation_files
 from moefold.data.huggingface import check_package, text_tables
+from moefold.data.jsonl import is_jsonl
 from moefold.data.path import data_paths, files_below
 from moefold.data.split import split_samples
 from moefold.data.token_file import open_document_ends, token_files
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
 from moefold.errors import ConfigError
+
+_FIRST_LINE_BYTES = 2**20
+"""A first line that is longer is not looked at."""
 
 
 def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
@@ -60,6 +67,8 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
 def _text_bytes(data: DataConfig, enough: int) -> int:
     """Bytes and separators of the text that data.path names, counted until there are enough for one sample."""
     roots = data_paths(data.path, "text")
+    for root in roots:
+        _refuse_json_lines(root)
     num_files, size_bytes = 0, 0
     for root in roots:
         for file in files_below(root):
@@ -74,3 +83,34 @@ def _text_bytes(data: DataConfig, enough: int) -> int:
                 return size_bytes
     refuse_empty(roots, num_files=num_files, size_bytes=size_bytes)
     return size_bytes
+
+
+def _refuse_json_lines(root: Path) -> None:
+    """Refuse JSON lines as plain text: a model would learn braces, names of fields and escapes.
+
+    A file that is named is one by its name or its first line, a folder is one if all its files are by their names.
+
+    Raises:
+        ConfigError: with the kinds of data that read the text of JSON lines.
+    """
+    if root.is_dir():
+        is_json = next(files_below(root), None) is not None and all(map(is_jsonl, files_below(root)))
+    else:
+        is_json = is_jsonl(root) or _begins_with_an_object(root)
+    if is_json:
+        raise ConfigError(
+            f'data.path={root} holds JSON lines, and data.kind="text" would train on their braces and field names; set '
+            'data.kind="sft" for conversations, or data.kind="huggingface" with data.column for the text of one field, '
+            f"or make token files of that field: `moefold tokenize {root} --column text --out tokens`"
+        )
+
+
+def _begins_with_an_object(file: Path) -> bool:
+    """Return whether the first line of a file that is text is a JSON object."""
+    try:
+        with open_regular(file) as opened:
+            line = opened.readline(_FIRST_LINE_BYTES)
+        return line.rstrip().endswith(b"}") and isinstance(parse_json(line), dict)
+    except (OSError, ValueError):
+        # What cannot be read is refused by those that read it.
+        return False

@@ -1,4 +1,4 @@
-"""Conversations from JSON lines, in the two forms that fine-tuning data comes in."""
+"""Conversations from JSON lines, in the four forms that fine-tuning data comes in."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +9,18 @@ from moefold.data.jsonl import Record, column_text, refuse_half_characters, unkn
 from moefold.errors import ConfigError
 
 ANSWERS = ("response", "completion")
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""What ShareGPT rows call those who speak, and the role that a chat template knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,25 +32,73 @@ class Conversation:
 
 
 def conversation_of(record: Record) -> Conversation:
-    """Read {"messages": [{"role", "content"}, ...], "tools": ...} or {"prompt", "response"} ("completion" will do).
+    """Read a row of one of four forms, told apart by the fields that it has, in this order.
 
-    Other fields are left alone, those of a message are given to the template.
+    {"messages": [{"role", "content"}, ...], "tools": ...}; ShareGPT: {"conversations": [{"from", "value"}, ...]}, with
+    a "system" beside it or not; Alpaca: {"instruction", "input", "output"}, the input after the instruction if there is
+    one; {"prompt", "response"} ("completion" will do). Other fields are left alone, those of a message are given to the
+    template.
 
     Raises:
-        ConfigError: the fields of neither form are there, or a message has no role or no text; its line is named.
+        ConfigError: the fields of no form are there, or a message has no role or no text; its line is named.
     """
     fields, place = record.fields, record.place
     if "messages" in fields:
         return Conversation(_messages(fields["messages"], place), fields.get("tools"))
+    if "conversations" in fields:
+        return Conversation(_sharegpt(fields, place), fields.get("tools"))
+    if "instruction" in fields and "prompt" not in fields:
+        return Conversation(_alpaca(fields, place), None)
     if "prompt" not in fields:
         guess = nearest("messages", fields) or nearest("prompt", fields)
         hint = f"its {guess!r} has another name" if guess else unknown_column("messages", fields)
-        raise ConfigError(f'{place} is no conversation ({hint}); give it "messages", or "prompt" and "response"')
+        raise ConfigError(
+            f'{place} is no conversation ({hint}); give it "messages", "conversations", "instruction" '
+            'and "output", or "prompt" and "response"'
+        )
     answer = next((name for name in ANSWERS if name in fields), ANSWERS[0])
     turns = (("user", "prompt"), ("assistant", answer))
     return Conversation(
         tuple({"role": role, "content": column_text(fields, name, place)} for role, name in turns), None
     )
+
+
+def _sharegpt(fields: dict[str, Any], place: str) -> tuple[dict[str, Any], ...]:
+    """The turns of {"conversations": [{"from", "value"}, ...]}; rows that call them role and content are read too."""
+    turns = fields["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise ConfigError(f'{place}: "conversations" must be a list of at least one turn; mend it or take the line out')
+    messages: list[dict[str, Any]] = []
+    if fields.get("system"):
+        messages.append({"role": "system", "content": column_text(fields, "system", place)})
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict):
+            raise ConfigError(f'{place}: turn {number} must be an object with "from" and "value"; mend it')
+        if "role" in turn and "from" not in turn:
+            messages.append(turn)
+            continue
+        speaker = turn.get("from")
+        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+            raise ConfigError(
+                f'{place}: turn {number} has "from": {speaker!r}; it must be one of {", ".join(SHAREGPT_ROLES)}'
+            )
+        text = column_text(turn, "value", f"{place}: turn {number}")
+        messages.append({"role": SHAREGPT_ROLES[speaker], "content": text})
+    return _messages(messages, place)
+
+
+def _alpaca(fields: dict[str, Any], place: str) -> tuple[dict[str, Any], ...]:
+    """The turns of {"instruction", "input", "output"}: the input is optional, and follows after an empty line."""
+    question = column_text(fields, "instruction", place)
+    more = column_text(fields, "input", place) if fields.get("input") is not None else ""
+    content = f"{question}\n\n{more}" if more else question
+    messages = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": column_text(fields, "output", place)},
+    ]
+    if fields.get("system"):
+        messages.insert(0, {"role": "system", "content": column_text(fields, "system", place)})
+    return tuple(messages)
 
 
 def _messages(messages: object, place: str) -> tuple[dict[str, Any], ...]:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Mapping, Set
 from pathlib import Path
 
+from moefold.bounded_read import DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.data_files import ENDS_SUFFIX
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cache_folders
@@ -91,7 +92,7 @@ def _noted_faults(data: DataConfig, files: list[Path], cache_dir: Path | None) -
     folders = cache_folders(cache_dir)
     for folder in folders:
         try:
-            noted = json.loads((folder / f"{key}.corrupt.json").read_text(encoding="utf-8"))
+            noted = read_json(folder / f"{key}.corrupt.json", DESCRIPTION_BYTES)
         except (OSError, ValueError):
             continue
         if isinstance(noted, dict) and noted.keys() <= set(map(str, files)):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from moefold.bounded_read import open_regular
 from moefold.data.path import data_paths, files_below, refuse_repeats
 from moefold.errors import ConfigError
 
@@ -176,7 +177,7 @@ def _look_at(path: Path, *, is_named: bool) -> TextFile:
 
 def _open(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
+        return open_regular(path)
     except OSError as error:
         raise _unreadable(path, error) from error
 

@@ -246,12 +246,13 @@ def _write(
 def _tokenise(
     records: list[Record], tokenizer: PlacingTokenizer, template: ChatTemplate
 ) -> Iterator[NDArray[np.uint32]]:
+    conversations = [conversation_of(record) for record in records]
+    asked = [(found.messages, found.tools, record.place) for found, record in zip(conversations, records, strict=True)]
     chats = []
-    for record in records:
-        conversation = conversation_of(record)
-        chats.append(template.render(conversation.messages, conversation.tools, record.place))
+    for record, chat in zip(records, template.render_all(asked), strict=True):
+        chats.append(chat)
         # What is no content may be in it, too: names, calls of tools.
-        refuse_half_characters(chats[-1].text, f"{record.place}: what the chat template makes of the conversation")
+        refuse_half_characters(chat.text, f"{record.place}: what the chat template makes of the conversation")
     encoded = tokenizer.encode_with_places([chat.text for chat in chats])
     for record, chat, (ids, places) in zip(records, chats, encoded, strict=True):
         if not len(ids):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 
+from moefold.bounded_read import open_regular
 from moefold.checkpoint.data_files import SKIPPED
 from moefold.config.schema import DataConfig
 from moefold.data.corrupt import skipped_files
@@ -93,7 +94,7 @@ def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
 def _look(name: str, file: Path, num_middle: int) -> str:
     digest = hashlib.sha256()
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             size = opened.seek(0, 2)
             num_blocks = -(-size // BLOCK_BYTES)
             places = {0, max(0, size - BLOCK_BYTES)}

@@ -5,7 +5,6 @@ runs code that comes with the data: the package's own readers read the files, an
 """
 
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moefold.bounded_read import DESCRIPTION_BYTES, read_json
 from moefold.config.keys import nearest
 from moefold.config.schema import DataConfig
 from moefold.data.document import Piece
@@ -265,7 +265,7 @@ def _files_of_split(table: TextTable) -> list[Path]:
     if _is_saved(table.path):
         folder = table.path / table.split if (table.path / "dataset_dict.json").is_file() else table.path
         try:
-            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            state = read_json(folder / "state.json", DESCRIPTION_BYTES)
             return [(folder / Path(file["filename"]).name).resolve() for file in state["_data_files"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise table.explain(error) from error
@@ -281,7 +281,7 @@ def check_package() -> None:
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError(
             'data.kind="huggingface" needs the package datasets, which is not installed; install the extra hf: '
-            "pip install 'moefold[hf]'"
+            "pip install -e '.[hf]'"
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from moefold.bounded_read import LongLineError, bounded_lines, open_regular, parse_json, refuse_irregular
 from moefold.config.keys import nearest
 from moefold.errors import ConfigError
 
@@ -38,7 +39,8 @@ def open_lines(path: Path) -> BinaryIO:
         ConfigError: it is not readable.
     """
     try:
-        return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+        refuse_irregular(path)
+        return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else open_regular(path)
     except OSError as error:
         raise ConfigError(f"{path} is not readable ({error.strerror}); give read access or leave it out") from error
 
@@ -51,11 +53,13 @@ def jsonl_records(path: Path) -> Iterator[Record]:
     """
     with open_lines(path) as file:
         try:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(bounded_lines(file), 1):
                 if record := parse_line(line, path, number):
                     yield record
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ConfigError(f"{path} is not a complete gzip file ({error}); copy it anew or leave it out") from error
+        except LongLineError as error:
+            raise ConfigError(f"{path}: {error}; cut it, or take it out") from None
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror or error}); copy it anew") from error
 
@@ -71,11 +75,11 @@ def parse_line(line: bytes, path: Path, number: int) -> Record | None:
     if not text.strip():
         return None
     try:
-        fields = json.loads(text.decode("utf-8"))
+        fields = parse_json(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place} is not UTF-8 ({error.reason} at byte {error.start} of the line); mend it") from None
-    except (ValueError, RecursionError) as error:
-        where = "nested too deep" if isinstance(error, RecursionError) else str(error)
+    except ValueError as error:
+        where = str(error)
         if isinstance(error, json.JSONDecodeError):
             where = f"{error.msg} at column {error.colno}"
         raise ConfigError(f"{place} is not JSON ({where}); mend the line or take it out") from None

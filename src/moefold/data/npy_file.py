@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from moefold.bounded_read import refuse_irregular
+
 _STRANGE = (
     EOFError,
     MemoryError,
@@ -29,6 +31,7 @@ def map_npy(path: Path) -> np.ndarray[Any, np.dtype[Any]]:
         ValueError: it cannot be read, is no complete array of plain numbers, or an archive of several.
     """
     try:
+        refuse_irregular(path)
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except _STRANGE as error:
         raise ValueError((str(error) or type(error).__name__).splitlines()[0]) from error

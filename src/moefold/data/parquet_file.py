@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from moefold.bounded_read import refuse_irregular
 from moefold.errors import ConfigError
 
 _ROWS = 1024
@@ -23,9 +24,10 @@ def open_parquet(path: Path) -> Any:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise ConfigError(
-            f"{path} needs the package pyarrow, which is not installed; install the extra hf: pip install 'moefold[hf]'"
+            f"{path} needs the package pyarrow, which is not installed; install the extra hf: pip install -e '.[hf]'"
         ) from error
     try:
+        refuse_irregular(path)
         return ParquetFile(path)
     except (OSError, ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a complete parquet file ({error}); copy it anew or leave it out") from error

@@ -5,7 +5,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from moefold.config.hub_name import HubKind, download_advice
 from moefold.errors import ConfigError
+
+SIMILARITY = 0.75
+"""A name is suggested if it is at least so similar to the one that is missing, from 0 to 1."""
+_ON_THE_HUB: dict[str, HubKind] = {
+    "data.path": "dataset",
+    "INPUT": "dataset",
+    "MODEL": "model",
+    "data.tokenizer": "model",
+    "--tokenizer": "model",
+}
+"""What a key may name on the Hugging Face hub, in the minds of users."""
 
 
 def data_paths(path: str | tuple[str, ...], kind: str) -> tuple[Path, ...]:
@@ -41,11 +53,18 @@ def existing_path(key: str, name: str) -> Path:
         folder = missing.parent
         if not folder.is_dir():
             raise ConfigError(f"{key}={name!r} does not exist: {folder} is a file, not a folder")
-        similar = difflib.get_close_matches(missing.name, sorted(os.listdir(folder)), n=1, cutoff=0.5)
+        similar = difflib.get_close_matches(missing.name, _suggestable(folder, missing.name), n=1, cutoff=SIMILARITY)
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"{key}={name!r} cannot be reached ({error}); name a readable file or folder") from error
-    hint = f"did you mean {str(folder / similar[0])!r}?" if similar else f"{folder} holds no similar name"
+    advice = download_advice(name, _ON_THE_HUB[key], bare="tokenizer" in key) if key in _ON_THE_HUB else ""
+    otherwise = advice or f"{folder} holds no similar name"
+    hint = f"did you mean {str(folder / similar[0])!r}?" if similar else otherwise
     raise ConfigError(f"{key}={name!r} does not exist; {hint}")
+
+
+def _suggestable(folder: Path, missing: str) -> list[str]:
+    """The names in a folder; hidden ones only where a hidden one was named."""
+    return sorted(name for name in os.listdir(folder) if not name.startswith(".") or missing.startswith("."))
 
 
 def files_below(path: Path, *, skipped_folders: frozenset[str] = frozenset()) -> Iterator[Path]:

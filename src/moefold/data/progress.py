@@ -4,6 +4,8 @@ import sys
 import time
 from types import TracebackType
 
+from moefold.printable import print_escaped
+
 _PATIENCE_S = 1.0
 _LINE_EVERY_S = 10.0
 
@@ -41,20 +43,21 @@ class ReadProgress:
                 self._bar.show(self._done_bytes)
             else:
                 total = "" if self._total_bytes is None else f" of {self._total_bytes / 1e6:.1f}"
-                print(f"{self._label}: {self._done_bytes / 1e6:.1f}{total} MB", file=sys.stderr, flush=True)
+                print_escaped(f"{self._label}: {self._done_bytes / 1e6:.1f}{total} MB", file=sys.stderr, flush=True)
 
 
 class _Bar:
     def __init__(self, label: str, total_bytes: int | None) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from moefold.console import PrintableConsole
 
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=PrintableConsole(stderr=True),
             transient=True,
         )
         self._task = self._progress.add_task(label, total=total_bytes)

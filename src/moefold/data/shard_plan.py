@@ -1,11 +1,13 @@
 """The input of a tokenisation cut into shards: by the input alone, so that the output is, too."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import BinaryIO, Literal, cast
 
-from moefold.data.document import Corpus, Piece, TextFile
+from moefold.bounded_read import LINE_BYTES, LongLineError, open_regular
+from moefold.data.document import Corpus, Piece, TextFile, is_text
 from moefold.data.jsonl import column_text, is_jsonl, jsonl_records, parse_line, unknown_column
 from moefold.data.parquet_file import column_values, open_parquet
 from moefold.data.path import existing_path, files_below, refuse_repeats
@@ -14,6 +16,8 @@ from moefold.errors import ConfigError
 Form = Literal["text", "jsonl", "parquet"]
 FORMS: tuple[Form, ...] = ("text", "jsonl", "parquet")
 _BLOCK_BYTES = 2**20
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ def input_files(names: Sequence[str], form: str, out: Path) -> tuple[tuple[Path,
         raise ConfigError(f"INPUT {inside[0]} lies in --out {out}, where the tokens go; choose another folder for them")
     paths = [file for root in roots for file in files_below(root) if not file.resolve().is_relative_to(own)]
     refuse_repeats(tuple(path.resolve() for path in paths))
-    paths = [path for path in paths if path.stat().st_size]
+    paths = [path for path in paths if path.stat().st_size and _is_input(path, form, is_named=path in roots)]
     if not paths:
         raise ConfigError(f"INPUT={names[0]!r} holds no file with anything in it; name text, JSON lines or parquet")
     return tuple((path, _form_of(path) if form == "auto" else cast(Form, form)) for path in paths)
@@ -97,6 +101,8 @@ def portion_pieces(portion: Portion, column: str) -> Iterator[Piece]:
         raise ConfigError(
             f"{portion.path} cannot be read ({error.strerror or error}); copy it anew or leave it out"
         ) from error
+    except LongLineError as error:
+        raise ConfigError(f"{portion.path}: {error}; cut it, or take it out") from None
 
 
 def _documents(portion: Portion, column: str) -> Iterator[Piece]:
@@ -109,6 +115,15 @@ def _documents(portion: Portion, column: str) -> Iterator[Piece]:
     for text, size_bytes in documents(portion, column):
         if text:
             yield Piece(text, ends_document=True, size_bytes=size_bytes)
+
+
+def _is_input(path: Path, form: str, *, is_named: bool) -> bool:
+    """Whether a file is to be read: one that is found in a folder, not named, and is no text is left out and named."""
+    is_read_as_text = form == "text" or (form == "auto" and _form_of(path) == "text")
+    if is_named or not is_read_as_text or is_text(path):
+        return True
+    logger.warning("left out %s, which is not text (it holds zero bytes)", path)
+    return False
 
 
 def _form_of(path: Path) -> Form:
@@ -138,11 +153,13 @@ def _jsonl_documents(portion: Portion, column: str) -> Iterator[tuple[str, int]]
             # Progress counts the bytes of the compressed file, of which nobody knows which ones a line was.
             yield column_text(record.fields, column, record.place), 0
         return
-    with portion.path.open("rb") as file:
+    with open_regular(portion.path) as file:
         if portion.start:
             file.seek(portion.start - 1)
-            file.readline()
-        while (at := file.tell()) < portion.stop and (line := file.readline()):
+            _skip_line(file)
+        while (at := file.tell()) < portion.stop and (line := file.readline(LINE_BYTES + 1)):
+            if len(line) > LINE_BYTES:
+                raise LongLineError(1 + _count_lines(portion.path, at), LINE_BYTES)
             try:
                 text = _line_text(line, portion.path, 2 if at else 1, column)
             except ConfigError:
@@ -150,6 +167,11 @@ def _jsonl_documents(portion: Portion, column: str) -> Iterator[tuple[str, int]]
                 _line_text(line, portion.path, 1 + _count_lines(portion.path, at), column)
                 raise
             yield text, len(line)
+
+
+def _skip_line(file: BinaryIO) -> None:
+    while (part := file.readline(_BLOCK_BYTES)) and not part.endswith(b"\n"):
+        pass
 
 
 def _line_text(line: bytes, path: Path, number: int, column: str) -> str:
@@ -160,7 +182,7 @@ def _line_text(line: bytes, path: Path, number: int, column: str) -> str:
 def _count_lines(path: Path, stop: int) -> int:
     """Line ends among the first `stop` bytes."""
     count = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while stop > 0 and (block := file.read(min(stop, _BLOCK_BYTES))):
             count += block.count(b"\n")
             stop -= len(block)

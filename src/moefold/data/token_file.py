@@ -1,6 +1,5 @@
 """Token ids in files: a run reads only what its samples lie on."""
 
-import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Set
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.bounded_read import DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.data_files import ENDS_SUFFIX
 from moefold.config.schema import DataConfig
 from moefold.data.npy_file import map_npy
@@ -295,10 +295,10 @@ def look_at_npy(path: Path) -> TokenFile:
 def refuse_unfinished(folder: Path) -> None:
     """Raise ConfigError if `moefold tokenize` has not finished the folder."""
     try:
-        note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+        note = read_json(folder / NOTE, DESCRIPTION_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / NOTE} is broken ({error}); tokenise anew into another folder") from error
     if not isinstance(note, dict):
         raise ConfigError(f"{folder / NOTE} is broken (it holds no object); tokenise anew into another folder")

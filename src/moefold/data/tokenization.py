@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moefold.bounded_read import DESCRIPTION_BYTES, read_json
 from moefold.data.progress import ReadProgress
 from moefold.data.shard_plan import Shard, input_files, plan_shards
 from moefold.data.shard_writer import DRAFTS, ShardSize, ShardWriter, unwritable
@@ -107,8 +108,11 @@ def _clear_drafts(out: Path) -> None:
 
 @contextlib.contextmanager
 def _claim(out: Path) -> Iterator[None]:
-    """Make the folder and keep others from writing to it."""
+    """Make the folder and keep others from writing to it; one that was made here and got no shard goes again."""
+    is_new = not out.exists()
     with contextlib.ExitStack() as stack:
+        if is_new:
+            stack.callback(_remove_without_shards, out)
         try:
             out.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((out / ".lock").open("ab"))
@@ -124,14 +128,24 @@ def _claim(out: Path) -> Iterator[None]:
             raise unwritable(out, error) from error
 
 
+def _remove_without_shards(out: Path) -> None:
+    if not out.is_dir() or any(out.glob("tokens-*.npy")):
+        return
+    for name in (NOTE, f".{NOTE}.partial", ".lock"):
+        (out / name).unlink(missing_ok=True)
+    # Whatever else is there is not ours.
+    with contextlib.suppress(OSError):
+        out.rmdir()
+
+
 def _refuse_other(out: Path, note: dict[str, Any]) -> None:
     try:
-        found = json.loads((out / NOTE).read_text(encoding="utf-8"))
+        found = read_json(out / NOTE, DESCRIPTION_BYTES)
     except FileNotFoundError:
         if any(path.name != ".lock" for path in out.iterdir()):
             raise ConfigError(f"--out {out} is not empty and holds no tokens of this program; choose another") from None
         return
-    except (ValueError, RecursionError):
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise ConfigError(f"{out / NOTE} is broken, so nobody knows what the tokens are of; remove --out {out}")

@@ -1,7 +1,6 @@
 """Text to ids and back: bytes, any tokenizer.json, or bare numbers where there is no text."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moefold.bounded_read import CONFIG_BYTES, TOKENIZER_BYTES, read_bytes, read_json
 from moefold.config.schema import DataConfig
 from moefold.data.path import existing_path
 from moefold.errors import ConfigError
@@ -112,7 +112,7 @@ class JsonTokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         self._file = file
         try:
-            content = file.read_bytes()
+            content = read_bytes(file, TOKENIZER_BYTES)
         except OSError as error:
             raise ConfigError(
                 f"data.tokenizer={str(file)!r} is not readable ({error.strerror}); name a tokenizer.json"
@@ -240,10 +240,10 @@ def _find_separator(vocabulary: dict[str, int], config_file: Path) -> int | None
         if name in vocabulary:
             return vocabulary[name]
     try:
-        declared = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token")
+        declared = read_json(config_file, CONFIG_BYTES).get("eos_token")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{config_file} is not a readable tokenizer_config.json ({error}); mend or remove it"
         ) from error

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from moefold.errors import ConfigError
+from moefold.launch.child import end_with_parent, signals_held_back
 
 Report = Callable[[int], None]
 Work = Callable[[Any, Report], Any]
@@ -41,7 +42,8 @@ def run_tasks(work: Work, tasks: Sequence[Any], num_processes: int, report: Repo
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, work), daemon=True)
             try:
-                process.start()
+                with signals_held_back([signal.SIGINT], starts_python=True):
+                    process.start()
             except OSError as error:
                 raise ConfigError(
                     f"no more than {len(processes)} processes can be started ({error.strerror or error}); "
@@ -92,6 +94,7 @@ def _distribute(processes: dict[Connection, Any], tasks: Sequence[Any], report: 
 def _serve(connection: Connection, work: Work) -> None:
     """Do tasks until the other side hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
     # The processes already use all cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

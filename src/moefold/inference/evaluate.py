@@ -16,6 +16,7 @@ from moefold.inference.opening import OpenModel
 from moefold.inference.token_row import TokenRow
 from moefold.parallel.collectives import all_reduce_sum
 from moefold.parallel.context import sequence_positions
+from moefold.printable import print_escaped
 
 LINE_EVERY_S = 10.0
 """Long evaluations say how far they are, so often."""
@@ -60,7 +61,7 @@ def evaluate(opened: OpenModel, row: TokenRow, logits: "LogitsFile | None" = Non
                 logits.write(first, model.collect(y.float().cpu().transpose(0, 1)))
         if groups.rank == 0 and time.monotonic() >= next_line_s:
             next_line_s = time.monotonic() + LINE_EVERY_S
-            print(f"{first} of {row.num_sequences} sequences", file=sys.stderr, flush=True)
+            print_escaped(f"{first} of {row.num_sequences} sequences", file=sys.stderr, flush=True)
     model.finish()
     loss = float(all_reduce_sum(total, groups.world)) / row.num_predicted
     return Evaluation(loss, row.num_predicted)

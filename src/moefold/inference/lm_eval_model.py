@@ -26,7 +26,7 @@ Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 class MoefoldLM(TemplateLM):
     """A checkpoint or Hugging Face folder: `--model moefold --model_args path=MODEL`.
 
-    As it stands it opens the model in this process alone; `moefold lm_eval` gives it one that is spread over ranks.
+    As it stands it opens the model in this process alone; `moefold lm-eval` gives it one that is spread over ranks.
 
     Args:
         model: an open one; None opens what the arguments say.
@@ -173,12 +173,12 @@ class MoefoldLM(TemplateLM):
     def _open(self) -> CommandedModel:
         place = find_place()
         if place is not None and place.world_size > 1:
-            raise ConfigError("lm-eval does not share a model between ranks; start them with `moefold lm_eval ...`")
+            raise ConfigError("lm-eval does not share a model between ranks; start them with `moefold lm-eval ...`")
         source, cfg = self._settings.resolve(None)
         if cfg.parallel.world_size > 1:
             raise ConfigError(
                 f"--model_args asks for {cfg.parallel.world_size} ranks, and lm-eval is one process; "
-                "`moefold lm_eval ...` starts them"
+                "`moefold lm-eval ...` starts them"
             )
         device_type = choose_device(cfg.run.device, 1, None)
         device = self._stack.enter_context(joined(alone(), device_type))

@@ -1,4 +1,4 @@
-"""What each rank of `moefold lm_eval` runs."""
+"""What each rank of `moefold lm-eval` runs."""
 
 import sys
 import traceback
@@ -11,7 +11,6 @@ from lm_eval.api.registry import register_model
 from moefold.errors import ConfigError
 from moefold.inference.lm_eval_model import MoefoldLM
 from moefold.inference.lm_eval_settings import LmSettings
-from moefold.inference.memory import cache_bytes, refuse_too_large
 from moefold.inference.opening import open_model
 from moefold.inference.scoring import CommandedModel
 from moefold.inference.text import open_tokenizer
@@ -31,11 +30,6 @@ def lm_eval_rank(settings: LmSettings, words: list[str], place: Place, device_ty
 
         def open_here() -> CommandedModel:
             source, cfg = settings.resolve(place.world_size)
-            what, way_out = (
-                f"the cache of one text of max_length={cfg.train.seq_len}",
-                "give a smaller --model_args max_length=",
-            )
-            refuse_too_large(what, cache_bytes(cfg, cfg.train.seq_len, 1), device, way_out)
             opened.append(CommandedModel(open_model(source, cfg, device, open_tokenizer(source, settings.tokenizer))))
             return opened[0]
 
@@ -76,7 +70,7 @@ def run_harness(words: list[str], open_here: Callable[[], CommandedModel] | None
     except (ValueError, OSError) as error:
         if isinstance(error, ConfigError | BrokenPipeError) or _passed_through_us(error):
             raise
-        ways_out = "`moefold lm_eval ls tasks` lists its tasks, `moefold lm_eval run --help` its options"
+        ways_out = "`moefold lm-eval ls tasks` lists its tasks, `moefold lm-eval run --help` its options"
         raise ConfigError(f"lm-eval: {str(error).rstrip('.')}; {ways_out}") from error
     finally:
         sys.argv = before

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from moefold.config.schema import Config
-from moefold.data.chat import ChatTemplate, load_chat_template
+from moefold.data.chat import ChatTemplate
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer
 from moefold.errors import ConfigError
+from moefold.inference.chat import open_chat_template
 from moefold.inference.settings import Wish, inference_config
 from moefold.inference.source import Source, find_source
 
@@ -101,13 +102,8 @@ class LmSettings:
                 "--apply_chat_template: the model was trained on bare ids, so it knows no text; name its tokenizer "
                 "with --model_args tokenizer="
             )
-        data = replace(
-            source.data,
-            tokenizer=self.tokenizer or source.data.tokenizer,
-            chat_template=self.chat_template or source.data.chat_template,
-        )
         try:
-            return load_chat_template(data)
+            return open_chat_template(source, self.tokenizer, self.chat_template)
         except ConfigError as error:
             raise ConfigError(f"--apply_chat_template: {error} (here --model_args chat_template=FILE)") from error
 

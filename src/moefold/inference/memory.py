@@ -1,17 +1,16 @@
-"""How much memory a wish needs at least, and what to say where there is less."""
+"""How much memory a wish needs beside the weights, and what to say where it ends. Torch-free at import."""
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.metrics.memory import GIB
+from moefold.launch.out_of_memory import memory_reason
 from moefold.parallel.stage_plan import plan_stages
 
+EVAL_WAY_OUT = "give a smaller --batch-size or --seq-len, or cut the model with parallel.tp and pp"
+GENERATE_WAY_OUT = "give a smaller --max-tokens or fewer prompts, or cut the model with parallel.tp and pp"
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -34,33 +33,6 @@ def batch_bytes(cfg: Config) -> int:
     return tokens * (2 * 8 + 1) + logits
 
 
-def device_bytes(device: torch.device) -> int:
-    """Memory of the device, used or not: of the GPU, or of the machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def refuse_too_large(what: str, needed_bytes: int, device: torch.device, way_out: str) -> None:
-    """Refuse what no memory of this device could hold, before anything is reserved.
-
-    Args:
-        what: what is asked for.
-        needed_bytes: the least that it takes.
-        device: of this rank.
-        way_out: what to ask for instead.
-
-    Raises:
-        ConfigError: it is more than the device has.
-    """
-    if needed_bytes > (there := device_bytes(device)):
-        owner = "its GPU" if device.type == "cuda" else "the machine"
-        needed_gib, there_gib = needed_bytes / GIB, there / GIB
-        raise ConfigError(
-            f"{what} needs {needed_gib:,.1f} GiB on each rank, and {owner} has {there_gib:,.1f} GiB; {way_out}"
-        )
-
-
 @contextmanager
 def memory_or(way_out: str) -> Iterator[None]:
     """Inside, memory that ends on the way is one message.
@@ -71,8 +43,6 @@ def memory_or(way_out: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-        if not is_memory:
+        if not (reason := memory_reason(error)):
             raise
-        reason = str(error).strip().partition("\n")[0].partition(". GPU")[0]
         raise ConfigError(f"there is not enough memory ({reason}); {way_out}") from error

@@ -4,17 +4,20 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from moefold.config.schema import Config
 from moefold.data.tokenizer import Tokenizer
+from moefold.inference.chat import UntilMark
 from moefold.inference.evaluate import Evaluation, LogitsFile, evaluate
 from moefold.inference.generate import Continuation, generate
-from moefold.inference.memory import batch_bytes, cache_bytes, memory_or, refuse_too_large
+from moefold.inference.memory import EVAL_WAY_OUT, GENERATE_WAY_OUT, memory_or
 from moefold.inference.opening import open_model
 from moefold.inference.sampling import Sampling
 from moefold.inference.source import Source
@@ -23,6 +26,7 @@ from moefold.inference.token_row import TokenRow, open_ids
 from moefold.launch.failure import FailingRank
 from moefold.launch.place import Place
 from moefold.launch.ranks import joined
+from moefold.printable import LINES, printable
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,7 @@ class EvalJob:
 
 def eval_rank(job: EvalJob, place: Place, device_type: str) -> int:
     """Join the job, evaluate, print the result on the first rank; returns the exit status."""
-    way_out = "give a smaller --batch-size or --seq-len, or cut the model with parallel.tp and pp"
-    with FailingRank(place, lambda: False), joined(place, device_type) as device, memory_or(way_out):
-        what = f"a batch of {job.cfg.train.micro_batch_size} sequences of {job.cfg.train.seq_len} tokens"
-        refuse_too_large(what, batch_bytes(job.cfg), device, way_out)
+    with FailingRank(place, lambda: False), joined(place, device_type) as device, memory_or(EVAL_WAY_OUT):
         opened = open_model(job.source, job.cfg, device)
         ids = open_ids(job.ids) if isinstance(job.ids, Path) else job.ids
         row = TokenRow(ids, job.seq_len, job.keeps_tail)
@@ -87,48 +88,102 @@ class GenerateJob:
     sampling: Sampling
     eos_ids: frozenset[int]
     as_json: bool
+    echoes: bool = True
+    """Print each prompt before its continuation."""
+    is_chat: bool = False
+    """The prompts are messages; `ids` are those of the chat template around them."""
+    end_mark: str = ""
+    """A text that ends a continuation, where no single token does."""
 
 
 def generate_rank(job: GenerateJob, place: Place, device_type: str) -> int:
     """Join the job, generate, print on the first rank; returns the exit status."""
-    way_out = "give a smaller --max-tokens or fewer prompts, or cut the model with parallel.tp and pp"
-    with FailingRank(place, lambda: False), joined(place, device_type) as device, memory_or(way_out):
-        num_tokens, num_prompts = job.cfg.train.seq_len, len(job.prompts)
-        what = f"the cache of {num_prompts} prompt{'s' * (num_prompts > 1)} and --max-tokens {job.max_tokens}"
-        refuse_too_large(what, cache_bytes(job.cfg, num_tokens, num_prompts), device, way_out)
+    with FailingRank(place, lambda: False), joined(place, device_type) as device, memory_or(GENERATE_WAY_OUT):
         tokenizer = open_tokenizer(job.source, job.tokenizer)
         opened = open_model(job.source, job.cfg, device, tokenizer)
-        stream = TextStream(tokenizer)
         streams = place.rank == 0 and len(job.ids) == 1 and not job.as_json
-        show = print if place.world_size == 1 else _print_while_read
+        output = _Output(job, tokenizer, ends_with_reader=place.world_size == 1)
+        if streams:
+            output.begin()
         found = generate(
             opened.model,
             job.ids,
             job.max_tokens,
             job.sampling,
             eos_ids=job.eos_ids,
-            watch=lambda _, token: show(stream.push(token), end="", flush=True) if streams else None,
+            watch=lambda _, token: output.push(token) if streams else None,
+            is_complete=partial(_has_mark, tokenizer, job.end_mark) if job.end_mark else lambda number, tokens: False,
         )
         if streams:
-            show(stream.finish(), flush=True)
+            output.finish()
         elif place.rank == 0:
             _print_continuations(job, found, tokenizer)
     return 0
 
 
-def _print_while_read(text: str, *, end: str = "\n", flush: bool = False) -> None:
-    """Print; once the reader has gone (`| head`), into the void: the other ranks count on this one to go on."""
-    try:
-        print(text, end=end, flush=flush)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+class _Output:
+    """The one continuation that is printed while it comes, after its prompt if that is echoed.
+
+    Args:
+        job: with one prompt.
+        tokenizer: of the model.
+        ends_with_reader: whether the program ends when the reader has gone (`| head`); if not, the rest goes into the
+            void, as other ranks count on this one to go on.
+    """
+
+    def __init__(self, job: GenerateJob, tokenizer: Tokenizer, *, ends_with_reader: bool) -> None:
+        self._job = job
+        # Some tokenizers write a space between two ids that neither has alone: it must be seen after the prompt.
+        joins = job.echoes and not job.is_chat
+        self._stream = TextStream(tokenizer, job.ids[0] if joins else ())
+        self._until = UntilMark(job.end_mark)
+        self._ends_with_reader = ends_with_reader
+
+    def begin(self) -> None:
+        """Print the prompt, if it is to be echoed."""
+        if self._job.echoes:
+            prompt = self._job.prompts[0]
+            self._print(f"user: {prompt}\nassistant: " if self._job.is_chat else prompt)
+
+    def push(self, token: int) -> None:
+        """Print what one more token makes final."""
+        self._print(self._until.push(self._stream.push(token)))
+
+    def finish(self) -> None:
+        """Print what was still waiting, and a line end."""
+        self._print(self._until.push(self._stream.finish()) + self._until.finish() + "\n")
+
+    def _print(self, text: str) -> None:
+        try:
+            print(_shown(text), end="", flush=True)
+        except BrokenPipeError:
+            if self._ends_with_reader:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _shown(text: str) -> str:
+    """What a model writes, as a terminal may have it; a file gets every character."""
+    return printable(text, LINES) if sys.stdout.isatty() else text
+
+
+def _has_mark(tokenizer: Tokenizer, mark: str, number: int, tokens: Sequence[int]) -> bool:
+    """Whether the newest tokens spell the mark."""
+    # Each token is a byte at least, and the first of these may be half a character.
+    return mark in tokenizer.decode(tokens[-len(mark.encode()) - 4 :])
 
 
 def _print_continuations(job: GenerateJob, found: list[Continuation], tokenizer: Tokenizer) -> None:
     for number, (prompt, continuation) in enumerate(zip(job.prompts, found, strict=True)):
-        text = tokenizer.decode(continuation.tokens)
+        tokens = continuation.tokens
+        text = tokenizer.decode(tokens)
+        end: str = continuation.end
+        if end == "stop":
+            text = text.partition(job.end_mark)[0]
+            end = "eos"
+            while tokens and len(tokenizer.decode(tokens)) > len(text):
+                tokens = tokens[:-1]
         if job.as_json:
-            record = {"prompt": prompt, "text": text, "tokens": continuation.tokens, "end": continuation.end}
-            print(json.dumps(record))
+            print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens, "end": end}))
         else:
-            print(f"--- {number + 1}: {prompt}\n{text}")
+            print(_shown(f"--- {number + 1}{f': {prompt}' if job.echoes else ''}\n{text}"))

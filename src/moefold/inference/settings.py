@@ -1,16 +1,19 @@
 """The config of evaluation and generation: the model of a source under a mapping of their own. Torch-free."""
 
+import re
 from dataclasses import dataclass, fields, replace
 from math import lcm
 from typing import Any, Literal, get_args
 
 from moefold.config.checks import check_config
+from moefold.config.choices import nearest_numbers
 from moefold.config.faults import refuse
 from moefold.config.keys import describe_type
 from moefold.config.load import Tree, apply_overrides, config_from_dict
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.errors import ConfigError
 from moefold.inference.source import Source
+from moefold.parallel.layout import divisors
 
 Purpose = Literal["evaluate", "generate"]
 
@@ -20,6 +23,12 @@ IDLE_AXIS_KEYS = {
     "schedule_csv": "stages work without gradients, in order",
     "zero": "there are no gradients and no optimizer",
 }
+_OTHER_SIZE = re.compile(r"; choose model\.\w+=\d+(?: or \d+)?, or (?=parallel\.)")
+_ONLY_OTHER_SIZE = re.compile(
+    r"(?P<before>parallel\.(?P<axis>\w+)=(?P<degree>\d+) must (?P<rule>divide|be at most) model\.\w+=(?P<size>\d+)"
+    r"[^;\n]*); choose model\.\w+=\d+(?: or \d+)?(?=\n|$)"
+)
+"""Ways out that `config/checks_parallel.py` offers."""
 DISPATCHERS = ("alltoall", "allgather", "local")
 DROP_KEYS = ("eval_capacity_factor", "drop_policy", "drop_scope")
 
@@ -82,10 +91,26 @@ def inference_config(source: Source, wish: Wish, purpose: Purpose) -> Config:
         data=source.data,
     )
     _check_meaning(cfg, drops, purpose)
-    check_config(cfg, trains=False)
+    try:
+        check_config(cfg, trains=False)
+    except ConfigError as error:
+        raise ConfigError(_of_a_trained_model(str(error))) from error
     if purpose == "generate":
         _check_generation(cfg)
     return cfg
+
+
+def _of_a_trained_model(faults: str) -> str:
+    """Leave out of the ways out of faults those that change the model, which is trained: the mapping can be changed."""
+    faults = _OTHER_SIZE.sub("; choose ", faults)
+    faults = _ONLY_OTHER_SIZE.sub(_degrees_that_divide, faults)
+    return faults.replace("; choose a pattern with M", "; the model is trained, so leave that degree out")
+
+
+def _degrees_that_divide(fault: re.Match[str]) -> str:
+    size = int(fault["size"])
+    legal = divisors(size) if fault["rule"] == "divide" else range(1, size + 1)
+    return f"{fault['before']}; choose parallel.{fault['axis']}={nearest_numbers(int(fault['degree']), legal)}"
 
 
 def _refuse_strange_keys(tree: Tree, purpose: Purpose) -> None:

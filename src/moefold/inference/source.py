@@ -1,12 +1,11 @@
 """The model that a path stands for: a checkpoint, a run, or a Hugging Face folder. Torch-free."""
 
-import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from moefold.bounded_read import CONFIG_BYTES, RECIPE_BYTES, parse_toml, read_json, read_text, same_content
 from moefold.checkpoint.folder import (
     META_FILE,
     model_differences,
@@ -43,6 +42,8 @@ class Source:
     """Type that the weights are stored in; float32 for one that is none of these."""
     context: int
     """Tokens of the longest text that the model is made for: what it was trained on, or the folder says."""
+    trained_len: int = 0
+    """Tokens of a sample of the training run that wrote it; 0 for a folder, and for weights not trained on here."""
     eos_ids: frozenset[int] = frozenset()
     """Ids that a Hugging Face folder says end a text; of a checkpoint the one that its weights came from."""
     has_folder_text: bool = False
@@ -70,21 +71,22 @@ def find_source(name: str) -> Source:
         return _hf_folder(path)
     raise ConfigError(
         f"MODEL={name!r} holds no model: no {META_FILE} (a checkpoint), no complete step-* folder (a run, or its "
-        f"checkpoints) and no {CONFIG_FILE} with a model_type (a Hugging Face folder); name a folder that does"
+        f"checkpoints) and no {CONFIG_FILE} with a model_type (a Hugging Face folder); name a folder that does. "
+        "A run saves its model at its end (checkpoint.at_end=true, the default) and every checkpoint.every steps"
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """An object from a JSON file; empty if there is no such file.
 
     Raises:
         ConfigError: the file is no JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, CONFIG_BYTES)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not readable JSON ({error}); mend it or copy it anew") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is no JSON object; mend it or copy it anew")
@@ -102,7 +104,8 @@ def _checkpoint(path: Path) -> Source:
     is_wide = (meta.dtype or ("" if run is None else run.run.dtype)) == "float64"
     dtype: Literal["float64", "float32"] = "float64" if is_wide else "float32"
     context = int(meta.order.get("seq_len", DEFAULT_CONTEXT))
-    source = Source(path, "checkpoint", cfg.model, moe, cfg.data, dtype, context)
+    trained_len = int(meta.order.get("seq_len", 0)) if "tokenizer" in meta.order else 0
+    source = Source(path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len)
     return _as_folder(source, is_trained="tokenizer" in meta.order)
 
 
@@ -130,7 +133,7 @@ def _as_folder(source: Source, *, is_trained: bool) -> Source:
 def _recipe_tokenizer(path: Path) -> str:
     """What the recipe beside imported or upcycled weights reads text with; empty if it names nothing."""
     try:
-        recipe = tomllib.loads((path / RECIPE_FILE).read_text(encoding="utf-8"))
+        recipe = parse_toml(read_text(path / RECIPE_FILE, RECIPE_BYTES))
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
@@ -142,14 +145,14 @@ def _recipe_tokenizer(path: Path) -> str:
 
 def _is_same_file(one: Path, other: Path) -> bool:
     try:
-        return one.read_bytes() == other.read_bytes()
+        return same_content(one, other)
     except OSError:
         return False
 
 
 def _folder_keys(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What config.json and generation_config.json say."""
-    return read_json(path / CONFIG_FILE), read_json(path / GENERATION_FILE)
+    return read_object(path / CONFIG_FILE), read_object(path / GENERATION_FILE)
 
 
 def _eos_ids(keys: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:
@@ -171,7 +174,7 @@ def _hf_folder(path: Path) -> Source:
         data,
         stored if stored in ("bfloat16", "float64") else "float32",
         context,
-        _eos_ids(keys, read_json(path / GENERATION_FILE)),
+        eos_ids=_eos_ids(keys, read_object(path / GENERATION_FILE)),
         has_folder_text=True,
     )
 
@@ -190,7 +193,7 @@ def _context(keys: Mapping[str, Any], path: Path) -> int:
 def _run_of(path: Path, model: ModelConfig) -> Config | None:
     """The settings of the run that wrote a checkpoint, if they lie above it and are of this model."""
     for folder in (path.parent.parent, path.parent):
-        tree = read_json(folder / CONFIG_FILE)
+        tree = read_object(folder / CONFIG_FILE)
         if "model" in tree and "run" in tree:
             cfg = _parse(tree, folder / CONFIG_FILE)
             if not model_differences(model_sizes(model), cfg.model):

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from moefold.bounded_read import TEXT_BYTES
+from moefold.bounded_read import read_text as read_bounded
 from moefold.config.schema import DataConfig
 from moefold.data.jsonl import refuse_half_characters
 from moefold.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
@@ -82,7 +84,7 @@ def read_text(path: Path, option: str) -> str:
         ConfigError: it is not readable, or is something else.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bounded(path, TEXT_BYTES)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{option} {str(path)!r} is not text in UTF-8 ({error.reason}); convert it first") from error
     except OSError as error:
@@ -96,10 +98,11 @@ class TextStream:
     neighbour explains. A piece that ends in an unfinished character waits for the rest of it.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        """Begin after some ids, of which no text comes out: they are neighbours of the first one."""
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._shown = 0
+        self._ids: list[int] = list(before)
+        self._shown = len(self._ids)
         """Ids before this one are on the screen."""
         self._known = 0
         """Ids from this one to `_shown` are decoded again, as neighbours."""

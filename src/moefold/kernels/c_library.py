@@ -2,11 +2,13 @@
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import uuid
@@ -35,27 +37,31 @@ def c_library(name: str) -> ctypes.CDLL:
     """The library of `<name>.c` beside this file: found in the cache of this user, or compiled now, in a second or two.
 
     An entry is named by its source with all headers, its compiler and the processor, whose instructions it uses. It is
-    written under another name and renamed whole.
+    written under another name and renamed whole. Folders and files that are not this user's alone are passed over: what
+    is loaded runs.
 
     Raises:
         CompilerError: there is no compiler, it fails, or the library cannot be loaded.
     """
     command, source, file_name = _identified(name)
+    built = b""
     for folder in cache_folders(None):
-        library = folder / file_name
         try:
-            if not library.is_file():
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                _compile(command, source, library)
-            return ctypes.CDLL(str(library))
+            with _own_folder(folder) as descriptor:
+                if not _has_own(descriptor, file_name):
+                    built = built or _compiled(command, source)
+                    _put(descriptor, file_name, built)
+                return _loaded(folder, descriptor, file_name)
         except OSError:
-            # Not to be written, or of a file system from which nothing runs.
+            # Not to be written, not this user's alone, or of a file system from which nothing runs.
             continue
     try:
-        with tempfile.TemporaryDirectory(prefix="moefold-") as folder_name:
-            library = Path(folder_name, file_name)
-            _compile(command, source, library)
-            return ctypes.CDLL(str(library))
+        with (
+            tempfile.TemporaryDirectory(prefix="moefold-") as folder_name,
+            _own_folder(Path(folder_name)) as descriptor,
+        ):
+            _put(descriptor, file_name, built or _compiled(command, source))
+            return _loaded(Path(folder_name), descriptor, file_name)
     except OSError as error:
         raise CompilerError(f"what {command[0]} built cannot be loaded ({error})") from None
 
@@ -66,12 +72,73 @@ def build_libraries(*names: str) -> None:
     Raises:
         CompilerError: as `c_library`.
     """
-    files = {name: _identified(name)[2] for name in names}
-    missing = [name for name in names if not any((folder / files[name]).is_file() for folder in cache_folders(None))]
+    missing = [name for name in names if not _is_cached(_identified(name)[2])]
     if missing:
         with _first_to_build(), ThreadPoolExecutor(len(missing)) as pool:
             for _ in pool.map(c_library, missing):
                 pass
+
+
+@contextlib.contextmanager
+def _own_folder(folder: Path) -> Iterator[int]:
+    """Open a folder that is this user's and that nobody else may write, made if it is missing; give its descriptor.
+
+    What is done through the descriptor is done in the folder that was looked at, whatever its name stands for by then.
+
+    Raises:
+        OSError: it cannot be made or opened.
+        PermissionError: it is another user's, or others may write it.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not _is_own(os.fstat(descriptor)):
+            raise PermissionError(errno.EPERM, "it is not this user's alone", str(folder))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Return whether a file or folder is this user's, and nobody else may write it."""
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _has_own(folder: int, file_name: str) -> bool:
+    """Return whether an open folder has a plain file of this name that is this user's alone."""
+    try:
+        status = os.stat(file_name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(status.st_mode) and _is_own(status)
+
+
+def _is_cached(file_name: str) -> bool:
+    for folder in cache_folders(None):
+        with contextlib.suppress(OSError), _own_folder(folder) as descriptor:
+            if _has_own(descriptor, file_name):
+                return True
+    return False
+
+
+def _put(folder: int, file_name: str, library: bytes) -> None:
+    """Write a library into an open folder under another name, and rename it."""
+    unfinished = f"{file_name}.{uuid.uuid4().hex}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(unfinished, flags, 0o600, dir_fd=folder), "wb") as file:
+            file.write(library)
+        os.rename(unfinished, file_name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unfinished, dir_fd=folder)
+        raise
+
+
+def _loaded(folder: Path, descriptor: int, file_name: str) -> ctypes.CDLL:
+    """Load a library of an open folder: through the descriptor where the system has names for those (Linux)."""
+    opened = Path("/proc/self/fd", str(descriptor))
+    return ctypes.CDLL(str((opened if opened.exists() else folder) / file_name))
 
 
 def _identified(name: str) -> tuple[list[str], Path, str]:
@@ -87,10 +154,7 @@ def _first_to_build() -> Iterator[None]:
     """One process of this user at a time; all at once where folders cannot be locked."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            folder = cache_folders(None)[0]
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, descriptor)
+            descriptor = stack.enter_context(_own_folder(cache_folders(None)[0]))
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
 
@@ -119,17 +183,12 @@ def _processor() -> str:
     return "\n".join([platform.machine(), platform.processor(), *sorted(set(named))])
 
 
-def _compile(command: list[str], source: Path, library: Path) -> None:
-    unfinished = library.with_name(f"{library.stem}.{uuid.uuid4().hex}.tmp")
-    try:
-        # Another user could not put a file there: the folder is this user's alone.
-        with unfinished.open("xb"):
-            pass
-        _output([*command, str(source), "-o", str(unfinished), "-lm"])
-        os.replace(unfinished, library)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            unfinished.unlink()
+def _compiled(command: list[str], source: Path) -> bytes:
+    """Return the library that a compiler makes of a source, in a folder that nobody else can write."""
+    with tempfile.TemporaryDirectory(prefix="moefold-") as folder:
+        library = Path(folder, f"{source.stem}.so")
+        _output([*command, str(source), "-o", str(library), "-lm"])
+        return library.read_bytes()
 
 
 def _output(command: list[str]) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from moefold.errors import ConfigError, RunError
 from moefold.launch.departure import leave
+from moefold.launch.out_of_memory import out_of_memory_text
 from moefold.launch.place import Place
 from moefold.launch.relay import RELAYED
 from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
@@ -84,6 +85,10 @@ class FailingRank:
             self._word.say(f"moefold: error: {error}")
             leave(EXIT_USER_ERROR)
         self._part(EXIT_FAILED)
+        if text := out_of_memory_text(error):
+            place = f"rank {self._place.rank} on {socket.gethostname()}"
+            self._word.say(f"moefold: error: {place}{self._doing()}: {text}")
+            self._end_failed()
         text = "".join(traceback.format_exception(error)).rstrip("\n")
         self._word.say(f"moefold: rank {self._place.rank} on {socket.gethostname()} failed{self._doing()}:\n{text}")
         self._end_failed()

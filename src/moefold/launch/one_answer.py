@@ -3,12 +3,14 @@
 import json
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from moefold.errors import ConfigError, RunError
-from moefold.launch.meeting import STORE_ERRORS, meet
+from moefold.launch.deadline import NoAnswerError, answer_within
+from moefold.launch.meeting import NAMING_S, STORE_ERRORS, meet
 from moefold.launch.place import Place
 
 Facts = dict[str, Any]
@@ -35,29 +37,48 @@ def one_answer(
         RunError: ranks are missing, or the answer is, after `limit_s`.
     """
     store, _ = meet(place, limit_s)
-    others = range(1, place.world_size)
-    limit = timedelta(seconds=limit_s)
+
+    def bounded(call: Callable[[], Any]) -> Any:
+        return answer_within(limit_s + NAMING_S, call)
+
     try:
-        store.set(f"says/{place.rank}", json.dumps(own))
+        bounded(partial(store.set, f"says/{place.rank}", json.dumps(own)))
         if place.rank == 0:
-            store.wait([f"says/{rank}" for rank in others], limit)
-            said = [own, *(json.loads(store.get(f"says/{rank}")) for rank in others)]
+            said = bounded(partial(_hear, store, place.world_size, own, limit_s))
             found = _tried(answer, said)
-            store.set("answer", json.dumps(found))
-            # Whoever has not heard it yet would find no server if this rank ended now.
-            store.wait([f"heard/{rank}" for rank in others], limit)
+            bounded(partial(_tell, store, place.world_size, found, limit_s))
         else:
-            store.wait(["answer"], limit)
-            found = json.loads(store.get("answer"))
-            store.set(f"heard/{place.rank}", "1")
-    except STORE_ERRORS as error:
+            found = bounded(partial(_follow, store, place.rank, limit_s))
+    except (*STORE_ERRORS, NoAnswerError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "the store does not answer"
         raise RunError(
-            f"rank {place.rank} had no answer from all ranks within {limit_s:g} s: {str(error).splitlines()[0]}; "
-            "one may have ended, or rank 0 plans for longer: set faults.timeout_s higher"
+            f"rank {place.rank} had no answer from all ranks within {limit_s:g} s: {reason}; one may have ended, or "
+            "rank 0 plans for longer: set faults.timeout_s higher"
         ) from None
     if "refused" in found:
         raise ConfigError(found["refused"])
     return found["answer"], store
+
+
+def _hear(store: dist.Store, world_size: int, own: Facts, limit_s: float) -> list[Facts]:
+    """What each rank says, in their order; rank 0 calls it."""
+    others = range(1, world_size)
+    store.wait([f"says/{rank}" for rank in others], timedelta(seconds=limit_s))
+    return [own, *(json.loads(store.get(f"says/{rank}")) for rank in others)]
+
+
+def _tell(store: dist.Store, world_size: int, found: Facts, limit_s: float) -> None:
+    """Give the answer to all; rank 0 calls it. Who has not heard it would find no server if this rank ended now."""
+    store.set("answer", json.dumps(found))
+    store.wait([f"heard/{rank}" for rank in range(1, world_size)], timedelta(seconds=limit_s))
+
+
+def _follow(store: dist.Store, rank: int, limit_s: float) -> Facts:
+    """Take the answer of rank 0; the others call it."""
+    store.wait(["answer"], timedelta(seconds=limit_s))
+    found: Facts = json.loads(store.get("answer"))
+    store.set(f"heard/{rank}", "1")
+    return found
 
 
 def _tried(answer: Callable[[list[Facts]], Facts], said: list[Facts]) -> Facts:

@@ -21,8 +21,9 @@ class Place:
     world_size: int
     master_address: str
     master_port: int
-    records: str = ""
-    """Folder in which ranks of our own launcher leave word of what they do; empty under others."""
+    records: tuple[str, ...] = ()
+    """Files in which ranks of our own launcher leave word of what they do, one for each rank, and last the one for the
+    message that ends the job; empty under other launchers."""
     local_size: int = 1
     """Ranks on the machine of this one."""
 

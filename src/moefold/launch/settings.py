@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 import torch
 
-from moefold.launch.heap import memory_note
 from moefold.launch.place import Place
 
 THREADS = "OMP_NUM_THREADS"
@@ -44,20 +43,18 @@ def threads_of(cores: int, all_cores: int, local_ranks: int, device_type: str) -
 
 
 def settings_note(place: Place, device_type: str, environment: Mapping[str, str] = os.environ) -> str:
-    """What is set, in one line, for the log of the first rank; of a rank by itself, what it chose for itself."""
-    memory = memory_note(device_type, environment)
+    """Return what is set, in one line, for the log of the first rank; empty for a rank by itself."""
     if place.world_size == 1:
-        return memory
+        return ""
     threads, who = torch.get_num_threads(), environment.get(THREADS)
     found = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(NAMED[device_type])]
     parts = [
         f"{place.local_size} of {place.world_size} ranks on this machine",
         f"{threads} thread{'s' * (threads > 1)} each on {_cores()} of {os.cpu_count()} cores",
         f"{THREADS}={who}" if who else f"{THREADS} not set",
-        memory,
         *found,
     ]
-    return ", ".join(filter(None, parts))
+    return ", ".join(parts)
 
 
 def _cores() -> int:

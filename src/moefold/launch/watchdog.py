@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
+from moefold.launch.deadline import answer_within
 from moefold.launch.departure import leave
 from moefold.launch.meeting import STORE_ERRORS
 from moefold.launch.place import Place
@@ -41,19 +42,16 @@ OUT_OF_REACH = 8
 """A store that has not answered for so many periods is not asked."""
 LOOK_S = 0.05
 """How often a rank of few looks whether it can know all others; thousands look less often."""
+WAITING_FRAMES = 4
+"""The innermost calls of a thread that waits for another one, in `answer_within`."""
 TOLD = "told"
 """A key of the store, once the message is out."""
-
-
-def record_file(folder: Path, rank: int) -> Path:
-    """Where a rank of our own launcher keeps its record."""
-    return folder / f"rank-{rank}"
 
 
 def _own_file(place: Place) -> Path | None:
     """What this rank's record is written into: other ranks of the machine hold it open, also when this one is gone."""
     if place.records:
-        return record_file(Path(place.records), place.rank)
+        return Path(place.records[place.rank])
     if not hasattr(os, "memfd_create"):
         return None
     # A file without a name leaves nothing behind.
@@ -421,7 +419,9 @@ def _position(thread: int | None) -> tuple[str, bool]:
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
         return "", False
-    (innermost,) = traceback.extract_stack(frame, limit=1)
+    stack = traceback.extract_stack(frame, limit=WAITING_FRAMES)
+    innermost = stack[-1]
     path = Path(innermost.filename)
     waits = "distributed" in path.parts or (path.parent.name == "parallel" and innermost.name.lstrip("_") == "wait")
+    waits = waits or any(caller.name == answer_within.__name__ for caller in stack)
     return f"{'/'.join(path.parts[-2:])}:{innermost.lineno} {innermost.name}", waits

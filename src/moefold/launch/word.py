@@ -10,9 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moefold.launch.place import Place
+from moefold.printable import LINES, printable
 
-TOLD = "told"
-"""Beside the records of our own launcher, which adds no message of its own to one that was said."""
 PATIENCE_S = 10.0
 """So long a rank waits for another one that is saying it."""
 _LOOK_S = 0.02
@@ -23,7 +22,7 @@ class Word:
 
     The kernel's lock on a file decides who is first, and a byte in the file says that the message is out. So a rank
     that comes late finds all said, though the store is gone and the one who said it too; and one that dies with the
-    lock before it has said anything leaves it to the next. The file lies beside the records of our own launcher.
+    lock before it has said anything leaves it to the next. It is the last of the records of our own launcher.
     Elsewhere it is one without a name, which leaves nothing behind: that of the first rank of the machine, held open
     by all.
 
@@ -38,7 +37,7 @@ class Word:
         self._turn = threading.Lock()
         self._has_spoken = False
         if place.records:
-            self.use(str(Path(place.records) / TOLD))
+            self.use(place.records[-1])
         elif hasattr(os, "memfd_create"):
             self.address = f"/proc/{os.getpid()}/fd/{os.memfd_create('moefold-word')}"
             self.use(self.address)
@@ -61,7 +60,7 @@ class Word:
             if is_to_be_said():
                 # A pipe that nobody reads any more must not keep the job from its end.
                 with suppress(OSError):
-                    sys.stderr.write(text + "\n")
+                    sys.stderr.write(printable(text, LINES) + "\n")
                     sys.stderr.flush()
             self._has_spoken = True
             if self._file >= 0:
@@ -93,7 +92,6 @@ class Word:
         return True
 
 
-def was_said(records: Path) -> bool:
-    """Whether a rank of our own launcher has said why the job ends."""
-    told = records / TOLD
-    return told.exists() and told.stat().st_size > 0
+def was_said(file: Path) -> bool:
+    """Whether a rank of our own launcher has said why the job ends; the launcher then adds no message of its own."""
+    return file.exists() and file.stat().st_size > 0

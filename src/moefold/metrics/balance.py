@@ -13,6 +13,12 @@ from moefold.metrics.step import METRICS_FILE, read_records
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+_MOST_VALUE = 1e300
+_LEAST = np.finfo(np.float64).tiny
+_COUNTS_AT_ONCE = 1 << 22
+"""So many counts are in memory as floats, or one step of them."""
+_MOST_TRACED = 1 << 28
+"""Steps times layers times experts of a trace, whose counts are in memory as 4 bytes each."""
 END_PART = 10
 """What is said of the start and of the end of a run is a mean over this part of its steps: a tenth."""
 
@@ -80,7 +86,7 @@ class Balance:
     def shares(self, max_bins: int) -> Array:
         """Copies of each expert over the mean, float64 [bins, L, E], in at most `max_bins` equal spans of steps."""
         assert self.counts is not None, "a run without counts has no shares"
-        sums = [np.asarray(self.counts[a:b], dtype=np.float64).sum(0) for a, b in spans(len(self.steps), max_bins)]
+        sums = [self.counts[a:b].sum(0, dtype=np.float64) for a, b in spans(len(self.steps), max_bins)]
         binned: Array = np.stack(sums)
         means = binned.mean(2, keepdims=True)
         shares: Array = np.divide(binned, means, out=np.zeros_like(binned), where=means > 0)
@@ -89,14 +95,15 @@ class Balance:
     def summaries(self) -> list[LayerSummary]:
         """Each layer by itself."""
         n = max(1, len(self.steps) // END_PART)
-        end = None if self.counts is None else np.asarray(self.counts[-n:], dtype=np.float64)
         last = (self.drop_steps >= self.steps[-n]) & (self.drop_steps <= self.steps[-1])
-        return [self._summary(i, n, end, last) for i in range(len(self.layers))]
+        return [self._summary(i, n, last) for i in range(len(self.layers))]
 
-    def _summary(self, i: int, n: int, end: Array | None, last: Array) -> LayerSummary:
+    def _summary(self, i: int, n: int, last: Array) -> LayerSummary:
         load = self.load[:, i]
-        copies = None if end is None else end[:, i].sum(0)
-        cv = None if end is None else float((end[:, i].std(1) / end[:, i].mean(1)).mean())
+        end = None if self.counts is None else np.asarray(self.counts[-n:, i], dtype=np.float64)
+        copies = None if end is None else end.sum(0)
+        # A step without any copy has no spread, and no shares.
+        cv = None if end is None else float((end.std(1) / np.maximum(end.mean(1), _LEAST)).mean())
         return LayerSummary(
             layer=self.layers[i],
             load_start=float(load[:n].mean()),
@@ -107,7 +114,7 @@ class Balance:
             dead_experts=None if copies is None else tuple(np.flatnonzero(copies == 0).tolist()),
             dropped_fraction=_mean(self.dropped[last, i]),
             router_entropy=_mean(self.entropy[last, i]),
-            share=None if copies is None else tuple((copies / copies.mean()).tolist()),
+            share=None if copies is None else tuple((copies / np.maximum(copies.mean(), _LEAST)).tolist()),
         )
 
 
@@ -131,7 +138,9 @@ def read_balance(run_dir: Path) -> Balance:
         counts, source = _count_trace(run_dir), f"{TRACE_FOLDER}/"
     if counts is not None and len(counts.steps):
         steps, layers = counts.steps, counts.layers
-        load = np.concatenate([_load(counts.counts[a:b]) for a, b in spans(len(steps), -(-len(steps) // 256))])
+        at_once = max(1, _COUNTS_AT_ONCE // (counts.counts.shape[1] * counts.counts.shape[2]))
+        parts = spans(len(steps), -(-len(steps) // at_once))
+        load = np.concatenate([_load(counts.counts[a:b]) for a, b in parts])
     else:
         counts, source = None, METRICS_FILE
         steps, layers, load = _read_load(run_dir, records)
@@ -152,7 +161,7 @@ def read_balance(run_dir: Path) -> Balance:
 def _load(counts: Array) -> Array:
     """Max over mean of [N, L, E]."""
     whole = np.asarray(counts, dtype=np.float64)
-    load: Array = whole.max(2) / np.maximum(whole.mean(2), np.finfo(np.float64).tiny)
+    load: Array = whole.max(2) / np.maximum(whole.mean(2), _LEAST)
     return load
 
 
@@ -162,6 +171,12 @@ def _count_trace(run_dir: Path) -> ExpertCounts | None:
         return None
     trace = Trace(run_dir, "run")
     shape = trace.shape
+    num_counts = len(trace.steps) * len(shape.layers) * shape.num_experts
+    if not shape.layers or num_counts > _MOST_TRACED:
+        raise ConfigError(
+            f"the trace of {str(run_dir)!r} has {len(trace.steps)} steps, {len(shape.layers)} layers and "
+            f"{shape.num_experts} experts, of which at least one layer and at most {_MOST_TRACED:,} counts can be shown"
+        )
     counts = np.zeros((len(trace.steps), len(shape.layers), shape.num_experts), dtype=np.uint32)
     for i, step in enumerate(trace.steps):
         for j, choices in enumerate(trace.step(step)):
@@ -177,13 +192,31 @@ def _read_load(run_dir: Path, records: list[dict[str, Any]]) -> tuple[Array, tup
         raise ConfigError(
             f"run {str(run_dir)!r} holds no step of training ({METRICS_FILE}); name the run.dir of a training run"
         )
-    rows = [[np.nan if load is None else float(load) for load in record.get("expert_load", ())] for record in records]
+    rows = [_loads(run_dir, record) for record in records]
     if not all(rows):
         raise ConfigError(f"run {str(run_dir)!r} is of a model without MoE layers; there are no experts to inspect")
-    layers = [layer.get("layer", i) for i, layer in enumerate(records[-1].get("moe_layers", ()))]
-    numbers = layers if len(layers) == len(rows[-1]) else range(len(rows[-1]))
+    if len({len(row) for row in rows}) > 1:
+        raise ConfigError(f"{run_dir / METRICS_FILE} is damaged: its steps have loads of different numbers of layers")
+    named = [layer.get("layer") for layer in _layers(records[-1])]
+    numbers = [number for number in named if type(number) is int and number >= 0]
+    if not len(numbers) == len(named) == len(rows[-1]):
+        numbers = list(range(len(rows[-1])))
     steps = np.array([record["step"] for record in records], dtype=np.int64)
-    return steps, tuple(int(number) for number in numbers), np.array(rows)
+    return steps, tuple(numbers), np.array(rows)
+
+
+def _loads(run_dir: Path, record: dict[str, Any]) -> list[float]:
+    found = record.get("expert_load", [])
+    if not isinstance(found, list):
+        raise ConfigError(f"{run_dir / METRICS_FILE} is damaged: expert_load of step {record['step']} is no list")
+    return [_number(load) for load in found]
+
+
+def _layers(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a step says of each MoE layer; nothing where it says it in another form."""
+    found = record.get("moe_layers")
+    is_list = isinstance(found, list) and all(isinstance(layer, dict) for layer in found)
+    return found if is_list and found is not None else []
 
 
 def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array, Array, Array]:
@@ -191,7 +224,7 @@ def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array,
     steps = np.array([record["step"] for record in records], dtype=np.int64)
     dropped, entropy = np.full((2, len(records), num_layers), np.nan)
     for i, record in enumerate(records):
-        layers = record.get("moe_layers") or ()
+        layers = _layers(record)
         if len(layers) == num_layers:
             dropped[i] = [_number(layer.get("dropped_fraction")) for layer in layers]
             entropy[i] = [_number(layer.get("router_entropy")) for layer in layers]
@@ -201,7 +234,10 @@ def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array,
 
 
 def _number(value: Any) -> float:
-    return np.nan if value is None else float(value)
+    """Return a measurement; NaN for what is none, be it of another type or too large."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MOST_VALUE:
+        return np.nan
+    return float(value)
 
 
 def _mean(values: Array) -> float | None:

@@ -14,12 +14,19 @@ from typing import Any, Self
 
 import numpy as np
 
+from moefold.bounded_read import open_regular, parse_json
 from moefold.errors import ConfigError
 
 COUNTS_FILE = "expert_counts.bin"
 """Name of the counts inside the run folder."""
 FORMAT = "moefold-expert-counts-1"
 ALIGNMENT = 64
+MOST_HEADER_BYTES = 1 << 20
+"""Of the first line: 100,000 layers have 700 KB."""
+MOST_COUNTS = 1 << 24
+"""Of a step: 1,000 layers with 16,384 experts."""
+MOST_LOADS = 1 << 27
+"""Steps times layers: 2 million steps of 61 layers; so many numbers of 8 bytes are in memory at once."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -88,18 +95,26 @@ def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
     path = run_dir / COUNTS_FILE
     if not path.is_file():
         return None
-    with path.open("rb") as file:
-        header = _read_header(file.readline())
+    with open_regular(path) as file:
+        header = _read_header(file.readline(MOST_HEADER_BYTES))
         if header is None:
             raise ConfigError(f"{path} is not a file of expert counts; remove it, or name another run")
         record = _record_type(len(header.layers), header.num_experts)
-        whole = (path.stat().st_size - file.tell()) // record.itemsize
         start = file.tell()
+        whole = (os.fstat(file.fileno()).st_size - start) // record.itemsize
+    if whole * len(header.layers) > MOST_LOADS:
+        raise ConfigError(
+            f"{path} has {whole:,} steps of {len(header.layers)} layers, and at most {MOST_LOADS:,} loads are read; "
+            "record fewer steps with metrics.expert_counts_every"
+        )
     if not whole:
         empty = np.empty(0, record)
         return ExpertCounts(layers=header.layers, steps=empty["step"], counts=empty["counts"])
     records = np.memmap(path, record, mode="r", offset=start, shape=(whole,))
-    return ExpertCounts(layers=header.layers, steps=np.array(records["step"]), counts=records["counts"])
+    steps = np.array(records["step"])
+    if steps[0] < 0 or not (np.diff(steps) > 0).all():
+        raise ConfigError(f"{path} is damaged: its steps do not ascend; remove it, or name another run")
+    return ExpertCounts(layers=header.layers, steps=steps, counts=records["counts"])
 
 
 def truncate_expert_counts(run_dir: Path, last_step: int) -> None:
@@ -108,12 +123,14 @@ def truncate_expert_counts(run_dir: Path, last_step: int) -> None:
     if not path.is_file():
         return
     with path.open("r+b") as file:
-        header = _read_header(file.readline())
+        header = _read_header(file.readline(MOST_HEADER_BYTES))
         if header is None:
             return
         start, record = file.tell(), _record_type(len(header.layers), header.num_experts)
         whole = (path.stat().st_size - start) // record.itemsize
-        past = np.flatnonzero(np.fromfile(file, record, count=whole)["step"] > last_step)
+        # Mapped: the counts of a long run take gigabytes, and its steps alone are read.
+        steps = np.memmap(path, record, mode="r", offset=start, shape=(whole,))["step"] if whole else np.empty(0)
+        past = np.flatnonzero(steps > last_step)
         kept = int(past[0]) if len(past) else whole
         file.truncate(start + kept * record.itemsize)
         file.flush()
@@ -129,11 +146,17 @@ class _Header:
 def _read_header(line: bytes) -> _Header | None:
     """What the first line of a file says; None if it is no file of counts."""
     try:
-        header = json.loads(line)
-        found = _Header(tuple(int(layer) for layer in header["layers"]), int(header["num_experts"]))
-        return found if header["format"] == FORMAT else None
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        header = parse_json(line)
+        layers, num_experts = header["layers"], header["num_experts"]
+        is_ours = header["format"] == FORMAT
+    except (ValueError, KeyError, TypeError):
         return None
+    if not is_ours or not isinstance(layers, list) or type(num_experts) is not int:
+        return None
+    are_layers = all(type(layer) is int and 0 <= layer < 2**31 for layer in layers)
+    if not layers or not are_layers or not 0 < num_experts * len(layers) <= MOST_COUNTS:
+        return None
+    return _Header(tuple(layers), num_experts)
 
 
 def _starts_with(path: Path, header: bytes) -> bool:

@@ -3,12 +3,15 @@
 The file only grows: a fault that a rollback or a resume went back behind has happened all the same.
 """
 
+import contextlib
 import json
 import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from moefold.bounded_read import bounded_lines, open_regular, parse_json
 
 FAULTS_FILE = "faults.jsonl"
 """Name of the log inside the run folder; absent while nothing has gone wrong."""
@@ -27,11 +30,10 @@ def read_faults(run_dir: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    with open_regular(path) as file:
+        for line in bounded_lines(file):
+            with contextlib.suppress(ValueError):
+                found.append(parse_json(line))
     return found
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.errors import ConfigError
+from moefold.metrics.picture_text import drawable
 from moefold.metrics.step import METRICS_FILE, read_records
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Curves:
     eval_steps: list[int]
     eval_loss: list[float]
     lr: list[float]
+    grad_norm: list[float]
     worst_load: list[float]
     """The largest max/mean over the MoE layers; empty for a model without them."""
     mean_load: list[float]
@@ -43,8 +45,8 @@ class Curves:
 def plot_loss(run_dir: Path) -> Path:
     """Draw RUN_DIR/metrics.jsonl as RUN_DIR/loss.png and return its path.
 
-    The upper panel shows the training loss, a smoothed line through it, and the evaluations. The lower one shows the
-    balance of the experts, or the learning rate for a model without experts.
+    The upper panel shows the training loss, a smoothed line through it, and the evaluations. Below it are the gradient
+    norm with the learning rate, and the balance of the experts, if there are any.
 
     Raises:
         ConfigError: the folder holds no metrics.
@@ -55,16 +57,14 @@ def plot_loss(run_dir: Path) -> Path:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8, 5.6), dpi=150, layout="constrained", facecolor="white")
+    drawers = [_draw_loss, _draw_gradients, *([_draw_balance] if curves.worst_load else [])]
+    figure = Figure(figsize=(8, 4.4 + 1.2 * (len(drawers) - 1)), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    loss_axes, side_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3.2, 1])
-    _draw_loss(loss_axes, curves)
-    if curves.worst_load:
-        _draw_balance(side_axes, curves)
-    else:
-        _draw_learning_rate(side_axes, curves)
-    for axes in (loss_axes, side_axes):
+    panels = figure.subplots(len(drawers), 1, sharex=True, height_ratios=[3.2, *[1] * (len(drawers) - 1)])
+    for axes, draw in zip(panels, drawers, strict=True):
         _style(axes)
+        draw(axes, curves)
+    loss_axes, side_axes = panels[0], panels[-1]
     loss_axes.set_title(_title(run_dir, curves), loc="left", fontsize=11, color=_INK, pad=10)
     side_axes.set_xlabel("step", color=_INK)
     side_axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
@@ -95,6 +95,7 @@ def read_curves(run_dir: Path) -> Curves:
         eval_steps=[step for step, _ in evaluations],
         eval_loss=[loss for _, loss in evaluations],
         lr=[_number(r.get("lr")) for r in records],
+        grad_norm=[_number(r.get("grad_norm")) for r in records],
         worst_load=[max(layers) for layers in loads] if has_experts else [],
         mean_load=[sum(layers) / len(layers) for layers in loads] if has_experts else [],
         tokens=records[-1].get("tokens") or 0,
@@ -146,11 +147,24 @@ def _draw_balance(axes: "Axes", curves: Curves) -> None:
     axes.legend(frameon=False, loc="upper right", fontsize=8, ncols=2, labelcolor=_INK)
 
 
-def _draw_learning_rate(axes: "Axes", curves: Curves) -> None:
-    axes.plot(curves.steps, curves.lr, color=_TRAIN, linewidth=1.5, marker=_dot(curves))
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("learning rate", color=_INK)
+def _draw_gradients(axes: "Axes", curves: Curves) -> None:
+    """The norm of the gradients, on a log scale, and the learning rate with an axis of its own to the right."""
+    axes.plot(curves.steps, curves.grad_norm, color=_TRAIN, linewidth=1.1, marker=_dot(curves))
+    if any(norm > 0 for norm in curves.grad_norm):
+        from matplotlib.ticker import LogLocator
+
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=5))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+    axes.set_ylabel("grad norm", color=_TRAIN)
+    rate = axes.twinx()
+    rate.plot(curves.steps, curves.lr, color=_EVAL, linewidth=1.3, marker=_dot(curves))
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    rate.set_ylim(bottom=0)
+    rate.set_ylabel("learning rate", color=_EVAL)
+    rate.tick_params(colors=_INK, labelsize=8)
+    rate.spines[:].set_visible(False)
 
 
 def _dot(curves: Curves) -> str:
@@ -169,4 +183,4 @@ def _style(axes: "Axes") -> None:
 
 def _title(run_dir: Path, curves: Curves) -> str:
     steps = f"{curves.steps[-1]:,} step" + ("s" if curves.steps[-1] > 1 else "")
-    return f"{run_dir.resolve().name}: {steps}, {curves.tokens:,} tokens"
+    return f"{drawable(run_dir.resolve().name)}: {steps}, {curves.tokens:,} tokens"

@@ -7,10 +7,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from moefold.metrics.step import StepMetrics
+from moefold.printable import LINES, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
+
+    from moefold.console import PrintableConsole
 
 Clock = Callable[[], float]
 """Returns seconds from any fixed moment."""
@@ -21,6 +23,8 @@ PLAIN_INTERVAL_S = 5.0
 """A longer one prints plain lines at most so often, besides those that always appear."""
 LIVE_INTERVAL_S = 0.1
 """The live line is drawn at most so often."""
+BAR_WIDTH = 12
+"""Columns of the bar on a terminal."""
 PACE_STEPS = 50
 """The time left is judged by so many of the last steps."""
 
@@ -74,15 +78,15 @@ class Progress:
         self._display.show(metrics, self._time_left_s(metrics), is_milestone=is_milestone)
 
     def message(self, text: str) -> None:
-        """Show a line of text that stays."""
-        self._display.message(text)
+        """Show a line of text that stays; control characters of the names in it are escaped."""
+        self._display.message(printable(text, LINES))
 
     def _open_display(self) -> Display:
         if self._stream.isatty():
             # rich takes a tenth of a second to import, which a run into a file need not spend.
-            from rich.console import Console
+            from moefold.console import PrintableConsole
 
-            console = Console(file=self._stream, highlight=False, markup=False, emoji=False)
+            console = PrintableConsole(file=self._stream, highlight=False, markup=False, emoji=False)
             if not console.is_dumb_terminal:
                 return LiveDisplay(console, self._steps, self._first_step, clock=self._clock)
         is_short = self._steps - self._first_step < SHORT_RUN_STEPS
@@ -122,9 +126,12 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """Redraws one line at the foot of a terminal, a bar and the numbers; messages scroll above it."""
+    """Redraws a bar and the numbers at the foot of a terminal, in as many lines as they need.
 
-    def __init__(self, console: "Console", steps: int, first_step: int, *, clock: Clock) -> None:
+    Messages and the steps with an evaluation scroll above it.
+    """
+
+    def __init__(self, console: "PrintableConsole", steps: int, first_step: int, *, clock: Clock) -> None:
         from rich.live import Live
 
         self._console = console
@@ -132,7 +139,7 @@ class LiveDisplay:
         self._clock = clock
         self._drawn_s = float("-inf")
         self._eval_loss: float | None = None
-        self._line = self._draw(first_step - 1, f"step {first_step - 1}/{steps}")
+        self._line = self._draw(first_step - 1, [f"step {first_step - 1}/{steps}"])
         self._live = Live(self._line, console=console, auto_refresh=False)
         self._live.start(refresh=True)
 
@@ -140,7 +147,8 @@ class LiveDisplay:
         """Redraw the line, unless it was drawn a moment ago; the newest state is drawn on closing."""
         if metrics.eval_loss is not None:
             self._eval_loss = metrics.eval_loss
-        self._line = self._draw(metrics.step, format_step(metrics, self._steps, self._eval_loss, time_left_s))
+            self.message(format_step(metrics, self._steps, metrics.eval_loss, time_left_s))
+        self._line = self._draw(metrics.step, step_parts(metrics, self._steps, self._eval_loss, time_left_s))
         now_s = self._clock()
         if is_milestone or now_s - self._drawn_s >= LIVE_INTERVAL_S:
             self._drawn_s = now_s
@@ -155,20 +163,38 @@ class LiveDisplay:
         self._live.update(self._line, refresh=True)
         self._live.stop()
 
-    def _draw(self, step: int, numbers: str) -> "Table":
+    def _draw(self, step: int, parts: list[str]) -> "Table":
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
         line = Table.grid(padding=(0, 1), expand=True)
-        line.add_column(width=12)
+        line.add_column(width=BAR_WIDTH)
         line.add_column(no_wrap=True, overflow="crop", ratio=1)
-        line.add_row(ProgressBar(total=self._steps, completed=step), Text(numbers))
+        line.add_row(
+            ProgressBar(total=self._steps, completed=step), Text(in_lines(parts, self._console.width - BAR_WIDTH - 1))
+        )
         return line
 
 
 def format_step(metrics: StepMetrics, steps: int, eval_loss: float | None, time_left_s: float) -> str:
-    """Return a step as one line, the most important first: a narrow terminal cuts the end.
+    """Return a step as one line; arguments are those of `step_parts`."""
+    return "  ".join(step_parts(metrics, steps, eval_loss, time_left_s))
+
+
+def in_lines(parts: list[str], width: int) -> str:
+    """Return parts in lines of at most `width` characters, each part whole; a part that is longer has its own line."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 2 <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return "\n".join(lines)
+
+
+def step_parts(metrics: StepMetrics, steps: int, eval_loss: float | None, time_left_s: float) -> list[str]:
+    """Return the numbers of a step, the most important first.
 
     Args:
         steps: the last step of the run.
@@ -178,6 +204,8 @@ def format_step(metrics: StepMetrics, steps: int, eval_loss: float | None, time_
     parts = [f"step {metrics.step:>{len(str(steps))}}/{steps}", f"loss {metrics.loss:.4f}"]
     if eval_loss is not None:
         parts.append(f"eval {eval_loss:.4f}")
+    parts.append(f"lr {metrics.lr:.3g}")
+    parts.append(f"grad norm {metrics.grad_norm:.3g}")
     if metrics.step < steps:
         parts.append(f"{format_duration(time_left_s)} left")
     parts.append(f"{format_count(metrics.tokens_per_s)} tokens/s")
@@ -186,7 +214,7 @@ def format_step(metrics: StepMetrics, steps: int, eval_loss: float | None, time_
         parts.append(f"expert load {metrics.worst_expert_load:.2f}x")
     if metrics.dropped_fraction > 0:
         parts.append(f"dropped {metrics.dropped_fraction:.1%}")
-    return "  ".join(parts)
+    return parts
 
 
 def format_count(count: float) -> str:

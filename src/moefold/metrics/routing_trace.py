@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from moefold.bounded_read import read_json
 from moefold.config.schema import Config
 from moefold.data.npy_file import map_npy
 from moefold.data.shard_reader import Ids, ShardReader
@@ -25,6 +26,8 @@ TRACE_FOLDER = "routing"
 """Name of the trace inside the run folder."""
 MANIFEST = "trace.json"
 FORMAT = "moefold-routing-1"
+MOST_MANIFEST_BYTES = 1 << 20
+"""100,000 layers have 700 KB."""
 
 Choices = np.ndarray[Any, np.dtype[Any]]
 
@@ -182,8 +185,8 @@ class Trace:
                 "moe.trace_every"
             )
         try:
-            self.shape = _read_manifest(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            self.shape = _read_manifest(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self._key} has a {MANIFEST} that is no {FORMAT} manifest: {error}") from None
         self.steps = traced_steps(self.folder)
 
@@ -299,17 +302,23 @@ def _manifest(shape: TraceShape) -> str:
     return json.dumps({"format": FORMAT, **asdict(shape)})
 
 
-def _read_manifest(text: str) -> TraceShape:
-    record = json.loads(text)
+def _read_manifest(path: Path) -> TraceShape:
+    record = read_json(path, MOST_MANIFEST_BYTES)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError("its format is another one")
-    sizes = {name: int(record[name]) for name in ("num_experts", "top_k", "global_batch_size", "seq_len")}
-    return TraceShape(layers=tuple(int(layer) for layer in record["layers"]), **sizes)
+    sizes = {name: record[name] for name in ("num_experts", "top_k", "global_batch_size", "seq_len")}
+    layers = record["layers"]
+    if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < 2**31 for layer in layers):
+        raise ValueError("its layers are no list of numbers")
+    for name, size in sizes.items():
+        if type(size) is not int or not 0 < size < 2**31:
+            raise ValueError(f"its {name} is no number from 1 to {2**31 - 1}")
+    return TraceShape(layers=tuple(layers), **sizes)
 
 
 def _has_shape(manifest: Path, shape: TraceShape) -> bool:
     try:
-        return _read_manifest(manifest.read_text(encoding="utf-8")) == shape
+        return _read_manifest(manifest) == shape
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -7,12 +7,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from moefold.bounded_read import LongLineError, bounded_lines, open_regular, parse_json
+from moefold.errors import ConfigError
 from moefold.metrics.memory_by_part import MemoryByPart
 from moefold.metrics.moe import MoELayerMetrics
 from moefold.metrics.offload import OffloadMetrics
 from moefold.metrics.rank_times import RankTimes
 from moefold.metrics.replicas import ReplicaMetrics
 
+MOST_STEPS = 2**53
+"""Steps are whole numbers that floats hold too."""
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics inside the run folder: one JSON object a line, one line a step."""
 
@@ -95,13 +99,21 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Yield each line of a metrics file with the record it holds, None where it holds none: a torn write, for example.
 
     Lines come without their newline. A file that does not exist has no lines.
+
+    Raises:
+        ConfigError: it cannot be read, is no regular file, or has a line that no run writes.
     """
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            text = line.rstrip("\n")
-            yield text, _parse(text)
+    try:
+        with open_regular(path) as file:
+            for line in bounded_lines(file):
+                text = line.decode("utf-8", errors="replace").rstrip("\n")
+                yield text, _parse(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; remove it, or name another run") from None
+    except LongLineError as error:
+        raise ConfigError(f"{path} is no file of metrics: {error}; remove it, or name another run") from None
 
 
 def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
@@ -124,8 +136,8 @@ def _finite(value: float | str | None, name: str, nonfinite: dict[str, str]) -> 
 
 def _parse(text: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(text)
-    except json.JSONDecodeError:
+        record = parse_json(text)
+    except ValueError:
         return None
-    is_step = isinstance(record, dict) and isinstance(record.get("step"), int)
-    return record if is_step else None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if type(step) is int and 0 <= step <= MOST_STEPS else None

@@ -1,10 +1,14 @@
-"""Experiment trackers beside metrics.jsonl: TensorBoard and Weights & Biases. Their packages are optional."""
+"""Experiment trackers that get the metrics besides metrics.jsonl: TensorBoard and Weights & Biases, both optional."""
 
 import importlib.util
+import json
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from moefold.config.schema import MetricsConfig
 from moefold.errors import ConfigError
@@ -41,7 +45,19 @@ _LAYER_SCALARS = (
     ("expert_bias_min", "bias_min"),
     ("expert_bias_max", "bias_max"),
 )
-"""Curves that each MoE layer has one of, under the number that it has in the model."""
+"""Metrics of one MoE layer, by the name of their curve."""
+_LOW_IS_BAD = ("router_entropy", "expert_bias_min")
+"""Those that have their minimum over the layers shown too."""
+_TENSORBOARD_FIRST = {"train/loss": "1_loss/train", EVALUATION: "1_loss/eval", "speed/": "2_speed/"}
+"""Tags or groups that TensorBoard, which sorts groups by name, is to show first; digits sort before letters."""
+_WANDB_VARIABLES = (
+    ("project", "WANDB_PROJECT"),
+    ("entity", "WANDB_ENTITY"),
+    ("name", "WANDB_NAME"),
+    ("group", "WANDB_RUN_GROUP"),
+    ("tags", "WANDB_TAGS"),
+)
+"""Arguments of wandb.init that metrics.wandb_* gives, and the variables of the environment that wandb reads itself."""
 
 
 class Tracker(Protocol):
@@ -64,10 +80,10 @@ def check_trackers(metrics: MetricsConfig) -> None:
         ConfigError: a package is missing, or Weights & Biases is to work online and knows no API key.
     """
     if metrics.tensorboard and not _is_installed("tensorboard"):
-        raise ConfigError(_missing("tensorboard", "pip install 'moefold[tensorboard]'"))
+        raise ConfigError(_missing("tensorboard", "pip install -e '.[tensorboard]'"))
     if metrics.wandb:
         if not _is_installed("wandb"):
-            raise ConfigError(_missing("wandb", "pip install 'moefold[track]'"))
+            raise ConfigError(_missing("wandb", "pip install -e '.[track]'"))
         _check_wandb_login()
 
 
@@ -78,34 +94,37 @@ def open_trackers(
 
     Args:
         resume_step: last step that is kept from an earlier process of this run; 0 for a new run.
-        config: the resolved recipe, to show beside the curves.
+        config: the resolved recipe, to show with the curves.
     """
     trackers: list[Tracker] = []
     if metrics.tensorboard:
-        trackers.append(TensorBoardTracker(run_dir, resume_step=resume_step))
+        trackers.append(TensorBoardTracker(run_dir, metrics, resume_step=resume_step, config=config))
     if metrics.wandb:
-        trackers.append(WandbTracker(run_dir, resume_step=resume_step, config=config))
+        trackers.append(WandbTracker(run_dir, metrics, resume_step=resume_step, config=config))
     return tuple(trackers)
 
 
 class TensorBoardTracker:
     """Writes event files into RUN_DIR/tensorboard. A resumed run hides the steps that it repeats."""
 
-    def __init__(self, run_dir: Path, *, resume_step: int) -> None:
+    def __init__(self, run_dir: Path, metrics: MetricsConfig, *, resume_step: int, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(  # type: ignore[no-untyped-call, unused-ignore]
             log_dir=str(run_dir / "tensorboard"), purge_step=resume_step + 1, flush_secs=10
         )
+        self._per_layer = metrics.per_layer
+        if config:
+            self._writer.add_text("recipe", _as_markdown(config), global_step=resume_step)
 
     def log(self, metrics: StepMetrics) -> None:
         """Take one step."""
-        for name, value in _scalars(metrics).items():
-            self._writer.add_scalar(name, value, global_step=metrics.step)
+        for name, value in _scalars(metrics, per_layer=self._per_layer).items():
+            self._writer.add_scalar(_tensorboard_tag(name), value, global_step=metrics.step)
 
     def log_evaluation(self, step: int, eval_loss: float) -> None:
         """Take the held-out loss of a step that was taken without."""
-        self._writer.add_scalar(EVALUATION, eval_loss, global_step=step)
+        self._writer.add_scalar(_tensorboard_tag(EVALUATION), eval_loss, global_step=step)
 
     def close(self) -> None:
         """Write what is still buffered."""
@@ -119,12 +138,12 @@ class WandbTracker:
     earlier process has logged past its last checkpoint keeps its first values there: wandb's history only grows.
     """
 
-    def __init__(self, run_dir: Path, *, resume_step: int, config: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, metrics: MetricsConfig, *, resume_step: int, config: Mapping[str, Any]) -> None:
         import wandb
 
+        self._per_layer = metrics.per_layer
         self._run: Any = wandb.init(
-            project="moefold",
-            name=run_dir.resolve().name,
+            **_wandb_names(run_dir, metrics),
             id=_wandb_id(run_dir, is_new=resume_step == 0),
             dir=str(run_dir),
             resume="allow",
@@ -134,7 +153,7 @@ class WandbTracker:
 
     def log(self, metrics: StepMetrics) -> None:
         """Take one step."""
-        self._run.log(_scalars(metrics), step=metrics.step)
+        self._run.log(_scalars(metrics, per_layer=self._per_layer), step=metrics.step)
 
     def log_evaluation(self, step: int, eval_loss: float) -> None:
         """Take the held-out loss of a step that was taken without: a summary, as the history only grows."""
@@ -145,14 +164,61 @@ class WandbTracker:
         self._run.finish()
 
 
-def _scalars(metrics: StepMetrics) -> dict[str, float]:
-    """Everything that this step knows, under the names of the curves."""
+def _scalars(metrics: StepMetrics, *, per_layer: bool) -> dict[str, float]:
+    """Return everything that this step knows, under the names of the curves."""
     scalars = {name: getattr(metrics, key) for name, key in _SCALARS}
-    for layer in metrics.moe_layers:
-        scalars |= {f"{curve}/layer_{layer.layer:03d}": getattr(layer, key) for curve, key in _LAYER_SCALARS}
+    for curve, key in _LAYER_SCALARS:
+        values = {layer.layer: getattr(layer, key) for layer in metrics.moe_layers}
+        scalars |= _over_layers(curve, [value for value in values.values() if value is not None])
+        if per_layer:
+            scalars |= {f"{curve}/layer_{layer:03d}": value for layer, value in values.items()}
     if metrics.memory_by_part is not None:
         scalars |= {f"memory_by_part/{part}": max(of) / GIB for part, of in metrics.memory_by_part.peak_bytes.items()}
     return {name: value for name, value in scalars.items() if value is not None}
+
+
+def _over_layers(curve: str, values: list[float]) -> dict[str, float]:
+    """Return the mean and the maximum over the MoE layers, NaN if one is NaN; nothing where no layer has a value."""
+    if not values:
+        return {}
+    found = {f"moe_layers/{curve}_mean": float(np.mean(values)), f"moe_layers/{curve}_max": float(np.max(values))}
+    if curve in _LOW_IS_BAD:
+        found[f"moe_layers/{curve}_min"] = float(np.min(values))
+    return found
+
+
+def _tensorboard_tag(name: str) -> str:
+    """Return the tag of a curve in TensorBoard."""
+    for start, first in _TENSORBOARD_FIRST.items():
+        if name.startswith(start):
+            return first + name.removeprefix(start)
+    return name
+
+
+def _as_markdown(config: Mapping[str, Any]) -> str:
+    """Return a resolved recipe as the TOML that it stands for, in a block of code."""
+    lines: list[str] = []
+    for section, keys in config.items():
+        lines += [
+            f"[{section}]",
+            *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()),
+            "",
+        ]
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def _wandb_names(run_dir: Path, metrics: MetricsConfig) -> dict[str, Any]:
+    """Return what wandb.init is told about the run: keys of the recipe, else defaults that the environment leaves open.
+
+    An argument would win over the environment, so that none is given for what a variable of wandb says.
+    """
+    names: dict[str, Any] = {"project": "moefold", "name": run_dir.resolve().name}
+    for argument, variable in _WANDB_VARIABLES:
+        if value := getattr(metrics, f"wandb_{argument}"):
+            names[argument] = list(value) if isinstance(value, tuple) else value
+        elif os.environ.get(variable):
+            names.pop(argument, None)
+    return names
 
 
 def _wandb_id(run_dir: Path, *, is_new: bool) -> str:

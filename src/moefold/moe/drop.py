@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moefold.moe.scope import TokenScope
+
+TIE = {torch.float64: 2.0**-36, torch.float32: 2.0**-19}
+"""Relative difference up to which probabilities of each type are equal: far above what maths in that type rounds off,
+and far below what tells tokens apart."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class DropRule:
         packed = torch.cat([part.detach().double() for part in (ids_TK, probs_TK, keys_T.unsqueeze(1))], 1)
         ids, probs, keys = scope.gather(packed).split([top_k, top_k, 1], 1)
         capacity = self.capacity(len(ids), top_k, num_experts)
-        kept = keep_copies(ids.long(), probs, keys.squeeze(1), num_experts, capacity, self.policy)
+        kept = keep_copies(ids.long(), probs.to(probs_TK.dtype), keys.squeeze(1), num_experts, capacity, self.policy)
         return kept[scope.rank * num_tokens : (scope.rank + 1) * num_tokens]
 
 
@@ -71,14 +75,21 @@ def keep_copies(
 ) -> Tensor:
     """Keep `capacity` copies for each expert: the most probable (ties by key), or those with the smallest keys.
 
+    Probabilities are tied if neighbours in their order differ by no more than `TIE`. Tokens that see the same, such as
+    padding, or the first tokens of samples, have equal probabilities in exact maths, and each mapping rounds them
+    otherwise: without the bound each would keep others of them.
+
     Returns:
         bool [T, K].
     """
-    ids = ids_TK.flatten()
-    order = keys_T.repeat_interleave(ids_TK.shape[1]).argsort(stable=True)
+    ids, top_k = ids_TK.flatten(), ids_TK.shape[1]
+    by_key = keys_T.repeat_interleave(top_k).argsort(stable=True)
+    order = by_key
     if policy == "probs":
         order = order[probs_TK.flatten()[order].argsort(descending=True, stable=True)]
     order = order[ids[order].argsort(stable=True)]
+    if policy == "probs":
+        order = _ties_by_key(order, ids, probs_TK.flatten(), by_key)
     sorted_ids = ids[order]
     # Place in its expert's queue = place in the sorted list - where the expert begins in it.
     first_E = torch.searchsorted(sorted_ids, torch.arange(num_experts, device=ids.device))
@@ -86,3 +97,21 @@ def keep_copies(
     kept = torch.empty_like(ids, dtype=torch.bool)
     kept[order] = queue < capacity
     return kept.view_as(ids_TK)
+
+
+def _ties_by_key(order: Tensor, ids: Tensor, probs: Tensor, by_key: Tensor) -> Tensor:
+    """Sort tied copies by key.
+
+    Args:
+        order: of the copies, by expert and falling probability.
+        ids: of all copies, as `probs`.
+        probs: their weights.
+        by_key: their order by key.
+    """
+    sorted_ids, sorted_probs = ids[order], probs[order]
+    gaps = sorted_probs[:-1] - sorted_probs[1:]
+    is_apart = (gaps > TIE[probs.dtype] * sorted_probs[:-1].abs()) | (sorted_ids[1:] != sorted_ids[:-1])
+    tie = nn.functional.pad(is_apart.long().cumsum(0), (1, 0))
+    place = torch.empty_like(by_key)
+    place[by_key] = torch.arange(len(by_key), device=by_key.device)
+    return order[(tie * len(by_key) + place[order]).argsort()]

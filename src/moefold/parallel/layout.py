@@ -5,7 +5,7 @@ axes; attention uses `tp cp dp pp`, experts use `etp ep edp pp`, over the same r
 """
 
 from dataclasses import dataclass
-from math import isqrt, lcm, log, prod
+from math import lcm, log, prod
 
 from moefold.errors import ConfigError
 
@@ -158,8 +158,17 @@ def fold(
 
 def divisors(n: int) -> list[int]:
     """All positive divisors of n, ascending."""
-    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]
+    found, rest, prime = [1], n, 2
+    while rest > 1:
+        if prime * prime > rest:
+            prime = rest
+        powers = [1]
+        while rest % prime == 0:
+            rest //= prime
+            powers.append(powers[-1] * prime)
+        found = [d * power for d in found for power in powers]
+        prime += 1
+    return sorted(found)
 
 
 def _divide(key: str, value: int, whole: int, name: str, multiple: int) -> int:

@@ -61,7 +61,7 @@ class Pipeline:
                 # Gradients are reduced with each micro-batch, but parameters stay until the step is through.
                 module.set_reshard_after_backward(False)
             if SCHEDULES[schedule].splits_backward:
-                late[i] = queue = LateGradients(module, reduces=zero >= 2)
+                late[i] = queue = LateGradients(module, reduces=zero >= 2, has_hooks=self._held is None)
                 postpone_weight_gradients(module, queue)
 
         def build() -> list[_PipelineStageBase]:

@@ -8,6 +8,7 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.plan.device import Device, load_device
 from moefold.plan.legality import AXES
+from moefold.plan.margin import MARGIN, default_reserve_gib
 from moefold.plan.planner import Planner, Question, name_of
 from moefold.plan.precision import PLANNER_NAMES, WIDE, dtype_fault, simulation_fault
 from moefold.plan.restriction import Restriction
@@ -103,6 +104,7 @@ def _question(base: Config, num_ranks: int, machine: Machine, fixed: dict[str, o
         # says so.
         workload=workload_of(known, WIDE if simulation_fault(cfg, precision, device) else precision),
         restriction=Restriction(fixed),
+        reserve_gib=default_reserve_gib(device),
     )
 
 
@@ -123,7 +125,8 @@ def _words(planner: Planner, best: Plan) -> str:
     q, lines = planner.question, []
     lines.append(
         f"parallel = auto: {name_of(best)} on {q.num_gpus} x {q.device.name}, of {planner.space.count():,} legal "
-        f"mappings; predicted {best.time.total_s:.3g} s a step, bound by {best.binding}"
+        f"mappings; predicted {best.time.total_s:.3g} s a step, bound by {best.binding}; "
+        f"{q.reserve_gib:.1f} of {q.device.memory_gib:.1f} GiB ({MARGIN:.0%}) are left free"
     )
     for plan in planner.first(3)[1:]:
         slower = plan.time.total_s / best.time.total_s - 1

@@ -1,39 +1,74 @@
-"""Charts as SVG: bars in parts, curves, the passes of a pipeline. No more than a page needs; torch-free."""
+"""Charts of the report: bars in parts as HTML, which flow with the page, curves and passes as SVG. Torch-free."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import floor, log2, log10
 
 from markupsafe import Markup, escape
 
-from moefold.plan.timeline import Timeline
+from moefold.plan.timeline import Span, Timeline
+from moefold.plan.timeline_window import overlaps, windows_of, zoom_words
 
 PALETTE = (
-    "#4e79a7",
-    "#f28e2b",
-    "#76b7b2",
-    "#e15759",
-    "#59a14f",
-    "#edc948",
-    "#b07aa1",
-    "#9c755f",
-    "#ff9da7",
-    "#a0cbe8",
-    "#8cd17d",
-    "#d4a6c8",
-    "#bab0ac",
-    "#86bcb6",
-    "#f1ce63",
-    "#d37295",
+    "#1e4ba5",
+    "#e1873c",
+    "#00b4a5",
+    "#872d0f",
+    "#69b4ff",
+    "#e1b42d",
+    "#5a69c3",
+    "#96c387",
+    "#b45a00",
+    "#4b96b4",
+    "#8787f0",
+    "#968769",
+    "#005a5a",
+    "#e1c3c3",
+    "#5a5a87",
+    "#b4e178",
+    "#5a7878",
+    "#00e1ff",
 )
+"""Any two are at least 0.07 apart in OKLab, also as seen with protanopia or deuteranopia (tests/plan/test_chart.py)."""
+TIME_COLOURS = {
+    "attention": PALETTE[0],
+    "dense_mlp": PALETTE[10],
+    "experts": PALETTE[4],
+    "shared_experts": PALETTE[9],
+    "router": PALETTE[14],
+    "permute": PALETTE[2],
+    "head": PALETTE[17],
+    "recompute": PALETTE[6],
+    "launch": PALETTE[11],
+    "offload": PALETTE[13],
+    "tp_comm": PALETTE[5],
+    "cp_comm": PALETTE[15],
+    "etp_comm": PALETTE[7],
+    "ep_comm": PALETTE[1],
+    "pp_comm": PALETTE[8],
+    "dp_comm": PALETTE[3],
+    "bubble": PALETTE[16],
+    "optimizer": PALETTE[12],
+}
+"""By part of a step: compute is blue, communication yellow to brown, the rest between."""
+MEMORY_COLOURS = {
+    "weights": PALETTE[0],
+    "gathered": PALETTE[4],
+    "gradients": PALETTE[2],
+    "optimizer": PALETTE[12],
+    "buffers": PALETTE[14],
+    "activations": PALETTE[1],
+    "dispatch": PALETTE[5],
+    "logits": PALETTE[7],
+    "pipeline": PALETTE[3],
+    "workspace": PALETTE[11],
+}
 INK, FAINT, GRID = "#1c2430", "#6b7685", "#e3e7ec"
 PASS_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 PASS_COLOURS = {"F": "#7fa8d9", "B": "#8fbf8f", "I": "#a9d3a0", "W": "#e3b778"}
+CLOSING_NAMES = {"dp_comm": "gradients over dp", "optimizer": "optimizer"}
 CLOSING_COLOURS = {"dp_comm": "#c9a0c9", "optimizer": "#9a9aa8"}
 EXPOSED = "#d0574f"
-WIDTH = 1160
-NAME_WIDTH = 330
-VALUE_WIDTH = 90
-BAR = 24
 MOST_TOLD = 8000
 """Passes that say what they are where the pointer is; of more, the page would be too large."""
 
@@ -48,138 +83,208 @@ class Curve:
     is_dashed: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One row of stacked bars."""
+
+    name: str
+    note: str
+    """In small letters below the name."""
+    parts: Mapping[str, float]
+    level: str = ""
+    """`near` or `over` a limit, as the sum is then coloured."""
+
+
 def stacked_bars(
-    rows: Sequence[tuple[str, Mapping[str, float]]], unit: str, *, limit: float | None = None, digits: int = 2
+    bars: Sequence[Bar],
+    unit: str,
+    colours: Mapping[str, str],
+    *,
+    limits: Sequence[tuple[float, str]] = (),
+    text: Callable[[float], str],
 ) -> Markup:
-    """A bar for each row, cut into parts that have one colour in all rows; a legend above.
+    """A bar for each row, cut into parts that have one colour in all rows; a legend above, the sums to the right.
 
     Args:
-        rows: names, and the parts of each; parts of 0 take no place.
+        bars: the rows; parts of 0 take no place.
         unit: behind the sums.
-        limit: where a line is drawn, in the unit; None draws none.
-        digits: behind the point.
+        colours: of the parts.
+        limits: where lines are drawn, in the unit, and what they are.
+        text: of an amount.
     """
-    names = list(dict.fromkeys(name for _, parts in rows for name, value in parts.items() if value > 0))
-    colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
-    largest = max([sum(parts.values()) for _, parts in rows] + [limit or 0.0])
-    scale = (WIDTH - NAME_WIDTH - VALUE_WIDTH) / largest if largest else 0.0
-    pieces, legend_height = _legend([(colours[name], name.replace("_", " ")) for name in names])
-    top = legend_height
-    for label, parts in rows:
-        pieces.append(_text(0, top + BAR / 2, label, size=11.5, family="monospace"))
-        left = float(NAME_WIDTH)
-        for name in names:
-            value = parts.get(name, 0.0)
-            if value <= 0:
-                continue
-            title = f"{name.replace('_', ' ')}: {value:.{digits}f} {unit}"
-            pieces.append(_rect((left, top + 3, value * scale, BAR - 6), colours[name], title, kind="part"))
-            left += value * scale
-        total = sum(parts.values())
-        pieces.append(_text(left + 6, top + BAR / 2, f"{total:.{digits}f} {unit}", size=11.5))
-        top += BAR
-    if limit is not None:
-        x = NAME_WIDTH + limit * scale
-        pieces.append(_line((x, legend_height - 2), (x, top + 2), EXPOSED))
-        pieces.append(_text(x - 4, top + 12, f"{limit:.{digits}f} {unit} a GPU", size=11, colour=EXPOSED, anchor="end"))
-        top += 20
-    return _svg(WIDTH, top, pieces)
+    names = [name for name in colours if any(bar.parts.get(name, 0) > 0 for bar in bars)]
+    largest = max([sum(bar.parts.values()) for bar in bars] + [limit for limit, _ in limits])
+    legend = _legend([(colours[name], name.replace("_", " ")) for name in names])
+    form = Markup('<span class="limit {}">{}</span>')
+    lines = [form.format(_limit_kind(i, limits), words) for i, (_, words) in enumerate(limits)]
+    rows = Markup("").join(_bar(bar, (unit, text), colours, largest, limits) for bar in bars)
+    return Markup('<p class="legend">{}{}</p><div class="bars">{}</div>').format(legend, Markup("").join(lines), rows)
 
 
-def line_chart(title: str, x_name: str, y_name: str, curves: Sequence[Curve], *, size: tuple[int, int]) -> Markup:
-    """Curves over a common axis, whose marks are the x of the points, spaced evenly; y begins at 0."""
+def _bar(
+    bar: Bar,
+    words: tuple[str, Callable[[float], str]],
+    colours: Mapping[str, str],
+    largest: float,
+    limits: Sequence[tuple[float, str]],
+) -> Markup:
+    unit, text = words
+    pieces = []
+    for name, colour in colours.items():
+        value = bar.parts.get(name, 0.0)
+        if value > 0:
+            title = f"{name.replace('_', ' ')}: {text(value)} {unit}"
+            form = Markup('<i class="part" style="width:{:.3f}%;background:{}" title="{}"></i>')
+            pieces.append(form.format(100 * value / largest, colour, title))
+    for i, (limit, name) in enumerate(limits):
+        form = Markup('<i class="line {}" style="left:{:.3f}%" title="{}"></i>')
+        pieces.append(form.format(_limit_kind(i, limits), 100 * limit / largest, name))
+    row = Markup(
+        '<div class="bar"><span class="label"><code>{}</code> <small>{}</small></span>'
+        '<span class="track">{}</span><span class="sum {}">{} {}</span></div>'
+    )
+    total = text(sum(bar.parts.values()))
+    return row.format(bar.name, bar.note, Markup("").join(pieces), bar.level, total, unit)
+
+
+def _limit_kind(i: int, limits: Sequence[tuple[float, str]]) -> str:
+    """The last limit is the device's own."""
+    return "hard" if i == len(limits) - 1 else "soft"
+
+
+def round_ticks(top: float, most: int = 5) -> list[float]:
+    """Return round numbers from 0 to the first that is not below `top`: multiples of 1, 2, 2.5 or 5 times 10**k."""
+    if top <= 0:
+        return [0.0, 1.0]
+    size = 10.0 ** floor(log10(top / most))
+    step = next(step for step in (size, 2 * size, 2.5 * size, 5 * size, 10 * size) if step * most >= top * (1 - 1e-9))
+    count = 1
+    while count * step < top * (1 - 1e-9):
+        count += 1
+    return [i * step for i in range(count + 1)]
+
+
+def line_chart(
+    title: str, x_name: str, y_name: str, curves: Sequence[Curve], *, size: tuple[int, int], is_log: bool = False
+) -> Markup:
+    """Curves over a common axis, whose marks are the x of the points; y begins at 0.
+
+    Args:
+        title: of the chart.
+        x_name: below the axis.
+        y_name: above the other one.
+        curves: the lines.
+        size: width and height, which scale with the page.
+        is_log: whether equal ratios of x are equally far apart.
+    """
     width, height = size
     xs = sorted({x for curve in curves for x, _ in curve.points})
-    top = max((y for curve in curves for _, y in curve.points), default=1.0) * 1.08
-    left, right, head, foot = 62.0, width - 14.0, 44.0 + 16 * len(curves), height - 40.0
-    step = (right - left) / max(1, len(xs) - 1)
+    ticks = round_ticks(max((y for curve in curves for _, y in curve.points), default=1.0))
+    left, right, head, foot = 58.0, width - 16.0, 46.0 + 17 * len(curves), height - 42.0
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return left + xs.index(x) * step, foot - (foot - head) * (y / top if top else 0.0)
+        first, here, last = (log2(v) if is_log else v for v in (xs[0], x, xs[-1]))
+        share = (here - first) / (last - first) if last > first else 0.5
+        return left + share * (right - left), foot - (foot - head) * y / ticks[-1]
 
-    pieces = [_text(0, 10, title, size=13, weight="bold")]
-    for i in range(5):
-        y = top * i / 4
-        pieces.append(_line((left, place(xs[0], y)[1]), (right, place(xs[0], y)[1]), GRID))
-        pieces.append(_text(left - 6, place(xs[0], y)[1], _short(y), size=10.5, colour=FAINT, anchor="end"))
+    pieces = [_text(0, 10, title, size=13.5, weight="600")]
+    for y in ticks if xs else ():
+        at = place(xs[0], y)[1]
+        pieces.append(_line((left, at), (right, at), "grid"))
+        pieces.append(_text(left - 7, at, short_number(y), size=11, kind="faint", anchor="end"))
     for x in xs:
-        pieces.append(_text(place(x, 0)[0], foot + 14, f"{x:g}", size=10.5, colour=FAINT, anchor="middle"))
-    pieces.append(_text((left + right) / 2, foot + 30, x_name, size=11, colour=FAINT, anchor="middle"))
+        pieces.append(_text(place(x, 0)[0], foot + 15, f"{x:g}", size=11, kind="faint", anchor="middle"))
+    pieces.append(_text((left + right) / 2, foot + 33, x_name, size=11.5, kind="faint", anchor="middle"))
     for i, curve in enumerate(curves):
-        dash = ' stroke-dasharray="5 4"' if curve.is_dashed else ""
-        spots = [place(x, y) for x, y in curve.points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
-        pieces.append(
-            Markup('<polyline class="curve" points="{}" fill="none" stroke="{}" stroke-width="2"{}/>').format(
-                path, curve.colour, Markup(dash)
-            )
-        )
-        for (x, y), (value, result) in zip(spots, curve.points, strict=True):
-            label = f"{curve.name}: {result:.4g} {y_name} at {value:g}"
-            pieces.append(
-                Markup('<circle cx="{:.1f}" cy="{:.1f}" r="3.5" fill="{}"><title>{}</title></circle>').format(
-                    x, y, curve.colour, label
-                )
-            )
-        pieces.append(_rect((left, 22 + 16 * i, 10, 10), curve.colour, ""))
-        pieces.append(_text(left + 16, 27 + 16 * i, curve.name, size=11, colour=FAINT))
-    pieces.append(_text(0, head - 16, y_name, size=10.5, colour=FAINT))
-    return _svg(width, height, pieces)
+        pieces += _curve(curve, [place(x, y) for x, y in curve.points], y_name)
+        pieces.append(_rect((left, 25 + 17 * i, 11, 11), curve.colour, ""))
+        pieces.append(_text(left + 17, 31 + 17 * i, curve.name, size=11.5, kind="faint"))
+    pieces.append(_text(0, head - 14, y_name, size=11, kind="faint"))
+    return _svg(width, height, pieces, title)
+
+
+def _curve(curve: Curve, spots: Sequence[tuple[float, float]], y_name: str) -> list[Markup]:
+    dash = Markup(' stroke-dasharray="5 4"') if curve.is_dashed else Markup("")
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
+    line = Markup('<polyline class="curve" points="{}" fill="none" stroke="{}" stroke-width="2"{}/>')
+    pieces = [line.format(path, curve.colour, dash)]
+    for (x, y), (value, result) in zip(spots, curve.points, strict=True):
+        label = f"{curve.name}: {result:.4g} {y_name} at {value:g}"
+        form = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="4" fill="{}"><title>{}</title></circle>')
+        pieces.append(form.format(x, y, curve.colour, label))
+    return pieces
 
 
 def pipeline_chart(timeline: Timeline) -> Markup:
-    """The passes of every pipeline rank over time, with the end of the step."""
-    lane, left = 26.0, 84.0
-    scale = (WIDTH - left - 6) / timeline.total_s
-    kinds = {event.action.kind for event in timeline.events if event.action is not None}
+    """The passes of every pipeline rank over time, with the end of the step; a long step in three windows."""
+    windows = windows_of(timeline)
+    shown = [event for event in timeline.events if any(overlaps((event.start_s, event.end_s), w) for w in windows)]
+    kinds = {event.action.kind for event in shown if event.action is not None}
+    closing = {event.part for event in shown if event.action is None}
     entries = [(PASS_COLOURS[kind], name) for kind, name in PASS_NAMES.items() if kind in kinds]
-    entries += [(CLOSING_COLOURS["dp_comm"], "gradients over dp"), (CLOSING_COLOURS["optimizer"], "optimizer")]
-    pieces, top = _legend(entries)
+    entries += [(CLOSING_COLOURS[part], name) for part, name in CLOSING_NAMES.items() if part in closing]
+    width, lane, left, gap = 1160.0, 26.0, 78.0, 18.0
+    each = (width - left - 4 - gap * (len(windows) - 1)) / len(windows)
+    pieces = [
+        _text(0, rank * lane + lane / 2, f"pp rank {rank}", size=12, kind="ink") for rank in range(timeline.num_ranks)
+    ]
+    for i, window in enumerate(windows):
+        pieces += _window(timeline, window, (left + i * (each + gap), each), lane)
+    chart = _svg(width, timeline.num_ranks * lane + 22, pieces, "passes of each pipeline rank")
+    words = zoom_words(timeline, windows)
+    note = (
+        Markup("<p>This shows {}; <code>--timeline step.json</code> has all of it.</p>").format(words) if words else ""
+    )
+    return Markup('<p class="legend">{}</p><div class="scroll wide">{}</div>{}').format(_legend(entries), chart, note)
+
+
+def _window(timeline: Timeline, window: Span, columns: tuple[float, float], lane: float) -> list[Markup]:
+    """The lanes of all ranks for some seconds, from a place of the page on and so wide."""
+    left, width = columns
+    scale = width / (window[1] - window[0])
     halved = timeline.overlaps
     told = sum(1 for rank in range(timeline.num_ranks) for _ in timeline.actions(rank)) <= MOST_TOLD
+
+    def box(span: Span, y: float, height: float) -> tuple[float, float, float, float]:
+        start, end = max(span[0], window[0]), min(span[1], window[1])
+        return left + (start - window[0]) * scale, y, max(0.4, (end - start) * scale - 0.3), height
+
+    pieces = []
     for rank in range(timeline.num_ranks):
-        y = top + rank * lane
-        pieces.append(_text(0, y + lane / 2, f"pp rank {rank}", size=11.5))
-        pieces.append(_rect((left, y + 2, timeline.total_s * scale, lane - 4), "#f1f3f6", ""))
-        for action, (start, end) in timeline.actions(rank):
+        y = rank * lane
+        pieces.append(_rect((left, y + 2, width, lane - 4), "var(--tray)", ""))
+        for action, span in timeline.actions(rank):
+            if not overlaps(span, window):
+                continue
             # Where passes overlap, the forward ones have the upper half.
             low, high = (
                 (2.0, lane - 2) if not halved else (2.0, lane / 2) if action.kind == "F" else (lane / 2, lane - 2)
             )
             title = f"{PASS_NAMES[action.kind]} of micro-batch {action.micro_batch}, stage {action.stage}"
-            title += f": {start:.4f} s to {end:.4f} s"
-            box = (left + start * scale, y + low, max(0.4, (end - start) * scale - 0.3), high - low)
-            pieces.append(_rect(box, PASS_COLOURS[action.kind], title if told else "", kind="pass"))
+            title += f": {span[0]:.4f} s to {span[1]:.4f} s"
+            drawn = box(span, y + low, high - low)
+            pieces.append(_rect(drawn, PASS_COLOURS[action.kind], title if told else "", kind="pass"))
         for event in timeline.of(rank, "compute", "communication"):
-            if event.action is None:
-                box = (left + event.start_s * scale, y + 2, (event.end_s - event.start_s) * scale, lane - 4)
-                title = f"{event.part}: {event.end_s - event.start_s:.4f} s"
-                pieces.append(_rect(box, CLOSING_COLOURS[event.part], title))
-    foot = top + timeline.num_ranks * lane
-    for i in range(6):
-        seconds = timeline.total_s * i / 5
-        anchor = "start" if i == 0 else "end" if i == 5 else "middle"
+            span = event.start_s, event.end_s
+            if event.action is None and overlaps(span, window):
+                title = f"{CLOSING_NAMES[event.part]}: {event.end_s - event.start_s:.4f} s"
+                pieces.append(_rect(box(span, y + 2, lane - 4), CLOSING_COLOURS[event.part], title))
+    foot = timeline.num_ranks * lane
+    for i, anchor in ((0, "start"), (1, "middle"), (2, "end")):
+        seconds = window[0] + (window[1] - window[0]) * i / 2
         pieces.append(
-            _text(left + seconds * scale, foot + 12, f"{seconds:.3g} s", size=10.5, colour=FAINT, anchor=anchor)
+            _text(left + width * i / 2, foot + 13, f"{seconds:.3g} s", size=11.5, kind="faint", anchor=anchor)
         )
-    return _svg(WIDTH, foot + 22, pieces)
+    return pieces
 
 
-def _legend(entries: Sequence[tuple[str, str]]) -> tuple[list[Markup], float]:
-    """Colours with their names in lines, and the height of them."""
-    pieces, left, top = [], 0.0, 0.0
-    for colour, name in entries:
-        width = 28 + 6.6 * len(name)
-        if left + width > WIDTH:
-            left, top = 0.0, top + 18
-        pieces.append(_rect((left, top + 3, 11, 11), colour, ""))
-        pieces.append(_text(left + 16, top + 9, name, size=11.5, colour=FAINT))
-        left += width
-    return pieces, top + 26
+def _legend(entries: Sequence[tuple[str, str]]) -> Markup:
+    form = Markup('<span><i style="background:{}"></i>{}</span>')
+    return Markup("").join(form.format(colour, name) for colour, name in entries)
 
 
-def _svg(width: float, height: float, pieces: Sequence[Markup]) -> Markup:
-    head = Markup('<svg viewBox="0 0 {:.0f} {:.0f}" width="{:.0f}" role="img">').format(width, height, width)
+def _svg(width: float, height: float, pieces: Sequence[Markup], label: str) -> Markup:
+    head = Markup('<svg viewBox="0 0 {:.0f} {:.0f}" role="img" aria-label="{}">').format(width, height, label)
     return head + Markup("").join(pieces) + Markup("</svg>")
 
 
@@ -191,29 +296,22 @@ def _rect(box: tuple[float, float, float, float], fill: str, title: str, *, kind
     )
 
 
-def _line(start: tuple[float, float], end: tuple[float, float], colour: str) -> Markup:
-    return Markup('<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" stroke="{}"/>').format(*start, *end, colour)
+def _line(start: tuple[float, float], end: tuple[float, float], kind: str) -> Markup:
+    return Markup('<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" class="{}"/>').format(*start, *end, kind)
 
 
 def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: float,
-    colour: str = INK,
-    anchor: str = "start",
-    weight: str = "normal",
-    family: str = "inherit",
+    x: float, y: float, text: str, *, size: float, kind: str = "ink", anchor: str = "start", weight: str = "normal"
 ) -> Markup:
     form = (
-        '<text x="{:.1f}" y="{:.1f}" font-size="{}" fill="{}" text-anchor="{}" font-weight="{}" font-family="{}" '
+        '<text x="{:.1f}" y="{:.1f}" font-size="{}" class="{}" text-anchor="{}" font-weight="{}" '
         'dominant-baseline="central">{}</text>'
     )
-    return Markup(form).format(x, y, size, colour, anchor, weight, family, escape(text))
+    return Markup(form).format(x, y, size, kind, anchor, weight, escape(text))
 
 
-def _short(value: float) -> str:
+def short_number(value: float) -> str:
+    """Return a round number in few letters, such as `250 k`."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g} {unit}"

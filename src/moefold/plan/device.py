@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from moefold.bounded_read import RECIPE_BYTES, parse_toml, read_text
 from moefold.config.keys import nearest
 from moefold.errors import ConfigError
 
@@ -135,7 +136,7 @@ def load_device(name_or_path: str) -> Device:
     if name_or_path.endswith(".toml"):
         path = Path(name_or_path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path, RECIPE_BYTES)
         except OSError as error:
             raise ConfigError(f"--gpu {name_or_path}: cannot be read ({error.strerror or error})") from None
         except UnicodeDecodeError as error:
@@ -180,7 +181,7 @@ def _device_of(text: str, where: str) -> Device:
 
 def _tree_of(text: str, where: str) -> dict[str, Any]:
     try:
-        tree = tomllib.loads(text)
+        tree = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where}: not TOML: {error}") from None
     base = tree.pop("base", "")

@@ -231,7 +231,7 @@ class KeptActivations:
             size = _foreign_layer_bytes(self.shape, kind, m, self.workload, recompute) * tokens
             kept[kind] = Parts({FOREIGN: round(size)})
             table[0, columns.kept + kind] = kept[kind].total()
-        copies = max(_copies(kind.feed_forward, self.workload) for kind in self.shape.kinds)
+        copies = max(copies_of(kind.feed_forward, self.workload) for kind in self.shape.kinds)
         dispatch = 2 * tokens / m.tp * copies * self.shape.hidden_size * BYTES
         for kind in range(columns.kinds):
             table[1, columns.passing + kind] = dispatch
@@ -326,12 +326,12 @@ def _foreign_experts_bytes(
     shared = 0 if "shared_experts" in recompute else layer.matrices * layer.shared_width
     if "moe" in recompute:
         return shared * BYTES / m.tp
-    rows = _copies(layer, workload) * m.etp
+    rows = copies_of(layer, workload) * m.etp
     inner = (layer.matrices - ("expert_activation" in recompute)) * layer.width / m.etp
     return (shared + rows * (inner + (layer.expert_input or h))) * BYTES / m.tp
 
 
-def _copies(layer: FeedForward | None, workload: Workload) -> float:
+def copies_of(layer: FeedForward | None, workload: Workload) -> float:
     """Copies for each token of a rank that its experts receive."""
     if layer is None or layer.kind != "moe":
         return 0.0

@@ -299,7 +299,7 @@ class _ExpertPrice:
         there = self._talk(rows, times.workload.dispatch_bytes)
         talk = self._talk(rows, products.value_bytes)
         router = self._router()
-        permute = self._permute(rows / self.etp)
+        permute = self._permute(rows, local_experts)
         passes = products.pass_s(5 * self.local * hidden * products.value_bytes)
         forward = [Work("router", router + passes), Work("permute", permute), *there, Work("experts", experts)]
         forward += [*reversed(talk), Work("permute", permute)]
@@ -345,12 +345,19 @@ class _ExpertPrice:
         rate = self.times.device.peak("bf16") * 0.1
         return flops / rate + self.times.products.pass_s(self.local * (6 * hidden + ROUTER_BYTES * experts))
 
-    def _permute(self, rows: float) -> float:
-        """One side's copies: read each token and write its copies, and sort what arrived by expert."""
+    def _permute(self, rows: float, local_experts: int) -> float:
+        """One side's copies: read each token and write its copies, and sort what arrived by expert.
+
+        Copies arrive in the order of their senders, and are sorted once the etp group has gathered them: a rank with
+        one expert, or with all of them, has nothing to sort (`AllToAllPlan.order`; Megatron-Core's dispatcher does the
+        same).
+        """
         products = self.times.products
         if self._fuses:
-            return products.pass_s((self.local + rows) * self.width * products.value_bytes)
-        return products.pass_s((self.local + self.copies + 2 * rows) * self.width * products.value_bytes)
+            return products.pass_s((self.local + rows / self.etp) * self.width * products.value_bytes)
+        is_sorted = local_experts == 1 or self.ep * self.etp == 1
+        sorting = 0.0 if is_sorted else 2 * rows
+        return products.pass_s((self.local + self.copies + sorting) * self.width * products.value_bytes)
 
     def _talk(self, rows: float, value_bytes: float) -> tuple[Work, Work]:
         """The exchanges of one way, of which the experts get so many rows."""

@@ -15,8 +15,9 @@ from moefold.config.schema import Config
 from moefold.metrics.pass_memory import pauses_again
 from moefold.plan.columns import Columns, columns_of
 from moefold.plan.device import GIB, Device
+from moefold.plan.flop_count import layer_parameters
 from moefold.plan.held_states import STATE_PARTS, HeldStates
-from moefold.plan.kept import KEPT_PARTS, KeptActivations, recipe_of
+from moefold.plan.kept import KEPT_PARTS, KeptActivations, copies_of, recipe_of
 from moefold.plan.mapping import Mapping
 from moefold.plan.moments import Moments, Order, heaviest_of, moments_of
 from moefold.plan.moments_back import MomentsBack
@@ -27,6 +28,9 @@ from moefold.plan.workload import Workload
 
 OVERHEAD_GIB = 3.0
 """CUDA context, buffers of NCCL and of the libraries of products, and what the allocator cannot fill."""
+WORKING_ROWS = 4
+"""Rows of the inner width that the backward pass of an expert has at once for each of its rows, beside what was kept or
+computed again: the gradient of the hidden values, the hidden values, and the gradients of gate and up."""
 MEMORY_PARTS = (*STATE_PARTS, *KEPT_PARTS, "workspace")
 """Of `MemoryEstimate`."""
 
@@ -95,7 +99,35 @@ class Memory:
         self._moments: dict[Order, Moments] = {}
         self._heaviest: dict[Order, Moments] = {}
         self.back = MomentsBack(self.states)
-        self.workspace = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
+        self._overhead = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
+        self._backward: dict[tuple[int, ...], float] = {}
+
+    def workspace(self, m: Mapping) -> float:
+        """Bytes of `OVERHEAD_GIB`, and of what the backward pass of one layer makes and forgets."""
+        key = (m.tp, m.cp, m.mbs, m.ep, m.etp)
+        if key not in self._backward:
+            self._backward[key] = self._backward_bytes(m)
+        return self._overhead + (self._backward[key] if m.world_size > 1 else 0.0)
+
+    def _backward_bytes(self, m: Mapping) -> float:
+        """Bytes of the fullest module of FSDP2: its whole gradients, and what makes or what reduces them.
+
+        Experts make them with `WORKING_ROWS` of their inner width for each row (`SortedExperts.backward`; on a CPU
+        these are made in place). FSDP2 copies them together into one buffer of the reduced type (`foreach_reduce`),
+        whatever is sharded. Megatron-Core adds and reduces gradients in place, and its rows that were fitted had room.
+        """
+        w, found = self.workload, 0.0
+        if w.is_megatron:
+            return 0.0
+        tokens = m.mbs * w.seq_len / (m.cp * m.tp)
+        working = 0 if self.device.name == "cpu" else WORKING_ROWS * w.value_bytes
+        for kind, layer in enumerate(self.shape.kinds):
+            dense, experts = layer_parameters(self.shape, kind)
+            copies = copies_of(layer.feed_forward, w)
+            rows = tokens * copies * layer.feed_forward.width if layer.feed_forward else 0.0
+            for size, work in ((dense / m.tp, 0.0), (experts / (m.ep * m.etp), rows * working)):
+                found = max(found, size * w.value_bytes + max(size * max(w.reduce_bytes, w.value_bytes), work))
+        return found
 
     def estimate(self, m: Mapping) -> MemoryEstimate:
         """All of it, by part."""
@@ -108,7 +140,7 @@ class Memory:
         parts = dict(zip(STATE_PARTS, (states @ moments.held[at]).tolist(), strict=True))
         parts |= dict(zip(KEPT_PARTS, (kept @ moments.active[at]).tolist(), strict=True))
         parts["optimizer"] += max(0.0, float(back[at] - active[at]))
-        return MemoryEstimate(**parts, workspace=self.workspace, capacity=self.device.memory_bytes)
+        return MemoryEstimate(**parts, workspace=self.workspace(m), capacity=self.device.memory_bytes)
 
     def room(self, m: Mapping, kept: NDArray[np.float64], pauses: NDArray[np.intp]) -> "Room":
         """What the savers of a pipeline are asked about.
@@ -197,7 +229,7 @@ class Room:
             activations: those of some savers, [moments, savers].
         """
         memory, held = self._memory, self._moments.held
-        states = held @ memory.resting_bytes(m) + memory.workspace
+        states = held @ memory.resting_bytes(m) + memory.workspace(m)
         least: float = (states + memory.back.at(m, held)).max()
         found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0).clip(min=least)
         return found

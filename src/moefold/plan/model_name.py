@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from moefold.config.hub_name import download_advice
 from moefold.config.keys import nearest
 from moefold.config.load import load_config
 from moefold.config.presets import preset_names
@@ -60,10 +61,18 @@ def read_shape(name: str) -> ModelShape:
     if path.name == "config.json" or path.is_dir():
         return shape_of(read_model_config(path.parent if path.name == "config.json" else path))
     known = known_name(name)
+    if known is None and path.is_file():
+        raise ConfigError(
+            f"model {name!r} is a file and neither a recipe ending in .toml nor a config.json; give it one of these "
+            "names if it is one, or name a preset"
+        )
     if known is None:
         names = plannable_names()
         guess = nearest(name.lower(), names, cutoff=0.5)
         hint = f"did you mean {guess!r}? The" if guess else "the"
+        if advice := download_advice(name):
+            namesake = known_name(name.rpartition("/")[2])
+            hint = f"{f'{namesake!r} is known by its name; or, as ' if namesake else ''}{advice}; the"
         raise ConfigError(
             f"model {name!r} is unknown; {hint} models are {', '.join(sorted(names))}; "
             "or name a recipe.toml, or a folder with a config.json"

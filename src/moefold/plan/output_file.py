@@ -1,4 +1,4 @@
-"""Whether a file that is written at the end of a search can be written, asked before it. Torch-free."""
+"""Checks of a file that a command writes at its end, made before its work. Torch-free."""
 
 import errno
 import os
@@ -21,6 +21,16 @@ def check_output(option: str, path: Path, endings: tuple[str, ...]) -> None:
     if path.suffix.lower() not in endings:
         raise ConfigError(f"{option} {path} must end in {' or '.join(endings)}")
     check_place(option, path)
+
+
+def refuse_existing(option: str, path: Path, *, force: bool) -> None:
+    """Refuse a file that exists, unless it is to be replaced.
+
+    Raises:
+        ConfigError: it exists, and `force` is False.
+    """
+    if path.is_file() and not force:
+        raise ConfigError(f"{option} {path} exists already; add --force to replace it, or name another file")
 
 
 def check_place(option: str, path: Path) -> None:

@@ -135,7 +135,8 @@ class FoldPrices:
         held, active = self._lightest(fold, base, probe)
         n, ways = self.num_micro_batches(fold, base), []
         # A byte more, so that rounding leaves out nothing that fits.
-        rooms = memory.device.memory_bytes + 1 - memory.workspace - self.resting(fold, base, self.space.zeros) @ held.T
+        free = memory.device.memory_bytes + 1 - memory.workspace(probe)
+        rooms = free - self.resting(fold, base, self.space.zeros) @ held.T
         for home, room in zip(self.homes(self.space.zeros), rooms, strict=True):
             if room.min() > 0:
                 m = mapping_of(fold, base, base.pipelines[0], *home)
@@ -168,7 +169,7 @@ class FoldPrices:
         held, active = self.heaviest_of(fold, base)
         of_savers = active @ kept.T
         resting = self.resting(fold, base, self.space.zeros).min(axis=0)
-        may_fit = self.fits(held @ resting, of_savers)
+        may_fit = self.fits(held @ resting + self.memory.workspace(probe), of_savers)
         least = np.where(may_fit, passes.seconds, inf).min(axis=1) + STEP_S
         return Opened(base, which, passes, kept, of_savers, may_fit, tuple(least.tolist()))
 
@@ -176,10 +177,10 @@ class FoldPrices:
         """Which savers fit in some moments, [..., savers].
 
         Args:
-            resting: bytes of states, [..., moments].
+            resting: bytes of states and of the workspace, [..., moments].
             active: bytes of activations, [..., moments, savers].
         """
-        totals = ((resting + self.memory.workspace)[..., None] + active).max(axis=-2)
+        totals = (resting[..., None] + active).max(axis=-2)
         found: NDArray[np.bool_] = totals <= self.memory.device.memory_bytes
         return found
 
@@ -247,7 +248,9 @@ class PipelineChoice:
         if not some.size:
             return inf
         passes, active = self._passes.at(some), self._active[:, some]
-        fits = prices.fits(prices.resting(self._fold, self._base, self._zeros) @ self._held.T, active)
+        resting = prices.resting(self._fold, self._base, self._zeros) @ self._held.T
+        workspace = prices.memory.workspace(mapping_of(self._fold, self._base, self._pipeline))
+        fits = prices.fits(resting + workspace, active)
         homes = prices.homes(self._zeros)
         for number in np.flatnonzero(fits.any(axis=1)):
             m = mapping_of(self._fold, self._base, self._pipeline, *homes[number])

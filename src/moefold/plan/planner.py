@@ -14,7 +14,7 @@ from moefold.plan.legality import Legality
 from moefold.plan.memory import Memory
 from moefold.plan.model_name import read_shape
 from moefold.plan.reason import why_illegal
-from moefold.plan.restriction import FOLDED, Restriction
+from moefold.plan.restriction import FOLDED, METHODS, Restriction
 from moefold.plan.search import Plan, Search
 from moefold.plan.shape import ModelShape, shape_of
 from moefold.plan.space import MappingSpace
@@ -36,6 +36,13 @@ class Question:
     device: Device
     workload: Workload
     restriction: Restriction = Restriction()
+    reserve_gib: float = 0.0
+    """Memory of each device that a mapping has to leave free."""
+
+    @property
+    def usable(self) -> Device:
+        """The device with the memory that a mapping may use."""
+        return replace(self.device, memory_gib=self.device.memory_gib - self.reserve_gib)
 
     @property
     def num_gpus(self) -> int:
@@ -45,7 +52,7 @@ class Question:
     @property
     def priced(self) -> Workload:
         """The workload with the order of ranks that the method has."""
-        return replace(self.workload, coupled=self.restriction.method != FOLDED)
+        return replace(self.workload, coupled=not METHODS[self.restriction.method].folds_cp)
 
     def on(self, num_gpus: int) -> "Question":
         """The same question for another number of GPUs."""
@@ -75,7 +82,7 @@ class Planner:
         q = self.question
         workload = q.priced
         split = RecipeSplit(q.base, q.shape)
-        memory = Memory(q.shape, workload, q.device, q.base, split)
+        memory = Memory(q.shape, workload, q.usable, q.base, split)
         return Search(self.space, Pricer(q.shape, q.device, workload, memory.kept, split), memory)
 
     def pricer_of(self, plan: Plan) -> Pricer:
@@ -162,8 +169,8 @@ class Planner:
         q, gib = self.question, 2**30
         least = min(self.plans, key=lambda plan: plan.memory.total)
         text = (
-            f"no mapping of {q.shape.name} on {q.num_gpus} GPUs fits into {q.device.memory_bytes / gib:.0f} GiB of "
-            f"{q.device.name}: the least is {least.memory.total / gib:.0f} GiB with {name_of(least)}"
+            f"no mapping of {q.shape.name} on {q.num_gpus} GPUs fits into {q.usable.memory_bytes / gib:.0f} GiB of "
+            f"{q.device.name}{_less(q)}: the least is {least.memory.total / gib:.0f} GiB with {name_of(least)}"
         )
         ways = []
         enough = self._enough_gpus()
@@ -185,9 +192,17 @@ class Planner:
     def _larger_devices(self, least: Plan) -> list[tuple[str, float]]:
         from moefold.plan.device import GIB, device_names, load_device
 
+        q = self.question
+        share = q.reserve_gib / q.device.memory_gib
         sizes = {name: load_device(name).memory_gib for name in device_names() if name != "cpu"}
-        enough = {name: size for name, size in sizes.items() if size * GIB >= least.memory.total}
+        enough = {name: size for name, size in sizes.items() if size * (1 - share) * GIB >= least.memory.total}
         return sorted(enough.items(), key=lambda item: item[1])[:2]
+
+
+def _less(question: Question) -> str:
+    """What is kept free, in words."""
+    q = question
+    return f" ({q.device.memory_gib:g} less {q.reserve_gib:.1f} kept free)" if q.reserve_gib else ""
 
 
 def word_of(value: Any) -> str:

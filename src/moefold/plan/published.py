@@ -6,11 +6,13 @@ the mapping is incomplete and the row is skipped.
 """
 
 import csv
+import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moefold.bounded_read import TABLE_BYTES, read_bytes
 from moefold.errors import ConfigError
 from moefold.plan.device import device_names, load_device
 from moefold.plan.mapping import Mapping
@@ -108,12 +110,12 @@ def read_rows(path: Path) -> list[Row]:
         ConfigError: the file cannot be read or lacks a column.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            lacking = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
-            if lacking:
-                raise ConfigError(f"{path}: lacks the columns {', '.join(lacking)}; see `moefold plan-accuracy --help`")
-            return [Row({column: line[column] or "" for column in COLUMNS}) for line in reader]
+        text = read_bytes(path, TABLE_BYTES).decode("utf-8")
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        lacking = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+        if lacking:
+            raise ConfigError(f"{path}: lacks the columns {', '.join(lacking)}; see `moefold plan-accuracy --help`")
+        return [Row({column: line[column] or "" for column in COLUMNS}) for line in reader]
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -233,7 +235,7 @@ def _workload(row: Row, gpu: str, mapping: Mapping) -> Workload:
         cuda_graphs="full" if is_new else graphs,
         fused_experts=is_new,
         causal=not is_paper and not (0, 0) < row.release < (25, 6),
-        coupled=is_paper and row["method"] in BASELINES,
+        coupled=is_paper and row["method"] in BASELINES and mapping.dp % mapping.ep == 0,
         overlaps_gathers=not is_paper,
         shards_over_dp_alone=is_paper,
         overlaps_tensor="Megatron-Bridge" in row["method"] and _is_dense(row),

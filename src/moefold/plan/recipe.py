@@ -1,6 +1,7 @@
 """A planned mapping as a recipe that trains. Torch-free."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,16 @@ DERIVED_DISPATCHERS = {"deepep": "auto", "hybridep": "auto"}
 """The recipe leaves kernels that may not be installed to the run: auto takes them where they can run."""
 ALWAYS = ("parallel.world_size", "train.seq_len", "train.micro_batch_size", "train.global_batch_size")
 """Keys that a planned recipe says even where they are the default."""
+FILL_IN = {
+    "run.dir": "your folder for metrics and checkpoints",
+    "run.steps": "your tokens / (seq_len * global_batch_size)",
+    "train.lr": "your peak learning rate, for this model and batch",
+    "train.warmup_steps": "steps of linear warm-up, a few percent of run.steps or more",
+    "data.kind": "your data: docs/data.md",
+    "data.path": "your file or folder, or a list of them",
+    "data.tokenizer": "the tokenizer.json of the model; bytes: one token a byte",
+}
+"""Keys that a bare model says nothing about, each with a comment on what to change."""
 
 
 def config_under(legality: Legality, mapping: Mapping) -> Config:
@@ -61,13 +72,30 @@ def config_under(legality: Legality, mapping: Mapping) -> Config:
     return cfg
 
 
-def write_recipe(cfg: Config, path: Path, remarks: list[str]) -> None:
+def with_run(cfg: Config, name: str) -> Config:
+    """Return the config of a bare model with a run, a schedule and a place for data, which `FILL_IN` explains.
+
+    Args:
+        cfg: a model under a mapping; the rest is the default.
+        name: name of the model, for the folder of the run.
+    """
+    folder = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip(".-") or "planned"
+    return replace(
+        cfg,
+        run=replace(cfg.run, dir=f"runs/{folder}", steps=1000),
+        train=replace(cfg.train, warmup_steps=100),
+        data=replace(cfg.data, kind="text", path="path/to/your/text"),
+    )
+
+
+def write_recipe(cfg: Config, path: Path, remarks: list[str], comments: dict[str, str]) -> None:
     """Write a recipe, and make sure that it says what the config says.
 
     Args:
         cfg: a config that passes `check_config`.
         path: the file, ending in .toml.
         remarks: comments at its top.
+        comments: comments on its keys, by "section.key"; these keys are written even where they are the default.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -75,27 +103,30 @@ def write_recipe(cfg: Config, path: Path, remarks: list[str]) -> None:
     if path.suffix != ".toml":
         raise ConfigError(f"--recipe {path} must end in .toml")
     try:
-        path.write_text(recipe_text(cfg, remarks), encoding="utf-8")
+        path.write_text(recipe_text(cfg, remarks, comments), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--recipe {path} cannot be written: {error.strerror}") from None
     check_config(load_config(path))
 
 
-def recipe_text(cfg: Config, remarks: list[str]) -> str:
-    """The keys that differ from the defaults, or from the preset."""
+def recipe_text(cfg: Config, remarks: list[str], comments: dict[str, str]) -> str:
+    """Return the keys that differ from the defaults, or from the preset, and those that have a comment."""
     lines = [f"# {remark}".rstrip() for remark in remarks]
     for section in sections():
-        lines += _section_lines(cfg, section)
+        lines += _section_lines(cfg, section, comments)
     return "\n".join(lines) + "\n"
 
 
-def _section_lines(cfg: Config, section: str) -> list[str]:
+def _section_lines(cfg: Config, section: str, comments: dict[str, str]) -> list[str]:
     part = getattr(cfg, section)
     preset = load_preset(cfg.model.preset) if section == "model" and cfg.model.preset else {}
     lines = []
     for key in part.__dataclass_fields__:
         value = getattr(part, key)
-        if f"{section}.{key}" in ALWAYS or value != preset.get(key, default_of(section, key)):
+        name = f"{section}.{key}"
+        if name in comments:
+            lines.append(f"{key} = {_toml(value)}  # {comments[name]}")
+        elif name in ALWAYS or value != preset.get(key, default_of(section, key)):
             lines.append(f"{key} = {_toml(value)}")
     return ["", f"[{section}]", *lines] if lines else []
 

@@ -10,9 +10,18 @@ from typing import Protocol
 from jinja2 import Environment
 from markupsafe import Markup
 
+from moefold import __version__
 from moefold.errors import ConfigError
 from moefold.parallel.layout import Layout, fold
-from moefold.plan.chart import PALETTE, Curve, line_chart, pipeline_chart, stacked_bars
+from moefold.plan.chart import (
+    MEMORY_COLOURS,
+    TIME_COLOURS,
+    Bar,
+    Curve,
+    line_chart,
+    pipeline_chart,
+    stacked_bars,
+)
 from moefold.plan.device import GIB, Device
 from moefold.plan.mapping import Mapping
 from moefold.plan.memory import MEMORY_PARTS
@@ -22,12 +31,17 @@ from moefold.plan.stage_work import simulate_mapping
 from moefold.plan.step_time import Pricer, StepTime
 from moefold.plan.timeline import Timeline
 from moefold.plan.views_chart import axis_choices, drawn_views, view_chart
+from moefold.plan.wording import compact_name, rate_text, saver_words, seconds_text
 from moefold.plan.workload import Workload
 
 BANDWIDTHS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 IMBALANCES = (1.0, 1.2, 1.5, 2.0, 3.0)
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
 SHOWN = 10
+FIRST, SECOND = "var(--first)", "var(--second)"
+"""Colours of curves, which differ on a dark page."""
+NEAR, OVER = 0.9, 0.95
+"""Shares of a GPU's memory from which a total is marked as near its limit, and as too near."""
 MOST_NODES_GPUS = 1024
 """More GPUs than so many are drawn in part: the picture repeats itself."""
 
@@ -80,6 +94,20 @@ class Study:
     """The best for another number of GPUs, None where nothing is legal or fits."""
     disturbance: Disturbance | None = None
     """Of the simulated step."""
+    reserve_gib: float = 0.0
+    """Memory of each GPU that a mapping leaves free."""
+    source: "Source | None" = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a page comes from, for its foot and its button."""
+
+    command: str
+    """That has written it."""
+    date: str
+    recipe: str = ""
+    """Of the best mapping; empty where none can be written."""
 
 
 def write_report(study: Study, path: Path) -> None:
@@ -107,46 +135,41 @@ def report_html(study: Study) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((files("moefold.plan") / "report.html").read_text(encoding="utf-8"))
     shown = study.plans[:SHOWN]
+    scaling = list(_scaling(study))
     return template.render(
         study=study,
+        source=study.source,
+        version=__version__,
         best=best,
         best_name=name_of(best.mapping),
+        level=level_of(best, study.gpu),
+        step=seconds_text(best.time.total_s),
+        tokens=rate_text(best.time.tokens_per_s_per_gpu),
         binding=best.time.binding.replace("_", " "),
-        rows=list(_rows(shown)),
+        rows=list(_rows(shown, study.gpu)),
         views=list(_views(study, best.mapping)),
-        memory=stacked_bars(
-            [(f"{i}  {degrees_of(plan.mapping)}", memory_gib(plan.memory)) for i, plan in enumerate(shown, 1)],
-            "GiB",
-            limit=study.gpu.memory_bytes / GIB,
-            digits=1,
-        ),
+        memory=_memory_bars(study, shown),
         time=stacked_bars(
-            [(f"{i}  {degrees_of(plan.mapping)}", plan.time.parts) for i, plan in enumerate(shown, 1)], "s", digits=3
+            [
+                Bar(name=compact_name(plan.mapping), note=saver_words(plan.mapping), parts=plan.time.parts)
+                for plan in shown
+            ],
+            "s",
+            TIME_COLOURS,
+            text=seconds_text,
         ),
         timeline=pipeline_chart(timeline),
         measured=_measured(timeline),
         charts=list(_sensitivity(study, best.mapping)),
-        scaling=_scaling(study),
+        scaling=scaling,
+        scaling_chart=_scaling_chart(scaling),
         data=_data(study, shown),
     )
 
 
 def name_of(mapping: Mapping) -> str:
     """A mapping in one line, without what is as usual."""
-    m, words = mapping, [degrees_of(mapping)]
-    if m.pp > 1 and m.schedule != "1f1b":
-        words.append(m.schedule)
-    if m.zero != 1:
-        words.append(f"zero{m.zero}")
-    words += [f"-{part}" for part in m.recompute] + [f"offload {part}" for part in m.offload]
-    return " ".join([*words, *(["overlap"] if m.overlap else [])])
-
-
-def degrees_of(mapping: Mapping) -> str:
-    """The degrees of both views, pp with its virtual stages."""
-    m = mapping
-    chunks = f"x{m.vpp}" if m.vpp > 1 else ""
-    return f"tp{m.tp} cp{m.cp} dp{m.dp} pp{m.pp}{chunks} ep{m.ep} etp{m.etp} mbs{m.mbs}"
+    return ", ".join(filter(None, (compact_name(mapping), saver_words(mapping))))
 
 
 def memory_gib(memory: Memory) -> dict[str, float]:
@@ -154,19 +177,44 @@ def memory_gib(memory: Memory) -> dict[str, float]:
     return {part: getattr(memory, part) / GIB for part in MEMORY_PARTS}
 
 
-def _rows(plans: Sequence[PricedPlan]) -> Iterator[dict[str, object]]:
+def level_of(plan: PricedPlan, gpu: Device) -> str:
+    """Return `over` where a mapping takes nearly all memory of a GPU or more, `near` where it takes much of it."""
+    share = plan.memory.total / gpu.memory_bytes
+    return "over" if share > OVER or not plan.memory.fits else "near" if share > NEAR else ""
+
+
+def _memory_bars(study: Study, plans: Sequence[PricedPlan]) -> Markup:
+    gpu = study.gpu
+    limits = [(gpu.memory_gib, f"{gpu.memory_gib:.1f} GiB: all of a GPU")]
+    if study.reserve_gib:
+        usable = gpu.memory_gib - study.reserve_gib
+        limits.insert(0, (usable, f"{usable:.1f} GiB: what a mapping may use"))
+    bars = [
+        Bar(
+            name=compact_name(plan.mapping),
+            note=saver_words(plan.mapping),
+            parts=memory_gib(plan.memory),
+            level=level_of(plan, gpu),
+        )
+        for plan in plans
+    ]
+    return stacked_bars(bars, "GiB", MEMORY_COLOURS, limits=limits, text="{:.1f}".format)
+
+
+def _rows(plans: Sequence[PricedPlan], gpu: Device) -> Iterator[dict[str, object]]:
     for place, plan in enumerate(plans, 1):
-        m, time = plan.mapping, plan.time
+        time = plan.time
         yield {
             "place": place,
-            "mapping": m,
-            "recompute": ", ".join(m.recompute) or "-",
-            "step_s": f"{time.total_s:.3f}",
-            "mfu": f"{time.mfu:.1%}",
-            "tokens": f"{time.tokens_per_s_per_gpu:,.0f}",
+            "mapping": plan.mapping,
+            "recompute": " + ".join(plan.mapping.recompute) or "–",
+            "offload": " + ".join(plan.mapping.offload) or "–",
+            "step_s": seconds_text(time.total_s),
+            "mfu": f"{time.mfu:.0%}",
+            "tokens": rate_text(time.tokens_per_s_per_gpu),
             "tflops": f"{time.tflops_per_gpu:.0f}",
             "memory": f"{plan.memory.total / GIB:.1f}",
-            "fits": plan.memory.fits,
+            "level": level_of(plan, gpu),
             "binding": time.binding.replace("_", " "),
         }
 
@@ -196,10 +244,10 @@ def _measured(timeline: Timeline) -> list[tuple[str, str]]:
     exposed = max(timeline.exposed_s(rank) for rank in ranks)
     held = max(timeline.most_in_flight(rank) for rank in ranks)
     return [
-        ("simulated step", f"{timeline.total_s:.3f} s"),
+        ("simulated step", f"{seconds_text(timeline.total_s)} s"),
         ("bubble over work", f"{timeline.bubble:.1%}"),
         ("pipeline ranks idle", f"{timeline.idle_share:.1%}"),
-        ("exposed collectives", f"{exposed:.3f} s"),
+        ("exposed collectives", f"{seconds_text(exposed)} s"),
         ("micro-batches in flight", f"{held}"),
     ]
 
@@ -208,7 +256,7 @@ def _sensitivity(study: Study, mapping: Mapping) -> Iterator[Markup]:
     def step_s(gpu: Device, workload: Workload, changed: Mapping) -> float:
         return Pricer(study.shape, gpu, workload).step_time(changed).total_s
 
-    size = (372, 260)
+    size = (460, 280)
     inside = tuple((x, step_s(_linked(study.gpu, x, 1.0), study.workload, mapping)) for x in BANDWIDTHS)
     between = tuple((x, step_s(_linked(study.gpu, 1.0, x), study.workload, mapping)) for x in BANDWIDTHS)
     yield line_chart(
@@ -216,8 +264,8 @@ def _sensitivity(study: Study, mapping: Mapping) -> Iterator[Markup]:
         "bandwidth, times the device's",
         "s a step",
         [
-            Curve(f"within {study.gpu.links[0].level}", inside, PALETTE[0]),
-            Curve("beyond it", between, PALETTE[1]),
+            Curve(f"within {study.gpu.links[0].level}", inside, FIRST),
+            Curve("beyond it", between, SECOND),
         ],
         size=size,
     )
@@ -226,15 +274,7 @@ def _sensitivity(study: Study, mapping: Mapping) -> Iterator[Markup]:
         "Imbalance of the experts",
         "busiest expert-parallel rank over the mean",
         "s a step",
-        [Curve("the best mapping", loads, PALETTE[4])],
-        size=size,
-    )
-    counts = tuple(_same_mapping(study, mapping))
-    yield line_chart(
-        "Number of GPUs",
-        "GPUs, by more or fewer replicas",
-        "tokens/s/GPU",
-        [Curve("the best mapping", counts, PALETTE[6])],
+        [Curve("the best mapping", loads, FIRST)],
         size=size,
     )
 
@@ -250,46 +290,62 @@ def _linked(gpu: Device, inside: float, beyond: float) -> Device:
     )
 
 
-def _same_mapping(study: Study, mapping: Mapping) -> Iterator[tuple[float, float]]:
-    """Tokens a second and GPU with other numbers of replicas, where batch and experts divide."""
-    for times in SCALES:
-        dp, edp = mapping.dp * times, mapping.edp * times
-        if dp % 1 or edp % 1 or study.workload.global_batch_size % (mapping.mbs * int(dp)):
-            continue
-        changed = replace(mapping, dp=int(dp), edp=int(edp))
-        if changed.num_micro_batches(study.workload.global_batch_size) < mapping.pp * (1 + (mapping.vpp > 1)):
-            continue
-        price = Pricer(study.shape, study.gpu, study.workload).step_time(changed)
-        yield study.num_gpus * times, price.tokens_per_s_per_gpu
+@dataclass(frozen=True)
+class Scale:
+    """One number of GPUs, with the mapping that is best there and the same mapping as on the GPUs of the page."""
+
+    num_gpus: int
+    planned: PricedPlan | None
+    """None where nothing is legal or fits."""
+    replicated: StepTime | None
+    """Of the best mapping of the page with more or fewer replicas; None where they do not divide."""
+
+    @property
+    def name(self) -> str:
+        """The mapping that is best there."""
+        return name_of(self.planned.mapping) if self.planned else "nothing is legal or fits"
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Step time, MFU and tokens per second of the best mapping, and tokens of the same one."""
+        best = self.planned.time if self.planned else None
+        found = (
+            ("–", "–", "–")
+            if best is None
+            else (seconds_text(best.total_s), f"{best.mfu:.0%}", rate_text(best.tokens_per_s_per_gpu))
+        )
+        return (*found, rate_text(self.replicated.tokens_per_s_per_gpu) if self.replicated else "–")
 
 
-def _scaling(study: Study) -> Markup:
-    """Tokens a second of the best mapping from a quarter to four times the GPUs, each planned anew."""
+def _scaling(study: Study) -> Iterator[Scale]:
+    """From a quarter to four times the GPUs: what a new plan finds, and the same mapping."""
     best = study.plans[0]
-    points, names = [], []
     for times in SCALES:
         count = study.num_gpus * times
         if count % 1 or count < 1:
             continue
         plan = best if times == 1.0 else study.replan(int(count))
-        if plan is not None and plan.memory.fits:
-            points.append((count, plan.time.tokens_per_s_per_gpu * count))
-            names.append((int(count), name_of(plan.mapping), plan.time))
-    per_gpu = best.time.tokens_per_s_per_gpu
-    ideal = tuple((count, per_gpu * count) for count, _ in points)
-    curves = [
-        Curve("planned anew", tuple(points), PALETTE[0]),
-        Curve("as many tokens a GPU as now", ideal, PALETTE[12], is_dashed=True),
-    ]
-    chart = line_chart("Scaling", "GPUs", "tokens/s", curves, size=(560, 320))
-    rows = Markup("").join(
-        Markup("<tr><td>{}</td><td class='name'>{}</td><td>{:.3f}</td><td>{:.1%}</td></tr>").format(
-            count, name, time.total_s, time.mfu
-        )
-        for count, name, time in names
-    )
-    head = Markup("<tr><th>GPUs</th><th class='left'>best mapping</th><th>step, s</th><th>MFU</th></tr>")
-    return Markup("<div class='beside'>{}<table class='scaling'>{}{}</table></div>").format(chart, head, rows)
+        planned = plan if plan is not None and plan.memory.fits else None
+        yield Scale(int(count), planned, _same_mapping(study, best.mapping, times))
+
+
+def _same_mapping(study: Study, mapping: Mapping, times: float) -> StepTime | None:
+    """A step with so many times the replicas, where batch and experts divide."""
+    dp, edp = mapping.dp * times, mapping.edp * times
+    if dp % 1 or edp % 1 or study.workload.global_batch_size % (mapping.mbs * int(dp)):
+        return None
+    changed = replace(mapping, dp=int(dp), edp=int(edp))
+    if changed.num_micro_batches(study.workload.global_batch_size) < mapping.pp * (1 + (mapping.vpp > 1)):
+        return None
+    return Pricer(study.shape, study.gpu, study.workload).step_time(changed)
+
+
+def _scaling_chart(scales: Sequence[Scale]) -> Markup:
+    planned = tuple((s.num_gpus, s.planned.time.tokens_per_s_per_gpu) for s in scales if s.planned)
+    same = tuple((s.num_gpus, s.replicated.tokens_per_s_per_gpu) for s in scales if s.replicated)
+    curves = [Curve("planned for each number", planned, FIRST)]
+    curves += [Curve("the same mapping, other replicas", same, SECOND, is_dashed=True)] if same else []
+    return line_chart("Speed of a GPU", "GPUs", "tokens/s/GPU", curves, size=(460, 300), is_log=True)
 
 
 def _data(study: Study, plans: Sequence[PricedPlan]) -> Markup:

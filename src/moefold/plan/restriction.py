@@ -14,6 +14,11 @@ class Degrees(Protocol):
         ...
 
     @property
+    def cp(self) -> int:
+        """Degree of cp."""
+        ...
+
+    @property
     def dp(self) -> int:
         """Degree of dp."""
         ...
@@ -42,6 +47,8 @@ class Method:
     folds: Callable[[Degrees], bool]
     zero: int | None = None
     """What it shards over the data-parallel ranks; None: any."""
+    folds_cp: bool = False
+    """Whether ep may take ranks of cp, so that ep neighbours are etp apart; else those of tp and cp lie between."""
 
 
 def _is_coupled(d: Degrees) -> bool:
@@ -49,12 +56,24 @@ def _is_coupled(d: Degrees) -> bool:
     return d.etp == d.tp and d.dp % d.ep == 0
 
 
+def _is_bound_to_tp(d: Degrees) -> bool:
+    return d.etp == d.tp and (d.dp * d.cp) % d.ep == 0
+
+
 FOLDED = "folding"
 """The method without a restriction."""
 
+COUPLED = "coupled"
+"""Without folding, as arXiv:2504.14960 describes its baselines."""
+
+UNFOLDED = "coupled+cp"
+"""The largest space without folding: the baselines that arXiv:2504.14960 measured with context parallelism, where EP4
+stands on DP2 x CP4, which `coupled` cannot express."""
+
 METHODS = {
-    FOLDED: Method("any ep and etp that fold over the ranks of a stage", lambda d: True),
-    "coupled": Method("etp = tp, and ep divides dp (Megatron-Core without folding)", _is_coupled),
+    FOLDED: Method("any ep and etp that fold over the ranks of a stage", lambda d: True, folds_cp=True),
+    COUPLED: Method("etp = tp, and ep divides dp (Megatron-Core without folding)", _is_coupled),
+    UNFOLDED: Method("etp = tp, and ep divides dp*cp (without folding, as measured)", _is_bound_to_tp, folds_cp=True),
     "fsdp": Method("pp = ep = 1, etp = tp, zero = 3", lambda d: _is_coupled(d) and d.pp == d.ep == 1, 3),
     "fsdp+ep": Method(
         "pp = 1, ep of 2 or more divides dp, etp = tp, zero = 3",

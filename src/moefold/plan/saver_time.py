@@ -128,9 +128,9 @@ class SaverTimes:
             m: a mapping with that pipeline, with what is sharded and the home of its moments.
             n: micro-batches.
         """
-        gathers, gradients, optimizer = self.pricer.replicas(m)
-        shown = self.pricer.shown_replicas_s(m, (gathers, gradients), passes.forward, passes.backward, n)
-        seconds: Seconds = passes.seconds + shown + optimizer + STEP_S
+        replicas = self.pricer.replicas(m)
+        shown = self.pricer.shown_replicas_s(m, replicas, passes.forward, passes.backward, n)
+        seconds: Seconds = passes.seconds + shown + replicas.optimizer_s + STEP_S
         return seconds
 
     def least_replicas_s(self, m: Mapping, pipelines: tuple[Pipeline, ...], n: int) -> float:
@@ -145,9 +145,9 @@ class SaverTimes:
         if key not in self._parameters:
             sizes = [self.pricer.parameters(replace(m, schedule=p.schedule, vpp=p.vpp)) for p in pipelines]
             self._parameters[key] = tuple(map(min, zip(*sizes, strict=True)))
-        gathers, gradients, optimizer = self.pricer.least_replicas(m, self._parameters[key])
+        least = self.pricer.least_replicas(m, self._parameters[key])
         # As if there was time without end to hide them.
-        return optimizer + float(self.pricer.shown_replicas_s(m, (gathers, gradients), inf, inf, n))
+        return least.optimizer_s + float(self.pricer.shown_replicas_s(m, least, inf, inf, n))
 
     def step_times(self, m: Mapping, savers: Savers) -> Seconds:
         """Seconds of a step with each of some savers, of which `m` has none: what `step_time` says of each."""

@@ -7,7 +7,7 @@ depends on, so that a search of many thousand mappings adds up numbers it alread
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,6 +119,18 @@ class StageTime:
     """To the next chunk, or back."""
 
 
+class ReplicaTime(NamedTuple):
+    """Seconds of data parallelism's collectives, each once, and of the optimizer."""
+
+    gathers_s: float
+    """Of all parameters."""
+    gradients_s: float
+    """Of their sums."""
+    optimizer_s: float
+    experts_s: float
+    """Of `gathers_s`: the experts'."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
     """What a step takes, and where the time goes."""
@@ -170,7 +182,7 @@ class Pricer:
         self._layers: dict[tuple[object, ...], LayerSum] = {}
         self._ends: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._plain: dict[tuple[int, int, int, int], tuple[float, float]] = {}
-        self._replicas: dict[tuple[float, ...], tuple[float, float, float]] = {}
+        self._replicas: dict[tuple[float, ...], ReplicaTime] = {}
         self._fullest: dict[tuple[int, ...], tuple[float, float]] = {}
         self._ranks: dict[tuple[int, int, bool], tuple[RankContent, ...]] = {}
 
@@ -196,13 +208,13 @@ class Pricer:
             n=n,
             schedule=mapping.schedule,
         )
-        gathers, gradients, optimizer = self.replicas(mapping)
-        dp_comm = self.shown_replicas_s(mapping, (gathers, gradients), forward, backward, n)
+        replicas = self.replicas(mapping)
+        dp_comm = self.shown_replicas_s(mapping, replicas, forward, backward, n)
         seconds = dict(zip(PARTS, (part * n for part in parts), strict=True))
         seconds["pp_comm"] += sends
         seconds["dp_comm"] += dp_comm
         seconds["bubble"] += bubble
-        seconds["optimizer"] += optimizer + STEP_S
+        seconds["optimizer"] += replicas.optimizer_s + STEP_S
         return self._finish(seconds, n, mapping.world_size)
 
     def layer(self, kind: int, m: Mapping) -> LayerSum:
@@ -418,17 +430,17 @@ class Pricer:
         shown = 1 - HIDDEN_SENDS * (vpp > 1)
         return 2 * n * vpp * one * shown, vpp * one
 
-    def replicas(self, m: Mapping) -> tuple[float, float, float]:
-        """Seconds of gathering the parameters once, of summing the gradients once, and of the optimizer."""
+    def replicas(self, m: Mapping) -> ReplicaTime:
+        """What data parallelism and the optimizer take."""
         return self._replicas_of(m, self.parameters(m))
 
-    def least_replicas(self, m: Mapping, parameters: Sequence[float]) -> tuple[float, float, float]:
+    def least_replicas(self, m: Mapping, parameters: Sequence[float]) -> ReplicaTime:
         """The same at least, whatever the pipeline, of ranks that have so many `parameters` or more."""
-        gathers, gradients, optimizer = self._replicas_of(m, parameters)
+        found = self._replicas_of(m, parameters)
         # What Muon has to do follows the layers of the stages.
-        return gathers, gradients, 0.0 if self._muon else optimizer
+        return found._replace(optimizer_s=0.0) if self._muon else found
 
-    def _replicas_of(self, m: Mapping, parameters: Sequence[float]) -> tuple[float, float, float]:
+    def _replicas_of(self, m: Mapping, parameters: Sequence[float]) -> ReplicaTime:
         dense, experts = parameters
         away = "optimizer" in m.offload
         key: tuple[float, ...] = (dense, experts, m.dp * m.cp, m.tp, m.edp, m.etp * m.ep, m.zero, away)
@@ -438,17 +450,18 @@ class Pricer:
             self._replicas[key] = self._price_replicas(m, dense, experts)
         return self._replicas[key]
 
-    def _price_replicas(self, m: Mapping, dense: float, experts: float) -> tuple[float, float, float]:
+    def _price_replicas(self, m: Mapping, dense: float, experts: float) -> ReplicaTime:
         device = self.device
         dense_group, expert_group = Group(m.dp * m.cp, m.tp), Group(m.edp, m.etp * m.ep)
         value = self.workload.value_bytes
-        gathers = gather_s(device, dense_group, dense * value) + gather_s(device, expert_group, experts * value)
+        of_experts = gather_s(device, expert_group, experts * value)
+        gathers = gather_s(device, dense_group, dense * value) + of_experts
         wide = max(1.0, value / GRADIENT_BYTES)
         size = wide * (self.workload.reduce_bytes if m.zero == 3 else GRADIENT_BYTES)
         gradients = gather_s(device, dense_group, dense * size) + gather_s(device, expert_group, experts * size)
         owned = dense / dense_group.size + experts / expert_group.size
         if m.zero == 0:
-            gathers, owned = 0.0, dense + experts
+            gathers, of_experts, owned = 0.0, 0.0, dense + experts
             gradients = all_reduce_s(device, dense_group, dense * wide * GRADIENT_BYTES)
             gradients += all_reduce_s(device, expert_group, experts * wide * GRADIENT_BYTES)
         optimizer = self._update_s(m, owned, wide)
@@ -457,7 +470,7 @@ class Pricer:
         elif "optimizer" in m.offload:
             narrow = 0.5 if self.workload.update.narrow_moments else 1.0
             optimizer = max(optimizer, owned * narrow * MOMENT_BYTES / device.host_bytes_per_s)
-        return gathers, gradients, optimizer
+        return ReplicaTime(gathers, gradients, optimizer, of_experts)
 
     def _update_s(self, m: Mapping, owned: float, wide: float) -> float:
         """Seconds of the update of the fullest rank, where its states are on the device."""
@@ -490,29 +503,36 @@ class Pricer:
             fullest = max(fullest, (dense / m.tp, experts / (m.ep * m.etp)), key=sum)
         return fullest
 
-    def shown_replicas_s(self, m: Mapping, comm: tuple[float, float], forward: Any, backward: Any, n: int) -> Any:
+    def shown_replicas_s(self, m: Mapping, comm: ReplicaTime, forward: Any, backward: Any, n: int) -> Any:
         """Seconds of a step in which data parallelism's collectives run beside nothing.
 
         Args:
             m: the mapping.
-            comm: seconds of gathering the parameters once, and of summing the gradients once.
+            comm: what they take by themselves.
             forward: seconds of one micro-batch on the rank.
             backward: the same backward.
             n: micro-batches.
         """
-        gathers, gradients = comm
+        gathers, gradients = comm.gathers_s, comm.gradients_s
         if m.overlap and not self.workload.is_megatron:
             # Two micro-batches at a time need all parameters before the first pass (docs/pipeline.md).
             forward = 0.0
-        if m.zero < 2:
-            return _shown(gathers, forward) + _shown(gradients, backward)
-        if m.zero == 2:
-            return _shown(gathers, forward) + (
-                n * gradients if not self.workload.overlaps_gathers else n * _shown(gradients, backward)
-            )
         if not self.workload.overlaps_gathers:
-            return n * (2 * gathers + gradients)
-        return n * (_shown(gathers, forward) + _shown(gathers + gradients, backward))
+            forwards, backwards = gathers, (gathers if m.zero == 3 else 0.0) + gradients
+        else:
+            late = comm.experts_s if self._asks_late(m) else 0.0
+            forwards = late + _shown(gathers - late, forward)
+            backwards = _shown(gradients + (gathers if m.zero == 3 else 0.0), backward)
+        return (n if m.zero == 3 else 1) * forwards + (n if m.zero > 1 else 1) * backwards
+
+    def _asks_late(self, m: Mapping) -> bool:
+        """Whether the gather of a layer's experts starts when the layer before and attention are over.
+
+        With a pipeline torch's schedules gather the weights of a stage before it runs.
+        """
+        w = self.workload
+        waits = not w.capacity_factor and m.ep * m.etp > 1
+        return waits and m.pp == 1 and not w.prefetches_experts
 
     def _finish(self, seconds: dict[str, float], n: int, world_size: int) -> StepTime:
         total = sum(seconds.values())

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from moefold.config.action import Action
 from moefold.errors import ConfigError
-from moefold.plan.chart import CLOSING_COLOURS, EXPOSED, FAINT, INK, PASS_COLOURS, PASS_NAMES
+from moefold.plan.chart import CLOSING_COLOURS, CLOSING_NAMES, EXPOSED, FAINT, INK, PASS_COLOURS, PASS_NAMES
 from moefold.plan.output_file import check_place
 from moefold.plan.timeline import COMMUNICATION, COMPUTE, SEND, Event, Span, Timeline
+from moefold.plan.timeline_window import overlaps, windows_of, zoom_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +20,13 @@ PICTURES = (".png", ".svg", ".pdf")
 TRACKS = ("forward", "backward", COMPUTE, COMMUNICATION, SEND)
 """Lines of a rank in a trace: what pass it is at, and what its streams do."""
 IDLE = "#f1f3f6"
+HIDDEN, SHOWN = "hidden communication", "exposed communication"
+LEGEND = (
+    {kind: (PASS_COLOURS[kind], name) for kind, name in PASS_NAMES.items()}
+    | {SHOWN: (EXPOSED, SHOWN), HIDDEN: (FAINT, HIDDEN)}
+    | {part: (CLOSING_COLOURS[part], name) for part, name in CLOSING_NAMES.items()}
+)
+"""Colour and name of all that a picture may show."""
 WIDTH, LANE, DPI = 16.0, 0.42, 150
 SMALLEST_LABELLED = 0.012
 """Part of the picture's width that a number of a micro-batch needs."""
@@ -113,7 +121,7 @@ def _track(action: Action) -> int:
 
 
 def _draw(timeline: Timeline, path: Path, title: str) -> None:
-    """A lane for each rank: its passes above, its collectives below, red where they show."""
+    """A lane for each rank: its passes above, its collectives below, red where they show; a long step in windows."""
     # The figure is made without pyplot, which would pick a display and keep every figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -121,21 +129,27 @@ def _draw(timeline: Timeline, path: Path, title: str) -> None:
     height = 1.5 + LANE * timeline.num_ranks
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.add_axes((0.055, 0.55 / height, 0.935, 1 - 1.35 / height))
-    crowded = timeline.overlaps
     unit, scale = ("s", 1.0) if timeline.total_s >= 1 else ("ms", 1e3)
-    for rank in range(timeline.num_ranks):
-        axes.broken_barh([(0, timeline.total_s * scale)], (rank - 0.44, 0.88), facecolor=IDLE)
-        _draw_passes(axes, timeline, rank, scale, crowded)
-        _draw_streams(axes, timeline, rank, scale)
-    axes.set(xlim=(0, timeline.total_s * scale), ylim=(timeline.num_ranks - 0.5, -0.5))
-    axes.set_xlabel(unit, color=FAINT, fontsize=9, labelpad=1)
-    axes.set_yticks(range(timeline.num_ranks), [f"pp rank {rank}" for rank in range(timeline.num_ranks)], fontsize=9)
-    axes.tick_params(colors=FAINT, labelsize=9, length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    windows, names = windows_of(timeline), [f"pp rank {rank}" for rank in range(timeline.num_ranks)]
+    left, right, gap, drawn = 0.055, 0.99, 0.012, set()
+    width = (right - left - gap * (len(windows) - 1)) / len(windows)
+    for i, window in enumerate(windows):
+        axes = figure.add_axes((left + i * (width + gap), 0.55 / height, width, 1 - 1.35 / height))
+        for rank in range(timeline.num_ranks):
+            axes.broken_barh([(0, timeline.total_s * scale)], (rank - 0.44, 0.88), facecolor=IDLE)
+            drawn |= _draw_passes(axes, timeline, rank, (window, len(windows)), scale)
+            drawn |= _draw_streams(axes, timeline, rank, window, scale)
+        axes.set(xlim=(window[0] * scale, window[1] * scale), ylim=(timeline.num_ranks - 0.5, -0.5))
+        axes.set_xlabel(unit, color=FAINT, fontsize=9, labelpad=1)
+        axes.set_yticks(range(timeline.num_ranks), names if i == 0 else [""] * timeline.num_ranks, fontsize=9)
+        axes.tick_params(colors=FAINT, labelsize=9, length=0)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
     figure.text(0.008, 1 - 0.3 / height, title or summary(timeline), fontsize=12, fontweight="bold", color=INK)
-    _draw_legend(figure, height, summary(timeline) if title else "")
+    faint: dict[str, Any] = {"color": FAINT, "fontsize": 9, "ha": "right"}
+    figure.text(right, 1 - 0.3 / height, summary(timeline) if title else "", **faint)
+    figure.text(right, 1 - 0.6 / height, zoom_words(timeline, windows), va="center", **faint)
+    _draw_legend(figure, height, drawn)
     figure.savefig(path)
 
 
@@ -148,42 +162,42 @@ def summary(timeline: Timeline) -> str:
     )
 
 
-def _draw_passes(axes: "Axes", timeline: Timeline, rank: int, scale: float, crowded: bool) -> None:
-    spans = dict(timeline.actions(rank))
+def _draw_passes(axes: "Axes", timeline: Timeline, rank: int, shown: tuple[Span, int], scale: float) -> set[str]:
+    """Draw the passes of a rank within one of so many windows; returns what kinds there are."""
+    window, num_windows = shown
+    least = SMALLEST_LABELLED * num_windows * (window[1] - window[0])
+    spans = {action: span for action, span in timeline.actions(rank) if overlaps(span, window)}
     for kind, colour in PASS_COLOURS.items():
         # Where passes overlap, the forward ones have the upper half of the lane.
-        low, high = (-0.4, 0.4) if not crowded else (-0.4, -0.02) if kind == "F" else (0.02, 0.4)
+        low, high = (-0.4, 0.4) if not timeline.overlaps else (-0.4, -0.02) if kind == "F" else (0.02, 0.4)
         chosen = [(action, span) for action, span in spans.items() if action.kind == kind]
         bars = [(start * scale, (end - start) * scale) for _, (start, end) in chosen]
         axes.broken_barh(bars, (rank + low, high - low), facecolor=colour, edgecolor="white", linewidth=0.3)
         for action, (start, end) in chosen:
-            if end - start > SMALLEST_LABELLED * timeline.total_s:
-                middle = (start + end) / 2 * scale
-                axes.text(
-                    middle,
-                    rank + (low + high) / 2,
-                    str(action.micro_batch),
-                    fontsize=7,
-                    ha="center",
-                    va="center",
-                    color=INK,
-                )
+            middle = (start + end) / 2
+            if end - start > least and window[0] <= start and end <= window[1]:
+                at: dict[str, Any] = {"fontsize": 7, "ha": "center", "va": "center", "color": INK}
+                axes.text(middle * scale, rank + (low + high) / 2, str(action.micro_batch), **at)
+    return {action.kind for action in spans}
 
 
-def _draw_streams(axes: "Axes", timeline: Timeline, rank: int, scale: float) -> None:
-    """Collectives as a thin line at the foot of the lane, red where no compute runs beside them."""
+def _draw_streams(axes: "Axes", timeline: Timeline, rank: int, window: Span, scale: float) -> set[str]:
+    """Draw collectives as a thin line at the foot of the lane, red where no compute runs beside them; returns which."""
     compute = [(e.start_s, e.end_s) for e in timeline.of(rank, COMPUTE)]
-    hidden: list[Span] = []
-    shown: list[Span] = []
+    pieces: dict[str, list[Span]] = {HIDDEN: [], SHOWN: []}
+    drawn = set()
     for event in timeline.of(rank, COMMUNICATION):
         for start, end, is_hidden in split_by(event, compute):
-            (hidden if is_hidden else shown).append((start * scale, (end - start) * scale))
-    axes.broken_barh(hidden, (rank + 0.34, 0.09), facecolor=FAINT)
-    axes.broken_barh(shown, (rank + 0.34, 0.09), facecolor=EXPOSED)
+            if overlaps((start, end), window):
+                pieces[HIDDEN if is_hidden else SHOWN].append((start * scale, (end - start) * scale))
+    axes.broken_barh(pieces[HIDDEN], (rank + 0.34, 0.09), facecolor=FAINT)
+    axes.broken_barh(pieces[SHOWN], (rank + 0.34, 0.09), facecolor=EXPOSED)
     for event in timeline.of(rank, COMPUTE, COMMUNICATION):
-        if event.action is None:
+        if event.action is None and overlaps((event.start_s, event.end_s), window):
             bar = (event.start_s * scale, (event.end_s - event.start_s) * scale)
             axes.broken_barh([bar], (rank - 0.4, 0.72), facecolor=CLOSING_COLOURS[event.part])
+            drawn.add(event.part)
+    return drawn | {kind for kind, spans in pieces.items() if spans}
 
 
 def split_by(event: Event, compute: list[tuple[float, float]]) -> Iterator[tuple[float, float, bool]]:
@@ -203,13 +217,11 @@ def split_by(event: Event, compute: list[tuple[float, float]]) -> Iterator[tuple
         yield at, event.end_s, False
 
 
-def _draw_legend(figure: Any, height: float, text: str) -> None:
-    entries = [(PASS_COLOURS[kind], name) for kind, name in PASS_NAMES.items()]
-    entries += [(EXPOSED, "exposed communication"), (FAINT, "hidden communication")]
-    entries += [(CLOSING_COLOURS["dp_comm"], "gradients"), (CLOSING_COLOURS["optimizer"], "optimizer")]
+def _draw_legend(figure: Any, height: float, drawn: set[str]) -> None:
+    """Name the colours that are in the picture."""
     left = 0.055
-    for colour, name in entries:
-        figure.text(left, 1 - 0.6 / height, "■", color=colour, fontsize=10, va="center")
-        figure.text(left + 0.011, 1 - 0.6 / height, name, color=FAINT, fontsize=9, va="center")
-        left += 0.022 + 0.0052 * len(name)
-    figure.text(0.99, 1 - 0.3 / height, text, color=FAINT, fontsize=9, ha="right")
+    for kind, (colour, name) in LEGEND.items():
+        if kind in drawn:
+            figure.text(left, 1 - 0.6 / height, "■", color=colour, fontsize=10, va="center")
+            figure.text(left + 0.011, 1 - 0.6 / height, name, color=FAINT, fontsize=9, va="center")
+            left += 0.022 + 0.0052 * len(name)

@@ -1,4 +1,4 @@
-"""The two views over the nodes as SVG: a cell for each GPU, coloured by its group along a chosen axis."""
+"""The two views over the nodes as SVG: a cell for each GPU, coloured and numbered by its group along a chosen axis."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,10 +8,9 @@ from markupsafe import Markup
 
 from moefold.parallel.layout import Layout, View
 
-CELL, GAP, NODE_GAP, HEAD = 15, 2, 12, 16
-WIDTH = 560
-WHEEL = 0.61803
-"""Neighbouring groups are so much of the colour wheel apart."""
+CELL, GAP, HEAD = 24, 2, 15
+NARROW = 4
+"""Cells in a row of a node of up to twice as many; larger nodes have rows of twice as many."""
 
 
 @dataclass(frozen=True)
@@ -52,36 +51,31 @@ def view_chart(name: str, drawn: DrawnView, gpus_per_node: int) -> Markup:
     """One view: nodes with their GPUs, each of which knows its group along every axis.
 
     Args:
-        name: of the view, for the script that colours it.
+        name: of the view, for the script that colours and numbers the cells.
         drawn: the view.
-        gpus_per_node: cells of a node, in rows of 8.
+        gpus_per_node: cells of a node.
     """
     view, groups = drawn.view, {axis: drawn.group_indices(axis) for axis in drawn.spans}
-    in_row = min(8, gpus_per_node)
-    node_width = in_row * (CELL + GAP) + NODE_GAP
-    node_height = HEAD + -(-gpus_per_node // in_row) * (CELL + GAP) + NODE_GAP
-    nodes_in_row = max(1, WIDTH // node_width)
-    num_nodes = -(-view.world_size // gpus_per_node)
+    in_row = min(NARROW if gpus_per_node <= 2 * NARROW else 2 * NARROW, gpus_per_node)
     pieces = []
-    for node in range(num_nodes):
-        row, column = divmod(node, nodes_in_row)
-        left, top = column * node_width, row * node_height
-        pieces.append(
-            Markup('<text x="{}" y="{}" font-size="9.5" fill="#6b7685">node {}</text>').format(left, top + 11, node)
-        )
-        for place, rank in enumerate(range(node * gpus_per_node, min((node + 1) * gpus_per_node, view.world_size))):
+    for node in range(-(-view.world_size // gpus_per_node)):
+        ranks = range(node * gpus_per_node, min((node + 1) * gpus_per_node, view.world_size))
+        width, height = in_row * (CELL + GAP) - GAP, HEAD + -(-len(ranks) // in_row) * (CELL + GAP)
+        cells = [Markup('<text x="0" y="10" font-size="10.5" class="faint">node {}</text>').format(node)]
+        for place, rank in enumerate(ranks):
             y, x = divmod(place, in_row)
             title = f"rank {rank}: " + ", ".join(f"{a} {drawn.coordinate(rank, a)}" for a in groups)
             marks = Markup(" ").join(Markup('data-{}="{}"').format(axis, groups[axis][rank]) for axis in groups)
-            pieces.append(
-                Markup(
-                    '<rect class="gpu" x="{}" y="{}" width="{}" height="{}" rx="2" {}><title>{}</title></rect>'
-                ).format(left + x * (CELL + GAP), top + HEAD + y * (CELL + GAP), CELL, CELL, marks, title)
+            left, top = x * (CELL + GAP), HEAD + y * (CELL + GAP)
+            form = Markup(
+                '<g class="gpu" {}><title>{}</title><rect x="{}" y="{}" width="{}" height="{}" rx="3"></rect>'
+                '<text x="{}" y="{}" text-anchor="middle" dominant-baseline="central"></text></g>'
             )
-    height = -(-num_nodes // nodes_in_row) * node_height
-    return Markup('<svg data-view="{}" viewBox="0 0 {} {}" width="{}" role="img">{}</svg>').format(
-        name, WIDTH, height, WIDTH, Markup("").join(pieces)
-    )
+            box = (left, top, CELL, CELL)
+            cells.append(form.format(marks, title, *box, left + CELL / 2, top + CELL / 2 + 0.5))
+        form = Markup('<svg class="node" viewBox="0 0 {} {}" width="{}" height="{}">{}</svg>')
+        pieces.append(form.format(width, height, width, height, Markup("").join(cells)))
+    return Markup('<div class="nodes" data-view="{}">{}</div>').format(name, Markup("").join(pieces))
 
 
 def axis_choices(drawn: DrawnView) -> tuple[list[tuple[str, int]], str]:

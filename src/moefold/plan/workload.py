@@ -76,8 +76,12 @@ class Workload:
     coupled: bool = False
     """The experts' ranks lie within data parallelism, as before MoE Parallel Folding: ep neighbours are tp*cp apart."""
     overlaps_gathers: bool = True
-    """Whether the gathers of ZeRO-3 run under the compute of the layer before. One hardware queue for all kernels, as
+    """Whether gathers of parameters and sums of gradients run under compute. One hardware queue for all kernels, as
     tensor parallelism of Megatron-Core asks for (CUDA_DEVICE_MAX_CONNECTIONS=1), runs them one after the other."""
+    prefetches_experts: bool = True
+    """Whether the weights of a layer's experts are gathered a layer ahead. moefold leaves that to FSDP2, which starts
+    the gather when the host comes to the experts: a host that has waited for the counts of an exchange comes late, and
+    the gather runs in the open (torchtitan prefetches explicitly for this reason)."""
     shards_over_dp_alone: bool = False
     """ZeRO shards over dp, with copies over cp, as FSDP of the time of arXiv:2504.14960 did (its table 3 prints OOM for
     465B parameters on 256 GPUs with cp=8)."""
@@ -144,6 +148,7 @@ def workload_of(cfg: Config, precision: str, **software: Any) -> Workload:
         dtype=cfg.run.dtype,
         capacity_factor=cfg.moe.capacity_factor,
         dispatch_precision=cfg.moe.dispatch_precision,
+        prefetches_experts=False,
         update=Update(
             cfg.train.moment_dtype == "bfloat16",
             cfg.train.muon_groups if cfg.train.optimizer == "muon" else (),

@@ -10,18 +10,27 @@ import itertools
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from moefold.launch.child import end_with_parent, signals_held_back
+from moefold.launch.loopback import HOST, keep_to_loopback, loopback_store
+from moefold.launch.stale_folder import claim_folder, remove_stale_folders
+from moefold.work_progress import say_nothing
 
 GRACE_S = 2.0
 """After one rank failed, the others get this long to report before they are ended."""
@@ -42,10 +51,21 @@ class WorkerPool:
         """
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["moefold.testing.preload", *preload])
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        remove_stale_folders()
+        if mp.parent_process() is None:
+            # The socket of the fork server lies there. A child of another process shares the folder of its parent.
+            claim_folder(Path(get_temp_dir()))
+        self._store = loopback_store()
         self._task_ids = itertools.count()
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 120.0,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> list[Any]:
         """Call `function(*args)` on every rank of a new gloo process group.
 
         Args:
@@ -53,6 +73,7 @@ class WorkerPool:
             function: importable by name; asks torch.distributed for its rank. What it returns is pickled back.
             args: picklable arguments, the same on every rank.
             timeout_s: seconds until the ranks count as hung.
+            on_progress: called with what rank 0 says it is at; `function` then takes one more argument, which says it.
 
         Returns:
             What each rank returned, in rank order.
@@ -64,8 +85,8 @@ class WorkerPool:
         ranks = [self._fork(task, rank, world_size, timeout_s) for rank in range(world_size)]
         try:
             for _, connection in ranks:
-                connection.send((function, args))
-            return _collect([connection for _, connection in ranks], timeout_s)
+                connection.send((function, args, on_progress is not None))
+            return _collect([connection for _, connection in ranks], timeout_s, on_progress or say_nothing)
         finally:
             for process, connection in ranks:
                 connection.close()
@@ -79,6 +100,9 @@ class WorkerPool:
             target=_serve, args=(theirs, f"task{task}", self._store.port, rank, world_size, timeout_s), daemon=True
         )
         with _one_thread():
+            # The fork server ignores Ctrl-C once it has imported torch.
+            with signals_held_back([signal.SIGINT], starts_python=True):
+                forkserver.ensure_running()
             process.start()
         theirs.close()
         return process, ours
@@ -98,7 +122,7 @@ def _one_thread() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
+def _collect(connections: list[Connection], timeout_s: float, on_progress: Callable[[str], None]) -> list[Any]:
     """The answers in rank order; after one failure the other ranks get a moment to report theirs."""
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
@@ -107,11 +131,15 @@ def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
     while waiting and time.monotonic() < deadline:
         for ready in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
             assert isinstance(ready, Connection)
-            rank = waiting.pop(ready)
+            rank = waiting[ready]
             try:
                 ok, value = pickle.loads(ready.recv_bytes())
             except EOFError:
                 ok, value = False, f"the process of rank {rank} died"
+            if ok is None:
+                on_progress(value)
+                continue
+            del waiting[ready]
             if ok:
                 results[rank] = value
             else:
@@ -132,18 +160,30 @@ def _report(failures: dict[int, str], silent: list[int], timeout_s: float) -> st
 
 
 def _serve(connection: Connection, task: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
+    # Ctrl-C reaches every process of a terminal: the one that the user started ends the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
+    keep_to_loopback()
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0), file=sys.stderr)
+
+    def say(text: str) -> None:
+        if rank == 0:
+            connection.send_bytes(pickle.dumps((None, text)))
+
+    answer: tuple[bool, Any]
     try:
-        function, args = connection.recv()
+        function, args, takes_say = connection.recv()
         timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(task, store), rank=rank, world_size=world_size, timeout=timeout
         )
-        answer = (True, function(*args))
+        answer = (True, function(*args, say) if takes_say else function(*args))
         dist.barrier()
     except BaseException:  # noqa: BLE001 - the parent decides: every failure of a rank travels to it as text
         answer = (False, traceback.format_exc())
     # Plain pickle: torch's own would share memory with a process that ends here.
-    connection.send_bytes(pickle.dumps(answer))
+    with suppress(BrokenPipeError):
+        # The parent may have been interrupted meanwhile.
+        connection.send_bytes(pickle.dumps(answer))

@@ -1,11 +1,13 @@
 """Weights and moments of any rank of any world, read off the sharded model: what the formulas are held to."""
 
 import multiprocessing
+import signal
 from dataclasses import replace
 
 from torch import Tensor, nn
 
 from moefold.config.schema import Config, TrainConfig
+from moefold.launch.child import signals_held_back
 from moefold.metrics.state_memory import StateBytes
 from moefold.model.parameter import local_values
 from moefold.parallel.fake_world import fake_rank, sharded_bytes
@@ -25,7 +27,10 @@ def built_states(cfg: Config, rank: int) -> StateBytes:
     A child process does it: what torch finds out about a mesh, the place of this rank in it included, it keeps for all
     equal meshes of the process, those of the next rank too.
     """
-    with multiprocessing.get_context("fork").Pool(1) as pool:
+    with signals_held_back([signal.SIGINT], starts_python=False):
+        # The child leaves Ctrl-C to this process.
+        pool = multiprocessing.get_context("fork").Pool(1)
+    with pool:
         return pool.apply(_built, (cfg, rank))
 
 

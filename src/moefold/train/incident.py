@@ -52,7 +52,7 @@ class Incident:
         verdict, crew = self.result.verdict, joined_crew()
         safe = crew.gather(_what_is_safe(checkpoint_folder(self.cfg)) if crew.is_first else "")[0]
         key = f"faults.{verdict.reason}"
-        others = "'skip' or 'rollback'" if self.cfg.checkpoint.every else "'skip'"
+        others = "'skip' or 'rollback'" if 0 < self.cfg.checkpoint.every < self.cfg.run.steps else "'skip'"
         wish = getattr(self.cfg.faults, verdict.reason)
         way_out = (
             f"set {key}={others} to go on without such a batch" if wish == "stop" else "look at that data and rank"

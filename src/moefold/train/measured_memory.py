@@ -15,6 +15,7 @@ from moefold.parallel.memory_parts import watched_passes
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchLoader
 from moefold.train.step import TrainingStep
+from moefold.work_progress import Say, say_nothing
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,13 @@ class MeasuredMemory:
     """The gathered weights at that one; while they arrive there are more, of a layer at a time."""
     after: dict[str, int]
     """Behind the backward pass, with all gradients."""
+    routed: list[int]
+    """Copies of this rank's tokens that the router sent to each expert, all its layers together."""
 
 
-def measure_rank(cfg: Config) -> MeasuredMemory:
+def measure_rank(cfg: Config, say: Say = say_nothing) -> MeasuredMemory:
     """Train one step on this rank of the default process group, on the CPU; collective."""
+    say("building the model")
     p = cfg.parallel
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
@@ -47,6 +51,7 @@ def measure_rank(cfg: Config) -> MeasuredMemory:
     training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     batch = BatchLoader(data.train, cfg, groups, training.model.positions).batch(0)
+    say(f"one step on {groups.world.size} ranks")
     ledger = measure_step(training, batch)
     everything = ledger.peak()
     activations = ledger.peak(lambda part: part not in NOT_ACTIVATIONS)
@@ -61,6 +66,13 @@ def measure_rank(cfg: Config) -> MeasuredMemory:
         activation_peak=kept,
         gathered=activations.by_part.get(GATHERED, 0),
         after=ledger.current(),
+        routed=[
+            sum(counts)
+            for counts in zip(
+                *(layer.stats.tokens_per_expert_E.tolist() for layer in training.model.moe_layers().values()),
+                strict=True,
+            )
+        ],
     )
 
 

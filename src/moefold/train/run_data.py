@@ -80,6 +80,7 @@ class RunData:
 
     row: SampleRow
     """The training samples; there once it is open, as are those to evaluate on."""
+    held_out: SampleRow
     batches: BatchLoader
 
     def __init__(self, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
@@ -120,7 +121,7 @@ class RunData:
             seed=cfg.run.seed,
             shards=self._shards,
         )
-        self.row, self._held_out_row = data.train, data.validation
+        self.row, self.held_out = data.train, data.validation
         self.batches = BatchLoader(data.train, cfg, self._groups, self._positions)
         self._held_out = BatchLoader(data.validation, cfg, self._groups, self._positions)
         known = {} if before is None else before.data_lost
@@ -171,7 +172,7 @@ class RunData:
         """This rank's part of the samples to evaluate on, none if all are lost; collective. Raises as `next_batch`."""
 
         def read() -> tuple[list[Part], int]:
-            if self._held_out_row.is_all_lost:
+            if self.held_out.is_all_lost:
                 return [], 0
             return self._held_out.read_evaluation(self._cfg.train.eval_samples)
 
@@ -214,7 +215,7 @@ class RunData:
         assert self._shards is not None
         lost = {name: why for name, (why, _) in found.items()}
         self._shards = self._shards.without(lost)
-        for row in (self.row, self._held_out_row):
+        for row in (self.row, self.held_out):
             row.lose(lost)
         self._report(lost, {name: who for name, (_, who) in found.items()})
 
@@ -224,9 +225,9 @@ class RunData:
             LostFile(name, reason, self.row.num_lost if name in read else 0, len(self.row), found_by.get(name, ""))
             for name, reason in lost.items()
         ]
-        if self._cfg.train.eval_every and self._held_out_row.is_all_lost and not self._is_evaluation_told:
+        if self._cfg.train.eval_every and self.held_out.is_all_lost and not self._is_evaluation_told:
             self._is_evaluation_told = True
-            self.news.append(LostEvaluation(len(self._held_out_row)))
+            self.news.append(LostEvaluation(len(self.held_out)))
 
 
 def _seat(rank: int) -> str:

@@ -27,6 +27,26 @@ _LOOK_EVERY_S = 0.2
 logger = logging.getLogger(__name__)
 
 
+def is_in_use(folder: Path) -> bool:
+    """Return whether another process holds the lock of a folder; not for a folder whose lock this process holds.
+
+    Closing the file gives up every lock that the process has on it: that is how the locks of fcntl are.
+    """
+    try:
+        file = (folder / LOCK_FILE).open("r+b", buffering=0)
+    except OSError:
+        return False
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return True
+        except OSError:
+            # A disk without locks: nothing tells.
+            return False
+    return False
+
+
 class RunLock:
     """Context manager: holds `folder`, made if need be, for this process; it waits a while for another job to end.
 

@@ -22,7 +22,7 @@ from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.checkpoint.store import Resume, agree_on_resume, checkpoint_state, load_checkpoint
 from moefold.config.checks_model import has_moe_layers
 from moefold.config.load import config_to_dict, write_config_json
-from moefold.config.schema import Config
+from moefold.config.schema import CheckpointConfig, Config
 from moefold.convert.start import start_weights
 from moefold.errors import RunError, some
 from moefold.launch.crew import joined_crew
@@ -41,7 +41,9 @@ from moefold.metrics.writer import MetricsWriter
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.replicas import Divergence, Said
+from moefold.train.banner import banner
 from moefold.train.data_files import goes_on
+from moefold.train.farewell import farewell
 from moefold.train.incident import Incident
 from moefold.train.optimizer import set_step_count
 from moefold.train.run_data import LostEvaluation, LostFile, RunData
@@ -57,8 +59,16 @@ LOST_SAVE_S = 5.0
 class Trainer:
     """One rank's part in a run. Everything that ranks must agree on is decided from values equal on all of them."""
 
-    def __init__(self, cfg: Config, groups: ParallelGroups, settings: str = "") -> None:
-        self._cfg, self._settings = cfg, settings
+    def __init__(self, cfg: Config, groups: ParallelGroups, notes: Sequence[str] = ()) -> None:
+        """Build the model and look at the data; collective.
+
+        Args:
+            cfg: the recipe.
+            groups: this rank's.
+            notes: lines for the log, before all others.
+        """
+        self._cfg = cfg
+        self._first_notes = tuple(notes)
         self._groups = groups
         self._record = groups.record
         # Nothing here draws from torch's own generator; what else does, draws alike on all ranks and in every run.
@@ -151,7 +161,8 @@ class Trainer:
     def _notes(self) -> tuple[str, ...]:
         """What the log is to say before the first step."""
         moe, dp = self._cfg.moe, self._cfg.parallel.dp
-        notes = [note for note in (self._settings, self._training.model.note, self._start, self._data.note) if note]
+        notes = [*self._first_notes, *banner(self._cfg, self._groups.device.type, self._data.row, self._data.held_out)]
+        notes += [note for note in (self._training.model.note, self._start, self._data.note) if note]
         looks_at_dp = moe.aux_coefficient > 0 and moe.aux_kind == "global_batch" and has_moe_layers(self._cfg.model)
         if looks_at_dp and self._saved_dp not in (None, dp):
             notes.append(
@@ -197,7 +208,7 @@ class Trainer:
         if report is not None:
             report.write(self._metrics(result, step_time_s, eval_loss), result.expert_counts)
             report.name_slow_ranks(self._step, self._stragglers.update(result.rank_times) if self._stragglers else [])
-        is_save_due = _is_due(self._cfg.checkpoint.every, self._step, is_last or bool(raised))
+        is_save_due = _is_save_due(self._cfg.checkpoint, self._step, is_last=is_last, is_stopped=bool(raised))
         found, is_checked = result.divergences, result.replicas is not None
         if is_save_due and not is_checked and self._training.checks_replicas:
             # A resume makes all replicas alike: weights that have drifted apart would never be noticed again.
@@ -467,9 +478,10 @@ class _Report:
         """Say how the run ended and for how long saving kept it waiting, the last save included; draw what it wrote."""
         if step >= self._first_step:
             plot_loss(self._dir)
-        if self._cfg.checkpoint.every:
-            self._progress.message(f"saving kept training waiting for {saves_s:.2f} s in all")
-        self._progress.message(self._farewell(status, step))
+        if saves_s > 0:
+            self._progress.message(f"checkpointing blocked training for {saves_s:.2f} s in total")
+        for line in farewell(self._cfg, status, step):
+            self._progress.message(line)
 
     def _say_where(self, found: Resume, verb: str, step: int, removed_lines: int) -> None:
         for skipped in found.skipped:
@@ -503,14 +515,6 @@ class _Report:
             self._writers = stack.pop_all()
         return writer.removed_lines
 
-    def _farewell(self, status: int, step: int) -> str:
-        steps, saves = self._cfg.run.steps, self._cfg.checkpoint.every > 0
-        if not status:
-            return f"done: {step} steps, in {self._dir}"
-        rest = "the same command goes on from there" if saves else "nothing saved, as checkpoint.every=0 says"
-        where = f"step {step} of {steps}{', before its evaluation' if step == steps else ''}"
-        return f"stopped by {Signals(status - SIGNAL_STATUS).name} after {where}; {rest}"
-
 
 def _repeats(removed_lines: int) -> str:
     if not removed_lines:
@@ -520,6 +524,12 @@ def _repeats(removed_lines: int) -> str:
 
 def _is_due(every: int, step: int, is_end: bool) -> bool:
     return every > 0 and (step % every == 0 or is_end)
+
+
+def _is_save_due(checkpoint: CheckpointConfig, step: int, *, is_last: bool, is_stopped: bool) -> bool:
+    """Return whether to save after a step: a run that saves at all does so too where a signal stops it."""
+    is_end = (is_last and checkpoint.at_end) or (is_stopped and checkpoint.saves)
+    return is_end or _is_due(checkpoint.every, step, False)
 
 
 def _device_peak(device: torch.device) -> float | None:

@@ -15,6 +15,7 @@ from moefold.model.transformer import build_model
 from moefold.parallel.context import sequence_positions
 from moefold.verify.mapping import MappingRecord
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
+from moefold.work_progress import Say, say_nothing
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,23 @@ class Difference:
     error: float
 
 
-def run_oracle(cfg: Config, num_steps: int) -> OracleRecord:
+def run_oracle(cfg: Config, num_steps: int, say: Say = say_nothing) -> OracleRecord:
     """Train `num_steps` steps in float64 on this process."""
+    say("oracle, building the model")
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     model = build_model(cfg)
     initialise(model, cfg.model, cfg.run.seed)
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
     oracle = Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg))
     initial |= {name: buffer.clone() for name, buffer in oracle.router.buffers().items()}
-    steps = tuple(oracle.step(_samples(data.train, cfg, i)) for i in range(num_steps))
+    steps = []
+    for i in range(num_steps):
+        say(f"oracle, step {i + 1} of {num_steps}")
+        steps.append(oracle.step(_samples(data.train, cfg, i)))
+    say("oracle, evaluation")
     eval_loss = oracle.evaluate(_samples(data.validation, cfg, 0))
     weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.buffers()
-    return OracleRecord(initial, steps[0].gradients, weights, steps, eval_loss)
+    return OracleRecord(initial, steps[0].gradients, weights, tuple(steps), eval_loss)
 
 
 def differences(oracle: OracleRecord, ranks: Sequence[MappingRecord]) -> list[Difference]:

@@ -13,6 +13,7 @@ from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import ParallelModel, parallelize
 from moefold.train.batch import BatchLoader
 from moefold.train.step import StepResult, TrainingStep, whole
+from moefold.work_progress import Say, say_nothing
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,10 @@ class MappingRecord:
     eval_loss: float
 
 
-def run_mapping(cfg: Config, num_steps: int) -> MappingRecord:
+def run_mapping(cfg: Config, num_steps: int, say: Say = say_nothing) -> MappingRecord:
     """Train `num_steps` steps under the recipe's mapping; every rank of the process group calls it."""
-    return run_on(make_groups(cfg), cfg, num_steps)
+    say(f"mapping on {cfg.parallel.world_size} ranks, connecting")
+    return run_on(make_groups(cfg), cfg, num_steps, say)
 
 
 def make_groups(cfg: Config) -> ParallelGroups:
@@ -36,24 +38,32 @@ def make_groups(cfg: Config) -> ParallelGroups:
     return ParallelGroups.create(check_config(cfg), torch.device("cpu"))
 
 
-def run_on(groups: ParallelGroups, cfg: Config, num_steps: int) -> MappingRecord:
+def run_on(groups: ParallelGroups, cfg: Config, num_steps: int, say: Say = say_nothing) -> MappingRecord:
     """Train `num_steps` steps on groups of the recipe's mapping; collective.
 
     Gradients are those of the first batch, before clipping; the evaluation is that of the weights after the last step
     on the first validation batch.
     """
+    ranks = f"mapping on {groups.world.size} ranks"
+    say(f"{ranks}, building the model")
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     loader = BatchLoader(data.train, cfg, groups, model.positions)
     training = TrainingStep(model, cfg)
     initial = whole_tensors(model)
+    say(f"{ranks}, gradients of the first batch")
     training.begin(1)
     model.forward_backward(loader.batch(0))
+    say(f"{ranks}, gathering {len(initial)} tensors of gradients")
     gradients = whole_tensors(model, gradients=True)
     training.optimizer.zero_grad(set_to_none=True)
-    steps = tuple(training.run(loader.batch(i * cfg.train.global_batch_size), i + 1) for i in range(num_steps))
+    steps = []
+    for i in range(num_steps):
+        say(f"{ranks}, step {i + 1} of {num_steps}")
+        steps.append(training.run(loader.batch(i * cfg.train.global_batch_size), i + 1))
+    say(f"{ranks}, evaluation and gathering of the weights")
     held_out = BatchLoader(data.validation, cfg, groups, model.positions)
-    return MappingRecord(initial, gradients, whole_tensors(model), steps, training.evaluate([held_out.batch(0)]))
+    return MappingRecord(initial, gradients, whole_tensors(model), tuple(steps), training.evaluate([held_out.batch(0)]))
 
 
 def whole_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:

@@ -17,6 +17,10 @@ from moefold.config.schema import Config
 from moefold.metrics.moe import MoELayerMetrics
 
 MASK = 2**64 - 1
+TIE = 2.0**-36
+"""Relative difference of probabilities up to which a full expert goes by the place of the tokens."""
+Copy = tuple[float, int, int, int, int]
+"""Of one expert's queue: its probability, negative; the place of the token; sample, position and choice."""
 
 
 @dataclass(frozen=True)
@@ -212,14 +216,14 @@ class OracleRouter:
         for positions in scopes:
             tokens = batch * len(positions)
             capacity = max(1, math.ceil(tokens * top_k / model.num_experts * factor))
-            queues: dict[int, list[tuple[float, int, int, int, int]]] = {}
+            queues: dict[int, list[Copy]] = {}
             for b in range(batch):
                 for s in positions:
                     for k in range(top_k):
                         first = -float(weights[b, s, k].detach()) if moe.drop_policy == "probs" else 0.0
                         queues.setdefault(int(experts[b, s, k]), []).append((first, s * batch + b, b, s, k))
             for queue in queues.values():
-                for *_, b, s, k in sorted(queue)[capacity:]:
+                for *_, b, s, k in _in_order(queue)[capacity:]:
                     yield b, s, k
 
     def _noise(self, layer: int, shape: torch.Size, moment: Moment) -> Tensor:
@@ -264,6 +268,17 @@ def _sinkhorn(logits: Tensor, iterations: int) -> Tensor:
         rows = 1 / (matrix @ columns)
         columns = 1 / (matrix.T @ rows)
     return matrix * columns
+
+
+def _in_order(queue: list[Copy]) -> list[Copy]:
+    """The most probable first; of those whose probabilities are neighbours and as good as equal, by place."""
+    tie, ties, last = 0, [], None
+    for copy in sorted(queue):
+        if last is not None and copy[0] - last > TIE * abs(last):
+            tie += 1
+        last = copy[0]
+        ties.append((tie, *copy[1:]))
+    return [(0.0, *copy[1:]) for copy in sorted(ties)]
 
 
 def _mix(value: int) -> int:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import lcm
+from itertools import product
+from math import lcm, prod
 
 from moefold.config.checks import check_config
 from moefold.config.pipeline_layout import read_layout, write_layout
@@ -21,35 +22,87 @@ LEARNING_RATE = 1e-2
 LAYERS_OF_A_STAGE = 2
 MTP_LAYERS = 2
 """Most that a small recipe has."""
-MANY_RANKS = 16
-"""Up to so many, dp or edp stays above 1 where it was."""
+MOST_RANKS = 16
+"""Of a small recipe, where its mapping allows that."""
+MOST_STAGES = 8
+"""So many stages of the model, over all ranks of the pipeline, stay as they are; of more, virtual ones are left out."""
+DEGREES = ("tp", "cp", "pp", "ep", "etp")
+"""Degrees that a recipe gives; dp and edp follow from the number of ranks."""
+AXES = (*DEGREES, "dp", "edp", "virtual_stages")
 
 
-def shrink(cfg: Config) -> Config:
+def shrink(cfg: Config, most_ranks: int = MOST_RANKS) -> Config:
     """Make everything as small as the mapping allows.
 
-    All degrees but dp and edp stay, and so do the kinds of layers, routing, dropping, context, dispatcher and
-    schedule. The data becomes synthetic, so that a recipe can be proved where its data is not, no trace is replayed, as
-    it is one of the large model, and the learning rate starts high, so that the first steps are worth comparing.
+    Every axis of the recipe that is above 1 stays at 2 or more, dp and edp included, wherever that is legal. Degrees
+    are kept as they are if that takes at most `most_ranks`; else as few of them as possible are lowered to divisors.
+    The kinds of layers, routing, dropping, context, dispatcher and schedule stay. The data becomes synthetic, so that
+    a recipe can be proved where its data is not, no trace is replayed, as it is one of the large model, and the
+    learning rate starts high, so that the first steps are worth comparing.
 
     Raises:
         ConfigError: the recipe is not legal to begin with.
     """
     check_config(cfg)
-    parallel = replace(cfg.parallel, pipeline_layout=_pipeline_layout(cfg.parallel.pipeline_layout))
-    for world_size in _world_sizes(cfg.parallel):
-        small = _small(cfg, replace(parallel, world_size=world_size))
+    for parallel in _mappings(cfg.parallel, most_ranks):
+        small = _small(cfg, parallel)
         if _is_legal(small):
             return small
     raise AssertionError(f"no small recipe has this mapping: {cfg.parallel}")
 
 
+def changed_axes(large: ParallelConfig, small: ParallelConfig) -> tuple[list[str], list[str]]:
+    """The axes that are smaller than in the recipe, as "ep 8 -> 2", and those that are 1 and were not."""
+    degrees = [(axis, getattr(large, axis), getattr(small, axis)) for axis in AXES]
+    lowered = [f"{axis} {there} -> {here}" for axis, there, here in degrees if there > here]
+    return lowered, [axis for axis, there, here in degrees if there > 1 and here == 1]
+
+
+def _mappings(p: ParallelConfig, most_ranks: int) -> Iterator[ParallelConfig]:
+    """Candidates, best first: with all axes and few ranks, with all axes, with all given degrees."""
+    complete = [found for found in _lowered(p) if not changed_axes(p, found)[1]]
+    near = [found for found in complete if found.world_size <= most_ranks]
+    yield from sorted(near, key=lambda found: (*_distance(p, found), found.world_size))
+    yield from sorted(complete, key=lambda found: (found.world_size, *_distance(p, found)))
+    p = _with_few_stages(replace(p, pipeline_layout=_pipeline_layout(p.pipeline_layout)))
+    yield from (replace(p, world_size=size) for size in _world_sizes(p))
+
+
+def _distance(large: ParallelConfig, small: ParallelConfig) -> tuple[int, int]:
+    """How many of the given degrees differ, and by what factor in all."""
+    factors = [getattr(large, axis) // getattr(small, axis) for axis in DEGREES]
+    return sum(factor > 1 for factor in factors), prod(factors)
+
+
+def _lowered(p: ParallelConfig) -> Iterator[ParallelConfig]:
+    """All ways to lower degrees to divisors of at least 2, over all numbers of ranks that fit them."""
+    layout = _pipeline_layout(p.pipeline_layout)
+    # A layout or a schedule from a file is for a certain number of stages.
+    keeps_stages = layout not in ("", "auto") or p.schedule == "csv"
+    choices = [
+        [degree]
+        if degree == 1 or (axis == "pp" and keeps_stages)
+        else [divisor for divisor in divisors(degree) if divisor > 1]
+        for axis, degree in ((axis, getattr(p, axis)) for axis in DEGREES)
+    ]
+    for degrees in product(*choices):
+        small = replace(p, pipeline_layout=layout, **dict(zip(DEGREES, degrees, strict=True)))
+        small = small if keeps_stages else _with_few_stages(small)
+        yield from (replace(small, world_size=size) for size in _world_sizes(small))
+
+
+def _with_few_stages(p: ParallelConfig) -> ParallelConfig:
+    if p.virtual_stages == 1 or p.pipeline_layout not in ("", "auto") or p.schedule == "csv":
+        return p
+    fitting = [n for n in divisors(p.virtual_stages) if n > 1 and p.pp * n <= MOST_STAGES]
+    return replace(p, virtual_stages=max(fitting, default=divisors(p.virtual_stages)[1]))
+
+
 def _world_sizes(p: ParallelConfig) -> Iterator[int]:
-    """Candidates, best first: few ranks with data parallelism, then as few as the other degrees allow."""
+    """Numbers of ranks that divide the recipe's and fit its degrees, ascending."""
     least = p.pp * lcm(p.tp * p.cp, p.ep * p.etp)
-    sizes = [least * replicas for replicas in divisors(p.world_size // least)]
-    yield from (size for size in sizes[1:] if size <= MANY_RANKS)
-    yield from sizes
+    if p.world_size % least == 0:
+        yield from (least * replicas for replicas in divisors(p.world_size // least))
 
 
 def _pipeline_layout(text: str) -> str:

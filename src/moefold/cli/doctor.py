@@ -1,0 +1,148 @@
+"""`moefold doctor`: show what this machine has for a run, to be read before the first one or sent with a report."""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from moefold import __version__
+from moefold.cli.command_parser import CommandParser
+from moefold.launch.status import EXIT_FAILED
+from moefold.metrics.host_memory import host_room
+from moefold.printable import print_escaped, printable
+
+GIB = 2**30
+C_LIBRARIES = ("product", "experts", "norm", "rope", "attention")
+OPTIONAL = (
+    ("datasets", "datasets", "hf", 'data.kind="huggingface"'),
+    ("transformers", "transformers", "hf", "comparisons in moefold bench"),
+    ("tensorboard", "tensorboard", "tensorboard", "metrics.tensorboard"),
+    ("wandb", "wandb", "track", "metrics.wandb"),
+    ("lm-eval", "lm_eval", "eval", "moefold lm-eval"),
+    ("triton", "triton", "gpu", "kernels on CUDA"),
+)
+"""Package, module, extra of moefold that brings it, and what needs it."""
+
+EPILOG = """Exit status 1 means that torch cannot be used; layout and plan work without it. Optional packages come with
+extras: pip install -e '.[EXTRA]' in a checkout.
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the answer."""
+
+    topic: str
+    words: str
+    is_fault: bool = False
+    """Training cannot start because of it."""
+
+
+def run(argv: list[str]) -> int:
+    """Print what is found; returns 1 if training cannot start here."""
+    arguments = _parser().parse_args(argv)
+    found = [*_software(), *_host(), *_torch(), _cache(), *_optional()]
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in found]))
+    else:
+        width = max(len(finding.topic) for finding in found)
+        for finding in found:
+            print_escaped(f"{finding.topic:{width}}  {printable(finding.words)}")
+    return EXIT_FAILED if any(finding.is_fault for finding in found) else 0
+
+
+def _software() -> Iterator[Finding]:
+    yield Finding("moefold", f"{__version__}, from {Path(__file__).parents[1]}")
+    yield Finding("python", f"{platform.python_version()}, {sys.executable}")
+    yield Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}")
+
+
+def _host() -> Iterator[Finding]:
+    total = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    threads = os.environ.get("OMP_NUM_THREADS")
+    says = f", OMP_NUM_THREADS={threads}" if threads else ""
+    yield Finding("cores", f"{usable} of {total} usable by this process{says}")
+    yield Finding("memory", _memory())
+
+
+def _memory() -> str:
+    total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    room = host_room()
+    return f"{total_bytes / GIB:.1f} GiB, {room.size / GIB:.1f} GiB {room.limit}"
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+
+        from moefold.launch.backends import available_backends
+    except (ImportError, OSError) as error:
+        yield Finding("torch", f"cannot be imported: {error}", is_fault=True)
+        return
+    yield Finding("torch", f"{torch.__version__}, {torch.get_num_threads()} threads")
+    backends = available_backends()
+    if not backends:
+        yield Finding("ranks", "torch was built without torch.distributed", is_fault=True)
+    else:
+        yield Finding("ranks", f"connected by {', '.join(backends)}")
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        yield Finding(f"cuda:{number}", f"{properties.name}, {properties.total_memory / GIB:.1f} GiB, {capability}")
+    if not torch.cuda.device_count():
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        yield Finding("devices", f"CPU only: torch sees no GPU and is built {built}")
+    yield Finding("C kernels", _c_kernels())
+
+
+def _c_kernels() -> str:
+    from moefold.kernels.c_library import CompilerError, build_libraries
+
+    try:
+        build_libraries(*C_LIBRARIES)
+    except CompilerError as error:
+        return f"not built, plain operations of torch are used on CPUs: {error}"
+    return "built (used on CPUs)"
+
+
+def _cache() -> Finding:
+    from moefold.data.cache import default_cache_dir
+
+    folder = default_cache_dir()
+    # What is missing is made in the nearest folder that is there.
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(nearest, os.W_OK):
+        return Finding("cache", f"{folder} cannot be written; set XDG_CACHE_HOME to a folder that can")
+    return Finding("cache", f"{folder}, {shutil.disk_usage(nearest).free / 1e9:.1f} GB free")
+
+
+def _optional() -> Iterator[Finding]:
+    for package, module, extra, purpose in OPTIONAL:
+        # A folder of that name in the working directory has no origin.
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None:
+            yield Finding(package, f"not installed (extra {extra!r}; for {purpose})")
+            continue
+        try:
+            yield Finding(package, f"{importlib.metadata.version(package)} (for {purpose})")
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(package, f"installed without metadata (for {purpose})")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="moefold doctor",
+        description="Show versions, devices, memory, kernels and optional packages of this machine.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON array of topic, words and is_fault")
+    return parser

@@ -1,0 +1,98 @@
+"""`moefold init`: write a recipe that comes with moefold into a folder, to train from and to change."""
+
+import argparse
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from moefold.cli.command_parser import CommandParser
+from moefold.config.keys import nearest
+from moefold.config.shipped import TEMPLATES, shipped_files
+from moefold.errors import ConfigError, some
+from moefold.printable import print_escaped
+
+DEFAULT = "quickstart"
+
+EPILOG = """examples:
+  moefold init
+  moefold init sft
+  moefold init single experiments
+  moefold init --list
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Write a recipe and the files that it reads.
+
+    Raises:
+        ConfigError: there is no such recipe, a file exists, or the folder cannot be written.
+    """
+    arguments = _parser().parse_args(argv)
+    known = shipped_files()
+    if arguments.list:
+        width = max(map(len, known))
+        for name, files in known.items():
+            print_escaped(f"{name:{width}}  {_summary(files[0])}")
+        return 0
+    if len(arguments.words) > 2:
+        raise ConfigError(f"{arguments.words[2]!r} is one word too many: moefold init [NAME] [DIR]")
+    name, folder = _what_and_where(arguments.words, set(known))
+    targets = {source: folder / source.name for source in known[name]}
+    _refuse(targets.values(), force=arguments.force)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for source, target in targets.items():
+            shutil.copyfile(source, target)
+            print_escaped(f"wrote {target}")
+    except OSError as error:
+        raise ConfigError(f"DIR={str(folder)!r} cannot be written: {error.strerror}; choose another") from None
+    first = targets[known[name][0]]
+    print_escaped(f"next: edit it, then sbatch {first}" if name in TEMPLATES else f"next: moefold train {first}")
+    return 0
+
+
+def _what_and_where(words: list[str], known: set[str]) -> tuple[str, Path]:
+    """The recipe and the folder that the words mean: NAME, NAME DIR or DIR."""
+    if len(words) == 2:
+        name, folder = words
+    elif not words or words[0] in known:
+        name, folder = (words or [DEFAULT])[0], "."
+    else:
+        name, folder = DEFAULT, words[0]
+    guess = nearest(words[0], known) if words and words[0] not in known else None
+    if name not in known or (guess and not Path(folder).is_dir()):
+        hint = f"did you mean {guess!r}?" if guess else f"the recipes are {', '.join(sorted(known))}"
+        raise ConfigError(f"{words[0]!r} is not a recipe that comes with moefold; {hint} (moefold init NAME DIR)")
+    return name, Path(folder)
+
+
+def _refuse(targets: Iterable[Path], *, force: bool) -> None:
+    """Refuse files that exist, unless they are to be replaced."""
+    found = [str(path) for path in targets if path.exists()]
+    if found and not force:
+        raise ConfigError(f"{some(found)} exists already; add --force to replace it, or name another folder: NAME DIR")
+
+
+def _summary(file: Path) -> str:
+    """The first sentence of the comment at the head of a file."""
+    lines = [line.removeprefix("#").strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    text = " ".join(line for line in lines[: lines.index("") if "" in lines else None] if not line.startswith("!"))
+    return text.partition(". ")[0].removesuffix(".")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="moefold init",
+        description="Write a recipe that comes with moefold, and the files that it reads, into a folder.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[NAME] [DIR]",
+        help=f"which recipe ({DEFAULT}) and into which folder (the current one); a folder alone gets {DEFAULT}",
+    )
+    parser.add_argument("--list", action="store_true", help="list the recipes, with a sentence on each")
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
+    return parser

@@ -1,0 +1,61 @@
+"""The recipes that come with moefold: in a checkout the folder recipes/, in an installed package a copy of it."""
+
+from pathlib import Path
+
+COMPANIONS = {"sft": ("conversations.jsonl",)}
+"""Files that a recipe reads, by its name."""
+TEMPLATES = {"slurm": "slurm.sbatch"}
+"""Files that are no recipes, by name."""
+PATHS = (
+    ("data", "path"),
+    ("data", "tokenizer"),
+    ("data", "chat_template"),
+    ("parallel", "schedule_csv"),
+    ("checkpoint", "init_from"),
+    ("model", "upcycle_from"),
+    ("moe", "replay"),
+)
+"""Keys of a recipe that name a file or folder to read."""
+
+
+def shipped_folder() -> Path:
+    """Return the folder of the recipes that come with this installation."""
+    package = Path(__file__).parents[1]
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parents[1] / "recipes"
+
+
+def shipped_files() -> dict[str, tuple[Path, ...]]:
+    """Return the files of each recipe or template by its name; the first is the one to use."""
+    folder = shipped_folder()
+    files = {
+        path.stem: (path, *(folder / more for more in COMPANIONS.get(path.stem, ()))) for path in folder.glob("*.toml")
+    }
+    files |= {name: (folder / file,) for name, file in TEMPLATES.items() if (folder / file).is_file()}
+    return dict(sorted(files.items()))
+
+
+def find_beside(tree: dict[str, object], folder: Path) -> None:
+    """Turn the paths of a recipe that exist relative to its own folder into paths of these files, in place.
+
+    What does not exist there is left as it is, relative to the current folder.
+
+    Args:
+        tree: the sections of the recipe, unchecked.
+        folder: where the recipe is.
+    """
+    for section, key in PATHS:
+        keys = tree.get(section)
+        if isinstance(keys, dict) and key in keys:
+            value = keys[key]
+            keys[key] = [_beside(path, folder) for path in value] if isinstance(value, list) else _beside(value, folder)
+
+
+def _beside(path: object, folder: Path) -> object:
+    if not isinstance(path, str) or not path or "\0" in path:
+        return path
+    found = folder / path
+    try:
+        return str(found) if found.exists() else path
+    except OSError:
+        return path

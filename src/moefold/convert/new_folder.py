@@ -1,0 +1,13 @@
+"""Whether a folder can be made. Torch-free."""
+
+from pathlib import Path
+
+
+def new_folder_fault(final: Path) -> str:
+    """Return why a folder cannot get a name, or ""."""
+    try:
+        if final.exists() or final.is_symlink():
+            return f"{str(final)!r} exists; name another folder, or remove it"
+    except (OSError, ValueError) as error:
+        return f"{str(final)!r} cannot be written: {getattr(error, 'strerror', None) or error}"
+    return "" if final.name not in ("", "..") else f"{str(final)!r} is no name of a new folder"

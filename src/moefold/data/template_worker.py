@@ -1,0 +1,161 @@
+"""Program of the process that renders chat templates; nothing but Jinja and the standard library is loaded.
+
+A template comes with a tokenizer, from anybody. It runs in Jinja's sandbox for untrusted templates, which keeps it from
+files and from Python's objects, but not from loops and texts without end: so it has a process of its own, with limits
+on memory and on the processor time of each conversation, after which the system ends it.
+
+Standard input: a line of JSON with the template and the limits, then batches: a line with a number, and so many lines,
+each a conversation. Standard output: a line of JSON for the template and for each conversation. A batch is read whole
+before it is answered, so that neither side waits for the other.
+"""
+
+import contextlib
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Answer = dict[str, Any]
+Render = Callable[[Mapping[str, Any]], str]
+
+
+class RefusalError(Exception):
+    """Why a template does not write a conversation."""
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+
+    def answer(words: Answer) -> None:
+        answers.write(json.dumps(words, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+        answers.flush()
+
+    start = json.loads(requests.readline())
+    _limit(start["memory_bytes"])
+    signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])
+    try:
+        render = _compile(start["source"], start["marks"], datetime.fromisoformat(start["date"]))
+    except RefusalError as error:
+        answer({"refused": str(error)})
+        return
+    answer({})
+    while count := requests.readline():
+        batch = [requests.readline() for _ in range(int(count))]
+        for line in batch:
+            # The system ends the process when the time is over.
+            signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])
+            answer(_answered(json.loads(line), render, start))
+
+
+def _limit(memory_bytes: int) -> None:
+    """Limit memory and forbid files; macOS takes no limit of memory."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+def _answered(request: Mapping[str, Any], render: Render, start: Mapping[str, Any]) -> Answer:
+    """Return {text, spans}, {refused: reason} or {moved: turn}."""
+    most_characters: int = start["most_characters"]
+    tokens: Mapping[str, str] = start["special_tokens"]
+
+    def write(messages: Sequence[Mapping[str, Any]], *, prompts: bool) -> str:
+        values = {"messages": messages, "tools": request["tools"], "add_generation_prompt": prompts}
+        text = render({**tokens, **values})
+        if len(text) > most_characters:
+            raise RefusalError(f"it writes more than {most_characters:,} characters")
+        return text
+
+    messages = request["messages"]
+    try:
+        if request["prompts"] is not None:
+            text, spans = _split_at_marks(write(messages, prompts=request["prompts"]), *start["marks"])
+            return {"text": text, "spans": spans}
+        if start["has_marks"]:
+            text, spans = _split_at_marks(write(messages, prompts=False), *start["marks"])
+            return {"text": text, "spans": spans}
+        text, spans = write(messages, prompts=False), []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = write(messages[:i], prompts=True)
+            after = write(messages[: i + 1], prompts=False).rstrip()
+            if not (text.startswith(after) and text.startswith(before)):
+                return {"moved": i + 1}
+            spans.append((min(len(before), len(after)), len(after)))
+        return {"text": text, "spans": spans}
+    except RefusalError as error:
+        return {"refused": str(error)}
+
+
+def _split_at_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a text without its marks, and the characters that stood between them."""
+    parts: list[str] = []
+    spans: list[tuple[int, int]] = []
+    length = 0
+    for part in marked.split(begin):
+        inside, found, rest = part.partition(end)
+        if found:
+            spans.append((length, length + len(inside)))
+        parts += [inside, rest]
+        length += len(inside) + len(rest)
+    return "".join(parts), spans
+
+
+def _compile(source: str, marks: Sequence[str], date: datetime) -> Render:
+    class Generation(Extension):
+        """`{% generation %} ... {% endgeneration %}` around what the assistant writes."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Callable[[], str]) -> str:
+            return marks[0] + caller() + marks[1]
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": date.strftime}
+    try:
+        template = environment.from_string(source)
+    except (TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+        is_deep = isinstance(error, RecursionError | MemoryError)
+        raise RefusalError("it is nested too deep" if is_deep else str(error)) from error
+
+    def render(values: Mapping[str, Any]) -> str:
+        try:
+            return template.render(**values)
+        # A template of a stranger may fail in any way that an expression can.
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            reason = str(error)
+        except (RecursionError, MemoryError) as error:
+            reason = "it never ends" if isinstance(error, RecursionError) else "it needs more memory than it may have"
+        raise RefusalError(reason)
+
+    return render
+
+
+if __name__ == "__main__":
+    main()

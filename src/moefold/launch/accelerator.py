@@ -1,0 +1,49 @@
+"""Which device the ranks will have, as far as it can be told without torch, which takes seconds to import."""
+
+import sys
+from pathlib import Path
+
+from moefold.errors import ConfigError
+from moefold.launch.place import Place
+
+DEVICE_NODES = ("nvidia*", "nvgpu*", "nvhost*", "nvmap", "dxg", "kfd")
+"""What a driver of GPUs that torch knows as cuda makes in /dev: NVIDIA's, Jetson's, that of WSL, AMD's."""
+
+
+def early_device(wish: str, world_size: int, place: Place | None, root: Path = Path("/")) -> str:
+    """Return "cpu" where the ranks run there for certain, else "": then torch must be asked (`choose_device`).
+
+    Args:
+        wish: run.device.
+        world_size: ranks of the job.
+        place: of this process, if a launcher started it.
+        root: where /dev is.
+
+    Raises:
+        ConfigError: the wish is cuda, and this machine has no driver of a GPU.
+    """
+    if wish == "cpu":
+        return "cpu"
+    if not has_no_gpu(root):
+        return ""
+    if wish == "cuda":
+        raise ConfigError(missing_gpu(wish, world_size, place, 0))
+    return "cpu"
+
+
+def has_no_gpu(root: Path = Path("/")) -> bool:
+    """Return whether this machine has no GPU for certain: it runs Linux, and no driver of a GPU is loaded."""
+    return sys.platform == "linux" and not any(any((root / "dev").glob(node)) for node in DEVICE_NODES)
+
+
+def missing_gpu(wish: str, world_size: int, place: Place | None, num_gpus: int) -> str:
+    """Return the message for ranks without a GPU of their own."""
+    if place is None:
+        return (
+            f"parallel.world_size={world_size} needs a GPU for each rank, and this machine shows {num_gpus}; "
+            "set run.device='cpu', or fewer ranks"
+        )
+    return (
+        f"run.device={wish!r} needs a GPU for each rank, and local rank {place.local_rank} finds {num_gpus} on its "
+        "machine; start as many ranks on each machine as it has GPUs, or set run.device='cpu'"
+    )

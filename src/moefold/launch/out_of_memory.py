@@ -1,0 +1,65 @@
+"""Tell errors of memory from others, and say them in one sentence. Torch-free: torch's are known by name and words."""
+
+import errno
+import re
+
+from moefold.metrics.bytes_text import bytes_text
+from moefold.metrics.host_memory import host_room, process_room
+
+NAMES = ("OutOfMemoryError", "_ArrayMemoryError")
+"""Of torch and numpy."""
+WORDS = (
+    "can't allocate memory",
+    "bad_alloc",
+    "bad allocation",
+    "CUDA out of memory",
+    "array is too big",
+    "Storage size calculation overflowed",
+    "integer multiplication overflow",
+    "Maximum allowed dimension exceeded",
+)
+"""In the messages of other errors that stand for memory that is not there."""
+_ASKED = re.compile(r"allocate (\d+) bytes|[Aa]llocate (\d[\d.]* ?[KMGTP]?i?B)")
+WAY_OUT = (
+    "choose a smaller model, batch or sequence, or more ranks; for training `moefold memory RECIPE --dry` shows what "
+    "takes the memory, and train.recompute, train.micro_batch_size, parallel.zero and train.offload save it"
+)
+
+
+def memory_reason(error: BaseException | None) -> str:
+    """Return what an error of memory says in its first sentence, or "" for another error.
+
+    Args:
+        error: an exception; what it was raised from counts as well.
+    """
+    while error is not None:
+        if _is_memory(error):
+            return str(error).strip().partition("\n")[0].partition(". GPU")[0] or type(error).__name__
+        error = error.__cause__
+    return ""
+
+
+def out_of_memory_text(error: BaseException) -> str:
+    """Return one message on an error of memory, with what was asked for and what there is; "" for another error."""
+    reason = memory_reason(error)
+    if not reason:
+        return ""
+    found = _ASKED.search(reason)
+    asked = ""
+    if found is not None:
+        asked = f": {bytes_text(int(found[1])) if found[1] else found[2]} were asked for at once"
+    return f"out of memory{asked or f' ({reason})'}{'' if 'CUDA' in reason else _room_text()}; {WAY_OUT}"
+
+
+def _room_text() -> str:
+    rooms = [room for room in (host_room(), process_room()) if room is not None]
+    least = min(rooms, key=lambda room: room.size)
+    return f", and {bytes_text(least.size)} are {least.limit}"
+
+
+def _is_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ in NAMES:
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError | ValueError) and any(words in str(error) for words in WORDS)

@@ -1,0 +1,54 @@
+"""Example commands of the documentation and of the help texts, and the check that they can be run."""
+
+import argparse
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+from moefold.cli.main import COMMANDS
+from moefold.config.keys import key_types, sections
+from moefold.config.load import apply_overrides, load_config
+
+ROOT = Path(__file__).parents[2]
+OVERRIDE = re.compile(r"[a-z]+\.[a-z_]+=.*")
+
+
+def commands_of(text: str) -> list[str]:
+    """The lines of a text that are commands of moefold, continued lines joined."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.strip().startswith("moefold ")]
+
+
+def code_blocks(markdown: str, language: str) -> list[str]:
+    """The blocks of code of a page, word for word."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", markdown, re.MULTILINE | re.DOTALL)
+
+
+def check_command(line: str) -> None:
+    """Parse a command as moefold does, and check that its recipe exists and knows its keys; fails otherwise."""
+    _, name, *words = shlex.split(line, comments=True)
+    assert name in COMMANDS, line
+    module = importlib.import_module(f"moefold.cli.{name.replace('-', '_')}")
+    if name == "bench" and words and not words[0].startswith("-"):
+        module = importlib.import_module(f"moefold.cli.bench_{words.pop(0)}")
+    if hasattr(module, "_parser"):
+        parse(module._parser(), words, line)
+    overrides = [word for word in words if OVERRIDE.fullmatch(word)]
+    tree: dict[str, dict[str, object]] = {}
+    apply_overrides(tree, overrides)
+    for section, keys in tree.items():
+        assert section in sections(), line
+        assert set(keys) <= set(key_types(section)), line
+    for word in words:
+        if word.startswith("recipes/"):
+            assert (ROOT / word).is_file(), line
+            load_config(ROOT / word, overrides)
+
+
+def parse(parser: argparse.ArgumentParser, words: list[str], line: str) -> None:
+    has_actions = any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
+    try:
+        parser.parse_args(words) if has_actions else parser.parse_intermixed_args(words)
+    except SystemExit:
+        raise AssertionError(f"refused: {line}") from None

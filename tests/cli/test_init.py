@@ -1,0 +1,68 @@
+from pathlib import Path
+
+import pytest
+
+from moefold.cli.main import main
+from moefold.config.checks import check_config
+from moefold.config.load import load_config
+from moefold.config.shipped import shipped_files
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        ([], ["quickstart.toml"]),
+        (["single"], ["single.toml"]),
+        (["sft", "a/b"], ["a/b/sft.toml", "a/b/conversations.jsonl"]),
+        (["experiments"], ["experiments/quickstart.toml"]),
+        (["slurm"], ["slurm.sbatch"]),
+    ],
+)
+def test_files_are_written_and_the_next_command_is_told(capsys, words, written):
+    assert main(["init", *words]) == 0
+    assert sorted(map(str, (path for path in Path().rglob("*") if path.is_file()))) == sorted(written)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:-1] == [f"wrote {path}" for path in written]
+    assert lines[-1].startswith("next: ")
+    assert lines[-1].endswith(written[0])
+    if written[0].endswith(".toml"):
+        check_config(load_config(Path(written[0])))
+
+
+def test_nothing_is_replaced_unless_asked(capsys):
+    Path("sft.toml").write_text("mine")
+    assert main(["init", "sft"]) == 2
+    assert "sft.toml exists already; add --force" in capsys.readouterr().err
+    assert Path("sft.toml").read_text() == "mine"
+    assert not Path("conversations.jsonl").exists()
+    assert main(["init", "sft", "--force"]) == 0
+    assert Path("sft.toml").read_text() != "mine"
+
+
+def test_the_list_says_what_each_is_for(capsys):
+    assert main(["init", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(shipped_files())
+    assert all(len(line.split()) > 5 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sftt"], "did you mean 'sft'?"),
+        (["unknown", "folder"], "the recipes are mixtral-8x7b, quickstart,"),
+        (["sft", "a", "b"], "one word too many"),
+        (["sft", "/proc/none"], "DIR='/proc/none' cannot be written"),
+    ],
+)
+def test_wrong_words_are_one_message(capsys, words, message):
+    assert main(["init", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert list(Path().iterdir()) == []

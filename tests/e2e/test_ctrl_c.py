@@ -1,0 +1,109 @@
+"""Ctrl-C and kills of commands that start workers: one line, no process and no folder that stays."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moefold.launch.stale_folder import LOCK
+from moefold.testing.pool import WorkerPool
+from tests.e2e.command import ROOT, TWO, environment, losses, small
+from tests.e2e.forked import interrupt_forked
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
+
+RECIPE = str(ROOT / "recipes" / "quickstart.toml")
+FOUR_RANKS = ("parallel.world_size=4", "parallel.pp=1")
+MANY_STEPS = "1000000"
+PROGRESS = ("verify: ", "memory: ", "bench ranks: ", "tokenize: ", "tokenise: ", "tokenising")
+
+
+def processes_of(session: int) -> list[int]:
+    """The processes of a session that have not ended."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] not in "ZX":
+            found.append(int(folder.name))
+    return found
+
+
+def are_up(count: int) -> Callable[[int], bool]:
+    """Whether a command, in a session of its own, runs on so many processes."""
+    return lambda process: len(processes_of(process)) >= count
+
+
+def wait_until_gone(session: int) -> None:
+    """Fail if a process of a session does not end."""
+    deadline = time.monotonic() + 60
+    while left := processes_of(session):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [
+        # The command, a helper of multiprocessing, the fork server; then the ranks too.
+        (("verify", RECIPE, "--shrink", "--steps", "1", *FOUR_RANKS), 3),
+        (("verify", RECIPE, "--shrink", "--steps", "1", *FOUR_RANKS), 5),
+        (("memory", RECIPE, *FOUR_RANKS), 5),
+        (("bench", "ranks", "--steps", MANY_STEPS, *TWO, "parallel.cp=1", "parallel.pp=1"), 3),
+        (("tokenize", "{text}", "--out", "{out}", "--tokenizer", "bytes", "--processes", "2", "--shard-mb", "4"), 3),
+    ],
+)
+def test_ctrl_c_is_one_line(tmp_path, words, processes):
+    text = tmp_path / "texts"
+    if "{text}" in words:
+        text.mkdir()
+        for number in range(40):
+            (text / f"{number}.txt").write_text("All work and no play makes Jack a dull boy.\n" * 25_000)
+    words = [word.format(text=text, out=tmp_path / "out") for word in words]
+    done, session = interrupt_forked(words, are_up(processes), signal.SIGINT, ROOT, environment())
+    said = [line for line in done.stderr.splitlines() if not line.startswith(PROGRESS)]
+    assert (done.returncode, said) == (130, ["moefold: interrupted"])
+    wait_until_gone(session)
+
+
+def test_a_run_that_is_killed_leaves_nothing_in_the_temporary_folder(tmp_path):
+    folder, run_dir = tmp_path / "temporary", tmp_path / "run"
+    folder.mkdir()
+    words = small(run_dir, f"run.steps={MANY_STEPS}", *TWO)
+    variables = environment() | {"TMPDIR": str(folder)}
+
+    def trains(_: int) -> bool:
+        return (run_dir / "metrics.jsonl").exists() and len(losses(run_dir)) >= 2
+
+    done, session = interrupt_forked(words, trains, signal.SIGKILL, ROOT, variables)
+    assert done.returncode == -signal.SIGKILL
+    wait_until_gone(session)
+    assert [path.name for path in folder.iterdir() if path.name.startswith(("moefold", "torchelastic", "pymp"))] == []
+
+
+def test_what_a_killed_verify_leaves_goes_with_the_next_start_and_its_ranks_end(tmp_path, monkeypatch):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    words = ["verify", RECIPE, "--shrink", "--steps", "1", *FOUR_RANKS]
+    variables = environment() | {"TMPDIR": str(folder)}
+
+    command = [sys.executable, "-m", "moefold", *words]
+    with subprocess.Popen(command, env=variables, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE) as process:
+        while not are_up(5)(process.pid):
+            assert process.poll() is None
+            time.sleep(0.02)
+        # The command alone: its ranks are not told.
+        process.kill()
+    wait_until_gone(process.pid)
+    (left,) = (path for path in folder.iterdir() if (path / LOCK).exists())
+    (folder / "of another program").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    WorkerPool()
+    assert not left.exists()
+    assert (folder / "of another program").exists()

@@ -1,0 +1,109 @@
+"""The first and the last lines of a run's log."""
+
+from pathlib import Path
+
+import pytest
+
+from moefold.checkpoint.folder import META_FILE, step_path
+from moefold.config.load import load_config
+from moefold.config.schema import Config
+from moefold.data import open_dataset
+from moefold.train.banner import banner
+from moefold.train.farewell import farewell
+
+WORDS = ("model.preset=tiny", "model.vocab_size=256", "train.seq_len=32", "run.steps=20", "run.dtype=float32")
+UNSAVED = ("checkpoint.every=0", "checkpoint.at_end=false")
+
+
+def lines_of(cfg: Config, cache_dir: Path) -> dict[str, str]:
+    sizes = {"seq_len": cfg.train.seq_len, "vocab_size": cfg.model.vocab_size, "seed": 0}
+    data = open_dataset(cfg.data, **sizes, cache_dir=cache_dir)
+    return dict(line.split(maxsplit=1) for line in banner(cfg, "cpu", data.train, data.validation))
+
+
+def test_the_log_begins_with_what_runs(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 32_050)
+    mapping = [f"parallel.{word}" for word in ("world_size=8", "tp=2", "pp=2", "ep=4")]
+    words = [*WORDS, "run.dir=runs/x", "data.kind=text", f"data.path={tmp_path}/a.txt", *mapping, "train.lr=1e-3"]
+    lines = lines_of(load_config(None, [*words, "train.global_batch_size=16"]), tmp_path)
+    assert lines["run"] == "runs/x, 20 steps"
+    assert lines["model"].startswith("tiny, ")
+    assert " parameters, " in lines["model"]
+    assert " active for each token; 2 layers, 8 experts, top 2" in lines["model"]
+    assert lines["data"] == f"text {tmp_path}/a.txt, 30k tokens to train on, 1.6k held out, 0.34 epochs in all"
+    assert lines["batch"] == "16 x 32 = 512 tokens a step, learning rate 0.001, 0 steps of warm-up, adamw"
+    assert lines["ranks"] == "8 on cpu, float32; attention tp2 x cp1 x dp2 x pp2, experts etp1 x ep4 x edp1 x pp2"
+    assert lines["saves"] == "every 500 steps and at the end, the newest 10 stay"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (UNSAVED, "no model is saved (checkpoint.every=0, checkpoint.at_end=false)"),
+        (["checkpoint.every=0", "checkpoint.keep=0"], "at the end, all stay"),
+        (
+            ["checkpoint.at_end=false", "checkpoint.every=2000", "checkpoint.keep=3", "checkpoint.keep_every=10000"],
+            "every 2,000 steps, the newest 3 stay, and those of every 10,000 steps",
+        ),
+    ],
+)
+def test_the_log_says_what_will_be_saved(tmp_path, words, text):
+    lines = lines_of(load_config(None, [*WORDS, "data.kind=synthetic", *words]), tmp_path)
+    assert lines["saves"] == text
+    assert lines["data"] == "synthetic"
+    assert lines["ranks"] == "1 on cpu, float32"
+
+
+@pytest.mark.parametrize(
+    ("saved", "words", "status", "step", "first"),
+    [
+        (20, [], 0, 20, "done: 20 steps, in {run}; model in {run}/checkpoints/step-000020"),
+        (
+            15,
+            ["checkpoint.at_end=false", "checkpoint.every=15"],
+            0,
+            20,
+            "done: 20 steps, in {run}; not saved since step 15, as checkpoint.every=15 and checkpoint.at_end=false "
+            "say; model in {run}/checkpoints/step-000015",
+        ),
+        (
+            None,
+            UNSAVED,
+            0,
+            20,
+            "done: 20 steps, in {run}; no model was saved, as checkpoint.every=0 and checkpoint.at_end=false say; "
+            "set checkpoint.at_end=true to save one",
+        ),
+        (
+            9,
+            [],
+            130,
+            9,
+            "stopped by SIGINT after step 9 of 20; saved in {run}/checkpoints/step-000009; the same command goes on "
+            "from there",
+        ),
+        (
+            None,
+            UNSAVED,
+            143,
+            9,
+            "stopped by SIGTERM after step 9 of 20; nothing was saved, as checkpoint.every=0 and "
+            "checkpoint.at_end=false say",
+        ),
+    ],
+)
+def test_the_log_ends_with_where_the_model_is(tmp_path, saved, words, status, step, first):
+    run_dir = tmp_path / "a run"
+    if saved is not None:
+        path = step_path(run_dir / "checkpoints", saved)
+        path.mkdir(parents=True)
+        (path / META_FILE).touch()
+    cfg = load_config(None, [*WORDS, f"run.dir={run_dir}", *words])
+    lines = farewell(cfg, status, step)
+    assert lines[0] == first.format(run=run_dir)
+    # python-docs: what is typed next is a prompt for its model.
+    more = [
+        f"next: moefold generate '{run_dir}' 'The for statement'",
+        "or train on: the same command with run.steps=40",
+    ]
+    assert lines[1:] == (more if saved and not status else [])

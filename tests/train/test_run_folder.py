@@ -1,0 +1,176 @@
+"""Which folder a start of a recipe writes into, for what the folder that it names holds."""
+
+import fcntl
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moefold.checkpoint.folder import (
+    FORMAT,
+    META_FILE,
+    CheckpointMeta,
+    model_sizes,
+    sample_order,
+    step_path,
+    write_meta,
+)
+from moefold.checkpoint.manifest import record_file, write_manifest
+from moefold.config.load import config_to_dict, load_config
+from moefold.config.schema import Config
+from moefold.train.run_folder import choose_run_folder
+from moefold.train.run_lock import LOCK_FILE, RunLock, is_in_use
+
+WORDS = ("model.preset=tiny", "data.kind=synthetic", "run.device=cpu", "train.seq_len=32", "run.steps=10")
+
+
+def config(run_dir: Path, *words: str) -> Config:
+    return load_config(None, [*WORDS, f"run.dir={run_dir}", *words])
+
+
+def write_run(run_dir: Path, *words: str, steps: int, saved: int | None) -> None:
+    """Leave what a run of so many steps leaves, with a checkpoint of step `saved`."""
+    cfg = config(run_dir, *words)
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "config.json").write_text(json.dumps(config_to_dict(cfg)))
+    (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)))
+    if saved is None:
+        return
+    path = step_path(Path(cfg.checkpoint.dir or run_dir / "checkpoints"), saved)
+    path.mkdir(parents=True)
+    order, model = sample_order(cfg), model_sizes(cfg.model)
+    write_meta(
+        path, CheckpointMeta(format=FORMAT, step=saved, samples=0, tokens=0, order=order, model=model, parallel={})
+    )
+    write_manifest(path, {META_FILE: record_file(path / META_FILE)})
+
+
+def in_use_elsewhere(folder: Path) -> bool:
+    """What another process sees: a lock of fcntl is the process's own."""
+    code = (
+        f"from moefold.train.run_lock import is_in_use; print(is_in_use(__import__('pathlib').Path({str(folder)!r})))"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
+def chosen(run_dir: Path, *words: str) -> tuple[str, str]:
+    folder = choose_run_folder(config(run_dir, *words))
+    return Path(folder.cfg.run.dir).name, folder.note
+
+
+def test_a_folder_without_a_run_is_taken(tmp_path):
+    assert chosen(tmp_path / "run") == ("run", "")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/notes.txt").write_text("mine")
+    (tmp_path / "run/metrics.jsonl").touch()
+    assert chosen(tmp_path / "run") == ("run", "")
+
+
+MOVED = ["parallel.world_size=2", "parallel.tp=2"]
+CASES = {
+    # words of the run that is there, its steps, those saved; words of the start; folder; part of the note
+    "goes on": ([], 6, 5, [], "run", ""),
+    "done": ([], 10, 10, [], "run", ""),
+    "more steps": ([], 10, 10, ["run.steps=20"], "run", ""),
+    "another mapping": ([], 6, 5, MOVED, "run", ""),
+    "new settings": ([], 6, 5, ["train.lr=0.1"], "run", "goes on with other settings: train.lr=0.1 (it has 0.0003)"),
+    "saves otherwise": ([], 10, 10, ["checkpoint.every=3", "metrics.tensorboard=true"], "run", ""),
+    "fewer steps": (
+        [],
+        10,
+        10,
+        ["run.steps=2"],
+        "run-2",
+        "it has 10 steps, with other settings: run.steps=2 (it has 10)",
+    ),
+    "done with others": ([], 10, 10, ["train.lr=0.1"], "run-2", "train.lr=0.1 (it has 0.0003)"),
+    "done by others": ([], 10, 10, MOVED, "run-2", "parallel.tp=2 (it has 1)"),
+    "another model": ([], 6, 5, ["model.num_layers=3"], "run-2", "num_layers 2 there, 3 here"),
+    "other data": ([], 6, 5, ["run.seed=7"], "run-2", "seed 0 there, 7 here"),
+    "never saved": ([], 6, None, [], "run-2", "it has no checkpoint to go on from"),
+    "never": ([], 6, 5, ["checkpoint.resume=never"], "run-2", "checkpoint.resume='never'"),
+    "another start": ([], 6, 5, ["checkpoint.resume=elsewhere/step-000009"], "run-2", "is of another run"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_continued_or_left_alone(tmp_path, name):
+    before, steps, saved, words, expected, note = CASES[name]
+    write_run(tmp_path / "run", *before, steps=steps, saved=saved)
+    folder, said = chosen(tmp_path / "run", *words)
+    assert folder == expected
+    assert note in said
+    assert bool(note) == bool(said)
+
+
+def test_a_numbered_run_is_found_again(tmp_path):
+    run_dir = tmp_path / "run"
+    write_run(run_dir, steps=10, saved=10)
+    write_run(tmp_path / "run-2", "train.lr=0.1", steps=6, saved=5)
+    assert chosen(run_dir, "train.lr=0.1")[0] == "run-2"
+    assert chosen(run_dir, "train.lr=0.1", *MOVED)[0] == "run-2"
+    assert chosen(run_dir, "train.lr=0.2")[0] == "run-3"
+    (tmp_path / "run-3").mkdir()
+    (tmp_path / "run-3/mine.txt").touch()
+    assert chosen(run_dir, "train.lr=0.2")[0] == "run-4"
+    assert chosen(run_dir, "run.steps=20")[0] == "run"
+    # It is one of its own when it is named.
+    assert chosen(tmp_path / "run-2", "train.lr=0.3")[0] == "run-2"
+
+
+def test_a_checkpoint_that_is_named_is_continued_where_it_is(tmp_path):
+    write_run(tmp_path / "run", steps=6, saved=5)
+    named = f"checkpoint.resume={tmp_path}/run/checkpoints/step-000005"
+    assert chosen(tmp_path / "run", named, "train.lr=0.1") == ("run", "")
+    # With later ones beside it the start is refused, not moved.
+    write_run(tmp_path / "run", steps=9, saved=8)
+    assert chosen(tmp_path / "run", named)[0] == "run"
+
+
+def test_checkpoints_of_a_folder_of_their_own_are_those_of_the_run_started_last(tmp_path):
+    apart = f"checkpoint.dir={tmp_path}/saved"
+    write_run(tmp_path / "run", apart, steps=3, saved=None)
+    write_run(tmp_path / "run-2", apart, steps=6, saved=5)
+    assert chosen(tmp_path / "run", apart)[0] == "run-2"
+
+
+def test_damaged_settings_and_checkpoints_are_left_to_the_start(tmp_path):
+    write_run(tmp_path / "run", steps=6, saved=5)
+    (tmp_path / "run/config.json").write_text("[1]")
+    assert chosen(tmp_path / "run") == ("run", "")
+    (tmp_path / "run/checkpoints/step-000005" / META_FILE).write_text("{}")
+    assert chosen(tmp_path / "run") == ("run", "")
+
+
+def test_a_run_that_has_saved_nothing_yet_is_waited_for(tmp_path):
+    run_dir = tmp_path / "run"
+    write_run(run_dir, steps=6, saved=None)
+    lock = run_dir / LOCK_FILE
+    lock.touch()
+    code = (
+        f"import fcntl, sys; file = open({str(lock)!r}, 'r+b'); fcntl.lockf(file, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    assert is_in_use(run_dir)
+    assert chosen(run_dir)[0] == "run"
+    assert chosen(run_dir, "train.lr=0.1")[0] == "run-2"
+    holder.communicate()
+    assert not is_in_use(run_dir)
+    assert chosen(run_dir)[0] == "run-2"
+    with lock.open("r+b") as held:
+        fcntl.lockf(held, fcntl.LOCK_EX)
+        assert Path(choose_run_folder(config(run_dir), held=run_dir).cfg.run.dir).name == "run-2"
+        assert in_use_elsewhere(run_dir)
+
+
+def test_a_second_look_at_a_numbered_folder_keeps_its_lock(tmp_path):
+    write_run(tmp_path / "run", steps=6, saved=None)
+    numbered = tmp_path / "run-2"
+    with RunLock(numbered, "run.dir", 0.0):
+        assert choose_run_folder(config(tmp_path / "run"), held=numbered).cfg.run.dir == str(numbered)
+        assert in_use_elsewhere(numbered)
