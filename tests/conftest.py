@@ -6,6 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
+# Tables and help take their width from it; tests of a width set it themselves.
+os.environ.pop("COLUMNS", None)
 if not torch.cuda.is_available():
     # Kernels run in Triton's interpreter, which has to be asked for before the first test imports one.
     os.environ["TRITON_INTERPRET"] = "1"

@@ -74,7 +74,7 @@ def test_measured_with_offload_what_is_outside_is_in_no_part(capsys, tmp_path):
     assert "postponed gradients" not in found["peak"]
     assert main(["memory", RECIPE, *SMALL, *words[:-1], 'train.offload=["layer"]']) == 0
     out = capsys.readouterr().out
-    assert "by formula, if nothing were offloaded" in out
+    assert "as if nothing were offloaded" in out
     assert re.search(r"rank +measured +formula +off by +rows +with rows +off by", out)
     assert "a rank keeps activations for the rows" in out
     assert "train.offload_waits=true waits for it" in out

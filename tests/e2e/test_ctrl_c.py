@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from moefold.launch.stale_folder import LOCK
 from moefold.testing.pool import WorkerPool
-from tests.e2e.command import ROOT, TWO, environment, losses, small
+from tests.e2e.command import ROOT, TWO, environment, fresh, losses, small
 from tests.e2e.forked import interrupt_forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
@@ -72,9 +73,15 @@ def test_ctrl_c_is_one_line(tmp_path, words, processes):
     wait_until_gone(session)
 
 
-def test_a_run_that_is_killed_leaves_nothing_in_the_temporary_folder(tmp_path):
-    folder, run_dir = tmp_path / "temporary", tmp_path / "run"
-    folder.mkdir()
+@pytest.fixture
+def folder():
+    """A temporary folder with a short path: sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="moefold-test-") as path:
+        yield Path(path)
+
+
+def test_a_run_that_is_killed_leaves_nothing_in_the_temporary_folder(tmp_path, folder):
+    run_dir = tmp_path / "run"
     words = small(run_dir, f"run.steps={MANY_STEPS}", *TWO)
     variables = environment() | {"TMPDIR": str(folder)}
 
@@ -87,9 +94,7 @@ def test_a_run_that_is_killed_leaves_nothing_in_the_temporary_folder(tmp_path):
     assert [path.name for path in folder.iterdir() if path.name.startswith(("moefold", "torchelastic", "pymp"))] == []
 
 
-def test_what_a_killed_verify_leaves_goes_with_the_next_start_and_its_ranks_end(tmp_path, monkeypatch):
-    folder = tmp_path / "temporary"
-    folder.mkdir()
+def test_what_a_killed_verify_leaves_goes_with_the_next_start_and_its_ranks_end(folder, monkeypatch):
     words = ["verify", RECIPE, "--shrink", "--steps", "1", *FOUR_RANKS]
     variables = environment() | {"TMPDIR": str(folder)}
 
@@ -107,3 +112,11 @@ def test_what_a_killed_verify_leaves_goes_with_the_next_start_and_its_ranks_end(
     WorkerPool()
     assert not left.exists()
     assert (folder / "of another program").exists()
+
+
+def test_a_temporary_folder_with_a_long_path_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    done = fresh("verify", RECIPE, "--shrink", "--steps", "1", *FOUR_RANKS)
+    assert (done.returncode, "set TMPDIR to a shorter one" in done.stderr) == (2, True), done.stderr

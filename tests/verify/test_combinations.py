@@ -28,7 +28,7 @@ from moefold.config.checks import check_config
 from moefold.config.schema import Config
 from moefold.verify.compare import run_oracle
 from moefold.verify.mapping import MappingRecord, run_mapping
-from tests.verify.covering import Row, all_rows, covering_rows, pairs_of
+from tests.verify.covering import Row, all_rows, covering_rows, few_else_slow, levels_of
 from tests.verify.recipes import tiny, without_mapping
 from tests.verify.test_pipeline_parity import write_split_rows
 
@@ -71,6 +71,7 @@ def _is_of_a_thin_class(row: Row) -> bool:
 
 ROWS = all_rows(FACTORS, _is_legal)
 THIN = covering_rows([row for row in ROWS if _is_of_a_thin_class(row)])
+FAST = covering_rows(THIN, 1)
 
 
 @dataclass(frozen=True)
@@ -178,12 +179,17 @@ def _assert_equal(mine: Found, theirs: Found, dtype: str) -> None:
 
 
 def test_the_thin_table_has_every_pair():
-    wanted = {pair for row in ROWS for pair in pairs_of(row)}
-    assert {pair for row in THIN for pair in pairs_of(row)} == wanted
+    wanted = {pair for row in ROWS for pair in levels_of(row)}
+    assert {pair for row in THIN for pair in levels_of(row)} == wanted
     assert len(THIN) < 50
 
 
-@pytest.mark.parametrize("row", THIN, ids=lambda row: "-".join(row.values()))
+def test_the_fast_rows_have_every_level():
+    assert {level for row in FAST for level in row.items()} == {level for row in ROWS for level in row.items()}
+    assert len(FAST) < 15
+
+
+@pytest.mark.parametrize("row", few_else_slow(THIN, FAST), ids=lambda row: "-".join(row.values()))
 def test_a_row_of_the_thin_table(pool, plain_run, tmp_path, row):
     mine = _run(pool, [_recipe(row, tmp_path)])[0]
     _assert_equal(mine, plain_run(_kind(row)), row["dtype"])

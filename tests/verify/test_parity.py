@@ -15,6 +15,7 @@ from moefold.train.batch import BatchLoader
 from moefold.verify.compare import Difference, OracleRecord, differences, run_oracle
 from moefold.verify.mapping import make_groups, run_mapping
 from moefold.verify.shrink import shrink
+from tests.verify.covering import covering_rows, few_else_slow
 from tests.verify.recipes import few_samples, legal_mappings, tiny, without_mapping
 
 TOLERANCE = 1e-9
@@ -71,27 +72,36 @@ def test_every_legal_mapping_of_two_ranks(pool, mapping):
     assert_equals_oracle(pool, tiny(**mapping))
 
 
+FOUR = _with_rotating_kinds(legal_mappings(4))
+
+
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", _with_rotating_kinds(legal_mappings(4)), ids=_name)
+@pytest.mark.parametrize("mapping", few_else_slow(FOUR, covering_rows(FOUR, 1) + FOUR[::3]), ids=_name)
 def test_every_legal_mapping_of_four_ranks(pool, mapping):
     assert_equals_oracle(pool, tiny(train={"global_batch_size": few_samples(4, mapping)}, **mapping))
 
 
+NAMED = [
+    {"world_size": 8, "tp": 2, "cp": 2, "pp": 1, "ep": 8, "etp": 1},
+    {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4, "etp": 1},
+    {"world_size": 8, "tp": 1, "cp": 1, "pp": 2, "ep": 2, "etp": 2},
+    {"world_size": 8, "tp": 4, "cp": 2, "pp": 1, "ep": 2, "etp": 4},
+]
+"""Mappings of eight ranks that the paper and the quickstart name."""
+
+
 def _spread_over_eight() -> list[dict[str, object]]:
-    """Twenty-eight mappings of eight ranks: every seventh of all, and those that the paper and the quickstart name."""
+    """Twenty-eight mappings of eight ranks: those with a name, then every seventh of all."""
     everything = legal_mappings(8)
-    named = [
-        {"world_size": 8, "tp": 2, "cp": 2, "pp": 1, "ep": 8, "etp": 1},
-        {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4, "etp": 1},
-        {"world_size": 8, "tp": 1, "cp": 1, "pp": 2, "ep": 2, "etp": 2},
-        {"world_size": 8, "tp": 4, "cp": 2, "pp": 1, "ep": 2, "etp": 4},
-    ]
-    picked = [m for m in everything[:: max(1, len(everything) // 24)] if m not in named][:24]
-    return _with_rotating_kinds(named + picked)
+    picked = [m for m in everything[:: max(1, len(everything) // 24)] if m not in NAMED][:24]
+    return _with_rotating_kinds(NAMED + picked)
+
+
+EIGHT = _spread_over_eight()
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", _spread_over_eight(), ids=_name)
+@pytest.mark.parametrize("mapping", few_else_slow(EIGHT, covering_rows(EIGHT, 1) + EIGHT[: len(NAMED)]), ids=_name)
 def test_mappings_of_eight_ranks(pool, mapping):
     assert_equals_oracle(pool, tiny(train={"global_batch_size": few_samples(8, mapping)}, **mapping))
 

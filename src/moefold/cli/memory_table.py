@@ -50,10 +50,11 @@ def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemor
             Column(name="rows", cells=["-" if load is None else f"{load:.2f}x" for load in loads], justify="right")
         )
         columns += _formula("with rows", ranks, routed)
-    away = ", if nothing were offloaded" if cfg.train.offload else ""
-    console.print(f"\nactivations at their fullest moment, measured and by formula{away}\n", style="bold")
+    console.print("\nactivations at their fullest moment, measured and by formula\n", style="bold")
     print_columns(console, columns)
     console.print()
+    if cfg.train.offload:
+        print_prose(console, "formula", "as if nothing were offloaded")
     print_prose(console, "why", _reason(uneven=uneven))
 
 

@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +28,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moefold.errors import ConfigError
 from moefold.launch.child import end_with_parent, signals_held_back
 from moefold.launch.loopback import HOST, keep_to_loopback, loopback_store
 from moefold.launch.stale_folder import claim_folder, remove_stale_folders
 from moefold.work_progress import say_nothing
 
+MAX_TEMP_DIR = 70
+"""Characters that the path of the temporary folder may have: the path of a Unix socket in it ends at 103 on macOS, at 107 on Linux."""
 GRACE_S = 2.0
 """After one rank failed, the others get this long to report before they are ended."""
 
@@ -48,7 +52,11 @@ class WorkerPool:
 
         Args:
             preload: modules that ranks find in memory beside those of a training; one that is missing is left out.
+
+        Raises:
+            ConfigError: the path of the temporary folder is too long for the sockets of the fork server.
         """
+        _check_temp_dir()
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["moefold.testing.preload", *preload])
         remove_stale_folders()
@@ -106,6 +114,15 @@ class WorkerPool:
             process.start()
         theirs.close()
         return process, ours
+
+
+def _check_temp_dir() -> None:
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > MAX_TEMP_DIR:
+        raise ConfigError(
+            f"the temporary folder {folder} has a path of {len(os.fsencode(folder))} bytes, and the ranks' sockets in "
+            f"it need one of at most {MAX_TEMP_DIR}; set TMPDIR to a shorter one, as in TMPDIR=/tmp"
+        )
 
 
 @contextmanager
