@@ -35,7 +35,7 @@ from moefold.launch.stale_folder import claim_folder, remove_stale_folders
 from moefold.work_progress import say_nothing
 
 MAX_TEMP_DIR = 70
-"""Characters that the path of the temporary folder may have: the path of a Unix socket in it ends at 103 on macOS, at 107 on Linux."""
+"""Bytes that the path of the temporary folder may have: that of a socket in it has 32 more, of 103 (macOS) or 107."""
 GRACE_S = 2.0
 """After one rank failed, the others get this long to report before they are ended."""
 
