@@ -73,14 +73,14 @@ bench: $(STAMP) ## measure the training step beside plain torch and transformers
 
 # Every large shape at 4,096 and 16,384 tokens, balanced and natural, and the sweeps: reports and bars in runs/bench-gpu.
 GPU_SHAPES := mixtral-8x7b mixtral-8x22b qwen2-57b-a14b qwen3-30b-a3b deepseek-v3
-GPU_BENCH := $(BIN)/moefold bench --device cuda --dtype bfloat16 --steps 20
+GPU_BENCH := $(BIN)/moefold bench --force --device cuda --dtype bfloat16 --steps 20
 bench-gpu: $(STAMP) ## the same of the large shapes on one GPU; reports and pictures in runs/bench-gpu
 	mkdir -p runs/bench-gpu
 	set -e; for shape in $(GPU_SHAPES); do for part in layer stack; do for tokens in 4096 16384; do \
 		for routing in balanced natural; do name=runs/bench-gpu/$$shape-$$part-$$tokens-$$routing; \
 		$(GPU_BENCH) --shape $$shape-$$part --tokens $$tokens --routing $$routing --json $$name.json --plot $$name.png; \
 		done; done; done; done
-	$(BIN)/moefold bench scaling --device cuda --dtype bfloat16 --shape qwen3-30b-a3b-layer --tokens 4096 8192 16384 \
+	$(BIN)/moefold bench scaling --force --device cuda --dtype bfloat16 --shape qwen3-30b-a3b-layer --tokens 4096 8192 16384 \
 		--json runs/bench-gpu/scaling.json --plot runs/bench-gpu/scaling.png
 
 clean: ## remove .venv and every cache; runs/ stays

@@ -16,7 +16,7 @@ OVERRIDE = re.compile(r"[a-z]+\.[a-z_]+=.*")
 
 def commands_of(text: str) -> list[str]:
     """The lines of a text that are commands of moefold, continued lines joined."""
-    lines = text.replace("\\\n", " ").splitlines()
+    lines = re.sub(r" *\\\n *", " ", text).splitlines()
     return [line.strip() for line in lines if line.strip().startswith("moefold ")]
 
 

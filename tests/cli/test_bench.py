@@ -80,6 +80,9 @@ def test_dispatch_on_two_ranks(capfd, tmp_path):
     assert {bar["grain"] for bar in bars} == {"coarse", "fine"}
     assert all(seconds > 0 for bar in bars for seconds in bar["parts_s"].values())
     assert main(["bench", "plot", str(report), str(picture)]) == 0
+    assert main(["bench", "plot", str(report), str(picture)]) == 2
+    assert "add --force to replace it" in capfd.readouterr().err
+    assert main(["bench", "plot", str(report), str(picture), "--force"]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

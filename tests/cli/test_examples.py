@@ -27,6 +27,14 @@ def test_the_examples_of_the_help_can_be_typed(name, capsys):
         check_command(re.split(" {2,}", line)[0])
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_as_wide_as_the_terminal(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for line in help_of(name, capsys).splitlines():
+        # A word without a space cannot be broken.
+        assert len(line) <= 80 or " " not in line.strip(), line
+
+
 @pytest.mark.parametrize("name", RUNS_AT_ONCE)
 def test_the_examples_of_the_help_run(name, capsys, tmp_path, monkeypatch):
     lines = commands_of(help_of(name, capsys))

@@ -26,5 +26,11 @@ def test_the_terminal_text_holds_every_key_and_preset():
     assert all(f"  {name}\n" in text for name in preset_names())
 
 
+def test_the_terminal_text_names_pages_and_no_markdown_links():
+    text = keys_text()
+    assert "(docs/kernels.md)" in text
+    assert "](" not in text
+
+
 def test_the_page_in_docs_is_the_generated_one():
     assert PAGE.read_text(encoding="utf-8") == recipe_page(), "run: python -m moefold.config.reference > docs/recipe.md"

@@ -98,6 +98,13 @@ def test_a_tokenizer_goes_out_with_the_run_that_read_text_with_it(place, capsys)
     assert "note" not in said
     assert (out / "tokenizer.json").read_bytes() == trained.read_bytes()
     assert_reads_as(out, trained)
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    parameters = sum(
+        parameter.numel() for parameter in transformers.AutoModelForCausalLM.from_pretrained(out).parameters()
+    )
+    assert f"{parameters:,} parameters" in card
+    assert "1 optimizer steps, 32 tokens" in card
 
 
 def test_what_lies_beside_a_tokenizer_goes_out_with_it(place, capsys):

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from moefold.bench.comparison import Comparison
 
 SUBCOMMANDS = {
-    "dispatch": "one MoE layer by part over ETP x EP, and over CP x EP with and without folding",
-    "ranks": "where the ranks of a recipe spend a step: GEMMs, attention, communication, Python",
-    "scaling": "tokens/s over tokens a rank, and step time over experts",
+    "dispatch": "parts of one MoE layer over ETP x EP, folded or not",
+    "ranks": "where the ranks of a recipe spend a step",
+    "scaling": "tokens/s over tokens, step time over experts",
     "leastloaded": "least-loaded dispatch under skewed routing",
     "plot": "draw a report of any of them",
 }
@@ -111,14 +111,17 @@ def _parser() -> argparse.ArgumentParser:
         epilog="commands of their own, each with a --help:\n"
         + "\n".join(f"  moefold bench {name:{width}}  {words}" for name, words in SUBCOMMANDS.items())
         + f"\n\nshapes: {', '.join(shapes())}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", default="small", metavar="NAME", help="what to compute, see below (default small)")
     parser.add_argument(
-        "--tokens", type=int, default=0, metavar="N", help="of a step (default: 2048 for small, else 4096)"
+        "--tokens", type=int, default=0, metavar="N", help="tokens of a step (default: 2048 for small, else 4096)"
     )
     parser.add_argument(
-        "--experts", type=int, default=0, metavar="E", help="of a layer (default: the model's, halved until they fit)"
+        "--experts",
+        type=int,
+        default=0,
+        metavar="E",
+        help="experts of a layer (default: as many as fit)",
     )
     parser.add_argument(
         "--routing",

@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "narrow ones. Ranks of one machine are all equally near: what folding saves between nodes, it cannot show.",
     )
     parser.add_argument("--ranks", type=int, default=4, help="processes, or GPUs (default 4)")
-    parser.add_argument("--tokens", type=int, default=1024, help="of each rank (default 1024)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of each rank (default 1024)")
     parser.add_argument("--hidden", type=int, default=256, metavar="H", help="hidden size (default 256)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu", help="default cpu")

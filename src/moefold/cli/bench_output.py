@@ -9,7 +9,7 @@ from typing import Any
 from moefold.bench.shape import Shape, shapes
 from moefold.cli.own_words import DEVICE, own_words
 from moefold.errors import ConfigError
-from moefold.plan.output_file import check_place
+from moefold.plan.output_file import check_place, refuse_existing
 from moefold.printable import print_escaped
 
 
@@ -41,21 +41,27 @@ def device_type(args: argparse.Namespace) -> str:
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add --json and --plot."""
+    """Add --json, --plot and --force."""
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the table")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw it")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the report")
+    add_force(parser)
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """Add --force."""
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
 
 
 def check_output_options(args: argparse.Namespace) -> None:
     """Refuse files that cannot be written, before anything is measured.
 
     Raises:
-        ConfigError: a folder is missing, or the place may not be written to.
+        ConfigError: a folder is missing, the place may not be written to, or a file exists and --force is not given.
     """
-    if args.json not in (None, "-"):
-        check_place("--json", Path(args.json))
-    if args.plot is not None:
-        check_place("--plot", Path(args.plot))
+    for option, name in (("--json", args.json), ("--plot", args.plot)):
+        if name is not None and (option, name) != ("--json", "-"):
+            check_place(option, Path(name))
+            refuse_existing(option, Path(name), force=args.force)
 
 
 def write_report(args: argparse.Namespace, report: Mapping[str, Any], table: str) -> None:

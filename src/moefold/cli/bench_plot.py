@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from moefold.bounded_read import REPORT_BYTES, read_json
+from moefold.cli.bench_output import add_force
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
-from moefold.plan.output_file import check_place
+from moefold.plan.output_file import check_place, refuse_existing
 
 
 def run(argv: list[str]) -> int:
@@ -13,8 +14,9 @@ def run(argv: list[str]) -> int:
     parser = CommandParser(
         prog="moefold bench plot", description="Draw a report that one of the benches has written with --json."
     )
-    parser.add_argument("report", metavar="REPORT.json")
-    parser.add_argument("picture", metavar="FILE.png")
+    parser.add_argument("report", metavar="REPORT.json", help="a report that --json has written")
+    parser.add_argument("picture", metavar="FILE.png", help="the picture to write")
+    add_force(parser)
     args = parser.parse_args(argv)
     try:
         report = read_json(Path(args.report), REPORT_BYTES)
@@ -25,6 +27,7 @@ def run(argv: list[str]) -> int:
     if not isinstance(report, dict):
         raise ConfigError(f"{args.report} is no report of moefold bench")
     check_place("FILE.png", Path(args.picture))
+    refuse_existing("FILE.png", Path(args.picture), force=args.force)
     from moefold.bench.plot import draw_report
 
     draw_report(report, Path(args.picture))

@@ -73,7 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--shape", default="small", metavar="NAME", help="as of moefold bench (default small)")
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384], help="of a rank (default 2048 to 16384)"
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[2048, 4096, 8192, 16384],
+        help="tokens of a rank (2048 to 16384)",
     )
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="(default 8 to 128)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")

@@ -195,7 +195,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="moefold checkpoint",
         description="List, show, verify, compare and remove checkpoints.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
 
@@ -204,11 +203,11 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(action=action)
         return made
 
-    listed = add("list", _list, "the checkpoints of a run: step, size, mapping that wrote it, what files it lacks")
+    listed = add("list", _list, "list the checkpoints of a run: step, size, mapping that wrote it, what files it lacks")
     listed.add_argument("folder", type=Path, metavar="RUN", help="a run, or a folder of checkpoints")
     listed.add_argument("--json", action="store_true", help="print one JSON array")
-    shown = add("show", _show, "what one checkpoint holds")
-    shown.add_argument("checkpoint", type=Path, metavar="CKPT")
+    shown = add("show", _show, "show what one checkpoint holds")
+    shown.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder such as step-000100")
     shown.add_argument("--tensors", action="store_true", help="every tensor, not the sums alone")
     shown.add_argument("--json", action="store_true", help="print one JSON object, every tensor included")
     verified = add(
@@ -217,9 +216,9 @@ def _parser() -> argparse.ArgumentParser:
         "compare every file with what was written, and open its index and parts; exit 1 if one is wrong",
     )
     verified.add_argument("checkpoint", type=Path, metavar="CKPT|RUN", help="one checkpoint, or all of a run")
-    compared = add("diff", _diff, "where two checkpoints differ, in description and values; exit 1 if they do")
-    compared.add_argument("checkpoint", type=Path, metavar="CKPT")
-    compared.add_argument("other", type=Path, metavar="OTHER")
+    compared = add("diff", _diff, "show where two checkpoints differ, in description and values; exit 1 if they do")
+    compared.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder such as step-000100")
+    compared.add_argument("other", type=Path, metavar="OTHER", help="the checkpoint to compare it with")
     compared.add_argument("--weights", action="store_true", help="compare weights and buffers, not the optimizer")
     compared.add_argument("--json", action="store_true", help="print one JSON object")
     removed = add("rm", _rm, "remove checkpoints, but not the last sound one")

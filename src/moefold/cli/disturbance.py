@@ -14,7 +14,7 @@ def add_disturbance(parser: argparse.ArgumentParser, where: str = "") -> None:
     add("--straggler", action="append", default=[], metavar="RANK=FACTOR", help=straggler)
     jitter = f"{where}spread of the times of actions, such as 0.05 (default 0)"
     add("--jitter", type=float, default=0.0, metavar="S", help=jitter)
-    add("--seed", type=int, help="of the jitter (default 0)")
+    add("--seed", type=int, help="seed of --jitter (default 0)")
 
 
 def stragglers_of(cfg: Config, words: Sequence[str]) -> dict[int, float]:

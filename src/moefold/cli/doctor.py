@@ -15,7 +15,7 @@ from pathlib import Path
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
 from moefold.launch.status import EXIT_FAILED
-from moefold.metrics.host_memory import host_room
+from moefold.metrics.host_memory import host_room, physical_bytes
 from moefold.printable import print_escaped, printable
 
 GIB = 2**30
@@ -74,9 +74,8 @@ def _host() -> Iterator[Finding]:
 
 
 def _memory() -> str:
-    total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = host_room()
-    return f"{total_bytes / GIB:.1f} GiB, {room.size / GIB:.1f} GiB {room.limit}"
+    return f"{physical_bytes() / GIB:.1f} GiB, {room.size / GIB:.1f} GiB {room.limit}"
 
 
 def _torch() -> Iterator[Finding]:
@@ -142,7 +141,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="moefold doctor",
         description="Show versions, devices, memory, kernels and optional packages of this machine.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print a JSON array of topic, words and is_fault")
     return parser

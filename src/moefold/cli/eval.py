@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
 the newest complete one is taken, or a Hugging Face folder. The file is cut into sequences of S tokens, one after
-another, and every token but the first of each is predicted. Tokens behind the last whole sequence are left out,
+another, and every token but the first of each is predicted. Tokens after the last whole sequence are left out,
 unless --keep-tail. Without --seq-len, S is train.seq_len of the run, or, of a Hugging Face folder, its
 max_position_embeddings, but at most 2048; stderr says so.
 
@@ -172,7 +172,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Mean cross-entropy and perplexity of a model over a file. Starts the ranks itself on one\n"
         "machine; joins them under torchrun or srun.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="the mapping; see below")

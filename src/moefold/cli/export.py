@@ -77,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
         "--family",
         choices=("auto", *FAMILIES),
         default="auto",
-        help="auto: the family that the weights came from, else the first that computes the same",
+        metavar="NAME",
+        help=f"{', '.join(FAMILIES)}, or auto: the family that the weights came from, else the first that computes the "
+        "same (default auto)",
     )
     parser.add_argument("--shard-size", metavar="SIZE", help="largest file, such as 500MB; 0: one file (default 5GB)")
     parser.add_argument(

@@ -164,7 +164,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Continue a text, token by token. Starts the ranks itself on one machine; joins them under\n"
         "torchrun or srun.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("words", nargs="*", metavar="PROMPT", help="text to continue; parallel.KEY=N sets the mapping")
@@ -176,11 +175,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that reach probability P (1)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws: the same under every mapping (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampled tokens (0)")
     parser.add_argument("--chat", action="store_true", help="prompts are messages, put into the model's chat template")
     parser.add_argument("--chat-template", default="", metavar="FILE", help="template for --chat, not the model's")
     parser.add_argument("--no-echo", action="store_true", help="print the continuation without its prompt")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on behind an end-of-text token")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
     add_compute_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt: prompt, text, tokens, end")

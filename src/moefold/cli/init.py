@@ -85,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="moefold init",
         description="Write a recipe that comes with moefold, and the files that it reads, into a folder.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "words",

@@ -69,7 +69,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Show how evenly the experts of a run were used: load of each layer and expert over time, dead "
         "experts, dropped copies.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run.dir of a training run")
     parser.add_argument("--layer", type=int, metavar="N", help="layer whose experts to show; the least even otherwise")

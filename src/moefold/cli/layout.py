@@ -177,7 +177,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="moefold layout",
         description="Show which rank stands where in the attention view and in the MoE view.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "words", nargs="+", metavar="RECIPE.toml | key=value", help="a recipe, then keys that replace its own"

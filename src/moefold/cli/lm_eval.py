@@ -3,16 +3,16 @@
 import importlib.util
 from functools import partial
 
+from moefold.cli.command_parser import CommandParser
 from moefold.cli.one_voice import one_voice
 from moefold.cli.skipped import say_skipped
 from moefold.errors import ConfigError
 from moefold.launch.place import Place, check_world_size, find_place
 from moefold.printable import print_escaped
 
-HELP = """usage: moefold lm-eval --model_args path=MODEL[,tp=2,ep=2,...] --tasks TASK [...] [options of lm_eval]
-
-Run the tasks of lm-eval (pip install -e '.[eval]') on a checkpoint, a run folder or a Hugging Face folder. All words
-are those of lm_eval's own command line, but --model, which is moefold. --model_args takes
+USAGE = "moefold lm-eval --model_args path=MODEL[,tp=2,...] --tasks TASK [...]"
+DESCRIPTION = """Run the tasks of lm-eval (pip install -e '.[eval]') on a checkpoint, a run folder or a Hugging Face
+folder. All words are those of lm_eval's own command line, but --model, which is moefold. --model_args takes
 
   path=MODEL        the model
   tp, pp, ep, etp   the mapping (1); the ranks are started on this machine, or joined under torchrun or srun
@@ -36,7 +36,7 @@ examples:
 def run(argv: list[str]) -> int:
     """Run lm-eval; returns the exit status."""
     if not argv or argv[0] in ("-h", "--help"):
-        print_escaped(HELP, end="")
+        print_escaped(CommandParser(usage=USAGE, description=DESCRIPTION, add_help=False).format_help(), end="")
         return 0
     place = find_place()
     with one_voice(place):

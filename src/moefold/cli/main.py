@@ -116,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog="commands:\n"
         + "\n".join(f"  {name:{width}}  {words}" for name, words in COMMANDS.items())
         + "\n\n`moefold COMMAND --help` explains one command; `moefold train --keys` lists every key of a recipe.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"moefold {__version__}")
     return parser

@@ -179,7 +179,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="moefold memory",
         description="Show what a step has in memory on each rank: weights, gradients, optimizer, activations by part.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the recipe")

@@ -228,7 +228,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="moefold plan",
         description="Rank all legal mappings of a model on some GPUs by predicted step time.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="preset, recipe.toml, or Hugging Face config.json")
@@ -236,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-gpus", type=int, metavar="N", help="GPUs in all")
     add("--seq-len", type=int, metavar="S", help="tokens of a sample")
     add("--global-batch-size", type=int, metavar="B", help="samples of a step")
-    add("--precision", choices=PRECISIONS, help="of the matrix products (default: the recipe's, bf16)")
+    add("--precision", choices=PRECISIONS, help="number format of GEMMs (default: the recipe's, bf16)")
     add("--imbalance", type=float, default=1.0, metavar="X", help="copies of the busiest ep rank over the mean (1)")
     add("--capacity-factor", type=float, metavar="X", help="token dropping; 0 is dropless (default: the recipe's, 0)")
     help_ = f"leave so much memory of each GPU free (default: {MARGIN:.0%}".replace("%", "%%") + " of it)"
@@ -244,7 +243,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--cuda-graphs", choices=("none", "partial", "full"), default="none", help="what is captured (none)")
     add("--flops", choices=("full", "causal"), default="full", help="attention in the FLOP count of the MFU (full)")
     add("--mtp-flops", choices=("with", "without"), help="multi-token prediction in that count (with)")
-    add("--method", choices=tuple(METHODS), default=FOLDED, help="a part of the search (folding: all of it)")
+    add(
+        "--method",
+        choices=tuple(METHODS),
+        default=FOLDED,
+        metavar="NAME",
+        help="a part of the search, see below (default folding: all of it)",
+    )
     add("--fix", nargs="+", metavar="AXIS=VALUE", help="search only mappings with these, such as tp=2,ep=8")
     add("--explain", nargs="+", metavar="AXIS=VALUE", help="one mapping by itself, and why it cannot run or fit")
     add("--trace", type=Path, metavar="RUN_DIR", help="routing of a real run (moe.trace_every), whose load is priced")

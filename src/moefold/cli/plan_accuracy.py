@@ -42,7 +42,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="moefold plan-accuracy",
         description="Compare what the planner predicts with published measurements.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("table", type=Path, metavar="FILE.csv", help="published measurements")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

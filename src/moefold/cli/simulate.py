@@ -138,13 +138,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="moefold simulate",
         description="Play one step of a recipe out on paper, on GPUs that need not be there.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "words", nargs="+", metavar="RECIPE.toml | section.key=value", help="a recipe, then its changes"
     )
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(device_names())}, or FILE.toml (default h100)")
-    parser.add_argument("--precision", choices=PRECISIONS, help="of the products (default: the recipe's)")
+    parser.add_argument("--precision", choices=PRECISIONS, help="number format of GEMMs (default: the recipe's)")
     parser.add_argument(
         "--imbalance", type=float, default=1.0, metavar="X", help="busiest ep rank over the mean (default 1)"
     )

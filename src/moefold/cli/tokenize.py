@@ -62,7 +62,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="moefold tokenize",
         description="Turn text, JSON lines or parquet into token files that a run maps into memory.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files, or folders that are read recursively")
     parser.add_argument("--out", required=True, metavar="OUT", help="folder for the token files")

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "with --granularity G, one of G slices of it, and the router begins with whole copies "
         "(arXiv:2410.07524). OUT is a checkpoint with recipe.toml. To do so at the start of a run, set "
         "model.upcycle_from.",
-        epilog="example: moefold upcycle llama OUT model.num_experts=16 model.top_k=4 --granularity 2",
+        epilog="example:\n  moefold upcycle llama OUT model.num_experts=16 model.top_k=4 --granularity 2",
     )
     parser.add_argument("dense", metavar="DENSE", help="a Hugging Face folder, checkpoint or run of a dense model")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
@@ -95,5 +95,5 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="model.key=value", help="num_experts, top_k, router_softmax, upcycle_noise ..."
     )
     parser.add_argument("--granularity", type=int, help="slices of a copy (default 1); num_experts counts slices")
-    parser.add_argument("--seed", type=int, default=0, help="of the router and the noise (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the router weights and of the noise (default 0)")
     return parser

@@ -42,7 +42,7 @@ def describe_type(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(describe_type(arm) for arm in get_args(hint))
     if get_origin(hint) is tuple:
-        return "a list of strings"
+        return f"a list of {'numbers' if float in get_args(hint) else 'strings'}"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[hint]
 
 

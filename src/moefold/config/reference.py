@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import re
 from dataclasses import dataclass
 from itertools import chain
 
@@ -42,11 +43,16 @@ def keys_text() -> str:
     for section in sections():
         lines += [f"[{section}]  {section_help(section)}", ""]
         for key in recipe_keys(section):
-            lines += [f"  {key.name} = {key.default}    ({key.type})", f"      {key.help}"]
+            lines += [f"  {key.name} = {key.default}    ({key.type})", f"      {_without_links(key.help)}"]
         lines.append("")
     lines += ["Presets (model.preset):", ""]
     lines += [f"  {name}\n      {preset_summary(name)}" for name in preset_names()]
     return "\n".join(lines) + "\n"
+
+
+def _without_links(markdown: str) -> str:
+    """The text for a terminal: a link to a page of the documentation is its path, any other link its address."""
+    return re.sub(r"\[[^]]*\]\(([^)]*)\)", lambda link: link[1] if ":" in link[1] else f"docs/{link[1]}", markdown)
 
 
 def recipe_page() -> str:

@@ -30,6 +30,7 @@ from moefold.convert.manifest import (
     read_manifest,
     write_manifest,
 )
+from moefold.convert.model_card import write_model_card
 from moefold.convert.piece import Plan
 from moefold.convert.safetensors_file import (
     DTYPES,
@@ -125,6 +126,8 @@ def export_folder(checkpoint: Path, out: Path, crew: Crew, wish: ExportWish, *, 
             write_config(draft, family, model, source.meta, dtypes, origin, tokenizer.token_ids)
             write_index(draft, layouts, companions)
             write_manifest(draft, manifest)
+            if not source.meta.origin:
+                write_model_card(draft, family.name, model, source.meta)
         agree(crew, "")
         if wish.check:
             compare_with_folder(source, HfSource(open_hf_folder(draft)), crew)

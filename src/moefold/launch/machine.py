@@ -12,6 +12,7 @@ import torch
 
 from moefold.errors import ConfigError
 from moefold.launch.place import Place
+from moefold.metrics.host_memory import physical_bytes
 from moefold.plan.device import device_names, load_device
 
 MOST_CPU_RANKS = 8
@@ -76,7 +77,7 @@ def machine_of(wish: str, place: Place | None) -> Machine:
     num_gpus = 0 if wish == "cpu" else torch.cuda.device_count()
     if num_gpus == 0:
         ranks = place.world_size if place is not None else min(MOST_CPU_RANKS, len(os.sched_getaffinity(0)))
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+        memory = physical_bytes() / GIB
         return Machine("cpu", "cpu", ranks, place is not None, memory, socket.gethostname())
     ranks = place.world_size if place is not None else num_gpus
     name = gpu_name(torch.cuda.get_device_name(0))

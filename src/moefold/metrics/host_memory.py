@@ -20,6 +20,11 @@ class Room:
     """For a message: "21.3 GiB are free"."""
 
 
+def physical_bytes() -> int:
+    """Return the physical memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def host_room(root: Path = ROOT) -> Room:
     """Return what all processes of this machine, or of this container, can still get together.
 
@@ -31,8 +36,7 @@ def host_room(root: Path = ROOT) -> Room:
     """
     free, swap = _free_bytes(root), 0
     if free is None:
-        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return Room(whole, "of the machine")
+        return Room(physical_bytes(), "of the machine")
     available, swap = free
     rooms = [Room(available + swap, "free on this machine" + (", swap included" if swap else ""))]
     rooms += [Room(left + swap, "left by the memory limit of the control group") for left in _group_rooms(root)]
