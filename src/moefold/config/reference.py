@@ -41,7 +41,7 @@ def keys_text() -> str:
     """All keys with type, default and help, for a terminal."""
     lines: list[str] = []
     for section in sections():
-        lines += [f"[{section}]  {section_help(section)}", ""]
+        lines += [f"[{section}]  {_without_links(section_help(section))}", ""]
         for key in recipe_keys(section):
             lines += [f"  {key.name} = {key.default}    ({key.type})", f"      {_without_links(key.help)}"]
         lines.append("")

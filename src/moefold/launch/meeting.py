@@ -33,6 +33,10 @@ STDERR = 2
 MOST_OF_A_REASON = 160
 """Characters of torch's own words in a message."""
 
+CONNECT_SHARE = 1 / 3
+"""Part of the limit that torch gets to connect to a port that is open: it tries twice, and must end, with the page that
+it writes to stderr, before this process stops to wait for it."""
+
 _FOREIGN = "what listens there is no store of this job, most likely another program that has the port"
 
 STORE_ERRORS = (dist.DistError, RuntimeError, OSError)
@@ -77,11 +81,11 @@ def _open_store(place: Place, deadline: float) -> dist.Store:
     Raises:
         _Late: rank 0 has not come.
     """
-    timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    limit = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     if not place.records and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         os.environ.update(MASTER_ADDR=place.master_address, MASTER_PORT=str(place.master_port))
         kept: dist.Store
-        kept, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        kept, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=limit))
         return kept
     keeps_it = place.rank == 0 and not place.records
     listener = None
@@ -89,16 +93,18 @@ def _open_store(place: Place, deadline: float) -> dist.Store:
         listener = _listener(place)
     else:
         _wait_until_open(place, deadline)
-    return dist.TCPStore(
+    store = dist.TCPStore(
         place.master_address,
         place.master_port,
         place.world_size,
         keeps_it,
-        timeout,
+        timedelta(seconds=CONNECT_SHARE * max(LOOK_S, deadline - time.monotonic())),
         wait_for_workers=False,
         multi_tenant=True,
         master_listen_fd=None if listener is None else listener.detach(),
     )
+    store.set_timeout(limit)
+    return store
 
 
 @contextmanager
