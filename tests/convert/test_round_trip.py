@@ -196,9 +196,10 @@ def test_transformers_loads_an_export_in_another_type(tmp_path, monkeypatch, cap
     found, expected = loaded.state_dict(), model.state_dict()
     assert found.keys() == expected.keys()
     for key, value in found.items():
-        # The bias of the choice of experts is never rounded.
-        assert value.dtype == torch.float32 if key.endswith("correction_bias") else loaded.dtype
-        assert torch.equal(value, expected[key].to(value.dtype)), key
+        # The bias of the choice of experts is never rounded. transformers may load a router's weights into float32.
+        written = expected[key] if key.endswith("correction_bias") else expected[key].to(getattr(torch, dtype))
+        assert value.dtype in (written.dtype, torch.float32), key
+        assert torch.equal(value, written.to(value.dtype)), key
 
 
 @pytest.mark.parametrize(("kind", "length"), [("none", 2048), ("linear", 2048), ("llama3", 100), ("yarn", 100)])
