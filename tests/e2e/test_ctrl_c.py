@@ -114,6 +114,19 @@ def test_what_a_killed_verify_leaves_goes_with_the_next_start_and_its_ranks_end(
     assert (folder / "of another program").exists()
 
 
+def test_ranks_end_with_the_process_that_called_them(folder):
+    """Whatever they are at: these would sleep for an hour."""
+    code = "import time; from moefold.testing.pool import WorkerPool; WorkerPool().run(2, time.sleep, 3600)"
+    variables = environment() | {"TMPDIR": str(folder)}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=variables, cwd=ROOT, start_new_session=True) as process:
+        while not are_up(5)(process.pid):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.kill()
+    wait_until_gone(process.pid)
+
+
 def test_a_temporary_folder_with_a_long_path_is_refused(tmp_path, monkeypatch):
     folder = tmp_path / ("long" * 20)
     folder.mkdir()

@@ -13,6 +13,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -191,6 +192,7 @@ def _serve(connection: Connection, task: str, port: int, rank: int, world_size: 
     answer: tuple[bool, Any]
     try:
         function, args, takes_say = connection.recv()
+        threading.Thread(target=_end_with_caller, args=(connection,), daemon=True).start()
         timeout = timedelta(seconds=timeout_s)
         store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
         dist.init_process_group(
@@ -204,3 +206,10 @@ def _serve(connection: Connection, task: str, port: int, rank: int, world_size: 
     with suppress(BrokenPipeError):
         # The parent may have been interrupted meanwhile.
         connection.send_bytes(pickle.dumps(answer))
+
+
+def _end_with_caller(connection: Connection) -> None:
+    """End this rank when the process that called `run` is gone: the fork server lives as long as one of its ranks."""
+    with suppress(EOFError, OSError):
+        connection.recv_bytes()
+    os._exit(1)
