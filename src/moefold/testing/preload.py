@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import signal
 
 import torch
 import torch.distributed.checkpoint
@@ -13,6 +14,8 @@ import torch.distributed.tensor
 import moefold.train.trainer
 import moefold.verify.mapping  # noqa: F401
 
+# Ranks inherit it: Ctrl-C reaches each process of a terminal, and one just forked would answer with a traceback.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 torch.set_num_threads(1)
 # A collection that walked through all this in a rank would copy its pages: a quarter of a second.
 gc.collect()
