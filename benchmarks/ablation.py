@@ -18,9 +18,9 @@ from typing import Any
 from moefold.config.load import load_config
 from moefold.plan.chart import FAINT, INK, PALETTE
 from moefold.plan.device import load_device
-from moefold.plan.layer_time import LayerTimes
-from moefold.plan.shape import ModelShape, shape_of
-from moefold.plan.workload import Workload
+from moefold.plan.layer_time import LayerCostModel
+from moefold.plan.shape import ModelSpec, model_spec_from_config
+from moefold.plan.workload import TrainingWorkload
 
 MODELS = {"mixtral-8x22b": "Mixtral-8x22B", "mixtral-8x22b-g8t8": "Mixtral-8x22B-G8T8, 64 experts, top 8"}
 TOKENS = 4096
@@ -47,11 +47,11 @@ class Bar:
         return sum(self.milliseconds.values())
 
 
-def price(shape: ModelShape, gpu: str, degrees: dict[str, int], *, coupled: bool = False) -> dict[str, float]:
+def price(shape: ModelSpec, gpu: str, degrees: dict[str, int], *, coupled: bool = False) -> dict[str, float]:
     """Milliseconds of each part of the layer."""
     cp = degrees.get("cp", 1)
-    workload = Workload(seq_len=TOKENS * cp, global_batch_size=1, coupled=coupled)
-    times = LayerTimes(shape, load_device(gpu), workload)
+    workload = TrainingWorkload(seq_len=TOKENS * cp, global_batch_size=1, is_coupled=coupled)
+    times = LayerCostModel(shape, load_device(gpu), workload)
     block = times.feed_forward(shape.layers[-1], 1, cp, 1, degrees["ep"], degrees.get("etp", 1), "alltoall")
     found = dict.fromkeys(PARTS, 0.0)
     for work in (*block.forward, *block.backward):
@@ -59,7 +59,7 @@ def price(shape: ModelShape, gpu: str, degrees: dict[str, int], *, coupled: bool
     return found
 
 
-def expert_bars(shape: ModelShape, gpu: str, product: int) -> Iterator[Bar]:
+def expert_bars(shape: ModelSpec, gpu: str, product: int) -> Iterator[Bar]:
     """ETP x EP with a fixed product."""
     num_experts = next(kind.feed_forward.num_experts for kind in shape.kinds if kind.feed_forward is not None)
     etp = 1
@@ -70,7 +70,7 @@ def expert_bars(shape: ModelShape, gpu: str, product: int) -> Iterator[Bar]:
         etp *= 2
 
 
-def context_bars(shape: ModelShape, gpu: str) -> Iterator[Bar]:
+def context_bars(shape: ModelSpec, gpu: str) -> Iterator[Bar]:
     """CP x EP, coupled and folded."""
     for cp in (1, 2, 4, 8):
         for ep in (4, 8):
@@ -82,7 +82,7 @@ def context_bars(shape: ModelShape, gpu: str) -> Iterator[Bar]:
 def sections(gpu: str) -> Iterator[tuple[str, str, list[Bar]]]:
     """Model, heading and bars of every chart."""
     for preset, name in MODELS.items():
-        shape = shape_of(load_config(None, [f"model.preset={preset}"]).model)
+        shape = model_spec_from_config(load_config(None, [f"model.preset={preset}"]).model)
         for product in (8, 16):
             yield name, f"ETP x EP = {product}", list(expert_bars(shape, gpu, product))
         yield name, "CP x EP", list(context_bars(shape, gpu))

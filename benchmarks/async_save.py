@@ -14,7 +14,7 @@ import statistics
 import torch.distributed as dist
 from rank_run import RankRun, parser, run_recipe
 
-from moefold.checkpoint.folder import Position
+from moefold.checkpoint.folder import TrainState
 from moefold.checkpoint.saver import BackgroundSaver
 from moefold.checkpoint.store import checkpoint_state
 from moefold.config.schema import Config
@@ -25,7 +25,7 @@ class _Saving:
 
     def __init__(self, cfg: Config, run: RankRun) -> None:
         self._run = run
-        group = run.groups.beside_training().handle
+        group = run.groups.create_background_group().handle
         self._saver = BackgroundSaver(cfg, group, is_on_gpu=run.groups.device.type == "cuda")
 
     def window(self, steps: int, *, saves: bool) -> tuple[list[float], float]:
@@ -35,17 +35,17 @@ class _Saving:
         times = [self._run.step()[0] + staging_s]
         while len(times) < steps and (not saves or self._anyone_saves()):
             times.append(self._run.step()[0])
-        self._saver.settle(600.0)
+        self._saver.drain_with_timeout(600.0)
         self._saver.check()
         return times, staging_s
 
     def _begin_save(self) -> float:
         training = self._run.training
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-        return self._saver.save(state, Position(step=self._run.num_steps, samples=0, tokens=0))
+        return self._saver.save(state, TrainState(step=self._run.num_steps, samples=0, tokens=0))
 
     def _anyone_saves(self) -> bool:
-        found = [self._saver.is_under_way]
+        found = [self._saver.is_saving]
         dist.broadcast_object_list(found, src=0)
         return found[0]
 

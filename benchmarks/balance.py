@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from moefold.metrics.balance import Balance, read_balance
+from moefold.metrics.balance import ExpertBalance, read_balance
 from moefold.metrics.plot import Curves, read_curves, smooth
 
 RECIPE = (
@@ -64,7 +64,7 @@ class Result:
 
     kind: Kind
     curves: Curves
-    balance: Balance
+    balance: ExpertBalance
 
     def end_loss(self) -> float:
         """Mean training loss of the last tenth, in nats per byte."""

@@ -24,10 +24,10 @@ from torch.distributed.pipelining import PipelineStage
 
 from moefold.config.schedules import SCHEDULES, stage_ranks
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
-from moefold.model.later import Later
-from moefold.parallel.late_gradients import LateGradients, postpone_weight_gradients
+from moefold.model.later import WeightGradStoreProtocol
+from moefold.parallel.late_gradients import WeightGradStore, install_wgrad_store
 from moefold.parallel.schedule import training_schedule
-from moefold.plan.simulate import Piece, StageWork, simulate
+from moefold.plan.simulate import Segment, StageSegments, simulate
 from moefold.plan.slot import slot_rows
 from moefold.testing.pool import WorkerPool
 
@@ -98,7 +98,7 @@ class _Wait(torch.autograd.Function):
         if stage.later is None:
             stage.weight_gradient()
         else:
-            stage.later.postpone((stage.weight,), stage.weight_gradient)
+            stage.wgrad_store.put((stage.weight,), stage.weight_gradient)
         return grad.clone(), None
 
 
@@ -110,7 +110,7 @@ class WaitingStage(nn.Module):
         self.anchor = nn.Parameter(torch.zeros(1))
         self.weight = nn.Parameter(torch.zeros(1))
         self.times = times
-        self.later: Later | None = None
+        self.later: WeightGradStoreProtocol | None = None
         self._spans = spans
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,8 +141,8 @@ def run_rank(cfg: Config, times: Times, repeats: int) -> list[tuple[float, float
         module = WaitingStage(times, spans)
         late = None
         if SCHEDULES[p.schedule].splits_backward:
-            late = LateGradients(module, reduces=False)
-            postpone_weight_gradients(module, late)
+            late = WeightGradStore(module, reduces_each_micro_batch=False)
+            install_wgrad_store(module, late)
         shapes: dict[str, Any] = {"input_args": (x,), "output_args": (x,)}
         stages.append(
             PipelineStage(module, number, p.pp * p.virtual_stages, torch.device("cpu"), dw_builder=late, **shapes)
@@ -175,9 +175,9 @@ def measure(
 def simulated(case: Case, pp: int, micro_batches: int, times: Times) -> float:
     """The bubble of the order of work where messages take no time."""
     forward, inputs, weights = (
-        (Piece("work", seconds),) for seconds in (times.forward, times.input_gradient, times.weight_gradient)
+        (Segment("work", seconds),) for seconds in (times.forward, times.input_gradient, times.weight_gradient)
     )
-    work = StageWork(forward=forward, backward=inputs + weights, input_gradient=inputs, weight_gradient=weights)
+    work = StageSegments(forward=forward, backward=inputs + weights, input_gradient=inputs, weight_gradient=weights)
     rows = slot_rows(case.schedule, pp, case.chunks, micro_batches)
     return simulate(rows, [work] * (pp * case.chunks)).bubble
 

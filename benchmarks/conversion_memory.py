@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 
 from moefold.checkpoint.folder import FORMAT, CheckpointMeta, model_sizes, write_meta
-from moefold.checkpoint.stream import Chunk, write_chunks
+from moefold.checkpoint.stream import TensorChunk, write_chunks
 from moefold.config.load import config_from_dict
 from moefold.config.schema import ModelConfig
 from moefold.convert.families import FAMILIES, Family
-from moefold.convert.piece import Plan
-from moefold.convert.safetensors_file import DTYPES, FileWriter, begin_file, bytes_of, plan_file
-from moefold.convert.weights import parameter_shapes, plan_for
+from moefold.convert.piece import StateDictMapping
+from moefold.convert.safetensors_file import DTYPES, FileWriter, bytes_of, create_file, plan_file_layout
+from moefold.convert.weights import family_mapping, parameter_shapes
 
 LARGEST_FACTOR = 1.3
 FIXED_BYTES = 500e6
@@ -124,7 +124,7 @@ def _make_checkpoint(folder: Path, model: ModelConfig) -> None:
     """Write a checkpoint in float32, each tensor in one chunk."""
     folder.mkdir()
     shapes = parameter_shapes(model)
-    chunks = [Chunk(name, 0, shape[0]) for name, shape in shapes.items()]
+    chunks = [TensorChunk(name, 0, shape[0]) for name, shape in shapes.items()]
     write_chunks(
         folder, shapes, dict.fromkeys(shapes, torch.float32), chunks, lambda chunk: torch.randn(shapes[chunk.name])
     )
@@ -149,13 +149,13 @@ def _measure(name: str, words: list[str], largest: float, folder: Path) -> bool:
     return peak < limit
 
 
-def _plan(family: Family, model: ModelConfig) -> Plan:
-    return plan_for(model, family.layouts[0], family)
+def _plan(family: Family, model: ModelConfig) -> StateDictMapping:
+    return family_mapping(model, family.layouts[0], family)
 
 
-def _largest_bytes(plan: Plan, dtype: str) -> float:
+def _largest_bytes(plan: StateDictMapping, dtype: str) -> float:
     """Of a layer, or of a tensor that is larger."""
-    counts = {name: torch.Size(shape).numel() for name, shape in plan.their_shapes.items()}
+    counts = {name: torch.Size(shape).numel() for name, shape in plan.hf_shapes.items()}
     layer = sum(count for name, count in counts.items() if ".layers.0." in name)
     return max(layer, *counts.values()) * DTYPES[dtype].itemsize
 
@@ -164,11 +164,11 @@ def _make(folder: Path, family: Family, model: ModelConfig, dtype: str, *, echo:
     """Write a folder tensor by tensor, with the embedding once more as the head where that is asked for."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(family.write(model)))
-    shapes = {name: (dtype, shape) for name, shape in _plan(family, model).their_shapes.items()}
+    shapes = {name: (dtype, shape) for name, shape in _plan(family, model).hf_shapes.items()}
     if echo:
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
-    layout = plan_file(folder / "model.safetensors", shapes)
-    begin_file(folder / "model.safetensors", layout)
+    layout = plan_file_layout(folder / "model.safetensors", shapes)
+    create_file(folder / "model.safetensors", layout)
     with FileWriter() as writer:
         for name, stored in layout.tensors.items():
             seed = 0 if name in ("lm_head.weight", "model.embed_tokens.weight") else 1

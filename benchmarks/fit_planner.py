@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from moefold.plan import gemm, layer_time, shape, step_time, workload
-from moefold.plan.accuracy import Prediction, judge
+from moefold.plan.accuracy import Prediction, validate_predictions
 from moefold.plan.device import Device, load_device
-from moefold.plan.model_name import read_shape
-from moefold.plan.published import Case, case_of
-from moefold.plan.step_time import Pricer
+from moefold.plan.model_name import load_model_spec
+from moefold.plan.published import PublishedCase, parse_case
+from moefold.plan.step_time import CostModel
 
 HOPPER = ("h100", "h200", "h800")
 GRACE = ("gb200", "gb300")
@@ -69,13 +69,13 @@ KNOBS = (
     Knob("quantize_passes.fp8", (), 5.0, 0.25),
     Knob("quantize_passes.mxfp8", (), 5.0, 0.4),
     Knob("quantize_passes.nvfp4", (), 8.0, 0.5),
-    Knob("gemm.LONELY_WAVES", (), 0.5, 0.5),
-    Knob("layer_time.STATE_BYTES", (), 190.0, 0.5),
+    Knob("gemm.UNFILLED_WAVE_FRACTION", (), 0.5, 0.5),
+    Knob("layer_time.RECURRENCE_BYTES", (), 190.0, 0.5),
     Knob("layer_time.RING_KERNELS", (), 16.0, 0.5),
     Knob("workload.NATURAL_IMBALANCE", (), 1.35, 0.2),
     Knob("layer_time.ROUTER_BYTES", (), 60.0, 0.4),
-    Knob("shape.CLAMPED_PASSES", (), 8.0, 0.4),
-    Knob("step_time.HIDDEN_EXCHANGE", (), 0.7, 0.25),
+    Knob("shape.CLAMPED_SWIGLU_PASSES", (), 8.0, 0.4),
+    Knob("step_time.HIDDEN_ALL_TO_ALL_FRACTION", (), 0.7, 0.25),
 )
 MODULES = {"gemm": gemm, "layer_time": layer_time, "shape": shape, "step_time": step_time, "workload": workload}
 ALL = HOPPER + BLACKWELL
@@ -126,7 +126,7 @@ def devices_of(values: np.ndarray) -> dict[str, Device]:
 class Sample:
     """One configuration: its case, its mapping, the measured tokens and how many rows say so."""
 
-    case: Case
+    case: PublishedCase
     prediction: Prediction
     log_tokens: float
     weight: float
@@ -135,11 +135,11 @@ class Sample:
 def samples_of(path: Path, weight: float) -> list[Sample]:
     """Configurations of a table; rows of the same one are put together."""
     found: dict[tuple[object, ...], Sample] = {}
-    for p in judge(path).predictions:
+    for p in validate_predictions(path).predictions:
         if p.error_pct is None:
             continue
-        case = case_of(p.row)
-        pricer = Pricer(read_shape(case.model), load_device(case.gpu), case.workload)
+        case = parse_case(p.row)
+        pricer = CostModel(load_model_spec(case.model), load_device(case.gpu), case.workload)
         tokens = pricer.step_time(p.mapping).tokens_per_s_per_gpu / (1 + p.error_pct / 100)
         key = (p.row["source"], case.model, case.gpu, p.mapping, case.workload, round(float(np.log(tokens)), 1))
         if key in found:
@@ -153,13 +153,13 @@ def samples_of(path: Path, weight: float) -> list[Sample]:
 def errors_of(samples: list[Sample], values: np.ndarray) -> np.ndarray:
     """Log of predicted over measured."""
     devices = devices_of(values)
-    shape.shape_of.cache_clear()
-    read_shape.cache_clear()
+    shape.model_spec_from_config.cache_clear()
+    load_model_spec.cache_clear()
     out = []
     for s in samples:
         load = s.case.workload.imbalance
         asked = replace(s.case.workload, imbalance=workload.NATURAL_IMBALANCE if load > 1 else 1.0)
-        pricer = Pricer(read_shape(s.case.model), devices[s.case.gpu], asked)
+        pricer = CostModel(load_model_spec(s.case.model), devices[s.case.gpu], asked)
         out.append(np.log(pricer.step_time(s.prediction.mapping).tokens_per_s_per_gpu) - s.log_tokens)
     return np.array(out)
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.config.load import config_from_dict
-from moefold.model.cache import CachedAttention, LatentCache, Span
+from moefold.model.cache import CachedAttention, DecodePositions, LatentCache
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.linear import linear
-from moefold.model.rope import rotation
+from moefold.model.rope import build_rope
 
 MODEL = config_from_dict({"model": {"preset": "deepseek-v2-lite"}}).model
 WAYS = ("heads", "expanded", "absorbed")
@@ -27,10 +27,10 @@ STEPS = 12
 class ExpandingAttention(LatentAttention):
     """Keeps latents, and makes heads of all of them in each step."""
 
-    def _attend_to_latents(self, plain: Tensor, turned: Tensor, kept_BLR: Tensor, seen_BSL: Tensor) -> Tensor:
-        latent, key = kept_BLR.split((self.wkv_up.shape[1], self.rotated_size), -1)
-        heads = linear(latent, self.wkv_up).unflatten(-1, (-1, self.plain_size + self.value_size)).transpose(1, 2)
-        plain_key, value = heads.split((self.plain_size, self.value_size), -1)
+    def _absorbed_attention(self, plain: Tensor, turned: Tensor, kept_BLR: Tensor, seen_BSL: Tensor) -> Tensor:
+        latent, key = kept_BLR.split((self.wkv_up.shape[1], self.qk_rope_head_dim), -1)
+        heads = linear(latent, self.wkv_up).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim)).transpose(1, 2)
+        plain_key, value = heads.split((self.qk_nope_head_dim, self.v_head_dim), -1)
         key = torch.cat((plain_key, key.unsqueeze(1).expand(*plain_key.shape[:-1], -1)), -1)
         query = torch.cat((plain, turned), -1).permute(1, 2, 0, 3)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen_BSL.unsqueeze(1), scale=self._scale)
@@ -53,27 +53,27 @@ def _measure(name: str, dtype: torch.dtype, context: int, batch_size: int, devic
     layer = (ExpandingAttention if name == "expanded" else LatentAttention)(MODEL).to(device, dtype)
     for parameter in layer.parameters():
         parameter.normal_(0.0, 0.02)
-    span = Span(torch.zeros(0, 0, dtype=torch.int64, device=device), 0, True)
+    span = DecodePositions(torch.zeros(0, 0, dtype=torch.int64, device=device), 0, True)
     capacity = context + STEPS + 1
     cache: CachedAttention | LatentCache
     if name == "heads":
-        cache = layer.core = CachedAttention(span, capacity)
+        cache = layer.core_attention = CachedAttention(span, capacity)
     else:
-        cache = layer.kept = LatentCache(span, capacity)
+        cache = layer.latent_cache = LatentCache(span, capacity)
     times_s = []
     for first, count in ((0, context), *((context + i, 1) for i in range(STEPS))):
         x = torch.randn(count, batch_size, MODEL.hidden_size, dtype=dtype, device=device)
         positions = torch.arange(first, first + count, device=device)
         span.positions_SB, span.num_keys = positions.unsqueeze(1).expand(-1, batch_size), first + count
         span.is_start = first == 0
-        turn = rotation(MODEL, positions, dtype)
+        turn = build_rope(MODEL, positions, dtype)
         started_s = time.perf_counter()
         layer(x, turn)
         if device.type == "cuda":
             torch.cuda.synchronize()
         times_s.append(time.perf_counter() - started_s)
     step_s = min(times_s[3:])
-    token_bytes = cache.kept_bytes // (capacity * batch_size)
+    token_bytes = cache.nbytes // (capacity * batch_size)
     return f"{token_bytes} bytes a token, {batch_size / step_s:.0f} tokens/s"
 
 

@@ -18,7 +18,7 @@ from moefold.model.transformer import build_model
 from moefold.moe.layer import MoELayer
 from moefold.parallel.groups import Group
 from moefold.parallel.recompute import apply_recompute
-from moefold.testing.kept import kept_bytes
+from moefold.testing.kept import measure_saved_bytes
 from moefold.train.muon import build_muon
 from moefold.train.optimizer import build_optimizer
 
@@ -102,7 +102,7 @@ def _compare(runs: dict[str, Callable[[], Tensor]]) -> None:
         for name, run in runs.items():
             times[name].append(_time_s(lambda run=run: run().backward()))
     for name, run in runs.items():
-        print(f"  {name:24}{min(times[name]) * 1e3:9.1f} ms{kept_bytes(run)[1] / 2**20:9.1f} MiB kept")
+        print(f"  {name:24}{min(times[name]) * 1e3:9.1f} ms{measure_saved_bytes(run)[1] / 2**20:9.1f} MiB kept")
 
 
 def _time_s(run: Callable[[], object]) -> float:

@@ -69,7 +69,7 @@ def measure(way: dict[str, object], folder: str, layers: int) -> dict[str, float
     torch.manual_seed(0)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.02)
-    module.place(torch.arange(train.seq_len))
+    module.set_positions(torch.arange(train.seq_len))
     apply_recompute(module, train.recompute)
     offload = open_offload(train, torch.device("cpu"), 0)
     if offload is not None:
@@ -87,7 +87,7 @@ def measure(way: dict[str, object], folder: str, layers: int) -> dict[str, float
         row = {"step_s": time.perf_counter() - started, "peak_mib": (_memory_kib("VmHWM") - before) / 1024}
         if offload is not None:
             totals = offload.end_step()
-            row |= {"stored_mib": totals.stored_bytes / 2**20, "kept_mib": totals.kept_bytes / 2**20}
+            row |= {"stored_mib": totals.stored_bytes / 2**20, "kept_mib": totals.resident_bytes / 2**20}
             row |= {"io_s": totals.io_s, "waited_s": totals.waited_s}
         rows.append(row)
     # The first step makes the gradients, and knows nothing of the disk yet.

@@ -29,7 +29,7 @@ from moefold.parallel import in_flight
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import ParallelModel, parallelize
 from moefold.testing.pool import WorkerPool
-from moefold.train.batch import BatchLoader
+from moefold.train.batch import BatchSharder
 from moefold.train.step import TrainingStep
 
 MAPPINGS: tuple[dict[str, Any], ...] = (
@@ -80,14 +80,14 @@ def slow_down(model: ParallelModel, compute_s: float, exchange_s: float) -> None
             assert isinstance(block.ffn, MoELayer)
             block.attention.forward = waiting(block.attention.forward)  # type: ignore[method-assign]
             block.ffn.experts.forward = waiting(block.ffn.experts.forward)  # type: ignore[method-assign]
-    begin = in_flight.begin_exchange
+    begin = in_flight.begin_all_to_all
 
     def begin_slowly(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         out, work = begin(*args, **kwargs)
         assert work is not None
         return out, _SlowWork(work, exchange_s)
 
-    in_flight.begin_exchange = begin_slowly
+    in_flight.begin_all_to_all = begin_slowly
 
 
 def step_times(cfg: Config, compute_s: float, exchange_s: float, steps: int) -> list[float]:
@@ -97,7 +97,7 @@ def step_times(cfg: Config, compute_s: float, exchange_s: float, steps: int) -> 
     if compute_s:
         slow_down(model, compute_s, exchange_s)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader, training = BatchLoader(data.train, cfg, groups, model.positions), TrainingStep(model, cfg)
+    loader, training = BatchSharder(data.train, cfg, groups, model.positions), TrainingStep(model, cfg)
     found = []
     for i in range(steps + 1):
         batch = loader.batch(i * cfg.train.global_batch_size)

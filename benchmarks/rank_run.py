@@ -13,12 +13,12 @@ from moefold.config.checks import check_config
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.data import open_dataset, prepare
-from moefold.launch.place import Place
-from moefold.launch.ranks import choose_device, joined, run_ranks
+from moefold.launch.place import RankEnv
+from moefold.launch.ranks import choose_device, init_distributed, run_ranks
 from moefold.launch.watchdog import Watchdog
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchLoader
+from moefold.train.batch import BatchSharder
 from moefold.train.step import StepResult, TrainingStep
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
@@ -29,14 +29,14 @@ RankMain = Callable[[Config, "RankRun", argparse.Namespace], None]
 class RankRun:
     """The part of this rank: model, optimizer and data."""
 
-    def __init__(self, cfg: Config, place: Place, groups: ParallelGroups) -> None:
+    def __init__(self, cfg: Config, place: RankEnv, groups: ParallelGroups) -> None:
         model = parallelize(cfg, groups)
         data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
         self.is_first = place.rank == 0
         self.groups = groups
         self.training = TrainingStep(model, cfg)
         self.num_steps = 0
-        self._batches = BatchLoader(data.train, cfg, groups, model.positions)
+        self._batches = BatchSharder(data.train, cfg, groups, model.positions)
         self._batch_size = cfg.train.global_batch_size
 
     def step(self, number: int = 0, delay_s: float = 0.0) -> tuple[float, StepResult]:
@@ -48,7 +48,7 @@ class RankRun:
         """
         started_s = time.perf_counter()
         number = number or self.num_steps + 1
-        self.groups.record.begin_step(number, "loading data")
+        self.groups.recorder.begin_step(number, "loading data")
         self.training.start_clock()
         time.sleep(delay_s)
         result = self.training.run(self._batches.batch(self.num_steps * self._batch_size), number)
@@ -75,15 +75,15 @@ def parser(text: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def _rank(main: RankMain, cfg: Config, args: argparse.Namespace, place: Place, device_type: str) -> int:
+def _rank(main: RankMain, cfg: Config, args: argparse.Namespace, place: RankEnv, device_type: str) -> int:
     with _watched(cfg, place, device_type) as groups:
         main(cfg, RankRun(cfg, place, groups), args)
     return 0
 
 
 @contextmanager
-def _watched(cfg: Config, place: Place, device_type: str) -> Iterator[ParallelGroups]:
+def _watched(cfg: Config, place: RankEnv, device_type: str) -> Iterator[ParallelGroups]:
     limit_s = cfg.faults.timeout_s
     watchdog = Watchdog(place, limit_s, device_type)
-    with joined(place, device_type, limit_s, watchdog.start) as device, watchdog:
-        yield ParallelGroups.create(check_config(cfg), device, watchdog.record)
+    with init_distributed(place, device_type, limit_s, watchdog.start) as device, watchdog:
+        yield ParallelGroups.create(check_config(cfg), device, watchdog.flight_recorder)

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from rank_run import RankRun, parser, run_recipe
 
 from moefold.config.schema import Config
-from moefold.data.shard_reader import Ids, ShardReader
-from moefold.train.run_data import RunData
+from moefold.data.shard_reader import ShardReader, TokenArraySpec
+from moefold.train.run_data import DataLoader
 
 PLAIN, MAPPED, SKIP = "read by system calls", "mapped", 'data.corrupt="skip"'
 WARM_UP = 2
@@ -36,7 +36,7 @@ SAMPLES_ALONE = 2000
 
 
 @lru_cache(maxsize=64)
-def _map(ids: Ids) -> NDArray[Any]:
+def _map(ids: TokenArraySpec) -> NDArray[Any]:
     return np.memmap(ids.path, ids.dtype, mode="r", offset=ids.offset_bytes, shape=(ids.count,))
 
 
@@ -57,7 +57,7 @@ def _mapped(is_so: bool) -> Iterator[None]:
 def _measure(cfg: Config, run: RankRun, args: argparse.Namespace) -> None:
     data = {}
     for corrupt in ("fatal", "skip"):
-        data[corrupt] = RunData(
+        data[corrupt] = DataLoader(
             replace(cfg, data=replace(cfg.data, corrupt=corrupt)), run.groups, run.training.model.positions
         )
         data[corrupt].open(None)
@@ -65,7 +65,7 @@ def _measure(cfg: Config, run: RankRun, args: argparse.Namespace) -> None:
     def step(kind: str) -> float:
         started_s = time.perf_counter()
         run.num_steps += 1
-        run.groups.record.begin_step(run.num_steps, "loading data")
+        run.groups.recorder.begin_step(run.num_steps, "loading data")
         run.training.start_clock()
         with _mapped(kind == MAPPED):
             first = run.num_steps * cfg.train.global_batch_size

@@ -21,7 +21,7 @@ from rank_run import RankRun, parser, run_recipe
 
 from moefold.config.load import load_config
 from moefold.config.schema import Config
-from moefold.metrics.rank_times import OWN, Stragglers
+from moefold.metrics.rank_times import COMPUTE, Stragglers
 from moefold.parallel.layout import fold
 
 SLOW_RANK = 5
@@ -46,7 +46,7 @@ def _stretch(run: RankRun, steps: int, factor: float) -> np.ndarray:
     delay_s, times = 0.0, []
     for step in range(WARM_UP + steps):
         _, result = run.step(delay_s=delay_s)
-        own_s = float(result.rank_times[rank, OWN]) - delay_s
+        own_s = float(result.rank_times[rank, COMPUTE]) - delay_s
         delay_s = (factor - 1) * own_s if rank == SLOW_RANK else 0.0
         if step >= WARM_UP:
             times.append(result.rank_times)
@@ -93,7 +93,7 @@ def _judge(found: dict[str, np.ndarray], cfg: Config) -> None:
 def _spread(times: np.ndarray, stages: list[list[int]], slow: int) -> tuple[float, float]:
     """How far ranks that do the same lie apart in a step."""
     ratios = [
-        times[:, rank, OWN] / np.median(times[:, stage, OWN], axis=1)
+        times[:, rank, COMPUTE] / np.median(times[:, stage, COMPUTE], axis=1)
         for stage in stages
         for rank in stage
         if rank != slow

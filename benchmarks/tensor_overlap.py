@@ -16,11 +16,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moefold.model.linear import FULL
+from moefold.model.linear import UNQUANTIZED_LINEAR
 from moefold.parallel import collectives, ring, tensor_ring
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
-from moefold.parallel.tensor import ShardedTokens
+from moefold.parallel.tensor import SequenceParallelTokens
 from moefold.testing.pool import WorkerPool
 
 TOKENS, HIDDEN = 8, 4
@@ -43,12 +43,12 @@ class Sleep:
 
 
 class Plain:
-    """The same for `ShardedTokens`."""
+    """The same for `SequenceParallelTokens`."""
 
     def __init__(self, sleep: Sleep) -> None:
-        self.forward = sleep.of(FULL.forward, 0)
-        self.input_gradient = sleep.of(FULL.input_gradient, 0)
-        self.weight_gradient = sleep.of(FULL.weight_gradient, 0)
+        self.forward = sleep.of(UNQUANTIZED_LINEAR.forward, 0)
+        self.input_gradient = sleep.of(UNQUANTIZED_LINEAR.input_gradient, 0)
+        self.weight_gradient = sleep.of(UNQUANTIZED_LINEAR.weight_gradient, 0)
 
 
 class Message:
@@ -67,13 +67,13 @@ def layer_s(size: int, product_s: float, exchange_s: float, steps: int, overlaps
     """Median time of a layer forward and backward, s."""
     tp = ParallelGroups.create(fold(world_size=size, tp=size), torch.device("cpu")).attn.tp
     sleep = Sleep(product_s, size * TOKENS)
-    pass_on, hop_s = ring.pass_on, exchange_s / (size - 1)
-    ring.pass_on = lambda *args: [Message(work, hop_s) for work in pass_on(*args)]
+    pass_on, hop_s = ring.send_recv, exchange_s / (size - 1)
+    ring.send_recv = lambda *args: [Message(work, hop_s) for work in pass_on(*args)]
     for name in ("_gather", "_reduce"):
         setattr(collectives, name, _after(exchange_s, getattr(collectives, name)))
     for name, rows_at in (("product", 0), ("product_into", 1), ("weight_gradient", 0)):
         setattr(tensor_ring, name, sleep.of(getattr(tensor_ring, name), rows_at))
-    tokens = tensor_ring.TravellingTokens(tp) if overlaps else ShardedTokens(tp)
+    tokens = tensor_ring.AsyncTensorParallel(tp) if overlaps else SequenceParallelTokens(tp)
     products = None if overlaps else Plain(sleep)
     took_s = []
     for _ in range(steps):
@@ -81,8 +81,8 @@ def layer_s(size: int, product_s: float, exchange_s: float, steps: int, overlaps
         columns = [(torch.randn(HIDDEN, HIDDEN, requires_grad=True), None) for _ in range(3)]
         down = torch.randn(HIDDEN, HIDDEN, requires_grad=True)
         started_s = time.monotonic()
-        hidden = sum(tokens.gathered_products(x, columns, products=products))
-        tokens.scattered_product(hidden, down, products=products).sum().backward()
+        hidden = sum(tokens.all_gather_linear(x, columns, linear_backend=products))
+        tokens.linear_reduce_scatter(hidden, down, linear_backend=products).sum().backward()
         took_s.append(time.monotonic() - started_s)
     return statistics.median(took_s)
 

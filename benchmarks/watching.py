@@ -18,7 +18,7 @@ import torch
 from rank_run import RankRun, parser, run_recipe
 
 from moefold.config.schema import Config
-from moefold.moe.dispatch.checked import CheckedDispatcher
+from moefold.moe.dispatch.checked import ValidatingDispatcher
 from moefold.parallel.collectives import all_reduce_sum
 
 PLAIN, NO_RECORD, DISPATCH, REPLICAS = "plain", "no flight record", "check_dispatch", "replica check"
@@ -40,15 +40,15 @@ class _Switches:
         self._run = run
         groups, model = run.groups, run.training.model
         self._layers = {
-            number: (layer, layer.dispatcher, CheckedDispatcher(layer.dispatcher, groups.moe, number, groups.device))
+            number: (layer, layer.dispatcher, ValidatingDispatcher(layer.dispatcher, groups.moe, number, groups.device))
             for number, layer in (model.moe_layers().items() if groups.moe.experts.size > 1 else ())
         }
 
     def step(self, kind: str) -> tuple[float, float]:
         """Train a step of a kind; its time, and the CPU time of all ranks."""
-        record = self._run.groups.record
+        record = self._run.groups.recorder
         if kind == NO_RECORD:
-            record.enter = record.begin = lambda *args: None  # type: ignore[method-assign]
+            record.set_phase = record.record_collective = lambda *args: None  # type: ignore[method-assign]
         for layer, plain, checked in self._layers.values():
             layer.dispatcher = checked if kind == DISPATCH else plain
         # The recipe asks for the check of replicas at even numbers.
@@ -63,10 +63,10 @@ class _Switches:
 
 def _events(run: RankRun) -> tuple[int, int]:
     """Collectives and phases that a step writes into the record of this rank."""
-    record = run.groups.record
-    before = sum(record.look().counts.values())
+    record = run.groups.recorder
+    before = sum(record.snapshot().counts.values())
     run.step(2 * run.num_steps + 1)
-    sighting = record.look()
+    sighting = record.snapshot()
     return sum(sighting.counts.values()) - before, sighting.phase_number
 
 

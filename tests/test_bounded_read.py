@@ -25,7 +25,7 @@ def test_json_of_too_many_levels_or_values_is_refused(monkeypatch: pytest.Monkey
     for text in ("[" * 101 + "]" * 101, "[" * 100_000):
         with pytest.raises(ValueError, match="deeper than 100 levels"):
             parse_json(text)
-    monkeypatch.setattr(bounded_read, "JSON_VALUES", 4)
+    monkeypatch.setattr(bounded_read, "MAX_JSON_VALUES", 4)
     assert parse_json('{"a, [b\\", c": ",,,,,,,,", "d": 1}')
     with pytest.raises(ValueError, match="more than 4 values"):
         parse_json("[1,2,3,4,5]")

@@ -9,7 +9,7 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.errors import ConfigError, RunError
-from moefold.printable import LINES, printable
+from moefold.printable import MULTILINE_CHARS, printable
 
 RED = "\x1b[31mred\x1b[0m"
 
@@ -33,7 +33,7 @@ def test_what_a_terminal_would_obey_is_escaped_and_nothing_else(text, escaped):
 
 
 def test_lines_are_kept_where_asked():
-    assert printable("a\n\tb\x1b", LINES) == "a\n\tb\\x1b"
+    assert printable("a\n\tb\x1b", MULTILINE_CHARS) == "a\n\tb\\x1b"
 
 
 @pytest.mark.parametrize("kind", [ConfigError, RunError])

@@ -34,9 +34,9 @@ def _replaced(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> io.String
 
 def test_each_thing_the_work_is_at_is_a_plain_line_with_the_time(monkeypatch):
     stream = _replaced(monkeypatch, io.StringIO())
-    with WorkProgress("verify", patience_s=0.0, line_every_s=0.0) as progress:
+    with WorkProgress("verify", show_after_s=0.0, line_every_s=0.0) as progress:
         for text in ("oracle, step 1 of 3", "oracle, step 2 of 3"):
-            progress.say(text)
+            progress.report(text)
             _wait_for(text, stream)
     lines = [line for line in stream.getvalue().splitlines() if line != "verify (0 s)"]
     assert [re.sub(r"\d+ s", "N s", line) for line in lines] == [
@@ -47,11 +47,11 @@ def test_each_thing_the_work_is_at_is_a_plain_line_with_the_time(monkeypatch):
 
 def test_lines_that_come_too_soon_are_left_out_but_not_the_latest(monkeypatch):
     stream = _replaced(monkeypatch, io.StringIO())
-    with WorkProgress("bench", patience_s=0.0, line_every_s=0.5) as progress:
-        progress.say("round 1")
+    with WorkProgress("bench", show_after_s=0.0, line_every_s=0.5) as progress:
+        progress.report("round 1")
         _wait_for("round 1", stream)
         for number in range(2, 1000):
-            progress.say(f"round {number}")
+            progress.report(f"round {number}")
         _wait_for("round 999", stream)
     assert stream.getvalue().count("round") <= 3
 
@@ -61,7 +61,7 @@ def test_short_work_and_other_ranks_print_nothing(monkeypatch, shown):
     stream = _replaced(monkeypatch, io.StringIO())
     before = threading.active_count()
     with WorkProgress("plan", **shown) as progress:
-        progress.say("searching")
+        progress.report("searching")
     assert stream.getvalue() == ""
     assert threading.active_count() == before
 
@@ -69,7 +69,7 @@ def test_short_work_and_other_ranks_print_nothing(monkeypatch, shown):
 def test_a_terminal_shows_one_line_and_clears_it(monkeypatch):
     terminal = _replaced(monkeypatch, Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    with WorkProgress("memory", patience_s=0.0) as progress:
-        progress.say("a step on [2] ranks")
+    with WorkProgress("memory", show_after_s=0.0) as progress:
+        progress.report("a step on [2] ranks")
         _wait_for("memory: a step on [2] ranks", terminal)
     assert terminal.getvalue().rstrip().endswith("\x1b[2K")

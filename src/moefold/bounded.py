@@ -6,12 +6,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def bounded_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Cut a sequence into runs of neighbours whose sizes add up to at most `most`, or of one item that is larger."""
+def batch_by_size(items: Iterable[T], size: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
+    """Cut a sequence into runs of neighbours whose sizes add up to at most `max_size`, or of one item that is larger."""
     batch: list[T] = []
     total = 0
     for item in items:
-        if batch and total + size(item) > most:
+        if batch and total + size(item) > max_size:
             yield batch
             batch, total = [], 0
         batch.append(item)

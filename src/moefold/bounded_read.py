@@ -20,48 +20,48 @@ from typing import Any, BinaryIO
 KIB = 1 << 10
 MIB = 1 << 20
 
-RECIPE_BYTES = MIB
+MAX_RECIPE_BYTES = MIB
 """A recipe or a device: the longest that is shipped has 4 KiB, and a list of 10,000 data files fits."""
-SCHEDULE_BYTES = 64 * MIB
+MAX_SCHEDULE_BYTES = 64 * MIB
 """A schedule as CSV: 8 bytes a cell; 64 ranks with 4 stages each and 4,096 micro-batches have 17 MB."""
-TABLE_BYTES = 16 * MIB
+MAX_TABLE_BYTES = 16 * MIB
 """A table of published measurements; the largest known has 200 KiB."""
-CONFIG_BYTES = 16 * MIB
+MAX_CONFIG_BYTES = 16 * MIB
 """config.json, tokenizer_config.json and the like: the largest, with 100,000 added tokens, have 10 to 15 MB."""
-TEMPLATE_BYTES = MIB
+MAX_TEMPLATE_BYTES = MIB
 """A chat template: the longest of known models have 20 KiB."""
-TOKENIZER_BYTES = 256 * MIB
+MAX_TOKENIZER_BYTES = 256 * MIB
 """tokenizer.json: the largest of known models have 35 MB (262,144 entries with their merges)."""
-INDEX_BYTES = 128 * MIB
+MAX_INDEX_BYTES = 128 * MIB
 """Index or manifest of a folder of tensors: 200 bytes a tensor, and 100,000 tensors are 20 MB."""
-DESCRIPTION_BYTES = 64 * MIB
+MAX_DESCRIPTION_BYTES = 64 * MIB
 """Description or manifest of a checkpoint: 150 bytes for each file of data or rank, of which there may be 100,000."""
-LINE_BYTES = 64 * MIB
+MAX_LINE_BYTES = 64 * MIB
 """A line of JSON: a document or a conversation, or the metrics of a step. A book has 1 MB."""
-TEXT_BYTES = 1 << 30
+MAX_TEXT_BYTES = 1 << 30
 """A text that is tokenised as a whole; `moefold tokenize` takes larger ones."""
-REPORT_BYTES = 64 * MIB
+MAX_REPORT_BYTES = 64 * MIB
 """A report of `moefold bench`."""
-JSON_DEPTH = 100
+MAX_JSON_DEPTH = 100
 """Levels of a JSON or TOML document; what walks through it later may use a few calls a level, of which Python has
 1,000."""
-JSON_VALUES = 8_000_000
+MAX_JSON_VALUES = 8_000_000
 """Values of a JSON document: an empty list takes 2 bytes in the file and 64 in memory. 8 million values are an index of
 a million tensors."""
-KEY_PARTS = 32
+MAX_KEY_PARTS = 32
 """Parts of a dotted key of TOML, whose reading takes the square of their number; settings have two."""
 
 _BLOCK_BYTES = MIB
-_KINDS = (
+_IRREGULAR_KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
     (stat.S_ISSOCK, "a socket"),
 )
 # Each match takes time in proportion to its length: whatever is repeated is given back never, and an end may lack.
-_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
-_TOML_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|' + r"'[^'\n]*+'?")
-_LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{KEY_PARTS}}}")
+_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_TOML_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|' + r"'[^'\n]*+'?")
+_LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{MAX_KEY_PARTS}}}")
 
 
 class RefusedFileError(OSError):
@@ -82,11 +82,11 @@ def open_regular(path: Path) -> BufferedReader:
         IsADirectoryError: it is a folder.
         OSError: it is a pipe, a device or a socket, or cannot be opened.
     """
-    refuse_irregular(path)
+    check_regular_file(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         # It may have been replaced since.
-        _refuse_irregular(path, os.fstat(descriptor).st_mode)
+        _reject_irregular_mode(path, os.fstat(descriptor).st_mode)
         os.set_blocking(descriptor, True)
         return os.fdopen(descriptor, "rb")
     except BaseException:
@@ -94,7 +94,7 @@ def open_regular(path: Path) -> BufferedReader:
         raise
 
 
-def refuse_irregular(path: Path) -> None:
+def check_regular_file(path: Path) -> None:
     """Check that a path is a regular file, before a library opens it by name.
 
     Raises:
@@ -103,7 +103,7 @@ def refuse_irregular(path: Path) -> None:
     """
     if "\0" in str(path):
         raise RefusedFileError(errno.EINVAL, "its path holds a zero byte", path)
-    _refuse_irregular(path, path.stat().st_mode)
+    _reject_irregular_mode(path, path.stat().st_mode)
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
@@ -113,9 +113,9 @@ def read_bytes(path: Path, limit: int) -> bytes:
         OSError: it cannot be read, is no regular file, or is larger.
     """
     with open_regular(path) as file:
-        _refuse_larger(path, os.fstat(file.fileno()).st_size, limit)
+        _reject_oversized(path, os.fstat(file.fileno()).st_size, limit)
         content = file.read(limit + 1)
-    _refuse_larger(path, len(content), limit)
+    _reject_oversized(path, len(content), limit)
     return content
 
 
@@ -135,7 +135,7 @@ def read_json(path: Path, limit: int) -> Any:
 
     Raises:
         OSError: as `read_bytes`.
-        ValueError: it is not UTF-8 or not JSON, or exceeds `JSON_DEPTH` or `JSON_VALUES`.
+        ValueError: it is not UTF-8 or not JSON, or exceeds `MAX_JSON_DEPTH` or `MAX_JSON_VALUES`.
     """
     return parse_json(read_bytes(path, limit))
 
@@ -144,17 +144,17 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON of bounded depth and number of values; a byte order mark is passed over.
 
     Raises:
-        ValueError: it is not UTF-8 or not JSON, or exceeds `JSON_DEPTH` or `JSON_VALUES`.
+        ValueError: it is not UTF-8 or not JSON, or exceeds `MAX_JSON_DEPTH` or `MAX_JSON_VALUES`.
     """
     words = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     # Each value but the first follows a comma or a bracket; those within texts are taken out only where it matters.
-    if _num_values(words) > JSON_VALUES and _num_values(_JSON_TEXT.sub("", words)) > JSON_VALUES:
-        raise ValueError(f"it has more than {JSON_VALUES:,} values")
+    if _num_values(words) > MAX_JSON_VALUES and _num_values(_JSON_STRING.sub("", words)) > MAX_JSON_VALUES:
+        raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
     try:
         found = json.loads(words)
     except RecursionError:
-        raise _too_deep() from None
-    _refuse_deep(found)
+        raise _depth_error() from None
+    _reject_too_deep(found)
     return found
 
 
@@ -164,22 +164,22 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises:
         tomllib.TOMLDecodeError: it is not TOML, is nested too deep, or holds a number that no type takes.
     """
-    if _LONG_KEY.search(text) or _LONG_KEY.search(_TOML_TEXT.sub("_", text)):
-        raise tomllib.TOMLDecodeError(f"a key has more than {KEY_PARTS} parts")
+    if _LONG_KEY.search(text) or _LONG_KEY.search(_TOML_STRING.sub("_", text)):
+        raise tomllib.TOMLDecodeError(f"a key has more than {MAX_KEY_PARTS} parts")
     try:
         found = tomllib.loads(text)
-        _refuse_deep(found)
+        _reject_too_deep(found)
     except tomllib.TOMLDecodeError:
         raise
     except RecursionError:
-        raise tomllib.TOMLDecodeError(str(_too_deep())) from None
+        raise tomllib.TOMLDecodeError(str(_depth_error())) from None
     except ValueError:
         # Python reads no decimal number of more than 4,300 digits.
         raise tomllib.TOMLDecodeError("a number has thousands of digits") from None
     return found
 
 
-def bounded_lines(file: BinaryIO, limit: int = LINE_BYTES) -> Iterator[bytes]:
+def bounded_lines(file: BinaryIO, limit: int = MAX_LINE_BYTES) -> Iterator[bytes]:
     """Yield the lines of an open file, each with its end.
 
     Raises:
@@ -217,23 +217,23 @@ def same_content(one: Path, other: Path) -> bool:
                 return True
 
 
-def _refuse_irregular(path: Path, mode: int) -> None:
+def _reject_irregular_mode(path: Path, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    for is_kind, name in _KINDS:
+    for is_kind, name in _IRREGULAR_KINDS:
         if is_kind(mode):
             raise RefusedFileError(errno.EINVAL, f"it is {name}, not a regular file", path)
 
 
-def _refuse_larger(path: Path, size: int, limit: int) -> None:
+def _reject_oversized(path: Path, size: int, limit: int) -> None:
     if size > limit:
         raise RefusedFileError(errno.EFBIG, f"it has more than the {limit:,} bytes that such a file may have", path)
 
 
-def _refuse_deep(found: Any) -> None:
-    """Raise ValueError for a document of more levels than `JSON_DEPTH`."""
-    level = [found]
-    for _ in range(JSON_DEPTH):
+def _reject_too_deep(document: Any) -> None:
+    """Raise ValueError for a document of more levels than `MAX_JSON_DEPTH`."""
+    level = [document]
+    for _ in range(MAX_JSON_DEPTH):
         level = [
             part
             for value in level
@@ -243,12 +243,12 @@ def _refuse_deep(found: Any) -> None:
         ]
         if not level:
             return
-    raise _too_deep()
+    raise _depth_error()
 
 
-def _num_values(words: str) -> int:
-    return words.count(",") + words.count("[") + words.count("{")
+def _num_values(text: str) -> int:
+    return text.count(",") + text.count("[") + text.count("{")
 
 
-def _too_deep() -> ValueError:
-    return ValueError(f"it is nested deeper than {JSON_DEPTH} levels")
+def _depth_error() -> ValueError:
+    return ValueError(f"it is nested deeper than {MAX_JSON_DEPTH} levels")

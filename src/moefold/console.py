@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from moefold.printable import LINES, printable
+from moefold.printable import MULTILINE_CHARS, printable
 
 
 class PrintableConsole(Console):
@@ -16,4 +16,4 @@ class PrintableConsole(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Return the text that a string stands for, escaped before its width is measured."""
-        return super().render_str(printable(text, LINES), **options)
+        return super().render_str(printable(text, MULTILINE_CHARS), **options)

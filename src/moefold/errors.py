@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moefold.printable import LINES, printable
+from moefold.printable import MULTILINE_CHARS, printable
 
 
 class ConfigError(ValueError):
@@ -10,17 +10,17 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         """Return the message; control characters of the names in it are escaped."""
-        return printable(super().__str__(), LINES)
+        return printable(super().__str__(), MULTILINE_CHARS)
 
 
-NAMED_FAULTS = 3
+MAX_LISTED = 3
 """So many of one kind are named in a message."""
 
 
-def some(faults: Sequence[str]) -> str:
+def format_list(items: Sequence[str]) -> str:
     """The first few of them, and how many more there are."""
-    shown = ", ".join(faults[:NAMED_FAULTS])
-    return shown if len(faults) <= NAMED_FAULTS else f"{shown} and {len(faults) - NAMED_FAULTS} more"
+    shown = ", ".join(items[:MAX_LISTED])
+    return shown if len(items) <= MAX_LISTED else f"{shown} and {len(items) - MAX_LISTED} more"
 
 
 class RunError(Exception):
@@ -28,4 +28,4 @@ class RunError(Exception):
 
     def __str__(self) -> str:
         """Return the message; control characters of the names in it are escaped."""
-        return printable(super().__str__(), LINES)
+        return printable(super().__str__(), MULTILINE_CHARS)

@@ -4,7 +4,7 @@ import logging
 import unicodedata
 from typing import TextIO
 
-LINES = "\n\t"
+MULTILINE_CHARS = "\n\t"
 """Kept in text of several lines."""
 _UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Controls, formats (which may turn the direction of text), halves of characters, and separators of lines."""
@@ -12,24 +12,24 @@ _JOINERS = "\u200c\u200d"
 """Formats that words and emoji are spelled with, and that hide nothing."""
 
 
-def printable(text: object, keep: str = "") -> str:
+def printable(text: object, allowed: str = "") -> str:
     """Escape every character that a terminal would obey, or that cannot be encoded, as Python spells it.
 
     Everything else stays as it is, backslashes included, so that a second call changes nothing.
 
     Args:
         text: what is to be printed; its `str` is taken.
-        keep: control characters that stay.
+        allowed: control characters that stay.
     """
     plain = str(text)
     if plain.isprintable():
         return plain
-    return "".join(char if _is_safe(char) or char in keep else _escaped(char) for char in plain)
+    return "".join(char if _is_safe(char) or char in allowed else _escaped(char) for char in plain)
 
 
 def print_escaped(text: object, *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """Print text of one or several lines, with every other character that a terminal would obey escaped."""
-    print(printable(text, LINES), end=end, file=file, flush=flush)
+    print(printable(text, MULTILINE_CHARS), end=end, file=file, flush=flush)
 
 
 def escape_log_lines() -> None:
@@ -42,7 +42,7 @@ class _PrintableLines(logging.Formatter):
     """Formats records as always, and escapes the result."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), LINES)
+        return printable(super().format(record), MULTILINE_CHARS)
 
 
 def _is_safe(char: str) -> bool:

@@ -5,9 +5,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from moefold.bench.comparison import compare
+from moefold.bench.comparison import compare_implementations
 from moefold.bench.peers import PEERS
-from moefold.bench.race import median_ratio, race
+from moefold.bench.race import median_ratio, time_interleaved
 from moefold.config.load import load_config
 from tests.bench.small_sizes import SIZES
 
@@ -34,7 +34,7 @@ LATENT = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_of_mixtral(group_of_one, part, routing, dtype):
     cfg = load_config(None, [*SIZES, f"run.dtype={dtype}"])
-    found = compare(cfg, part, routing, torch.device("cpu"), 1)
+    found = compare_implementations(cfg, part, routing, torch.device("cpu"), 1)
     names = [row.name.split(",")[0] for row in found.rows]
     assert names[:3] == ["moefold", "plain torch", "transformers"]
     assert found.ratio_to_plain is not None
@@ -51,7 +51,7 @@ def test_layers_of_mixtral(group_of_one, part, routing, dtype):
 @pytest.mark.parametrize("part", ["layer", "stack"])
 def test_layers_of_deepseek(group_of_one, part):
     cfg = load_config(None, [*SIZES, *LATENT])
-    found = compare(cfg, part, "balanced", torch.device("cpu"), 1)
+    found = compare_implementations(cfg, part, "balanced", torch.device("cpu"), 1)
     assert [row.name.split(",")[0] for row in found.rows][:2] == ["moefold", "transformers"]
     assert found.ratio_to_plain is None
     assert "plain torch: its router is softmax and top-k alone" in found.absent
@@ -60,7 +60,7 @@ def test_layers_of_deepseek(group_of_one, part):
 
 def test_contestants_take_turns_and_the_first_rounds_do_not_count():
     order = []
-    times = race({name: lambda name=name: order.append(name) for name in "ab"}, warmup=1, rounds=2)
+    times = time_interleaved({name: lambda name=name: order.append(name) for name in "ab"}, warmup=1, rounds=2)
     assert order == [*"ababab"]
     assert {name: len(seconds) for name, seconds in times.items()} == {"a": 2, "b": 2}
 

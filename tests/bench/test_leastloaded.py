@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from moefold.bench.leastloaded import Measurement, Workload, measure, skewed_choices
-from moefold.moe.dispatch.spill import SpillRule
+from moefold.bench.leastloaded import DispatchMeasurement, SkewedWorkload, measure_dispatchers, skewed_choices
+from moefold.moe.dispatch.spill import RebalanceRule
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
 
 SKEWS = [0.0, 0.8]
-WORKLOAD = Workload(64, hidden_size=16, ffn_hidden_size=16, num_experts=8, rule=SpillRule(1.3, 1.1, 8))
+WORKLOAD = SkewedWorkload(64, hidden_size=16, ffn_hidden_size=16, num_experts=8, rule=RebalanceRule(1.3, 1.1, 8))
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.3, 1.0])
@@ -19,8 +19,8 @@ def test_the_named_part_of_the_tokens_is_hot(skew):
     assert ids.shape == (1000, 1)
 
 
-def _measure() -> list[Measurement]:
-    return measure(WORKLOAD, SKEWS, 1, ParallelGroups.create(fold(world_size=4, ep=4), torch.device("cpu")))
+def _measure() -> list[DispatchMeasurement]:
+    return measure_dispatchers(WORKLOAD, SKEWS, 1, ParallelGroups.create(fold(world_size=4, ep=4), torch.device("cpu")))
 
 
 @pytest.mark.parity

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moefold.bench import machine
-from moefold.bench.machine import machine_name
-from moefold.launch.heap import CHOSEN, PRELOADED, TUNABLES
+from moefold.bench.machine import describe_device
+from moefold.launch.heap import MALLOC_VARIABLES, PRELOAD_VARIABLE, TUNABLES_VARIABLE
 
 CPUINFO = "processor\t: {}\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n"
 
@@ -22,15 +22,15 @@ def cpuinfo(tmp_path, monkeypatch):
 def test_it_tells_processors_of_one_name_apart(cpuinfo, monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     threads = torch.get_num_threads()
-    assert machine_name(torch.device("cpu")) == f"CPU, {threads} threads"
+    assert describe_device(torch.device("cpu")) == f"CPU, {threads} threads"
     cpuinfo.write_text(CPUINFO.format(0) + CPUINFO.format(1))
-    assert machine_name(torch.device("cpu")) == f"AMD EPYC (family 26, model 2), {threads} threads"
+    assert describe_device(torch.device("cpu")) == f"AMD EPYC (family 26, model 2), {threads} threads"
     cpuinfo.write_text("processor\t: 0\nCPU part\t: 0xd40\n")
-    assert machine_name(torch.device("cpu")) == f"CPU, {threads} threads"
+    assert describe_device(torch.device("cpu")) == f"CPU, {threads} threads"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
 def test_it_says_that_memory_is_kept(monkeypatch):
-    for name in (*CHOSEN, TUNABLES, PRELOADED):
+    for name in (*MALLOC_VARIABLES, TUNABLES_VARIABLE, PRELOAD_VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    assert machine_name(torch.device("cpu")).endswith(" threads, freed memory is kept")
+    assert describe_device(torch.device("cpu")).endswith(" threads, freed memory is kept")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefold.bench import peers
-from moefold.bench.peers import PEERS, AbsentError, Peer, open_peer, why_absent
+from moefold.bench.peers import PEERS, Peer, PeerUnavailableError, build_peer_layer, unavailable_reason
 from moefold.config.load import load_config
 from moefold.model.mlp import SwiGLU
 from moefold.moe.layer import MoELayer
@@ -109,8 +109,8 @@ def test_results_and_gradients_are_ours(group_of_one, peer, dtype, kind):
     pytest.importorskip(peer.module, reason=f"{peer.name} is not installed: pip install -e '.[peers]'")
     cfg = config(KINDS[kind], dtype)
     ours, x, grad = our_layer(cfg, getattr(torch, dtype))
-    assert why_absent(peer, cfg, "layer", CPU) == ""
-    theirs = open_peer(peer, ours, cfg, x)
+    assert unavailable_reason(peer, cfg, "layer", CPU) == ""
+    theirs = build_peer_layer(peer, ours, cfg, x)
     (y, x_grad), (y_theirs, x_grad_theirs) = gradients(ours, x, grad), gradients(theirs, x, grad)
     found = by_our_names(peer, theirs)
     pairs = {name: (p.grad, found[name]) for name, p in ours.named_parameters()}
@@ -127,8 +127,8 @@ def test_other_maths_does_not_compete(group_of_one, peer):
     cfg = config([], "bfloat16")
     ours, x, _ = our_layer(cfg, torch.bfloat16)
     other = replace(cfg, model=replace(cfg.model, router_scaling_factor=1.1))
-    with pytest.raises(AbsentError, match="differ from ours by .*something else"):
-        open_peer(peer, ours, other, x)
+    with pytest.raises(PeerUnavailableError, match="differ from ours by .*something else"):
+        build_peer_layer(peer, ours, other, x)
 
 
 @pytest.mark.parametrize(
@@ -137,23 +137,23 @@ def test_other_maths_does_not_compete(group_of_one, peer):
 def test_what_a_peer_lacks_is_said(monkeypatch, peer, dtype, words, message):
     monkeypatch.setattr(peers, "_is_installed", lambda module: True)
     monkeypatch.setattr(peers, "which", lambda program: program)
-    assert message in why_absent(peer, config(words, dtype), "layer", CPU)
+    assert message in unavailable_reason(peer, config(words, dtype), "layer", CPU)
 
 
 def test_where_a_peer_cannot_run(monkeypatch):
     monkeypatch.setattr(peers, "_is_installed", lambda module: True)
     cfg = config([], "bfloat16")
     monkeypatch.setattr(peers, "which", lambda program: None)
-    assert "g++" in why_absent(MEGATRON, cfg, "layer", CPU)
-    assert "transformer-engine" in why_absent(MEGATRON, cfg, "layer", torch.device("cuda"))
-    assert why_absent(TORCHTITAN, cfg, "layer", torch.device("cuda")) == ""
+    assert "g++" in unavailable_reason(MEGATRON, cfg, "layer", CPU)
+    assert "transformer-engine" in unavailable_reason(MEGATRON, cfg, "layer", torch.device("cuda"))
+    assert unavailable_reason(TORCHTITAN, cfg, "layer", torch.device("cuda")) == ""
     for part in ("model", "stack"):
-        assert "its MoE layer alone" in why_absent(TORCHTITAN, cfg, part, CPU)
+        assert "its MoE layer alone" in unavailable_reason(TORCHTITAN, cfg, part, CPU)
 
 
 def test_a_version_without_the_classes_does_not_compete():
     cfg = config([], "bfloat16")
     ours, x, _ = our_layer(cfg, torch.bfloat16)
     peer = Peer("torch", "torch", "moefold.bench.no_such_layer", lambda *_: "")
-    with pytest.raises(AbsentError, match="version 2.* is not one that the bench knows: No module named"):
-        open_peer(peer, ours, cfg, x)
+    with pytest.raises(PeerUnavailableError, match="version 2.* is not one that the bench knows: No module named"):
+        build_peer_layer(peer, ours, cfg, x)

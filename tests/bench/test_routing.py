@@ -1,16 +1,16 @@
 import pytest
 import torch
 
-from moefold.bench.routing import balanced_states, even_choices, steer
-from moefold.bench.shape import bench_config, shapes
+from moefold.bench.routing import balanced_choices, balanced_states, steer_embedding
+from moefold.bench.shape import bench_config, bench_shapes
 from moefold.model.norm import RMSNorm
 from moefold.moe.router import Router
-from moefold.moe.scope import LocalScope, TokenPlaces
+from moefold.moe.scope import LocalMicroBatch, TokenPositions
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b-layer", "deepseek-v3-layer", "mixtral-8x7b-layer"])
 def test_balanced_states_load_all_experts_alike(name):
-    cfg = bench_config(shapes()[name], dtype="float32", tokens=1024)
+    cfg = bench_config(bench_shapes()[name], dtype="float32", tokens=1024)
     router = Router(cfg.model, cfg.moe)
     if router.expert_bias is not None:
         router.expert_bias.zero_()
@@ -18,16 +18,16 @@ def test_balanced_states_load_all_experts_alike(name):
     norm = RMSNorm(cfg.model.hidden_size, 1e-6)
     torch.nn.init.ones_(norm.weight)
     for x in (states, norm(states)):
-        routing = router(x, TokenPlaces(LocalScope(), 1024, torch.arange(1)))
+        routing = router(x, TokenPositions(LocalMicroBatch(), 1024, torch.arange(1)))
         counts = routing.ids_TK.flatten().bincount(minlength=cfg.model.num_experts)
         assert counts.max() - counts.min() <= 1
-        assert (routing.ids_TK.sort(1).values == even_choices(1024, cfg.model, x.device).sort(1).values).all()
+        assert (routing.ids_TK.sort(1).values == balanced_choices(1024, cfg.model, x.device).sort(1).values).all()
 
 
 def test_steered_tokens_choose_their_experts():
-    cfg = bench_config(shapes()["small"], dtype="float32")
+    cfg = bench_config(bench_shapes()["small"], dtype="float32")
     router, embedding = Router(cfg.model, cfg.moe), torch.randn(cfg.model.vocab_size, cfg.model.hidden_size)
-    steer(embedding, [router.weight], cfg.model)
-    ids = router(embedding, TokenPlaces(LocalScope(), len(embedding), torch.arange(1))).ids_TK
+    steer_embedding(embedding, [router.weight], cfg.model)
+    ids = router(embedding, TokenPositions(LocalMicroBatch(), len(embedding), torch.arange(1))).ids_TK
     counts = ids.flatten().bincount(minlength=cfg.model.num_experts)
     assert counts.max() == counts.min()

@@ -1,12 +1,12 @@
 import pytest
 
-from moefold.bench.shape import bench_config, experts_that_fit, shapes, step_flops, weight_count
+from moefold.bench.shape import bench_config, bench_shapes, count_weights, max_fitting_experts, step_flops
 from moefold.errors import ConfigError
 
 
 def test_every_shape_has_a_recipe():
-    assert {"small", "mixtral-8x22b-layer", "qwen2-57b-a14b-stack", "deepseek-v3-layer"} <= set(shapes())
-    for shape in shapes().values():
+    assert {"small", "mixtral-8x22b-layer", "qwen2-57b-a14b-stack", "deepseek-v3-layer"} <= set(bench_shapes())
+    for shape in bench_shapes().values():
         for tokens in (4096, 16384):
             cfg = bench_config(shape, dtype="bfloat16", tokens=tokens)
             assert cfg.tokens_per_step == tokens
@@ -15,19 +15,19 @@ def test_every_shape_has_a_recipe():
 
 def test_operations_of_a_mixtral_layer():
     """By hand: 3 passes x 2 operations x tokens x (2 experts of 3 matrices of 4096 x 14336, a router of 4096 x 8)."""
-    shape = shapes()["mixtral-8x7b-layer"]
+    shape = bench_shapes()["mixtral-8x7b-layer"]
     cfg = bench_config(shape, dtype="bfloat16")
     assert step_flops(cfg, "layer") == 6 * 4096 * (2 * 3 * 4096 * 14336 + 4096 * 8)
-    assert weight_count(cfg.model, "layer") == 8 * 3 * 4096 * 14336 + 4096 * 8
+    assert count_weights(cfg.model, "layer") == 8 * 3 * 4096 * 14336 + 4096 * 8
 
 
 def test_experts_are_halved_until_they_fit():
-    shape = shapes()["mixtral-8x7b-layer"]
+    shape = bench_shapes()["mixtral-8x7b-layer"]
     one_expert = 3 * 4096 * 14336 * 8
-    assert experts_that_fit(shape, 2, 9 * one_expert * 1.5) == 8
-    assert experts_that_fit(shape, 2, 7 * one_expert * 1.5) == 4
+    assert max_fitting_experts(shape, 2, 9 * one_expert * 1.5) == 8
+    assert max_fitting_experts(shape, 2, 7 * one_expert * 1.5) == 4
     with pytest.raises(ConfigError, match="even with 2 experts"):
-        experts_that_fit(shape, 2, 1 * one_expert * 1.5)
+        max_fitting_experts(shape, 2, 1 * one_expert * 1.5)
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_experts_are_halved_until_they_fit():
 )
 def test_sizes_that_cannot_be_are_refused(tokens, experts, message):
     with pytest.raises(ConfigError, match=message):
-        bench_config(shapes()["deepseek-v3-layer"], dtype="float32", tokens=tokens, experts=experts)
+        bench_config(bench_shapes()["deepseek-v3-layer"], dtype="float32", tokens=tokens, experts=experts)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from moefold.checkpoint.index_scan import check_operations
-from moefold.checkpoint.part_file import Part, check_parts
+from moefold.checkpoint.index_scan import check_opcodes
+from moefold.checkpoint.part_file import StoredPart, check_parts
 
 HEAD = b"\x80\x04"
 BOMBS = {
@@ -33,13 +33,13 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_operations_that_no_index_has_are_refused(bomb: str):
     with pytest.raises(ValueError):
-        check_operations(BOMBS[bomb])
+        check_opcodes(BOMBS[bomb])
 
 
 def test_what_the_library_pickles_passes():
     sizes = [{"n": torch.Size([i, 2**40]), "t": torch.float32, "x": ("a" * 300, None, True, -i)} for i in range(5000)]
     for protocol in (4, 5):
-        check_operations(pickle.dumps(sizes, protocol))
+        check_opcodes(pickle.dumps(sizes, protocol))
 
 
 def saved(values: object) -> bytes:
@@ -60,7 +60,7 @@ def compressed(content: bytes) -> bytes:
 def check(folder: Path, content: bytes, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     # Parts lie one after another: this one is neither at the start nor at the end of its file.
     (folder / "f").write_bytes(b"before" + content + b"after")
-    check_parts(folder, [Part("w", _StorageInfo("f", 6, len(content)), torch.Size(sizes), dtype)])
+    check_parts(folder, [StoredPart("w", _StorageInfo("f", 6, len(content)), torch.Size(sizes), dtype)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn])

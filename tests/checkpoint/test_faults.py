@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.checkpoint.folder import Position, complete_checkpoints
+from moefold.checkpoint.folder import TrainState, complete_checkpoints
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.config.checks import check_config
 from moefold.config.schema import Config
@@ -47,7 +47,7 @@ def _saver(cfg: Config) -> CheckpointSaver:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     if not cfg.checkpoint.async_save:
         return CheckpointSaver(cfg)
-    return BackgroundSaver(cfg, groups.beside_training().handle, is_on_gpu=False)
+    return BackgroundSaver(cfg, groups.create_background_group().handle, is_on_gpu=False)
 
 
 def _state() -> dict[str, torch.Tensor]:
@@ -59,7 +59,7 @@ def _save_twice(cfg: Config, fault: str) -> str:
     """Save step 1, then step 2 with a fault in the middle; the error of this rank."""
     folder = Path(cfg.run.dir) / "checkpoints"
     saver = _saver(cfg)
-    saver.save(_state(), Position(step=1, samples=0, tokens=0))
+    saver.save(_state(), TrainState(step=1, samples=0, tokens=0))
     saver.finish()
     saver = _saver(cfg)
     is_last = dist.get_rank() == dist.get_world_size() - 1
@@ -70,7 +70,7 @@ def _save_twice(cfg: Config, fault: str) -> str:
     if fault == "draft removed" and is_last:
         _when_being_written(folder, lambda: shutil.rmtree(folder / ".step-000002.partial", ignore_errors=True))
     try:
-        saver.save(_state(), Position(step=2, samples=0, tokens=0))
+        saver.save(_state(), TrainState(step=2, samples=0, tokens=0))
         saver.finish()
     except ConfigError as error:
         return str(error)
@@ -123,7 +123,7 @@ def _save_around_a_loss(cfg: Config, is_lost: bool) -> list[str]:
     folder = Path(cfg.run.dir) / "checkpoints"
     saver = _saver(cfg)
     for step in (1, 2):
-        saver.save(_state(), Position(step=step, samples=0, tokens=0))
+        saver.save(_state(), TrainState(step=step, samples=0, tokens=0))
         saver.drain()
         dist.barrier()
         if is_lost and step == 1 and dist.get_rank() == 0:

@@ -10,20 +10,20 @@ from moefold.checkpoint.folder import (
     META_FILE,
     CheckpointMeta,
     checkpoint_folder,
+    commit,
     complete_checkpoints,
-    draft_path,
+    data_order_change,
     find_resume,
     model_sizes,
-    other_order,
-    put_in_place,
-    quick_faults,
+    quick_validate,
     read_meta,
     remove_older,
     sample_order,
     step_path,
+    tmp_checkpoint_path,
     write_meta,
 )
-from moefold.checkpoint.manifest import MANIFEST_FILE, record_file, write_manifest
+from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from moefold.errors import ConfigError
 
@@ -51,7 +51,7 @@ def write(folder: Path, step: int, model: ModelConfig = MODEL) -> Path:
 
 
 def seal(path: Path) -> None:
-    write_manifest(path, {file.name: record_file(file) for file in path.iterdir() if file.name != MANIFEST_FILE})
+    write_manifest(path, {file.name: digest_file(file) for file in path.iterdir() if file.name != MANIFEST_FILE})
 
 
 def recipe(folder: Path, resume: str = "auto", every: int = 5, model: ModelConfig = MODEL) -> Config:
@@ -78,8 +78,8 @@ def test_complete_ones_in_order_and_nothing_else(tmp_path):
     paths = [write(tmp_path, step) for step in (1000000, 5, 20)]
     (tmp_path / "step-000030").mkdir()
     (tmp_path / "step-last").mkdir()
-    draft_path(tmp_path, 40).mkdir()
-    write_meta(draft_path(tmp_path, 40), meta(40))
+    tmp_checkpoint_path(tmp_path, 40).mkdir()
+    write_meta(tmp_checkpoint_path(tmp_path, 40), meta(40))
     assert complete_checkpoints(tmp_path) == [paths[1], paths[2], paths[0]]
     assert complete_checkpoints(tmp_path / "absent") == []
 
@@ -132,7 +132,7 @@ def test_one_that_has_lost_its_description_is_passed_over_and_neither_counts_nor
     for step in (5, 10, 15):
         write(tmp_path, step)
     (step_path(tmp_path, 10) / META_FILE).unlink()
-    assert quick_faults(step_path(tmp_path, 10)) == [f"file {META_FILE} is missing"]
+    assert quick_validate(step_path(tmp_path, 10)) == [f"file {META_FILE} is missing"]
     remove_older(step_path(tmp_path, 15), 2)
     assert names(tmp_path) == ["step-000005", "step-000010", "step-000015"]
     shutil.rmtree(step_path(tmp_path, 15))
@@ -149,8 +149,8 @@ def test_auto_passes_over_one_whose_files_are_not_what_was_written(tmp_path, con
     else:
         damaged.write_text(content.ljust(damaged.stat().st_size))
     assert find_resume(recipe(tmp_path)) == sound
-    assert quick_faults(sound) == []
-    (fault,) = quick_faults(damaged.parent)
+    assert quick_validate(sound) == []
+    (fault,) = quick_validate(damaged.parent)
     assert "has other content than was written" in fault or "its manifest.json cannot be read: No such file" in fault
 
 
@@ -162,7 +162,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path, name):
     manifest = json.loads((path / MANIFEST_FILE).read_text())
     manifest["files"][name] = {"size_bytes": 0, "sha256": ""}
     (path / MANIFEST_FILE).write_text(json.dumps(manifest))
-    assert quick_faults(path) == [f"its {MANIFEST_FILE} cannot be read: file name {name!r} leads out of the folder"]
+    assert quick_validate(path) == [f"its {MANIFEST_FILE} cannot be read: file name {name!r} leads out of the folder"]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path, name):
 def test_a_strange_manifest_is_a_fault(tmp_path, content, fault):
     path = write(tmp_path, 5)
     (path / MANIFEST_FILE).write_text(content)
-    assert quick_faults(path) == [f"its {MANIFEST_FILE} cannot be read: {fault}"]
+    assert quick_validate(path) == [f"its {MANIFEST_FILE} cannot be read: {fault}"]
 
 
 def test_never_and_a_named_one(tmp_path):
@@ -210,7 +210,7 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
 def test_only_the_newest_are_kept_and_drafts_of_killed_runs_go(tmp_path):
     for step in (5, 10, 15):
         write(tmp_path, step)
-    draft_path(tmp_path, 12).mkdir()
+    tmp_checkpoint_path(tmp_path, 12).mkdir()
     (tmp_path / ".step-000002.old").mkdir()
     (tmp_path / "notes.txt").touch()
     newest = step_path(tmp_path, 15)
@@ -236,10 +236,10 @@ def test_those_of_every_so_many_steps_are_kept_too(tmp_path):
 
 def test_a_draft_replaces_a_checkpoint_of_its_step(tmp_path):
     (write(tmp_path, 5) / "old").touch()
-    draft = draft_path(tmp_path, 5)
+    draft = tmp_checkpoint_path(tmp_path, 5)
     draft.mkdir()
     (draft / "new").touch()
-    put_in_place(draft, step_path(tmp_path, 5))
+    commit(draft, step_path(tmp_path, 5))
     assert names(tmp_path) == ["step-000005"]
     assert names(tmp_path / "step-000005") == ["new"]
 
@@ -283,6 +283,6 @@ def test_another_batch_size_takes_the_same_samples(tmp_path):
 def test_a_checkpoint_from_before_a_key_was_known_has_its_default():
     old = meta(5)
     old.order.pop("document_end")
-    assert other_order(old, recipe(Path("c"))) == ""
+    assert data_order_change(old, recipe(Path("c"))) == ""
     marked = replace(recipe(Path("c")), data=DataConfig(document_end=3))
-    assert other_order(old, marked) == "document_end -1 there, 3 here"
+    assert data_order_change(old, marked) == "document_end -1 there, 3 here"

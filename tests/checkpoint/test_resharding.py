@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from moefold.checkpoint.content import differing_tensors, stored_tensors
-from moefold.checkpoint.folder import Position
+from moefold.checkpoint.folder import TrainState
 from moefold.checkpoint.store import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.config.checks import check_config
 from moefold.config.schema import CheckpointConfig, Config, RunConfig
 from moefold.data import open_dataset
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchLoader
+from moefold.train.batch import BatchSharder
 from moefold.train.step import TrainingStep
 from moefold.verify.compare import run_oracle
 from tests.verify.recipes import LATENT, tiny, without_mapping
@@ -111,13 +111,13 @@ def _train(cfg: Config, first: int, last: int, resume: str) -> list[float]:
         assert meta.step == first
         samples = meta.samples
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchLoader(data.train, cfg, groups, model.positions)
+    loader = BatchSharder(data.train, cfg, groups, model.positions)
     losses = []
     for step in range(first + 1, last + 1):
         losses.append(training.run(loader.batch(samples), step).loss)
         samples += cfg.train.global_batch_size
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-    write_checkpoint(cfg, state, Position(step=last, samples=samples, tokens=0))
+    write_checkpoint(cfg, state, TrainState(step=last, samples=samples, tokens=0))
     return losses
 
 
@@ -136,7 +136,7 @@ def _resave(cfg: Config, saved: str, step: int) -> None:
     training = TrainingStep(parallelize(cfg, groups), cfg)
     load_checkpoint(Path(saved), training.parameters, training.buffers, training.optimizer)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-    write_checkpoint(cfg, state, Position(step=step, samples=0, tokens=0))
+    write_checkpoint(cfg, state, TrainState(step=step, samples=0, tokens=0))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moefold.checkpoint.content import differing_tensors
-from moefold.checkpoint.folder import Position, complete_checkpoints
+from moefold.checkpoint.folder import TrainState, complete_checkpoints
 from moefold.checkpoint.saver import BackgroundSaver
 from moefold.config.checks import check_config
 from moefold.config.schema import Config
@@ -54,11 +54,11 @@ def test_a_run_goes_on_from_what_was_written_beside_training(pool, tmp_path):
 
 def _saver(cfg: Config) -> BackgroundSaver:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-    return BackgroundSaver(cfg, groups.beside_training().handle, is_on_gpu=False)
+    return BackgroundSaver(cfg, groups.create_background_group().handle, is_on_gpu=False)
 
 
-def _position(step: int) -> Position:
-    return Position(step=step, samples=0, tokens=0)
+def _position(step: int) -> TrainState:
+    return TrainState(step=step, samples=0, tokens=0)
 
 
 def _change_what_is_being_saved(cfg: Config) -> None:
@@ -122,14 +122,14 @@ def _fail_beside_a_save(cfg: Config) -> str:
     assert isinstance(trainer._saver, BackgroundSaver)
     trainer._saver._thread.submit(held.wait)
     threading.Timer(0.5, held.set).start()
-    next_batch = trainer._data.next_batch
+    next_batch = trainer._data_loader.next_batch
 
     def batch(first_sample: int, left_out: Sequence[range]) -> tuple[Batch, Sequence[int]]:
         if first_sample:
             raise ConfigError("the data ends")
         return next_batch(first_sample, left_out)
 
-    trainer._data.next_batch = batch  # type: ignore[method-assign]
+    trainer._data_loader.next_batch = batch  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="the data ends"):
         trainer.run(StopSignals())
     return trainer._cfg.run.dir

@@ -24,15 +24,21 @@ from moefold.checkpoint import store
 from moefold.checkpoint.folder import (
     FORMAT,
     CheckpointMeta,
-    Position,
-    draft_path,
+    TrainState,
     model_sizes,
     sample_order,
     step_path,
+    tmp_checkpoint_path,
     write_meta,
 )
-from moefold.checkpoint.manifest import MANIFEST_FILE, record_file, write_manifest
-from moefold.checkpoint.store import agree_on_resume, checkpoint_state, explained, load_checkpoint, write_checkpoint
+from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
+from moefold.checkpoint.store import (
+    checkpoint_state,
+    load_checkpoint,
+    resolve_resume,
+    translate_io_errors,
+    write_checkpoint,
+)
 from moefold.config.checks import check_config
 from moefold.config.schema import CheckpointConfig, Config, RunConfig
 from moefold.errors import ConfigError
@@ -65,7 +71,7 @@ def _save(cfg: Config, steps: list[int]) -> None:
     training = _training(cfg)
     for step in steps:
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-        write_checkpoint(cfg, state, Position(step=step, samples=4 * step, tokens=64 * step))
+        write_checkpoint(cfg, state, TrainState(step=step, samples=4 * step, tokens=64 * step))
 
 
 def _save_broken(cfg: Config, lacks: str, cuts: str) -> None:
@@ -87,14 +93,14 @@ def _save_broken(cfg: Config, lacks: str, cuts: str) -> None:
 
 def _seal(path: Path) -> None:
     """Write a manifest that agrees with the files, whatever they are."""
-    write_manifest(path, {file.name: record_file(file) for file in path.iterdir() if file.name != MANIFEST_FILE})
+    write_manifest(path, {file.name: digest_file(file) for file in path.iterdir() if file.name != MANIFEST_FILE})
 
 
 def _load(cfg: Config) -> str:
     """The error of a load on this rank, empty if there is none."""
     training = _training(cfg)
     try:
-        path = agree_on_resume(cfg).path
+        path = resolve_resume(cfg).path
         assert path is not None
         load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
     except ConfigError as error:
@@ -171,7 +177,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(pool, tmp_path, damage, f
 
 
 def _resume(cfg: Config) -> tuple[str, tuple[str, ...]]:
-    found = agree_on_resume(cfg)
+    found = resolve_resume(cfg)
     return str(found.path), found.skipped
 
 
@@ -300,7 +306,7 @@ def _save_over_a_draft(cfg: Config) -> bool:
     Returns:
         Whether this rank began to write while it still lay there.
     """
-    left = draft_path(Path(cfg.run.dir) / "checkpoints", 1) / "left"
+    left = tmp_checkpoint_path(Path(cfg.run.dir) / "checkpoints", 1) / "left"
     left.parent.mkdir(parents=True, exist_ok=True)
     left.touch()
     dist.barrier()
@@ -328,7 +334,7 @@ def test_no_rank_writes_before_the_draft_of_a_dead_run_is_gone(pool, tmp_path):
 
 def _explained(causes: list[Exception], disk: Path | None) -> str:
     failures = {rank: (cause, StackSummary()) for rank, cause in enumerate(causes)}
-    with pytest.raises(ConfigError) as error, explained("it fails", disk=disk):
+    with pytest.raises(ConfigError) as error, translate_io_errors("it fails", disk=disk):
         raise CheckpointException("write", failures)
     return str(error.value)
 

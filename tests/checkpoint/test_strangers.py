@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from moefold.checkpoint.folder import META_FILE, complete_checkpoints
-from moefold.checkpoint.manifest import MANIFEST_FILE, record_file, write_manifest
+from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.checkpoint.metadata_file import read_metadata
 from moefold.cli.main import main
 from tests.convert.hf_models import make_model, save_model
@@ -56,7 +56,7 @@ def folder(base: Path, tmp_path: Path) -> Path:
 def seal(path: Path) -> None:
     """A manifest that agrees with the files: whoever can change them can do that too."""
     files = {file.name: file for file in path.iterdir() if file.name != MANIFEST_FILE and file.is_file()}
-    write_manifest(path, {name: record_file(file) for name, file in files.items()})
+    write_manifest(path, {name: digest_file(file) for name, file in files.items()})
 
 
 def edit_index(path: Path, change: Callable[[Any], object]) -> None:

@@ -22,7 +22,7 @@ def test_doctor_tells_versions_memory_kernels_and_extras(capsys):
     assert "gloo" in found["ranks"]
     assert float(found["memory"].split()[0]) > 0
     assert found["C kernels"].startswith(("built", "not built"))
-    assert {package for package, *_ in doctor.OPTIONAL} <= found.keys()
+    assert {package for package, *_ in doctor.OPTIONAL_PACKAGES} <= found.keys()
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == list(found)

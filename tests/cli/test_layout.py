@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from moefold.cli.layout import read_layout, run
-from moefold.cli.layout_table import MOST_LISTED
+from moefold.cli.layout import parse_layout, run
+from moefold.cli.layout_table import MAX_LISTED_RANKS
 from moefold.errors import ConfigError
 from moefold.parallel.layout import fold
 
@@ -59,13 +59,13 @@ def test_json_is_exactly_the_rank_groups(capsys):
     ],
 )
 def test_words_name_the_degrees(words, folding):
-    assert read_layout(words) == (fold(**folding), 8)
+    assert parse_layout(words) == (fold(**folding), 8)
 
 
 def test_a_recipe_comes_first_and_words_replace_its_keys(recipe):
     degrees = {"world_size": 16, "tp": 2, "pp": 2, "ep": 4, "moe_order": "pp-ep-edp-etp"}
-    assert read_layout([recipe]) == (fold(**degrees), 8)
-    assert read_layout([recipe, "ep=2", "gpus_per_node=4"]) == (fold(**degrees | {"ep": 2}), 4)
+    assert parse_layout([recipe]) == (fold(**degrees), 8)
+    assert parse_layout([recipe, "ep=2", "gpus_per_node=4"]) == (fold(**degrees | {"ep": 2}), 4)
 
 
 def test_options_may_stand_between_words(capsys):
@@ -111,7 +111,7 @@ def test_large_tables_keep_to_the_width_and_leave_the_middle_out(capsys, world_s
 def test_the_nodes_of_a_group_are_those_of_its_widest(capsys, words, gpus_per_node):
     assert run(["world_size=48", *words, f"gpus_per_node={gpus_per_node}"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.split("groups", 1)[1].splitlines()]
-    layout, _ = read_layout(["world_size=48", *words])
+    layout, _ = parse_layout(["world_size=48", *words])
     for view, axes in ((layout.attention, "tp cp dp pp"), (layout.moe, "etp ep edp pp")):
         for axis in axes.split():
             groups = view.groups(axis)
@@ -126,8 +126,10 @@ def test_a_hundred_million_ranks_are_a_pattern(capsys):
     out = capsys.readouterr().out
     assert "12499995 nodes left out ..." in out
     assert "12499999:7" in out
-    with pytest.raises(ConfigError, match=f"world_size={MOST_LISTED * 8} must be at most {MOST_LISTED} for --json"):
-        run([f"world_size={MOST_LISTED * 8}", "--json"])
+    with pytest.raises(
+        ConfigError, match=f"world_size={MAX_LISTED_RANKS * 8} must be at most {MAX_LISTED_RANKS} for --json"
+    ):
+        run([f"world_size={MAX_LISTED_RANKS * 8}", "--json"])
 
 
 def test_wide_nodes_are_printed_in_parts(capsys):

@@ -8,11 +8,11 @@ from matplotlib.image import imread
 
 from moefold.cli.layout_picture import save_picture
 from moefold.cli.layout_stages import compact_count
-from moefold.cli.layout_unfolded import change_words, unfolded_experts
+from moefold.cli.layout_unfolded import describe_changes, unfolded_experts
 from moefold.config.schema import Config, ModelConfig, ParallelConfig
 from moefold.errors import ConfigError
 from moefold.parallel.layout import View, fold
-from moefold.parallel.stage_balance import stage_load
+from moefold.parallel.stage_balance import stage_cost
 from moefold.parallel.stage_plan import plan_stages
 from moefold.plan.views_chart import DrawnView
 
@@ -76,7 +76,7 @@ def test_every_card_tells_the_place_and_the_colour_tells_the_group(tmp_path, gpu
 
 
 def check_unfolded(view: DrawnView, cards) -> None:
-    for axis in view.spans:
+    for axis in view.parts_of_axis:
         groups = view.group_indices(axis)
         for (a, place, colour_a), (b, _, colour_b) in combinations(cards, 2):
             if view.degree(axis) > 1 and axis != "pp":
@@ -87,17 +87,17 @@ def check_unfolded(view: DrawnView, cards) -> None:
 def test_without_folding_ep_lies_within_dp_and_etp_is_tp():
     layout = fold(world_size=64, tp=2, cp=2, pp=2, ep=8)
     view = unfolded_experts(layout)
-    assert {axis: view.degree(axis) for axis in view.spans} == {"pp": 2, "edp": 2, "ep": 8, "etp": 2}
+    assert {axis: view.degree(axis) for axis in view.parts_of_axis} == {"pp": 2, "edp": 2, "ep": 8, "etp": 2}
     # Neighbours of ep are tp*cp ranks apart, as dp neighbours are.
     group = view.group_indices("ep")
     assert [rank for rank in range(64) if group[rank] == group[0]] == list(range(0, 32, 4))
-    assert change_words(layout, view, 8) == [
+    assert describe_changes(layout, view, 8) == [
         "experts whole (in 2 pieces with etp = tp)",
         "an ep group on 1 node (4 without)",
         "1/8 of a layer's expert weights on a rank (1/16 without)",
     ]
     small = fold(world_size=8, tp=2, cp=2, pp=2, ep=4)
-    assert change_words(small, unfolded_experts(small), 8) == [
+    assert describe_changes(small, unfolded_experts(small), 8) == [
         "ep is 4 (dp 1 allows only 1)",
         "experts whole (in 2 pieces with etp = tp)",
         "an ep group on 1 node",
@@ -182,9 +182,9 @@ def test_every_stage_shows_its_rank_its_layers_and_what_they_cost(tmp_path):
     cfg = staged("E|t|||t*3|t||tmL", virtual_stages=2, schedule="zbv")
     plan = plan_stages(cfg)
     tree = draw(tmp_path, fold(world_size=4, pp=4), 8, plan, cfg)
-    loads = [stage_load(cfg, stage.parts) for stage in plan.stages]
+    loads = [stage_cost(cfg, stage.parts) for stage in plan.stages]
     most = max(load.flops for load in loads)
-    costs = [[f"{load.flops / most:.0%}", compact_count(load.weights)] for load in loads]
+    costs = [[f"{load.flops / most:.0%}", compact_count(load.num_parameters)] for load in loads]
     units = [["E"], ["0"], ["nothing"], ["nothing"], ["1", "2", "3"], ["4"], ["nothing"], ["5", "m", "L"]]
     ranks = [0, 1, 2, 3, 3, 2, 1, 0]
     expected = [[f"pp rank {ranks[i]}", *units[i], *costs[i]] for i in range(8)]
@@ -201,7 +201,7 @@ def test_bars_are_as_long_as_the_loads(tmp_path):
         if fill and fill[1] in widths:
             xs = [float(x) for x in re.findall(r"[ML] ([\d.]+) ", element.get("d"))]
             widths[fill[1]].append(max(xs) - min(xs))
-    loads = [stage_load(cfg, stage.parts) for stage in plan.stages]
+    loads = [stage_cost(cfg, stage.parts) for stage in plan.stages]
     for drawn, costs in zip(widths.values(), (("flops",), ("weights",)), strict=True):
         of_stage = [getattr(load, *costs) for load in loads]
         assert drawn == pytest.approx([max(drawn) * cost / max(of_stage) for cost in of_stage], rel=1e-3)

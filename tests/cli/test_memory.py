@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import main
-from moefold.cli.memory_table import print_parts, rank_load
+from moefold.cli.memory_table import print_parts, rank_imbalance
 from moefold.config.load import load_config
-from moefold.metrics.kept_parts import KERNELS
-from moefold.metrics.memory_formula import memory_of_ranks
+from moefold.metrics.kept_parts import KERNEL_PROFILES
+from moefold.metrics.memory_formula import compute_rank_memory
 from moefold.parallel.layout import fold
 from moefold.train.measured_memory import MeasuredMemory
 
@@ -84,7 +84,7 @@ def _check_loads(ranks: list[MeasuredMemory]) -> None:
     """The rows of each rank, by the router's choices, explain what the ranks keep more or less than the formula."""
     cfg = load_config(Path(RECIPE), [*SMALL, *TWO])
     layout = fold(world_size=2, ep=2)
-    loads = [rank_load(layout, ranks, rank) for rank in range(2)]
+    loads = [rank_imbalance(layout, ranks, rank) for rank in range(2)]
     copies = [rank.routed for rank in ranks]
     # Micro-batches of one sample, four of them a rank, each token twice in each of two layers.
     assert [sum(routed) for routed in copies] == [4 * 64 * 2 * 2] * 2
@@ -92,7 +92,7 @@ def _check_loads(ranks: list[MeasuredMemory]) -> None:
     assert loads[0] == sum(sum(routed[:half]) for routed in copies) / (4 * 64 * 2 * 2)
     assert sum(loads) == pytest.approx(2)
     for rank, load in zip(ranks, loads, strict=True):
-        formula = memory_of_ranks(cfg, kernels=KERNELS["cpu"], imbalance=load)[0].activations.total
+        formula = compute_rank_memory(cfg, kernels=KERNEL_PROFILES["cpu"], imbalance=load)[0].activations.total
         assert rank.activations == pytest.approx(formula, rel=0.15)
 
 
@@ -101,9 +101,14 @@ def test_rows_of_an_expert_reach_every_etp_rank():
     # Ranks 0 and 1 hold the first two experts, each a half of them.
     routed = [[3, 1, 0, 0], [1, 1, 1, 1], [2, 2, 0, 0], [4, 0, 0, 0]]
     ranks = [MeasuredMemory(i, 0, 0, {}, 0, {}, 0, {}, counts) for i, counts in enumerate(routed)]
-    assert [rank_load(layout, ranks, rank) for rank in range(4)] == [14 * 2 / 16, 14 * 2 / 16, 2 * 2 / 16, 2 * 2 / 16]
+    assert [rank_imbalance(layout, ranks, rank) for rank in range(4)] == [
+        14 * 2 / 16,
+        14 * 2 / 16,
+        2 * 2 / 16,
+        2 * 2 / 16,
+    ]
     dense = [MeasuredMemory(0, 0, 0, {}, 0, {}, 0, {}, [])]
-    assert rank_load(fold(world_size=1), dense, 0) is None
+    assert rank_imbalance(fold(world_size=1), dense, 0) is None
 
 
 def test_all_ranks_are_shown_in_a_narrow_terminal(capsys, monkeypatch):

@@ -3,15 +3,18 @@
 import pytest
 
 from moefold.cli import one_voice as module
-from moefold.cli.one_voice import FIRST_SPEAKS_S, one_voice
+from moefold.cli.one_voice import RANK0_REPORT_WAIT_S, report_on_local_rank0
 from moefold.errors import ConfigError
-from moefold.launch.place import Place
+from moefold.launch.place import RankEnv
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_speaks_at_once_and_the_others_stay_until_it_has(monkeypatch, rank):
     waited = []
     monkeypatch.setattr(module.time, "sleep", waited.append)
-    with pytest.raises(ConfigError if rank == 0 else SystemExit), one_voice(Place(rank, rank, 2, "127.0.0.1", 1)):
+    with (
+        pytest.raises(ConfigError if rank == 0 else SystemExit),
+        report_on_local_rank0(RankEnv(rank, rank, 2, "127.0.0.1", 1)),
+    ):
         raise ConfigError("wrong")
-    assert waited == [FIRST_SPEAKS_S] * rank
+    assert waited == [RANK0_REPORT_WAIT_S] * rank

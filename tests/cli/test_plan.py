@@ -12,7 +12,7 @@ from moefold.config.checks_machine import check_data_source
 from moefold.config.load import load_config
 from moefold.errors import ConfigError
 from moefold.metrics.flops import train_flops_per_token
-from moefold.metrics.routing_trace import TraceShape, TraceWriter
+from moefold.metrics.routing_trace import RoutingTraceWriter, TraceShape
 
 SMALL = ["plan", "tiny", "--gpu", "h100", "--num-gpus", "4", "--seq-len", "64", "--global-batch-size", "4"]
 KEYS = [
@@ -277,7 +277,7 @@ def test_a_trace_prices_each_ep_with_its_load(capsys, tmp_path):
     )
     # All tokens go to the first experts: the first ep rank has everything.
     choices = np.broadcast_to(np.arange(model.top_k), (4, 16, model.top_k)).astype(shape.dtype)
-    TraceWriter(tmp_path, shape).write(1, [choices] * len(shape.layers))
+    RoutingTraceWriter(tmp_path, shape).write(1, [choices] * len(shape.layers))
     fixed = ("--fix", "ep=4,tp=1,cp=1,pp=1,mbs=1,dispatcher=alltoall")
     even = answer(capsys, *fixed)["mappings"][0]
     traced = answer(capsys, *fixed, "--trace", str(tmp_path))["mappings"][0]

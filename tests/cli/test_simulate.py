@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from moefold.cli.disturbance import stragglers_of
+from moefold.cli.disturbance import parse_stragglers
 from moefold.cli.simulate import run
 from moefold.config.load import load_config
 from moefold.errors import ConfigError
-from moefold.metrics.memory_formula import memory_of_ranks
+from moefold.metrics.memory_formula import compute_rank_memory
 
 RECIPE = """
 [model]
@@ -78,7 +78,7 @@ def test_what_auto_makes_again_is_played_and_told(recipe, capsys):
     plain = simulated(capsys, recipe)
     assert simulated(capsys, *words) == plain
     least = load_config(Path(recipe), ["train.recompute=['layer']"])
-    scarce = max(rank.total for rank in memory_of_ranks(least)) / 2**30 + 0.001
+    scarce = max(rank.total for rank in compute_rank_memory(least)) / 2**30 + 0.001
     assert run([*words, f"train.memory_budget_gib={scarce}", "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["step_time_s"] > plain["step_time_s"]
@@ -88,14 +88,14 @@ def test_what_auto_makes_again_is_played_and_told(recipe, capsys):
 
 def test_stragglers_are_ranks_of_the_world():
     words = ["parallel.world_size=16", "parallel.tp=2", "parallel.pp=4", "train.global_batch_size=16"]
-    assert stragglers_of(load_config(None, words), ["0=2", "3=3", "15=1.5"]) == {0: 3.0, 3: 1.5}
+    assert parse_stragglers(load_config(None, words), ["0=2", "3=3", "15=1.5"]) == {0: 3.0, 3: 1.5}
 
 
 def test_a_stage_goes_at_the_pace_of_its_slowest_rank():
     cfg = load_config(None, ["parallel.world_size=4", "parallel.tp=2", "parallel.pp=2", "train.global_batch_size=4"])
-    assert stragglers_of(cfg, ["0=0.5", "1=0.8", "2=0.5", "3=1.5"]) == {0: 0.8, 1: 1.5}
+    assert parse_stragglers(cfg, ["0=0.5", "1=0.8", "2=0.5", "3=1.5"]) == {0: 0.8, 1: 1.5}
     with pytest.raises(ConfigError, match=r"--straggler 3=0.5: its stage has 2 ranks"):
-        stragglers_of(cfg, ["3=0.5"])
+        parse_stragglers(cfg, ["3=0.5"])
 
 
 def test_timelines_are_written_beside_the_table(recipe, tmp_path, capsys):

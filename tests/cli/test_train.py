@@ -13,7 +13,7 @@ from moefold.checkpoint.folder import (
     step_path,
     write_meta,
 )
-from moefold.checkpoint.manifest import record_file, write_manifest
+from moefold.checkpoint.manifest import digest_file, write_manifest
 from moefold.cli import one_voice, train
 from moefold.cli.main import main
 from moefold.config.load import load_config
@@ -52,7 +52,7 @@ def write_checkpoint(run_dir: Path, step: int) -> Path:
     path.mkdir(parents=True)
     meta = CheckpointMeta(format=FORMAT, step=step, samples=0, tokens=0, order=order, model=model, parallel={})
     write_meta(path, meta)
-    write_manifest(path, {META_FILE: record_file(path / META_FILE)})
+    write_manifest(path, {META_FILE: digest_file(path / META_FILE)})
     return path
 
 
@@ -82,10 +82,10 @@ def test_a_finished_run_has_nothing_to_do(recipe, tmp_path, capsys):
 def test_a_finished_run_whose_checkpoint_is_damaged_is_not_finished(recipe, tmp_path, monkeypatch):
     path = write_checkpoint(tmp_path / "run", 10)
     (path / "__0_0.distcp").write_bytes(b"weights")
-    write_manifest(path, {name: record_file(path / name) for name in (META_FILE, "__0_0.distcp")})
+    write_manifest(path, {name: digest_file(path / name) for name in (META_FILE, "__0_0.distcp")})
     (path / "__0_0.distcp").write_bytes(b"weighty")
     started = []
-    monkeypatch.setattr(train, "_train", lambda *words: started.append(words) or 0)
+    monkeypatch.setattr(train, "_start_training", lambda *words: started.append(words) or 0)
     words = [recipe, *SMALL, f"run.dir={tmp_path}/run", "run.steps=10"]
     assert main(["train", *words]) == 0
     assert len(started) == 1
@@ -97,7 +97,7 @@ def test_a_finished_run_whose_checkpoint_is_damaged_is_not_finished(recipe, tmp_
     "words", [["train.lr=x"], ["parallel.world_size=4"], ["parallel.world_size=2", "parallel.tp=3"]]
 )
 def test_what_all_ranks_of_a_machine_find_the_first_one_says(recipe, capsys, torchrun, tmp_path, monkeypatch, words):
-    monkeypatch.setattr(one_voice, "FIRST_SPEAKS_S", 0.01)
+    monkeypatch.setattr(one_voice, "RANK0_REPORT_WAIT_S", 0.01)
     command = ["train", recipe, *SMALL, f"run.dir={tmp_path}/run", *words]
     torchrun(local_rank=0)
     assert main(command) == 2

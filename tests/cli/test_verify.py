@@ -7,25 +7,25 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import main
-from moefold.cli.verify import RunMapping, verify
+from moefold.cli.verify import RunDistributed, verify
 from moefold.config.schema import Config
-from moefold.verify.mapping import MappingRecord, run_mapping
-from moefold.work_progress import Say
+from moefold.verify.mapping import DistributedRecord, run_distributed
+from moefold.work_progress import ProgressCallback
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
 
 QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
-Change = Callable[[MappingRecord], MappingRecord]
+Change = Callable[[DistributedRecord], DistributedRecord]
 
 
 @pytest.fixture
 def runner(pool):
     """Ranks that compute the right thing, and then something happens to the record of the first."""
 
-    def make(change: Change) -> RunMapping:
-        def run(cfg: Config, steps: int, say: Say) -> Sequence[MappingRecord]:
-            first, *others = pool.run(cfg.parallel.world_size, run_mapping, cfg, steps)
+    def make(change: Change) -> RunDistributed:
+        def run(cfg: Config, steps: int, say: ProgressCallback) -> Sequence[DistributedRecord]:
+            first, *others = pool.run(cfg.parallel.world_size, run_distributed, cfg, steps)
             return [change(first), *others]
 
         return run
@@ -36,7 +36,7 @@ def runner(pool):
 def off_by(factor: float, kind: str, name: str) -> Change:
     """Scale one element of one tensor."""
 
-    def change(record: MappingRecord) -> MappingRecord:
+    def change(record: DistributedRecord) -> DistributedRecord:
         tensors = dict(getattr(record, kind))
         tensors[name] = tensors[name].clone()
         tensors[name].view(-1)[tensors[name].abs().argmax()] *= factor
@@ -81,7 +81,7 @@ def test_a_difference_below_the_tolerance_is_none(runner):
 
 
 def test_a_wrong_gradient_norm_exits_1(runner, capsys):
-    def change(record: MappingRecord) -> MappingRecord:
+    def change(record: DistributedRecord) -> DistributedRecord:
         step = replace(record.steps[0], grad_norm=record.steps[0].grad_norm * (1 + 1e-6))
         return replace(record, steps=(step,))
 
@@ -90,7 +90,7 @@ def test_a_wrong_gradient_norm_exits_1(runner, capsys):
 
 
 def test_many_differences_are_counted(runner, capsys):
-    def change(record: MappingRecord) -> MappingRecord:
+    def change(record: DistributedRecord) -> DistributedRecord:
         return replace(record, weights={name: tensor * 1.01 for name, tensor in record.weights.items()})
 
     assert verify(tiny(), 1, runner(change)) == 1

@@ -8,8 +8,8 @@ from moefold.config.checks import check_config
 from moefold.config.checks_dispatch import (
     check_dispatch_device,
     check_dispatch_package,
-    deepep_is_installed,
-    deepep_obstacles,
+    deepep_unsupported_reasons,
+    is_deepep_installed,
 )
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
@@ -45,7 +45,7 @@ OBSTACLES = [
 
 
 def test_a_plain_recipe_has_no_obstacle():
-    assert list(deepep_obstacles(_recipe())) == []
+    assert list(deepep_unsupported_reasons(_recipe())) == []
     check_config(_recipe())
 
 
@@ -71,9 +71,9 @@ def test_the_package_matters_only_where_deepep_is_named(name, monkeypatch):
 
 def test_a_package_that_is_there_is_found_without_importing_it(tmp_path, monkeypatch):
     (tmp_path / "deep_ep.py").write_text("raise RuntimeError('imported')")
-    assert deepep_is_installed() == (importlib.machinery.PathFinder.find_spec("deep_ep") is not None)
+    assert is_deepep_installed() == (importlib.machinery.PathFinder.find_spec("deep_ep") is not None)
     monkeypatch.syspath_prepend(tmp_path)
-    assert deepep_is_installed()
+    assert is_deepep_installed()
     check_dispatch_package(_recipe())
 
 

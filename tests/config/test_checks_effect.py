@@ -1,6 +1,6 @@
 import pytest
 
-from moefold.config.checks_effect import IDLE, check_explicit
+from moefold.config.checks_effect import UNUSED_KEY_RULES, check_unused_keys
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -144,7 +144,9 @@ def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, 
 
 
 def test_every_idle_key_has_a_case():
-    assert {name for idle in IDLE for name in idle.keys.split()} == {word.split("=")[0] for word, _, _ in CASES}
+    assert {name for idle in UNUSED_KEY_RULES for name in idle.keys.split()} == {
+        word.split("=")[0] for word, _, _ in CASES
+    }
 
 
 def test_the_message_says_why_and_what_to_do():
@@ -174,7 +176,7 @@ def test_what_a_preset_brings_along_is_not_asked_for():
 
 def test_only_given_keys_are_judged():
     cfg = load_config(None, ["model.layer_pattern=DM", "model.ffn_hidden_size=64"])
-    check_explicit(frozenset(), Config(model=cfg.model))
+    check_unused_keys(frozenset(), Config(model=cfg.model))
 
 
 def test_a_choice_that_balances_turns_the_default_loss_off_without_a_word():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.checks import check_config
-from moefold.config.checks_kernels import check_kernel_device, triton_fault
+from moefold.config.checks_kernels import check_kernel_device, triton_unsupported_reason
 from moefold.config.schema import Config, RunConfig, TrainConfig
 from moefold.errors import ConfigError
 
@@ -34,4 +34,4 @@ def test_a_cpu_has_no_compiler(monkeypatch):
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install" in triton_fault(_recipe().run, "cuda")
+    assert "pip install" in triton_unsupported_reason(_recipe().run, "cuda")

@@ -15,7 +15,7 @@ from moefold.config.checks_machine import (
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.metrics.routing_trace import TraceWriter, trace_shape
+from moefold.metrics.routing_trace import RoutingTraceWriter, trace_shape
 
 
 def config(*overrides: str) -> Config:
@@ -119,9 +119,9 @@ REPLAY = ("model.num_layers=2", "train.seq_len=8", "train.global_batch_size=2", 
 
 def make_trace(run_dir: Path, *overrides: str, steps: int = 2) -> None:
     shape = trace_shape(config(*REPLAY, *overrides))
-    writer = TraceWriter(run_dir, shape)
+    writer = RoutingTraceWriter(run_dir, shape)
     for step in range(1, steps + 1):
-        writer.write(step, iter(np.broadcast_to(np.arange(shape.top_k, dtype=shape.dtype), shape.array)))
+        writer.write(step, iter(np.broadcast_to(np.arange(shape.top_k, dtype=shape.dtype), shape.file_shape)))
 
 
 def test_a_trace_of_this_recipe_can_be_replayed(tmp_path):

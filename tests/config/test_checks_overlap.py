@@ -1,6 +1,6 @@
 import pytest
 
-from moefold.config.checks_dispatch import deepep_obstacles
+from moefold.config.checks_dispatch import deepep_unsupported_reasons
 from moefold.errors import ConfigError
 from tests.verify.recipes import tiny
 
@@ -52,4 +52,4 @@ def test_a_model_without_experts_has_nothing_to_hide():
 
 def test_auto_does_not_take_a_dispatcher_that_waits():
     cfg = tiny(train=SEVERAL, **SOUND | {"dispatcher": "auto"})
-    assert any("overlap_experts=true" in obstacle for obstacle in deepep_obstacles(cfg))
+    assert any("overlap_experts=true" in obstacle for obstacle in deepep_unsupported_reasons(cfg))

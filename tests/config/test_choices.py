@@ -1,6 +1,6 @@
 import pytest
 
-from moefold.config.choices import any_of, nearest_multiples, nearest_numbers
+from moefold.config.choices import join_with_or, nearest_multiples, nearest_numbers
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,8 @@ def test_nearest_multiples_upwards_only():
 
 
 def test_words_as_a_choice():
-    assert [any_of(["a"]), any_of(["a", "b"]), any_of(["a", "b", "c"])] == ["a", "a or b", "a, b or c"]
+    assert [join_with_or(["a"]), join_with_or(["a", "b"]), join_with_or(["a", "b", "c"])] == [
+        "a",
+        "a or b",
+        "a, b or c",
+    ]

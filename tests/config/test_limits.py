@@ -9,7 +9,7 @@ import pytest
 from moefold.cli.main import main
 from moefold.config.checks import check_config
 from moefold.config.keys import key_types, sections
-from moefold.config.limits import LARGEST, MOST_CHARACTERS, MOST_RANKS, largest, read_count
+from moefold.config.limits import MAX_BY_KEY, MAX_CHARACTERS, MAX_RANKS, max_magnitude, parse_count
 from moefold.config.load import config_from_dict, load_config
 from moefold.errors import ConfigError
 from tests.clock import processor_s
@@ -38,7 +38,7 @@ ABSURD = (
     f'"{"x" * 20_000}"',
 )
 MOST_S = 2.0
-LONGEST_MESSAGE = 3 * MOST_CHARACTERS
+LONGEST_MESSAGE = 3 * MAX_CHARACTERS
 
 
 @pytest.mark.parametrize("section", sections())
@@ -57,7 +57,7 @@ def test_any_value_of_any_key_is_taken_or_refused_at_once(section):
 def test_every_number_has_an_upper_bound_that_is_enforced():
     for section in sections():
         for key, hint in key_types(section).items():
-            if (most := largest(section, key, hint)) is None:
+            if (most := max_magnitude(section, key, hint)) is None:
                 continue
             bound = re.escape(f"{most}" if isinstance(most, int) else f"{most:.15g}")
             with pytest.raises(ConfigError, match=rf"{section}\.{key}=\S+ must be at most {bound}"):
@@ -68,7 +68,7 @@ def test_every_number_has_an_upper_bound_that_is_enforced():
 
 def test_bounds_name_keys_that_exist():
     keys = {f"{section}.{key}" for section in sections() for key in key_types(section)}
-    assert set(LARGEST) <= keys
+    assert set(MAX_BY_KEY) <= keys
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_hostile_recipes_are_one_message_at_once(tmp_path, capsys, text, message
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("layout world_size=99999999999999999999999", f"must be at most {MOST_RANKS}"),
-        (f"layout world_size=8 gpus_per_node={'9' * 5000}", f"must be an integer of 1 to {MOST_RANKS}"),
+        ("layout world_size=99999999999999999999999", f"must be at most {MAX_RANKS}"),
+        (f"layout world_size=8 gpus_per_node={'9' * 5000}", f"must be an integer of 1 to {MAX_RANKS}"),
         ("layout world_size=1000000007 tp=7", "parallel.tp=7 must divide world_size/pp=1000000007"),
         (
             "layout world_size=735134400 tp=8 pp=4 order=dp-pp-cp-tp moe_order=edp-pp-ep-etp",
@@ -146,8 +146,8 @@ def test_absurd_sizes_of_a_plan_are_one_message_at_once(capsys, option, value):
 
 
 def test_text_that_spells_no_number_is_none():
-    assert [read_count(text) for text in ("7", "007", "", "-1", "1.0", "٣", "x")] == [7, 7, *[None] * 5]
-    assert read_count("9" * 5000) == 2**53
+    assert [parse_count(text) for text in ("7", "007", "", "-1", "1.0", "٣", "x")] == [7, 7, *[None] * 5]
+    assert parse_count("9" * 5000) == 2**53
 
 
 def test_bounds_hold_for_trees_of_other_origin():

@@ -5,16 +5,16 @@ from moefold.config.load import config_from_dict
 from moefold.config.pipeline_layout import (
     LayoutSyntaxError,
     even_stages,
-    layout_faults,
-    read_layout,
-    spell_out,
-    write_layout,
+    expand_layout,
+    format_layout,
+    parse_layout,
+    validate_layout,
 )
 from moefold.errors import ConfigError
 
 
 def _kinds(text: str) -> str:
-    return "".join(part.kind for part in spell_out(text))
+    return "".join(part.kind for part in expand_layout(text))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_strings_are_spelled_out(text, spelled):
 
 
 def test_a_part_knows_the_character_that_it_comes_from():
-    assert [part.position for part in spell_out("E(t|)*2L")] == [1, 3, 4, 3, 4, 8]
+    assert [part.position for part in expand_layout("E(t|)*2L")] == [1, 3, 4, 3, 4, 8]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_part_knows_the_character_that_it_comes_from():
 )
 def test_wrong_strings_are_refused_with_the_position(text, message):
     with pytest.raises(LayoutSyntaxError) as error:
-        spell_out(text)
+        expand_layout(text)
     assert message in str(error.value)
 
 
@@ -78,13 +78,13 @@ def test_wrong_strings_are_refused_with_the_position(text, message):
     ],
 )
 def test_a_layout_that_does_not_fit_says_where(text, message):
-    faults = list(layout_faults(text, num_layers=3, num_further=0, num_stages=2))
+    faults = list(validate_layout(text, num_layers=3, num_mtp_layers=0, num_stages=2))
     assert any(message in fault for fault in faults), faults
 
 
 def test_further_tokens_are_predicted_behind_the_last_layer_where_the_head_is():
     def faults(text):
-        return list(layout_faults(text, num_layers=2, num_further=1, num_stages=2))
+        return list(validate_layout(text, num_layers=2, num_mtp_layers=1, num_stages=2))
 
     assert faults("Ett|mL") == []
     assert faults("Etm|tL") == ["m at character 3 must stand behind every t, and one is at character 5"]
@@ -92,20 +92,20 @@ def test_further_tokens_are_predicted_behind_the_last_layer_where_the_head_is():
 
 
 def test_stages_are_read_and_written():
-    stages = read_layout("E|(tt|)*2|tmL")
+    stages = parse_layout("E|(tt|)*2|tmL")
     assert [list(stage.layers) for stage in stages] == [[], [0, 1], [2, 3], [], [4]]
     assert [stage.is_empty for stage in stages] == [False, False, False, True, False]
     assert stages[0].has_embedding
     assert stages[-1].has_loss
-    assert stages[-1].num_further == 1
-    assert write_layout(stages) == "E|tt|tt||tmL"
-    assert read_layout(write_layout(stages)) == stages
+    assert stages[-1].num_mtp_layers == 1
+    assert format_layout(stages) == "E|tt|tt||tmL"
+    assert parse_layout(format_layout(stages)) == stages
 
 
 @pytest.mark.parametrize(("num_layers", "num_stages"), [(4, 2), (7, 4), (3, 3), (5, 1)])
 def test_the_even_cut_is_a_layout_without_faults(num_layers, num_stages):
-    text = write_layout(even_stages(num_layers, 1, num_stages))
-    assert list(layout_faults(text, num_layers=num_layers, num_further=1, num_stages=num_stages)) == []
+    text = format_layout(even_stages(num_layers, 1, num_stages))
+    assert list(validate_layout(text, num_layers=num_layers, num_mtp_layers=1, num_stages=num_stages)) == []
     sizes = [len(stage.layers) for stage in even_stages(num_layers, 1, num_stages)]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)

@@ -4,11 +4,11 @@ from moefold.config.action import Action
 from moefold.config.checks import check_machine
 from moefold.config.load import config_from_dict
 from moefold.config.schedule_file import read_schedule
-from moefold.config.schedule_walk import alone
+from moefold.config.schedule_walk import one_per_slot
 from moefold.config.schedules import stage_ranks
 from moefold.config.schema import ParallelConfig
 from moefold.errors import ConfigError
-from moefold.plan.simulate import Piece, StageWork, simulate
+from moefold.plan.simulate import Segment, StageSegments, simulate
 
 ONE_F_ONE_B = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 SPLIT = "0F0,0F1,,0I0,0I1,0W0,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n"
@@ -81,11 +81,11 @@ def test_the_machine_check_reads_the_file(tmp_path):
 
 
 def test_time_passes_as_order_and_needs_allow(read):
-    second = (Piece("work", 1.0),)
-    work = StageWork(forward=second, backward=2 * second, input_gradient=second, weight_gradient=second)
+    second = (Segment("work", 1.0),)
+    work = StageSegments(forward=second, backward=2 * second, input_gradient=second, weight_gradient=second)
 
     def span_s(text: str) -> float:
-        return simulate([alone(row) for row in read(text).rows], [work, work]).span_s
+        return simulate([one_per_slot(row) for row in read(text).rows], [work, work]).span_s
 
     # Two micro-batches of 3 s, and (p-1) of them to fill and drain.
     assert span_s(ONE_F_ONE_B) == 9.0
@@ -93,10 +93,10 @@ def test_time_passes_as_order_and_needs_allow(read):
 
 
 def test_needs_are_those_of_the_chain_rule():
-    assert Action(1, "F", 2).needs(3) == ((0, "F", 2),)
-    assert Action(1, "B", 2).needs(3) == ((1, "F", 2), (2, "I", 2))
-    assert Action(2, "I", 2).needs(3) == ((2, "F", 2),)
-    assert Action(1, "W", 2).needs(3) == ((1, "I", 2),)
+    assert Action(1, "F", 2).consumes(3) == ((0, "F", 2),)
+    assert Action(1, "B", 2).consumes(3) == ((1, "F", 2), (2, "I", 2))
+    assert Action(2, "I", 2).consumes(3) == ((2, "F", 2),)
+    assert Action(1, "W", 2).consumes(3) == ((1, "I", 2),)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moefold.config.checks_pipeline import rounds_faults
-from moefold.config.schedule_order import schedule_rows
+from moefold.config.checks_pipeline import validate_micro_batch_count
+from moefold.config.schedule_order import build_schedule_table
 from moefold.config.schedules import stage_ranks
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.parallel.schedule import training_schedule
@@ -46,9 +46,9 @@ def test_every_rank_does_what_torch_has_it_do(schedule, chunks, pp):
             parallel=ParallelConfig(world_size=pp, pp=pp, schedule=schedule, virtual_stages=chunks),
             train=TrainConfig(global_batch_size=count),
         )
-        if list(rounds_faults(cfg)) or (schedule == "1f1b" and count < pp):
+        if list(validate_micro_batch_count(cfg)) or (schedule == "1f1b" and count < pp):
             continue
-        rows, wanted = [" ".join(map(str, row)) for row in schedule_rows(cfg).rows], _torch_rows(cfg, pp)
+        rows, wanted = [" ".join(map(str, row)) for row in build_schedule_table(cfg).rows], _torch_rows(cfg, pp)
         if schedule == "1f1b":
             # Torch draws this schedule from micro-batch 1 on the last rank, and runs it from 0.
             rows[-1], wanted[-1] = (re.sub(r"\d+( |$)", r"\1", row) for row in (rows[-1], wanted[-1]))
@@ -58,5 +58,5 @@ def test_every_rank_does_what_torch_has_it_do(schedule, chunks, pp):
 
 
 def test_without_a_pipeline_micro_batches_follow_each_other():
-    (row,) = schedule_rows(Config(train=TrainConfig(global_batch_size=2))).rows
+    (row,) = build_schedule_table(Config(train=TrainConfig(global_batch_size=2))).rows
     assert " ".join(map(str, row)) == "0F0 0B0 0F1 0B1"

@@ -7,7 +7,7 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.config.checks import check_config
-from moefold.config.load import load_given
+from moefold.config.load import load_recipe
 from moefold.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def words(tmp_path: Path) -> list[str]:
     ],
 )
 def test_the_size_is_taken_from_the_tokenizer_unless_it_is_given(words, more, size):
-    cfg, _, notes = load_given(None, [*words, *more])
+    cfg, _, notes = load_recipe(None, [*words, *more])
     assert cfg.model.vocab_size == size
     assert len(notes) == (size in (512, 576))
     if notes:
@@ -48,13 +48,13 @@ def test_a_tokenizer_that_the_default_holds_changes_nothing(words, tmp_path):
     content = json.loads(text)
     content["model"]["vocab"] = {f"w{i}": i for i in range(9)}
     (tmp_path / "own.json").write_text(json.dumps(content), encoding="utf-8")
-    cfg, _, notes = load_given(None, words)
+    cfg, _, notes = load_recipe(None, words)
     assert (cfg.model.vocab_size, notes) == (256, ())
 
 
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.json' does not exist; .*; model\.vocab_size is not set, so"):
-        load_given(None, ["data.kind=text", "data.path=x", f"data.tokenizer={tmp_path / 'none.json'}"])
+        load_recipe(None, ["data.kind=text", "data.path=x", f"data.tokenizer={tmp_path / 'none.json'}"])
 
 
 def test_the_commands_agree_and_the_log_says_it(words, tmp_path, capsys):
@@ -63,7 +63,7 @@ def test_the_commands_agree_and_the_log_says_it(words, tmp_path, capsys):
     recipe.write_text(shape + "moe_ffn_hidden_size = 16\nnum_experts = 2\n", encoding="utf-8")
     small = ["train.seq_len=16", "train.global_batch_size=1", "train.micro_batch_size=1", "run.device=cpu"]
     run = ["run.steps=1", "train.warmup_steps=0", "run.dtype=float32", f"run.dir={tmp_path / 'run'}"]
-    check_config(load_given(recipe, [*words, *small]).cfg)
+    check_config(load_recipe(recipe, [*words, *small]).cfg)
     assert main(["memory", str(recipe), "--dry", *words, *small]) == 0
     assert main(["layout", str(recipe), "world_size=1"]) == 0
     capsys.readouterr()

@@ -21,14 +21,14 @@ from moefold.config.schema import (
 )
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.piece import whole
-from moefold.convert.start import start_weights
+from moefold.convert.piece import full_region
+from moefold.convert.start import load_initial_weights
 from moefold.convert.weights import HfSource
 from moefold.data import open_dataset
 from moefold.parallel.parallelize import ParallelModel, parallelize
-from moefold.train.batch import BatchLoader
+from moefold.train.batch import BatchSharder
 from moefold.train.step import TrainingStep
-from moefold.verify.mapping import make_groups, whole_tensors
+from moefold.verify.mapping import create_groups, gather_full_tensors
 from tests.convert.hf_models import save_model
 
 SEQ_LEN = 16
@@ -133,21 +133,21 @@ def gradients_by_our_names(model: Any, folder: Path) -> dict[str, Tensor]:
     for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
         mine.copy_(torch.zeros_like(mine) if theirs.grad is None else theirs.grad)
     source = HfSource(open_hf_folder(save_model(twin, folder)))
-    return {name: source.read(name, whole(shape)) for name, shape in source.shapes.items()}
+    return {name: source.read(name, full_region(shape)) for name, shape in source.shapes.items()}
 
 
 def train_ours(cfg: Config) -> RankRecord:
     """The same under the recipe's mapping; every rank of the process group calls it."""
-    groups = make_groups(cfg)
+    groups = create_groups(cfg)
     model = parallelize(cfg, groups)
-    start_weights(cfg, model, is_first_rank=groups.rank == 0)
+    load_initial_weights(cfg, model, is_first_rank=groups.rank == 0)
     logits = _logits(model, cfg)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=SEQ_LEN, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchLoader(data.train, cfg, groups, model.positions)
-    training.begin(1)
+    loader = BatchSharder(data.train, cfg, groups, model.positions)
+    training.begin_step(1)
     model.forward_backward(loader.batch(0))
-    gradients = whole_tensors(model, gradients=True)
+    gradients = gather_full_tensors(model, gradients=True)
     training.optimizer.zero_grad(set_to_none=True)
     size = cfg.train.global_batch_size
     losses = [training.run(loader.batch(i % BATCHES * size), i + 1).loss for i in range(STEPS)]

@@ -10,10 +10,10 @@ from moefold.checkpoint import stream
 from moefold.cli.main import main
 from moefold.convert import compare
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.piece import Piece
+from moefold.convert.piece import SliceMapping
 from moefold.convert.safetensors_file import read_header
 from moefold.convert.weights import HfSource
-from moefold.launch.crew import joined_crew
+from moefold.launch.crew import current_world
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.test_round_trip import add_tokenizer, assert_same_folder
 
@@ -39,7 +39,7 @@ def test_rows_at_a_time_give_the_same_bytes(tmp_path, monkeypatch, name):
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
     assert_same_folder(folder, tmp_path / "again")
     source = Watched(tmp_path / "ckpt")
-    compare.compare_with_folder(source, HfSource(open_hf_folder(folder)), joined_crew())
+    compare.verify_against_folder(source, HfSource(open_hf_folder(folder)), current_world())
     assert 0 < source.most <= max(1000, source.row)
 
 
@@ -49,29 +49,29 @@ def test_the_rows_of_a_piece_are_those_that_the_blocks_hold(dims, step):
     """Blocks of rows together hold every row of the piece once, at the place of ours that it has."""
     lengths = {0: 5, 1: 4}
     size = tuple(1 if dim is None else lengths[dim] for dim in dims)
-    piece = Piece("ours", tuple(2 for _ in dims), size, "theirs", (3, 1), (step, 1), dims)
+    piece = SliceMapping("ours", tuple(2 for _ in dims), size, "theirs", (3, 1), (step, 1), dims)
     axis = dims.index(0)
     found = {}
     for start in range(0, 24, 4):
-        part = piece.in_their_rows(start, start + 4)
+        part = piece.intersect_hf_rows(start, start + 4)
         if part is None:
             continue
-        rows = part.their_region()[0]
+        rows = part.hf_region()[0]
         assert start <= rows.start < rows.stop <= start + 4
-        assert part.their_region()[1] == piece.their_region()[1]
+        assert part.hf_region()[1] == piece.hf_region()[1]
         assert math.prod(part.size) == part.size[axis] * 4
-        found |= dict(zip(range(rows.start, rows.stop, step), range(part.our_start[axis], 99), strict=False))
+        found |= dict(zip(range(rows.start, rows.stop, step), range(part.start[axis], 99), strict=False))
     assert found == {3 + i * step: 2 + i for i in range(5)}
 
 
 def test_one_wrong_byte_in_any_block_is_found(tmp_path):
     stored, torch_values = _stored(tmp_path)
-    chunks = [stream.Chunk("x", 0, 3), stream.Chunk("x", 3, 5)]
-    assert all(compare.same_rows(stored, rows, torch_values[rows.start : rows.stop]) for rows in chunks)
+    chunks = [stream.TensorChunk("x", 0, 3), stream.TensorChunk("x", 3, 5)]
+    assert all(compare.rows_equal(stored, rows, torch_values[rows.start : rows.stop]) for rows in chunks)
     torch_values[4, 1] = -torch_values[4, 1]
-    same = [compare.same_rows(stored, rows, torch_values[rows.start : rows.stop]) for rows in chunks]
+    same = [compare.rows_equal(stored, rows, torch_values[rows.start : rows.stop]) for rows in chunks]
     assert same == [True, False]
-    assert not compare.same_rows(stored, chunks[0], torch_values[:3].double())
+    assert not compare.rows_equal(stored, chunks[0], torch_values[:3].double())
 
 
 def _stored(tmp_path):

@@ -9,10 +9,10 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.config.presets import preset_names
 from moefold.config.schema import ModelConfig
-from moefold.convert.config_key import Rope, SparseLayers, short_pattern
+from moefold.convert.config_key import RopeParameters, SparseLayers, shorten_pattern
 from moefold.convert.families import FAMILIES
-from moefold.convert.hf_config import families_for, read_model_config, what_family_lacks
-from moefold.convert.hf_config import model_of as read_keys
+from moefold.convert.hf_config import families_for, family_unsupported_reason, read_model_config
+from moefold.convert.hf_config import parse_model_config as read_keys
 from moefold.errors import ConfigError
 
 FAMILY_OF = {"mixtral": "mixtral", "qwen2-57b": "qwen2_moe", "qwen3": "qwen3_moe", "olmoe": "olmoe"}
@@ -28,7 +28,7 @@ def model_of(**keys: object) -> ModelConfig:
     [("M", "M"), ("MMMM", "M"), ("DMMM", "DM3"), ("DMDM", "DM"), ("DDDMM", "D3M2"), ("DMMDMM", "DM2"), ("MD", "MD")],
 )
 def test_patterns_are_short(kinds, pattern):
-    assert short_pattern(kinds) == pattern
+    assert shorten_pattern(kinds) == pattern
 
 
 @pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith(tuple(FAMILY_OF))])
@@ -130,8 +130,8 @@ def _model_for(family: str) -> ModelConfig:
 )
 def test_a_family_refuses_what_it_cannot_say(change, reason):
     model = replace(ModelConfig(), **change)
-    assert what_family_lacks(FAMILIES["mixtral"], ModelConfig()) == ""
-    assert reason in what_family_lacks(FAMILIES["mixtral"], model)
+    assert family_unsupported_reason(FAMILIES["mixtral"], ModelConfig()) == ""
+    assert reason in family_unsupported_reason(FAMILIES["mixtral"], model)
 
 
 @pytest.mark.parametrize("width", [0, -4])
@@ -141,14 +141,16 @@ def test_no_qwen2_moe_folder_is_without_shared_expert(width):
     with pytest.raises(ConfigError, match=f"shared_expert_intermediate_size={width}, whose empty tensors moefold"):
         read_keys(keys | {"shared_expert_intermediate_size": width}, Path("hf"))
     model = replace(_model_for("qwen2_moe"), shared_expert_ffn_hidden_size=0, shared_expert_gate=False)
-    assert "shared_expert_intermediate_size=0" in what_family_lacks(FAMILIES["qwen2_moe"], model)
+    assert "shared_expert_intermediate_size=0" in family_unsupported_reason(FAMILIES["qwen2_moe"], model)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_no_deepseek_folder_is_without_shared_experts(family):
     model = read_keys(FAMILIES[family].write(_model_for(family)), Path("hf"))
-    assert what_family_lacks(FAMILIES[family], model) == ""
-    assert "n_shared_experts=0" in what_family_lacks(FAMILIES[family], replace(model, shared_expert_ffn_hidden_size=0))
+    assert family_unsupported_reason(FAMILIES[family], model) == ""
+    assert "n_shared_experts=0" in family_unsupported_reason(
+        FAMILIES[family], replace(model, shared_expert_ffn_hidden_size=0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_no_deepseek_folder_is_without_shared_experts(family):
     ],
 )
 def test_rotations_of_new_and_older_folders(keys, expected):
-    assert Rope(1e4).read(keys) == expected
+    assert RopeParameters(1e4).read(keys) == expected
 
 
 def test_yarn_takes_the_models_context_where_none_is_given():
@@ -180,7 +182,7 @@ def test_yarn_takes_the_models_context_where_none_is_given():
         "max_position_embeddings": 64,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": None},
     }
-    assert Rope(1e4).read(keys)["rope_original_seq_len"] == 64
+    assert RopeParameters(1e4).read(keys)["rope_original_seq_len"] == 64
 
 
 def test_sparse_layers_come_by_step_and_by_list():
@@ -195,7 +197,7 @@ def test_of_two_rotations_the_one_that_transformers_takes():
         "rope_scaling": {"rope_type": "linear", "factor": 3.0},
     }
     theirs = transformers.LlamaConfig(**both).rope_parameters
-    assert Rope(1e4).read(both) == Rope(1e4).read({"rope_parameters": theirs})
+    assert RopeParameters(1e4).read(both) == RopeParameters(1e4).read({"rope_parameters": theirs})
 
 
 def test_further_layers_have_two_names():

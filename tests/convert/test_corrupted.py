@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from moefold.cli.main import main
 from moefold.convert.hf_config import read_model_config
-from moefold.convert.manifest import MANIFEST_FILE, copy_companions
+from moefold.convert.manifest import MANIFEST_FILE, copy_sidecar_files
 from moefold.errors import ConfigError
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.test_round_trip import add_tokenizer
@@ -385,7 +385,7 @@ def test_a_full_disk_is_one_message_and_leaves_not_even_new_parents(sound, tmp_p
 
 def test_companions_that_do_not_fit_are_one_message(sound, tmp_path):
     with full_disk(10), pytest.raises(ConfigError, match="cannot be copied to .*: File too large"):
-        copy_companions(sound, tmp_path / "companions")
+        copy_sidecar_files(sound, tmp_path / "companions")
 
 
 def test_what_travels_along_is_no_link_to_elsewhere(sound, tmp_path, capsys):
@@ -406,7 +406,7 @@ def test_the_links_of_a_cache_of_the_hub_are_followed(sound, tmp_path):
     blob.parent.mkdir()
     (folder / "config.json").rename(blob)
     (folder / "config.json").symlink_to("../../blobs/0123")
-    assert "config.json" in copy_companions(folder, tmp_path / "copied")
+    assert "config.json" in copy_sidecar_files(folder, tmp_path / "copied")
 
 
 @pytest.mark.parametrize("file", ["config.json", MANIFEST_FILE, WEIGHTS])

@@ -32,7 +32,7 @@ def test_logits_and_gradients_equal_those_of_transformers(tmp_path, family, seed
     folder = save_model(theirs, tmp_path / "hf")
     cfg = recipe(folder, folder)
     ours = build_model(cfg)
-    ours.place(torch.arange(cfg.train.seq_len))
+    ours.set_positions(torch.arange(cfg.train.seq_len))
     load_hf_weights(folder, dict(ours.named_parameters()), dict(ours.named_buffers()))
     tokens = batch_of(cfg, 0)
     logits, expected = ours(tokens[:, :-1]).transpose(0, 1), theirs(input_ids=tokens[:, :-1]).logits

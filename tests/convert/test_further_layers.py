@@ -17,7 +17,7 @@ from moefold.convert.further_layer import tensor_names
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.manifest import MANIFEST_FILE
-from moefold.convert.weights import HfSource, fill, load_hf_weights
+from moefold.convert.weights import HfSource, load_hf_weights, load_shards
 from moefold.inference.source import find_source
 from moefold.model.transformer import build_model
 from tests.convert.hf_models import logits_of, make_model, save_model, tokens_of, transformers
@@ -112,8 +112,8 @@ def test_the_further_loss_is_that_of_transformers(tmp_path):
     )
     ours = build_model(cfg)
     source = HfSource(open_hf_folder(made.folder))
-    fill(source, {**dict(ours.named_parameters()), **dict(ours.named_buffers())}, "folder")
-    ours.place(torch.arange(SEQ_LEN))
+    load_shards(source, {**dict(ours.named_parameters()), **dict(ours.named_buffers())}, "folder")
+    ours.set_positions(torch.arange(SEQ_LEN))
     tokens = tokens_of(2, SEQ_LEN + 2)
     now, after, ahead = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
     shares = torch.full((2, 1, SEQ_LEN), 1 / (2 * SEQ_LEN))
@@ -244,7 +244,7 @@ def test_inference_reads_no_further_layers(tmp_path):
     made = published(tmp_path / "hf")
     cfg = Config(run=RunConfig(dtype="float32"), model=find_source(str(made.folder)).model)
     model = build_model(cfg)
-    model.place(torch.arange(SEQ_LEN))
+    model.set_positions(torch.arange(SEQ_LEN))
     load_hf_weights(made.folder, dict(model.named_parameters()), dict(model.named_buffers()))
     tokens = tokens_of(2, SEQ_LEN)
     with torch.no_grad():

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from moefold.checkpoint.folder import FORMAT, CheckpointMeta
 from moefold.cli.main import main
 from moefold.config.schema import ModelConfig
-from moefold.convert.export_config import longest
+from moefold.convert.export_config import max_positions
 from moefold.convert.manifest import MANIFEST_FILE
-from moefold.launch.crew import joined_crew
+from moefold.launch.crew import current_world
 from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of, transformers
 
 
@@ -206,8 +206,8 @@ def test_transformers_loads_an_export_in_another_type(tmp_path, monkeypatch, cap
 def test_a_stretched_model_takes_as_many_positions_as_its_rotation_reaches(kind, length):
     model = ModelConfig(rope_scaling=kind, rope_scaling_factor=2.5, rope_original_seq_len=40)
     fields = dict.fromkeys(("step", "samples", "tokens"), 0) | {"format": FORMAT, "model": {}, "parallel": {}}
-    assert longest(model, CheckpointMeta(order={}, **fields)) == length
-    assert longest(model, CheckpointMeta(order={"seq_len": 4096}, **fields)) == 4096
+    assert max_positions(model, CheckpointMeta(order={}, **fields)) == length
+    assert max_positions(model, CheckpointMeta(order={"seq_len": 4096}, **fields)) == 4096
 
 
 def test_the_manifest_lists_every_tensor_with_its_hash(tmp_path):
@@ -226,12 +226,12 @@ def test_the_manifest_lists_every_tensor_with_its_hash(tmp_path):
 
 
 def _convert(folder: Path, ckpt: Path, again: Path) -> None:
-    from moefold.convert.export_folder import ExportWish, export_folder
-    from moefold.convert.import_folder import ImportWish, import_folder
+    from moefold.convert.export_folder import ExportOptions, export_folder
+    from moefold.convert.import_folder import ImportOptions, import_folder
 
-    crew = joined_crew()
-    import_folder(folder, ckpt, crew, ImportWish(check=True), advance=lambda _: None)
-    export_folder(ckpt, again, crew, ExportWish(check=True), advance=lambda _: None)
+    crew = current_world()
+    import_folder(folder, ckpt, crew, ImportOptions(check=True), on_bytes=lambda _: None)
+    export_folder(ckpt, again, crew, ExportOptions(check=True), on_bytes=lambda _: None)
 
 
 @pytest.mark.parity

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moefold.convert.safetensors_file import (
+    DTYPE_NAMES,
     DTYPES,
-    NAMES,
     FileWriter,
-    begin_file,
     bytes_of,
-    plan_file,
+    create_file,
+    plan_file_layout,
     read_header,
     read_part,
 )
@@ -53,10 +53,10 @@ def test_what_is_written_in_pieces_is_the_librarys_file_to_the_byte(tmp_path):
     save_file(tensors(), tmp_path / "theirs.safetensors", metadata={"format": "pt"})
     header = read_header(tmp_path / "theirs.safetensors")
     in_order = load_order(tmp_path / "theirs.safetensors")
-    layout = plan_file(
+    layout = plan_file_layout(
         tmp_path / "ours.safetensors", {name: (header[name].dtype, header[name].shape) for name in in_order}
     )
-    begin_file(tmp_path / "ours.safetensors", layout)
+    create_file(tmp_path / "ours.safetensors", layout)
     with FileWriter() as writer:
         for name in reversed(in_order):
             writer.write(layout.tensors[name], bytes_of(tensors()[name]))
@@ -71,4 +71,4 @@ def load_order(file: Path) -> list[str]:
 
 
 def test_types_have_one_name_each():
-    assert {NAMES[dtype] for dtype in DTYPES.values()} == set(DTYPES)
+    assert {DTYPE_NAMES[dtype] for dtype in DTYPES.values()} == set(DTYPES)

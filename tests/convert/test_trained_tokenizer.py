@@ -219,9 +219,9 @@ def test_the_template_of_the_recipe_goes_out(place, capsys):
     out, _ = export(capsys)
     assert (out / "chat_template.jinja").read_bytes() == Path("own.jinja").read_bytes()
     meta = read_meta(Path("run/checkpoints/step-000001"))
-    assert choose_tokenizer(meta, None).beside["chat_template.jinja"] == Path("own.jinja")
+    assert choose_tokenizer(meta, None).sidecar_files["chat_template.jinja"] == Path("own.jinja")
     unknown = choose_tokenizer(replace(meta, data_files={}), None)
-    assert unknown.beside["chat_template.jinja"] == Path("words/chat_template.jinja")
+    assert unknown.sidecar_files["chat_template.jinja"] == Path("words/chat_template.jinja")
 
 
 def test_an_upcycled_run_has_the_tokenizer_of_the_run(place, capsys):

@@ -9,19 +9,19 @@ import torch
 
 from moefold.checkpoint.folder import read_meta, write_meta
 from moefold.checkpoint.manifest import MANIFEST_FILE
-from moefold.checkpoint.stream import CheckpointSource, seal
+from moefold.checkpoint.stream import CheckpointSource, write_manifest_in_parallel
 from moefold.cli.main import main
 from moefold.config.checks import check_config
 from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from moefold.convert.exportable import export_note
+from moefold.convert.exportable import export_message
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.piece import whole
-from moefold.convert.start import start_weights
+from moefold.convert.piece import full_region
+from moefold.convert.start import load_initial_weights
 from moefold.convert.upcycle import UpcycledSource
-from moefold.convert.upcycle_rule import starts_equal, upcycle_fault
-from moefold.convert.weights import HfSource, fill
-from moefold.launch.crew import Crew
+from moefold.convert.upcycle_rule import preserves_outputs, upcycle_unsupported_reason
+from moefold.convert.weights import HfSource, load_shards
+from moefold.launch.crew import World
 from moefold.model.transformer import build_model
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
@@ -104,13 +104,13 @@ def model_of(folder: Path, settings: dict[str, object]) -> ModelConfig:
 
 def upcycled_logits(folder: Path, model: ModelConfig, tokens: torch.Tensor) -> torch.Tensor:
     """[B, S, V] of the upcycled model on one process."""
-    assert upcycle_fault(read_model_config(folder), model) == ""
+    assert upcycle_unsupported_reason(read_model_config(folder), model) == ""
     cfg = Config(run=RunConfig(dtype="float32"), model=model, train=TrainConfig(seq_len=SEQ_LEN))
     check_config(cfg)
     module = build_model(cfg)
-    module.place(torch.arange(SEQ_LEN))
+    module.set_positions(torch.arange(SEQ_LEN))
     source = UpcycledSource(HfSource(open_hf_folder(folder)), model, seed=3)
-    fill(source, {**dict(module.named_parameters()), **dict(module.named_buffers())}, "dense")
+    load_shards(source, {**dict(module.named_parameters()), **dict(module.named_buffers())}, "dense")
     with torch.no_grad():
         return module.eval()(tokens).transpose(0, 1)
 
@@ -119,7 +119,7 @@ def upcycled_logits(folder: Path, model: ModelConfig, tokens: torch.Tensor) -> t
 def test_what_promises_to_start_equal_does(dense, kind):
     theirs, folder = dense
     model = model_of(folder, SETTINGS[kind])
-    assert starts_equal(model)
+    assert preserves_outputs(model)
     tokens = tokens_of(2, SEQ_LEN)
     found = upcycled_logits(folder, model, tokens)
     torch.testing.assert_close(found, logits_of(theirs, tokens), rtol=1e-5, atol=1e-5)
@@ -129,7 +129,7 @@ def test_what_promises_to_start_equal_does(dense, kind):
 def test_what_does_not_promise_it_does_not(dense, kind):
     theirs, folder = dense
     model = model_of(folder, SETTINGS["slices"] | BREAKS[kind])
-    assert not starts_equal(model)
+    assert not preserves_outputs(model)
     tokens = tokens_of(2, SEQ_LEN)
     assert (upcycled_logits(folder, model, tokens) - logits_of(theirs, tokens)).abs().max() > 1e-2
 
@@ -163,7 +163,7 @@ def test_noise_has_the_size_asked_for_and_differs_by_expert(dense):
 def _upcycled_parts(cfg: Config) -> dict[str, torch.Tensor]:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
-    assert start_weights(cfg, model, is_first_rank=False).startswith("upcycled from")
+    assert load_initial_weights(cfg, model, is_first_rank=False).startswith("upcycled from")
     return {
         name: parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
         for name, parameter in model.named_parameters.items()
@@ -254,7 +254,9 @@ def test_a_dense_model_without_tokenizer_is_noted(dense, tmp_path, capsys):
     out = capsys.readouterr().out
     folder_s, checkpoint_s = CheckpointSource(tmp_path / "moe"), CheckpointSource(tmp_path / "again")
     for tensor, shape in folder_s.shapes.items():
-        assert torch.equal(folder_s.read(tensor, whole(shape)), checkpoint_s.read(tensor, whole(shape))), tensor
+        assert torch.equal(folder_s.read(tensor, full_region(shape)), checkpoint_s.read(tensor, full_region(shape))), (
+            tensor
+        )
     assert "has no tokenizer (tokenizer.json), so the model could read no text; add its files, or set data" in out
     assert main(["upcycle", str(dense[1]), str(tmp_path / "whole"), *sizes]) == 0
     assert "note" not in capsys.readouterr().out
@@ -269,7 +271,7 @@ def test_the_tokenizer_of_a_run_is_that_of_the_recipe(dense, tmp_path, monkeypat
         meta = read_meta(Path(f"{name}-ckpt"))
         write_meta(Path(f"{name}-ckpt"), replace(meta, origin="", order={"tokenizer": tokenizer}))
         (Path(f"{name}-ckpt") / MANIFEST_FILE).unlink()
-        seal(Path(f"{name}-ckpt"), Crew())
+        write_manifest_in_parallel(Path(f"{name}-ckpt"), World())
         shutil.rmtree(f"{name}-ckpt/hf")
     Path("words").mkdir()
     Path("words/tokenizer.json").write_text("{}")
@@ -323,6 +325,6 @@ def test_a_result_that_no_family_computes_is_noted_with_what_makes_it_one(tmp_pa
     ],
 )
 def test_the_note_names_the_nearest_family(change, note):
-    found = export_note(replace(ModelConfig(), **change))
+    found = export_message(replace(ModelConfig(), **change))
     assert found.endswith(note)
     assert bool(found) == bool(note)

@@ -13,7 +13,7 @@ from moefold.config.checks import check_config
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.piece import whole
+from moefold.convert.piece import full_region
 from moefold.convert.weights import HfSource, load_hf_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.groups import ParallelGroups
@@ -38,7 +38,7 @@ def recipe(folder: Path, dtype: Literal["float32", "float64"] = "float32", **par
 def our_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """[B, S, V] of our model with the weights of a folder, on one process, float64."""
     model = build_model(recipe(folder, "float64")).double()
-    model.place(torch.arange(tokens.shape[1]))
+    model.set_positions(torch.arange(tokens.shape[1]))
     load_hf_weights(folder, dict(model.named_parameters()), dict(model.named_buffers()))
     with torch.no_grad():
         return model.eval()(tokens).transpose(0, 1)
@@ -68,7 +68,7 @@ def _loaded_everywhere(cfg: Config, folder: Path) -> str:
     source = HfSource(open_hf_folder(folder))
     for name, parameter in model.named_parameters.items():
         full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        if not torch.equal(full.float(), source.read(name, whole(source.shapes[name])).float()):
+        if not torch.equal(full.float(), source.read(name, full_region(source.shapes[name])).float()):
             return f"rank {dist.get_rank()}: {name}"
     return ""
 

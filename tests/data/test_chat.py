@@ -28,7 +28,7 @@ FORGETS = """\
 
 
 def template(source: str = BYTES_TEMPLATE, **special: str) -> ChatTemplate:
-    return ChatTemplate(source, place="here", special_tokens=special)
+    return ChatTemplate(source, location="here", special_tokens=special)
 
 
 def spans(chat: ChatTemplate, messages: list) -> list[str]:
@@ -109,7 +109,9 @@ def test_a_template_cannot_leave_its_sandbox(attack: str):
 )  # fmt: skip
 def test_a_template_without_measure_is_one_message(source: str, reason: str):
     limits = TemplateLimits(cpu_s=0.2, memory_bytes=1 << 28, most_characters=10_000)
-    chat = ChatTemplate("{% if tools %}" + source + "{% endif %}fine", place="here", special_tokens={}, limits=limits)
+    chat = ChatTemplate(
+        "{% if tools %}" + source + "{% endif %}fine", location="here", special_tokens={}, limits=limits
+    )
     # Those before and after it are rendered: the process is started again where it was ended.
     answers = iter(chat.render_all([(CHAT, tools, f"f:{i}") for i, tools in enumerate([None, ["t"], None])]))
     assert next(answers).text == "fine"
@@ -120,7 +122,7 @@ def test_a_template_without_measure_is_one_message(source: str, reason: str):
 
 def test_a_template_that_is_worked_out_before_it_is_used_is_bounded_too():
     with pytest.raises(ConfigError, match=r"is not a Jinja template \(it takes more than 0.2 s of processor time\)"):
-        ChatTemplate("{{ 9 ** (9 ** 9) }}", place="here", special_tokens={}, limits=TemplateLimits(cpu_s=0.2))
+        ChatTemplate("{{ 9 ** (9 ** 9) }}", location="here", special_tokens={}, limits=TemplateLimits(cpu_s=0.2))
 
 
 DATES = {
@@ -180,8 +182,8 @@ def test_a_tokenizer_without_a_template(tmp_path: Path):
 def test_a_prompt_opens_the_turn_of_the_assistant_or_leaves_the_last_one_open():
     asked, begun = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b "}]
     marked = "{% for m in messages %}{% generation %}<{{ m.content | trim }}>{% endgeneration %}{% endfor %}"
-    assert template().prompt(asked, "p", opens_turn=True).endswith("a<|im_end|>\n<|im_start|>assistant\n")
-    assert template().prompt(asked + begun, "p", opens_turn=False).endswith("assistant\nb ")
-    assert template(marked).prompt(asked + begun, "p", opens_turn=False) == "<a><b"
+    assert template().prompt(asked, "p", add_generation_prompt=True).endswith("a<|im_end|>\n<|im_start|>assistant\n")
+    assert template().prompt(asked + begun, "p", add_generation_prompt=False).endswith("assistant\nb ")
+    assert template(marked).prompt(asked + begun, "p", add_generation_prompt=False) == "<a><b"
     with pytest.raises(ConfigError, match="does not write the last turn as it is"):
-        template("{{ messages | length }}").prompt(begun, "p", opens_turn=False)
+        template("{{ messages | length }}").prompt(begun, "p", add_generation_prompt=False)

@@ -1,12 +1,12 @@
 import pytest
 
-from moefold.data.conversation import conversation_of
-from moefold.data.jsonl import Record
+from moefold.data.conversation import parse_conversation
+from moefold.data.jsonl import JsonlRecord
 from moefold.errors import ConfigError
 
 
 def read(fields: dict):
-    return conversation_of(Record("f.jsonl:7", fields, 0))
+    return parse_conversation(JsonlRecord("f.jsonl:7", fields, 0))
 
 
 def test_both_forms():

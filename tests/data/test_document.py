@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from moefold.data.document import PIECE_BYTES, Corpus, Piece, python_docs_corpus, text_corpus
+from moefold.data.document import CHUNK_BYTES, Corpus, TextChunk, python_docs_corpus, text_corpus
 from moefold.errors import ConfigError
 
 
 def documents(corpus: Corpus) -> list[str]:
     texts, text = [], ""
-    for piece in corpus.pieces():
+    for piece in corpus.chunks():
         text += piece.text
         if piece.ends_document:
             texts.append(text)
@@ -28,7 +28,7 @@ def test_each_file_is_a_document_in_a_fixed_order(text_folder: Path):
 def test_a_long_document_comes_in_pieces_that_end_at_lines(tmp_path: Path):
     text = "".join(f"line {i} ☃\n" + ("\n  indented\n" if i % 5 == 0 else "") for i in range(250_000))
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
-    pieces = list(text_corpus(str(tmp_path)).pieces())
+    pieces = list(text_corpus(str(tmp_path)).chunks())
     assert len(pieces) > 3
     assert "".join(piece.text for piece in pieces) == text
     assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -38,7 +38,7 @@ def test_a_long_document_comes_in_pieces_that_end_at_lines(tmp_path: Path):
     assert sum(piece.size_bytes for piece in pieces) == len(text.encode())
 
 
-@pytest.mark.parametrize("size", [PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES])
+@pytest.mark.parametrize("size", [CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES])
 def test_no_byte_is_lost_without_line_ends(tmp_path: Path, size: int):
     (tmp_path / "x.txt").write_text("é" * (size // 2) + "x" * (size % 2), encoding="utf-8")
     assert documents(text_corpus(str(tmp_path))) == ["é" * (size // 2) + "x" * (size % 2)]
@@ -53,7 +53,7 @@ def test_a_byte_order_mark_is_no_text_and_an_empty_file_no_document(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "lead", [b"", b"\xef\xbb\xbf", b"a" * (PIECE_BYTES + 5), b"a" * (PIECE_BYTES - 1) + "é".encode()]
+    "lead", [b"", b"\xef\xbb\xbf", b"a" * (CHUNK_BYTES + 5), b"a" * (CHUNK_BYTES - 1) + "é".encode()]
 )
 def test_text_that_is_not_utf8_is_named_with_its_byte(tmp_path: Path, lead: bytes):
     (tmp_path / "latin.txt").write_bytes(lead + "naïve".encode("latin1"))
@@ -123,6 +123,6 @@ def test_python_docs_are_topics_then_sources():
 
 
 def test_pieces_are_lazy(text_folder: Path):
-    first = next(iter(text_corpus(str(text_folder)).pieces()))
-    assert isinstance(first, Piece)
+    first = next(iter(text_corpus(str(text_folder)).chunks()))
+    assert isinstance(first, TextChunk)
     assert first.text == io.StringIO((text_folder / "a.txt").read_text(encoding="utf-8")).read()

@@ -49,13 +49,13 @@ def answers(dataset: Dataset) -> list[str]:
     """What the weights of every training sample select, one string a sample."""
     found = []
     for i in range(len(dataset.train)):
-        sample = dataset.train.marked_sample(i)
-        assert sample.tokens.shape == sample.documents.shape == (S + 1,)
+        sample = dataset.train.annotated_sample(i)
+        assert sample.tokens.shape == sample.document_ids.shape == (S + 1,)
         assert sample.weights.shape == (S,)
         assert sample.weights.any()
         # A target is predicted from its own document, never from the one before it or from padding.
         targets = np.flatnonzero(sample.weights)
-        assert (sample.documents[targets] == sample.documents[targets + 1]).all()
+        assert (sample.document_ids[targets] == sample.document_ids[targets + 1]).all()
         found.append(dataset.tokenizer.decode(sample.tokens[1:][sample.weights]))
     return found
 
@@ -81,18 +81,18 @@ def test_documents_are_whole_conversations_and_padding_weighs_nothing(chats: Pat
     alone = []
     for i in range(60):
         row = open_chats(write(chats.parent / f"{i}.jsonl", [chat(i, max(1, i % 3))]), validation_fraction=0.0).train
-        sample = row.marked_sample(0)
-        assert set(sample.documents.tolist()) == {0, 1}
-        alone.append(sample.tokens[sample.documents == 0].tolist())
+        sample = row.annotated_sample(0)
+        assert set(sample.document_ids.tolist()) == {0, 1}
+        alone.append(sample.tokens[sample.document_ids == 0].tolist())
     found = 0
     for i in range(len(dataset.train)):
-        sample = dataset.train.marked_sample(i)
-        assert (np.diff(sample.documents) >= 0).all()
-        last = sample.documents.max()
-        padding = sample.documents == last
+        sample = dataset.train.annotated_sample(i)
+        assert (np.diff(sample.document_ids) >= 0).all()
+        last = sample.document_ids.max()
+        padding = sample.document_ids == last
         assert not sample.tokens[padding].any()
         assert not sample.weights[padding[1:]].any()
-        found += sum(sample.tokens[sample.documents == document].tolist() in alone for document in range(last))
+        found += sum(sample.tokens[sample.document_ids == document].tolist() in alone for document in range(last))
     assert found == 40
 
 
@@ -115,7 +115,7 @@ def test_held_out_conversations_are_others_for_every_sequence_length(chats: Path
         dataset = open_chats(chats, seq_len=seq_len, validation_fraction=0.2)
         texts = []
         for row in (dataset.train, dataset.validation):
-            samples = [row.marked_sample(i) for i in range(len(row))]
+            samples = [row.annotated_sample(i) for i in range(len(row))]
             texts.append("".join(dataset.tokenizer.decode(s.tokens[1:][s.weights]) for s in samples))
         held_out = set(texts[1].split("<|im_end|>")) - {""}
         assert 5 <= len(held_out) <= 20
@@ -123,10 +123,10 @@ def test_held_out_conversations_are_others_for_every_sequence_length(chats: Path
 
 
 def test_a_changed_template_is_tokenised_anew(chats: Path):
-    before = open_chats(chats).train.marked_sample(0)
+    before = open_chats(chats).train.annotated_sample(0)
     template = chats.parent / "t.jinja"
     template.write_text(TEMPLATE)
-    after = open_chats(chats, chat_template=str(template)).train.marked_sample(0)
+    after = open_chats(chats, chat_template=str(template)).train.annotated_sample(0)
     assert before.tokens.tolist() != after.tokens.tolist()
     assert len(list((chats.parent / "cache").glob("*.npy"))) == 2
 
@@ -192,7 +192,7 @@ def test_tokens_and_targets_are_those_of_transformers(
     for i in range(5):
         record = chat(i, 1 + i % 3)
         path = write(tmp_path / f"{i}.jsonl", [record])
-        sample = open_chats(path, tokenizer=str(file), validation_fraction=0.0).train.marked_sample(0)
+        sample = open_chats(path, tokenizer=str(file), validation_fraction=0.0).train.annotated_sample(0)
         encoded = reference.apply_chat_template(
             record["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )

@@ -8,7 +8,7 @@ import pytest
 
 from moefold.checkpoint.data_files import file_differences
 from moefold.config.schema import DataConfig
-from moefold.data.fingerprint import BLOCK_BYTES, fingerprint, outline, outline_differences
+from moefold.data.fingerprint import BLOCK_BYTES, file_sizes, fingerprint, size_differences
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_names_are_those_of_the_recipe(folder, monkeypatch):
     assert list(looks) == [f"{folder.name}/{i}.npy" for i in range(3)]
     assert len(set(looks.values())) == 3
     assert looks == fingerprint(recipe(Path(folder.name)))
-    for name, seen in outline(recipe(Path(folder.name))).items():
+    for name, seen in file_sizes(recipe(Path(folder.name))).items():
         assert seen == looks[name].split()[0] == str(os.path.getsize(folder.parent / name))
 
 
@@ -71,11 +71,11 @@ def test_what_differs_is_said_by_name(folder):
 
 def test_a_rank_that_sees_other_files_says_which(folder):
     first = fingerprint(recipe(folder))
-    assert outline_differences(first, outline(recipe(folder))) == []
+    assert size_differences(first, file_sizes(recipe(folder))) == []
     (folder / "1.npy").unlink()
     np.save(folder / "2.npy", np.arange(5, dtype=np.uint16))
     name = f"{folder}/2.npy"
-    assert outline_differences(first, outline(recipe(folder))) == [
+    assert size_differences(first, file_sizes(recipe(folder))) == [
         f"{folder}/1.npy is not there",
         f"{name} has {os.path.getsize(folder / '2.npy')} bytes, and {first[name].split()[0]} there",
     ]

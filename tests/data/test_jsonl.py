@@ -17,7 +17,7 @@ def test_objects_with_their_places(tmp_path: Path, name: str):
     path = write(tmp_path / name, '\ufeff{"text": "é"}\n\n  \n{"n": [1]}'.encode())
     records = list(jsonl_records(path))
     assert [record.fields for record in records] == [{"text": "é"}, {"n": [1]}]
-    assert [record.place for record in records] == [f"{path}:1", f"{path}:4"]
+    assert [record.location for record in records] == [f"{path}:1", f"{path}:4"]
     assert is_jsonl(path)
 
 

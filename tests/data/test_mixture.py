@@ -3,28 +3,28 @@ import random
 import numpy as np
 import pytest
 
-from moefold.data.marked import MarkedSample
+from moefold.data.marked import Sample
 from moefold.data.mixture import Mixture, floor_sum
-from moefold.data.sampling import SampleRow
+from moefold.data.sampling import Sampler
 
 
-class Numbers(SampleRow):
+class Numbers(Sampler):
     """Sample i of part p has tokens [p, i]."""
 
     seq_len = 1
-    is_marked = False
+    has_annotations = False
 
     def __init__(self, part: int, length: int) -> None:
-        self.part, self.length, self.restored = part, length, None
+        self.split_name, self.length, self.restored = part, length, None
 
     def __len__(self) -> int:
         return self.length
 
-    def marked_sample(self, index: int) -> MarkedSample:
-        return MarkedSample(np.array([self.part, index]))
+    def annotated_sample(self, index: int) -> Sample:
+        return Sample(np.array([self.split_name, index]))
 
     def state(self, index: int) -> object:
-        return None if self.part == 0 else [self.part, index]
+        return None if self.split_name == 0 else [self.split_name, index]
 
     def restore(self, state: object) -> None:
         self.restored = state
@@ -52,14 +52,14 @@ def test_each_part_in_its_order_and_with_its_share(shares: tuple[float, ...]):
 
 def test_far_samples_cost_no_more():
     mixture = Mixture([Numbers(p, 10) for p in range(3)], (0.2, 0.3, 0.5))
-    part, number = mixture.place(10**15)
+    part, number = mixture.locate(10**15)
     assert abs(number / 10**15 - (0.2, 0.3, 0.5)[part]) < 1e-9
 
 
 def test_an_epoch_ends_before_any_part_comes_twice():
     mixture = Mixture([Numbers(0, 30), Numbers(1, 1000)], (0.5, 0.5))
     assert 55 <= len(mixture) <= 60
-    assert max(mixture.place(i)[1] for i in range(len(mixture)) if mixture.place(i)[0] == 0) < 30
+    assert max(mixture.locate(i)[1] for i in range(len(mixture)) if mixture.locate(i)[0] == 0) < 30
     assert len(Mixture([Numbers(0, 0), Numbers(1, 5)], (1.0, 1.0))) == 0
 
 
@@ -67,7 +67,7 @@ def test_states_go_to_their_parts():
     parts = [Numbers(0, 9), Numbers(1, 9)]
     mixture = Mixture(parts, (1.0, 1.0))
     state = mixture.state(10)
-    assert state == [None, [1, sum(mixture.place(i)[0] == 1 for i in range(10))]]
+    assert state == [None, [1, sum(mixture.locate(i)[0] == 1 for i in range(10))]]
     mixture.restore(state)
     assert parts[1].restored == state[1]
     assert Mixture(parts[:1], (1.0,)).state(3) is None

@@ -16,7 +16,7 @@ from moefold.data.npy_file import map_npy
 from moefold.data.token_file import open_document_ends
 from moefold.errors import ConfigError
 from moefold.inference.token_row import open_ids
-from moefold.metrics.routing_trace import FORMAT, MANIFEST, Trace
+from moefold.metrics.routing_trace import FORMAT, MANIFEST, RoutingTrace
 
 
 class Runs:
@@ -68,7 +68,7 @@ def trace_step(file: Path) -> object:
     shape = {"layers": [0], "num_experts": 4, "top_k": 2, "global_batch_size": 1, "seq_len": 16}
     (file.parent / MANIFEST).write_text(json.dumps({"format": FORMAT, **shape}))
     file.rename(file.with_name("step-000001.npy"))
-    return Trace(file.parent, "moe.replay").step(1)
+    return RoutingTrace(file.parent, "moe.replay").step(1)
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -108,7 +108,7 @@ def test_a_strange_index_of_documents_is_one_message(tmp_path, ends):
 def test_a_strange_trace_is_one_message(tmp_path, manifest):
     (tmp_path / MANIFEST).write_text(manifest)
     with pytest.raises(ConfigError, match=f"has a {MANIFEST} that is no"):
-        Trace(tmp_path, "moe.replay")
+        RoutingTrace(tmp_path, "moe.replay")
 
 
 TOKENIZERS = {

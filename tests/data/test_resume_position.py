@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moefold.config.schema import DataConfig
-from moefold.data import SampleRow, open_dataset
+from moefold.data import Sampler, open_dataset
 
 from .test_corrupt import BROKEN, KINDS, make, recipe
 
@@ -58,14 +58,14 @@ DATA = {
 }
 
 
-def _open(data: DataConfig, cache: Path) -> SampleRow:
+def _open(data: DataConfig, cache: Path) -> Sampler:
     return open_dataset(data, seq_len=S, vocab_size=256, seed=7, cache_dir=cache).train
 
 
 def _life(data: DataConfig, cache: Path, first: int, state: object, steps: int, dp: int) -> tuple[list[bytes], object]:
     """The samples that the ranks of one life take, in the order of the global batches, and what the first rank saves.
 
-    As `BatchLoader` cuts a batch: rank d has the samples from d * BATCH / dp on.
+    As `BatchSharder` cuts a batch: rank d has the samples from d * BATCH / dp on.
     """
     rows = [_open(data, cache) for _ in range(dp)]
     for row in rows:

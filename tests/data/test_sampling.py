@@ -3,7 +3,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moefold.data.sampling import PackedSamples, Split
-from moefold.data.split import Runs, split_samples
+from moefold.data.split import IndexRanges, split_samples
 from moefold.errors import ConfigError
 
 S = 8
@@ -25,7 +25,7 @@ class CountingStream:
 
 def make_split(num_samples: int = 50, order_key: int | None = 5) -> Split:
     source = PackedSamples(CountingStream(num_samples * S + 1), S)
-    return Split(source, Runs((range(num_samples),)), order_key=order_key)
+    return Split(source, IndexRanges((range(num_samples),)), order_key=order_key)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_refuses_a_negative_sample():
 
 
 def test_asking_an_empty_part_says_how_to_fill_it():
-    empty = Split(PackedSamples(CountingStream(100), S), Runs(()), order_key=None)
+    empty = Split(PackedSamples(CountingStream(100), S), IndexRanges(()), order_key=None)
     with pytest.raises(ConfigError, match="data.validation_fraction=0 holds no sample out; set it above 0"):
         empty.sample(0)
 

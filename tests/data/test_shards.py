@@ -11,9 +11,9 @@ import pytest
 from moefold.config.schema import DataConfig
 from moefold.data import Dataset, open_dataset
 from moefold.data.corrupt import corrupt_files
-from moefold.data.shard_reader import BrokenShardError, DocumentEnds, StrangeIdError
-from moefold.data.shards import Shards, find_shards
-from moefold.data.token_file import TokenFile, TokenFiles
+from moefold.data.shard_reader import BrokenShardError, DocumentEnds, OutOfVocabError
+from moefold.data.shards import TokenFileSet, build_token_file_set
+from moefold.data.token_file import TokenFile, TokenFileStream
 from moefold.errors import ConfigError, RunError
 
 S = 8
@@ -31,8 +31,8 @@ def owned(folder: Path) -> Path:
 
 
 def opened(data: DataConfig, lost: dict[str, str]) -> Dataset:
-    shards = find_shards(data, vocab_size=5000).without(lost)
-    return open_dataset(data, seq_len=S, vocab_size=5000, seed=3, shards=shards)
+    shards = build_token_file_set(data, vocab_size=5000).without(lost)
+    return open_dataset(data, seq_len=S, vocab_size=5000, seed=3, token_file_set=shards)
 
 
 def recipe(path: str | tuple[str, ...], **changes: object) -> DataConfig:
@@ -51,23 +51,23 @@ def test_only_the_samples_of_a_lost_file_are_left_out(tmp_path, changes, lost, p
         (folder / f"{number}.npy").unlink()
         (folder / f"{number}.ends").unlink()
     shards = shards_of(folder, {f"{folder}/{number}.npy": "gone" for number in lost})
-    left = getattr(open_dataset(data, seq_len=S, vocab_size=5000, seed=3, shards=shards), part)
+    left = getattr(open_dataset(data, seq_len=S, vocab_size=5000, seed=3, token_file_set=shards), part)
     kept = [i for i, tokens in enumerate(samples) if not set(tokens // 1000) & set(lost)]
-    assert left.num_lost == len(whole) - len([i for i in kept if i < len(whole)])
+    assert left.num_dropped == len(whole) - len([i for i in kept if i < len(whole)])
     if not kept:
         with pytest.raises(RunError, match=f"no {NAMES[part]} sample is left to take"):
-            left.next_samples(0, 4)
+            left.next_sample_indices(0, 4)
         return
     taken: list[int] = []
     while len(taken) + 4 <= len(kept):
-        taken += left.next_samples(taken[-1] + 1 if taken else 0, 4)
+        taken += left.next_sample_indices(taken[-1] + 1 if taken else 0, 4)
     assert taken == kept[: len(taken)]
     assert all((left.sample(i) == samples[i]).all() for i in taken)
     assert left.origin(kept[0]) == whole.origin(kept[0])
 
 
-def shards_of(folder: Path, lost: dict[str, str]) -> Shards:
-    return Shards({f"{folder}/{number}.npy": length for number, length in enumerate(LENGTHS)}, lost)
+def shards_of(folder: Path, lost: dict[str, str]) -> TokenFileSet:
+    return TokenFileSet({f"{folder}/{number}.npy": length for number, length in enumerate(LENGTHS)}, lost)
 
 
 def test_a_mixture_goes_on_with_the_other_samples_of_each_part(tmp_path):
@@ -76,27 +76,27 @@ def test_a_mixture_goes_on_with_the_other_samples_of_each_part(tmp_path):
     whole = opened(data, {}).train
     left = opened(data, {f"{parts[0]}/2.npy": "gone"}).train
     kept = [i for i in range(90) if whole.place(i)[0] == 1 or not (whole.sample(i) // 1000 == 2).any()]  # type: ignore[attr-defined]
-    assert 0 < left.num_lost < len(left)
-    assert list(left.next_samples(0, len(kept))) == kept
+    assert 0 < left.num_dropped < len(left)
+    assert list(left.next_sample_indices(0, len(kept))) == kept
     all_of_one = opened(data, {f"{parts[0]}/{number}.npy": "gone" for number in range(4)}).train
-    assert all(whole.place(i)[0] == 1 for i in all_of_one.next_samples(0, 50))  # type: ignore[attr-defined]
+    assert all(whole.place(i)[0] == 1 for i in all_of_one.next_sample_indices(0, 50))  # type: ignore[attr-defined]
 
 
 def test_what_is_left_out_otherwise_is_stepped_over(tmp_path):
     row = opened(recipe(str(owned(tmp_path / "tokens"))), {}).train
     left_out = (range(8, 12), range(12, 16))
-    batches = [list(row.next_samples(first, 4, left_out)) for first in (0, 4, 8, 12, 16)]
+    batches = [list(row.next_sample_indices(first, 4, left_out)) for first in (0, 4, 8, 12, 16)]
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], *[[16, 17, 18, 19]] * 3]
     # A batch of another size may touch it with one end alone, and loses nothing else.
-    assert list(row.next_samples(5, 6, left_out)) == [5, 6, 7, 16, 17, 18]
-    assert list(row.next_samples(15, 2, left_out)) == [16, 17]
+    assert list(row.next_sample_indices(5, 6, left_out)) == [5, 6, 7, 16, 17, 18]
+    assert list(row.next_sample_indices(15, 2, left_out)) == [16, 17]
 
 
 def test_nothing_left_is_an_error_and_no_endless_search(tmp_path):
     folder = owned(tmp_path / "tokens")
     row = opened(recipe(str(folder)), {f"{folder}/{number}.npy": "gone" for number in range(4)}).train
     with pytest.raises(RunError, match="no training sample is left to take"):
-        row.next_samples(0, 4)
+        row.next_sample_indices(0, 4)
 
 
 def cut(path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_file_that_breaks_under_a_reader_is_named(tmp_path, kind, is_open):
     for number in range(3):
         np.save(tmp_path / f"{number}.npy", np.arange(2000, dtype=np.uint16))
         files.append(TokenFile(tmp_path / f"{number}.npy", 2000, None, f"tokens/{number}.npy"))
-    stream = TokenFiles(tuple(files), vocab_size=2000)
+    stream = TokenFileStream(tuple(files), vocab_size=2000)
     if is_open:
         stream.read(2000, 2010)
     BREAKS[kind][0](tmp_path / "1.npy")
@@ -137,9 +137,9 @@ def test_a_file_that_breaks_under_a_reader_is_named(tmp_path, kind, is_open):
     assert 'set data.corrupt="skip" to go on without it' in str(caught.value)
     assert "skip" not in caught.value.cause
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-    stream.lose([caught.value.shard])
-    assert stream.is_lost(3999, 4001)
-    assert not stream.is_lost(4000, 4010)
+    stream.drop_files([caught.value.shard])
+    assert stream.is_dropped(3999, 4001)
+    assert not stream.is_dropped(4000, 4010)
     assert stream.read(4000, 4010).tolist() == list(range(10))
 
 
@@ -154,7 +154,7 @@ def test_an_index_of_documents_is_read_from_the_disk(tmp_path):
         for length in (1, 7, 900, 30_000):
             stop = min(start + length, 40_000)
             assert index.between(start, stop).tolist() == ends[(ends >= start) & (ends < stop)].tolist()
-        assert index.document(start) == int((ends <= start).sum())
+        assert index.document_of(start) == int((ends <= start).sum())
     os.truncate(tmp_path / "x.ends", 400)
     with pytest.raises(BrokenShardError, match="x.ends broke .* it has 400 of 40000 bytes") as caught:
         index.between(30_000, 30_010)
@@ -164,22 +164,22 @@ def test_an_index_of_documents_is_read_from_the_disk(tmp_path):
 def test_a_file_with_strange_ids_is_left_out_by_name(tmp_path):
     folder = owned(tmp_path / "tokens")
     data = recipe(str(folder), corrupt="skip")
-    shards = find_shards(data, vocab_size=3000)
-    assert list(shards.lost) == [f"{folder}/3.npy"]
-    why = shards.lost[f"{folder}/3.npy"]
+    shards = build_token_file_set(data, vocab_size=3000)
+    assert list(shards.dropped) == [f"{folder}/3.npy"]
+    why = shards.dropped[f"{folder}/3.npy"]
     assert why == f"{folder}/3.npy holds id 3000 at token 0, but ids must be at least 0 and below model.vocab_size=3000"
     with pytest.raises(ConfigError, match="holds no sound file: .*raise it"):
-        find_shards(data, vocab_size=0)
-    with pytest.raises(StrangeIdError, match="3.npy holds id 3000"):
-        TokenFiles(find_shards(recipe(str(folder)), vocab_size=3000).files(data), vocab_size=3000).probe()
+        build_token_file_set(data, vocab_size=0)
+    with pytest.raises(OutOfVocabError, match="3.npy holds id 3000"):
+        TokenFileStream(build_token_file_set(recipe(str(folder)), vocab_size=3000).files(data), vocab_size=3000).probe()
 
 
 def test_a_named_file_that_is_not_there_is_left_out_like_others(tmp_path):
     folder = owned(tmp_path / "tokens")
     names = (f"{folder}/0.npy", f"{folder}/none.npy")
     with pytest.raises(ConfigError, match=r"none.npy' does not exist"):
-        find_shards(recipe(names), vocab_size=5000)
+        build_token_file_set(recipe(names), vocab_size=5000)
     faults = corrupt_files(recipe(names, corrupt="skip"))
     assert [path.name for path in faults] == ["none.npy"]
-    shards = find_shards(recipe(names, corrupt="skip"), vocab_size=5000, skipped={names[1]})
-    assert dict(shards.tokens) == {names[0]: LENGTHS[0]}
+    shards = build_token_file_set(recipe(names, corrupt="skip"), vocab_size=5000, skipped={names[1]})
+    assert dict(shards.num_tokens) == {names[0]: LENGTHS[0]}

@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.data.split import Runs, split_samples
+from moefold.data.split import IndexRanges, split_samples
 from moefold.errors import ConfigError
 
 
-def members(runs: Runs) -> list[int]:
+def members(runs: IndexRanges) -> list[int]:
     return [runs[i] for i in range(len(runs))]
 
 

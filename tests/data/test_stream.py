@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moefold.data.sampling import PackedSamples
-from moefold.data.stream import StreamRow
+from moefold.data.stream import StreamingSampler
 from moefold.data.tokenizer import ByteTokenizer
 from moefold.errors import ConfigError
 
@@ -40,11 +40,11 @@ def texts(count: int = 3000) -> Texts:
     return Texts([f"document {i}" + "x" * (i % 40) for i in range(count)])
 
 
-def row(source: Texts, *, order_key: int | None = 3, document_end: int = -1) -> StreamRow:
-    return StreamRow(source, ByteTokenizer(), seq_len=S, order_key=order_key, document_end=document_end)
+def row(source: Texts, *, order_key: int | None = 3, document_end: int = -1) -> StreamingSampler:
+    return StreamingSampler(source, ByteTokenizer(), seq_len=S, order_key=order_key, document_end=document_end)
 
 
-def tokens(stream: StreamRow, numbers: range) -> list[list[int]]:
+def tokens(stream: StreamingSampler, numbers: range) -> list[list[int]]:
     return [stream.sample(i).tolist() for i in numbers]
 
 
@@ -99,10 +99,10 @@ def test_the_state_of_a_rank_that_lags_leads_there_too():
 
 
 def test_documents_are_numbered():
-    sample = row(texts(), order_key=None, document_end=0).marked_sample(3)
+    sample = row(texts(), order_key=None, document_end=0).annotated_sample(3)
     ends = np.flatnonzero(sample.tokens[:-1] == 0)
     assert len(ends)
-    assert np.flatnonzero(np.diff(sample.documents)).tolist() == ends.tolist()
+    assert np.flatnonzero(np.diff(sample.document_ids)).tolist() == ends.tolist()
 
 
 def test_data_without_text_is_refused():

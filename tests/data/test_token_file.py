@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from moefold.config.schema import DataConfig
-from moefold.data.marked import EndMarkedSamples
+from moefold.data.marked import EodAnnotatedSamples
 from moefold.data.sampling import PackedSamples
-from moefold.data.token_file import TokenFile, TokenFiles, look_at_npy, token_files
+from moefold.data.token_file import TokenFile, TokenFileStream, read_npy_header, token_files
 from moefold.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def shards(tmp_path: Path) -> Path:
 def test_shards_read_as_one_row(shards: Path):
     files = token_files(config(shards))
     assert [file.path.name for file in files] == ["a.bin", "b.npy", "c.npy"]
-    stream = TokenFiles(files, vocab_size=100)
+    stream = TokenFileStream(files, vocab_size=100)
     assert len(stream) == 100
     for start in range(0, 100, 7):
         for stop in range(start, 101, 3):
@@ -44,20 +44,20 @@ def test_shards_read_as_one_row(shards: Path):
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (99, 101)])
 def test_refuses_tokens_outside(shards: Path, start: int, stop: int):
     with pytest.raises(IndexError, match="outside"):
-        TokenFiles(token_files(config(shards)), vocab_size=100).read(start, stop)
+        TokenFileStream(token_files(config(shards)), vocab_size=100).read(start, stop)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "int64"])
 def test_bin_has_the_type_that_the_recipe_says(tmp_path: Path, dtype: str):
     np.arange(50, dtype=dtype).tofile(tmp_path / "x.bin")
-    stream = TokenFiles(token_files(config(tmp_path / "x.bin", token_dtype=dtype)), vocab_size=50)
+    stream = TokenFileStream(token_files(config(tmp_path / "x.bin", token_dtype=dtype)), vocab_size=50)
     assert stream.read(0, 50).tolist() == list(range(50))
 
 
 def test_more_shards_than_are_mapped_at_once(tmp_path: Path):
     for i in range(150):
         np.full(2, i, dtype=np.uint16).tofile(tmp_path / f"{i:03}.bin")
-    stream = TokenFiles(token_files(config(tmp_path)), vocab_size=150)
+    stream = TokenFileStream(token_files(config(tmp_path)), vocab_size=150)
     assert stream.read(0, 300).tolist() == [i // 2 for i in range(300)]
     assert stream.read(1, 3).tolist() == [0, 1]
 
@@ -72,7 +72,7 @@ def test_a_gigabyte_is_mapped_and_not_read(tmp_path: Path, suffix: str):
         file.truncate(path.stat().st_size if suffix == ".npy" else 2 * num_tokens)
     assert path.stat().st_size >= 2**30
     tracemalloc.start()
-    stream = TokenFiles(token_files(config(path)), vocab_size=10)
+    stream = TokenFileStream(token_files(config(path)), vocab_size=10)
     stream.probe()
     assert stream.read(num_tokens - 5, num_tokens).tolist() == [0] * 5
     _, peak_bytes = tracemalloc.get_traced_memory()
@@ -87,7 +87,7 @@ def test_a_strange_id_is_named_with_its_place(tmp_path: Path, bad: int):
     np.save(tmp_path / "good.npy", ids)
     ids[42] = bad
     np.save(tmp_path / "wrong.npy", ids)
-    stream = TokenFiles(token_files(config(tmp_path)), vocab_size=100)
+    stream = TokenFileStream(token_files(config(tmp_path)), vocab_size=100)
     assert stream.read(0, 142)[-1] == 41
     with pytest.raises(
         ConfigError, match=rf"wrong.npy holds id {bad} at token 42, but .*model.vocab_size=100; raise it"
@@ -104,7 +104,7 @@ def test_probe_looks_at_all_of_data_that_is_not_huge(tmp_path: Path):
         ids[place] = 9
         np.save(tmp_path / "x.npy", ids)
         with pytest.raises(ConfigError, match=f"holds id 9 at token {place},"):
-            TokenFiles(token_files(config(tmp_path)), vocab_size=9).probe()
+            TokenFileStream(token_files(config(tmp_path)), vocab_size=9).probe()
 
 
 def test_bin_of_a_wrong_length_is_refused(tmp_path: Path):
@@ -137,14 +137,14 @@ def test_npy_that_is_cut_off_or_something_else_is_refused(tmp_path: Path):
     for content in (whole[:-1], whole[:100], whole[:5], b"", b"hello there, no array"):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=r"x.npy is not a complete .npy array .*write it anew"):
-            look_at_npy(path)
+            read_npy_header(path)
     np.save(path, np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(ConfigError, match="x.npy is not a complete .npy array"):
-        look_at_npy(path)
+        read_npy_header(path)
     with path.open("wb") as file:
         np.savez(file, a=np.arange(3))
     with pytest.raises(ConfigError, match=r"x.npy is not a complete .npy array \(it is an archive of arrays"):
-        look_at_npy(path)
+        read_npy_header(path)
 
 
 def test_empty_and_unfitting_paths_are_refused(tmp_path: Path, text_folder: Path):
@@ -167,13 +167,13 @@ def test_a_sample_says_its_file_token_and_document(tmp_path: Path):
     for name, length in (("a.npy", 30), ("b.npy", 40)):
         np.save(tmp_path / name, np.zeros(length, dtype=np.uint16))
     np.array([5, 20, 40], dtype="<i8").tofile(tmp_path / "b.ends")
-    stream = TokenFiles(token_files(config(tmp_path)), vocab_size=4, is_indexed=True)
-    source = EndMarkedSamples(PackedSamples(stream, 8), 1)
+    stream = TokenFileStream(token_files(config(tmp_path)), vocab_size=4, is_indexed=True)
+    source = EodAnnotatedSamples(PackedSamples(stream, 8), 1)
     # The first has no index.
     assert source.origin(2) == f"{tmp_path / 'a.npy'}, token 16"
     # Sample 6 begins at token 48 of both, 18 of the second, whose documents end before tokens 5, 20 and 40.
     assert source.origin(6) == f"{tmp_path / 'b.npy'}, token 18, document 1"
-    assert [stream.place(30 + token)[-1] for token in (0, 4, 5, 19, 20)] == list("00112")
+    assert [stream.describe_location(30 + token)[-1] for token in (0, 4, 5, 19, 20)] == list("00112")
 
 
 @pytest.mark.parametrize("is_indexed", [True, False])
@@ -183,9 +183,9 @@ def test_saying_what_a_sample_is_never_raises(tmp_path: Path, is_indexed: bool, 
     ends = tmp_path / "a.ends"
     np.array([5, 30 if spoil == "stale" else 40], dtype="<i8").tofile(ends)
     file = TokenFile(tmp_path / "a.npy", 40, None, "tokens/a.npy")
-    stream = TokenFiles((file,), vocab_size=4, is_indexed=is_indexed)
+    stream = TokenFileStream((file,), vocab_size=4, is_indexed=is_indexed)
     if spoil == "cut":
-        assert stream.place(16).endswith("document 1") == is_indexed
+        assert stream.describe_location(16).endswith("document 1") == is_indexed
         os.truncate(ends, 8)
     elif spoil == "no index":
         ends.write_bytes(b"some text")

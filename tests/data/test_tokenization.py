@@ -14,7 +14,7 @@ from moefold.config.schema import DataConfig
 from moefold.data import check_data, open_dataset
 from moefold.data.shard_writer import ShardWriter
 from moefold.data.token_file import open_document_ends, token_files
-from moefold.data.tokenization import Tokenization, tokenize_files
+from moefold.data.tokenization import TokenizationResult, tokenize_files
 from moefold.errors import ConfigError
 
 from .conftest import make_text
@@ -29,7 +29,7 @@ def write_jsonl(path: Path, num_lines: int, *, first: int = 0) -> list[str]:
 
 def tokenize(
     inputs: list[Path], out: Path, *, tokenizer: str = "bytes", column: str = "text", **changes: int | str
-) -> Tokenization:
+) -> TokenizationResult:
     options = {"form": "auto", "shard_bytes": 4000, "num_processes": 1} | changes
     return tokenize_files([str(path) for path in inputs], ShardWriter(out, tokenizer, column), **options)
 
@@ -104,10 +104,10 @@ def test_a_run_reads_the_tokens_and_masks_by_the_index(tmp_path: Path):
     row = open_dataset(data, seq_len=64, vocab_size=256, seed=0).train
     joined = b"".join(documents(out))
     for i in range(len(row)):
-        sample = row.marked_sample(i)
+        sample = row.annotated_sample(i)
         assert sample.tokens.astype(np.uint8).tobytes() == joined[i * 64 : i * 64 + 65]
         is_end = sample.tokens[:-1] == 0
-        assert (np.diff(sample.documents) == is_end).all()
+        assert (np.diff(sample.document_ids) == is_end).all()
     next(out.glob("*.ends")).unlink()
     with pytest.raises(ConfigError, match=r"data.document_index=true needs an index .* data.document_end"):
         check_data(data, seq_len=64, vocab_size=256)

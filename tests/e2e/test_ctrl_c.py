@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.launch.stale_folder import LOCK
+from moefold.launch.stale_folder import LOCK_FILE
 from moefold.testing.pool import WorkerPool
 from tests.e2e.command import ROOT, TWO, environment, fresh, losses, small
 from tests.e2e.forked import interrupt_forked
@@ -106,7 +106,7 @@ def test_what_a_killed_verify_leaves_goes_with_the_next_start_and_its_ranks_end(
         # The command alone: its ranks are not told.
         process.kill()
     wait_until_gone(process.pid)
-    (left,) = (path for path in folder.iterdir() if (path / LOCK).exists())
+    (left,) = (path for path in folder.iterdir() if (path / LOCK_FILE).exists())
     (folder / "of another program").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     WorkerPool()

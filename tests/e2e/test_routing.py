@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moefold.metrics.expert_counts import read_expert_counts
-from moefold.metrics.routing_trace import Trace
+from moefold.metrics.routing_trace import RoutingTrace
 from tests.e2e.command import SMALL, losses, moefold, train
 
 pytestmark = pytest.mark.e2e
@@ -44,7 +44,7 @@ def test_a_run_resumed_under_another_mapping_leaves_the_same_trace_and_counts(tm
 
 
 def test_the_counts_are_those_of_the_trace(whole):
-    counts, trace = read_expert_counts(whole), Trace(whole, "")
+    counts, trace = read_expert_counts(whole), RoutingTrace(whole, "")
     assert counts is not None
     assert counts.steps.tolist() == trace.steps == [1, 2, 3, 4]
     for i, step in enumerate(trace.steps):

@@ -5,23 +5,23 @@ from dataclasses import replace
 from moefold.config.checks import check_config
 from moefold.config.schema import Config
 from moefold.data import open_dataset
-from moefold.launch.place import Place
-from moefold.launch.ranks import joined
+from moefold.launch.place import RankEnv
+from moefold.launch.ranks import init_distributed
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchLoader
+from moefold.train.batch import BatchSharder
 from moefold.train.step import TrainingStep
 from tests.verify.recipes import tiny
 
 
 def losses_on(cfg: Config, device_type: str, steps: int, port: int) -> list[float]:
     """The loss of each step; `port` is for the rendezvous."""
-    with joined(Place(0, 0, 1, "127.0.0.1", port), device_type) as device:
+    with init_distributed(RankEnv(0, 0, 1, "127.0.0.1", port), device_type) as device:
         groups = ParallelGroups.create(check_config(cfg), device)
         model = parallelize(cfg, groups)
         training = TrainingStep(model, cfg)
         data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-        loader = BatchLoader(data.train, cfg, groups, model.positions)
+        loader = BatchSharder(data.train, cfg, groups, model.positions)
         size = cfg.train.global_batch_size
         return [training.run(loader.batch(i * size), i + 1).loss for i in range(steps)]
 

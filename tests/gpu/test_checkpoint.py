@@ -10,8 +10,8 @@ from moefold.checkpoint.content import differing_tensors
 from moefold.checkpoint.folder import complete_checkpoints
 from moefold.config.checks import check_config
 from moefold.config.schema import CheckpointConfig, Config, RunConfig
-from moefold.launch.place import Place
-from moefold.launch.ranks import joined
+from moefold.launch.place import RankEnv
+from moefold.launch.ranks import init_distributed
 from moefold.parallel.groups import ParallelGroups
 from moefold.train.stop import StopSignals
 from moefold.train.trainer import Trainer
@@ -37,7 +37,7 @@ def _recipe(run_dir: Path, steps: int, *, async_save: bool = False, resume: str 
 
 def _train(cfg: Config, device_type: str, port: int) -> None:
     cfg = replace(cfg, run=replace(cfg.run, device=device_type))
-    with joined(Place(0, 0, 1, "127.0.0.1", port), device_type) as device:
+    with init_distributed(RankEnv(0, 0, 1, "127.0.0.1", port), device_type) as device:
         Trainer(cfg, ParallelGroups.create(check_config(cfg), device)).run(StopSignals())
 
 
@@ -58,7 +58,7 @@ def test_every_tensor_arrives_to_the_bit(tmp_path, writer, reader, port):
     (written,) = complete_checkpoints(tmp_path / "first" / "checkpoints")
     cfg = _recipe(tmp_path / "second", 2, resume=str(written))
     cfg = replace(cfg, run=replace(cfg.run, device=reader))
-    with joined(Place(0, 0, 1, "127.0.0.1", port + 1), reader) as device:
+    with init_distributed(RankEnv(0, 0, 1, "127.0.0.1", port + 1), reader) as device:
         trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), device))
         trainer._resume()
         trainer._save()

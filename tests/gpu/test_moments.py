@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from moefold.config.schema import Config, TrainConfig
-from moefold.offload.tier import Link
-from moefold.parallel.moments import FileHome, HostHome, MomentHome
-from moefold.testing.group import group_of
+from moefold.offload.tier import CopyEngine
+from moefold.parallel.moments import MmapStore, PinnedStore, StateStore
+from moefold.testing.group import make_group
 from moefold.train.muon import build_muon
 from moefold.train.optimizer import build_optimizer, named_moments
 
@@ -19,12 +19,12 @@ pytestmark = [
 ]
 
 
-def _train(cfg: TrainConfig, home: MomentHome | None) -> dict[str, torch.Tensor]:
+def _train(cfg: TrainConfig, home: StateStore | None) -> dict[str, torch.Tensor]:
     device = torch.device("cuda")
     torch.manual_seed(0)
     shapes = {f"layers.{i}.ffn.w_up": (512, 1024) for i in range(6)} | {"head.norm.weight": (1024,)}
     given = {name: nn.Parameter(torch.randn(shape, device=device)) for name, shape in shapes.items()}
-    alone = group_of((0,), 0, None)
+    alone = make_group((0,), 0, None)
     optimizer: torch.optim.Optimizer
     if cfg.optimizer == "muon":
         optimizer = build_muon(given, Config(train=cfg), alone, home)
@@ -45,8 +45,8 @@ def _train(cfg: TrainConfig, home: MomentHome | None) -> dict[str, torch.Tensor]
 @pytest.mark.parametrize("place", ["host", "ssd"])
 def test_moments_outside_of_the_gpu_give_the_same_bits(tmp_path: Path, kind, moment_dtype, place):
     cfg = TrainConfig(lr=1e-2, optimizer=kind, moment_dtype=moment_dtype)
-    link = Link(torch.device("cuda"))
-    home = HostHome(link, 4096) if place == "host" else FileHome(link, tmp_path, 4096)
+    link = CopyEngine(torch.device("cuda"))
+    home = PinnedStore(link, 4096) if place == "host" else MmapStore(link, tmp_path, 4096)
     expected, found = _train(cfg, None), _train(cfg, home)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name

@@ -41,7 +41,7 @@ def _run(**train: object):
         torch.manual_seed(0)
         for parameter in module.parameters():
             nn.init.normal_(parameter, std=0.02)
-        module.place(torch.arange(1024))
+        module.set_positions(torch.arange(1024))
         tokens = torch.randint(512, (8, 1024), generator=torch.Generator(device).manual_seed(1))
         shares = torch.full(tokens.shape, 1 / tokens.numel())
     apply_recompute(module, cfg.train.recompute)
@@ -76,7 +76,7 @@ def test_the_same_bits(tmp_path, place, parts, again, waits):
     assert found[0] == losses
     assert all(torch.equal(a, b) for a, b in zip(found[1], gradients, strict=True))
     assert found[3].stored_bytes > 0
-    assert found[3].kept_bytes == 0 or not waits
+    assert found[3].resident_bytes == 0 or not waits
 
 
 def test_peak_memory_falls_by_45_percent():

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from moefold.checkpoint.folder import Position
+from moefold.checkpoint.folder import TrainState
 from moefold.checkpoint.store import checkpoint_state
 from moefold.checkpoint.store import write_checkpoint as write
 from moefold.config.checks import check_config
 from moefold.config.load import config_from_dict, write_config_json
 from moefold.config.schema import Config
-from moefold.inference.opening import OpenModel, open_model
-from moefold.inference.settings import Purpose, Wish, inference_config
+from moefold.inference.opening import LoadedModel, load_model
+from moefold.inference.settings import InferenceRequest, Purpose, inference_config
 from moefold.inference.source import find_source
-from moefold.model.init import initialise
+from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
@@ -85,7 +85,7 @@ def write_checkpoint(cfg: Config) -> None:
     """Save the initial weights as step 7 of a run; on one rank of a process group."""
     training = TrainingStep(parallelize(cfg, ParallelGroups.create(check_config(cfg), CPU)), cfg)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-    write(cfg, state, Position(step=7, samples=0, tokens=0))
+    write(cfg, state, TrainState(step=7, samples=0, tokens=0))
     write_config_json(cfg, Path(cfg.run.dir) / "config.json")
 
 
@@ -94,7 +94,7 @@ def theirs(cfg: Config, family: str) -> Any:
     import transformers
 
     ours = build_model(cfg)
-    initialise(ours, cfg.model, cfg.run.seed)
+    init_weights(ours, cfg.model, cfg.run.seed)
     weights = dict(ours.named_parameters())
     _, class_name, sizes = FAMILIES[family]
     config = getattr(transformers, f"{class_name}Config")(**SHARED | sizes)
@@ -105,14 +105,14 @@ def theirs(cfg: Config, family: str) -> Any:
     return model
 
 
-def opened(path: Path, purpose: Purpose, mapping: dict[str, Any], seq_len: int, batch_size: int) -> OpenModel:
+def opened(path: Path, purpose: Purpose, mapping: dict[str, Any], seq_len: int, batch_size: int) -> LoadedModel:
     """Open a model under a mapping, with "dtype" among its keys if it matters; collective over the process group."""
     mapping = dict(mapping)
     dtype = str(mapping.pop("dtype", "auto"))
     overrides = tuple(f"{'' if '.' in key else 'parallel.'}{key}={value}" for key, value in mapping.items())
     source = find_source(str(path))
-    wish = Wish(overrides=overrides, dtype=dtype, device="cpu", seq_len=seq_len, batch_size=batch_size)
-    return open_model(source, inference_config(source, wish, purpose), CPU)
+    wish = InferenceRequest(overrides=overrides, dtype=dtype, device="cpu", seq_len=seq_len, batch_size=batch_size)
+    return load_model(source, inference_config(source, wish, purpose), CPU)
 
 
 def row_of_ids(num_tokens: int, vocab_size: int = 64) -> np.ndarray:

@@ -11,7 +11,7 @@ from moefold.config.schema import DataConfig
 from moefold.data.chat import load_chat_template
 from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer, load_tokenizer
 from moefold.errors import ConfigError
-from moefold.inference.chat import UntilMark, encode_messages, open_chat_template, turn_end
+from moefold.inference.chat import StopStringFilter, encode_messages, open_chat_template, turn_end
 from moefold.inference.source import find_source
 from tests.inference.checkpoint_folder import described_run
 
@@ -59,7 +59,7 @@ def test_a_template_of_the_users_own_wins(tmp_path, with_marks):
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
     assert (
         open_chat_template(source, "", str(tmp_path / "own.jinja")).prompt(
-            [{"role": "user", "content": "x"}], "it", opens_turn=True
+            [{"role": "user", "content": "x"}], "it", add_generation_prompt=True
         )
         == "x"
     )
@@ -68,11 +68,11 @@ def test_a_template_of_the_users_own_wins(tmp_path, with_marks):
 @pytest.mark.parametrize("text", ["one<|end|>two", "a<|e<|end|>", "a<|end|", "<|end|>", "", "<<|end|>x", "plain"])
 def test_a_stream_ends_before_the_mark_however_it_is_cut(text):
     for size in range(1, 9):
-        until = UntilMark("<|end|>")
+        until = StopStringFilter("<|end|>")
         parts = [until.push(text[i : i + size]) for i in range(0, len(text), size)]
         assert "".join([*parts, until.finish()]) == text.partition("<|end|>")[0]
         assert not any("<|end|>" in part for part in parts)
-    assert UntilMark("").push(text) == text
+    assert StopStringFilter("").push(text) == text
 
 
 @pytest.fixture(scope="module")

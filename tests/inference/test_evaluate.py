@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.inference.evaluate import Evaluation, LogitsFile, evaluate
-from moefold.inference.token_row import TokenRow
+from moefold.inference.token_row import TokenDataset
 from tests.inference.example import opened, recipe, row_of_ids, theirs
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
@@ -30,7 +30,7 @@ MAPPINGS = [
 def run_evaluation(path: Path, mapping: dict[str, int], ids: np.ndarray, keeps_tail: bool, logits: Path | None):
     """What one rank makes of the row, three sequences of S at once."""
     model = opened(path, "evaluate", mapping, S, 3)
-    row = TokenRow(ids, S, keeps_tail)
+    row = TokenDataset(ids, S, keeps_tail)
     with nullcontext() if logits is None else LogitsFile(logits, model, row) as file:
         return evaluate(model, row, file)
 

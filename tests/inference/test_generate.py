@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.inference.generate import Continuation, generate
-from moefold.inference.sampling import Sampling
-from moefold.parallel.staged import Decoder
+from moefold.inference.generate import Completion, generate
+from moefold.inference.sampling import SamplingParams
+from moefold.parallel.staged import KVCacheDecoder
 from tests.inference.example import KINDS, opened, recipe, recipe_of_kind, row_of_ids, theirs, write_checkpoint
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 pytestmark = pytest.mark.parity
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = ([3, 14, 15, 9, 26, 5], [35], [8, 9, 7])
 """Of different lengths: shorter ones are filled up."""
 NEW_TOKENS = 9
@@ -33,7 +33,7 @@ def name(mapping: dict[str, int]) -> str:
     return "-".join(f"{key}{value}" for key, value in mapping.items())
 
 
-def run_generation(path: Path, mapping: dict[str, int], sampling: Sampling, eos: int = -1) -> list[Continuation]:
+def run_generation(path: Path, mapping: dict[str, int], sampling: SamplingParams, eos: int = -1) -> list[Completion]:
     """Continue the prompts together."""
     model = opened(path, "generate", mapping, 24, len(PROMPTS)).model
     return generate(model, PROMPTS, NEW_TOKENS, sampling, eos_ids=frozenset({eos}))
@@ -44,12 +44,12 @@ def run_in_pieces(path: Path, mapping: dict[str, int], pieces: list[int]) -> tor
     model = opened(path, "generate", mapping, 24, 2).model
     tokens = torch.from_numpy(row_of_ids(2 * sum(pieces)).astype("int64")).view(2, -1)
     found, done = [], 0
-    with Decoder(model, 24) as decoder:
+    with KVCacheDecoder(model, 24) as decoder:
         for size in pieces:
             place = torch.full((2,), done), torch.full((2,), size - 1)
             found.append(decoder.forward(tokens[:, done : done + size], *place, done + size))
             done += size
-    return torch.stack([model.from_last_stage(logits) for logits in found])
+    return torch.stack([model.broadcast_from_last_stage(logits) for logits in found])
 
 
 def run_without_cache(path: Path) -> list[list[int]]:
@@ -59,7 +59,7 @@ def run_without_cache(path: Path) -> list[list[int]]:
     for prompt in PROMPTS:
         ids = list(prompt)
         for _ in range(NEW_TOKENS):
-            model.stage.place(torch.arange(len(ids)))
+            model.stage.set_positions(torch.arange(len(ids)))
             logits = model.forward(torch.tensor([ids]))
             ids.append(int(logits[-1, 0].argmax()))
         found.append(ids[len(prompt) :])
@@ -102,7 +102,7 @@ def test_greedy_with_a_cache_equals_greedy_without(pool, qwen3):
 def run_whole(path: Path, num_tokens: int, mapping: dict[str, str] | None = None) -> torch.Tensor:
     """Logits [S, B, V] of two given rows of ids, without a cache."""
     model = opened(path, "evaluate", mapping or {}, num_tokens, 2).model
-    model.stage.place(torch.arange(num_tokens))
+    model.stage.set_positions(torch.arange(num_tokens))
     logits = model.forward(torch.from_numpy(row_of_ids(2 * num_tokens).astype("int64")).view(2, -1))
     assert logits is not None
     return logits
@@ -121,7 +121,9 @@ def test_every_kind_of_attention_decodes_with_a_cache(pool, tmp_path, kind):
 
 def test_draws_are_the_same_under_every_mapping_and_others_for_another_seed(pool, mixtral):
     drawn = [
-        pool.run(mapping.get("world_size", 1), run_generation, mixtral, mapping, Sampling(temperature=2.0, seed=seed))
+        pool.run(
+            mapping.get("world_size", 1), run_generation, mixtral, mapping, SamplingParams(temperature=2.0, seed=seed)
+        )
         for mapping, seed in (({}, 1), (FOUR, 1), ({}, 2))
     ]
     tokens = [[[found.tokens for found in rank] for rank in ranks] for ranks in drawn]

@@ -10,9 +10,9 @@ from moefold.cli.main import main
 from moefold.errors import ConfigError
 from moefold.inference.evaluate import evaluate
 from moefold.inference.generate import generate
-from moefold.inference.sampling import Sampling
+from moefold.inference.sampling import SamplingParams
 from moefold.inference.source import find_source
-from moefold.inference.token_row import TokenRow
+from moefold.inference.token_row import TokenDataset
 from tests.inference.example import opened, row_of_ids
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
@@ -23,9 +23,9 @@ PROMPTS = ([3, 14, 15, 9, 26, 5], [35], [8, 9, 7])
 
 def evaluate_and_continue(folder: Path, mapping: dict[str, int]) -> tuple[float, list[list[int]]]:
     """(mean loss, greedy tokens) of one rank."""
-    found = evaluate(opened(folder, "evaluate", mapping, 16, 2), TokenRow(row_of_ids(64), 16, False))
+    found = evaluate(opened(folder, "evaluate", mapping, 16, 2), TokenDataset(row_of_ids(64), 16, False))
     model = opened(folder, "generate", mapping, 24, len(PROMPTS)).model
-    return found.loss, [x.tokens for x in generate(model, PROMPTS, 8, Sampling(temperature=0.0))]
+    return found.loss, [x.tokens for x in generate(model, PROMPTS, 8, SamplingParams(temperature=0.0))]
 
 
 CASES = [

@@ -10,7 +10,7 @@ from moefold.checkpoint.folder import read_meta, write_meta
 from moefold.cli.main import main
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source
-from moefold.inference.text import encode_text, end_ids, open_tokenizer
+from moefold.inference.text import encode_text, open_tokenizer, stop_token_ids
 
 pytest.importorskip("tokenizers", reason="tokenizers comes with the extra `dev`")
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
@@ -48,7 +48,7 @@ def test_an_import_reads_and_ends_texts_as_its_folder_does(folder, imported):
         source = find_source(str(path))
         tokenizer = open_tokenizer(source)
         ids.append(encode_text(source, tokenizer, TEXT, "it").tolist())
-        assert end_ids(source, tokenizer) == {1, 2}
+        assert stop_token_ids(source, tokenizer) == {1, 2}
     assert ids[0] == ids[1]
     assert ids[0][0] == 0
 
@@ -76,8 +76,8 @@ def test_a_run_that_went_on_with_the_tokenizer_keeps_the_ends_and_another_does_n
     for name, ends in ((str(imported / "hf" / "tokenizer.json"), {1, 2}), (str(other), set())):
         write_meta(imported, replace(meta, order={"kind": "text", "tokenizer": name, "seq_len": 8}))
         source = find_source(str(imported))
-        assert (end_ids(source, open_tokenizer(source)), source.context) == (ends, 8)
-        assert not source.has_folder_text
+        assert (stop_token_ids(source, open_tokenizer(source)), source.context) == (ends, 8)
+        assert not source.uses_hf_text_start
     write_meta(imported, meta)
 
 

@@ -16,9 +16,9 @@ from lm_eval.api.instance import Instance
 from moefold.data.tokenizer import NumberTokenizer
 from moefold.errors import ConfigError
 from moefold.inference.lm_eval_model import MoefoldLM
-from moefold.inference.lm_eval_rank import _passed_through_us
-from moefold.inference.sampling import Sampling
-from moefold.inference.scoring import CommandedModel, GenerateOrder
+from moefold.inference.lm_eval_rank import _was_raised_in_moefold
+from moefold.inference.sampling import SamplingParams
+from moefold.inference.scoring import GenerateRequest, ServedModel
 from tests.convert.hf_models import make_model, save_model
 from tests.inference.example import opened
 
@@ -112,13 +112,13 @@ def test_generation_ends_before_a_stop_and_at_the_length(lm, folder):
 
 def obey(folder: Path, mapping: dict[str, int]) -> Any:
     """What the first rank gets for its orders; the others follow."""
-    model = CommandedModel(opened(folder, "generate", mapping, 16, 2))
-    if model.opened.groups.rank:
-        return model.follow()
+    model = ServedModel(opened(folder, "generate", mapping, 16, 2))
+    if model.loaded.groups.rank:
+        return model.serve()
     scores = model.score([(5, 2, 9, 4), (7, 1), (3, 3, 3)], [2, 1, 2])
-    order = GenerateOrder(((5, 2, 9), (7,)), 4, Sampling(temperature=0.0), frozenset(), ())
+    order = GenerateRequest(((5, 2, 9), (7,)), 4, SamplingParams(temperature=0.0), frozenset(), ())
     tokens = [continuation.tokens for continuation in model.generate(order)]
-    model.dismiss()
+    model.shutdown()
     return scores, tokens
 
 
@@ -214,8 +214,8 @@ def test_an_error_of_ours_is_not_said_to_be_of_lm_eval():
             fail()
         return caught.value
 
-    assert _passed_through_us(error_of(lambda: NumberTokenizer(4).encode("x")))
-    assert not _passed_through_us(error_of(lambda: int("x")))
+    assert _was_raised_in_moefold(error_of(lambda: NumberTokenizer(4).encode("x")))
+    assert not _was_raised_in_moefold(error_of(lambda: int("x")))
 
 
 def test_importing_the_module_makes_the_model_known(folder):

@@ -9,11 +9,11 @@ import torch
 
 from moefold.cli.main import main
 from moefold.errors import ConfigError
-from moefold.inference.memory import batch_bytes, cache_bytes, memory_or
-from moefold.metrics.memory_need import weight_needs
+from moefold.inference.memory import batch_bytes, explain_oom, kv_cache_bytes
+from moefold.metrics.memory_need import inference_weight_memory
 from moefold.model.cache import CachedAttention, LatentCache
-from moefold.model.parameter import local_values
-from moefold.parallel.staged import Decoder
+from moefold.model.parameter import local_tensor
+from moefold.parallel.staged import KVCacheDecoder
 from tests.inference.checkpoint_folder import described_run
 from tests.inference.example import KINDS, opened, recipe_of_kind, write_checkpoint
 
@@ -21,13 +21,17 @@ from tests.inference.example import KINDS, opened, recipe_of_kind, write_checkpo
 def kept_bytes(folder: Path, mapping: dict[str, Any]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Bytes of the keys and values that a rank keeps and of its weights, and what was computed for them."""
     model = opened(folder, "generate", mapping, 10, 3).model
-    with Decoder(model, 10) as decoder:
+    with KVCacheDecoder(model, 10) as decoder:
         decoder.forward(torch.zeros(3, 4, dtype=torch.int64), *[torch.zeros(3, dtype=torch.int64)] * 2, 4)
-        seams = [getattr(module, name, None) for module in model.stage.modules() for name in ("core", "kept")]
+        seams = [
+            getattr(module, name, None)
+            for module in model.stage.modules()
+            for name in ("core_attention", "latent_cache")
+        ]
     caches = [seam for seam in seams if isinstance(seam, CachedAttention | LatentCache)]
-    weights = sum(local_values(parameter).nbytes for parameter in model.named_parameters.values())
-    computed = weight_needs(model.cfg)[model.groups.pp.rank]["weights"]
-    return (sum(cache.kept_bytes for cache in caches), weights), (cache_bytes(model.cfg, 10, 3), computed)
+    weights = sum(local_tensor(parameter).nbytes for parameter in model.named_parameters.values())
+    computed = inference_weight_memory(model.cfg)[model.groups.pp.rank]["weights"]
+    return (sum(cache.nbytes for cache in caches), weights), (kv_cache_bytes(model.cfg, 10, 3), computed)
 
 
 @pytest.mark.parity
@@ -75,18 +79,18 @@ def test_a_batch_larger_than_the_file_is_as_large_as_the_file(mixtral, capsys, t
 
 def test_memory_that_ends_on_the_way_is_one_message():
     words = r"not enough memory \(.*can't allocate memory.*\); take less"
-    with pytest.raises(ConfigError, match=words), memory_or("take less"):
+    with pytest.raises(ConfigError, match=words), explain_oom("take less"):
         torch.empty(2**60, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="^another$"), memory_or("take less"):
+    with pytest.raises(RuntimeError, match="^another$"), explain_oom("take less"):
         raise RuntimeError("another")
 
 
 def test_the_logits_of_a_batch_are_counted(tmp_path):
-    from moefold.inference.settings import Wish, inference_config
+    from moefold.inference.settings import InferenceRequest, inference_config
     from moefold.inference.source import find_source
 
     described_run(tmp_path)
-    wish = Wish(overrides=("parallel.tp=2", "parallel.cp=2"), seq_len=16, batch_size=3)
+    wish = InferenceRequest(overrides=("parallel.tp=2", "parallel.cp=2"), seq_len=16, batch_size=3)
     cfg = inference_config(find_source(str(tmp_path)), wish, "evaluate")
     # 48 ids, labels and marks; 24 rows of 128 float32 logits.
     assert batch_bytes(cfg) == 48 * 17 + 24 * 128 * 4

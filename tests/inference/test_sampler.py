@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from moefold.errors import ConfigError
-from moefold.inference.sampler import Sampler, draw, truncate
-from moefold.inference.sampling import Sampling
+from moefold.inference.sampler import TokenSampler, apply_top_k_top_p, draw
+from moefold.inference.sampling import SamplingParams
 
 PROBS = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64)
 
@@ -23,7 +23,7 @@ PROBS = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64)
     ],
 )
 def test_the_likeliest_tokens_stay_with_their_probabilities(top_k, top_p, kept):
-    found = truncate(PROBS, top_k, top_p)
+    found = apply_top_k_top_p(PROBS, top_k, top_p)
     assert found[0].nonzero().flatten().tolist() == kept
     torch.testing.assert_close(found[0, kept], PROBS[0, kept])
 
@@ -37,19 +37,22 @@ def test_a_place_on_the_line_falls_on_its_token():
 def test_draws_follow_the_probabilities_and_the_temperature():
     logits = PROBS.log().repeat(4000, 1)
     for temperature in (1.0, 0.5):
-        tokens = Sampler(Sampling(temperature=temperature, seed=1), 4000).choose(logits)
+        tokens = TokenSampler(SamplingParams(temperature=temperature, seed=1), 4000).choose(logits)
         expected = PROBS[0] ** (1 / temperature)
         shares = tokens.bincount(minlength=4) / 4000
         torch.testing.assert_close(shares.double(), expected / expected.sum(), rtol=0, atol=0.03)
 
 
 def test_greedy_takes_the_first_of_equal_ones_and_a_sample_has_its_own_numbers():
-    assert Sampler(Sampling(temperature=0.0), 2).choose(torch.tensor([[1.0, 3, 3], [5, 0, 1]])).tolist() == [1, 0]
+    assert TokenSampler(SamplingParams(temperature=0.0), 2).choose(torch.tensor([[1.0, 3, 3], [5, 0, 1]])).tolist() == [
+        1,
+        0,
+    ]
     logits = torch.zeros(3, 1000)
-    three = [Sampler(Sampling(seed=4), 3).choose(logits) for _ in range(2)]
+    three = [TokenSampler(SamplingParams(seed=4), 3).choose(logits) for _ in range(2)]
     assert three[0].tolist() == three[1].tolist()
     assert len(set(three[0].tolist())) > 1
-    assert Sampler(Sampling(seed=4), 1).choose(logits[:1]).tolist() == three[0][:1].tolist()
+    assert TokenSampler(SamplingParams(seed=4), 1).choose(logits[:1]).tolist() == three[0][:1].tolist()
 
 
 @pytest.mark.parametrize(
@@ -66,4 +69,4 @@ def test_greedy_takes_the_first_of_equal_ones_and_a_sample_has_its_own_numbers()
 )
 def test_numbers_that_mean_nothing(wrong, message):
     with pytest.raises(ConfigError, match=message):
-        Sampling(**wrong).check()
+        SamplingParams(**wrong).check()

@@ -1,7 +1,7 @@
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.inference.settings import Wish, inference_config
+from moefold.inference.settings import InferenceRequest, inference_config
 from moefold.inference.source import find_source
 from tests.inference.checkpoint_folder import described_run
 
@@ -12,8 +12,8 @@ def source(tmp_path):
     return find_source(str(tmp_path))
 
 
-def wish(*overrides: str, **more: object) -> Wish:
-    return Wish(**{"overrides": overrides, "seq_len": 13, "batch_size": 3} | more)
+def wish(*overrides: str, **more: object) -> InferenceRequest:
+    return InferenceRequest(**{"overrides": overrides, "seq_len": 13, "batch_size": 3} | more)
 
 
 def test_tokens_are_not_dropped_unless_asked(source):

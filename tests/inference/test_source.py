@@ -6,7 +6,7 @@ import pytest
 
 from moefold.checkpoint.folder import locate_checkpoint, locate_folder
 from moefold.cli.main import main
-from moefold.convert.start_check import model_in
+from moefold.convert.start_check import read_model
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source
 from tests.inference.checkpoint_folder import described_run
@@ -113,7 +113,7 @@ def test_a_description_that_makes_no_sense_is_named(tmp_path, key, value, messag
     with pytest.raises(ConfigError, match=f"moefold.json is damaged, or of another version of moefold: {message}"):
         find_source(str(tmp_path))
     with pytest.raises(ConfigError, match=f"has a model that this version does not know: {message}"):
-        model_in(tmp_path)
+        read_model(tmp_path)
 
 
 def test_a_description_of_other_types_is_broken(tmp_path):
@@ -122,7 +122,7 @@ def test_a_description_of_other_types_is_broken(tmp_path):
     content = json.loads(meta.read_text())
     content["model"]["hidden_size"] = "64"
     meta.write_text(json.dumps(content))
-    for read in (lambda: find_source(str(tmp_path)), lambda: model_in(tmp_path)):
+    for read in (lambda: find_source(str(tmp_path)), lambda: read_model(tmp_path)):
         with pytest.raises(ConfigError, match="has a broken moefold.json: model.hidden_size is '64'"):
             read()
 

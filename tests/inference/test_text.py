@@ -4,7 +4,7 @@ import pytest
 from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source
-from moefold.inference.text import TextStream, encode_prompts, end_ids, open_tokenizer, read_text
+from moefold.inference.text import TextStream, encode_prompts, open_tokenizer, read_text, stop_token_ids
 from tests.inference.checkpoint_folder import described_run
 
 
@@ -38,7 +38,10 @@ def test_prompts_of_text_of_numbers_and_of_nothing(tmp_path):
     text, numbers = (find_source(str(tmp_path / name)) for name in ("text", "numbers"))
     assert encode_prompts(text, open_tokenizer(text), ["hi", ""]) == ((104, 105), (0,))
     assert encode_prompts(numbers, open_tokenizer(numbers), ["3 255"]) == ((3, 255),)
-    assert (end_ids(text, open_tokenizer(text)), end_ids(numbers, open_tokenizer(numbers))) == ({0}, set())
+    assert (stop_token_ids(text, open_tokenizer(text)), stop_token_ids(numbers, open_tokenizer(numbers))) == (
+        {0},
+        set(),
+    )
     with pytest.raises(ConfigError, match="trained on bare ids"):
         encode_prompts(numbers, open_tokenizer(numbers), ["hi"])
     with pytest.raises(ConfigError, match="the prompt is empty"):

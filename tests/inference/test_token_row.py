@@ -5,11 +5,11 @@ import pytest
 
 from moefold.data.shard_reader import BrokenShardError
 from moefold.errors import ConfigError
-from moefold.inference.token_row import TokenRow, check_row, open_ids
+from moefold.inference.token_row import TokenDataset, check_dataset, open_ids
 
 
-def row(num_tokens: int, seq_len: int, keeps_tail: bool = False) -> TokenRow:
-    return TokenRow(np.arange(num_tokens, dtype=np.uint16), seq_len, keeps_tail)
+def row(num_tokens: int, seq_len: int, keeps_tail: bool = False) -> TokenDataset:
+    return TokenDataset(np.arange(num_tokens, dtype=np.uint16), seq_len, keeps_tail)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def row(num_tokens: int, seq_len: int, keeps_tail: bool = False) -> TokenRow:
 )
 def test_sequences_and_what_is_left(num_tokens, keeps_tail, sequences, predicted, left_out):
     cut = row(num_tokens, 4, keeps_tail)
-    assert (cut.num_sequences, cut.num_predicted, cut.num_left_out) == (sequences, predicted, left_out)
+    assert (cut.num_sequences, cut.num_predicted, cut.num_unused_tokens) == (sequences, predicted, left_out)
 
 
 def test_every_token_but_the_first_of_a_sequence_is_a_target_once():
@@ -34,15 +34,15 @@ def test_every_token_but_the_first_of_a_sequence_is_a_target_once():
 
 
 def test_rows_that_cannot_be_evaluated():
-    check_row(row(8, 4), 8, "file")
+    check_dataset(row(8, 4), 8, "file")
     with pytest.raises(ConfigError, match="file holds id 7 at token 7, but the model's vocabulary is 7"):
-        check_row(row(8, 4), 7, "file")
+        check_dataset(row(8, 4), 7, "file")
     with pytest.raises(ConfigError, match="id -1 at token 1"):
-        check_row(TokenRow(np.array([1, -1, 2]), 2, False), 7, "file")
+        check_dataset(TokenDataset(np.array([1, -1, 2]), 2, False), 7, "file")
     with pytest.raises(ConfigError, match="3 tokens, less than one sequence of --seq-len 4; .* or --keep-tail"):
-        check_row(row(3, 4), 9, "file")
+        check_dataset(row(3, 4), 9, "file")
     with pytest.raises(ConfigError, match="--seq-len 1 must be at least 2"):
-        check_row(row(3, 1), 9, "file")
+        check_dataset(row(3, 1), 9, "file")
 
 
 def test_files_that_hold_no_row(tmp_path):
@@ -66,7 +66,7 @@ def test_files_that_hold_no_row(tmp_path):
 
 def test_a_file_that_is_cut_under_an_evaluation_is_named(tmp_path):
     np.save(tmp_path / "ids.npy", np.arange(10_000, dtype=np.uint16))
-    row = TokenRow(open_ids(tmp_path / "ids.npy"), 10, keeps_tail=False)
+    row = TokenDataset(open_ids(tmp_path / "ids.npy"), 10, keeps_tail=False)
     os.truncate(tmp_path / "ids.npy", 8192)
     assert row.batch(0, 1, 10)[0].tolist() == [list(range(10))]
     with pytest.raises(

@@ -11,7 +11,7 @@ import torch
 from moefold.config.schema import Config
 from moefold.kernels.c_library import COMPILERS
 from moefold.testing.pool import WorkerPool
-from moefold.verify.mapping import run_mapping
+from moefold.verify.mapping import run_distributed
 from tests.verify.recipes import tiny
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C compiler")
@@ -29,7 +29,7 @@ def recipe(dtype: str, kernels: str, **words: Any) -> Config:
     return replace(cfg, run=replace(cfg.run, dtype=dtype, kernels=kernels))
 
 
-def steps_of(pool: WorkerPool, cfg: Config, run: Callable[..., Any] = run_mapping) -> Any:
+def steps_of(pool: WorkerPool, cfg: Config, run: Callable[..., Any] = run_distributed) -> Any:
     """Losses and norms of two steps."""
     return pool.run(cfg.parallel.world_size, run, cfg, 2, timeout_s=280)[0].steps
 
@@ -39,12 +39,12 @@ def assert_same_losses(
     words: dict[str, Any],
     dtype: str = "float32",
     tolerance: float = 1e-5,
-    run_in_c: Callable[..., Any] = run_mapping,
+    run_in_c: Callable[..., Any] = run_distributed,
 ) -> None:
     """Kernels in C, on and off, give the same losses and norms of gradients."""
     plain, in_c = (
         steps_of(pool, recipe(dtype, kernels, **words), run)
-        for kernels, run in (("plain", run_mapping), ("c", run_in_c))
+        for kernels, run in (("plain", run_distributed), ("c", run_in_c))
     )
     for a, b in zip(plain, in_c, strict=True):
         assert b.loss == pytest.approx(a.loss, rel=tolerance)

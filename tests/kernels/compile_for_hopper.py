@@ -36,16 +36,16 @@ def products():
     scales = dict.fromkeys(("x_scales", "w_scales", "grad_scales"), WIDE)
     narrow = of_rows | scales | {"y": HALF, "out": HALF} | dict.fromkeys(("x", "w", "grad"), BYTE)
     cut = {"PRECISION": "ieee", "WIDENS": False}
-    for tiling in triton_grouped.TILINGS:
-        size = {"BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns, "BLOCK_K": tiling.depth}
-        how = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    for tiling in triton_grouped.TILE_CONFIGS_16_BIT:
+        size = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
+        how = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
         rows = {"GATHERS": True, "HAS_SECOND": False, "SCATTERS": False, "STEP": 8, "stride_xk": 1, "stride_wn": 1}
-        yield "rows", triton_grouped._rows_kernel, half, rows | cut | size, how
+        yield "rows", triton_grouped._grouped_gemm_kernel, half, rows | cut | size, how
         weights = {"GATHERS": True, "GATHERS_GRAD": False}
-        yield "weights", triton_grouped._weights_kernel, half, weights | cut | size, how
+        yield "weights", triton_grouped._weight_grad_kernel, half, weights | cut | size, how
     size, how = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK": 128}, {"num_warps": 8, "num_stages": 3}
-    yield "rows e4m3", triton_scaled._rows_kernel, narrow, size | {"STEP": 8, "stride_wk": 1}, how
-    yield "weights e4m3", triton_scaled._weights_kernel, narrow, size, how
+    yield "rows e4m3", triton_scaled._scaled_gemm_kernel, narrow, size | {"STEP": 8, "stride_wk": 1}, how
+    yield "weights e4m3", triton_scaled._scaled_weight_grad_kernel, narrow, size, how
 
 
 def others():
@@ -59,8 +59,8 @@ def others():
     yield triton_gate._backward_kernel, types, gate
     combine = {"HAS_PRESENT": True, "HAS_FACTOR": True, "BLOCK_T": 8, "BLOCK_N": 256}
     yield triton_grouped._combine_kernel, types, combine
-    yield triton_quantise._along_columns_kernel, types, {"GATHERS": True, "ROWS": 16, "BLOCK": 128}
-    yield triton_quantise._along_rows_kernel, types, {"GATHERS": True, "COLUMNS": 64, "BLOCK": 128}
+    yield triton_quantise._quantize_rowwise_kernel, types, {"GATHERS": True, "ROWS": 16, "BLOCK": 128}
+    yield triton_quantise._quantize_columnwise_kernel, types, {"GATHERS": True, "COLUMNS": 64, "BLOCK": 128}
     names = ("logits", "bias", "probs", "scores", "score_sums", "z_sums", "entropies", "grad_z", "grad_logits")
     routing = dict.fromkeys((*names, "grad_probs", "grad_scores", "grad_sums"), WIDE)
     routing |= {"ids": LONG, "copies": INT, "factor": "fp32", "smallest": "fp32"}

@@ -34,9 +34,9 @@ def pytest_collection_modifyitems(items):
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine without a C compiler, on which no library was loaded before."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    c_library.c_library.cache_clear()
+    c_library.load_library.cache_clear()
     yield
-    c_library.c_library.cache_clear()
+    c_library.load_library.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,13 @@ def built_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     def build(kernel: Callable[[], Any], flags: tuple[str, ...]) -> Any:
         if flags and platform.machine() != "x86_64":
             pytest.skip("flags of another processor")
-        command, folder = [*c_library._command(), *flags], tmp_path_factory.mktemp("library")
+        command, folder = [*c_library._compile_command(), *flags], tmp_path_factory.mktemp("library")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(c_library, "_command", lambda: command)
+            patch.setattr(c_library, "_compile_command", lambda: command)
             patch.setattr(c_library, "cache_folders", lambda named: (folder,))
-            c_library.c_library.cache_clear()
+            c_library.load_library.cache_clear()
             built = kernel()
-        c_library.c_library.cache_clear()
+        c_library.load_library.cache_clear()
         return built
 
     return build

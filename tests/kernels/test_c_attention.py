@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefold.kernels.select import select_kernels
-from moefold.model.attention_block import Plain
+from moefold.model.attention_block import MathBlockAttention
 from moefold.model.core_attention import CausalAttention
 from tests.kernels.c_kernels import (
     CPU,
@@ -57,10 +57,10 @@ def _passes(kernel, q, k, v, grad):
 
 def _assert_equal(found, q, k, v, grad):
     wide = [x.double() for x in (q, k, v)]
-    out, lse = Plain().forward(*wide, "causal")
+    out, lse = MathBlockAttention().forward(*wide, "causal")
     # Backwards the output is read as it was rounded to a narrow type, and no other rounding is in the way.
     read = found[0].double() if q.dtype == torch.bfloat16 else out
-    gradients = Plain().backward(grad.double(), *wide, read, lse, "causal")
+    gradients = MathBlockAttention().backward(grad.double(), *wide, read, lse, "causal")
     for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), found, (out, lse, *gradients), strict=True):
         assert a.dtype == (torch.float32 if name == "lse" else q.dtype)
         assert a.shape == e.shape
@@ -179,7 +179,7 @@ def test_large_scores_do_not_overflow(kernel):
     q, k, v, grad = _heads(80, 1, 2, 2, 16)
     q, k = 40 * q, 40 * k
     found = _passes(kernel, q, k, v, grad)
-    right = _passes(Plain(), *(x.double() for x in (q, k, v, grad)))
+    right = _passes(MathBlockAttention(), *(x.double() for x in (q, k, v, grad)))
     # Scores of thousands are rounded to 1e-4 before they are exponents.
     for a, e in zip(found, right, strict=True):
         assert (a.double() - e).abs().max() < 2e-3 * e.abs().max()
@@ -269,26 +269,26 @@ def test_what_it_keeps_is_what_torchs_kernel_keeps(native, dtype):
 
 def test_what_it_does_not_know_it_says(native):
     q, k, v, _ = _heads(6, 2, 4, 2, 16)
-    assert native.knows(q, k, v)
-    assert not native.knows(q.double(), k.double(), v.double())
-    assert native.knows(q.bfloat16(), k.bfloat16(), v.bfloat16())
-    assert not native.knows(q.half(), k.half(), v.half())
-    assert not native.knows(q.bfloat16(), k, v)
-    assert not native.knows(q, k, v.bfloat16())
-    assert not native.knows(q[:3], k, v)
-    assert not native.knows(q, k, v[..., :8])
-    assert not native.knows(*(x.to("meta") for x in (q, k, v)))
-    assert not native.knows(*(torch.empty(2, 1, 1, 257) for _ in "qkv"))
-    assert not native.knows(*(torch.empty(1, 1, 1, 1).expand(5000, 1, 1, 8) for _ in "qkv"))
+    assert native.supports(q, k, v)
+    assert not native.supports(q.double(), k.double(), v.double())
+    assert native.supports(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    assert not native.supports(q.half(), k.half(), v.half())
+    assert not native.supports(q.bfloat16(), k, v)
+    assert not native.supports(q, k, v.bfloat16())
+    assert not native.supports(q[:3], k, v)
+    assert not native.supports(q, k, v[..., :8])
+    assert not native.supports(*(x.to("meta") for x in (q, k, v)))
+    assert not native.supports(*(torch.empty(2, 1, 1, 257) for _ in "qkv"))
+    assert not native.supports(*(torch.empty(1, 1, 1, 1).expand(5000, 1, 1, 8) for _ in "qkv"))
     for empty in (q[:0], q[:, :0]):
-        assert not native.knows(empty, k[: len(empty), : empty.shape[1]], v[: len(empty), : empty.shape[1]])
+        assert not native.supports(empty, k[: len(empty), : empty.shape[1]], v[: len(empty), : empty.shape[1]])
 
 
 def test_the_choice_is_automatic_and_switchable(native):
     for kernels, dtype in product(("auto", "c"), ("float32", "bfloat16")):
         chosen = select_kernels(recipe(dtype, kernels), CPU)
         assert (chosen.attention is not None) == native.is_fast
-        assert ("causal attention" in chosen.note) == native.is_fast
+        assert ("causal attention" in chosen.message) == native.is_fast
     assert select_kernels(recipe("float32", "plain"), CPU).attention is None
     assert select_kernels(recipe("float64", "auto"), CPU).attention is None
 

@@ -16,9 +16,9 @@ from moefold.errors import ConfigError
 from moefold.kernels import c_library
 from moefold.kernels.c_library import COMPILERS, CompilerError
 from moefold.kernels.select import select_kernels
-from moefold.model.gemm import LIBRARY
+from moefold.model.gemm import TORCH_GEMM
 from moefold.moe.experts import Experts
-from moefold.moe.gate import SiluGate
+from moefold.moe.gate import SwiGLUActivation
 from tests.kernels.c_kernels import assert_same_losses, needs_compiler
 from tests.verify.recipes import tiny
 
@@ -27,9 +27,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def gate():
-    from moefold.kernels.c_gate import CGate
+    from moefold.kernels.c_gate import CSwiGLU
 
-    return CGate()
+    return CSwiGLU()
 
 
 def _values(*shape: int, dtype: torch.dtype = torch.float32, count: int = 3) -> list[torch.Tensor]:
@@ -45,7 +45,7 @@ def _values(*shape: int, dtype: torch.dtype = torch.float32, count: int = 3) -> 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 37), (300, 257)], ids=str)
 def test_it_equals_the_definition(gate, shape, dtype, eps):
     grad, g, u = _values(*shape, dtype=dtype)
-    right = SiluGate().backward(*(t.double() for t in (grad, g, u)))
+    right = SwiGLUActivation().backward(*(t.double() for t in (grad, g, u)))
     # Memory full of what must not be read.
     rooms = tuple(torch.full_like(g, float("nan")) for _ in range(2))
     found = [gate.forward(g, u, rooms[0].clone()), *gate.backward(grad.clone(), g, u, rooms)]
@@ -58,9 +58,9 @@ def test_it_equals_the_definition(gate, shape, dtype, eps):
 def test_projections_may_be_narrower_than_the_gradient(gate):
     grad, g, u = _values(40, 37)
     g, u = g.bfloat16(), u.bfloat16()
-    for actual in (gate, SiluGate()):
+    for actual in (gate, SwiGLUActivation()):
         found = actual.backward(grad.clone(), g, u)
-        for a, e in zip(found, SiluGate().backward(grad.double(), g.double(), u.double()), strict=True):
+        for a, e in zip(found, SwiGLUActivation().backward(grad.double(), g.double(), u.double()), strict=True):
             assert a.dtype == torch.float32
             torch.testing.assert_close(a.double(), e, rtol=2e-6, atol=2e-5)
 
@@ -70,7 +70,7 @@ def test_what_is_not_a_number_stays_none(gate):
     g = torch.tensor([float("nan"), 1.0, float("inf"), -float("inf")])
     u = torch.tensor([1.0, float("nan"), 2.0, 2.0])
     for dtype in (torch.float32, torch.bfloat16):
-        found, plain = (x.forward(g.to(dtype), u.to(dtype)) for x in (gate, SiluGate()))
+        found, plain = (x.forward(g.to(dtype), u.to(dtype)) for x in (gate, SwiGLUActivation()))
         assert found[:2].isnan().all()
         assert found[2] == plain[2] == float("inf")
 
@@ -93,11 +93,11 @@ def test_threads_change_no_bit(gate):
 @needs_compiler
 def test_what_it_does_not_know_is_plain(gate):
     grad, g, u = _values(4, 6, dtype=torch.float64)
-    for a, e in zip(gate.backward(grad.clone(), g, u), SiluGate().backward(grad.clone(), g, u), strict=True):
+    for a, e in zip(gate.backward(grad.clone(), g, u), SwiGLUActivation().backward(grad.clone(), g, u), strict=True):
         assert torch.equal(a, e)
     grad, g, u = (t.t() for t in _values(4, 6))
-    torch.testing.assert_close(gate.forward(g, u), SiluGate().forward(g, u))
-    torch.testing.assert_close(gate.backward(grad.clone(), g, u), SiluGate().backward(grad.clone(), g, u))
+    torch.testing.assert_close(gate.forward(g, u), SwiGLUActivation().forward(g, u))
+    torch.testing.assert_close(gate.backward(grad.clone(), g, u), SwiGLUActivation().backward(grad.clone(), g, u))
     leaf = g.detach().clone().requires_grad_()
     gate.forward(leaf, u).sum().backward()
     assert leaf.grad is not None
@@ -112,7 +112,7 @@ def test_experts_compute_the_same_with_it(gate, dtype):
     x = torch.randn(sum(counts), 16, generator=torch.Generator().manual_seed(1)).to(dtype)
 
     def run(of_experts, gemm):
-        experts = Experts(4, 16, 32, gate=of_experts)
+        experts = Experts(4, 16, 32, activation=of_experts)
         experts.gemm = gemm
         generator = torch.Generator().manual_seed(2)
         for parameter in experts.parameters():
@@ -123,8 +123,8 @@ def test_experts_compute_the_same_with_it(gate, dtype):
         return [y, leaf.grad, *(parameter.grad for parameter in experts.parameters())]
 
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    right = run(SiluGate(), LIBRARY)
-    for gemm in (LIBRARY, CGemm()):
+    right = run(SwiGLUActivation(), TORCH_GEMM)
+    for gemm in (TORCH_GEMM, CGemm()):
         for a, e in zip(run(gate, gemm), right, strict=True):
             assert a.dtype == e.dtype
             assert (a.double() - e.double()).norm() <= tolerance * e.double().norm()
@@ -138,12 +138,12 @@ def _recipe(**run) -> Config:
 def test_the_choice_is_automatic_and_switchable():
     for kernels, expected in (("auto", "CGate"), ("c", "CGate"), ("plain", "NoneType")):
         chosen = select_kernels(_recipe(kernels=kernels), CPU)
-        assert type(chosen.expert_gate).__name__ == expected
-    assert select_kernels(_recipe(dtype="float64"), CPU).expert_gate is None
+        assert type(chosen.expert_activation).__name__ == expected
+    assert select_kernels(_recipe(dtype="float64"), CPU).expert_activation is None
     clamped = replace(_recipe(), model=replace(_recipe().model, moe_activation="clamped_swiglu"))
     chosen = select_kernels(clamped, CPU)
-    assert chosen.expert_gate is None
-    assert "plain gates of experts" in chosen.note
+    assert chosen.expert_activation is None
+    assert "plain gates of experts" in chosen.message
 
 
 MAPPINGS = [
@@ -162,8 +162,8 @@ def test_on_and_off_give_the_same_losses(pool, mapping, train):
 
 def test_without_a_compiler_a_run_says_so_and_goes_on(no_compiler):
     chosen = select_kernels(_recipe(), CPU)
-    assert chosen.expert_gate is None
-    assert chosen.note == "run.kernels='auto': plain, as there is no C compiler (gcc, cc, clang)"
+    assert chosen.expert_activation is None
+    assert chosen.message == "run.kernels='auto': plain, as there is no C compiler (gcc, cc, clang)"
     with pytest.raises(ConfigError, match=r"run.kernels='c' cannot run: there is no C compiler .*; install gcc"):
         select_kernels(_recipe(kernels="c"), CPU)
 
@@ -174,7 +174,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     monkeypatch.setattr(c_library, "__file__", str(tmp_path / "c_library.py"))
     (tmp_path / "broken.c").write_text("int f(void) { return undeclared; }\n")
     with pytest.raises(CompilerError, match="fails: .*undeclared|fails: .*broken"):
-        c_library.c_library("broken")
+        c_library.load_library("broken")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -183,11 +183,11 @@ def test_a_library_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setattr(c_library, "cache_folders", lambda named: (tmp_path / "cache",))
     monkeypatch.setattr(c_library, "__file__", str(tmp_path / "c_library.py"))
     (tmp_path / "one.c").write_text("int one(void) { return 1; }\n")
-    assert c_library.c_library("one").one() == 1
+    assert c_library.load_library("one").one() == 1
     (entry,) = (tmp_path / "cache").iterdir()
     made = entry.stat().st_mtime_ns
-    c_library.c_library.cache_clear()
-    assert c_library.c_library("one").one() == 1
+    c_library.load_library.cache_clear()
+    assert c_library.load_library("one").one() == 1
     assert [path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()] == [made]
 
 
@@ -214,7 +214,7 @@ def test_where_no_folder_can_be_written_a_library_is_compiled_for_this_process(m
     monkeypatch.setattr(c_library, "cache_folders", lambda named: (tmp_path / "file" / "cache",))
     monkeypatch.setattr(c_library, "__file__", str(tmp_path / "c_library.py"))
     (tmp_path / "two.c").write_text("int two(void) { return 2; }\n")
-    assert c_library.c_library("two").two() == 2
+    assert c_library.load_library("two").two() == 2
 
 
 PLANTED = """
@@ -232,11 +232,11 @@ def test_a_library_that_a_neighbour_planted_is_not_loaded(monkeypatch, tmp_path,
     monkeypatch.setattr(c_library, "cache_folders", lambda named: (planted, own))
     monkeypatch.setattr(c_library, "__file__", str(tmp_path / "c_library.py"))
     (tmp_path / "three.c").write_text("int three(void) { return 3; }\n")
-    command, _, file_name = c_library._identified("three")
+    command, _, file_name = c_library._build_spec("three")
     (tmp_path / "evil.c").write_text(PLANTED.format(trace=trace))
     planted.mkdir(mode=0o700)
     library = planted / file_name
-    library.write_bytes(c_library._compiled(command, tmp_path / "evil.c"))
+    library.write_bytes(c_library._compile(command, tmp_path / "evil.c"))
     library.chmod(0o600)
     if whose.startswith("another user"):
         if os.getuid():
@@ -250,15 +250,15 @@ def test_a_library_that_a_neighbour_planted_is_not_loaded(monkeypatch, tmp_path,
         target = library if whose.endswith("file") else planted
         target.chmod(target.stat().st_mode | bit)
     c_library.build_libraries("three")
-    c_library.c_library.cache_clear()
-    assert c_library.c_library("three").three() == 3
+    c_library.load_library.cache_clear()
+    assert c_library.load_library("three").three() == 3
     assert not trace.exists()
     is_folder = whose in ("another user's", "group's", "all's")
     assert (own / file_name).exists() == is_folder
     if not is_folder:
         status = library.lstat()
         assert (status.st_uid, status.st_mode & 0o777) == (os.getuid(), 0o600)
-    c_library.c_library.cache_clear()
+    c_library.load_library.cache_clear()
 
 
 def test_what_cannot_be_is_refused():

@@ -10,8 +10,8 @@ import torch
 from moefold.kernels import c_product
 from moefold.kernels.c_library import CompilerError
 from moefold.kernels.select import select_kernels
-from moefold.model.gemm import LIBRARY
-from moefold.verify.mapping import run_mapping
+from moefold.model.gemm import TORCH_GEMM
+from moefold.verify.mapping import run_distributed
 from tests.kernels.c_kernels import CPU, VECTORS, assert_same_losses, needs_compiler, recipe
 
 pytestmark = needs_compiler
@@ -31,7 +31,7 @@ def gemm(request, built_with):
 
     with pytest.MonkeyPatch.context() as patch:
         # Few rows are for this kernel as well.
-        patch.setattr(c_product, "FEW_ROWS", dict.fromkeys(c_product.FEW_ROWS, 0))
+        patch.setattr(c_product, "MIN_PACKED_ROWS", dict.fromkeys(c_product.MIN_PACKED_ROWS, 0))
         yield built_with(CGemm, PROCESSORS[request.param])
 
 
@@ -75,16 +75,16 @@ def test_it_equals_the_definition(gemm, size, types, layouts):
     for dtype in (torch.float32, torch.bfloat16):
         whole = torch.full((rows + 2, columns + 3), float("nan"), dtype=dtype)
         out = whole[1:-1, 1:-2]
-        gemm.product_into(out, x, w)
+        gemm.matmul_out(out, x, w)
         _assert_close(out, right)
         assert whole.isnan().sum() == whole.numel() - out.numel()
         before = out.double()
         gemm.add_weight_gradient(out, x.t(), w.t())
         _assert_close(out, before + right)
-        gemm.two_products_into(out, (x, w), (x[:, :1], w[:, :1]))
+        gemm.matmul_add_out(out, (x, w), (x[:, :1], w[:, :1]))
         first = _values(x[:, :1], is_narrow=is_narrow) @ _values(w[:, :1], is_narrow=is_narrow).t()
         _assert_close(out, right + first)
-    _assert_close(gemm.wide_product(x, w), right)
+    _assert_close(gemm.matmul_fp32(x, w), right)
     product = gemm.product(x, w)
     assert product.dtype == (torch.bfloat16 if is_narrow else torch.float32)
     _assert_close(product, right)
@@ -94,9 +94,9 @@ def test_it_equals_the_definition(gemm, size, types, layouts):
 def test_a_sum_of_two_products_is_rounded_once(gemm):
     x, w = torch.randn(30, 51).bfloat16(), torch.randn(40, 51).bfloat16()
     out = torch.empty(30, 40, dtype=torch.bfloat16)
-    gemm.two_products_into(out, (x, w), (-x, w + w))
+    gemm.matmul_add_out(out, (x, w), (-x, w + w))
     exact = torch.empty(30, 40)
-    gemm.two_products_into(exact, (x, w), (-x, w + w))
+    gemm.matmul_add_out(exact, (x, w), (-x, w + w))
     assert torch.equal(out, exact.bfloat16())
 
 
@@ -107,7 +107,7 @@ def test_weights_in_float32_have_their_values_in_bfloat16(gemm):
     w = torch.cat((bits, odd.to(torch.int32))).view(torch.float32)
     # Processors that multiply pairs take the smallest numbers for 0.
     w = w[(w.abs() >= 2.0**-125) | (w == 0) | w.isnan()][:, None]
-    found, right = gemm.wide_product(torch.ones(1, 1).bfloat16(), w)[0], w[:, 0].bfloat16().float()
+    found, right = gemm.matmul_fp32(torch.ones(1, 1).bfloat16(), w)[0], w[:, 0].bfloat16().float()
     assert torch.equal(found.isnan(), right.isnan())
     assert torch.equal(found[~found.isnan()], right[~right.isnan()])
 
@@ -172,7 +172,7 @@ def test_no_bit_of_two_terms_depends_on_where_operands_lie(gemm, dtype):
     x, w = torch.randn(75, 530).to(dtype), torch.randn(130, 530).to(dtype)
     v, u = torch.randn(75, 77).to(dtype), torch.randn(130, 77).to(dtype)
     right, found = gemm.product(x, w), torch.empty(75, 130, dtype=dtype)
-    gemm.two_products_into(right, (_apart(x, 1200), w), (_apart(v, 1200), u))
+    gemm.matmul_add_out(right, (_apart(x, 1200), w), (_apart(v, 1200), u))
     _assert_close(right, x.double() @ w.double().t() + v.double() @ u.double().t())
     for a, b in ((x, w), (x.t().contiguous().t(), w.t().contiguous().t()), (_apart(x, 700), _apart(w.t(), 140).t())):
         for c, d in (
@@ -180,7 +180,7 @@ def test_no_bit_of_two_terms_depends_on_where_operands_lie(gemm, dtype):
             (v.t().contiguous().t(), u.t().contiguous().t()),
             (_apart(v, 1200), _apart(u.t(), 9000).t()),
         ):
-            gemm.two_products_into(found.fill_(float("nan")), (a, b), (c, d))
+            gemm.matmul_add_out(found.fill_(float("nan")), (a, b), (c, d))
             assert torch.equal(found, right)
 
 
@@ -188,9 +188,9 @@ def test_a_term_of_no_depth_adds_nothing(gemm):
     x, w = torch.randn(75, 30), torch.randn(130, 30)
     right, found = gemm.product(x, w), torch.empty(75, 130)
     for terms in (((x[:, :0], w[:, :0]), (x, w)), ((x, w), (x[:, :0], w[:, :0]))):
-        gemm.two_products_into(found.fill_(float("nan")), *terms)
+        gemm.matmul_add_out(found.fill_(float("nan")), *terms)
         assert torch.equal(found, right)
-    gemm.two_products_into(found, (x[:, :0], w[:, :0]), (x[:, :0], w[:, :0]))
+    gemm.matmul_add_out(found, (x[:, :0], w[:, :0]), (x[:, :0], w[:, :0]))
     assert not found.any()
 
 
@@ -209,10 +209,10 @@ def _reads_what_it_is_given(dtype: torch.dtype) -> None:
     gemm = CGemm()
     for rows, columns, depth in ((75, 70, 33), (113, 95, 64), (64, 33, 1)):
         x, w = torch.randn(rows, depth).to(dtype), torch.randn(columns, depth).to(dtype)
-        right = gemm.product(x, w)
+        right = gemm.matmul(x, w)
         for a in (_before_a_forbidden_page(x), _before_a_forbidden_page(x.t()).t()):
             for b in (_before_a_forbidden_page(w), _before_a_forbidden_page(w.t()).t()):
-                assert torch.equal(gemm.product(a, b), right)
+                assert torch.equal(gemm.matmul(a, b), right)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forbids a page as Linux does")
@@ -234,13 +234,13 @@ def test_operands_beyond_the_scratch_memory_are_cut(native, depth):
 
 def test_what_it_does_not_know_is_multiplied_by_the_libraries(native):
     x, w = torch.randn(5, 6, dtype=torch.float64), torch.randn(7, 6, dtype=torch.float64)
-    assert torch.equal(native.product(x, w), LIBRARY.product(x, w))
-    assert torch.equal(native.weight_gradient(x, x), LIBRARY.weight_gradient(x, x))
-    assert native.operand(x, torch.float64) is x
+    assert torch.equal(native.product(x, w), TORCH_GEMM.matmul(x, w))
+    assert torch.equal(native.weight_gradient(x, x), TORCH_GEMM.weight_gradient(x, x))
+    assert native.cast_weight(x, torch.float64) is x
     assert native.padded_rows(5, x) == 5
     for empty in (torch.empty(0, 6), torch.empty(3, 0)):
         out = torch.full((len(empty), 4), float("nan"))
-        native.product_into(out, empty, torch.empty(4, empty.shape[1]))
+        native.matmul_out(out, empty, torch.empty(4, empty.shape[1]))
         assert torch.equal(out, torch.zeros(len(empty), 4))
 
 
@@ -252,9 +252,9 @@ def test_columns_of_a_result_may_lie_apart(native, dtype):
         for w in (torch.randn(9, 6), torch.randn(9, 6).to(dtype)):
             right = _values(x, is_narrow=dtype == torch.bfloat16) @ _values(w, is_narrow=dtype == torch.bfloat16).t()
             out = torch.full((9, rows), float("nan"), dtype=dtype).t()
-            native.product_into(out, x, w)
+            native.matmul_out(out, x, w)
             _assert_close(out, right)
-            native.two_products_into(out, (x, w), (x, w))
+            native.matmul_add_out(out, (x, w), (x, w))
             _assert_close(out, 2 * right)
             out = torch.ones(9, rows).t()
             native.add_weight_gradient(out, x.t(), w.t())
@@ -265,7 +265,7 @@ def test_sizes_that_do_not_agree_are_refused(native):
     out = torch.empty(70, 5)
     for x, w in (((70, 6), (5, 7)), ((70, 6), (4, 6)), ((69, 6), (5, 6))):
         with pytest.raises(AssertionError, match=r"torch.Size\(\[70, 5\]\)"):
-            native.product_into(out, torch.ones(x), torch.ones(w))
+            native.matmul_out(out, torch.ones(x), torch.ones(w))
 
 
 def test_scratch_memory_is_no_tensor(native):
@@ -282,7 +282,7 @@ def test_scratch_memory_is_no_tensor(native):
 
     x, out = torch.randn(100, 3000), torch.empty(100, 100)
     with Made() as made:
-        native.product_into(out, x, x)
+        native.matmul_out(out, x, x)
     assert made.numbers == 0
 
 
@@ -295,25 +295,25 @@ def test_few_rows_are_multiplied_by_torch_mm(monkeypatch, native, dtype):
         multiplied.append(len(out))
         type(native)._multiply(native, out, pairs, **adds)
 
-    monkeypatch.setattr(c_product, "FEW_ROWS", dict.fromkeys(c_product.FEW_ROWS, 64))
-    monkeypatch.setattr(c_product, "multiplies_wide", lambda x: False)
+    monkeypatch.setattr(c_product, "MIN_PACKED_ROWS", dict.fromkeys(c_product.MIN_PACKED_ROWS, 64))
+    monkeypatch.setattr(c_product, "is_faster_in_fp32", lambda x: False)
     monkeypatch.setattr(native, "_multiply", multiply)
     for rows in (1, 63, 64):
         x, w = torch.randn(rows, 40).to(dtype), torch.randn(30, 40).to(dtype)
         right, out = x.double() @ w.double().t(), torch.full((rows, 30), float("nan"), dtype=dtype)
-        native.product_into(out, x, w)
+        native.matmul_out(out, x, w)
         _assert_close(out, right)
         _assert_close(native.product(x, w), right)
         assert multiplied == ([] if rows < 64 else [64, 64])
     multiplied.clear()
-    _assert_close(native.wide_product(x[:3], w), right[:3])
+    _assert_close(native.matmul_fp32(x[:3], w), right[:3])
     _assert_close(native.product(x[:3], w.bfloat16()), x[:3].bfloat16().double() @ w.bfloat16().double().t())
     assert multiplied == [3]
 
 
 def test_weights_are_not_copied_to_another_type(native):
     w = torch.randn(4, 4)
-    assert native.operand(w, torch.bfloat16) is w
+    assert native.cast_weight(w, torch.bfloat16) is w
     assert native.reads_wide(w.bfloat16())
     assert not native.reads_wide(w)
 
@@ -337,7 +337,7 @@ def test_it_is_chosen_where_the_libraries_leave_instructions_unused(monkeypatch,
 
     is_wide = native._vector >= 8
     for has_own in (True, False):
-        monkeypatch.setattr(gemm, "_HAS_OWN", has_own)
+        monkeypatch.setattr(gemm, "_USES_ONEDNN_FP32", has_own)
         assert native.is_fast(torch.float32) == (has_own and is_wide)
     for has_tiles in (True, False):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=has_tiles: has)
@@ -345,16 +345,16 @@ def test_it_is_chosen_where_the_libraries_leave_instructions_unused(monkeypatch,
     assert not native.is_fast(torch.float64)
     chosen = select_kernels(recipe("bfloat16", "auto"), CPU)
     assert (type(chosen.gemm).__name__ == "CGemm") == is_wide
-    assert "products" in chosen.note or not is_wide
-    assert select_kernels(recipe("bfloat16", "plain"), CPU).gemm is LIBRARY
+    assert "products" in chosen.message or not is_wide
+    assert select_kernels(recipe("bfloat16", "plain"), CPU).gemm is TORCH_GEMM
 
 
 def _run_in_c(cfg, steps):
     """With products in C for all rows, whatever is fast on this processor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(c_product.CGemm, "is_fast", lambda gemm, dtype: True)
-        patch.setattr(c_product, "FEW_ROWS", dict.fromkeys(c_product.FEW_ROWS, 0))
-        return run_mapping(cfg, steps)
+        patch.setattr(c_product, "MIN_PACKED_ROWS", dict.fromkeys(c_product.MIN_PACKED_ROWS, 0))
+        return run_distributed(cfg, steps)
 
 
 MAPPINGS = [

@@ -5,7 +5,7 @@ import torch
 
 from moefold.kernels.select import select_kernels
 from moefold.model.cpu_rope import rotate_halves
-from moefold.model.rope import Rotation
+from moefold.model.rope import Rope
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import apply_kernels
 from tests.kernels.c_kernels import CPU, HALF_STEPS, assert_same_losses, in_each_type, needs_compiler, recipe
@@ -16,9 +16,9 @@ pytestmark = needs_compiler
 
 @pytest.fixture
 def kernel():
-    from moefold.kernels.c_rope import CTurn
+    from moefold.kernels.c_rope import CRope
 
-    return CTurn()
+    return CRope()
 
 
 def _given(tokens: int, samples: int, heads: int, size: int, turned: int, angles_of: int, dtype: torch.dtype):
@@ -32,7 +32,7 @@ def _given(tokens: int, samples: int, heads: int, size: int, turned: int, angles
 
 def _passes(kernel, x, grad, cos, sin, *, is_interleaved=False):
     leaf = x.detach().requires_grad_()
-    y = Rotation(cos, sin, is_interleaved, kernel)(leaf)
+    y = Rope(cos, sin, is_interleaved, kernel)(leaf)
     y.backward(grad)
     return y.detach(), leaf.grad
 
@@ -135,12 +135,12 @@ def test_the_choice_is_automatic_and_reaches_the_model():
     ):
         cfg = recipe(dtype, kernels)
         chosen = select_kernels(cfg, CPU)
-        assert type(chosen.turn).__name__ == expected
-        assert ("rotations" in chosen.note) == (expected == "CTurn")
+        assert type(chosen.rope).__name__ == expected
+        assert ("rotations" in chosen.message) == (expected == "CTurn")
         model = build_model(cfg)
         apply_kernels(model, chosen)
-        model.place(torch.arange(4))
-        assert model.rotation.kernel is chosen.turn
+        model.set_positions(torch.arange(4))
+        assert model.rope.kernel is chosen.rope
 
 
 CASES = [pytest.param({"world_size": 2, "cp": 2}, id="cp"), pytest.param({"model": LATENT}, id="latent")]

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from moefold.kernels.rows import Rows
-from moefold.kernels.triton_fp8 import Fp8Products, Fp8Rows
-from moefold.precision.products import SimulatedProducts, SimulatedRows
-from moefold.precision.recipe import E4M3_MAX, Recipe, float32_scale, to_e4m3
+from moefold.kernels.rows import GatheredRows
+from moefold.kernels.triton_fp8 import Fp8ExpertOps, Fp8Linear
+from moefold.precision.products import EmulatedExpertOps, EmulatedLinear
+from moefold.precision.recipe import E4M3_MAX, QuantFormat, float32_scale, round_to_e4m3
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 128 if torch.cuda.is_available() else 16
-RECIPE = Recipe("fp8", E4M3_MAX, to_e4m3, BLOCK, BLOCK, float32_scale)
-SIMULATED = SimulatedProducts(RECIPE)
+RECIPE = QuantFormat("fp8", E4M3_MAX, round_to_e4m3, BLOCK, BLOCK, float32_scale)
+SIMULATED = EmulatedLinear(RECIPE)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """Relative to the largest value: another order of the sum; of 8 bits a unit in the last, as both sides round once."""
 
@@ -39,20 +39,22 @@ def test_experts(counts, dtype, gathers):
     offsets = torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE)
     w = _random(dtype, len(counts), depth, width)
     source = torch.randint(-1, 9, (num_rows,), dtype=torch.int32).to(DEVICE) if gathers else None
-    x, grad = (Rows(_random(dtype, 9 if gathers else num_rows, size), source) for size in (depth, width))
+    x, grad = (GatheredRows(_random(dtype, 9 if gathers else num_rows, size), source) for size in (depth, width))
     second = _random(dtype, num_rows, depth), _random(dtype, len(counts), width, depth).mT
-    kernels, expected = Fp8Rows(BLOCK), SimulatedRows(SIMULATED)
+    kernels, expected = Fp8ExpertOps(BLOCK), EmulatedExpertOps(SIMULATED)
     for pair in (None, second):
         # The plain twin rounds both products of a pair and then their sum, the kernel the sum alone.
         summed = 1 if pair is None else 2
-        _assert_close(kernels.product(x, w, offsets, pair), expected.product(x, w, offsets, pair), dtype, summed)
+        _assert_close(
+            kernels.grouped_gemm(x, w, offsets, pair), expected.grouped_gemm(x, w, offsets, pair), dtype, summed
+        )
     _assert_close(kernels.weight_gradient(x, grad, offsets), expected.weight_gradient(x, grad, offsets), dtype)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_linear_layers(dtype):
     x, w, grad = _random(dtype, 21, 40), _random(dtype, 33, 40), _random(dtype, 21, 33)
-    kernels = Fp8Products(Fp8Rows(BLOCK))
+    kernels = Fp8Linear(Fp8ExpertOps(BLOCK))
     _assert_close(kernels.forward(x, w), SIMULATED.forward(x, w), dtype)
     _assert_close(kernels.input_gradient(grad, w), SIMULATED.input_gradient(grad, w), dtype)
     _assert_close(kernels.weight_gradient(grad, x), SIMULATED.weight_gradient(grad, x), dtype)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.kernels.triton_grouped import Tiling, combine_rows, grouped_rows, grouped_weights
+from moefold.kernels.triton_grouped import TileConfig, combine_rows, grouped_gemm, grouped_gemm_weight_grad
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNTS = ([3, 0, 37, 1], [0, 0, 5], [0, 0], [16, 16, 32])
@@ -11,7 +11,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """Relative to the largest value: the sum of a few dozen terms, and half a unit in the last of 8 bits."""
 CASES = pytest.mark.parametrize("counts", COUNTS, ids=str)
 TYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-OTHER = Tiling(rows=16, columns=32, depth=16, warps=4, stages=2)
+OTHER = TileConfig(block_m=16, block_n=32, block_k=16, num_warps=4, num_stages=2)
 
 
 def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_products_of_rows(counts, dtype, gathers, transposed, tiling):
     w = _random(dtype, len(counts), width, depth).mT if transposed else _random(dtype, len(counts), depth, width)
     source = _sources(num_rows, 20) if gathers else None
     y = _poisoned(dtype, num_rows, width)
-    grouped_rows(x, w, _offsets(counts), num_rows, source_R=source, tiling=tiling, into=y)
+    grouped_gemm(x, w, _offsets(counts), num_rows, source_R=source, tile_config=tiling, out=y)
     _assert_close(y, _product(_read(x, source), w, counts), dtype)
 
 
@@ -68,7 +68,7 @@ def test_a_second_pair_is_added(counts, dtype):
     x, x2 = _random(dtype, num_rows, 33), _random(dtype, num_rows, 33)
     w, w2 = _random(dtype, len(counts), 33, 19), _random(dtype, len(counts), 33, 19)
     y = _poisoned(dtype, num_rows, 19)
-    grouped_rows(x, w, _offsets(counts), num_rows, second=(x2, w2), into=y)
+    grouped_gemm(x, w, _offsets(counts), num_rows, second=(x2, w2), out=y)
     _assert_close(y, _product(x.double(), w, counts) + _product(x2.double(), w2, counts), dtype)
 
 
@@ -77,7 +77,7 @@ def test_a_second_pair_is_added(counts, dtype):
 def test_rows_are_added_up_as_they_are_written(counts, dtype):
     num_rows = sum(counts)
     x, w, target = _random(dtype, num_rows, 18), _random(dtype, len(counts), 18, 21), _sources(num_rows, 7)
-    y = grouped_rows(x, w, _offsets(counts), num_rows, target=(target, 7))
+    y = grouped_gemm(x, w, _offsets(counts), num_rows, target=(target, 7))
     expected = torch.zeros(8, 21, dtype=torch.float64, device=DEVICE)
     expected.index_add_(0, torch.where(target < 0, 7, target).long(), _product(x.double(), w, counts))
     assert y.dtype == torch.float32
@@ -92,7 +92,7 @@ def test_gradients_of_weights(counts, dtype, gathers):
     x, grad = (_random(dtype, 12 if gathers else num_rows, size) for size in (depth, width))
     sources = [_sources(num_rows, 12) if gathers else None for _ in range(2)]
     out = _poisoned(dtype, len(counts), depth, width)
-    grouped_weights(x, grad, _offsets(counts), source_R=sources[0], grad_source_R=sources[1], into=out)
+    grouped_gemm_weight_grad(x, grad, _offsets(counts), source_R=sources[0], grad_source_R=sources[1], out=out)
     pairs = zip(*(_read(v, s).split(counts) for v, s in ((x, sources[0]), (grad, sources[1]))), strict=True)
     _assert_close(out, torch.stack([a.T @ b for a, b in pairs]), dtype)
 
@@ -107,7 +107,7 @@ def test_copies_are_combined(dtype, absent):
     if present is not None:
         rows[place[~present]] = float("nan")
         place = place.masked_fill(~present, 0)
-    y = combine_rows(rows, place, present, factors, into=_poisoned(dtype, 8, 41))
+    y = combine_rows(rows, place, present, factors, out=_poisoned(dtype, 8, 41))
     kept = torch.ones(8, 3, device=DEVICE, dtype=torch.bool) if present is None else present
     values = rows[place].double().masked_fill(~kept.unsqueeze(-1), 0.0)
     _assert_close(y, (values * (factors * kept).double().unsqueeze(-1)).sum(1), dtype)
@@ -116,6 +116,6 @@ def test_copies_are_combined(dtype, absent):
 def test_a_wrong_matrix_would_be_seen():
     """The tolerance tells the matrix of an expert from that of its neighbour."""
     x, w = _random(torch.bfloat16, 8, 16), _random(torch.bfloat16, 2, 16, 16)
-    y = grouped_rows(x, w.flip(0), _offsets([4, 4]), 8)
+    y = grouped_gemm(x, w.flip(0), _offsets([4, 4]), 8)
     with pytest.raises(AssertionError):
         _assert_close(y, _product(x.double(), w, [4, 4]), torch.bfloat16)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.kernels.triton_rope import turn
-from moefold.model.rope import rotation
+from moefold.kernels.triton_rope import apply_rope
+from moefold.model.rope import build_rope
 from tests.verify.recipes import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,10 +24,10 @@ def test_turning(heads, width, rotary, interleaved, by_sample, dtype):
     positions = torch.randint(0, 50, (5, 2) if by_sample else (5,))
     # A slice of wider rows, as latent attention gives.
     x = torch.randn(5, 2, heads, width + 3, dtype=torch.float64).to(dtype).to(DEVICE)[..., 3:].requires_grad_()
-    narrow = rotation(model, positions.to(DEVICE), dtype, turn)
+    narrow = build_rope(model, positions.to(DEVICE), dtype, apply_rope)
     assert narrow.cos.shape[-1] == round(width * rotary)
     wide = x.detach().double().requires_grad_()
-    actual, expected = narrow(x), rotation(model, positions.to(DEVICE), torch.float64)(wide)
+    actual, expected = narrow(x), build_rope(model, positions.to(DEVICE), torch.float64)(wide)
     grad = torch.randn_like(expected).to(dtype)
     found = [actual, *torch.autograd.grad(actual, x, grad)]
     wanted = [expected, *torch.autograd.grad(expected, wide, grad.double())]

@@ -7,10 +7,10 @@ import torch
 
 from moefold.config.schema import MoEConfig
 from moefold.kernels.triton_router import route_forward
-from moefold.moe.fused_router import FusedRouting, routing_fault
-from moefold.moe.losses import count_copies
+from moefold.moe.fused_router import FusedRouting, fused_router_unsupported_reason
+from moefold.moe.losses import count_tokens_per_expert
 from moefold.moe.router import Router
-from moefold.moe.scope import LocalScope, TokenPlaces
+from moefold.moe.scope import LocalMicroBatch, TokenPositions
 from tests.verify.recipes import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,7 +39,7 @@ def _model(sizes):
 @pytest.mark.parametrize("num_tokens", [13, 1, 0])
 def test_routing(sizes, num_tokens):
     model = _model(sizes)
-    assert routing_fault(model, MoEConfig()) == ""
+    assert fused_router_unsupported_reason(model, MoEConfig()) == ""
     plain = Router(model, MoEConfig()).double()
     torch.nn.init.normal_(plain.weight)
     if plain.expert_bias is not None:
@@ -52,10 +52,10 @@ def test_routing(sizes, num_tokens):
 
     wide = logits.detach().cpu().double().requires_grad_()
     plain.weight = torch.nn.Parameter(torch.eye(model.num_experts, dtype=torch.float64))
-    places = TokenPlaces(LocalScope(), num_tokens, torch.arange(1))
+    places = TokenPositions(LocalMicroBatch(), num_tokens, torch.arange(1))
     expected = plain(wide, places)
     assert torch.equal(routed.ids_TK.cpu(), expected.ids_TK)
-    assert torch.equal(routed.copies_E.cpu(), count_copies(expected.ids_TK, model.num_experts)[0])
+    assert torch.equal(routed.tokens_per_expert_E.cpu(), count_tokens_per_expert(expected.ids_TK, model.num_experts)[0])
     z = expected.logits_TE.logsumexp(-1).square().sum()
     theirs = [expected.probs_TK, expected.scores_TE, expected.scores_TE.sum(0), z]
     ours = [routed.probs_TK, routed.scores_TE, routed.score_sums_E, routed.z_sum]
@@ -79,7 +79,7 @@ def test_equal_values_go_to_the_lower_expert():
 def test_choices_are_experts_even_if_the_logits_are_no_numbers():
     model = _model({"top_k": 2})
     logits = torch.full((3, 8), float("nan"), device=DEVICE)
-    ids = route_forward(logits, None, FusedRouting(model)._rule).ids_TK
+    ids = route_forward(logits, None, FusedRouting(model)._options).ids_TK
     assert ids.min() >= 0
     assert ids.max() < 8
 
@@ -95,4 +95,4 @@ def test_choices_are_experts_even_if_the_logits_are_no_numbers():
     ids=str,
 )
 def test_what_the_kernel_does_not_know_is_plain(model, moe, why):
-    assert why in routing_fault(_model(model), MoEConfig(**moe))
+    assert why in fused_router_unsupported_reason(_model(model), MoEConfig(**moe))

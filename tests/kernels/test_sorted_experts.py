@@ -5,23 +5,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.kernels.measured import MeasuredChoice
-from moefold.kernels.rows import PlainRows, Rows, Sorting
+from moefold.kernels.measured import Autotuner
+from moefold.kernels.rows import GatheredRows, PermuteMap, TorchExpertOps
 from moefold.kernels.select import select_kernels
-from moefold.kernels.triton_rows import TritonRows
+from moefold.kernels.triton_rows import TritonExpertOps
 from moefold.moe.expert_weights import ExpertWeights
-from moefold.moe.experts import LoopedHow, looped_experts
-from moefold.moe.gate import ClampedGate, SiluGate
-from moefold.moe.permute import DeviceCounts, permute, plan_permutation, row_weights, unpermute
-from moefold.moe.sorted_experts import SortedHow, sorted_experts
-from moefold.verify.mapping import run_mapping
+from moefold.moe.experts import SequentialExpertOptions, sequential_experts
+from moefold.moe.gate import ClampedSwiGLUActivation, SwiGLUActivation
+from moefold.moe.permute import LazyCounts, permute, permute_probs, plan_permutation, unpermute
+from moefold.moe.sorted_experts import FusedExpertOptions, fused_experts
+from moefold.verify.mapping import run_distributed
 from tests.verify.recipes import tiny
 
 E, H, F, T, K = 4, 9, 7, 11, 2
-TRITON = TritonRows(MeasuredChoice(measures=False))
+TRITON = TritonExpertOps(Autotuner(is_enabled=False))
 ENGINES = [
-    pytest.param(PlainRows(), torch.float64, 1e-12, id="plain-float64"),
-    pytest.param(PlainRows(), torch.float32, 1e-5, id="plain-float32"),
+    pytest.param(TorchExpertOps(), torch.float64, 1e-12, id="plain-float64"),
+    pytest.param(TorchExpertOps(), torch.float32, 1e-5, id="plain-float32"),
     pytest.param(TRITON, torch.float32, 1e-5, id="triton-float32"),
 ]
 
@@ -29,7 +29,7 @@ ENGINES = [
 class _Pool:
     """Takes weight gradients at once."""
 
-    def postpone(self, weights, compute):
+    def put(self, weights, compute):
         for weight, grad in zip(weights, compute(), strict=True):
             weight.grad = grad
 
@@ -52,13 +52,21 @@ def _permutation(kind):
 @pytest.mark.parametrize("postpones", [False, True])
 def test_sorting_experts_equal_the_loop(kernels, dtype, tolerance, kind, has_bias, postpones):
     permutation, (x, probs, *tensors) = _permutation(kind), _leaves(dtype, has_bias)
-    gate = ClampedGate(1.702, 0.7) if has_bias else SiluGate()
+    gate = ClampedSwiGLUActivation(1.702, 0.7) if has_bias else SwiGLUActivation()
     columns = slice(3, 7) if has_bias else slice(None)
-    counts = permutation.rows_per_expert_E
+    counts = permutation.tokens_per_expert_E
     offsets = counts.cumsum(0, dtype=torch.int32)
     later = _Pool() if postpones else None
-    how = SortedHow(kernels, offsets, gate, columns, Sorting.of(permutation), keeps_inner=not postpones, later=later)
-    y = sorted_experts(x, ExpertWeights(*tensors), how, row_weights(probs, permutation))
+    how = FusedExpertOptions(
+        kernels,
+        offsets,
+        gate,
+        columns,
+        PermuteMap.from_permutation(permutation),
+        saves_fc1=not postpones,
+        wgrad_store=later,
+    )
+    y = fused_experts(x, ExpertWeights(*tensors), how, permute_probs(probs, permutation))
     grad = torch.randn(T, H, dtype=torch.float64).to(dtype)
     y.backward(grad)
     actual = [y, x.grad, probs.grad, *(t.grad for t in tensors)]
@@ -66,7 +74,12 @@ def test_sorting_experts_equal_the_loop(kernels, dtype, tolerance, kind, has_bia
     leaves = [t.detach().double().requires_grad_() for t in (x, probs, *tensors)]
     rows, weights = permute(leaves[0], permutation), ExpertWeights(*leaves[2:])
     expected = unpermute(
-        looped_experts(rows, weights, LoopedHow(counts.tolist(), gate, columns), row_weights(leaves[1], permutation)),
+        sequential_experts(
+            rows,
+            weights,
+            SequentialExpertOptions(counts.tolist(), gate, columns),
+            permute_probs(leaves[1], permutation),
+        ),
         permutation,
         None,
     )
@@ -78,26 +91,26 @@ def test_sorting_experts_equal_the_loop(kernels, dtype, tolerance, kind, has_bia
 def test_scattered_stores_equal_gathered_sums():
     """The way that is taken where it is faster, and the order of sums is free."""
     permutation = _permutation("slots")
-    sorting = Sorting.of(permutation)
+    sorting = PermuteMap.from_permutation(permutation)
     rows, w = torch.randn(len(permutation.token_R), F), torch.randn(E, F, H)
-    offsets = permutation.rows_per_expert_E.cumsum(0, dtype=torch.int32)
+    offsets = permutation.tokens_per_expert_E.cumsum(0, dtype=torch.int32)
     found = {}
 
-    class All(MeasuredChoice):
+    class All(Autotuner):
         def run(self, key, ways, device):
             found[key[0]] = {name: way() for name, way in ways.items()}
             return next(iter(found[key[0]].values()))
 
-    TritonRows(All(measures=False)).product_combined(Rows(rows), w, offsets, sorting)
+    TritonExpertOps(All(is_enabled=False)).grouped_gemm_combine(GatheredRows(rows), w, offsets, sorting)
     ways = found["combined"]
     assert set(ways) == {"gather", "scatter"}
-    expected = PlainRows().product_combined(Rows(rows.double()), w.double(), offsets, sorting)
+    expected = TorchExpertOps().grouped_gemm_combine(GatheredRows(rows.double()), w.double(), offsets, sorting)
     for y in ways.values():
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_counts_on_a_device_are_read_once_and_only_if_asked():
-    counts = DeviceCounts(torch.tensor([3, 0, 2]))
+    counts = LazyCounts(torch.tensor([3, 0, 2]))
     assert len(counts) == 3
     assert "_numbers" not in vars(counts)
     assert list(counts) == [3, 0, 2]
@@ -123,7 +136,7 @@ def test_kernels_on_and_off_give_the_same_losses(pool, mapping):
     runs = []
     for kernels in ("plain", "triton"):
         chosen = replace(cfg, run=replace(cfg.run, kernels=kernels))
-        runs.append(pool.run(cfg.parallel.world_size, run_mapping, chosen, 2, timeout_s=280)[0])
+        runs.append(pool.run(cfg.parallel.world_size, run_distributed, chosen, 2, timeout_s=280)[0])
     for a, b in zip(*(run.steps for run in runs), strict=True):
         assert b.loss == pytest.approx(a.loss, rel=1e-5)
         assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-4)
@@ -132,6 +145,6 @@ def test_kernels_on_and_off_give_the_same_losses(pool, mapping):
 def test_the_choice_is_automatic_and_switchable():
     cpu = torch.device("cpu")
     cfg = _single()
-    assert select_kernels(cfg, cpu).rows is None
+    assert select_kernels(cfg, cpu).expert_ops is None
     chosen = select_kernels(replace(cfg, run=replace(cfg.run, kernels="triton")), cpu)
-    assert isinstance(chosen.rows, TritonRows)
+    assert isinstance(chosen.expert_ops, TritonExpertOps)

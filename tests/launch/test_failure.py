@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from moefold.launch.failure import FailingRank, is_consequence
-from moefold.launch.place import Place
+from moefold.launch.failure import RankErrorHandler, is_collective_error
+from moefold.launch.place import RankEnv
 
 RANK = """
 import signal, sys, time
@@ -16,7 +16,7 @@ import moefold.launch.failure as failure
 from moefold.errors import ConfigError, RunError
 from moefold.launch.place import Place
 
-failure.OTHERS_FIRST_S = failure.CAUSE_FIRST_S = 0.3
+failure.NONZERO_RANK_DELAY_S = failure.ROOT_CAUSE_WAIT_S = 0.3
 started = time.monotonic()
 rank, told = int(sys.argv[1]), bool(int(sys.argv[2]))
 import os
@@ -81,7 +81,7 @@ def test_an_abandoned_step_ends_as_on_ctrl_c():
 
 def test_a_job_of_one_rank_is_left_alone():
     before = signal.getsignal(signal.SIGTERM)
-    failing = FailingRank(Place(0, 0, 1, "127.0.0.1", 1), lambda: False)
+    failing = RankErrorHandler(RankEnv(0, 0, 1, "127.0.0.1", 1), lambda: False)
     with failing:
         assert signal.getsignal(signal.SIGTERM) is before
     error = ZeroDivisionError()
@@ -92,5 +92,5 @@ def test_a_consequence_is_known_by_its_cause():
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     wrapped = RuntimeError("stage 0 failed")
     wrapped.__cause__ = lost
-    assert is_consequence(wrapped)
-    assert not is_consequence(RuntimeError("shape mismatch"))
+    assert is_collective_error(wrapped)
+    assert not is_collective_error(RuntimeError("shape mismatch"))

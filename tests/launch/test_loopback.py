@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.launch.loopback import is_loopback, keep_to_loopback
-from moefold.launch.place import Place
-from moefold.launch.ranks import joined, start_ranks
+from moefold.launch.loopback import is_loopback, restrict_to_loopback
+from moefold.launch.place import RankEnv
+from moefold.launch.ranks import init_distributed, spawn_ranks
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
@@ -40,8 +40,8 @@ def _is_on_loopback(address: str) -> bool:
     return address in ("00000000000000000000000001000000",) or address.startswith("0000000000000000FFFF0000")
 
 
-def _write_down(folder: Path, place: Place, device_type: str) -> int:
-    with joined(place, device_type):
+def _write_down(folder: Path, place: RankEnv, device_type: str) -> int:
+    with init_distributed(place, device_type):
         dist.all_reduce(torch.ones(1))
         own = listening_addresses(os.getpid())
         (folder / f"rank-{place.rank}").write_text("\n".join(sorted(own)))
@@ -54,7 +54,7 @@ def _write_down(folder: Path, place: Place, device_type: str) -> int:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_job_of_one_machine_listens_on_loopback_alone(tmp_path, monkeypatch, ranks):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert start_ranks(partial(_write_down, tmp_path), ranks, "cpu") == 0
+    assert spawn_ranks(partial(_write_down, tmp_path), ranks, "cpu") == 0
     found = {file.name: set(file.read_text().split()) for file in tmp_path.iterdir()}
     # The store, and the connections of the ranks to each other.
     assert set().union(*found.values())
@@ -77,18 +77,18 @@ class _Touch:
         return Path.touch, (self._file,)
 
 
-def _plant(file: Path, place: Place, device_type: str) -> int:
+def _plant(file: Path, place: RankEnv, device_type: str) -> int:
     if place.rank == 0:
         store = dist.TCPStore(place.master_address, place.master_port, is_master=False, wait_for_workers=False)
         for key in ("torch.rendezvous.moefold", "/torch.rendezvous.moefold"):
             store.set(key, pickle.dumps(_Touch(file)))
-    with joined(place, device_type):
+    with init_distributed(place, device_type):
         dist.barrier()
     return 0
 
 
 def test_nothing_that_is_put_into_the_store_is_unpickled(tmp_path):
-    assert start_ranks(partial(_plant, tmp_path / "ran"), 2, "cpu") == 0
+    assert spawn_ranks(partial(_plant, tmp_path / "ran"), 2, "cpu") == 0
     assert not (tmp_path / "ran").exists()
 
 
@@ -105,7 +105,7 @@ def _own_addresses() -> set[str]:
 
 def test_an_interface_that_the_user_chose_stays():
     chosen = {"GLOO_SOCKET_IFNAME": "eth7"}
-    keep_to_loopback(chosen)
+    restrict_to_loopback(chosen)
     assert chosen["GLOO_SOCKET_IFNAME"] == "eth7"
     assert chosen["NCCL_SOCKET_IFNAME"] in ("lo", "lo0")
 

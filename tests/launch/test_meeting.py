@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from moefold.errors import RunError
-from moefold.launch.deadline import NoAnswerError, answer_within
-from moefold.launch.loopback import listener_at
-from moefold.launch.meeting import meet
-from moefold.launch.place import Place
+from moefold.launch.deadline import CallTimeoutError, run_with_timeout
+from moefold.launch.loopback import listen_at
+from moefold.launch.meeting import join_rendezvous
+from moefold.launch.place import RankEnv
 from tests.launch import peer
 
 RANKS = 3
@@ -67,9 +67,9 @@ def test_each_start_has_a_session_of_its_own_in_a_store_that_stays(agent_store):
 def test_ranks_of_the_start_before_do_not_stand_in_for_those_missing(agent_store):
     _said([_start(agent_store, rank) for rank in range(RANKS)])
     with pytest.raises(RunError, match="ranks 1-2 of 3 did not come to|ranks 1, 2 of 3 did not come to"):
-        meet(Place(0, 0, RANKS, "127.0.0.1", agent_store.port), 1.0)
+        join_rendezvous(RankEnv(0, 0, RANKS, "127.0.0.1", agent_store.port), 1.0)
     with pytest.raises(RunError, match="rank 2 of 3 did not come to"):
-        meet(Place(1, 1, RANKS, "127.0.0.1", agent_store.port), 1.0)
+        join_rendezvous(RankEnv(1, 1, RANKS, "127.0.0.1", agent_store.port), 1.0)
 
 
 def _alone(rank: int) -> subprocess.CompletedProcess[str]:
@@ -96,7 +96,7 @@ def test_without_an_agent_those_who_never_come_are_named_and_torch_adds_nothing(
 @pytest.mark.parametrize("answer", [peer.is_silent, peer.hangs_up, peer.talks_nonsense])
 def test_a_port_of_another_program_is_said_within_the_limit(answer):
     with peer.listening(answer) as port, pytest.raises(RunError) as raised:
-        meet(Place(1, 1, 2, "127.0.0.1", port), 1.0)
+        join_rendezvous(RankEnv(1, 1, 2, "127.0.0.1", port), 1.0)
     # Torch may notice the other program by itself, or wait for it. Its warnings may come to stderr after the limit.
     heads = (
         f"rank 1 has no answer from 127.0.0.1:{port} within 1 s (faults.timeout_s): ",
@@ -109,7 +109,7 @@ def test_a_port_of_another_program_is_said_within_the_limit(answer):
 
 def test_rank_0_names_a_port_that_is_taken():
     with peer.listening(peer.is_silent) as port, pytest.raises(RunError) as raised:
-        meet(Place(0, 0, 2, "127.0.0.1", port), 5.0)
+        join_rendezvous(RankEnv(0, 0, 2, "127.0.0.1", port), 5.0)
     assert str(raised.value) == (
         f"rank 0 cannot keep the store of the job at 127.0.0.1:{port}: another program listens at this port; choose "
         f"another MASTER_PORT than {port}, the same for all ranks"
@@ -160,7 +160,7 @@ def test_a_store_that_dies_or_stops_while_ranks_are_missing_ends_the_wait(monkey
         try:
             assert keeper.stdout is not None
             port = int(keeper.stdout.readline())
-            place = Place(1, 1, 2, "127.0.0.1", port)
+            place = RankEnv(1, 1, 2, "127.0.0.1", port)
             client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
             def lose() -> None:
@@ -172,23 +172,23 @@ def test_a_store_that_dies_or_stops_while_ranks_are_missing_ends_the_wait(monkey
             losing = threading.Thread(target=lose)
             losing.start()
             with pytest.raises(RunError, match=rf"rank 1 lost the store at 127\.0\.0\.1:{port} while it waited for"):
-                meet(place, 10.0)
+                join_rendezvous(place, 10.0)
             losing.join()
         finally:
             keeper.kill()
 
 
 def test_a_store_is_bound_to_the_address_that_is_given_if_that_is_certain():
-    with closing(listener_at("127.0.0.1", 0)) as listener:
+    with closing(listen_at("127.0.0.1", 0)) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     # The others may know the host by another address, and one behind a translation is not this machine's.
-    assert listener_at(socket.gethostname(), 0) is None
-    assert listener_at("192.0.2.1", 0) is None
+    assert listen_at(socket.gethostname(), 0) is None
+    assert listen_at("192.0.2.1", 0) is None
 
 
 def test_a_bounded_call_returns_raises_or_is_given_up():
-    assert answer_within(10, lambda: 7) == 7
+    assert run_with_timeout(10, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
-        answer_within(10, lambda: 1 / 0)
-    with pytest.raises(NoAnswerError):
-        answer_within(0.01, threading.Event().wait)
+        run_with_timeout(10, lambda: 1 / 0)
+    with pytest.raises(CallTimeoutError):
+        run_with_timeout(0.01, threading.Event().wait)

@@ -4,9 +4,9 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 from moefold.errors import ConfigError
-from moefold.launch.meeting import meet
-from moefold.launch.one_answer import Facts, one_answer
-from moefold.launch.place import Place
+from moefold.launch.meeting import join_rendezvous
+from moefold.launch.one_answer import JsonDict, compute_on_rank0
+from moefold.launch.place import RankEnv
 
 RANKS = 3
 LIMIT_S = 60.0
@@ -18,18 +18,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def said_by_ranks(answer) -> list[Facts | str]:
+def said_by_ranks(answer) -> list[JsonDict | str]:
     """What each rank ends with; ranks are threads, with stores of their own."""
     port, kept = free_port(), []
 
-    def ask(rank: int) -> Facts | str:
-        place = Place(rank, rank, RANKS, "127.0.0.1", port)
+    def ask(rank: int) -> JsonDict | str:
+        place = RankEnv(rank, rank, RANKS, "127.0.0.1", port)
         try:
-            found, store = one_answer(place, LIMIT_S, {"memory": 10**rank}, lambda said: answer(rank, said))
+            found, store = compute_on_rank0(place, LIMIT_S, {"memory": 10**rank}, lambda said: answer(rank, said))
         except ConfigError as error:
             return str(error)
         # As a run does next, at the same port; rank 0, which keeps the server, outlives it.
-        kept.extend((store, meet(place, LIMIT_S)[0]))
+        kept.extend((store, join_rendezvous(place, LIMIT_S)[0]))
         return found
 
     with ThreadPoolExecutor(RANKS) as threads:
@@ -42,7 +42,7 @@ def test_all_ranks_take_what_the_first_makes_of_what_all_say():
 
 
 def test_a_refusal_is_one_of_all_ranks():
-    def refuse(rank: int, said: list[Facts]) -> Facts:
+    def refuse(rank: int, said: list[JsonDict]) -> JsonDict:
         raise ConfigError(f"nothing fits, says rank {rank}")
 
     assert said_by_ranks(refuse) == ["nothing fits, says rank 0"] * RANKS

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefold.cli.main import main
-from moefold.launch.out_of_memory import memory_reason, out_of_memory_text
+from moefold.launch.out_of_memory import oom_message, oom_reason
 
 PIB = 2**50
 
@@ -41,7 +41,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_errors_of_memory_are_known_whoever_raises_them(name):
     make, words = FAULTS[name]
-    text = out_of_memory_text(ends(make))
+    text = oom_message(ends(make))
     assert words in text
     assert " are free on this machine" in text or " are left by " in text
     assert "choose a smaller model, batch or sequence" in text
@@ -52,13 +52,13 @@ def test_those_of_a_gpu_say_nothing_of_the_host():
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 5 is free."
     )
-    assert out_of_memory_text(error).startswith("out of memory: 20.00 GiB were asked for at once; choose a smaller")
+    assert oom_message(error).startswith("out of memory: 20.00 GiB were asked for at once; choose a smaller")
 
 
 def test_other_errors_are_not():
     for error in (RuntimeError("shape"), ValueError("x"), OSError(errno.ENOSPC, "full"), KeyError("memory")):
-        assert memory_reason(error) == ""
-    assert memory_reason(OSError(errno.ENOMEM, "Cannot allocate memory"))
+        assert oom_reason(error) == ""
+    assert oom_reason(OSError(errno.ENOMEM, "Cannot allocate memory"))
 
 
 @pytest.mark.parametrize(("name", "status"), [("torch", 1), ("numpy", 1), ("python", 1)])

@@ -1,7 +1,7 @@
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.launch.place import Place, check_world_size, find_place
+from moefold.launch.place import RankEnv, check_world_size, read_rank_env
 
 TORCHRUN = {
     "RANK": "5",
@@ -23,19 +23,19 @@ SLURM = {
 
 
 def test_a_process_of_its_own_has_no_place():
-    assert find_place({"HOME": "/root"}) is None
+    assert read_rank_env({"HOME": "/root"}) is None
 
 
 def test_torchrun():
-    assert find_place(TORCHRUN) == Place(5, 1, 8, "10.0.0.1", 29500, local_size=4)
+    assert read_rank_env(TORCHRUN) == RankEnv(5, 1, 8, "10.0.0.1", 29500, local_world_size=4)
 
 
 def test_slurm_meets_on_the_first_node_at_a_port_of_the_job():
-    assert find_place(SLURM) == Place(9, 1, 16, "gpu003", 20000 + 4100003 % 20000, local_size=8)
+    assert read_rank_env(SLURM) == RankEnv(9, 1, 16, "gpu003", 20000 + 4100003 % 20000, local_world_size=8)
 
 
 def test_slurm_yields_to_an_address_that_the_user_gave():
-    place = find_place({**SLURM, "MASTER_ADDR": "10.9.8.7", "MASTER_PORT": "1234"})
+    place = read_rank_env({**SLURM, "MASTER_ADDR": "10.9.8.7", "MASTER_PORT": "1234"})
     assert (place.master_address, place.master_port) == ("10.9.8.7", 1234)
 
 
@@ -50,29 +50,29 @@ def test_slurm_yields_to_an_address_that_the_user_gave():
     ],
 )
 def test_first_node_of_a_list(nodes, first):
-    assert find_place({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_address == first
+    assert read_rank_env({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_address == first
 
 
 def test_a_step_that_names_no_nodes_is_on_those_of_its_job_or_here():
     job = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_NODELIST"}
-    assert find_place({**job, "SLURM_JOB_NODELIST": "b1,b2"}).master_address == "b1"
-    assert find_place(job).master_address == "127.0.0.1"
+    assert read_rank_env({**job, "SLURM_JOB_NODELIST": "b1,b2"}).master_address == "b1"
+    assert read_rank_env(job).master_address == "127.0.0.1"
 
 
 def test_a_batch_script_is_no_rank():
     # sbatch sets SLURM_PROCID in the script itself, which is no step.
-    assert find_place({key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}) is None
+    assert read_rank_env({key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}) is None
 
 
 def test_torchrun_inside_slurm_counts():
-    assert find_place({**SLURM, **TORCHRUN}).rank == 5
+    assert read_rank_env({**SLURM, **TORCHRUN}).rank == 5
 
 
 @pytest.mark.parametrize("missing", ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_an_incomplete_environment_is_refused(missing):
     environment = {key: value for key, value in TORCHRUN.items() if key != missing}
     with pytest.raises(ConfigError, match=f"the environment has RANK but not {missing}; .* or unset RANK"):
-        find_place(environment)
+        read_rank_env(environment)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_an_incomplete_environment_is_refused(missing):
 )
 def test_an_environment_without_sense_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
-        find_place({**TORCHRUN, **change})
+        read_rank_env({**TORCHRUN, **change})
 
 
 def test_the_world_must_be_that_of_the_recipe():
-    place = find_place(TORCHRUN)
+    place = read_rank_env(TORCHRUN)
     check_world_size(place, 8)
     with pytest.raises(ConfigError, match="parallel.world_size=4 must equal the 8 processes"):
         check_world_size(place, 4)
@@ -100,4 +100,4 @@ def test_the_world_must_be_that_of_the_recipe():
 
 @pytest.mark.parametrize("told", ["", "0", "many"])
 def test_ranks_of_a_machine_that_are_not_told_are_all(told):
-    assert find_place({**TORCHRUN, "LOCAL_WORLD_SIZE": told}).local_size == 8
+    assert read_rank_env({**TORCHRUN, "LOCAL_WORLD_SIZE": told}).local_world_size == 8

@@ -23,7 +23,7 @@ def settled(process: ProcessId, state: str) -> bool:
 def test_alive_stopped_killed_and_not_yet_waited_for():
     child = subprocess.Popen(["sleep", "60"])
     fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-    process = replace(ProcessId.own(), number=child.pid, started=fields[19])
+    process = replace(ProcessId.current(), number=child.pid, started=fields[19])
     assert settled(process, ALIVE)
     child.send_signal(signal.SIGSTOP)
     assert settled(process, STOPPED)
@@ -34,7 +34,7 @@ def test_alive_stopped_killed_and_not_yet_waited_for():
 
 
 def test_a_number_that_was_given_to_another_process_is_not_the_one():
-    own = ProcessId.own()
+    own = ProcessId.current()
     assert own.number == os.getpid()
     assert own.state() == ALIVE
     assert replace(own, started="1").state() == GONE

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moefold.errors import ConfigError
-from moefold.launch.place import Place
-from moefold.launch.ranks import choose_device, start_ranks
+from moefold.launch.place import RankEnv
+from moefold.launch.ranks import choose_device, spawn_ranks
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -33,12 +33,12 @@ def test_too_few_gpus_for_the_ranks_of_this_machine(monkeypatch):
 
 def test_a_launcher_that_starts_more_ranks_than_gpus(monkeypatch):
     show_gpus(monkeypatch, 2)
-    assert choose_device("cuda", 16, Place(9, 1, 16, "10.0.0.1", 1)) == "cuda"
+    assert choose_device("cuda", 16, RankEnv(9, 1, 16, "10.0.0.1", 1)) == "cuda"
     with pytest.raises(ConfigError, match="local rank 2 finds 2 on its machine"):
-        choose_device("cuda", 16, Place(10, 2, 16, "10.0.0.1", 1))
+        choose_device("cuda", 16, RankEnv(10, 2, 16, "10.0.0.1", 1))
 
 
-def _sleep(folder: Path, place: Place, device_type: str) -> int:
+def _sleep(folder: Path, place: RankEnv, device_type: str) -> int:
     """A rank that does not listen."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     (folder / str(place.rank)).touch()
@@ -46,28 +46,28 @@ def _sleep(folder: Path, place: Place, device_type: str) -> int:
     return 0
 
 
-def _nap(folder: Path, place: Place, device_type: str) -> int:
+def _nap(folder: Path, place: RankEnv, device_type: str) -> int:
     """A rank with nothing to save."""
     (folder / str(place.rank)).touch()
     time.sleep(60)
     return 0
 
 
-def _raise(place: Place, device_type: str) -> int:
+def _raise(place: RankEnv, device_type: str) -> int:
     if place.rank == 1:
         raise ZeroDivisionError("a bug")
     time.sleep(60)
     return 0
 
 
-def _fail(place: Place, device_type: str) -> int:
+def _fail(place: RankEnv, device_type: str) -> int:
     if place.rank == 1:
         os._exit(3)
     time.sleep(60)
     return 0
 
 
-def _status(place: Place, device_type: str) -> int:
+def _status(place: RankEnv, device_type: str) -> int:
     return place.rank * 10 if place.world_size > 1 else 7
 
 
@@ -81,30 +81,30 @@ def _press(folder: Path, ranks: int, times: int) -> None:
 
 
 def test_the_largest_status_of_a_rank_is_that_of_the_job():
-    assert start_ranks(_status, 3, "cpu") == 20
-    assert start_ranks(_status, 1, "cpu") == 7
+    assert spawn_ranks(_status, 3, "cpu") == 20
+    assert spawn_ranks(_status, 1, "cpu") == 7
 
 
 def test_a_rank_that_fails_is_named(capfd):
-    assert start_ranks(_fail, 2, "cpu") == 1
+    assert spawn_ranks(_fail, 2, "cpu") == 1
     assert capfd.readouterr().err == "moefold: rank 1 failed (exit status 3), and the others were ended\n"
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path):
     threading.Thread(target=_press, args=(tmp_path, 2, 2), daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        start_ranks(partial(_sleep, tmp_path), 2, "cpu")
+        spawn_ranks(partial(_sleep, tmp_path), 2, "cpu")
 
 
 def test_ctrl_c_ends_ranks_that_have_nothing_to_save(tmp_path, capfd):
     threading.Thread(target=_press, args=(tmp_path, 2, 1), daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        start_ranks(partial(_nap, tmp_path), 2, "cpu")
+        spawn_ranks(partial(_nap, tmp_path), 2, "cpu")
     assert capfd.readouterr().err == ""
 
 
 def test_a_bug_in_a_rank_is_one_traceback_with_its_rank(capfd):
-    assert start_ranks(_raise, 2, "cpu") == 1
+    assert spawn_ranks(_raise, 2, "cpu") == 1
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith("moefold: rank 1 on ")
     assert lines[-1] == "ZeroDivisionError: a bug"

@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from moefold.launch.relay import SignalRelay
+from moefold.launch.relay import SignalForwarder
 
 
 def _wait(ignores_interrupts: bool, ready: object) -> None:
@@ -33,7 +33,7 @@ def _start(ignores_interrupts: bool = False) -> BaseProcess:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 77), (signal.SIGTERM, 78)])
 def test_a_signal_reaches_the_children_and_not_the_parent(number, status):
     child = _start()
-    with SignalRelay() as relay:
+    with SignalForwarder() as relay:
         signal.raise_signal(number)
         child.join(10)
     assert child.exitcode == status
@@ -46,7 +46,7 @@ def test_a_signal_reaches_the_children_and_not_the_parent(number, status):
 
 def test_a_second_interrupt_kills():
     child = _start(ignores_interrupts=True)
-    with SignalRelay() as relay:
+    with SignalForwarder() as relay:
         signal.raise_signal(signal.SIGINT)
         child.join(0.2)
         assert child.is_alive()
@@ -57,22 +57,22 @@ def test_a_second_interrupt_kills():
 
 
 def test_without_children_an_interrupt_is_the_ordinary_one():
-    with SignalRelay(), pytest.raises(KeyboardInterrupt):
+    with SignalForwarder(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    with SignalRelay(), pytest.raises(SystemExit) as leave:
+    with SignalForwarder(), pytest.raises(SystemExit) as leave:
         signal.raise_signal(signal.SIGTERM)
     assert leave.value.code == 143
 
 
 def test_the_handlers_before_come_back():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with SignalRelay():
+    with SignalForwarder():
         assert signal.getsignal(signal.SIGINT) is not before[0]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_a_forked_child_without_handlers_of_its_own_ends():
-    with SignalRelay() as relay:
+    with SignalForwarder() as relay:
         child = os.fork()
         if child == 0:
             signal.raise_signal(signal.SIGTERM)

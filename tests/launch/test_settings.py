@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from moefold.launch.place import Place
-from moefold.launch.settings import choose_threads, settings_note, threads_of
+from moefold.launch.place import RankEnv
+from moefold.launch.settings import choose_threads, runtime_env_message, threads_per_rank
 
-PLACE = Place(0, 0, 16, "10.0.0.1", 1, local_size=8)
-ALONE = Place(0, 0, 1, "127.0.0.1", 1)
+PLACE = RankEnv(0, 0, 16, "10.0.0.1", 1, local_world_size=8)
+ALONE = RankEnv(0, 0, 1, "127.0.0.1", 1)
 TOLD = {"MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
@@ -31,7 +31,7 @@ def threads():
     ],
 )
 def test_ranks_share_the_cores(cores, all_cores, ranks, device, expected):
-    assert threads_of(cores, all_cores, ranks, device) == expected
+    assert threads_per_rank(cores, all_cores, ranks, device) == expected
 
 
 def test_a_number_that_was_chosen_stays(threads):
@@ -44,11 +44,11 @@ def test_a_number_that_was_chosen_stays(threads):
 def test_the_line_names_what_the_environment_sets(threads):
     torch.set_num_threads(1)
     environment = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    line = settings_note(PLACE, "cuda", environment)
+    line = runtime_env_message(PLACE, "cuda", environment)
     assert line.startswith("8 of 16 ranks on this machine, 1 thread each on ")
     assert line.endswith(" cores, OMP_NUM_THREADS=1, NCCL_DEBUG=INFO")
-    assert settings_note(PLACE, "cpu", environment | TOLD).endswith(
+    assert runtime_env_message(PLACE, "cpu", environment | TOLD).endswith(
         "OMP_NUM_THREADS=1, GLOO_SOCKET_IFNAME=eth0, MALLOC_TRIM_THRESHOLD_=131072"
     )
-    assert settings_note(PLACE, "cpu", TOLD).endswith("OMP_NUM_THREADS not set, MALLOC_TRIM_THRESHOLD_=131072")
-    assert settings_note(ALONE, "cpu", environment | TOLD) == ""
+    assert runtime_env_message(PLACE, "cpu", TOLD).endswith("OMP_NUM_THREADS not set, MALLOC_TRIM_THRESHOLD_=131072")
+    assert runtime_env_message(ALONE, "cpu", environment | TOLD) == ""

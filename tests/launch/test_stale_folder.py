@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moefold.launch.record_files import record_files
-from moefold.launch.stale_folder import LOCK, claim_folder, remove_stale_folders
+from moefold.launch.stale_folder import LOCK_FILE, claim_folder, remove_stale_folders
 
 CLAIM = """
 import sys
@@ -39,13 +39,13 @@ def test_folders_of_the_dead_go_and_those_of_the_living_and_of_others_stay(tmp_p
         (tmp_path / "file").touch()
         target = tmp_path / "target"
         target.mkdir()
-        (target / LOCK).touch()
+        (target / LOCK_FILE).touch()
         looked_at = tmp_path / "looked at"
         looked_at.mkdir()
         (looked_at / "link").symlink_to(target)
         remove_stale_folders(looked_at)
         assert target.exists()
-        (target / LOCK).unlink()
+        (target / LOCK_FILE).unlink()
         remove_stale_folders(tmp_path)
         left = {path.name for path in tmp_path.iterdir()}
         assert left == {"living", "of another program", "file", "target", "looked at"}
@@ -58,7 +58,7 @@ def test_folders_of_the_dead_go_and_those_of_the_living_and_of_others_stay(tmp_p
 def test_a_claim_twice_is_one(tmp_path):
     claim_folder(tmp_path)
     claim_folder(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
     remove_stale_folders(tmp_path.parent)
     assert tmp_path.exists()
 
@@ -79,5 +79,5 @@ def test_where_files_need_names_the_folder_is_claimed_and_removed(tmp_path, monk
     with record_files(2) as files:
         assert all(Path(file).read_bytes() == b"" for file in files)
         (folder,) = tmp_path.iterdir()
-        assert (folder / LOCK).exists()
+        assert (folder / LOCK_FILE).exists()
     assert list(tmp_path.iterdir()) == []

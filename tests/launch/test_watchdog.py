@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.launch.failure import FailingRank
-from moefold.launch.meeting import meet
-from moefold.launch.place import Place
-from moefold.launch.ranks import joined, start_ranks
+from moefold.launch.failure import RankErrorHandler
+from moefold.launch.meeting import join_rendezvous
+from moefold.launch.place import RankEnv
+from moefold.launch.ranks import init_distributed, spawn_ranks
 from moefold.launch.watchdog import Watchdog
 from moefold.parallel.collectives import all_gather, all_reduce_sum
 from moefold.parallel.groups import ParallelGroups
@@ -29,47 +29,47 @@ KERNEL_S = 15
 """So long a rank hangs inside the kernel: the child that does it holds the launcher's pipe open."""
 
 
-def _dawdle(place: Place) -> None:
+def _dawdle(place: RankEnv) -> None:
     time.sleep(60)
 
 
-def _hang_in_the_kernel(place: Place) -> None:
+def _hang_in_the_kernel(place: RankEnv) -> None:
     block(KERNEL_S)
 
 
-def _stop(place: Place) -> None:
+def _stop(place: RankEnv) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _die(place: Place) -> None:
+def _die(place: RankEnv) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _raise(place: Place) -> None:
+def _raise(place: RankEnv) -> None:
     raise ZeroDivisionError("a bug")
 
 
-def _rank(odd: object, file: Path, place: Place, device_type: str, odd_rank: int = 1) -> int:
+def _rank(odd: object, file: Path, place: RankEnv, device_type: str, odd_rank: int = 1) -> int:
     """Steps with two collectives; one rank does its odd thing in one of them."""
     watchdog = Watchdog(place, LIMIT_S)
-    failing = FailingRank(place, lambda: False, watchdog)
-    with failing, joined(place, device_type, LIMIT_S, watchdog.start) as device, watchdog:
-        groups = ParallelGroups.create(fold(world_size=RANKS, cp=RANKS), device, watchdog.record)
+    failing = RankErrorHandler(place, lambda: False, watchdog)
+    with failing, init_distributed(place, device_type, LIMIT_S, watchdog.start) as device, watchdog:
+        groups = ParallelGroups.create(fold(world_size=RANKS, cp=RANKS), device, watchdog.flight_recorder)
         for step in range(1, 8):
-            watchdog.record.begin_step(step, "loading data")
+            watchdog.flight_recorder.begin_step(step, "loading data")
             if step == ODD_STEP and place.rank == odd_rank:
                 file.write_text(str(time.time()))
                 odd(place)
-            watchdog.record.enter("forward of micro-batch 0")
+            watchdog.flight_recorder.set_phase("forward of micro-batch 0")
             x = all_gather(torch.ones(2, 4), groups.attn.cp)
-            watchdog.record.enter("optimizer")
+            watchdog.flight_recorder.set_phase("optimizer")
             all_reduce_sum(x, groups.world)
     return 0
 
 
 def _run(odd: object, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> tuple[list[str], float]:
     """The lines on stderr of a job, which must fail, and the seconds from the odd thing to its end."""
-    assert start_ranks(partial(_rank, odd, tmp_path / "when"), RANKS, "cpu") == 1
+    assert spawn_ranks(partial(_rank, odd, tmp_path / "when"), RANKS, "cpu") == 1
     took_s = time.time() - float((tmp_path / "when").read_text())
     return capfd.readouterr().err.splitlines(), took_s
 
@@ -133,44 +133,44 @@ def test_a_rank_that_fails_by_itself_has_the_word(tmp_path, capfd):
 
 
 def test_ranks_that_finish_say_nothing(tmp_path, capfd):
-    assert start_ranks(partial(_rank, _nothing, tmp_path / "when"), RANKS, "cpu") == 0
+    assert spawn_ranks(partial(_rank, _nothing, tmp_path / "when"), RANKS, "cpu") == 0
     assert capfd.readouterr().err == ""
 
 
-def _nothing(place: Place) -> None:
+def _nothing(place: RankEnv) -> None:
     pass
 
 
-def _meet_late(place: Place, device_type: str) -> int:
+def _meet_late(place: RankEnv, device_type: str) -> int:
     if place.rank == 1:
         time.sleep(30)
-    with FailingRank(place, lambda: False), joined(place, device_type, 2.0):
+    with RankErrorHandler(place, lambda: False), init_distributed(place, device_type, 2.0):
         return 0
 
 
 def test_a_rank_that_does_not_join_is_named(capfd):
-    assert start_ranks(_meet_late, RANKS, "cpu") == 1
+    assert spawn_ranks(_meet_late, RANKS, "cpu") == 1
     err = capfd.readouterr().err
     assert err.startswith(f"moefold: error: rank 1 of {RANKS} did not come to ")
     assert "within 2 s; start them, or set faults.timeout_s higher\n" in err
     assert err.count("\n") == 1
 
 
-def _meet_and_hang(place: Place, device_type: str) -> int:
+def _meet_and_hang(place: RankEnv, device_type: str) -> int:
     if place.rank == 1:
-        _, session = meet(place, LIMIT_S)
+        _, session = join_rendezvous(place, LIMIT_S)
         # Its threads run and its main thread has not come to what the others do.
         Watchdog(place, 60).start(session)
         time.sleep(60)
     watchdog = Watchdog(place, LIMIT_S)
-    failing = FailingRank(place, lambda: False, watchdog)
-    with failing, joined(place, device_type, LIMIT_S, watchdog.start), watchdog:
+    failing = RankErrorHandler(place, lambda: False, watchdog)
+    with failing, init_distributed(place, device_type, LIMIT_S, watchdog.start), watchdog:
         return 0
 
 
 def test_a_rank_that_met_the_others_and_does_not_connect_is_named(capfd):
     started_s = time.monotonic()
-    assert start_ranks(_meet_and_hang, RANKS, "cpu") == 1
+    assert spawn_ranks(_meet_and_hang, RANKS, "cpu") == 1
     took_s = time.monotonic() - started_s
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith("moefold: rank 1 on ")
@@ -182,16 +182,16 @@ def test_a_rank_that_met_the_others_and_does_not_connect_is_named(capfd):
     assert took_s < LIMIT_S + 12
 
 
-def _connect_to_nobody(place: Place, device_type: str) -> int:
+def _connect_to_nobody(place: RankEnv, device_type: str) -> int:
     os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
     watchdog = Watchdog(place, LIMIT_S)
-    failing = FailingRank(place, lambda: False, watchdog)
-    with failing, joined(place, device_type, LIMIT_S, watchdog.start), watchdog:
+    failing = RankErrorHandler(place, lambda: False, watchdog)
+    with failing, init_distributed(place, device_type, LIMIT_S, watchdog.start), watchdog:
         return 0
 
 
 def test_ranks_that_cannot_connect_say_it_in_one_message(capfd):
-    assert start_ranks(_connect_to_nobody, RANKS, "cpu") == 1
+    assert spawn_ranks(_connect_to_nobody, RANKS, "cpu") == 1
     err = capfd.readouterr().err
     assert err.count("moefold: ") == 1
     assert "met the others and did not connect to all of them: " in err
@@ -199,7 +199,7 @@ def test_ranks_that_cannot_connect_say_it_in_one_message(capfd):
     assert "Traceback" not in err
 
 
-def _rank_without_agent(odd: object, file: Path, place: Place) -> None:
+def _rank_without_agent(odd: object, file: Path, place: RankEnv) -> None:
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
         del os.environ[name]
 
@@ -213,7 +213,7 @@ def test_where_rank_0_keeps_the_store_its_loss_is_said(tmp_path, capfd, odd, sta
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = get_context("fork")
-    places = [Place(rank, rank, RANKS, "127.0.0.1", port) for rank in range(RANKS)]
+    places = [RankEnv(rank, rank, RANKS, "127.0.0.1", port) for rank in range(RANKS)]
     ranks = [context.Process(target=_rank_without_agent, args=(odd, tmp_path / "when", place)) for place in places]
     for process in ranks:
         process.start()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from moefold.launch.process_state import BLOCKED, GONE, STOPPED
-from moefold.launch.who_is_late import Report, explain, judge
-from moefold.parallel.flight_record import Sighting
+from moefold.launch.who_is_late import RankReport, diagnose, format_diagnosis
+from moefold.parallel.flight_record import FlightSnapshot
 
 EP, TP = "ep (ranks 0-3)", "tp (ranks 0, 1)"
 
@@ -23,17 +23,17 @@ def report(
     counts: dict[str, int] | None = None,
     age_s: float = 10.0,
     **known: Any,
-) -> Report:
+) -> RankReport:
     """A rank that has begun `count` collectives on its group, and by default waits in the last."""
     now_s = time.time()
-    sighting = Sighting(step, phase, number, "all_to_all", group, (4, 8), now_s - age_s, counts or {group: count})
-    return replace(Report("node0", sighting, now_s, communicates=True), **known)
+    sighting = FlightSnapshot(step, phase, number, "all_to_all", group, (4, 8), now_s - age_s, counts or {group: count})
+    return replace(RankReport("node0", sighting, now_s, is_communicating=True), **known)
 
 
-def verdict(*reports: Report | None) -> tuple[tuple[int, ...], str]:
+def verdict(*reports: RankReport | None) -> tuple[tuple[int, ...], str]:
     known = {rank: found for rank, found in enumerate(reports) if found is not None}
-    found = judge(known, len(reports))
-    return found.ranks, found.fault.split(",")[0].split(":")[0]
+    found = diagnose(known, len(reports))
+    return found.ranks, found.symptom.split(",")[0].split(":")[0]
 
 
 def test_a_rank_that_has_not_come_to_the_collective_of_the_others():
@@ -64,7 +64,7 @@ def test_without_counts_the_one_in_the_earliest_step_and_phase():
 
 def test_ranks_that_all_do_the_same_have_no_odd_one():
     assert verdict(report(), report()) == ((), "")
-    message = explain({0: report(), 1: report()}, 2, "no progress for 9 s (faults.timeout_s)")
+    message = format_diagnosis({0: report(), 1: report()}, 2, "no progress for 9 s (faults.timeout_s)")
     assert message.startswith(
         "moefold: the ranks wait for each other, and none is behind the others\n  ranks 0, 1: step 7"
     )
@@ -86,7 +86,7 @@ def test_what_became_of_the_process_counts_before_where_it_was(known, fault):
 
 def test_a_rank_that_never_reported():
     assert verdict(report(), None, report()) == ((1,), "never reported")
-    message = explain({0: report(), 2: report()}, 3, "")
+    message = format_diagnosis({0: report(), 2: report()}, 3, "")
     assert message.startswith("moefold: rank 1 never reported\n  ranks 0, 2: ")
 
 
@@ -98,7 +98,7 @@ def test_the_message_names_rank_host_step_phase_and_collective():
     late = report(4, phase="loading data", age_s=31.0, place="data/stream.py:88 read", communicates=False, host="node1")
     gone = replace(late, answers=False, place="", heard_s=time.time() - 12, state=GONE)
     why = "no progress for 30 s (faults.timeout_s)"
-    assert explain({0: report(), 1: report(), 2: late}, 3, why).splitlines() == [
+    assert format_diagnosis({0: report(), 1: report(), 2: late}, 3, why).splitlines() == [
         "moefold: rank 2 on node1 is late",
         "  rank 2: step 7, loading data; last collective all_to_all over ep (ranks 0-3), shape [4, 8], 31.0 s ago"
         "; now at data/stream.py:88 read",
@@ -106,6 +106,6 @@ def test_the_message_names_rank_host_step_phase_and_collective():
         "10.0 s ago",
         "  the run ends: no progress for 30 s (faults.timeout_s); docs/failures.md says what to do",
     ]
-    lines = explain({0: report(), 1: gone, 2: gone}, 3, why).splitlines()
+    lines = format_diagnosis({0: report(), 1: gone, 2: gone}, 3, why).splitlines()
     assert lines[0].startswith("moefold: ranks 1, 2 on node1 are gone: their processes ended without a word")
     assert lines[1].endswith("31.0 s ago; last heard 12.0 s ago")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moefold.launch.place import Place
-from moefold.launch.word import Word, was_said
+from moefold.launch.place import RankEnv
+from moefold.launch.word import SingleReporter, has_report
 
 RANK = """
 import os, sys, time
@@ -25,8 +25,8 @@ print(word.is_said(), flush=True)
 """
 
 
-def _place(rank: int, file: str = "") -> Place:
-    return Place(rank, rank, 8, "127.0.0.1", 1, (file,) if file else ())
+def _place(rank: int, file: str = "") -> RankEnv:
+    return RankEnv(rank, rank, 8, "127.0.0.1", 1, (file,) if file else ())
 
 
 def _start(rank: int, file: str = "", address: str = "", condition: str = "True") -> subprocess.Popen[str]:
@@ -52,19 +52,19 @@ def _said(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize("has_launcher", [True, False])
 def test_of_many_at_once_one_is_heard(tmp_path, has_launcher):
-    first = Word(_place(0))
-    where = (str(tmp_path / "word"), "") if has_launcher else ("", first.address)
+    first = SingleReporter(_place(0))
+    where = (str(tmp_path / "word"), "") if has_launcher else ("", first.shared_path)
     ranks = [_start(rank, *where) for rank in range(1, 7)]
     for process in ranks:
         _let_speak(process)
     assert sorted(map(_said, ranks))[:-1] == [""] * 5
-    assert was_said(tmp_path / "word") == has_launcher
+    assert has_report(tmp_path / "word") == has_launcher
 
 
 def test_one_that_comes_when_the_others_are_gone_is_silent():
-    first = Word(_place(0))
-    late = _start(3, "", first.address)
-    early = _start(2, "", first.address)
+    first = SingleReporter(_place(0))
+    late = _start(3, "", first.shared_path)
+    early = _start(2, "", first.shared_path)
     _let_speak(early)
     assert _said(early) == "rank 2\n"
     _let_speak(late)
@@ -77,7 +77,7 @@ def test_the_word_of_one_that_dies_before_it_has_spoken_goes_to_the_next(tmp_pat
     second = _start(2, str(tmp_path / "word"))
     _let_speak(second)
     time.sleep(0.3)
-    assert not was_said(tmp_path / "word")
+    assert not has_report(tmp_path / "word")
     first.kill()
     first.communicate()
     assert _said(second) == "rank 2\n"
@@ -87,20 +87,20 @@ def test_what_another_machine_has_said_is_not_said_again(tmp_path):
     process = _start(1, str(tmp_path / "word"), condition="False")
     _let_speak(process)
     assert _said(process) == ""
-    assert was_said(tmp_path / "word")
+    assert has_report(tmp_path / "word")
 
 
 def test_without_a_file_to_share_a_rank_still_speaks_once(monkeypatch, capsys):
     monkeypatch.delattr("os.memfd_create")
-    word = Word(_place(0))
-    assert word.address == ""
-    word.say("one")
-    word.say("two")
+    word = SingleReporter(_place(0))
+    assert word.shared_path == ""
+    word.report_once("one")
+    word.report_once("two")
     assert capsys.readouterr().err == "one\n"
 
 
 def test_a_folder_that_is_gone_keeps_nobody_silent(tmp_path: Path, capsys):
-    word = Word(_place(0, str(tmp_path / "gone" / "word")))
-    word.say("one")
+    word = SingleReporter(_place(0, str(tmp_path / "gone" / "word")))
+    word.report_once("one")
     assert capsys.readouterr().err == "one\n"
-    assert not was_said(tmp_path / "gone" / "word")
+    assert not has_report(tmp_path / "gone" / "word")

@@ -18,8 +18,8 @@ from moefold.config.schema import (
     TrainConfig,
 )
 from moefold.kernels.c_product import CGemm
-from moefold.metrics.kept_parts import CPU
-from moefold.metrics.memory_formula import memory_of_ranks
+from moefold.metrics.kept_parts import CPU_KERNELS
+from moefold.metrics.memory_formula import compute_rank_memory
 from moefold.metrics.recompute_choice import GIB, choose_recompute
 from moefold.model import gemm
 from moefold.train.measured_memory import MeasuredMemory, measure_rank
@@ -66,7 +66,7 @@ def measured(cfg: Config) -> MeasuredMemory:
     """The memory of this rank, with products as the formulas count them, whatever this processor has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemm, "_EMULATES_BFLOAT16", True)
-        patch.setattr(gemm, "_HAS_OWN", False)
+        patch.setattr(gemm, "_USES_ONEDNN_FP32", False)
         patch.setattr(CGemm, "is_fast", lambda gemm, dtype: False)
         return measure_rank(cfg)
 
@@ -80,7 +80,7 @@ def _on_one_rank(cfg: Config) -> MeasuredMemory:
 
 
 def _assert_close(cfg: Config, ranks: list[MeasuredMemory]) -> None:
-    formulas = memory_of_ranks(cfg, kernels=CPU)
+    formulas = compute_rank_memory(cfg, kernels=CPU_KERNELS)
     for rank in ranks:
         formula = formulas[rank.pp_rank].activations
         assert formula.total == pytest.approx(rank.activations, rel=WITHIN), (rank, formula)
@@ -88,7 +88,7 @@ def _assert_close(cfg: Config, ranks: list[MeasuredMemory]) -> None:
 
 def _assert_states(cfg: Config, ranks: list[MeasuredMemory]) -> None:
     """Weights, gradients and moments behind a step, and what is gathered in it, to the byte."""
-    formulas = memory_of_ranks(cfg, kernels=CPU)
+    formulas = compute_rank_memory(cfg, kernels=CPU_KERNELS)
     for rank in ranks:
         states = formulas[rank.pp_rank].states
         found = rank.after["weights"], rank.after["gradients"], rank.after["optimizer"]
@@ -102,7 +102,7 @@ def test_products_in_c_hold_no_more_than_the_formulas_say(monkeypatch, parts, dt
     cfg = _config(dtype, train={"recompute": parts})
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     try:
-        (formula,) = memory_of_ranks(cfg, kernels=CPU)
+        (formula,) = compute_rank_memory(cfg, kernels=CPU_KERNELS)
         assert 0 < measure_rank(cfg).activations < (1 + WITHIN) * formula.activations.total
     finally:
         dist.destroy_process_group()
@@ -142,7 +142,7 @@ def test_a_schedule_of_split_passes_splits_nothing_without_a_pipeline():
     plain, split = (_config(schedule=schedule, model={"top_k": 4}) for schedule in ("1f1b", "zero-bubble"))
     measured = _on_one_rank(split)
     assert measured.activations == _on_one_rank(plain).activations
-    assert memory_of_ranks(split, kernels=CPU) == memory_of_ranks(plain, kernels=CPU)
+    assert compute_rank_memory(split, kernels=CPU_KERNELS) == compute_rank_memory(plain, kernels=CPU_KERNELS)
     _assert_close(split, [measured])
 
 
@@ -214,11 +214,11 @@ def test_pairs_whose_layers_run_again(pool, schedule, chunks):
 def test_pairs_of_auto_keep_to_the_budget(pool):
     """All ranks choose the same, or they would wait for each other's exchanges; and it needs what was predicted."""
     known = _pairs("1f1b", 1, ("expert_activation", "shared_experts"))
-    budget = max(rank.total for rank in memory_of_ranks(known, kernels=CPU))
+    budget = max(rank.total for rank in compute_rank_memory(known, kernels=CPU_KERNELS))
     train = replace(known.train, recompute=("auto",), memory_budget_gib=budget / GIB)
     cfg = replace(known, train=train)
     check_config(cfg)
-    choice = choose_recompute(cfg, budget, CPU)
+    choice = choose_recompute(cfg, budget, CPU_KERNELS)
     assert choice.parts
     ranks = pool.run(cfg.parallel.world_size, measured, cfg)
     _assert_close(replace(cfg, train=replace(train, recompute=choice.parts)), ranks)
@@ -275,7 +275,7 @@ def test_pairs_hold_more_micro_batches():
     for pairs, held in ((True, [8, 6, 4, 2]), (False, [4, 3, 2, 1])):
         train = {"global_batch_size": 32}
         cfg = _config(model={"num_layers": 4}, train=train, world_size=8, pp=4, ep=2, overlap_experts=pairs)
-        peaks = [rank.activations for rank in memory_of_ranks(cfg, kernels=CPU)]
+        peaks = [rank.activations for rank in compute_rank_memory(cfg, kernels=CPU_KERNELS)]
         # The one whose forward pass runs is not among those in flight.
         assert [sum(peak.in_flight.values()) + 1 for peak in peaks] == held
 
@@ -301,7 +301,7 @@ def test_every_axis_and_zero_level(pool, parallel):
     _assert_close(cfg, ranks)
     _assert_states(cfg, ranks)
     if cfg.parallel.zero < 3:
-        gathered = memory_of_ranks(cfg, kernels=CPU)[0].states.gathered
+        gathered = compute_rank_memory(cfg, kernels=CPU_KERNELS)[0].states.gathered
         # With ZeRO 2 the layers gather one after the other, and what the last ones received stays with FSDP.
         received = (
             3 * MODEL["hidden_size"] * MODEL["moe_ffn_hidden_size"] * MODEL["num_experts"] * torch.bfloat16.itemsize
@@ -329,7 +329,7 @@ def test_rows_that_travel_in_8_bits_are_kept_wide(pool, dispatcher):
 
 def test_memory_of_a_thousand_ranks_has_a_row_for_each_stage():
     cfg = _config(model={"num_layers": 32}, train={"global_batch_size": 1024}, world_size=1024, tp=4, pp=16, ep=4)
-    ranks = memory_of_ranks(cfg)
+    ranks = compute_rank_memory(cfg)
     assert [rank.pp_rank for rank in ranks] == list(range(16))
     assert ranks[0].activations.in_flight == {0: 15}, "beside the one that runs"
     assert torch.tensor([rank.total for rank in ranks]).argmax() == 0

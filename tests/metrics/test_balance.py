@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.metrics.balance import read_balance, spans
+from moefold.metrics.balance import read_balance, split_into_bins
 from moefold.metrics.expert_counts import ExpertCountsWriter
-from moefold.metrics.routing_trace import TraceShape, TraceWriter
+from moefold.metrics.routing_trace import RoutingTraceWriter, TraceShape
 
 E = 4
 LAYERS = (1, 3)
@@ -68,7 +68,7 @@ def test_an_expert_that_is_used_now_and_then_is_not_dead(tmp_path):
 
 def test_a_trace_adds_up_to_counts(tmp_path):
     shape = TraceShape(layers=LAYERS, num_experts=E, top_k=2, global_batch_size=2, seq_len=3)
-    writer = TraceWriter(tmp_path, shape)
+    writer = RoutingTraceWriter(tmp_path, shape)
     choices = np.array([[0, 1], [0, 2], [0, 1], [1, 0], [2, 0], [0, 1]], np.uint8).reshape(2, 3, 2)
     writer.write(4, iter([choices, (choices + 1).astype(np.uint8)]))
     balance = read_balance(tmp_path)
@@ -120,7 +120,7 @@ def test_counts_that_keep_their_pace_are_not_cut_short(tmp_path):
 def test_spans_cover_everything_once():
     for count in (1, 2, 7, 100):
         for bins in (1, 3, 7, 1000):
-            cut = spans(count, bins)
+            cut = split_into_bins(count, bins)
             assert [i for a, b in cut for i in range(a, b)] == list(range(count))
             assert len(cut) == min(count, bins)
             assert max(b - a for a, b in cut) - min(b - a for a, b in cut) <= 1

@@ -252,16 +252,16 @@ def test_multi_token_prediction_by_hand() -> None:
     further = replace(SMALL, mtp_layers=2)
     plain, count = count_parameters(SMALL), count_parameters(further)
     layer = plain.attention // 3 + (plain.router + plain.experts + plain.shared_experts) // 2 + 2 * 12 + 2 * 5
-    assert count.multi_token == 2 * (layer + 2 * 12 * 12 + 3 * 12)
-    assert count.total == plain.total + count.multi_token
+    assert count.mtp == 2 * (layer + 2 * 12 * 12 + 3 * 12)
+    assert count.total == plain.total + count.mtp
     assert count.active == plain.active
     base, flops = train_flops_per_token(SMALL, 16), train_flops_per_token(further, 16)
     once = (base.attention_projections + base.attention_core) // 3 + base.head + 2 * 2 * 12 * 12
     once += (base.router + base.experts + base.shared_experts) // 2
-    assert flops.multi_token == 2 * once
+    assert flops.mtp == 2 * once
     assert flops.forward == base.forward + 2 * once
     half = train_flops_per_token(further, 16, causal=True)
-    assert flops.multi_token - half.multi_token == 2 * base.attention_core // 6
+    assert flops.mtp - half.mtp == 2 * base.attention_core // 6
 
 
 @pytest.mark.parametrize(

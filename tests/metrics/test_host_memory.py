@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from moefold.metrics import host_memory
-from moefold.metrics.host_memory import host_room, process_room
+from moefold.metrics.host_memory import available_host_memory, available_process_memory
 
 MIB = 2**20
 MEMINFO = (
@@ -31,9 +31,9 @@ def group(name: str, version: int, limit: str, usage: int, cache: int) -> dict[s
 
 
 def test_what_is_available_counts_with_free_swap(tmp_path):
-    assert host_room(machine(tmp_path)).size == 1000 * MIB
-    room = host_room(machine(tmp_path, swap=2048))
-    assert (room.size, room.limit) == (1002 * MIB, "free on this machine, swap included")
+    assert available_host_memory(machine(tmp_path)).size == 1000 * MIB
+    room = available_host_memory(machine(tmp_path, swap=2048))
+    assert (room.size, room.description) == (1002 * MIB, "free on this machine, swap included")
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def test_what_is_available_counts_with_free_swap(tmp_path):
     ],
 )
 def test_control_groups_limit_it(tmp_path, groups, files, room_mib):
-    assert host_room(machine(tmp_path, groups=groups, files=files)).size == room_mib * MIB
+    assert available_host_memory(machine(tmp_path, groups=groups, files=files)).size == room_mib * MIB
 
 
 def test_without_proc_it_is_the_whole_machine(tmp_path):
-    room = host_room(tmp_path)
-    assert room.limit == "of the machine"
+    room = available_host_memory(tmp_path)
+    assert room.description == "of the machine"
     assert room.size > 0
 
 
@@ -66,12 +66,12 @@ def test_a_limit_of_address_space_is_of_each_process(tmp_path, monkeypatch):
     (tmp_path / "proc/self/statm").write_text("256 1 1")
     infinity = host_memory.resource.RLIM_INFINITY
     monkeypatch.setattr(host_memory.resource, "getrlimit", lambda _: (infinity, infinity))
-    assert process_room(tmp_path) is None
+    assert available_process_memory(tmp_path) is None
     monkeypatch.setattr(host_memory.resource, "getrlimit", lambda _: (MIB * 10, infinity))
-    room = process_room(tmp_path)
+    room = available_process_memory(tmp_path)
     assert room is not None
     assert room.size == 10 * MIB - 256 * host_memory.os.sysconf("SC_PAGE_SIZE")
 
 
 def test_this_machine_has_memory():
-    assert 0 < host_room().size < 2**60
+    assert 0 < available_host_memory().size < 2**60

@@ -5,11 +5,11 @@ import threading
 
 import torch
 
-from moefold.metrics.ledger import Ledger
+from moefold.metrics.ledger import MemoryTracker
 
 
 def test_current_and_peak_by_part():
-    with Ledger() as ledger:
+    with MemoryTracker() as ledger:
         with ledger.part("a"):
             kept = torch.zeros(100)
         with ledger.part("b"):
@@ -24,7 +24,7 @@ def test_current_and_peak_by_part():
 
 
 def test_views_and_changes_in_place_are_no_new_memory():
-    with Ledger() as ledger:
+    with MemoryTracker() as ledger:
         x = torch.ones(50)
         y = x.view(5, 10).t()
         x.add_(1)
@@ -34,8 +34,8 @@ def test_views_and_changes_in_place_are_no_new_memory():
 
 def test_memory_that_is_given_back_and_taken_again_by_resizing():
     x = torch.ones(50)
-    with Ledger() as ledger:
-        ledger.settle("weights", (x,))
+    with MemoryTracker() as ledger:
+        ledger.tag("weights", (x,))
         x.untyped_storage().resize_(0)
         assert ledger.current() == {"gathered weights": 0}
         x.untyped_storage().resize_(200)
@@ -45,8 +45,8 @@ def test_memory_that_is_given_back_and_taken_again_by_resizing():
 
 def test_what_a_backward_pass_makes_is_workspace_until_it_is_found_to_stay():
     w = torch.ones(10, requires_grad=True)
-    with Ledger() as ledger:
-        ledger.settle("weights", (w,))
+    with MemoryTracker() as ledger:
+        ledger.tag("weights", (w,))
         ledger.phase = "forward"
         with ledger.part("layer"):
             loss = (w * w).sum()
@@ -54,7 +54,7 @@ def test_what_a_backward_pass_makes_is_workspace_until_it_is_found_to_stay():
         loss.backward()
         assert ledger.current()["workspace"] >= 40
         assert w.grad is not None
-        ledger.settle("gradients", (w.grad,))
+        ledger.tag("gradients", (w.grad,))
         del loss
     assert ledger.current() == {"weights": 40, "gradients": 40}
     assert ledger.peak().by_part["workspace"] > 0
@@ -64,7 +64,7 @@ def test_what_other_threads_free_meanwhile():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        with Ledger() as ledger:
+        with MemoryTracker() as ledger:
             for _ in range(20):
                 held = [torch.ones(4) for _ in range(2000)]
                 thread = threading.Thread(target=held.clear)
@@ -73,7 +73,7 @@ def test_what_other_threads_free_meanwhile():
                 is_busy = True
                 while is_busy:
                     is_busy = thread.is_alive()
-                    ledger.settle_survivors("left")
+                    ledger.tag_survivors("left")
                     made = torch.ones(1)
                     assert ledger.current()["other"] >= 4
                 thread.join()
@@ -87,7 +87,7 @@ def test_what_other_threads_free_meanwhile():
 
 
 def test_an_address_that_is_used_anew_is_a_block_of_its_own():
-    with Ledger() as ledger:
+    with MemoryTracker() as ledger:
         for size in (1 << 20, 1 << 21) * 20:
             with ledger.part(str(size)):
                 x = torch.empty(size // 4)

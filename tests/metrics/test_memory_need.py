@@ -11,12 +11,19 @@ from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.launch import fitting
-from moefold.launch.accelerator import early_device, has_no_gpu
-from moefold.launch.place import Place
-from moefold.metrics.host_memory import Room
-from moefold.metrics.kept_parts import KERNELS
-from moefold.metrics.memory_formula import memory_of_ranks
-from moefold.metrics.memory_need import PROCESS_BYTES, Host, Shortage, check_training_fits, shortage, training_needs
+from moefold.launch.accelerator import device_without_torch, has_no_gpu
+from moefold.launch.place import RankEnv
+from moefold.metrics.host_memory import AvailableMemory
+from moefold.metrics.kept_parts import KERNEL_PROFILES
+from moefold.metrics.memory_formula import compute_rank_memory
+from moefold.metrics.memory_need import (
+    MIN_PROCESS_BYTES,
+    HostCapacity,
+    Shortage,
+    check_training_fits,
+    find_shortage,
+    min_training_memory,
+)
 from tests.clock import processor_s
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -31,11 +38,13 @@ def recipe(*words: str, name: str = "single") -> Config:
     return cfg
 
 
-def lack(cfg: Config, size_gib: float, device_type: str = "cpu", each: Room | None = None) -> str:
+def lack(cfg: Config, size_gib: float, device_type: str = "cpu", each: AvailableMemory | None = None) -> str:
     p = cfg.parallel
     ranks = tuple(rank * p.pp // p.world_size for rank in range(p.world_size))
     try:
-        check_training_fits(cfg, Host(device_type, ranks, Room(round(size_gib * GIB), "free here"), each))
+        check_training_fits(
+            cfg, HostCapacity(device_type, ranks, AvailableMemory(round(size_gib * GIB), "free here"), each)
+        )
     except ConfigError as error:
         return str(error)
     return ""
@@ -56,8 +65,8 @@ def lack(cfg: Config, size_gib: float, device_type: str = "cpu", each: Room | No
 )
 def test_the_least_is_at_most_what_the_formulas_say(words, device_type):
     cfg = recipe(*words, name="quickstart")
-    whole = memory_of_ranks(cfg, kernels=KERNELS[device_type])
-    for need, memory in zip(training_needs(cfg, device_type), whole, strict=True):
+    whole = compute_rank_memory(cfg, kernels=KERNEL_PROFILES[device_type])
+    for need, memory in zip(min_training_memory(cfg, device_type), whole, strict=True):
         states = memory.total - memory.activations.total - memory.pipeline - memory.update
         assert states <= need.total() <= memory.total
         assert sum(need[part] for part in ("weights", "gradients", "optimizer", "buffers")) == states
@@ -67,32 +76,32 @@ def test_a_step_of_very_many_passes_counts_states_alone():
     cfg = recipe("model.num_layers=1024", "parallel.pp=256", "parallel.world_size=256", "train.global_batch_size=65536")
     cfg = replace(cfg, train=replace(cfg.train, micro_batch_size=1))
     before_s = processor_s()
-    needs = training_needs(cfg, "cpu")
+    needs = min_training_memory(cfg, "cpu")
     assert processor_s() - before_s < 1.0
     assert len(needs) == 256
     assert all("activations" not in need for need in needs)
 
 
 def test_the_ranks_of_a_machine_share_its_memory():
-    needs = training_needs(recipe(name="quickstart"), "cpu")
-    together = 4 * needs[0].total() + 4 * needs[1].total() + 8 * PROCESS_BYTES
+    needs = min_training_memory(recipe(name="quickstart"), "cpu")
+    together = 4 * needs[0].total() + 4 * needs[1].total() + 8 * MIN_PROCESS_BYTES
     for size, fits in ((together, True), (together - 1, False)):
-        found = shortage(needs, Host("cpu", (0, 0, 0, 0, 1, 1, 1, 1), Room(size, "free")))
+        found = find_shortage(needs, HostCapacity("cpu", (0, 0, 0, 0, 1, 1, 1, 1), AvailableMemory(size, "free")))
         assert (found is None) == fits
     assert isinstance(found, Shortage)
     assert found.parts.total() == found.needed == together
 
 
 def test_each_gpu_has_its_own_memory_and_each_process_its_limit():
-    needs = training_needs(recipe(name="quickstart"), "cuda")
+    needs = min_training_memory(recipe(name="quickstart"), "cuda")
     fullest = max(need.total() for need in needs)
-    assert shortage(needs, Host("cuda", (0, 0, 1, 1), Room(fullest, ""))) is None
-    assert shortage(needs, Host("cuda", (0, 0, 1, 1), Room(fullest - 1, ""))) is not None
-    plenty = Room(2**60, "")
-    assert shortage(needs, Host("cpu", (0, 1), plenty, Room(fullest, ""))) is None
-    short = shortage(needs, Host("cpu", (0, 1), plenty, Room(fullest - 1, "left by ulimit")))
+    assert find_shortage(needs, HostCapacity("cuda", (0, 0, 1, 1), AvailableMemory(fullest, ""))) is None
+    assert find_shortage(needs, HostCapacity("cuda", (0, 0, 1, 1), AvailableMemory(fullest - 1, ""))) is not None
+    plenty = AvailableMemory(2**60, "")
+    assert find_shortage(needs, HostCapacity("cpu", (0, 1), plenty, AvailableMemory(fullest, ""))) is None
+    short = find_shortage(needs, HostCapacity("cpu", (0, 1), plenty, AvailableMemory(fullest - 1, "left by ulimit")))
     assert short is not None
-    assert short.room.limit == "left by ulimit"
+    assert short.available.description == "left by ulimit"
 
 
 def test_the_message_has_the_parts_the_ways_out_and_the_least():
@@ -110,7 +119,7 @@ def test_what_would_fit_is_tried_before_it_is_named():
     cfg = recipe("train.micro_batch_size=16", "train.seq_len=4096")
     one = replace(cfg, train=replace(cfg.train, micro_batch_size=1))
     again = replace(one, train=replace(one.train, recompute=("layer",)))
-    most, less, least = (training_needs(c, "cuda")[0].total() / GIB for c in (cfg, one, again))
+    most, less, least = (min_training_memory(c, "cuda")[0].total() / GIB for c in (cfg, one, again))
     assert not lack(cfg, most, "cuda")
     assert "; it may fit with train.micro_batch_size=1; " in lack(cfg, (most + less) / 2, "cuda")
     assert '; it may fit with train.micro_batch_size=1 train.recompute=["layer"]; ' in lack(cfg, least, "cuda")
@@ -146,7 +155,7 @@ def test_the_machine_is_asked_in_little_time():
     ids=["one rank", "64 ranks", "memory"],
 )
 def test_a_model_that_no_machine_holds_is_refused_before_torch_is_asked(tmp_path, monkeypatch, capsys, words):
-    monkeypatch.setattr(fitting, "host_room", lambda: Room(20 * GIB, "free here"))
+    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(20 * GIB, "free here"))
     before_s = processor_s()
     assert main([*words, f"run.dir={tmp_path / 'run'}"]) == 2
     assert processor_s() - before_s < 2.0
@@ -159,10 +168,10 @@ def test_a_model_that_no_machine_holds_is_refused_before_torch_is_asked(tmp_path
 
 def test_under_a_launcher_the_first_rank_of_a_machine_counts_its_own_ranks(monkeypatch):
     cfg = recipe(name="quickstart")
-    places = [Place(rank, rank % 4, 8, "", 1, local_size=4) for rank in (0, 4, 5)]
-    hosts = [fitting.host_of(cfg, "cpu", place) for place in places]
+    places = [RankEnv(rank, rank % 4, 8, "", 1, local_world_size=4) for rank in (0, 4, 5)]
+    hosts = [fitting.local_host_capacity(cfg, "cpu", place) for place in places]
     assert [host.pp_ranks for host in hosts] == [(0,) * 4, (1,) * 4, (1,) * 4]
-    monkeypatch.setattr(fitting, "host_room", lambda: Room(0, "free"))
+    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(0, "free"))
     fitting.check_training(cfg, "cpu", places[2])
     with pytest.raises(ConfigError, match="the 4 ranks of this machine need"):
         fitting.check_training(cfg, "cpu", places[1])
@@ -171,8 +180,8 @@ def test_under_a_launcher_the_first_rank_of_a_machine_counts_its_own_ranks(monke
 def test_a_machine_without_a_driver_is_known_without_torch(tmp_path):
     (tmp_path / "dev").mkdir()
     assert has_no_gpu(tmp_path)
-    assert [early_device(wish, 1, None, tmp_path) for wish in ("cpu", "auto")] == ["cpu", "cpu"]
+    assert [device_without_torch(wish, 1, None, tmp_path) for wish in ("cpu", "auto")] == ["cpu", "cpu"]
     with pytest.raises(ConfigError, match="world_size=2 needs a GPU for each rank, and this machine shows 0"):
-        early_device("cuda", 2, None, tmp_path)
+        device_without_torch("cuda", 2, None, tmp_path)
     (tmp_path / "dev" / "nvidia0").touch()
-    assert [early_device(wish, 1, None, tmp_path) for wish in ("cpu", "auto", "cuda")] == ["cpu", "", ""]
+    assert [device_without_torch(wish, 1, None, tmp_path) for wish in ("cpu", "auto", "cuda")] == ["cpu", "", ""]

@@ -5,20 +5,29 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
-from moefold.metrics.activation_memory import ActivationFormula
-from moefold.metrics.kept_parts import CPU, CUDA, Parts
-from moefold.metrics.pass_memory import NOTHING, Amount, PassFormula, Stretch, Way, fullest_moment
-from moefold.parallel.exchange_order import stage_exchanges
+from moefold.metrics.activation_memory import ActivationMemory
+from moefold.metrics.kept_parts import CPU_KERNELS, CUDA_KERNELS, BytesByPart
+from moefold.metrics.pass_memory import (
+    EMPTY,
+    CommInterval,
+    OverlappedPassMemory,
+    PassIntervals,
+    SizedParts,
+    overlapped_peak,
+)
+from moefold.parallel.exchange_order import stage_collectives
 from moefold.parallel.stage_plan import plan_stages
 
 
-def _way(*bytes_: tuple[int, int]) -> Way:
+def _way(*bytes_: tuple[int, int]) -> PassIntervals:
     """Stretches of so many bytes at their fullest moment and at the exchange behind."""
-    return tuple(Stretch(Amount(Parts(a=most)), Amount(Parts(a=rests))) for most, rests in bytes_)
+    return tuple(
+        CommInterval(SizedParts(BytesByPart(a=most)), SizedParts(BytesByPart(a=rests))) for most, rests in bytes_
+    )
 
 
-def _both(forward: Way, backward: Way, sent: int = 0) -> tuple[int, int]:
-    ahead, behind = fullest_moment(forward, backward, Amount(Parts(a=sent)))
+def _both(forward: PassIntervals, backward: PassIntervals, sent: int = 0) -> tuple[int, int]:
+    ahead, behind = overlapped_peak(forward, backward, SizedParts(BytesByPart(a=sent)))
     return ahead.size, behind.size
 
 
@@ -49,22 +58,22 @@ def _config(parts: tuple[str, ...] = (), **parallel: object) -> Config:
 @pytest.mark.parametrize("schedule", ["interleaved", "dualpipev"])
 def test_a_pass_has_a_stretch_for_each_exchange_and_one_more(schedule, parts):
     cfg = _config(parts, world_size=8, pp=2, ep=4, schedule=schedule, virtual_stages=2)
-    ways = PassFormula(ActivationFormula(cfg, kernels=CPU), splits=schedule == "dualpipev")
+    ways = OverlappedPassMemory(ActivationMemory(cfg, kernels=CPU_KERNELS), splits_backward=schedule == "dualpipev")
     for stage in plan_stages(cfg).stages:
-        for kind, way in (("F", ways.forward(stage)), ("B", ways.backward(stage))):
-            assert len(way) == len(list(stage_exchanges(cfg, stage, kind, 0))) + 1
+        for kind, way in (("F", ways.forward_intervals(stage)), ("B", ways.backward_intervals(stage))):
+            assert len(way) == len(list(stage_collectives(cfg, stage, kind, 0))) + 1
 
 
-@pytest.mark.parametrize("kernels", [CPU, CUDA], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("kernels", [CPU_KERNELS, CUDA_KERNELS], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("parts", [(), ("norms", "shared_experts"), ("moe",), ("layer",)])
 def test_a_forward_pass_ends_with_what_a_backward_pass_begins_with(parts, kernels):
     cfg = _config(parts, world_size=4, ep=4)
     cfg = replace(cfg, model=replace(cfg.model, shared_expert_ffn_hidden_size=64))
-    formula = ActivationFormula(cfg, kernels=kernels)
-    ways, (stage,) = PassFormula(formula, splits=False), plan_stages(cfg).stages
-    forward, backward = ways.forward(stage), ways.backward(stage)
-    assert forward[-1].rests.parts == formula.stage(stage)
-    assert backward[0].most.size >= forward[-1].rests.size
-    assert backward[-1].rests.size <= formula.embedding().total(), "all layers have given back what they kept"
-    assert all(stretch.most.size >= stretch.rests.size > 0 for stretch in forward)
-    assert fullest_moment(forward, backward, NOTHING)[0].size > 0
+    formula = ActivationMemory(cfg, kernels=kernels)
+    ways, (stage,) = OverlappedPassMemory(formula, splits_backward=False), plan_stages(cfg).stages
+    forward, backward = ways.forward_intervals(stage), ways.backward_intervals(stage)
+    assert forward[-1].during_comm.parts == formula.stage_saved(stage)
+    assert backward[0].peak.size >= forward[-1].during_comm.size
+    assert backward[-1].during_comm.size <= formula.embedding().total(), "all layers have given back what they kept"
+    assert all(stretch.peak.size >= stretch.during_comm.size > 0 for stretch in forward)
+    assert overlapped_peak(forward, backward, EMPTY)[0].size > 0

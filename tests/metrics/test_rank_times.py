@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moefold.metrics.rank_times import MANY, WINDOW, RankTimes, Stragglers, straggler_words
+from moefold.metrics.rank_times import REPORT_SLOW_STEPS, WINDOW_STEPS, RankTimeMetrics, Stragglers, describe_straggler
 from tests.metrics.example import STEP
 
 
@@ -15,13 +15,13 @@ def times(*own: float) -> np.ndarray:
 
 
 def test_numbers_over_the_ranks():
-    found = RankTimes.from_ranks(times(0.2, 0.5, 0.3, 0.4))
+    found = RankTimeMetrics.from_ranks(times(0.2, 0.5, 0.3, 0.4))
     assert found is not None
     assert (found.own_min_s, found.own_median_s, found.own_max_s) == pytest.approx((0.2, 0.35, 0.5))
     assert found.slowest_rank == 1
     assert found.data_max_s == pytest.approx(0.05)
     assert (found.wait_min_s, found.wait_median_s) == pytest.approx((0.5, 0.65))
-    assert RankTimes.from_ranks(np.zeros((4, 3))) is None
+    assert RankTimeMetrics.from_ranks(np.zeros((4, 3))) is None
     assert json.loads(replace(STEP, rank_times=found).to_json())["rank_times"]["slowest_rank"] == 1
 
 
@@ -31,11 +31,13 @@ def stragglers(*stages: list[int], factor: float = 1.5) -> Stragglers:
 
 def test_a_rank_is_named_after_so_many_slow_steps_and_once():
     watch = stragglers([0, 1, 2, 3])
-    found = [watch.update(times(0.2, 0.2, 0.31, 0.2)) for _ in range(3 * WINDOW)]
-    assert [len(records) for records in found] == [0] * (MANY - 1) + [1] + [0] * (3 * WINDOW - MANY)
-    (record,) = found[MANY - 1]
+    found = [watch.update(times(0.2, 0.2, 0.31, 0.2)) for _ in range(3 * WINDOW_STEPS)]
+    assert [len(records) for records in found] == [0] * (REPORT_SLOW_STEPS - 1) + [1] + [0] * (
+        3 * WINDOW_STEPS - REPORT_SLOW_STEPS
+    )
+    (record,) = found[REPORT_SLOW_STEPS - 1]
     assert (record["rank"], record["host"]) == (2, "host2")
-    assert straggler_words(record) == (
+    assert describe_straggler(record) == (
         "rank 2 (host2) is slow in 12 of 12 steps: 0.31 s of its own work a step, 1.55 times the median of the 4 ranks "
         "of its stage; 0.031 s of it for data"
     )
@@ -43,41 +45,41 @@ def test_a_rank_is_named_after_so_many_slow_steps_and_once():
 
 def test_some_steps_as_fast_as_the_others_do_not_hide_it():
     watch = stragglers([0, 1])
-    found = [watch.update(times(0.2 if step % 4 == 0 else 0.4, 0.2)) for step in range(3 * WINDOW)]
+    found = [watch.update(times(0.2 if step % 4 == 0 else 0.4, 0.2)) for step in range(3 * WINDOW_STEPS)]
     assert sum(map(len, found)) == 1
-    assert len(found[WINDOW - 1]) == 1
+    assert len(found[WINDOW_STEPS - 1]) == 1
 
 
 def test_as_many_slow_steps_as_fast_ones_name_nobody():
     watch = stragglers([0, 1])
-    assert not any(watch.update(times(0.2 if step % 2 else 0.9, 0.2)) for step in range(5 * WINDOW))
+    assert not any(watch.update(times(0.2 if step % 2 else 0.9, 0.2)) for step in range(5 * WINDOW_STEPS))
 
 
 def test_pauses_name_nobody_however_long():
     watch = stragglers([0, 1, 2, 3])
-    steps = [times(*(9.0 if step % 3 == rank else 0.2 for rank in range(4))) for step in range(5 * WINDOW)]
+    steps = [times(*(9.0 if step % 3 == rank else 0.2 for rank in range(4))) for step in range(5 * WINDOW_STEPS)]
     assert not any(map(watch.update, steps))
 
 
 def test_a_rank_is_named_again_only_after_it_was_well_for_long():
     watch = stragglers([0, 1])
     slow, well = times(0.4, 0.2), times(0.2, 0.2)
-    assert sum(len(watch.update(slow)) for _ in range(WINDOW)) == 1
+    assert sum(len(watch.update(slow)) for _ in range(WINDOW_STEPS)) == 1
     # About half of the steps are slow: neither here nor there.
-    assert not any(watch.update(slow if step % 2 else well) for step in range(2 * WINDOW))
-    assert not any(watch.update(slow) for _ in range(WINDOW))
-    assert not any(watch.update(well) for _ in range(WINDOW))
-    assert sum(len(watch.update(slow)) for _ in range(WINDOW)) == 1
+    assert not any(watch.update(slow if step % 2 else well) for step in range(2 * WINDOW_STEPS))
+    assert not any(watch.update(slow) for _ in range(WINDOW_STEPS))
+    assert not any(watch.update(well) for _ in range(WINDOW_STEPS))
+    assert sum(len(watch.update(slow)) for _ in range(WINDOW_STEPS)) == 1
 
 
 def test_what_no_step_feels_names_nobody():
     watch = stragglers([0, 1])
-    assert not any(watch.update(np.array([[0.02, 0.0, 0.98], [0.01, 0.0, 0.99]])) for _ in range(2 * WINDOW))
+    assert not any(watch.update(np.array([[0.02, 0.0, 0.98], [0.01, 0.0, 0.99]])) for _ in range(2 * WINDOW_STEPS))
 
 
 def test_stages_are_judged_by_themselves_and_one_of_two_is_named():
     watch = stragglers([0, 2], [1, 3])
-    for _ in range(MANY - 1):
+    for _ in range(REPORT_SLOW_STEPS - 1):
         watch.update(times(0.1, 0.9, 0.1, 0.5))
     assert [record["rank"] for record in watch.update(times(0.1, 0.9, 0.1, 0.5))] == [1]
 

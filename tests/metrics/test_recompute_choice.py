@@ -8,9 +8,9 @@ import pytest
 from moefold.config.checks import check_config
 from moefold.config.schema import RECOMPUTE_PARTS, Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.errors import ConfigError
-from moefold.metrics.kept_parts import CPU, CUDA
-from moefold.metrics.memory_formula import memory_of_ranks
-from moefold.metrics.recompute_choice import GIB, choose_recompute, extra_work
+from moefold.metrics.kept_parts import CPU_KERNELS, CUDA_KERNELS
+from moefold.metrics.memory_formula import compute_rank_memory
+from moefold.metrics.recompute_choice import GIB, choose_recompute, recompute_overhead
 
 SHARED = {"shared_expert_ffn_hidden_size": 512, "layer_pattern": "DM"}
 LATENT = {"attention": "mla"}
@@ -26,7 +26,7 @@ def _config(model: dict[str, object] | None = None, budget_gib: float = 0.0, **p
 
 
 def _worst(cfg: Config, parts: tuple[str, ...]) -> int:
-    return max(rank.total for rank in memory_of_ranks(cfg, recompute=parts, kernels=CUDA))
+    return max(rank.total for rank in compute_rank_memory(cfg, recompute=parts, kernels=CUDA_KERNELS))
 
 
 def _legal(cfg: Config, parts: tuple[str, ...]) -> bool:
@@ -56,9 +56,11 @@ def test_for_every_budget_the_least_work_that_fits(cfg):
     extras, chosen = [], set()
     for budget in sorted(set(known.values()), reverse=True)[::9]:
         choice = choose_recompute(cfg, budget)
-        assert known[choice.parts] == choice.worst_bytes <= budget
-        assert choice.extra == min(extra_work(cfg, parts) for parts, size in known.items() if size <= budget)
-        extras.append(choice.extra)
+        assert known[choice.parts] == choice.max_rank_bytes <= budget
+        assert choice.extra_flops_fraction == min(
+            recompute_overhead(cfg, parts) for parts, size in known.items() if size <= budget
+        )
+        extras.append(choice.extra_flops_fraction)
         chosen.add(choice.parts)
     assert extras == sorted(extras), "less memory never means less work"
     assert () in chosen
@@ -67,13 +69,13 @@ def test_for_every_budget_the_least_work_that_fits(cfg):
 
 def test_what_fits_as_it_is_is_left_alone():
     choice = choose_recompute(_config(), 10**12)
-    assert (choice.parts, choice.extra) == ((), 0.0)
-    assert "makes nothing again" in choice.words(10**12)
+    assert (choice.parts, choice.extra_flops_fraction) == ((), 0.0)
+    assert "makes nothing again" in choice.describe(10**12)
 
 
 def test_norms_go_first_and_whole_layers_last():
     cfg = _config()
-    plain = choose_recompute(cfg, 10**12).worst_bytes
+    plain = choose_recompute(cfg, 10**12).max_rank_bytes
     assert choose_recompute(cfg, plain - 1).parts == ("norms",)
     assert choose_recompute(cfg, _worst(cfg, ("layer",))).parts == ("layer",)
 
@@ -114,4 +116,4 @@ def test_wrong_settings_are_refused(recompute, budget, message):
 def test_a_budget_that_holds_a_step_passes():
     cfg = _config(budget_gib=_worst(_config(), ()) / GIB)
     check_config(cfg)
-    assert choose_recompute(cfg, round(cfg.train.memory_budget_gib * GIB), CPU).parts != ("layer",)
+    assert choose_recompute(cfg, round(cfg.train.memory_budget_gib * GIB), CPU_KERNELS).parts != ("layer",)

@@ -12,10 +12,10 @@ from moefold.errors import ConfigError
 from moefold.metrics.routing_trace import (
     MANIFEST,
     TRACE_FOLDER,
-    Trace,
+    RoutingTrace,
+    RoutingTraceWriter,
     TraceShape,
-    TraceWriter,
-    choice_dtype,
+    expert_index_dtype,
     traced_steps,
     truncate_trace,
 )
@@ -25,18 +25,18 @@ SHAPE = TraceShape(layers=(1, 3), num_experts=8, top_k=2, global_batch_size=4, s
 
 def _choices(step: int, shape: TraceShape = SHAPE) -> np.ndarray:
     """Random experts, no two of a token the same."""
-    first, *others = shape.array
+    first, *others = shape.file_shape
     tokens = int(np.prod([first, *others[:2]]))
     draw = np.random.default_rng(step)
     chosen = [draw.choice(shape.num_experts, shape.top_k, replace=False) for _ in range(tokens)]
-    return np.array(chosen).reshape(shape.array).astype(shape.dtype)
+    return np.array(chosen).reshape(shape.file_shape).astype(shape.dtype)
 
 
-def _write(run_dir, steps, shape: TraceShape = SHAPE) -> Trace:
-    writer = TraceWriter(run_dir, shape)
+def _write(run_dir, steps, shape: TraceShape = SHAPE) -> RoutingTrace:
+    writer = RoutingTraceWriter(run_dir, shape)
     for step in steps:
         writer.write(step, iter(_choices(step, shape)))
-    return Trace(run_dir, "moe.replay")
+    return RoutingTrace(run_dir, "moe.replay")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def _write(run_dir, steps, shape: TraceShape = SHAPE) -> Trace:
     [(1, "uint8"), (256, "uint8"), (257, "int16"), (32768, "int16"), (32769, "int32")],
 )
 def test_the_smallest_type_that_holds_every_expert(num_experts, name):
-    assert choice_dtype(num_experts) == np.dtype(name)
+    assert expert_index_dtype(num_experts) == np.dtype(name)
     assert np.array(num_experts - 1).astype(name) == num_experts - 1
 
 
@@ -61,13 +61,13 @@ def test_what_is_written_is_read(tmp_path, num_experts):
 
 def test_a_trace_is_found_by_its_run_and_by_its_folder(tmp_path):
     _write(tmp_path, [1])
-    assert Trace(tmp_path / TRACE_FOLDER, "x").steps == Trace(tmp_path, "x").steps == [1]
+    assert RoutingTrace(tmp_path / TRACE_FOLDER, "x").steps == RoutingTrace(tmp_path, "x").steps == [1]
 
 
 def test_a_resumed_run_repeats_the_steps_past_its_checkpoint(tmp_path):
     _write(tmp_path, [1, 2, 3])
     (tmp_path / TRACE_FOLDER / ".step-000004.npy.tmp").touch()
-    TraceWriter(tmp_path, SHAPE, resume_step=2)
+    RoutingTraceWriter(tmp_path, SHAPE, resume_step=2)
     assert traced_steps(tmp_path / TRACE_FOLDER) == [1, 2]
     assert sorted(path.name for path in (tmp_path / TRACE_FOLDER).iterdir()) == [
         "step-000001.npy",
@@ -82,19 +82,19 @@ def test_a_resumed_run_repeats_the_steps_past_its_checkpoint(tmp_path):
 def test_steps_of_another_shape_go(tmp_path, change):
     _write(tmp_path, [1, 2, 3])
     shape = replace(SHAPE, **change)
-    writer = TraceWriter(tmp_path, shape, resume_step=2)
+    writer = RoutingTraceWriter(tmp_path, shape, resume_step=2)
     assert writer.num_dropped == 2
     writer.write(3, iter(_choices(3, shape)))
-    trace = Trace(tmp_path, "run")
+    trace = RoutingTrace(tmp_path, "run")
     assert (trace.shape, trace.steps) == (shape, [3])
     np.testing.assert_array_equal([*trace.step(3)], _choices(3, shape))
 
 
 def test_steps_of_the_same_shape_stay_and_those_without_a_manifest_go(tmp_path):
     _write(tmp_path, [1, 2, 3])
-    assert TraceWriter(tmp_path, SHAPE, resume_step=3).num_dropped == 0
+    assert RoutingTraceWriter(tmp_path, SHAPE, resume_step=3).num_dropped == 0
     (tmp_path / TRACE_FOLDER / MANIFEST).write_text("torn")
-    assert TraceWriter(tmp_path, SHAPE, resume_step=3).num_dropped == 3
+    assert RoutingTraceWriter(tmp_path, SHAPE, resume_step=3).num_dropped == 3
 
 
 def test_a_run_without_a_trace_has_nothing_to_truncate(tmp_path):
@@ -155,12 +155,12 @@ def test_damaged_files_are_refused(tmp_path):
         trace.step(4)
 
 
-def _spoil(run_dir, step: int, value: int) -> Trace:
+def _spoil(run_dir, step: int, value: int) -> RoutingTrace:
     path = run_dir / TRACE_FOLDER / f"step-{step:06d}.npy"
     choices = np.load(path)
     choices[1, 3, 5, 0] = choices[1, 3, 5, 1] if value < 0 else value
     np.save(path, choices)
-    return Trace(run_dir, "moe.replay")
+    return RoutingTrace(run_dir, "moe.replay")
 
 
 def test_the_content_of_every_step_is_read_before_the_run(tmp_path):
@@ -182,10 +182,10 @@ def test_a_token_that_has_an_expert_twice_is_refused(tmp_path):
 @pytest.mark.parametrize("number", [8, 255])
 def test_an_expert_that_does_not_exist_is_refused(number):
     choices = np.zeros((2, 3), np.uint8)
-    assert np.array_equal(SHAPE.check_choices(choices, 1), choices)
+    assert np.array_equal(SHAPE.check_expert_indices(choices, 1), choices)
     choices[1, 2] = number
     with pytest.raises(ConfigError, match=f"names expert {number} in step 7, and there are 8"):
-        SHAPE.check_choices(choices, 7)
+        SHAPE.check_expert_indices(choices, 7)
 
 
 @pytest.mark.parametrize(
@@ -195,14 +195,14 @@ def test_an_expert_that_does_not_exist_is_refused(number):
 def test_a_manifest_that_is_none_is_refused(tmp_path, text):
     (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(ConfigError, match=r"moe.replay='.*' has a trace.json that is no moefold-routing-1 manifest"):
-        Trace(tmp_path, "moe.replay")
+        RoutingTrace(tmp_path, "moe.replay")
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no routing trace"):
-        Trace(tmp_path, "moe.replay")
+        RoutingTrace(tmp_path, "moe.replay")
     with pytest.raises(ConfigError, match="does not exist"):
-        Trace(tmp_path / "absent", "moe.replay")
+        RoutingTrace(tmp_path / "absent", "moe.replay")
 
 
 def test_the_manifest_is_plain_json(tmp_path):
@@ -222,7 +222,7 @@ def test_a_step_that_is_cut_under_the_run_is_named(tmp_path):
     step = _write(tmp_path, [1]).step(1)
     path = tmp_path / TRACE_FOLDER / "step-000001.npy"
     os.truncate(path, path.stat().st_size - 1)
-    num_layers, num_samples, *_ = SHAPE.array
+    num_layers, num_samples, *_ = SHAPE.file_shape
     with pytest.raises(BrokenShardError, match=r"step-000001.npy broke while the run read it"):
         step.samples(num_layers - 1, 0, num_samples)
 

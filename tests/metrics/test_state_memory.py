@@ -9,11 +9,11 @@ import pytest
 from moefold.config.checks import check_config
 from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.errors import ConfigError
-from moefold.metrics.memory_formula import memory_of_ranks
-from moefold.metrics.moments_away import moments_away
-from moefold.metrics.state_memory import StateFormula, rank_states
+from moefold.metrics.memory_formula import compute_rank_memory
+from moefold.metrics.moments_away import optimizer_offload_memory
+from moefold.metrics.state_memory import StateMemory, rank_state_bytes
 from moefold.parallel.layout import fold
-from moefold.train.built_memory import built_states
+from moefold.train.built_memory import sharded_state_bytes
 
 WORLDS = (1, 2, 3, 4, 6, 8, 12, 24, 64, 96, 256, 1024)
 
@@ -68,37 +68,37 @@ def test_every_byte_of_weights_and_moments_of_a_random_mapping(seed):
     rank = 0 if seed % 3 == 0 else random.Random(seed).randrange(p.world_size)
     dense = sorted(layout.attention.group(rank, "dp", "cp")).index(rank)
     expert = sorted(layout.moe.group(rank, "edp")).index(rank)
-    found = rank_states(cfg, layout.attention.coordinate(rank, "pp"), dense, expert)
-    real = built_states(cfg, rank)
+    found = rank_state_bytes(cfg, layout.attention.coordinate(rank, "pp"), dense, expert)
+    real = sharded_state_bytes(cfg, rank)
     assert (found.weights, found.optimizer, found.buffers) == (real.weights, real.optimizer, real.buffers), cfg
     if p.zero < 3:
         assert found.gathered == real.gathered, cfg
-    assert found.optimizer <= rank_states(cfg, layout.attention.coordinate(rank, "pp")).optimizer
+    assert found.optimizer <= rank_state_bytes(cfg, layout.attention.coordinate(rank, "pp")).optimizer
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_byte_of_moments_that_stay_when_large_ones_are_outside(seed):
     cfg = random_config(seed)
     one = replace(cfg, train=replace(cfg.train, offload_optimizer="ssd", offload_dir="/nowhere", offload_min_kib=1))
-    stays = [rank.states.optimizer for rank in memory_of_ranks(one)]
-    everything = [rank.states.optimizer for rank in memory_of_ranks(cfg)]
+    stays = [rank.states.optimizer for rank in compute_rank_memory(one)]
+    everything = [rank.states.optimizer for rank in compute_rank_memory(cfg)]
     first = [rank * cfg.parallel.world_size // cfg.parallel.pp for rank in range(cfg.parallel.pp)]
-    assert stays == [built_states(one, rank).optimizer for rank in first], cfg
-    away = [moments_away(one, rank) for rank in range(cfg.parallel.pp)]
-    assert [left + moments.away for left, moments in zip(stays, away, strict=True)] == everything
-    assert all(moments.in_transit <= moments.away for moments in away)
+    assert stays == [sharded_state_bytes(one, rank).optimizer for rank in first], cfg
+    away = [optimizer_offload_memory(one, rank) for rank in range(cfg.parallel.pp)]
+    assert [left + moments.offloaded for left, moments in zip(stays, away, strict=True)] == everything
+    assert all(moments.in_transit <= moments.offloaded for moments in away)
 
 
 def test_an_update_that_needs_more_than_the_passes_counts():
     model = ModelConfig(num_layers=1, layer_pattern="D", hidden_size=64, ffn_hidden_size=4096, vocab_size=4096)
     train = TrainConfig(seq_len=16, offload_optimizer="ssd", offload_dir="/nowhere", offload_min_kib=1)
     cfg = Config(run=RunConfig(dtype="float32"), model=model, train=train)
-    (rank,) = memory_of_ranks(cfg)
+    (rank,) = compute_rank_memory(cfg)
     # Both moments of three parameters as large as the embedding.
-    assert moments_away(cfg, 0).in_transit == 3 * 2 * 4 * 64 * 4096
+    assert optimizer_offload_memory(cfg, 0).in_transit == 3 * 2 * 4 * 64 * 4096
     assert rank.update == 3 * 2 * 4 * 64 * 4096 - rank.activations.total > 0
     without = replace(cfg, train=replace(train, offload_optimizer="none", offload_dir=""))
-    assert memory_of_ranks(without)[0].update == 0
+    assert compute_rank_memory(without)[0].update == 0
 
 
 def test_a_thousand_ranks_cost_milliseconds():
@@ -110,5 +110,5 @@ def test_a_thousand_ranks_cost_milliseconds():
     check_config(cfg)
     started_s = time.process_time()
     for _ in range(10):
-        assert len(StateFormula(cfg).worst) == 16
+        assert len(StateMemory(cfg).max_by_pp_rank) == 16
     assert (time.process_time() - started_s) / 10 < 0.01

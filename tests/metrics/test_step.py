@@ -108,6 +108,6 @@ def test_memory_by_part_has_a_number_for_each_rank() -> None:
 def test_memory_by_part_leaves_out_what_nobody_has() -> None:
     row = [0.0] * (2 * len(PARTS))
     row[PARTS.index("norms")] = 7.0
-    assert MemoryByPart.from_rows([[0.0] * len(row), row]) == MemoryByPart(
+    assert MemoryByPart.from_ranks([[0.0] * len(row), row]) == MemoryByPart(
         peak_bytes={"norms": [0, 7]}, current_bytes={}
     )

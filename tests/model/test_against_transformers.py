@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
-from moefold.model.init import initialise
+from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
@@ -97,13 +97,13 @@ def _ours(model: dict[str, Any]) -> tuple[Config, Transformer]:
     sections["train"] = {"seq_len": 24, "global_batch_size": 2, "micro_batch_size": 2}
     cfg = config_from_dict(sections)
     ours = build_model(cfg).double()
-    initialise(ours, cfg.model, cfg.run.seed)
+    init_weights(ours, cfg.model, cfg.run.seed)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             if "norm" in name or name.endswith(("bq", "bk", "bv")):
                 generator = torch.Generator().manual_seed(len(name))
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    ours.place(torch.arange(cfg.train.seq_len))
+    ours.set_positions(torch.arange(cfg.train.seq_len))
     return cfg, ours.eval()
 
 

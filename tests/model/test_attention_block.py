@@ -7,11 +7,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moefold.model.attention_block import (
     CpuFlash,
     CudaFlash,
-    Plain,
+    MathBlockAttention,
     attention_block,
     attention_block_backward,
     block_kernel,
-    merge_block_,
+    merge_lse_,
 )
 from tests.model.attention_reference import (
     random_attention,
@@ -44,7 +44,7 @@ def _through(kernel, grad_out, q, k, v, seen):
 
 @pytest.mark.parametrize(("queries", "keys", "seen"), SIZES)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("kernel", [CpuFlash(), Plain()], ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize("kernel", [CpuFlash(), MathBlockAttention()], ids=lambda k: type(k).__name__)
 def test_kernel_equals_the_definition(kernel, queries, keys, seen, heads):
     given = _rectangle(queries, keys, heads)
     out, lse, *gradients = _through(kernel, *given, seen)
@@ -58,18 +58,18 @@ def test_kernel_equals_the_definition(kernel, queries, keys, seen, heads):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_cpu_kernel_equals_the_plain_twin(queries, keys, seen, heads):
     given = _rectangle(queries, keys, heads)
-    for x, y in zip(_through(CpuFlash(), *given, seen), _through(Plain(), *given, seen), strict=True):
+    for x, y in zip(_through(CpuFlash(), *given, seen), _through(MathBlockAttention(), *given, seen), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kernel", [CpuFlash(), Plain()], ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize("kernel", [CpuFlash(), MathBlockAttention()], ids=lambda k: type(k).__name__)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)], ids=str
 )
 def test_narrow_types_keep_the_log_sum_exp_wide(kernel, dtype, tolerance):
     given = [x.to(dtype) for x in _rectangle(20, 40, (4, 2, 8))]
     out, lse, *gradients = _through(kernel, *given, False)
-    exact = _through(Plain(), *(x.double() for x in given), "all")
+    exact = _through(MathBlockAttention(), *(x.double() for x in given), "all")
     assert lse.dtype == torch.float32
     assert {x.dtype for x in (out, *gradients)} == {dtype}
     assert max(relative_errors([out, lse, *gradients], exact)) < tolerance
@@ -79,11 +79,11 @@ def test_narrow_types_keep_the_log_sum_exp_wide(kernel, dtype, tolerance):
 def test_merged_blocks_equal_the_whole():
     grad_out, q, k, v = _rectangle(11, 26, (4, 2, 8))
     cuts = [slice(0, 3), slice(3, 4), slice(4, 26)]
-    out, lse = attention_block(q, k[cuts[0]], v[cuts[0]], seen="all")
+    out, lse = attention_block(q, k[cuts[0]], v[cuts[0]], block_mask="all")
     for cut in cuts[1:]:
-        merge_block_(out, lse, *attention_block(q, k[cut], v[cut], seen="all"))
+        merge_lse_(out, lse, *attention_block(q, k[cut], v[cut], block_mask="all"))
     expected = _whole(grad_out, q, k, v, "all")
-    shares = [attention_block_backward(grad_out, q, k[cut], v[cut], out, lse, seen="all") for cut in cuts]
+    shares = [attention_block_backward(grad_out, q, k[cut], v[cut], out, lse, block_mask="all") for cut in cuts]
     dq = torch.stack([share[0] for share in shares]).sum(0)
     dk, dv = (torch.cat([share[i] for share in shares]) for i in (1, 2))
     assert max(relative_errors([out, dq, dk, dv], expected)) < 1e-12
@@ -107,7 +107,7 @@ def _masked(q, k, v, mask):
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(("queries", "keys"), [(5, 3), (6, 6), (70, 130)])
-@pytest.mark.parametrize("kernel", [CpuFlash(), Plain()], ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize("kernel", [CpuFlash(), MathBlockAttention()], ids=lambda k: type(k).__name__)
 def test_a_query_that_sees_nothing_of_a_block(kernel, queries, keys, batch):
     _, q, k, v = _rectangle(queries, keys, (4, 2, 8))
     mask = _random_mask(queries, keys, batch)
@@ -117,7 +117,7 @@ def test_a_query_that_sees_nothing_of_a_block(kernel, queries, keys, batch):
     assert out[1, 0].abs().max() == 0
 
 
-@pytest.mark.parametrize("kernel", [CpuFlash(), Plain()], ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize("kernel", [CpuFlash(), MathBlockAttention()], ids=lambda k: type(k).__name__)
 def test_merged_masked_blocks_equal_the_whole(kernel):
     grad_out, q, k, v = _rectangle(9, 30, (4, 2, 8))
     mask = _random_mask(9, 30, 2)
@@ -126,7 +126,7 @@ def test_merged_masked_blocks_equal_the_whole(kernel):
     cuts = [slice(0, 5), slice(5, 12), slice(12, 20), slice(20, 30)]
     out, lse = kernel.forward(q, k[cuts[0]], v[cuts[0]], mask[:, :, cuts[0]])
     for cut in cuts[1:]:
-        merge_block_(out, lse, *kernel.forward(q, k[cut], v[cut], mask[:, :, cut]))
+        merge_lse_(out, lse, *kernel.forward(q, k[cut], v[cut], mask[:, :, cut]))
     expected = with_gradients(lambda *x: _masked(*x, mask), grad_out, q, k, v)
     shares = [kernel.backward(grad_out, q, k[cut], v[cut], out, lse, mask[:, :, cut]) for cut in cuts]
     dq = torch.stack([share[0] for share in shares]).sum(0)
@@ -138,17 +138,17 @@ def test_merged_masked_blocks_equal_the_whole(kernel):
 def test_merging_survives_scores_far_apart():
     _, q, k, v = _rectangle(4, 6, (2, 2, 8))
     k[3:] *= 1e4
-    out, lse = attention_block(q, k[:3], v[:3], seen="all")
-    merge_block_(out, lse, *attention_block(q, k[3:], v[3:], seen="all"))
-    whole, whole_lse = Plain().forward(q, k, v, "all")
+    out, lse = attention_block(q, k[:3], v[:3], block_mask="all")
+    merge_lse_(out, lse, *attention_block(q, k[3:], v[3:], block_mask="all"))
+    whole, whole_lse = MathBlockAttention().forward(q, k, v, "all")
     assert max(relative_errors([out, lse], [whole, whole_lse])) < 1e-12
 
 
 def test_the_log_sum_exp_of_a_part_alone_is_noticed():
     grad_out, q, k, v = _rectangle(4, 6, (2, 2, 8))
-    out, _ = attention_block(q, k, v, seen="all")
-    _, part_lse = attention_block(q, k[:3], v[:3], seen="all")
-    given = attention_block_backward(grad_out, q, k, v, out, part_lse, seen="all")
+    out, _ = attention_block(q, k, v, block_mask="all")
+    _, part_lse = attention_block(q, k[:3], v[:3], block_mask="all")
+    given = attention_block_backward(grad_out, q, k, v, out, part_lse, block_mask="all")
     assert min(relative_errors(list(given), _whole(grad_out, q, k, v, "all")[1:])) > 1e-2
 
 
@@ -157,17 +157,17 @@ def test_any_strides_are_read_right():
     turned = [x.transpose(0, 3).contiguous().transpose(0, 3) for x in given]
     assert all(x.stride(-1) != 1 for x in turned)
     grad_out, q, k, v = turned
-    out, lse = attention_block(q, k, v, seen="all")
+    out, lse = attention_block(q, k, v, block_mask="all")
     turned_out = out.transpose(0, 3).contiguous().transpose(0, 3)
-    gradients = attention_block_backward(grad_out, q, k, v, turned_out, lse.contiguous(), seen="all")
+    gradients = attention_block_backward(grad_out, q, k, v, turned_out, lse.contiguous(), block_mask="all")
     assert max(relative_errors([out, *gradients], _whole(*given, "all"))) < 1e-12
 
 
 def test_a_gradient_without_memory_of_its_own():
     _, q, k, v = _rectangle(7, 7, (4, 2, 8))
     ones = torch.ones((), dtype=q.dtype).expand_as(q)
-    out, lse = attention_block(q, k, v, seen="causal")
-    given = attention_block_backward(ones, q, k, v, out, lse, seen="causal")
+    out, lse = attention_block(q, k, v, block_mask="causal")
+    given = attention_block_backward(ones, q, k, v, out, lse, block_mask="causal")
     expected = _whole(ones.contiguous(), q, k, v, "causal")[1:]
     for x, y in zip(given, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
@@ -181,10 +181,10 @@ def test_a_gradient_without_memory_of_its_own():
         ("cpu", torch.bfloat16, 64, CpuFlash),
         ("cuda", torch.bfloat16, 64, CudaFlash),
         ("cuda", torch.float16, 256, CudaFlash),
-        ("cuda", torch.bfloat16, 20, Plain),
-        ("cuda", torch.bfloat16, 264, Plain),
-        ("cuda", torch.float32, 64, Plain),
-        ("meta", torch.float32, 64, Plain),
+        ("cuda", torch.bfloat16, 20, MathBlockAttention),
+        ("cuda", torch.bfloat16, 264, MathBlockAttention),
+        ("cuda", torch.float32, 64, MathBlockAttention),
+        ("meta", torch.float32, 64, MathBlockAttention),
     ],
     ids=str,
 )
@@ -192,7 +192,7 @@ def test_the_kernel_follows_device_and_type(device, dtype, head_size, kernel):
     with FakeTensorMode():
         q = torch.empty(4, 2, 4, head_size, dtype=dtype, device=device)
     assert type(block_kernel(q, "causal")) is kernel
-    masked = CpuFlash if device == "cpu" else Plain
+    masked = CpuFlash if device == "cpu" else MathBlockAttention
     assert type(block_kernel(q, torch.ones(1, 4, 4, dtype=torch.bool))) is masked
 
 
@@ -203,8 +203,8 @@ def test_the_cuda_kernel_takes_and_gives_these_shapes(seen):
         k, v = (
             torch.empty(6 if seen == "causal" else 9, 2, 2, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2)
         )
-        out, lse = attention_block(q, k, v, seen=seen)
-        gradients = attention_block_backward(grad_out, q, k, v, out, lse, seen=seen)
+        out, lse = attention_block(q, k, v, block_mask=seen)
+        gradients = attention_block_backward(grad_out, q, k, v, out, lse, block_mask=seen)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (6, 2, 4), torch.float32)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
@@ -214,6 +214,6 @@ def test_the_cuda_kernel_takes_and_gives_these_shapes(seen):
 @pytest.mark.parametrize(("queries", "keys", "seen"), SIZES)
 def test_cuda_kernel_equals_the_plain_twin(queries, keys, seen):
     given = [x.to("cuda", torch.bfloat16) for x in _rectangle(queries, keys, (4, 2, 16))]
-    exact = _through(Plain(), *(x.double() for x in given), seen)
+    exact = _through(MathBlockAttention(), *(x.double() for x in given), seen)
     for x, y in zip(_through(CudaFlash(), *given, seen), exact, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=3e-2, atol=3e-2)

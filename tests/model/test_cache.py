@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.model.cache import CachedAttention, Span
+from moefold.model.cache import CachedAttention, DecodePositions
 from moefold.model.core_attention import CausalAttention
 
 S, B, A, G, D = 9, 3, 4, 2, 6
@@ -15,7 +15,7 @@ def tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def step(
-    core: CachedAttention, span: Span, qkv: tuple[torch.Tensor | None, ...], positions_SB: torch.Tensor
+    core: CachedAttention, span: DecodePositions, qkv: tuple[torch.Tensor | None, ...], positions_SB: torch.Tensor
 ) -> torch.Tensor:
     span.positions_SB, span.num_keys = positions_SB, int(positions_SB.max()) + 1
     span.is_start = span.num_keys == len(positions_SB)
@@ -28,7 +28,7 @@ def step(
 def test_pieces_equal_the_whole(pieces, window, has_sinks):
     q, k, v = tokens(0)
     sinks = torch.linspace(-1, 2, A, dtype=torch.float64) if has_sinks else None
-    span = Span(torch.zeros(0, 0, dtype=torch.int64), 0, True)
+    span = DecodePositions(torch.zeros(0, 0, dtype=torch.int64), 0, True)
     core, found, done = CachedAttention(span, 12, window), [], 0
     for size in pieces:
         positions = torch.arange(done, done + size).unsqueeze(1).expand(size, B)
@@ -41,7 +41,7 @@ def test_pieces_equal_the_whole(pieces, window, has_sinks):
 def test_samples_of_different_lengths_do_not_see_what_fills_them_up():
     q, k, v = tokens(1)
     lengths = torch.tensor([5, 2, 4])
-    span = Span(torch.zeros(0, 0, dtype=torch.int64), 0, True)
+    span = DecodePositions(torch.zeros(0, 0, dtype=torch.int64), 0, True)
     core = CachedAttention(span, 9)
     step(core, span, tuple(x[:5] for x in (q, k, v)), torch.arange(5).unsqueeze(1).expand(5, B))
     for i in range(4):

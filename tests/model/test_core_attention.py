@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moefold.model.band import Band
+from moefold.model.band import BlockedWindow
 from moefold.model.core_attention import CausalAttention, _has_long_documents
-from moefold.model.sight import Sight
+from moefold.model.sight import AttentionMaskSpec
 from tests.model.attention_reference import (
     random_attention,
     random_sinks,
@@ -144,7 +144,7 @@ def test_long_runs_go_tile_by_tile(window, limits, length):
     starts = random_starts(7, length, 2) if limits == "documents" else None
     if limits == "sinks":
         given.append(random_sinks(8, 4))
-    assert isinstance(Sight(window, starts).of_run(0, length, given[0].device), Band)
+    assert isinstance(AttentionMaskSpec(window, starts).local_mask(0, length, given[0].device), BlockedWindow)
 
     def expected(q, k, v, sinks=None):
         return reference_attention(q, k, v, positions, positions, starts, window, sinks)

@@ -10,8 +10,8 @@ from moefold.config.schema import Config, ModelConfig, ParallelConfig, TrainConf
 from moefold.model.cross_entropy import chunked_cross_entropy, cross_entropy
 from moefold.model.transformer import build_model, loss_chunk
 from moefold.parallel.collectives import all_gather, all_reduce_max, all_reduce_sum
-from moefold.parallel.tensor import ShardedVocabulary
-from moefold.testing.group import group_of
+from moefold.parallel.tensor import TPVocabParallel
+from moefold.testing.group import make_group
 
 H, V = 6, 22
 
@@ -27,7 +27,7 @@ def _case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, T
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_it_equals_the_loss_of_whole_logits(chunk, dtype, keeps):
     x, weight, labels, share = _case(dtype)
-    losses = chunked_cross_entropy(x, weight, labels, chunk, keeps=keeps)
+    losses = chunked_cross_entropy(x, weight, labels, chunk, saves_exponentials=keeps)
     found = torch.autograd.grad((losses * share).sum(), (x, weight))
     expected_losses = cross_entropy(x @ weight.t(), labels)
     expected = torch.autograd.grad((expected_losses * share).sum(), (x, weight))
@@ -41,7 +41,7 @@ def test_it_equals_the_loss_of_whole_logits(chunk, dtype, keeps):
 
 def test_kept_exponentials_serve_two_backward_passes():
     x, weight, labels, share = _case()
-    loss = (chunked_cross_entropy(x, weight, labels, 4, keeps=True) * share).sum()
+    loss = (chunked_cross_entropy(x, weight, labels, 4, saves_exponentials=True) * share).sum()
     first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
     for once, twice in zip(first, torch.autograd.grad(loss, (x, weight)), strict=True):
         assert torch.equal(once, twice)
@@ -50,7 +50,7 @@ def test_kept_exponentials_serve_two_backward_passes():
 @pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
 def test_it_equals_torch_with_logits_that_overflow_exp(keeps):
     x, weight, labels, _ = _case()
-    losses = chunked_cross_entropy(1e3 * x, weight, labels, 4, keeps=keeps)
+    losses = chunked_cross_entropy(1e3 * x, weight, labels, 4, saves_exponentials=keeps)
     expected = F.cross_entropy((1e3 * x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none")
     torch.testing.assert_close(losses.flatten(), expected, rtol=1e-12, atol=1e-9)
 
@@ -58,10 +58,10 @@ def test_it_equals_torch_with_logits_that_overflow_exp(keeps):
 def _on_shards(chunk: int, keeps: bool) -> list[Tensor]:
     """Losses and gradients, with the vocabulary cut over two ranks."""
     rank = torch.distributed.get_rank()
-    tp = group_of((0, 1), rank, torch.distributed.group.WORLD)
+    tp = make_group((0, 1), rank, torch.distributed.group.WORLD)
     x, weight, labels, share = _case()
     mine = weight.detach().chunk(2)[rank].clone().requires_grad_()
-    losses = ShardedVocabulary(tp, V).chunked_cross_entropy(x, mine, labels, chunk, keeps=keeps)
+    losses = TPVocabParallel(tp, V).chunked_cross_entropy(x, mine, labels, chunk, saves_exponentials=keeps)
     by_x, by_weight = torch.autograd.grad((losses * share).sum(), (x, mine))
     assert torch.equal(all_reduce_max(losses, tp), losses)
     return [losses.detach(), all_reduce_sum(by_x, tp), all_gather(by_weight, tp)]
@@ -109,7 +109,7 @@ def test_no_logits_are_kept(is_tied, mtp_layers):
         module = build_model(cfg)
         for parameter in module.parameters():
             nn.init.normal_(parameter, std=0.1)
-        module.place(torch.arange(12))
+        module.set_positions(torch.arange(12))
         shapes = _kept(module, tokens)
         # Not the head itself, [97, 16] or transposed.
         kept[chunk] = sum(97 in shape and 16 not in shape for shape in shapes)

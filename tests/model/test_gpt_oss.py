@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.load import config_from_dict
-from moefold.model.init import initialise
+from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
@@ -56,13 +56,13 @@ def _ours(model: dict[str, Any]) -> Transformer:
     train = {"seq_len": SEQ_LEN, "global_batch_size": 2, "micro_batch_size": 2}
     cfg = config_from_dict({"run": {"dtype": "float32", "seed": 5}, "model": model, "train": train})
     ours = build_model(cfg)
-    initialise(ours, cfg.model, cfg.run.seed)
+    init_weights(ours, cfg.model, cfg.run.seed)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             if parameter.dim() == 1 or ".b_" in name:
                 parameter += 0.5 * torch.randn(parameter.shape, generator=generator)
-    ours.place(torch.arange(SEQ_LEN))
+    ours.set_positions(torch.arange(SEQ_LEN))
     return ours.eval()
 
 

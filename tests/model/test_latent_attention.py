@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from moefold.config.load import config_from_dict
-from moefold.model.cache import LatentCache, Span
+from moefold.model.cache import DecodePositions, LatentCache
 from moefold.model.latent_attention import LatentAttention
-from moefold.model.rope import rotation
+from moefold.model.rope import build_rope
 
 S, B, CAPACITY = 9, 3, 12
 SIZES = {
@@ -31,7 +31,7 @@ class Example:
     def __init__(self, kind: dict[str, object], window: int) -> None:
         self.cfg = config_from_dict({"model": SIZES | kind}).model
         self.layer = LatentAttention(self.cfg, window).double()
-        self.span = Span(torch.zeros(0, 0, dtype=torch.int64), 0, True)
+        self.span = DecodePositions(torch.zeros(0, 0, dtype=torch.int64), 0, True)
         generator = torch.Generator().manual_seed(4)
         for parameter in self.layer.parameters():
             torch.nn.init.normal_(parameter, 0.0, 0.5, generator=generator)
@@ -39,14 +39,14 @@ class Example:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Without a cache."""
-        assert self.layer.kept is None
-        return self.layer(x, rotation(self.cfg, torch.arange(len(x)), torch.float64))
+        assert self.layer.latent_cache is None
+        return self.layer(x, build_rope(self.cfg, torch.arange(len(x)), torch.float64))
 
     def piece(self, x: torch.Tensor, positions_SB: torch.Tensor) -> torch.Tensor:
         """The next tokens, with one."""
         self.span.positions_SB, self.span.num_keys = positions_SB, int(positions_SB.max()) + 1
         self.span.is_start = self.span.num_keys == len(positions_SB)
-        return self.layer(x, rotation(self.cfg, positions_SB, torch.float64))
+        return self.layer(x, build_rope(self.cfg, positions_SB, torch.float64))
 
 
 def refused(*args: object) -> None:
@@ -60,15 +60,15 @@ def refused(*args: object) -> None:
 def test_pieces_equal_the_whole(kind, window, pieces):
     example = Example(kind, window)
     expected = example.whole(example.x[:S])
-    example.layer.kept = cache = LatentCache(example.span, CAPACITY, window)
+    example.layer.latent_cache = cache = LatentCache(example.span, CAPACITY, window)
     found, done = [], 0
     for size in pieces:
         positions = torch.arange(done, done + size).unsqueeze(1).expand(size, B)
         found.append(example.piece(example.x[done : done + size], positions))
         done += size
-        example.layer.core = refused
+        example.layer.core_attention = refused
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-12, atol=1e-12)
-    assert cache.kept_bytes == B * CAPACITY * (5 + 4) * 8
+    assert cache.nbytes == B * CAPACITY * (5 + 4) * 8
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def test_samples_of_different_lengths_do_not_see_what_fills_them_up():
     example = Example(YARN, 0)
     lengths, samples = torch.tensor([5, 2, 4]), torch.arange(B)
     expected = [example.whole(example.x[:, b : b + 1]) for b in range(B)]
-    example.layer.kept = LatentCache(example.span, CAPACITY)
+    example.layer.latent_cache = LatentCache(example.span, CAPACITY)
     example.piece(example.x[:5], torch.arange(5).unsqueeze(1).expand(5, B))
     for i in range(4):
         places = lengths + i

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
-from moefold.model.init import initialise
+from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
@@ -102,7 +102,7 @@ def ours_of(model: Sizes, seed: int) -> tuple[Config, Transformer]:
     sections["train"] = {"seq_len": SEQ_LEN, "global_batch_size": 2, "micro_batch_size": 2}
     cfg = config_from_dict(sections)
     ours = build_model(cfg).double()
-    initialise(ours, cfg.model, cfg.run.seed)
+    init_weights(ours, cfg.model, cfg.run.seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
@@ -110,7 +110,7 @@ def ours_of(model: Sizes, seed: int) -> tuple[Config, Transformer]:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
         for buffer in ours.buffers():
             buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
-    ours.place(torch.arange(cfg.train.seq_len))
+    ours.set_positions(torch.arange(cfg.train.seq_len))
     return cfg, ours.eval()
 
 

@@ -7,28 +7,28 @@ import torch
 from torch import Tensor, nn
 
 from moefold.model.linear import linear
-from moefold.moe.experts import ExpertWeights, LoopedHow, grouped_experts, looped_experts
-from moefold.parallel.late_gradients import LateGradients
+from moefold.moe.experts import ExpertWeights, SequentialExpertOptions, grouped_experts, sequential_experts
+from moefold.parallel.late_gradients import WeightGradStore
 
 COUNTS = [3, 0, 5, 2]
 Layer = Callable[..., Tensor]
 
 
-def _dense(x: Tensor, weight: Tensor, bias: Tensor, *, later: LateGradients | None) -> Tensor:
+def _dense(x: Tensor, weight: Tensor, bias: Tensor, *, later: WeightGradStore | None) -> Tensor:
     return linear(x, weight, bias, later)
 
 
-def _sliced(x: Tensor, weight: Tensor, bias: Tensor, *, later: LateGradients | None) -> Tensor:
+def _sliced(x: Tensor, weight: Tensor, bias: Tensor, *, later: WeightGradStore | None) -> Tensor:
     """Through a view and a cast, as weights of few query groups and of mixed precision are."""
     return linear(x, weight.to(torch.float64)[2:5], bias[2:5], later)
 
 
-def _looped(x: Tensor, *weights: Tensor, later: LateGradients | None) -> Tensor:
-    return looped_experts(x, ExpertWeights(*weights), LoopedHow(COUNTS, later=later))
+def _looped(x: Tensor, *weights: Tensor, later: WeightGradStore | None) -> Tensor:
+    return sequential_experts(x, ExpertWeights(*weights), SequentialExpertOptions(COUNTS, wgrad_store=later))
 
 
-def _grouped(x: Tensor, *weights: Tensor, later: LateGradients | None) -> Tensor:
-    return grouped_experts(x, ExpertWeights(*weights), COUNTS, later=later)
+def _grouped(x: Tensor, *weights: Tensor, later: WeightGradStore | None) -> Tensor:
+    return grouped_experts(x, ExpertWeights(*weights), COUNTS, wgrad_store=later)
 
 
 DENSE = ((6, 8), (5, 8), (5,))
@@ -57,7 +57,7 @@ def test_both_parts_together_are_the_whole(layer, shapes, dtype):
     layer(x, *weights, later=None).square().sum().backward()
     expected = [x.grad, *(weight.grad for weight in weights)]
     x, *weights = _tensors(shapes, dtype)
-    late = LateGradients(nn.Module(), reduces=False)
+    late = WeightGradStore(nn.Module(), reduces_each_micro_batch=False)
     # Two micro-batches are under way; the gradients of the second come first.
     runs = []
     for _ in range(2):
@@ -74,7 +74,7 @@ def test_both_parts_together_are_the_whole(layer, shapes, dtype):
 
 def test_nothing_is_postponed_without_a_backward_pass():
     x, weight, bias = _tensors(DENSE, torch.float64)
-    late = LateGradients(nn.Module(), reduces=False)
+    late = WeightGradStore(nn.Module(), reduces_each_micro_batch=False)
     with torch.no_grad():
         linear(x, weight, bias, late)
     linear(x.detach(), weight, bias, late).sum().backward()
@@ -83,7 +83,7 @@ def test_nothing_is_postponed_without_a_backward_pass():
 
 def test_what_is_postponed_runs_once():
     x, weight, bias = _tensors(DENSE, torch.float64)
-    late = LateGradients(nn.Module(), reduces=False)
+    late = WeightGradStore(nn.Module(), reduces_each_micro_batch=False)
     linear(x, weight, bias, late).sum().backward()
     run = late()
     late()()

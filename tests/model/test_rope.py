@@ -9,8 +9,8 @@ import torch
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import ModelConfig
-from moefold.model.rope import attention_factor, frequencies, rotation
-from moefold.verify.oracle_rotation import rotate
+from moefold.model.rope import attention_factor, build_rope, frequencies
+from moefold.verify.oracle_rotation import apply_rope
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
@@ -81,14 +81,14 @@ def test_scores_equal_those_of_the_oracle(is_interleaved, fraction):
     cfg = _model(head_dim=8, rope_interleaved=is_interleaved, rope_fraction=fraction, **keys)
     generator = torch.Generator().manual_seed(1)
     query, key = (torch.randn(5, 2, 3, 8, dtype=torch.float64, generator=generator) for _ in range(2))
-    turn = rotation(cfg, torch.arange(5), torch.float64)
+    turn = build_rope(cfg, torch.arange(5), torch.float64)
     given = torch.einsum("sbhd,tbhd->bhst", turn(query), turn(key))
-    query, key = (rotate(cfg, x.transpose(0, 1), cfg.rotated_size) for x in (query, key))
+    query, key = (apply_rope(cfg, x.transpose(0, 1), cfg.rotary_dim) for x in (query, key))
     torch.testing.assert_close(given, torch.einsum("bshd,bthd->bhst", query, key), rtol=1e-12, atol=1e-12)
 
 
 def test_the_two_kinds_of_pairs_differ():
     cfg = [_model(head_dim=8, rope_interleaved=flag) for flag in (False, True)]
     query = torch.randn(5, 1, 1, 8, generator=torch.Generator().manual_seed(2))
-    scores = [torch.einsum("sbhd,tbhd->st", *[rotation(c, torch.arange(5), torch.float32)(query)] * 2) for c in cfg]
+    scores = [torch.einsum("sbhd,tbhd->st", *[build_rope(c, torch.arange(5), torch.float32)(query)] * 2) for c in cfg]
     assert float((scores[0] - scores[1]).abs().max()) > 0.1

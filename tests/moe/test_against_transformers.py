@@ -7,7 +7,7 @@ import torch
 
 from moefold.config.schema import ModelConfig, MoEConfig
 from moefold.moe.router import Router
-from moefold.moe.scope import LocalScope, TokenPlaces
+from moefold.moe.scope import LocalMicroBatch, TokenPositions
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
@@ -78,7 +78,7 @@ def test_same_experts_and_weights_as_transformers(name):
     if ours.expert_bias is not None:
         ours.expert_bias.copy_(theirs.e_score_correction_bias)
     x = torch.randn(T, H)
-    routing = ours(x, TokenPlaces(LocalScope(), T, torch.arange(1)))
+    routing = ours(x, TokenPositions(LocalMicroBatch(), T, torch.arange(1)))
     logits, weights, ids = theirs(x)
     torch.testing.assert_close(routing.logits_TE, logits, rtol=0, atol=1e-5)
     # transformers leaves the order of a token's experts open: both go by their number.

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moefold.moe.experts import Experts, ExpertWeights, LoopedHow, grouped_experts, looped_experts
-from moefold.moe.gate import ClampedGate, SiluGate
+from moefold.moe.experts import Experts, ExpertWeights, SequentialExpertOptions, grouped_experts, sequential_experts
+from moefold.moe.gate import ClampedSwiGLUActivation, SwiGLUActivation
 from tests.moe.reference import swiglu
 
 COUNTS = [[3, 0, 5, 2], [0, 0, 0, 7], [1, 1, 1, 1], [0, 0, 0, 0]]
@@ -18,7 +18,7 @@ def _tensors(rows: int, dtype: torch.dtype, hidden: int = 8, ffn: int = 16, scal
 
 
 def looped_swiglu(x, gate, up, down, counts):
-    return looped_experts(x, ExpertWeights(gate, up, down), LoopedHow(counts))
+    return sequential_experts(x, ExpertWeights(gate, up, down), SequentialExpertOptions(counts))
 
 
 def grouped_swiglu(x, gate, up, down, counts):
@@ -30,7 +30,7 @@ def _expected(x, gate, up, down, counts):
     return torch.cat(parts)
 
 
-CLAMPED = ClampedGate(alpha=1.702, limit=0.7)
+CLAMPED = ClampedSwiGLUActivation(alpha=1.702, limit=0.7)
 COLUMNS = slice(2, 6)
 """Those that the bias of the down projection belongs to, as on a rank of etp."""
 
@@ -55,7 +55,7 @@ def _clamped(x, gate, up, down, gate_bias, up_bias, down_bias, counts):
 
 
 def _looped_clamped(x, *rest):
-    return looped_experts(x, ExpertWeights(*rest[:-1]), LoopedHow(rest[-1], CLAMPED, COLUMNS))
+    return sequential_experts(x, ExpertWeights(*rest[:-1]), SequentialExpertOptions(rest[-1], CLAMPED, COLUMNS))
 
 
 def _grouped_clamped(x, *rest):
@@ -78,7 +78,7 @@ def test_grouped_clamped_experts_equal_the_loop(counts):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("gate", [SiluGate(), CLAMPED], ids=lambda gate: type(gate).__name__)
+@pytest.mark.parametrize("gate", [SwiGLUActivation(), CLAMPED], ids=lambda gate: type(gate).__name__)
 def test_a_gates_own_gradient_is_that_of_autograd(gate):
     g, u, grad = torch.randn(3, 40, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     leaves = [g.clone().requires_grad_(), u.clone().requires_grad_()]
@@ -106,7 +106,7 @@ def test_loop_equals_the_definition(counts):
 
 
 def _looped(x, weights, counts, *extra, weights_R=None):
-    return looped_experts(x, weights, LoopedHow(counts, *extra), weights_R)
+    return sequential_experts(x, weights, SequentialExpertOptions(counts, *extra), weights_R)
 
 
 def _weighed_inside(apply, extra):

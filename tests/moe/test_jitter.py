@@ -2,8 +2,8 @@
 
 import torch
 
-from moefold.data.random_bits import draw_bits, mix
-from moefold.moe.jitter import CPU_CHUNK, uniform_noise
+from moefold.data.random_bits import draw_bits, splitmix64
+from moefold.moe.jitter import CPU_CHUNK_ELEMENTS, uniform_noise
 
 SAMPLES, POSITIONS = torch.arange(4), torch.arange(32)
 
@@ -33,7 +33,7 @@ def test_another_seed_step_sample_or_position_has_other_noise():
 
 def test_it_is_the_stream_of_split_mix():
     golden = 0x9E3779B97F4A7C15
-    of_token = mix(mix(mix(9 + 4 * golden) + 2 * golden) + 6 * golden)
+    of_token = splitmix64(splitmix64(splitmix64(9 + 4 * golden) + 2 * golden) + 6 * golden)
     expected = (draw_bits(of_token, 8) >> 11).astype(float) / 2**53
     assert uniform_noise(9, 4, torch.tensor([2]), torch.tensor([5]), 8)[0].tolist() == expected.tolist()
 
@@ -48,12 +48,12 @@ def test_it_is_uniform_and_its_features_are_uncorrelated():
 
 
 def test_chunks_do_not_show():
-    samples, positions, width = torch.arange(3), torch.arange(50), CPU_CHUNK // 20
+    samples, positions, width = torch.arange(3), torch.arange(50), CPU_CHUNK_ELEMENTS // 20
     whole = uniform_noise(5, 3, samples, positions, width).view(50, 3, width)
     for position in (0, 6, 7, 49):
         alone = uniform_noise(5, 3, samples, positions[position : position + 1], width)
         assert torch.equal(alone, whole[position])
-    wide = uniform_noise(5, 3, samples[:2], positions[:2], CPU_CHUNK + 1)
+    wide = uniform_noise(5, 3, samples[:2], positions[:2], CPU_CHUNK_ELEMENTS + 1)
     assert torch.equal(wide[:, :width], whole[:2, :2].flatten(0, 1))
 
 

@@ -95,7 +95,7 @@ def test_shared_expert(has_gate):
 
 def _counts(layer: MoELayer) -> list[float]:
     stats = layer.stats
-    scalars = (stats.copies, stats.dropped, stats.aux, stats.z)
+    scalars = (stats.routed_tokens, stats.dropped, stats.aux, stats.z)
     return [*stats.tokens_per_expert_E.tolist(), *(x.item() for x in scalars)]
 
 
@@ -166,7 +166,8 @@ def test_recompute_changes_neither_values_nor_gradients_nor_counts(kind, reentra
         return [y.detach() for y in outputs], gradients, [total.clone() for total in vars(layer.stats).values()]
 
     plain, recomputed = (
-        MoELayer(replace(MODEL, **model), moe, loss_scale=0.5, rounds=2, jitter_seed=3).double() for _ in range(2)
+        MoELayer(replace(MODEL, **model), moe, loss_scale=0.5, micro_batches_per_rank=2, jitter_seed=3).double()
+        for _ in range(2)
     )
     for layer in (plain, recomputed):
         layer.load_state_dict(make_weights(MODEL), strict=False)
@@ -220,4 +221,4 @@ def test_can_be_built_without_memory():
         layer = MoELayer(replace(MODEL, shared_expert_gate=True), PLAIN, loss_scale=1.0, shared=SwiGLU(6, 4))
     assert all(p.is_meta for p in layer.parameters())
     layer.to_empty(device="cpu")
-    assert layer.stats.copies.item() == 0
+    assert layer.stats.routed_tokens.item() == 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.moe.permute import order_by_expert, permute, plan_permutation, rearrange, reorder, unpermute
+from moefold.moe.permute import order_by_expert, permute, plan_permutation, reorder, reorder_permutation, unpermute
 
 T, K, E, H = 9, 3, 5, 4
 
@@ -46,7 +46,7 @@ def test_rows_are_the_kept_copies_sorted_by_expert(kind):
     rows = permute(x, permutation)
     assert rows[:, 0].tolist() == expected
     assert rows.shape == (sum(counts), H)
-    assert permutation.rows_per_expert_E.tolist() == counts
+    assert permutation.tokens_per_expert_E.tolist() == counts
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,7 +57,7 @@ def test_unpermute_sums_the_weighted_copies(kind):
     x = torch.randn(T, H, dtype=torch.float64, requires_grad=True)
     permutation = plan_permutation(ids, E, kept, slots)
     scale = torch.arange(1.0, E + 1, dtype=torch.float64)
-    rows = permute(x, permutation) * scale.repeat_interleave(permutation.rows_per_expert_E).unsqueeze(1)
+    rows = permute(x, permutation) * scale.repeat_interleave(permutation.tokens_per_expert_E).unsqueeze(1)
     out = unpermute(rows, permutation, probs)
     mask = torch.ones(T, top_k, dtype=torch.float64) if kept is None else kept.double()
     factor = (probs * mask * scale[ids.clamp(0, E - 1)]).sum(1, keepdim=True)
@@ -75,7 +75,7 @@ def test_empty_rows_get_no_gradient_and_are_not_read():
     rows = torch.randn(E * slots, H, dtype=torch.float64)
     probs = torch.rand(T, K, dtype=torch.float64, requires_grad=True)
     clean = unpermute(rows, permutation, probs)
-    empty = ~permutation.filled_R
+    empty = ~permutation.non_padding_R
     spoilt = rows.clone()
     spoilt[empty] = 1e300
     spoilt.requires_grad_()
@@ -120,11 +120,11 @@ def test_rearranged_rows_still_belong_to_their_copies(kept):
     permutation = plan_permutation(ids, 3, kept)
     rows = permute(x, permutation)
     order = torch.arange(len(rows)).flip(0)
-    rearranged = rearrange(permutation, order)
+    rearranged = reorder_permutation(permutation, order)
     assert torch.equal(permute(x, rearranged), rows[order])
     assert torch.equal(unpermute(rows[order], rearranged, probs), unpermute(rows, permutation, probs))
 
 
 def test_no_rows_can_be_rearranged():
     permutation = plan_permutation(torch.tensor([[1, 0]]), 2, torch.tensor([[False, False]]))
-    assert rearrange(permutation, torch.empty(0, dtype=torch.int64)) is permutation
+    assert reorder_permutation(permutation, torch.empty(0, dtype=torch.int64)) is permutation

@@ -8,7 +8,7 @@ import torch
 
 from moefold.config.schema import ModelConfig, MoEConfig
 from moefold.moe.router import Router
-from moefold.moe.scope import LocalScope, TokenPlaces
+from moefold.moe.scope import LocalMicroBatch, TokenPositions
 
 MODEL = ModelConfig(hidden_size=5, num_experts=6, top_k=2)
 S = 7
@@ -22,8 +22,8 @@ def _router(model: ModelConfig, moe: MoEConfig | None = None, dtype: torch.dtype
     return router
 
 
-def _places(num_tokens: int = S, batch_size: int = 1) -> TokenPlaces:
-    return TokenPlaces(LocalScope(), num_tokens // batch_size, torch.arange(batch_size))
+def _places(num_tokens: int = S, batch_size: int = 1) -> TokenPositions:
+    return TokenPositions(LocalMicroBatch(), num_tokens // batch_size, torch.arange(batch_size))
 
 
 def _score(kind: str, logits: list[float]) -> list[float]:

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moefold.config.schema import ModelConfig, MoEConfig
 from moefold.moe.layer import MoELayer
-from moefold.moe.trace import StepChoices
+from moefold.moe.trace import ReplayedRouting
 from tests.moe.reference import make_weights
 
 MODEL = ModelConfig(hidden_size=6, num_experts=8, top_k=2, moe_ffn_hidden_size=8)
@@ -34,7 +34,7 @@ def _other_choices() -> torch.Tensor:
 def test_choices_are_kept_by_sample_and_position():
     layer = _layer()
     kept = torch.full((N, S, 2), 99, dtype=torch.uint8)
-    layer.router.choices = StepChoices(first_sample=10, recorded_NSK=kept)
+    layer.router.override = ReplayedRouting(first_sample=10, recorded_NSK=kept)
     x = _x(1)
     layer(x, torch.tensor([14, 11]))
     ids_SBE = (x @ layer.router.weight.T).topk(2).indices
@@ -45,8 +45,8 @@ def test_choices_are_kept_by_sample_and_position():
 
 def test_settling_replaces_first_and_keeps_what_is_used():
     given, kept = _other_choices(), torch.zeros(N, S, 2, dtype=torch.int16)
-    choices = StepChoices(0, given, kept)
-    used = choices.settle(torch.zeros(S * B, 2, dtype=torch.int64), torch.tensor([5, 2]))
+    choices = ReplayedRouting(0, given, kept)
+    used = choices.apply(torch.zeros(S * B, 2, dtype=torch.int64), torch.tensor([5, 2]))
     assert used.dtype == torch.int64
     assert torch.equal(used.view(S, B, 2)[:, 0], given[5].long())
     assert torch.equal(used.view(S, B, 2)[:, 1], given[2].long())
@@ -60,7 +60,7 @@ def test_settling_replaces_first_and_keeps_what_is_used():
 )
 def test_replayed_experts_get_the_weights_of_the_live_scores(model):
     layer, x = _layer(**model), _x(2)
-    layer.router.choices = StepChoices(0, replayed_NSK=_other_choices())
+    layer.router.override = ReplayedRouting(0, replayed_NSK=_other_choices())
     ids_SBK = _other_choices()[[3, 0]].transpose(0, 1).long()
     logits = (x @ layer.router.weight.T).gather(-1, ids_SBK)
     match model:
@@ -91,7 +91,7 @@ def test_replayed_experts_get_the_weights_of_the_live_scores(model):
 
 def test_counts_are_of_the_replayed_choices():
     layer = _layer()
-    layer.router.choices = StepChoices(
+    layer.router.override = ReplayedRouting(
         0, replayed_NSK=torch.full((N, S, 2), 1, dtype=torch.uint8) + torch.tensor([0, 4])
     )
     layer(_x(3), torch.tensor([0, 1])).sum().backward()
@@ -102,7 +102,7 @@ def test_counts_are_of_the_replayed_choices():
 def test_recomputing_after_other_micro_batches_finds_the_same_choices(use_reentrant):
     def gradients(recomputes: bool) -> tuple[torch.Tensor, torch.Tensor]:
         layer, kept = _layer(), torch.zeros(N, S, 2, dtype=torch.uint8)
-        layer.router.choices = StepChoices(0, _other_choices(), kept)
+        layer.router.override = ReplayedRouting(0, _other_choices(), kept)
         outputs = []
         for i in range(3):
             samples = torch.tensor([2 * i, 2 * i + 1])
@@ -125,6 +125,6 @@ def test_evaluation_neither_records_nor_replays():
     layer, x = _layer(), _x(4)
     expected = layer.eval()(x)
     kept = torch.full((N, S, 2), 99, dtype=torch.uint8)
-    layer.router.choices = StepChoices(0, _other_choices(), kept)
+    layer.router.override = ReplayedRouting(0, _other_choices(), kept)
     assert torch.equal(layer(x, torch.tensor([0, 1])), expected)
     assert (kept == 99).all()

@@ -53,7 +53,7 @@ def test_the_results_of_the_experts_are_not_kept():
 def test_narrow_rows_with_wide_weights_on_every_kind_of_processor(monkeypatch, is_emulated, is_padded):
     """How rows are padded follows from their type, and weights of another type go with them."""
     monkeypatch.setattr(gemm, "_EMULATES_BFLOAT16", is_emulated)
-    monkeypatch.setattr(gemm, "_HAS_OWN", is_padded)
+    monkeypatch.setattr(gemm, "_USES_ONEDNN_FP32", is_padded)
     moe = MoEConfig(weight_in_expert=True)
     layers = {dtype: _layer(moe).to(dtype) for dtype in (torch.float32, torch.bfloat16)}
     x_TBH = torch.randn(TOKENS, 1, 48, generator=torch.Generator().manual_seed(1))

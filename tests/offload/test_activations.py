@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.schema import Config, RunConfig, TrainConfig
-from moefold.model.parameter import local
-from moefold.model.steps import Begun, finish
+from moefold.model.parameter import local_param
+from moefold.model.steps import ResumableTask, run_to_end
 from moefold.model.transformer import build_model
 from moefold.offload.activations import ActivationOffload
 from moefold.offload.ssd import SsdFile
-from moefold.offload.tier import HostMemory, Link
+from moefold.offload.tier import CopyEngine, HostMemory
 from moefold.parallel.offload import apply_offload, open_offload
-from moefold.testing.kept import kept_bytes
+from moefold.testing.kept import measure_saved_bytes
 from tests.parallel.test_recompute import FE, FS, GQA, LATENT, A, D, F, G, H, K, T
 
 CPU = torch.device("cpu")
@@ -27,14 +27,14 @@ WORD = 8
 BLOCK = SIZE * WORD
 
 
-class NotingLink(Link):
+class NotingLink(CopyEngine):
     """Counts what is asked back."""
 
     num_asked = 0
 
-    def room_on_device(self, num_bytes):
+    def allocate_device(self, num_bytes):
         self.num_asked += 1
-        return super().room_on_device(num_bytes)
+        return super().allocate_device(num_bytes)
 
 
 class SlowMemory(HostMemory):
@@ -59,7 +59,7 @@ class SlowMemory(HostMemory):
 
 
 def _offload(tier=None, *, waits: bool = True, min_bytes: int = 0) -> ActivationOffload:
-    return ActivationOffload(tier or HostMemory(Link(CPU)), min_bytes=min_bytes, waits=waits)
+    return ActivationOffload(tier or HostMemory(CopyEngine(CPU)), min_bytes=min_bytes, is_synchronous=waits)
 
 
 def _stage(offload: ActivationOffload, forward, lasting=tuple):
@@ -69,8 +69,8 @@ def _stage(offload: ActivationOffload, forward, lasting=tuple):
         yield from ()
         return forward(*args)
 
-    around = offload.around_stage(steps, lasting)
-    return lambda *args: finish(around(*args))
+    around = offload.wrap_stage(steps, lasting)
+    return lambda *args: run_to_end(around(*args))
 
 
 def _vector(value: float = 1.0) -> Tensor:
@@ -88,7 +88,7 @@ def test_a_storage_that_several_operations_save_is_stored_once_and_every_view_co
     offload, weight = _offload(), torch.rand(32, 32, dtype=torch.float64, requires_grad=True)
 
     def forward(x: Tensor) -> Tensor:
-        @offload.around
+        @offload.wrap
         def part(z: Tensor) -> Tensor:
             # A square, its transpose, a slice, a column, every other row, and one row read many times.
             views = z.t(), z[3:20], z[:, 5], z[::2], z[7].expand(32, 32), z.view(2, 16, 32)[1]
@@ -110,14 +110,14 @@ def test_a_storage_that_several_operations_save_is_stored_once_and_every_view_co
 
 def test_memory_is_free_while_it_is_away_and_nothing_is_left_behind():
     offload = _offload()
-    stage = _stage(offload, offload.around(lambda x: ((x * 2).exp().sin() * x).sum()))
+    stage = _stage(offload, offload.wrap(lambda x: ((x * 2).exp().sin() * x).sum()))
     x = _vector().requires_grad_()
-    y, kept = kept_bytes(lambda: stage(x))
+    y, kept = measure_saved_bytes(lambda: stage(x))
     assert kept < BLOCK
     # The results of exp and of sin; x is of whoever called.
     assert offload.end_step().stored_bytes == 2 * BLOCK
     y.backward()
-    assert len(offload._records) == 0
+    assert len(offload._storages) == 0
 
 
 def test_weights_small_tensors_and_what_lasts_anyway_stay():
@@ -126,11 +126,11 @@ def test_weights_small_tensors_and_what_lasts_anyway_stay():
     lasting, short = _vector(5.0), torch.ones(SIZE - 1, dtype=torch.float64, requires_grad=True)
 
     def forward(x: Tensor) -> Tensor:
-        y = (x * local(weight, torch.float64)).exp() * lasting
+        y = (x * local_param(weight, torch.float64)).exp() * lasting
         return y.sum() + (short * 2).exp().sum()
 
     x = _vector().requires_grad_()
-    stage = _stage(offload, offload.around(forward), lambda: (lasting,))
+    stage = _stage(offload, offload.wrap(forward), lambda: (lasting,))
     stage(x).backward()
     # Only the result of exp; x itself belongs to whoever called.
     assert offload.end_step().stored_bytes == BLOCK
@@ -145,16 +145,16 @@ def test_what_runs_at_the_pauses_of_a_pass_is_not_of_it():
         yield
         return x.exp()
 
-    stage = offload.around_stage(offload.around_steps(part), tuple)
+    stage = offload.wrap_stage(offload.wrap_resumable(part), tuple)
     first, second, third = (_vector(value / 10).requires_grad_() for value in (1, 2, 3))
     offload.begin_step()
-    a = Begun(stage(first))
-    a.go_on()
+    a = ResumableTask(stage(first))
+    a.resume()
     kept = third.sin().exp()
-    b = Begun(stage(second))
-    b.go_on()
-    y, kept = a.finish(), kept.exp()
-    z = b.finish()
+    b = ResumableTask(stage(second))
+    b.resume()
+    y, kept = a.run_to_end(), kept.exp()
+    z = b.run_to_end()
     for result in (y, kept, z):
         result.sum().backward()
     # Of each pass the results of both exp.
@@ -167,14 +167,14 @@ def test_what_runs_at_the_pauses_of_a_pass_is_not_of_it():
 
 def test_a_part_that_comes_later_takes_what_was_kept_before_it():
     offload = _offload()
-    part = offload.around(lambda x: x.square())
+    part = offload.wrap(lambda x: x.square())
 
     def forward(x: Tensor) -> Tensor:
         z = x.exp()
         return part(z).sum()
 
     x = _vector().requires_grad_()
-    y, kept = kept_bytes(lambda: _stage(offload, forward)(x))
+    y, kept = measure_saved_bytes(lambda: _stage(offload, forward)(x))
     assert kept < BLOCK
     y.backward()
 
@@ -184,10 +184,10 @@ def test_what_is_on_its_way_out_is_taken_from_memory():
     tier.may_store.clear()
     offload = _offload(tier, waits=False)
     x = _vector(2.0).requires_grad_()
-    totals = _passes(offload, lambda x: offload.around(lambda z: (z * 1).exp())(x).sum(), x)
+    totals = _passes(offload, lambda x: offload.wrap(lambda z: (z * 1).exp())(x).sum(), x)
     tier.may_store.set()
     assert torch.equal(x.grad, x.detach().exp())
-    assert (totals.stored_bytes, totals.kept_bytes) == (0, BLOCK)
+    assert (totals.stored_bytes, totals.resident_bytes) == (0, BLOCK)
     assert tier.loaded == []
 
 
@@ -195,14 +195,14 @@ def test_parts_come_back_last_first_and_one_ahead_of_their_use():
     tier = SlowMemory()
     offload = _offload(tier)
     # One thread brings them in the order in which they were asked for; two would race.
-    offload._loading = ThreadPoolExecutor(1)
-    part = offload.around(lambda x: x.square())
+    offload._load_threads = ThreadPoolExecutor(1)
+    part = offload.wrap(lambda x: x.square())
     asked = []
 
     def forward(x: Tensor) -> Tensor:
         for i in range(4):
             x = x * 1
-            x.register_hook(lambda grad, i=i: asked.append((i, tier.link.num_asked)))
+            x.register_hook(lambda grad, i=i: asked.append((i, tier.copy_engine.num_asked)))
             x = part(x)
         return x.sum()
 
@@ -215,7 +215,7 @@ def test_parts_come_back_last_first_and_one_ahead_of_their_use():
 def test_what_could_not_be_back_in_time_is_not_sent_again():
     tier = SlowMemory(store_s=0.05, load_s=0.05)
     offload = _offload(tier, waits=False)
-    part = offload.around(lambda x: x.square())
+    part = offload.wrap(lambda x: x.square())
 
     def forward(x: Tensor) -> Tensor:
         for i in range(3):
@@ -227,13 +227,13 @@ def test_what_could_not_be_back_in_time_is_not_sent_again():
     first = _passes(offload, forward, _vector().requires_grad_())
     second = _passes(offload, forward, _vector().requires_grad_())
     assert first.stored_bytes == second.stored_bytes == BLOCK
-    assert second.kept_bytes == 2 * BLOCK
-    assert offload._storing._work_queue.empty()
+    assert second.resident_bytes == 2 * BLOCK
+    assert offload._store_threads._work_queue.empty()
 
 
 def test_a_slow_place_is_told_once(caplog):
     offload = _offload(SlowMemory(store_s=0.05), waits=False)
-    forward = offload.around(lambda x: (x * 1).exp().sin().sum())
+    forward = offload.wrap(lambda x: (x * 1).exp().sin().sum())
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
             _passes(offload, forward, _vector().requires_grad_())
@@ -242,13 +242,13 @@ def test_a_slow_place_is_told_once(caplog):
 
 
 def test_a_full_place_is_told_once_and_the_rest_stays(caplog):
-    offload = _offload(HostMemory(Link(CPU), 1.5 * BLOCK))
-    forward = offload.around(lambda x: x.exp().exp().sum())
+    offload = _offload(HostMemory(CopyEngine(CPU), 1.5 * BLOCK))
+    forward = offload.wrap(lambda x: x.exp().exp().sum())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             x = _vector().requires_grad_()
             totals = _passes(offload, forward, x)
-            assert (totals.stored_bytes, totals.kept_bytes) == (BLOCK, BLOCK)
+            assert (totals.stored_bytes, totals.resident_bytes) == (BLOCK, BLOCK)
             assert torch.equal(x.grad, x.detach().exp().exp() * x.detach().exp())
     (record,) = caplog.records
     assert "host memory has no more room (train.offload_limit_gib): some activations stay in memory" in record.message
@@ -263,7 +263,7 @@ def test_a_change_in_place_is_noticed(waits):
 
     def forward(x: Tensor) -> Tensor:
         z = x * 1
-        y = offload.around(torch.square)(z)
+        y = offload.wrap(torch.square)(z)
         z.detach().add_(1)
         tier.may_store.set()
         return y.sum()
@@ -277,28 +277,28 @@ def test_a_failure_that_nobody_expected_is_not_lost():
         def store(self, data, ready):
             raise ZeroDivisionError
 
-    offload = _offload(Broken(Link(CPU)))
+    offload = _offload(Broken(CopyEngine(CPU)))
     with pytest.raises(ZeroDivisionError):
-        _passes(offload, offload.around(lambda x: x.exp().sum()), _vector().requires_grad_())
+        _passes(offload, offload.wrap(lambda x: x.exp().sum()), _vector().requires_grad_())
 
 
 def test_without_gradients_nothing_leaves():
     offload = _offload()
     with torch.no_grad():
-        _stage(offload, offload.around(torch.exp))(_vector())
+        _stage(offload, offload.wrap(torch.exp))(_vector())
     assert offload.end_step().stored_bytes == 0
 
 
 def test_a_weight_keeps_its_mark():
     """As long as its memory lives, whichever tensor asks: FSDP frees and refills it between the passes."""
     weight = nn.Parameter(torch.ones(4, 4))
-    copy = local(weight, torch.float64)
+    copy = local_param(weight, torch.float64)
     del weight
     offload = _offload()
     seen = []
 
     def look() -> Tensor:
-        seen.append([offload._takes(x) for x in (copy, copy.t()[1:], copy.data)])
+        seen.append([offload._should_offload(x) for x in (copy, copy.t()[1:], copy.data)])
         return copy.detach()
 
     _stage(offload, look)()
@@ -325,7 +325,7 @@ def _model(model, parts: tuple[str, ...], **train: object):
     torch.manual_seed(0)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.1)
-    module.place(torch.arange(T // 2))
+    module.set_positions(torch.arange(T // 2))
     offload = open_offload(cfg.train, CPU, 0)
     if offload is not None:
         apply_offload(module, parts, offload)
@@ -345,14 +345,14 @@ def test_each_part_gives_away_what_its_formula_says(part, formula):
 @pytest.mark.parametrize("model", [GQA, LATENT, replace(GQA, mtp_layers=2)])
 def test_all_but_the_ends_of_the_model_is_away(model, tmp_path):
     plain, _, loss = _model(model, ())
-    (expected, everything) = kept_bytes(loss)
+    (expected, everything) = measure_saved_bytes(loss)
     expected.backward()
     module, offload, loss = _model(model, ("layer",), offload_to="ssd", offload_dir=str(tmp_path))
     for _ in range(2):
         module.zero_grad()
-        (found, kept) = kept_bytes(loss)
+        (found, kept) = measure_saved_bytes(loss)
         away = offload.end_step().stored_bytes
-        assert isinstance(offload._tier, SsdFile)
+        assert isinstance(offload._backend, SsdFile)
         # Of the layers nothing but counts is left, what embedding, head and losses keep is the same.
         assert kept < everything - 0.98 * away
         assert kept < everything * (0.35 if model.mtp_layers else 0.15)
@@ -360,4 +360,4 @@ def test_all_but_the_ends_of_the_model_is_away(model, tmp_path):
         assert torch.equal(found, expected)
         for (name, mine), theirs in zip(module.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine.grad, theirs.grad), name
-    assert offload._tier._extents.end == 0
+    assert offload._backend._allocator.end == 0

@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.offload.extents import ALIGNMENT_BYTES, Extents
+from moefold.offload.extents import ALIGNMENT_BYTES, FileAllocator
 
 SIZES = st.integers(1, 6 * ALIGNMENT_BYTES)
 
@@ -14,9 +14,9 @@ SIZES = st.integers(1, 6 * ALIGNMENT_BYTES)
 def test_extents_never_overlap_and_nothing_is_lost(wishes, limit):
     """Take some, drop some, find the file full, in any order: what is held is apart, nothing new is beyond the limit,
     room that is there is found, and in the end all is free."""
-    extents, held = Extents(limit * ALIGNMENT_BYTES), []
+    extents, held = FileAllocator(limit * ALIGNMENT_BYTES), []
     for size, dropped, full_at in wishes:
-        extent = extents.take(size)
+        extent = extents.allocate(size)
         if extent is None:
             assert not _has_room(held, size, limit)
         else:
@@ -24,7 +24,7 @@ def test_extents_never_overlap_and_nothing_is_lost(wishes, limit):
             assert extent.stop <= limit * ALIGNMENT_BYTES
             held.append(extent)
         if full_at is not None:
-            extents.stop_at(full_at * ALIGNMENT_BYTES)
+            extents.limit_to(full_at * ALIGNMENT_BYTES)
             limit = min(limit, full_at)
         spans = sorted((e.start, e.stop) for e in held)
         assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
@@ -44,34 +44,34 @@ def _has_room(held, size, limit):
 
 
 def test_the_smallest_hole_that_fits_is_filled_first():
-    extents = Extents()
+    extents = FileAllocator()
     sizes = [n * ALIGNMENT_BYTES for n in (3, 1, 2, 1, 1)]
-    held = [extents.take(size) for size in sizes]
+    held = [extents.allocate(size) for size in sizes]
     large, small = held[0].start, held[2].start
     held[0] = held[2] = None
-    kept = extents.take(2 * ALIGNMENT_BYTES)
+    kept = extents.allocate(2 * ALIGNMENT_BYTES)
     assert kept.start == small
-    other = extents.take(3 * ALIGNMENT_BYTES)
+    other = extents.allocate(3 * ALIGNMENT_BYTES)
     assert other.start == large
 
 
 def test_nothing_ends_beyond_where_the_file_was_found_full():
-    extents = Extents()
-    first, second = extents.take(ALIGNMENT_BYTES), extents.take(ALIGNMENT_BYTES)
-    extents.stop_at(second.start)
+    extents = FileAllocator()
+    first, second = extents.allocate(ALIGNMENT_BYTES), extents.allocate(ALIGNMENT_BYTES)
+    extents.limit_to(second.start)
     second = None
-    assert extents.take(ALIGNMENT_BYTES) is None
+    assert extents.allocate(ALIGNMENT_BYTES) is None
     first = None
-    assert extents.take(ALIGNMENT_BYTES).start == 0
+    assert extents.allocate(ALIGNMENT_BYTES).start == 0
     assert (first, second) == (None, None)
 
 
 def test_a_hole_beyond_where_the_file_was_found_full_hides_none_below():
-    extents = Extents()
+    extents = FileAllocator()
     sizes = [n * ALIGNMENT_BYTES for n in (2, 10, 1, 5)]
-    held = [extents.take(size) for size in sizes]
-    extents.stop_at(held[1].start + 5 * ALIGNMENT_BYTES)
+    held = [extents.allocate(size) for size in sizes]
+    extents.limit_to(held[1].start + 5 * ALIGNMENT_BYTES)
     held[0] = held[2] = None
-    found = extents.take(ALIGNMENT_BYTES)
+    found = extents.allocate(ALIGNMENT_BYTES)
     assert (found.start, found.stop) == (0, ALIGNMENT_BYTES)
-    assert extents.take(2 * ALIGNMENT_BYTES) is None
+    assert extents.allocate(2 * ALIGNMENT_BYTES) is None

@@ -14,7 +14,7 @@ import torch
 from moefold.errors import ConfigError, RunError
 from moefold.offload.extents import ALIGNMENT_BYTES
 from moefold.offload.ssd import SsdFile, checksum
-from moefold.offload.tier import HostMemory, Link, page_locked_bytes
+from moefold.offload.tier import CopyEngine, HostMemory, pinned_allocation_bytes
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def _bytes(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def _file(folder: Path, limit_bytes: float = float("inf")) -> SsdFile:
-    return SsdFile(Link(CPU), folder, limit_bytes)
+    return SsdFile(CopyEngine(CPU), folder, limit_bytes)
 
 
 def _back(tier, stored, like: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def _back(tier, stored, like: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("make", [_file, lambda folder: HostMemory(Link(CPU))])
+@pytest.mark.parametrize("make", [_file, lambda folder: HostMemory(CopyEngine(CPU))])
 def test_what_is_stored_comes_back(tmp_path, make):
     tier = make(tmp_path)
     sent = [_bytes(count, seed) for seed, count in enumerate((1, 7, 8, 4096, 4097, 100_003))]
@@ -45,7 +45,7 @@ def test_what_is_stored_comes_back(tmp_path, make):
         assert torch.equal(_back(tier, place, data), data)
 
 
-@pytest.mark.parametrize("make", [_file, lambda folder, limit: HostMemory(Link(CPU), limit)])
+@pytest.mark.parametrize("make", [_file, lambda folder, limit: HostMemory(CopyEngine(CPU), limit)])
 def test_beyond_the_limit_there_is_no_room_until_something_goes(tmp_path, make):
     tier = make(tmp_path, 3 * ALIGNMENT_BYTES)
     held = [tier.store(_bytes(ALIGNMENT_BYTES), None) for _ in range(3)]
@@ -55,15 +55,15 @@ def test_beyond_the_limit_there_is_no_room_until_something_goes(tmp_path, make):
     assert tier.store(_bytes(1), None) is not None
 
 
-class PageLocked(Link):
+class PageLocked(CopyEngine):
     """A link whose host memory is taken as page-locked memory is."""
 
-    def taken_on_host(self, num_bytes: int) -> int:
-        return page_locked_bytes(num_bytes)
+    def host_allocation_bytes(self, num_bytes: int) -> int:
+        return pinned_allocation_bytes(num_bytes)
 
 
 def test_the_limit_counts_what_page_locked_memory_takes():
-    assert [page_locked_bytes(n) for n in (1, 2, 3, 1023, 1024, 1025)] == [1, 2, 4, 1024, 1024, 2048]
+    assert [pinned_allocation_bytes(n) for n in (1, 2, 3, 1023, 1024, 1025)] == [1, 2, 4, 1024, 1024, 2048]
     tier = HostMemory(PageLocked(CPU), 3 * 1024)
     held = [tier.store(_bytes(1025), None)]
     assert tier.store(_bytes(1025), None) is None

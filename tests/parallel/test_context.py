@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moefold.model.band import Band
+from moefold.model.band import BlockedWindow
 from moefold.model.core_attention import CausalAttention
-from moefold.parallel.context import context_attention, sequence_positions
+from moefold.parallel.context import context_parallel_attention, sequence_positions
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
 from moefold.testing.pool import WorkerError
@@ -51,12 +51,12 @@ def _attend_on_shards(
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     cp = groups.attn.cp
     positions = sequence_positions(cut_as, limits.seq_len, cp.size, cp.rank)
-    core = context_attention(kind, cp, limits.window)
+    core = context_parallel_attention(kind, cp, limits.window)
     results = []
     for heads, batch in cases:
         shards = [x[positions].to(dtype) for x in random_attention(groups.attn.tp.rank, limits.seq_len, batch, heads)]
         starts = random_starts(groups.attn.tp.rank, limits.seq_len, batch) if limits.documents else None
-        attend = partial(core, starts=starts)
+        attend = partial(core, document_starts=starts)
         if limits.sinks:
             shards.append(random_sinks(groups.attn.tp.rank, heads[0]).to(dtype))
             attend = _sinks_last(attend)
@@ -76,7 +76,7 @@ def _largest_errors(
         # The reference sees what the rank sees: numbers of the narrow type.
         inputs = [x.to(dtype).double() for x in random_attention(tp_rank, limits.seq_len, batch, heads)]
         starts = random_starts(tp_rank, limits.seq_len, batch) if limits.documents else None
-        attend = partial(_attend_to_whole, starts=starts, window=limits.window)
+        attend = partial(_attend_to_whole, document_starts=starts, window=limits.window)
         if limits.sinks:
             inputs.append(random_sinks(tp_rank, heads[0]).to(dtype).double())
             attend = _sinks_last(attend)
@@ -92,7 +92,7 @@ def _largest_errors(
     return [max(column) for column in zip(*errors, strict=True)]
 
 
-def _attend_to_whole(q, k, v, starts=None, window=0, sinks=None) -> torch.Tensor:
+def _attend_to_whole(q, k, v, document_starts=None, window=0, sinks=None) -> torch.Tensor:
     positions = torch.arange(len(q))
     return reference_attention(q, k, v, positions, positions, starts, window, sinks)
 
@@ -135,7 +135,7 @@ def test_windows_and_sinks(pool, kind, limits):
 @pytest.mark.parametrize("limits", [Limits(window=20, sinks=True, seq_len=1040), Limits(True, 3, False, 1040)], ids=str)
 def test_a_long_sequence_goes_tile_by_tile(pool, kind, limits):
     cases = [((2, 1, 4), 2)]
-    assert Band.pays(limits.window, limits.seq_len // 4)
+    assert BlockedWindow.is_worthwhile(limits.window, limits.seq_len // 4)
     assert max(_largest_errors(pool, kind, {"world_size": 2, "cp": 2}, cases=cases, limits=limits)) < 1e-10
 
 
@@ -201,7 +201,7 @@ def _count_pairs(kind: str, cp: int, window: int = 0) -> tuple[int, int]:
     positions = sequence_positions(kind, SEQ_LEN, cp, group.rank)
     shards = [x[positions] for x in random_attention(0, SEQ_LEN, 1, HEADS[1])]
     with _CountPairs() as count:
-        with_gradients(context_attention(kind, group, window), *shards)
+        with_gradients(context_parallel_attention(kind, group, window), *shards)
     return count.forward_pairs, count.backward_pairs
 
 
@@ -236,8 +236,8 @@ def test_positions_worked_by_hand():
 
 def _kind_of_core(kind: str) -> str:
     group = ParallelGroups.create(fold(world_size=2, cp=2), torch.device("cpu")).attn
-    assert isinstance(context_attention(kind, group.tp), CausalAttention)
-    return type(context_attention(kind, group.cp)).__name__
+    assert isinstance(context_parallel_attention(kind, group.tp), CausalAttention)
+    return type(context_parallel_attention(kind, group.cp)).__name__
 
 
 def test_the_core_follows_the_kind(pool):

@@ -7,24 +7,27 @@ import pytest
 import torch
 
 from moefold.config.checks import check_config
-from moefold.config.checks_overlap import check_exchange_order
-from moefold.config.paired_schedule import paired_rows
+from moefold.config.checks_overlap import validate_collective_order
+from moefold.config.paired_schedule import overlapped_rows
 from moefold.config.schema import Config
 from moefold.data import open_dataset
-from moefold.parallel.exchange_order import disagreements, program
-from moefold.parallel.flight_record import FlightRecord
+from moefold.parallel.exchange_order import collective_sequence, order_mismatches
+from moefold.parallel.flight_record import FlightRecorder
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.stage_plan import plan_stages
-from moefold.train.batch import BatchLoader
+from moefold.train.batch import BatchSharder
 from tests.verify.recipes import tiny
 
 
 def _words(cfg, rank=0):
     p = cfg.parallel
-    rows = paired_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)
-    return [str(begin) for begin in program(cfg, {s.number: s for s in plan_stages(cfg).of_rank(rank)}, rows[rank])]
+    rows = overlapped_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)
+    return [
+        str(begin)
+        for begin in collective_sequence(cfg, {s.number: s for s in plan_stages(cfg).of_rank(rank)}, rows[rank])
+    ]
 
 
 def test_the_passes_of_a_pair_take_turns():
@@ -54,33 +57,33 @@ def test_what_runs_again_and_etp_have_their_places():
 def test_ranks_of_a_group_that_differ_are_named():
     layout = fold(world_size=4, pp=2, ep=2)
     cfg = tiny(world_size=4, pp=2, ep=2, overlap_experts=True, train={"global_batch_size": 8})
-    assert list(check_exchange_order(cfg)) == []
-    rows = paired_rows("1f1b", 2, 1, cfg.num_micro_batches)
+    assert list(validate_collective_order(cfg)) == []
+    rows = overlapped_rows("1f1b", 2, 1, cfg.num_micro_batches)
     stages = [{s.number: s for s in plan_stages(cfg).of_rank(rank)} for rank in range(2)]
-    first, last = (program(cfg, stages[rank], rows[rank]) for rank in range(2))
-    assert list(disagreements([first, first, last, last], layout)) == []
+    first, last = (collective_sequence(cfg, stages[rank], rows[rank]) for rank in range(2))
+    assert list(order_mismatches([first, first, last, last], layout)) == []
     turned = (*first[:6], first[7], first[6], *first[8:])
-    (fault,) = disagreements([first, turned, last, last], layout)
+    (fault,) = order_mismatches([first, turned, last, last], layout)
     assert fault.startswith("ranks 0 and 1 share a group, and exchange 6 is ")
-    (fault,) = disagreements([first, first[:-1], last, last], layout)
+    (fault,) = order_mismatches([first, first[:-1], last, last], layout)
     assert fault.endswith("and nothing")
     # Ranks of different stages may differ: only the pipeline connects them.
-    assert not list(disagreements([first, first, first, first], layout))
+    assert not list(order_mismatches([first, first, first, first], layout))
 
 
 def test_a_rank_that_works_in_another_order_is_refused(monkeypatch):
     from moefold.config import checks_overlap
 
     cfg = tiny(world_size=4, pp=2, ep=2, overlap_experts=True, train={"global_batch_size": 8})
-    rows = list(paired_rows("1f1b", 2, 1, cfg.num_micro_batches))
+    rows = list(overlapped_rows("1f1b", 2, 1, cfg.num_micro_batches))
     stuck = (tuple(reversed(rows[0])), rows[1])
-    monkeypatch.setattr(checks_overlap, "paired_rows", lambda *args: stuck)
-    assert "pipeline rank 0 would wait for ever" in next(checks_overlap.check_exchange_order(cfg))
+    monkeypatch.setattr(checks_overlap, "overlapped_rows", lambda *args: stuck)
+    assert "pipeline rank 0 would wait for ever" in next(checks_overlap.validate_collective_order(cfg))
     off = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=False))
-    assert list(check_exchange_order(off)) == []
+    assert list(validate_collective_order(off)) == []
 
 
-class _Log(FlightRecord):
+class _Log(FlightRecorder):
     """A record that forgets nothing."""
 
     def __init__(self) -> None:
@@ -92,13 +95,13 @@ class _Log(FlightRecord):
         self._axes.append(axes)
         return super().add_group(axes, ranks)
 
-    def enter(self, phase: str) -> None:
-        super().enter(phase)
+    def set_phase(self, phase: str) -> None:
+        super().set_phase(phase)
         if hasattr(self, "events"):
             self.events.append(phase)
 
-    def begin(self, collective: str, group: int, shape: Sequence[int]) -> None:
-        super().begin(collective, group, shape)
+    def record_collective(self, collective: str, group: int, shape: Sequence[int]) -> None:
+        super().record_collective(collective, group, shape)
         self.events.append(f"{collective} over {self._axes[group]}")
 
 
@@ -108,7 +111,7 @@ def _begun(cfg: Config) -> list[str]:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"), log)
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    batch = BatchLoader(data.train, cfg, groups, model.positions).batch(0)
+    batch = BatchSharder(data.train, cfg, groups, model.positions).batch(0)
     log.events.clear()
     model.forward_backward(batch)
     return log.events

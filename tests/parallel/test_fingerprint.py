@@ -7,11 +7,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from moefold.config.checks import check_config
 from moefold.config.schema import Config
-from moefold.model.parameter import local
+from moefold.model.parameter import local_param
 from moefold.parallel.gradients import sum_replicated_gradients
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
-from moefold.train.step import whole
+from moefold.train.step import full_tensor
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
@@ -35,12 +35,12 @@ def _fingerprints(cfg: Config) -> dict[str, set[float]]:
             if isinstance(module, FSDPModule):
                 module.unshard()
         mine = 2.0 ** dist.get_rank()
-        return torch.stack([local(p).sum() for p in stage.parameters()]).sum() * mine
+        return torch.stack([local_param(p).sum() for p in stage.parameters()]).sum() * mine
 
     stage.forward = every_parameter_once
     stage(torch.zeros(1)).backward()
     sum_replicated_gradients(model.named_parameters, groups.attn.tp)
-    return {name: set(whole(p.grad).unique().tolist()) for name, p in model.named_parameters.items()}
+    return {name: set(full_tensor(p.grad).unique().tolist()) for name, p in model.named_parameters.items()}
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS, ids=str)

@@ -13,12 +13,12 @@ from torch.autograd import Function
 from moefold.parallel.collectives import all_gather, all_to_all
 from moefold.parallel.groups import Group, ParallelGroups
 from moefold.parallel.in_flight import (
-    InFlight,
-    start_all_gather,
-    start_all_gather_rows,
-    start_all_to_all,
-    start_reduce_scatter,
-    start_reduce_scatter_rows,
+    AsyncResult,
+    async_all_gather,
+    async_all_gather_uneven,
+    async_all_to_all,
+    async_reduce_scatter,
+    async_reduce_scatter_uneven,
 )
 from moefold.parallel.layout import fold
 
@@ -52,11 +52,11 @@ def _both_ways() -> None:
     group = _group()
     x, sent, received = _rows(group)
     at_once = _value_and_gradient(all_to_all(x, group, sent, received), x)
-    flying = _value_and_gradient(start_all_to_all(x, group, sent, received).wait(), x)
+    flying = _value_and_gradient(async_all_to_all(x, group, sent, received).wait(), x)
     torch.testing.assert_close(flying, at_once, rtol=0, atol=0)
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     at_once = _value_and_gradient(all_gather(x, group), x)
-    flying = _value_and_gradient(start_all_gather(x, group).wait(), x)
+    flying = _value_and_gradient(async_all_gather(x, group).wait(), x)
     torch.testing.assert_close(flying, at_once, rtol=0, atol=0)
 
 
@@ -76,11 +76,11 @@ def _is_let_go(reference: weakref.ref[Tensor]) -> bool:
 def _nobody_keeps_what_was_sent() -> None:
     group = _group()
     starts = {
-        "all_to_all": lambda x: start_all_to_all(x, group, [1, 1], [1, 1]),
-        "all_gather": lambda x: start_all_gather(x, group),
-        "all_gather_rows": lambda x: start_all_gather_rows(x, group, [2, 2]),
-        "reduce_scatter": lambda x: start_reduce_scatter(x, group),
-        "reduce_scatter_rows": lambda x: start_reduce_scatter_rows(x, group, [1, 1]),
+        "all_to_all": lambda x: async_all_to_all(x, group, [1, 1], [1, 1]),
+        "all_gather": lambda x: async_all_gather(x, group),
+        "all_gather_rows": lambda x: async_all_gather_uneven(x, group, [2, 2]),
+        "reduce_scatter": lambda x: async_reduce_scatter(x, group),
+        "reduce_scatter_rows": lambda x: async_reduce_scatter_uneven(x, group, [1, 1]),
     }
     for kind, start in starts.items():
         x = torch.randn(2, 2, requires_grad=True)
@@ -101,8 +101,8 @@ def test_the_graph_of_an_exchange_keeps_nothing_that_was_sent(pool):
 def _one_rank() -> None:
     group = ParallelGroups.create(fold(world_size=1), torch.device("cpu")).moe.ep
     x = torch.randn(3, 2)
-    assert start_all_gather(x, group).wait() is x
-    assert start_all_to_all(x, group, [3], [3]).wait() is x
+    assert async_all_gather(x, group).wait() is x
+    assert async_all_to_all(x, group, [3], [3]).wait() is x
 
 
 def test_one_rank_exchanges_nothing(pool):
@@ -137,8 +137,8 @@ def _hear(what: str) -> None:
         _store().wait([what])
 
 
-def _start(kind: str, x: Tensor, group: Group) -> InFlight:
-    return start_all_gather(x, group) if kind == "gather" else start_all_to_all(x, group, [1, 1], [1, 1])
+def _start(kind: str, x: Tensor, group: Group) -> AsyncResult:
+    return async_all_gather(x, group) if kind == "gather" else async_all_to_all(x, group, [1, 1], [1, 1])
 
 
 def _beside(kind: str) -> None:

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from moefold.parallel.matrix_exchange import MatrixExchange, MatrixKey
-from moefold.testing.group import group_of
+from moefold.parallel.matrix_exchange import MatrixKey, MatrixRedistributor
+from moefold.testing.group import make_group
 
 pytestmark = pytest.mark.parity
 
@@ -34,8 +34,8 @@ def _exchange_twice(
         "few": (Shard(0), Shard(0)),
     }
     tensors = {name: distribute_tensor(_values(name), mesh, placements[name]) for name in SHAPES}
-    group = group_of(tuple(range(4)), rank, torch.distributed.group.WORLD)
-    exchange = MatrixExchange(group, tensors, round_elements)
+    group = make_group(tuple(range(4)), rank, torch.distributed.group.WORLD)
+    exchange = MatrixRedistributor(group, tensors, round_elements)
     worked: list[tuple[MatrixKey, tuple[int, ...]]] = []
     parts: dict[str, tuple[Tensor, Tensor]] = {}
 

@@ -7,15 +7,15 @@ from torch import nn
 
 from moefold.config.schema import Config, TrainConfig
 from moefold.errors import ConfigError
-from moefold.offload.tier import Link
-from moefold.parallel.moments import FileHome, HostHome
-from moefold.testing.group import group_of
+from moefold.offload.tier import CopyEngine
+from moefold.parallel.moments import MmapStore, PinnedStore
+from moefold.testing.group import make_group
 from moefold.train.muon import build_muon
 from moefold.train.optimizer import build_optimizer, named_moments
 
 CPU = torch.device("cpu")
 MIB = 2**20
-ALONE = group_of((0,), 0, None)
+ALONE = make_group((0,), 0, None)
 
 
 def _parameters() -> dict[str, nn.Parameter]:
@@ -38,16 +38,16 @@ def _train(given: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> 
 def test_moments_in_files_give_the_same_bits(tmp_path, kind, moment_dtype, min_bytes):
     cfg = TrainConfig(lr=1e-2, optimizer=kind, moment_dtype=moment_dtype)
 
-    def build(given: dict[str, nn.Parameter], home: FileHome | None) -> torch.optim.Optimizer:
+    def build(given: dict[str, nn.Parameter], home: MmapStore | None) -> torch.optim.Optimizer:
         return (
             build_muon(given, Config(train=cfg), ALONE, home)
             if kind == "muon"
-            else build_optimizer(given, cfg, home=home)
+            else build_optimizer(given, cfg, state_store=home)
         )
 
     here, away = _parameters(), _parameters()
     beside = build(here, None)
-    outside = build(away, FileHome(Link(CPU), tmp_path, min_bytes))
+    outside = build(away, MmapStore(CopyEngine(CPU), tmp_path, min_bytes))
     _train(here, beside)
     _train(away, outside)
     for name in here:
@@ -59,10 +59,10 @@ def test_moments_in_files_give_the_same_bits(tmp_path, kind, moment_dtype, min_b
 
 
 def test_what_a_step_has_seen_leaves_memory(tmp_path):
-    home = FileHome(Link(CPU), tmp_path, min_bytes=MIB)
+    home = MmapStore(CopyEngine(CPU), tmp_path, min_bytes=MIB)
     moment = home.zeros(torch.zeros(32 * MIB), torch.float32)
     start = _resident_bytes()
-    for (here,) in home.visit([[moment]]):
+    for (here,) in home.prefetch([[moment]]):
         here.add_(1)
         assert _resident_bytes() - start > 100 * MIB
     assert _resident_bytes() - start < 30 * MIB
@@ -74,7 +74,7 @@ def test_a_disk_without_room_is_named_before_training(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
     try:
         with pytest.raises(ConfigError, match=r"train\.offload_optimizer='ssd' finds no room for 4 MiB more in "):
-            FileHome(Link(CPU), tmp_path, 0).zeros(torch.zeros(MIB), torch.float32)
+            MmapStore(CopyEngine(CPU), tmp_path, 0).zeros(torch.zeros(MIB), torch.float32)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
@@ -85,7 +85,7 @@ def _resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-class DelayedLink(Link):
+class DelayedLink(CopyEngine):
     """A device with memory of its own, in that of this process, which copies nothing home before it is waited for."""
 
     def __init__(self) -> None:
@@ -94,26 +94,26 @@ class DelayedLink(Link):
         self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.most_pending = self.num_begun = 0
 
-    def room_on_device(self, num_bytes: int) -> torch.Tensor:
+    def allocate_device(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def begin_to_host(self, data: torch.Tensor, ready: object, host: torch.Tensor) -> int:
+    def to_host_async(self, data: torch.Tensor, ready: object, host: torch.Tensor) -> int:
         self.num_begun += 1
         self.pending[self.num_begun] = data, host
         self.most_pending = max(self.most_pending, len(self.pending))
         return self.num_begun
 
-    def wait_on_host(self, event: int) -> None:
+    def synchronize(self, event: int) -> None:
         data, host = self.pending.pop(event)
         host.copy_(data)
 
 
 def test_moments_go_home_while_the_next_are_updated():
     link = DelayedLink()
-    home = HostHome(link, 0)
+    home = PinnedStore(link, 0)
     moments = [[home.zeros(torch.zeros(5), torch.float32) for _ in range(2)] for _ in range(4)]
     for step in (1, 2):
-        for i, here in enumerate(home.visit(moments)):
+        for i, here in enumerate(home.prefetch(moments)):
             # Those of the parameter before are still under way, and no others.
             assert len(link.pending) == (2 if i else 0)
             for moment in here:
@@ -125,12 +125,12 @@ def test_moments_go_home_while_the_next_are_updated():
 
 
 def test_what_is_in_the_memory_of_the_device_is_not_copied_onto_itself(tmp_path):
-    class NoLink(Link):
-        def begin_to_host(self, data: torch.Tensor, ready: object, host: torch.Tensor) -> None:
+    class NoLink(CopyEngine):
+        def to_host_async(self, data: torch.Tensor, ready: object, host: torch.Tensor) -> None:
             raise AssertionError("there is nothing to copy")
 
-    home = FileHome(NoLink(CPU), tmp_path, 0)
+    home = MmapStore(NoLink(CPU), tmp_path, 0)
     moment = home.zeros(torch.zeros(5), torch.float32)
-    for (here,) in home.visit([[moment]]):
+    for (here,) in home.prefetch([[moment]]):
         here.add_(1)
     assert moment.tolist() == [1] * 5

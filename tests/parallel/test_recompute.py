@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.schema import Config, ModelConfig, RunConfig, TrainConfig
-from moefold.metrics.kept_parts import CPU
-from moefold.metrics.recompute_choice import DEVICE_SHARE, choose_recompute
-from moefold.model.recall import all_kept, recalled
+from moefold.metrics.kept_parts import CPU_KERNELS
+from moefold.metrics.recompute_choice import DEFAULT_MEMORY_FRACTION, choose_recompute
+from moefold.model.recall import checkpoint_without_output, no_checkpoint
 from moefold.model.transformer import build_model
-from moefold.parallel.recompute import apply_recompute, settle_recompute
-from moefold.testing.kept import kept_bytes
-from moefold.verify.mapping import make_groups
+from moefold.parallel.recompute import apply_recompute, resolve_recompute
+from moefold.testing.kept import measure_saved_bytes
+from moefold.verify.mapping import create_groups
 from tests.verify.recipes import tiny
 
 H, A, G, D, F, FE, FS, E, K, V, T = 64, 4, 2, 16, 160, 96, 80, 4, 2, 8, 128
@@ -41,10 +41,10 @@ def _kept_numbers(model: ModelConfig, parts: tuple[str, ...]) -> float:
     torch.manual_seed(0)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.1)
-    module.place(torch.arange(T // 2))
+    module.set_positions(torch.arange(T // 2))
     apply_recompute(module, parts)
     tokens = torch.randint(V, (2, T // 2))
-    loss, found = kept_bytes(lambda: module(tokens, labels=tokens, weights=torch.ones(tokens.shape)))
+    loss, found = measure_saved_bytes(lambda: module(tokens, labels=tokens, weights=torch.ones(tokens.shape)))
     loss.sum().backward()
     assert all(p.grad is not None for p in module.parameters())
     return found / 8 / T
@@ -96,7 +96,7 @@ def test_recalled_results_are_made_again_once_and_give_the_gradients():
         return _double(x, w)
 
     found = []
-    for recall in (all_kept, recalled):
+    for recall in (no_checkpoint, checkpoint_without_output):
         x, w = (torch.linspace(1, 2, 6, dtype=torch.float64).view(2, 3) * k for k in (1, 3))
         x.requires_grad_()
         w.requires_grad_()
@@ -110,24 +110,24 @@ def test_recalled_results_are_made_again_once_and_give_the_gradients():
 
 def test_nothing_is_made_again_without_gradients():
     x = torch.ones(3)
-    with torch.no_grad(), recalled(_double, x.requires_grad_(), x) as results:
+    with torch.no_grad(), checkpoint_without_output(_double, x.requires_grad_(), x) as results:
         assert not any(result.requires_grad for result in results)
 
 
 def _settled_parts(cfg: Config, device_bytes: list[int]) -> tuple[str, ...]:
-    groups = make_groups(cfg)
+    groups = create_groups(cfg)
     cfg = replace(cfg, train=replace(cfg.train, recompute=("auto",)))
-    return settle_recompute(cfg, groups, device_bytes[groups.rank])[0].train.recompute
+    return resolve_recompute(cfg, groups, device_bytes[groups.rank])[0].train.recompute
 
 
 @pytest.mark.parity
 def test_ranks_of_unequal_devices_make_the_same_again(pool):
     """A rank that made other parts again would wait for exchanges that never come."""
     cfg = tiny(world_size=2, ep=2)
-    plenty = choose_recompute(cfg, 10**12, CPU)
-    scarce = choose_recompute(cfg, plenty.worst_bytes - 1, CPU)
+    plenty = choose_recompute(cfg, 10**12, CPU_KERNELS)
+    scarce = choose_recompute(cfg, plenty.max_rank_bytes - 1, CPU_KERNELS)
     assert plenty.parts != scarce.parts
-    enough, less = (round(choice.worst_bytes / DEVICE_SHARE) + 1 for choice in (plenty, scarce))
+    enough, less = (round(choice.max_rank_bytes / DEFAULT_MEMORY_FRACTION) + 1 for choice in (plenty, scarce))
     assert pool.run(2, _settled_parts, cfg, [enough, enough]) == [plenty.parts] * 2
     assert pool.run(2, _settled_parts, cfg, [enough, less]) == [scarce.parts] * 2
     assert pool.run(2, _settled_parts, cfg, [less, enough]) == [scarce.parts] * 2

@@ -15,19 +15,19 @@ from torch.distributed.tensor import DTensor
 from moefold.config.schema import Config, RunConfig
 from moefold.data import open_dataset
 from moefold.metrics.replicas import ReplicaMetrics
-from moefold.parallel.fsdp_comms import watch_fsdp
+from moefold.parallel.fsdp_comms import install_comm_hooks
 from moefold.parallel.parallelize import parallelize
-from moefold.parallel.replicas import Digester, Divergence, Replicas, Said
-from moefold.train.batch import BatchLoader
+from moefold.parallel.replicas import Divergence, HostFact, ReplicaCheck, TensorHasher
+from moefold.train.batch import BatchSharder
 from moefold.train.optimizer import named_moments
 from moefold.train.step import TrainingStep
-from moefold.verify.mapping import make_groups
+from moefold.verify.mapping import create_groups
 from tests.verify.recipes import tiny, without_mapping
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 
-digest = Digester(torch.device("cpu")).of
+digest = TensorHasher(torch.device("cpu")).digest
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -44,8 +44,8 @@ def test_equal_bytes_have_equal_digests_and_others_have_not(dtype, rows):
 
 @pytest.mark.parametrize("length", [20, 21])
 def test_every_bit_counts_in_every_chunk(monkeypatch, length):
-    monkeypatch.setattr("moefold.parallel.replicas.CHUNK", 3)
-    digest = Digester(torch.device("cpu")).of
+    monkeypatch.setattr("moefold.parallel.replicas.CHUNK_WORDS", 3)
+    digest = TensorHasher(torch.device("cpu")).digest
     tensor = torch.randn(length, generator=torch.Generator().manual_seed(0))
     seen = {tuple(digest(tensor).tolist())}
     for place in range(length):
@@ -70,8 +70,8 @@ def test_two_flips_of_the_same_bit_do_not_cancel(bit):
 
 
 def test_integers_that_change_places_within_a_chunk_or_between_two_are_seen(monkeypatch):
-    monkeypatch.setattr("moefold.parallel.replicas.CHUNK", 3)
-    digest = Digester(torch.device("cpu")).of
+    monkeypatch.setattr("moefold.parallel.replicas.CHUNK_WORDS", 3)
+    digest = TensorHasher(torch.device("cpu")).digest
     tensor = torch.arange(1, 13)
     for first in range(12):
         for second in range(first):
@@ -82,8 +82,8 @@ def test_integers_that_change_places_within_a_chunk_or_between_two_are_seen(monk
             assert swapped[1] != digest(tensor)[1]
 
 
-def _said(words: str) -> list[Said]:
-    return [Said("the position of the run", words, ("world",))]
+def _said(words: str) -> list[HostFact]:
+    return [HostFact("the position of the run", words, ("world",))]
 
 
 def flip(tensor: Tensor) -> None:
@@ -94,27 +94,29 @@ def flip(tensor: Tensor) -> None:
 
 def _found_after_flips(cfg: Config, flips: list[tuple[str, int]]) -> list[tuple[Divergence, ...]]:
     """What is found at first, after each flip of a tensor on a rank, undone again, and with a gather that errs."""
-    groups = make_groups(cfg)
+    groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     moments = named_moments(training.optimizer, training.parameters)
-    replicas = Replicas(model, moments, cfg.parallel.zero, watch_fsdp(model.stages, groups, cfg.parallel.zero))
+    replicas = ReplicaCheck(
+        model, moments, cfg.parallel.zero, install_comm_hooks(model.stages, groups, cfg.parallel.zero)
+    )
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    batch = BatchLoader(data.train, cfg, groups, model.positions).batch(0)
+    batch = BatchSharder(data.train, cfg, groups, model.positions).batch(0)
     training.run(batch, 1)
-    found = [replicas.divergences(batch, _said("here"))]
+    found = [replicas.find_divergences(batch, _said("here"))]
     tensors: dict[str, Any] = {**training.parameters, **moments, **training.buffers}
     tensors |= {"the batch": batch.tokens}
     for name, rank in flips:
         if name == "the position of the run":
-            found.append(replicas.divergences(batch, _said(f"here{groups.rank == rank}")))
+            found.append(replicas.find_divergences(batch, _said(f"here{groups.rank == rank}")))
             continue
         if groups.rank == rank:
             flip(tensors[name])
-        found.append(replicas.divergences(batch, _said("here")))
+        found.append(replicas.find_divergences(batch, _said("here")))
         if groups.rank == rank:
             flip(tensors[name])
-    found.append(replicas.divergences(batch, _said("here")))
+    found.append(replicas.find_divergences(batch, _said("here")))
     return found
 
 
@@ -180,11 +182,11 @@ class _ErringGather:
 
 
 def _found_with_an_erring_gather(cfg: Config) -> tuple[Divergence, ...]:
-    groups = make_groups(cfg)
+    groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    batch = BatchLoader(data.train, cfg, groups, model.positions).batch(0)
+    batch = BatchSharder(data.train, cfg, groups, model.positions).batch(0)
     experts = model.stages[0].moe_layers()[1].experts
     assert isinstance(experts, FSDPModule)
     experts.set_custom_all_gather(_ErringGather())  # type: ignore[arg-type]
@@ -208,11 +210,11 @@ HEALTHY = [
 
 
 def _divergences_of_a_run(cfg: Config) -> list[tuple[Divergence, ...]]:
-    groups = make_groups(cfg)
+    groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    loader = BatchLoader(data.train, cfg, groups, model.positions)
+    loader = BatchSharder(data.train, cfg, groups, model.positions)
     return [training.run(loader.batch(4 * i), i + 1).divergences for i in range(2)]
 
 
@@ -225,21 +227,21 @@ def test_healthy_replicas_stay_alike(pool, parallel):
 
 
 def _metrics(cfg: Config) -> ReplicaMetrics | None:
-    groups = make_groups(cfg)
+    groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    return training.run(BatchLoader(data.train, cfg, groups, model.positions).batch(0), 1).replicas
+    return training.run(BatchSharder(data.train, cfg, groups, model.positions).batch(0), 1).replicas
 
 
 def _gradient(cfg: Config, first_sample: int) -> tuple[float, np.ndarray, np.ndarray]:
     """Loss, dense gradient and expert gradient of some samples alone, on one rank."""
-    groups = make_groups(cfg)
+    groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
-    training.begin(1)
+    training.begin_step(1)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    loss = model.forward_backward(BatchLoader(data.train, cfg, groups, model.positions).batch(first_sample))
+    loss = model.forward_backward(BatchSharder(data.train, cfg, groups, model.positions).batch(first_sample))
     dense, experts = [], []
     for name, parameter in model.named_parameters.items():
         assert parameter.grad is not None

@@ -10,13 +10,13 @@ import torch
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.errors import ConfigError
-from moefold.metrics.routing_trace import TRACE_FOLDER, Trace, TraceWriter, trace_shape
+from moefold.metrics.routing_trace import TRACE_FOLDER, RoutingTrace, RoutingTraceWriter, trace_shape
 from moefold.parallel.collectives import gather_to_first
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchLoader
+from moefold.train.batch import BatchSharder
 from moefold.train.step import TrainingStep
-from moefold.verify.compare import OracleRecord, differences, run_oracle
-from moefold.verify.mapping import make_groups, run_mapping
+from moefold.verify.compare import OracleRecord, compare_records, run_oracle
+from moefold.verify.mapping import create_groups, run_distributed
 from tests.verify.recipes import tiny, without_mapping
 
 STEPS = 2
@@ -51,19 +51,19 @@ def _recipe(run_dir: Path, model: str = "plain", replay: str = "", **mapping: ob
 
 def _train(cfg: Config, num_steps: int) -> list[float]:
     """Train and trace some steps under a mapping; returns the gradient norms."""
-    groups = make_groups(cfg)
+    groups = create_groups(cfg)
     training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchLoader(data.train, cfg, groups, training.model.positions)
-    writer = TraceWriter(Path(cfg.run.dir), trace_shape(cfg)) if groups.rank == 0 else None
-    assert training.tape is not None
+    loader = BatchSharder(data.train, cfg, groups, training.model.positions)
+    writer = RoutingTraceWriter(Path(cfg.run.dir), trace_shape(cfg)) if groups.rank == 0 else None
+    assert training.router_replay is not None
     norms = []
     for step in range(1, num_steps + 1):
         norms.append(training.run(loader.batch((step - 1) * cfg.train.global_batch_size), step).grad_norm)
         # An evaluation in between leaves no trace.
         training.evaluate([loader.batch(0)])
-        if training.tape.is_due(step):
-            training.tape.save(step, writer)
+        if training.router_replay.is_due(step):
+            training.router_replay.save(step, writer)
     return norms
 
 
@@ -98,22 +98,22 @@ def test_every_mapping_writes_the_same_bytes(pool, single, tmp_path, mapping):
 def test_every_model_writes_the_same_bytes(pool, single, tmp_path, model):
     pool.run(4, _train, _recipe(tmp_path, model, world_size=4, pp=2, tp=2, ep=2), STEPS)
     assert _files(tmp_path) == _files(single(model))
-    assert next(iter(Trace(tmp_path, "").step(1))).dtype == (np.int16 if model == "many experts" else np.uint8)
+    assert next(iter(RoutingTrace(tmp_path, "").step(1))).dtype == (np.int16 if model == "many experts" else np.uint8)
 
 
 @pytest.mark.parity
 def test_the_trace_holds_two_experts_of_each_token(single):
-    choices = np.stack([*Trace(single("plain"), "").step(1)])
+    choices = np.stack([*RoutingTrace(single("plain"), "").step(1)])
     assert choices.shape == (4, 8, 16, 2)
     assert len({tuple(step) for step in choices.reshape(-1, 2).tolist()}) > 20
     assert (choices[..., 0] != choices[..., 1]).all()
-    assert not np.array_equal(choices, [*Trace(single("plain"), "").step(2)])
+    assert not np.array_equal(choices, [*RoutingTrace(single("plain"), "").step(2)])
 
 
 def _scrambled(source: Path, target: Path) -> Path:
     """A trace that no router would write: each expert's number shifted by a number that depends on the token."""
-    trace = Trace(source, "")
-    writer = TraceWriter(target, trace.shape)
+    trace = RoutingTrace(source, "")
+    writer = RoutingTraceWriter(target, trace.shape)
     for step in trace.steps:
         whole = np.stack([*trace.step(step)]).astype(np.int64)
         shift = np.arange(whole[..., 0].size).reshape(whole.shape[:3])[..., None]
@@ -137,8 +137,8 @@ def oracles(scrambled) -> tuple[OracleRecord, OracleRecord]:
 @pytest.mark.parametrize("mapping", [{"world_size": 1}, *MAPPINGS], ids=str)
 def test_replay_under_every_mapping_equals_the_oracle(pool, scrambled, oracles, tmp_path, mapping):
     cfg = _recipe(tmp_path, replay=str(scrambled), **mapping)
-    ranks = pool.run(cfg.parallel.world_size, run_mapping, cfg, STEPS)
-    replayed, chosen = (differences(oracle, ranks)[0] for oracle in oracles)
+    ranks = pool.run(cfg.parallel.world_size, run_distributed, cfg, STEPS)
+    replayed, chosen = (compare_records(oracle, ranks)[0] for oracle in oracles)
     assert replayed.error <= 1e-9, replayed
     assert chosen.error > 1e-3, "the scrambled trace changes nothing"
 
@@ -173,7 +173,7 @@ def _error_of_training(cfg: Config, num_steps: int) -> str:
 
 
 def _gathered(sizes: dict[str, int]) -> list[float] | None:
-    groups = make_groups(tiny(**sizes))
+    groups = create_groups(tiny(**sizes))
     whole = gather_to_first(torch.tensor([[groups.rank * 1000.0]]), groups.world)
     return None if whole is None else whole.flatten().tolist()
 

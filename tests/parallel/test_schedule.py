@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moefold.config.action import Action
-from moefold.config.checks_pipeline import rounds_faults, schedule_faults
-from moefold.config.schedule_walk import alone, waits_for_ever
+from moefold.config.checks_pipeline import validate_micro_batch_count, validate_schedule
+from moefold.config.schedule_walk import find_deadlock, one_per_slot
 from moefold.config.schedules import stage_ranks
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.parallel.schedule import evaluation_schedule, training_schedule
@@ -60,13 +60,13 @@ def test_every_number_of_micro_batches_ends_with_all_work_done(schedule, chunks)
     accepted = 0
     for count in range(1, 21):
         cfg = _config(schedule, chunks, count)
-        assert list(schedule_faults(cfg)) == []
-        if list(rounds_faults(cfg)):
+        assert list(validate_schedule(cfg)) == []
+        if list(validate_micro_batch_count(cfg)):
             continue
         accepted += 1
         built = training_schedule(cfg, _stages(cfg), lambda y, target: y.sum())
         rows = _actions(built.pipeline_order)
-        assert waits_for_ever([alone(row) for row in rows]) is None, count
+        assert find_deadlock([one_per_slot(row) for row in rows]) is None, count
         forward = {(a.stage, a.micro_batch) for row in rows for a in row if a.kind == "F"}
         weights = [(a.stage, a.micro_batch) for row in rows for a in row if a.kind in "BW"]
         assert len(forward) == 4 * chunks * count

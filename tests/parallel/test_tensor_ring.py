@@ -10,8 +10,8 @@ from moefold.model.mlp import SwiGLU
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
 from moefold.parallel.parallelize import parallelize
-from moefold.parallel.tensor import ShardedTokens
-from moefold.parallel.tensor_ring import TravellingTokens
+from moefold.parallel.tensor import SequenceParallelTokens
+from moefold.parallel.tensor_ring import AsyncTensorParallel
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
@@ -21,12 +21,12 @@ TOKENS, BATCH, HIDDEN, WIDTHS = 3, 2, 5, (4, 1, 6)
 
 
 class Postponed:
-    """A `Later` that computes when the test says so."""
+    """A `WeightGradStoreProtocol` that computes when the test says so."""
 
     def __init__(self) -> None:
         self.work = []
 
-    def postpone(self, weights, compute) -> None:
+    def put(self, weights, compute) -> None:
         self.work.append((tuple(weights), compute))
 
     def run(self) -> None:
@@ -39,15 +39,15 @@ def _numbers(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def _results(tokens: ShardedTokens, rank: int, later: Postponed | None) -> list[Tensor]:
+def _results(tokens: SequenceParallelTokens, rank: int, later: Postponed | None) -> list[Tensor]:
     """Outputs of both kinds of products and all gradients, of inputs and weights that differ from rank to rank."""
     x = _numbers(rank, TOKENS, BATCH, HIDDEN).requires_grad_()
     weights = [_numbers(10 + 10 * i + rank, width, HIDDEN).requires_grad_() for i, width in enumerate(WIDTHS)]
     bias = _numbers(50 + rank, WIDTHS[0]).requires_grad_()
     down = _numbers(60 + rank, HIDDEN, sum(WIDTHS)).requires_grad_()
     columns = list(zip(weights, (bias, None, None), strict=True))
-    hidden = torch.cat(tokens.gathered_products(x, columns, later), -1)
-    out = tokens.scattered_product(hidden.tanh(), down, later)
+    hidden = torch.cat(tokens.all_gather_linear(x, columns, later), -1)
+    out = tokens.linear_reduce_scatter(hidden.tanh(), down, later)
     (out.transpose(0, 1) * _numbers(70 + rank, BATCH, TOKENS, HIDDEN)).sum().backward()
     if later is not None:
         assert down.grad is None
@@ -60,8 +60,8 @@ def _results(tokens: ShardedTokens, rank: int, later: Postponed | None) -> list[
 
 def _both(size: int, is_later: bool) -> None:
     tp = ParallelGroups.create(fold(world_size=size, tp=size), torch.device("cpu")).attn.tp
-    expected = _results(ShardedTokens(tp), tp.rank, None)
-    found = _results(TravellingTokens(tp), tp.rank, Postponed() if is_later else None)
+    expected = _results(SequenceParallelTokens(tp), tp.rank, None)
+    found = _results(AsyncTensorParallel(tp), tp.rank, Postponed() if is_later else None)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert found[0].shape == (size * TOKENS, BATCH, sum(WIDTHS))
 
@@ -76,8 +76,8 @@ def _without_gradients() -> None:
     tp = ParallelGroups.create(fold(world_size=2, tp=2), torch.device("cpu")).attn.tp
     x, weight = _numbers(tp.rank, TOKENS, BATCH, HIDDEN), _numbers(9, 4, HIDDEN).requires_grad_()
     with torch.no_grad():
-        (found,) = TravellingTokens(tp).gathered_products(x, [(weight, None)], Postponed())
-        (expected,) = ShardedTokens(tp).gathered_products(x, [(weight, None)])
+        (found,) = AsyncTensorParallel(tp).all_gather_linear(x, [(weight, None)], Postponed())
+        (expected,) = SequenceParallelTokens(tp).all_gather_linear(x, [(weight, None)])
     assert not found.requires_grad
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -90,9 +90,9 @@ def _kinds(overlaps: bool) -> set[type]:
     cfg = tiny(world_size=2, tp=2, ep=2, overlap_tp=overlaps, model={"layer_pattern": "DM"})
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     (stage,) = parallelize(cfg, groups).stages
-    return {type(module.tokens) for module in stage.modules() if isinstance(module, Attention | SwiGLU)}
+    return {type(module.sequence_parallel) for module in stage.modules() if isinstance(module, Attention | SwiGLU)}
 
 
-@pytest.mark.parametrize(("overlaps", "kind"), [(False, ShardedTokens), (True, TravellingTokens)])
+@pytest.mark.parametrize(("overlaps", "kind"), [(False, SequenceParallelTokens), (True, AsyncTensorParallel)])
 def test_a_recipe_says_which(pool, overlaps, kind):
     assert pool.run(2, _kinds, overlaps) == [{kind}] * 2

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from moefold.parallel.wait_clock import WaitClock
+from moefold.parallel.wait_clock import CommTimer
 
 STEP_S = 0.02
 
 
 def test_waiting_counts_and_working_inside_of_it_does_not():
-    clock = WaitClock(is_on=True)
+    clock = CommTimer(is_on=True)
     clock.start()
     time.sleep(STEP_S)
     with clock.waiting():
@@ -27,7 +27,7 @@ def test_waiting_counts_and_working_inside_of_it_does_not():
 
 
 def test_a_span_begins_at_the_first_start_and_ends_when_read():
-    clock = WaitClock(is_on=True)
+    clock = CommTimer(is_on=True)
     assert clock.read() == (0.0, 0.0)
     with clock.waiting():
         time.sleep(STEP_S)
@@ -41,16 +41,16 @@ def test_a_span_begins_at_the_first_start_and_ends_when_read():
 
 
 def test_an_error_while_waiting_leaves_the_clock_as_it_was():
-    clock = WaitClock(is_on=True)
+    clock = CommTimer(is_on=True)
     clock.start()
     with pytest.raises(RuntimeError), clock.waiting():
         raise RuntimeError
-    assert not clock.waits
+    assert not clock.is_waiting
 
 
 def test_a_clock_that_is_off_counts_nothing():
-    clock = WaitClock()
+    clock = CommTimer()
     clock.start()
     with clock.waiting():
-        assert not clock.waits
+        assert not clock.is_waiting
     assert clock.read() == (0.0, 0.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.plan.accuracy import judge, mean_abs_error_pct
+from moefold.plan.accuracy import mean_abs_error_pct, validate_predictions
 from moefold.plan.published import COLUMNS
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -14,12 +14,12 @@ METHODS = ("FSDP", "FSDP+EP", "TP+EP+DP", "MCore", "MCore w/ Folding")
 
 @pytest.fixture(scope="module")
 def moe():
-    return judge(PUBLISHED / "calibration.csv")
+    return validate_predictions(PUBLISHED / "calibration.csv")
 
 
 @pytest.fixture(scope="module")
 def dense():
-    return judge(PUBLISHED / "dense_calibration.csv")
+    return validate_predictions(PUBLISHED / "dense_calibration.csv")
 
 
 def of(accuracy, gpu, precision):
@@ -91,18 +91,18 @@ GOOD = {
 
 
 def test_micro_batch_and_virtual_stages_that_are_not_printed_are_chosen(tmp_path):
-    (chosen,) = judge(table(tmp_path / "t.csv", **GOOD)).predictions
+    (chosen,) = validate_predictions(table(tmp_path / "t.csv", **GOOD)).predictions
     assert chosen.mapping.vpp == 7
     assert chosen.mapping.etp == 1
     for size in ("1", "2", "4", "8"):
-        (given,) = judge(table(tmp_path / "t.csv", **GOOD | {"mbs": size, "vpp": "1"})).predictions
+        (given,) = validate_predictions(table(tmp_path / "t.csv", **GOOD | {"mbs": size, "vpp": "1"})).predictions
         assert (given.mapping.mbs, given.mapping.vpp) == (int(size), 1)
         assert given.predicted == "OOM" or given.predicted <= chosen.predicted
 
 
 def test_every_metric_tells_the_same_time(tmp_path):
     def predicted(metric):
-        (one,) = judge(table(tmp_path / "t.csv", **GOOD | {"metric": metric})).predictions
+        (one,) = validate_predictions(table(tmp_path / "t.csv", **GOOD | {"metric": metric})).predictions
         return one.predicted
 
     assert predicted("mfu_pct") == pytest.approx(predicted("tflops_per_gpu") / 989.5 * 100)
@@ -135,7 +135,7 @@ def test_every_metric_tells_the_same_time(tmp_path):
     ],
 )
 def test_a_row_that_cannot_be_priced_is_skipped_with_its_reason(tmp_path, cells, reason):
-    accuracy = judge(table(tmp_path / "t.csv", **GOOD | cells))
+    accuracy = validate_predictions(table(tmp_path / "t.csv", **GOOD | cells))
     assert accuracy.predictions == ()
     assert accuracy.skipped == {reason: 1}
     assert accuracy.mean_abs_error_pct is None
@@ -145,9 +145,9 @@ def test_a_table_without_a_column_or_a_file_is_refused(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("model,gpu\nx,y\n")
     with pytest.raises(ConfigError, match="lacks the columns source"):
-        judge(path)
+        validate_predictions(path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        judge(tmp_path / "absent.csv")
+        validate_predictions(tmp_path / "absent.csv")
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
-        judge(path)
+        validate_predictions(path)

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from moefold.config.checks import check_config
-from moefold.config.load import load_given
+from moefold.config.load import load_recipe
 from moefold.errors import ConfigError
-from moefold.launch.machine import Machine, gpu_name, weakest
+from moefold.launch.machine import DetectedMachine, planner_gpu_name, slowest
 from moefold.plan.auto import plan_mapping
 
 RECIPE = """parallel = "auto"
@@ -24,7 +24,7 @@ global_batch_size = 6
 def planned(tmp_path: Path, *overrides: str, ranks: int = 4, launched: bool = False, memory_gib: float = 16.0):
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE)
-    return plan_mapping(*load_given(path, overrides)[:2], Machine("cpu", "cpu", ranks, launched, memory_gib))
+    return plan_mapping(*load_recipe(path, overrides)[:2], DetectedMachine("cpu", "cpu", ranks, launched, memory_gib))
 
 
 def test_the_chosen_mapping_is_legal_and_told(tmp_path):
@@ -53,8 +53,8 @@ def test_products_that_are_simulated_are_told(tmp_path):
 def test_a_gpu_with_the_units_is_priced_with_them(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE.replace("float32", "bfloat16").replace('"cpu"', '"cuda"'))
-    machine = Machine("cuda", "b200", 4, False, 0.0)
-    plain, narrow = (plan_mapping(*load_given(path, words)[:2], machine) for words in ([], ["train.precision=mxfp8"]))
+    machine = DetectedMachine("cuda", "b200", 4, False, 0.0)
+    plain, narrow = (plan_mapping(*load_recipe(path, words)[:2], machine) for words in ([], ["train.precision=mxfp8"]))
     assert plain[1] != narrow[1]
     assert "simulated" not in narrow[1]
 
@@ -62,13 +62,13 @@ def test_a_gpu_with_the_units_is_priced_with_them(tmp_path):
 def test_a_type_without_a_price_is_told(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE.replace('"cpu"', '"cuda"'))
-    machine = Machine("cuda", "b200", 4, False, 0.0)
-    cfg, words = plan_mapping(*load_given(path, ["run.dtype=float64"])[:2], machine)
+    machine = DetectedMachine("cuda", "b200", 4, False, 0.0)
+    cfg, words = plan_mapping(*load_recipe(path, ["run.dtype=float64"])[:2], machine)
     assert cfg.run.dtype == "float64"
     assert words.endswith(
         "\n  priced in bf16: run.dtype='float64' has no price, as nothing is known of b200 in float64"
     )
-    assert "has no price" not in plan_mapping(*load_given(path, ["run.dtype=float32"])[:2], machine)[1]
+    assert "has no price" not in plan_mapping(*load_recipe(path, ["run.dtype=float32"])[:2], machine)[1]
 
 
 def test_given_axes_stay(tmp_path):
@@ -111,27 +111,29 @@ def test_too_little_memory_is_refused(tmp_path):
     [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GB200", "gb200"), ("AMD Instinct MI300X", "mi300x")],
 )
 def test_the_driver_s_name_is_understood(driver, name):
-    assert gpu_name(driver) == name
+    assert planner_gpu_name(driver) == name
 
 
 def test_an_unknown_gpu_is_refused():
     with pytest.raises(ConfigError, match="--gpu FILE.toml"):
-        gpu_name("NVIDIA GeForce RTX 3090")
+        planner_gpu_name("NVIDIA GeForce RTX 3090")
 
 
 def test_a_plan_is_for_the_device_of_least_memory():
-    machines = [Machine("cuda", name, 3, True, 0.0, name) for name in ("h200", "h100", "h200")]
-    assert weakest(machines).device == "h100"
+    machines = [DetectedMachine("cuda", name, 3, True, 0.0, name) for name in ("h200", "h100", "h200")]
+    assert slowest(machines).device == "h100"
 
 
 def test_a_plan_is_for_the_rank_whose_machine_has_least_memory_for_each():
     # 16 GiB for two ranks, and 12 GiB for one.
-    machines = [Machine("cpu", "cpu", 3, True, gib, host) for gib, host in ((16.0, "a"), (16.0, "a"), (12.0, "b"))]
-    assert weakest(machines).memory_gib == pytest.approx(3 * 8.0)
-    assert weakest(machines[:1]).memory_gib == pytest.approx(16.0)
+    machines = [
+        DetectedMachine("cpu", "cpu", 3, True, gib, host) for gib, host in ((16.0, "a"), (16.0, "a"), (12.0, "b"))
+    ]
+    assert slowest(machines).memory_gib == pytest.approx(3 * 8.0)
+    assert slowest(machines[:1]).memory_gib == pytest.approx(16.0)
 
 
 def test_ranks_with_and_without_gpus_have_no_plan():
-    machines = [Machine("cuda", "h100", 2, True, 0.0, "a"), Machine("cpu", "cpu", 2, True, 16.0, "b")]
+    machines = [DetectedMachine("cuda", "h100", 2, True, 0.0, "a"), DetectedMachine("cpu", "cpu", 2, True, 16.0, "b")]
     with pytest.raises(ConfigError, match="rank 1 on b has cpu; set run.device='cpu'"):
-        weakest(machines)
+        slowest(machines)

@@ -7,7 +7,7 @@ import pytest
 
 from moefold.plan.chart import MEMORY_COLOURS, PALETTE, TIME_COLOURS, round_ticks
 from moefold.plan.memory import MEMORY_PARTS
-from moefold.plan.step_time import PARTS
+from moefold.plan.step_time import TIME_PARTS
 
 SEEN = {
     "normal": np.eye(3),
@@ -41,7 +41,7 @@ def test_no_two_colours_look_the_same(seen):
 
 
 def test_every_part_has_a_colour_of_its_own():
-    for colours, parts in ((TIME_COLOURS, PARTS), (MEMORY_COLOURS, MEMORY_PARTS)):
+    for colours, parts in ((TIME_COLOURS, TIME_PARTS), (MEMORY_COLOURS, MEMORY_PARTS)):
         assert set(colours) == set(parts)
         assert len(set(colours.values())) == len(parts)
 

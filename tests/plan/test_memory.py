@@ -6,22 +6,22 @@ from itertools import product
 import pytest
 
 from moefold.config.checks import check_config
-from moefold.config.checks_recompute import lacking_part
+from moefold.config.checks_recompute import missing_reason
 from moefold.config.load import load_config
 from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.errors import ConfigError
-from moefold.metrics.memory_formula import memory_of_ranks
+from moefold.metrics.memory_formula import compute_rank_memory
 from moefold.metrics.state_memory import StateBytes
 from moefold.plan.device import load_device
-from moefold.plan.legality import Legality
-from moefold.plan.mapping import Mapping, mapping_of
-from moefold.plan.memory import OVERHEAD_GIB, Memory, MemoryEstimate
-from moefold.plan.model_name import read_shape
-from moefold.plan.recipe import config_under
-from moefold.plan.shape import shape_of
-from moefold.plan.stages import RecipeSplit
-from moefold.plan.workload import Workload
-from tests.metrics.test_state_memory import built_states, random_config
+from moefold.plan.legality import MappingConstraints
+from moefold.plan.mapping import ParallelMapping, mapping_from_config
+from moefold.plan.memory import OVERHEAD_GIB, MemoryEstimate, MemoryModel
+from moefold.plan.model_name import load_model_spec
+from moefold.plan.recipe import config_with_mapping
+from moefold.plan.shape import model_spec_from_config
+from moefold.plan.stages import RecipeStageSplitter
+from moefold.plan.workload import TrainingWorkload
+from tests.metrics.test_state_memory import random_config, sharded_state_bytes
 
 GIB = 2**30
 BIG = [
@@ -46,22 +46,22 @@ def recipe(preset: str, parallel: dict, batch: int, schedule: str, vpp: int) -> 
     return cfg
 
 
-def estimated(cfg: Config, mapping: Mapping | None = None) -> tuple[Config, MemoryEstimate]:
+def estimated(cfg: Config, mapping: ParallelMapping | None = None) -> tuple[Config, MemoryEstimate]:
     """A recipe with its stages spelled out, and what the planner says of it."""
-    shape, device = shape_of(cfg.model), load_device("h100")
-    workload = Workload(
+    shape, device = model_spec_from_config(cfg.model), load_device("h100")
+    workload = TrainingWorkload(
         seq_len=cfg.train.seq_len,
         global_batch_size=cfg.train.global_batch_size,
         capacity_factor=cfg.moe.capacity_factor,
     )
-    memory = Memory(shape, workload, device, cfg, RecipeSplit(cfg, shape))
-    mapping = mapping or mapping_of(cfg)
-    return config_under(Legality(cfg), mapping), memory.estimate(mapping)
+    memory = MemoryModel(shape, workload, device, cfg, RecipeStageSplitter(cfg, shape))
+    mapping = mapping or mapping_from_config(cfg)
+    return config_with_mapping(MappingConstraints(cfg), mapping), memory.estimate(mapping)
 
 
 def check_formula(cfg: Config) -> None:
     spelled, estimate = estimated(cfg)
-    ranks = memory_of_ranks(spelled)
+    ranks = compute_rank_memory(spelled)
     most = max(ranks, key=lambda rank: rank.total)
     assert estimate.total - estimate.workspace == pytest.approx(most.total, rel=1e-9), cfg
     twins = [rank for rank in ranks if rank.total == most.total]
@@ -116,7 +116,7 @@ def paired_recipes(schedule: str, pp: int, vpp: int, model: str):
         pipeline_layout=layout,
     )  # fmt: skip
     for batch, parts in product((32, 128), SAVED):
-        if lacks := [part for part in parts if lacking_part(part, sizes)]:
+        if lacks := [part for part in parts if missing_reason(part, sizes)]:
             parts = tuple(part for part in parts if part not in lacks)
         train = TrainConfig(seq_len=512, global_batch_size=batch, recompute=parts)
         cfg = Config(run=RunConfig(dtype="bfloat16"), model=sizes, parallel=parallel, train=train)
@@ -137,7 +137,7 @@ def test_states_of_a_random_mapping_are_those_of_the_built_model(seed):
     cfg = replace(cfg, run=replace(cfg.run, device="cuda"))
     spelled, estimate = estimated(cfg)
     p = spelled.parallel
-    found = [built_states(spelled, rank) for rank in range(0, p.world_size, p.world_size // p.pp)]
+    found = [sharded_state_bytes(spelled, rank) for rank in range(0, p.world_size, p.world_size // p.pp)]
     assert any(is_alike(estimate, real, spelled) for real in found), cfg
 
 
@@ -149,23 +149,24 @@ def is_alike(estimate: MemoryEstimate, real: StateBytes, cfg: Config) -> bool:
 @pytest.mark.parametrize(("size", "work"), [(1, 0), (16, 16)])
 def test_the_workspace_has_the_gradients_of_one_module_and_what_makes_or_reduces_them(size, work):
     """Mixtral 8x22B, ep=8: one expert of 3 x 6144 x 16384 a layer, and two rows for each token."""
-    shape, workload = read_shape("mixtral-8x22b"), Workload(seq_len=4096, global_batch_size=256)
-    memory = Memory(shape, workload, load_device("h100"))
+    shape, workload = load_model_spec("mixtral-8x22b"), TrainingWorkload(seq_len=4096, global_batch_size=256)
+    memory = MemoryModel(shape, workload, load_device("h100"))
     expert, rows = 3 * 6144 * 16384, 2 * size * 4096
-    found = memory.workspace(Mapping(dp=16, ep=8, edp=2, mbs=size)) - OVERHEAD_GIB * GIB
+    found = memory.workspace(ParallelMapping(dp=16, ep=8, edp=2, mbs=size)) - OVERHEAD_GIB * GIB
     # The buffer of the reduction in float32, or four arrays of the inner width in bfloat16.
     assert found == 2 * expert + (4 * 2 * rows * 16384 if work else 4 * expert)
-    assert memory.workspace(Mapping()) == OVERHEAD_GIB * GIB
+    assert memory.workspace(ParallelMapping()) == OVERHEAD_GIB * GIB
 
 
 def test_uneven_experts_need_larger_buffers():
     cfg = recipe(*BIG[0])
-    shape, device = shape_of(cfg.model), load_device("h100")
-    plain = Workload(seq_len=4096, global_batch_size=256)
+    shape, device = model_spec_from_config(cfg.model), load_device("h100")
+    plain = TrainingWorkload(seq_len=4096, global_batch_size=256)
     even, uneven = (
-        Memory(shape, replace(plain, imbalance=load), device, cfg).estimate(mapping_of(cfg)) for load in (1.0, 1.5)
+        MemoryModel(shape, replace(plain, imbalance=load), device, cfg).estimate(mapping_from_config(cfg))
+        for load in (1.0, 1.5)
     )
-    ranks = memory_of_ranks(cfg, imbalance=1.5)
+    ranks = compute_rank_memory(cfg, imbalance=1.5)
     assert uneven.dispatch > even.dispatch
     assert uneven.total - uneven.workspace == pytest.approx(max(rank.total for rank in ranks), rel=1e-6)
 
@@ -193,7 +194,7 @@ def test_an_update_brings_moments_back(case):
         train=batch,
     )
     check_config(cfg)
-    fullest = max(memory_of_ranks(cfg), key=lambda rank: rank.total)
+    fullest = max(compute_rank_memory(cfg), key=lambda rank: rank.total)
     assert fullest.update > 0, "else the case shows nothing"
     check_formula(cfg)
 
@@ -201,7 +202,7 @@ def test_an_update_brings_moments_back(case):
 def test_what_is_offloaded_is_not_there():
     cfg = recipe(*BIG[0])
     _, plain = estimated(cfg)
-    mapping = mapping_of(cfg)
+    mapping = mapping_from_config(cfg)
     _, away = estimated(cfg, replace(mapping, offload=("core_attention", "optimizer")))
     assert away.optimizer < 0.01 * plain.optimizer
     assert away.activations < plain.activations
@@ -214,15 +215,15 @@ def test_the_memory_of_a_mapping_does_not_depend_on_those_before_it(device, disp
     """Sizes are found once for all mappings that share them, so a degree that was forgotten shows here."""
     model = ModelConfig(num_layers=2, num_experts=16, top_k=4, vocab_size=64)
     cfg = Config(run=RunConfig(device="cuda"), model=model, train=TrainConfig(seq_len=64, global_batch_size=64))
-    shape, workload = shape_of(model), Workload(seq_len=64, global_batch_size=64, imbalance=3.0)
+    shape, workload = model_spec_from_config(model), TrainingWorkload(seq_len=64, global_batch_size=64, imbalance=3.0)
 
-    def memory() -> Memory:
-        return Memory(shape, workload, load_device(device), cfg)
+    def memory() -> MemoryModel:
+        return MemoryModel(shape, workload, load_device(device), cfg)
 
     shared, found = memory(), set()
     ways = ((1, "1f1b", False), (1, "1f1b", True), (2, "zero-bubble", False))
     for (pp, schedule, overlap), tp, ep, etp in product(ways, (1, 2), (1, 2, 4, 8, 16), (1, 2)):
-        mapping = Mapping(
+        mapping = ParallelMapping(
             tp=tp, dp=32 // tp, pp=pp, schedule=schedule, ep=ep, etp=etp, edp=32 // (ep * etp), dispatcher=dispatcher,
             overlap=overlap,
         )  # fmt: skip

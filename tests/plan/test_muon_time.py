@@ -5,20 +5,20 @@ from dataclasses import replace
 import pytest
 
 from moefold.plan.device import load_device
-from moefold.plan.mapping import Mapping
-from moefold.plan.model_name import read_shape
-from moefold.plan.muon_time import MuonTime
-from moefold.plan.step_time import NARROW_OPTIMIZER_BYTES, OPTIMIZER_BYTES, Pricer
-from moefold.plan.workload import Update, Workload
+from moefold.plan.mapping import ParallelMapping
+from moefold.plan.model_name import load_model_spec
+from moefold.plan.muon_time import MuonCost
+from moefold.plan.step_time import ADAMW_BYTES_PER_PARAM, BF16_MOMENTS_ADAMW_BYTES_PER_PARAM, CostModel
+from moefold.plan.workload import OptimizerUpdate, TrainingWorkload
 
-WORK = Workload(seq_len=4096, global_batch_size=256)
-SHAPE, H100 = read_shape("mixtral-8x7b"), load_device("h100")
-SPREAD = Mapping(tp=2, dp=8, ep=8, edp=2, zero=1)
+WORK = TrainingWorkload(seq_len=4096, global_batch_size=256)
+SHAPE, H100 = load_model_spec("mixtral-8x7b"), load_device("h100")
+SPREAD = ParallelMapping(tp=2, dp=8, ep=8, edp=2, zero=1)
 
 
 def share(mapping, *groups, device=H100, steps=5):
-    work = replace(WORK, update=Update(False, groups, steps))
-    return MuonTime(SHAPE, device, work).share(mapping, (32,), True)
+    work = replace(WORK, update=OptimizerUpdate(False, groups, steps))
+    return MuonCost(SHAPE, device, work).rank_cost(mapping, (32,), True)
 
 
 def test_experts_that_are_whole_take_their_operations_and_do_not_travel():
@@ -40,16 +40,18 @@ def test_experts_that_are_whole_take_their_operations_and_do_not_travel():
 def test_numbers_are_held_once_where_they_are_sharded():
     numbers = 32 * 3 * 8 * 4096 * 14336
     found = share(SPREAD, "experts")
-    assert found.held == found.worked == numbers / 16
-    assert share(replace(SPREAD, zero=0), "experts").held == numbers / 8
+    assert found.num_local == found.num_owned == numbers / 16
+    assert share(replace(SPREAD, zero=0), "experts").num_local == numbers / 8
 
 
 def test_the_optimizer_is_that_of_the_recipe():
     def seconds(update):
-        return Pricer(SHAPE, H100, replace(WORK, update=update)).replicas(SPREAD)[2]
+        return CostModel(SHAPE, H100, replace(WORK, update=update)).data_parallel_cost(SPREAD)[2]
 
-    plain = seconds(Update())
-    assert seconds(Update(True)) == pytest.approx(plain * NARROW_OPTIMIZER_BYTES / OPTIMIZER_BYTES)
-    experts = seconds(Update(False, ("experts",)))
+    plain = seconds(OptimizerUpdate())
+    assert seconds(OptimizerUpdate(True)) == pytest.approx(
+        plain * BF16_MOMENTS_ADAMW_BYTES_PER_PARAM / ADAMW_BYTES_PER_PARAM
+    )
+    experts = seconds(OptimizerUpdate(False, ("experts",)))
     assert experts > plain + share(SPREAD, "experts").seconds
-    assert seconds(Update(False, ("experts",), 10)) > 1.8 * experts
+    assert seconds(OptimizerUpdate(False, ("experts",), 10)) > 1.8 * experts

@@ -16,45 +16,45 @@ from moefold import __version__
 from moefold.config.load import load_config
 from moefold.errors import ConfigError
 from moefold.plan.device import load_device
-from moefold.plan.mapping import Mapping
-from moefold.plan.memory import MEMORY_PARTS, Memory, MemoryEstimate
-from moefold.plan.report import Source, Study, name_of, report_html, write_report
-from moefold.plan.shape import shape_of
-from moefold.plan.step_time import Pricer, StepTime
-from moefold.plan.workload import Workload
+from moefold.plan.mapping import ParallelMapping
+from moefold.plan.memory import MEMORY_PARTS, MemoryEstimate, MemoryModel
+from moefold.plan.report import PlanReport, ReportSource, format_compact_mapping, render_report, write_report
+from moefold.plan.shape import model_spec_from_config
+from moefold.plan.step_time import CostModel, StepTime
+from moefold.plan.workload import TrainingWorkload
 
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome", "chrome")
 SECTIONS = ("views", "ranking", "memory-bars", "time-bars", "timeline", "sensitivity", "scaling")
-WORKLOAD = Workload(seq_len=4096, global_batch_size=256)
-BEST = Mapping(tp=2, dp=8, pp=4, vpp=2, ep=8, edp=2, schedule="interleaved")
+WORKLOAD = TrainingWorkload(seq_len=4096, global_batch_size=256)
+BEST = ParallelMapping(tp=2, dp=8, pp=4, vpp=2, ep=8, edp=2, schedule="interleaved")
 OTHERS = (replace(BEST, vpp=1, schedule="1f1b"), replace(BEST, vpp=1, schedule="zero-bubble", recompute=("layer",)))
 
 
 @dataclass(frozen=True)
 class Plan:
-    mapping: Mapping
+    mapping: ParallelMapping
     time: StepTime
     memory: MemoryEstimate
 
 
 @pytest.fixture(scope="module")
-def study() -> Study:
-    gpu, shape = load_device("h100"), shape_of(load_config(None, ["model.preset=mixtral-8x7b"]).model)
-    pricer, memory = Pricer(shape, gpu, WORKLOAD), Memory(shape, WORKLOAD, gpu)
+def study() -> PlanReport:
+    gpu, shape = load_device("h100"), model_spec_from_config(load_config(None, ["model.preset=mixtral-8x7b"]).model)
+    pricer, memory = CostModel(shape, gpu, WORKLOAD), MemoryModel(shape, WORKLOAD, gpu)
 
-    def plan(mapping: Mapping) -> Plan:
+    def plan(mapping: ParallelMapping) -> Plan:
         return Plan(mapping, pricer.step_time(mapping), memory.estimate(mapping))
 
     def replan(num_gpus: int) -> Plan | None:
         return None if num_gpus not in (32, 128) else plan(replace(BEST, dp=num_gpus // 8, edp=num_gpus // 32))
 
     plans = [plan(mapping) for mapping in (BEST, *OTHERS)]
-    return Study("mixtral <8x7b>", gpu, 64, WORKLOAD, shape, plans, replan)
+    return PlanReport("mixtral <8x7b>", gpu, 64, WORKLOAD, shape, plans, replan)
 
 
 @pytest.fixture(scope="module")
 def page(study) -> str:
-    return report_html(study)
+    return render_report(study)
 
 
 class Page(HTMLParser):
@@ -134,8 +134,10 @@ def test_the_page_has_all_parts_and_asks_nothing_of_the_network(page, study):
 
 
 def test_the_foot_names_command_version_and_date_and_a_button_copies_the_recipe(study):
-    source = Source(command="moefold plan 'a <b>' --gpu h100", date="2026-01-02", recipe='[model]\npreset = "<x>"\n')
-    page = report_html(replace(study, source=source))
+    source = ReportSource(
+        command="moefold plan 'a <b>' --gpu h100", date="2026-01-02", recipe='[model]\npreset = "<x>"\n'
+    )
+    page = render_report(replace(study, source=source))
     foot = page[page.index("<footer>") :]
     assert "moefold plan &#39;a &lt;b&gt;&#39; --gpu h100" in foot
     assert f"moefold {__version__}, 2026-01-02" in foot
@@ -161,7 +163,7 @@ def test_memory_near_the_limit_is_marked(study):
     total = study.plans[0].memory.total
     for share, level in ((0.8, ""), (0.92, "near"), (0.97, "over")):
         gpu = replace(study.gpu, memory_gib=total / share / 2**30)
-        page = report_html(replace(study, gpu=gpu, plans=study.plans[:1], replan=lambda count: None))
+        page = render_report(replace(study, gpu=gpu, plans=study.plans[:1], replan=lambda count: None))
         assert f'<b id="memory" class="{level}">' in page
         assert f'<span class="sum {level}">' in page
 
@@ -183,10 +185,10 @@ def test_every_gpu_is_in_both_views_with_its_groups(page, study):
 
 @pytest.mark.parametrize("coupled", [False, True])
 def test_the_experts_of_a_coupled_method_lie_within_data_parallelism(study, coupled):
-    mapping = Mapping(tp=2, cp=2, dp=4, pp=2, ep=2, etp=2, edp=4)
+    mapping = ParallelMapping(tp=2, cp=2, dp=4, pp=2, ep=2, etp=2, edp=4)
     workload = replace(WORKLOAD, coupled=coupled)
-    plan = replace(study.plans[0], mapping=mapping, time=Pricer(study.shape, study.gpu, workload).step_time(mapping))
-    page = report_html(replace(study, workload=workload, plans=[plan], replan=lambda count: None))
+    plan = replace(study.plans[0], mapping=mapping, time=CostModel(study.shape, study.gpu, workload).step_time(mapping))
+    page = render_report(replace(study, workload=workload, plans=[plan], replan=lambda count: None))
     cells = views_of(page)["experts"]
 
     def members(axis: str) -> list[int]:
@@ -219,12 +221,12 @@ def test_bars_are_as_long_as_their_parts(page, study):
 
 
 def test_lines_of_the_limits_are_where_the_memory_ends(study):
-    page = report_html(replace(study, reserve_gib=7.91, plans=study.plans[:1], replan=lambda count: None))
+    page = render_report(replace(study, reserve_gib=7.91, plans=study.plans[:1], replan=lambda count: None))
     full, usable = (re.findall(rf'class="line {kind}" style="left:([\d.]+)%', page) for kind in ("hard", "soft"))
     assert float(usable[0]) / float(full[0]) == pytest.approx(0.9, abs=1e-4)
     assert "71.2 GiB: what a mapping may use" in page
     assert "7.9 are kept free" in page
-    assert 'class="line soft"' not in report_html(replace(study, plans=study.plans[:1], replan=lambda count: None))
+    assert 'class="line soft"' not in render_report(replace(study, plans=study.plans[:1], replan=lambda count: None))
 
 
 def test_the_timeline_has_a_bar_for_every_pass(page):
@@ -267,13 +269,15 @@ def test_the_numbers_are_there_for_programs(page, study):
 
 
 def test_names_say_what_is_unusual():
-    assert name_of(Mapping()) == "tp1 pp1 ep1 dp1 z1"
-    assert name_of(Mapping(cp=2, etp=4, mbs=2, vpp=3, pp=2)) == "tp1 pp2x3 cp2 ep1 etp4 dp1 z1 mbs2"
-    mapping = Mapping(
+    assert format_compact_mapping(ParallelMapping()) == "tp1 pp1 ep1 dp1 z1"
+    assert (
+        format_compact_mapping(ParallelMapping(cp=2, etp=4, mbs=2, vpp=3, pp=2)) == "tp1 pp2x3 cp2 ep1 etp4 dp1 z1 mbs2"
+    )
+    mapping = ParallelMapping(
         pp=4, vpp=2, schedule="zbv", zero=3, recompute=("norms", "moe"), offload=("optimizer",), overlap=True
     )
     saved = "zbv, recompute: norms + moe, offload: optimizer, experts' exchange overlapped"
-    assert name_of(mapping) == f"tp1 pp4x2 ep1 dp1 z3, {saved}"
+    assert format_compact_mapping(mapping) == f"tp1 pp4x2 ep1 dp1 z3, {saved}"
 
 
 def test_wrong_files_and_empty_plans_are_refused(study, tmp_path):
@@ -288,7 +292,9 @@ def test_wrong_files_and_empty_plans_are_refused(study, tmp_path):
 def test_thousands_of_gpus_are_drawn_in_part(study):
     mapping = replace(BEST, dp=256, edp=64, mbs=1)
     plan = replace(study.plans[0], mapping=mapping)
-    page = report_html(replace(study, num_gpus=2048, plans=[plan], workload=replace(WORKLOAD, global_batch_size=2048)))
+    page = render_report(
+        replace(study, num_gpus=2048, plans=[plan], workload=replace(WORKLOAD, global_batch_size=2048))
+    )
     assert "the first 1024 of 2048 GPUs" in page
     assert page.count('class="gpu"') == 2 * 1024
 

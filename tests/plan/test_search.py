@@ -8,16 +8,16 @@ import pytest
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.plan.device import Device, load_device
-from moefold.plan.legality import Legality
-from moefold.plan.mapping import OPTIMIZER, Mapping
-from moefold.plan.memory import OVERHEAD_GIB, Memory
+from moefold.plan.legality import MappingConstraints
+from moefold.plan.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
+from moefold.plan.memory import OVERHEAD_GIB, MemoryModel
 from moefold.plan.restriction import Restriction
-from moefold.plan.search import Plan, Search
-from moefold.plan.shape import shape_of
+from moefold.plan.search import PlannedMapping, Search
+from moefold.plan.shape import model_spec_from_config
 from moefold.plan.space import Fold, MappingSpace
-from moefold.plan.stages import RecipeSplit
-from moefold.plan.step_time import Pricer
-from moefold.plan.workload import workload_of
+from moefold.plan.stages import RecipeStageSplitter
+from moefold.plan.step_time import CostModel
+from moefold.plan.workload import workload_from_config
 from tests.plan.recipes import RECIPES, on_ranks
 
 MUON = replace(RECIPES["plain"], train=replace(RECIPES["plain"].train, optimizer="muon"))
@@ -34,32 +34,32 @@ def searching(
     cfg: Config, room_gib: float, fixed: dict | None = None, device: Device | None = None, imbalance: float = 1.0
 ) -> Search:
     """A search on a device that has so much beside the overhead."""
-    space = MappingSpace(Legality(cfg), Restriction(fixed or {}))
+    space = MappingSpace(MappingConstraints(cfg), Restriction(fixed or {}))
     device = replace(device or load_device("h100"), memory_gib=OVERHEAD_GIB + room_gib)
-    workload = workload_of(cfg, "bf16", imbalance=imbalance)
-    shape = shape_of(cfg.model)
-    split = RecipeSplit(cfg, shape)
-    memory = Memory(shape, workload, device, cfg, split)
-    return Search(space, Pricer(shape, device, workload, memory.kept, split), memory)
+    workload = workload_from_config(cfg, "bf16", imbalance=imbalance)
+    shape = model_spec_from_config(cfg.model)
+    split = RecipeStageSplitter(cfg, shape)
+    memory = MemoryModel(shape, workload, device, cfg, split)
+    return Search(space, CostModel(shape, device, workload, memory.activation_memory, split), memory)
 
 
-def every_mapping(search: Search, fixed: dict | None = None) -> dict[Fold, list[Mapping]]:
-    found: dict[Fold, list[Mapping]] = {}
-    world = search.space.legality.base.parallel.world_size
-    for values in MappingSpace(search.space.legality, Restriction(fixed or {})):
+def every_mapping(search: Search, fixed: dict | None = None) -> dict[Fold, list[ParallelMapping]]:
+    found: dict[Fold, list[ParallelMapping]] = {}
+    world = search.space.constraints.base_config.parallel.world_size
+    for values in MappingSpace(search.space.constraints, Restriction(fixed or {})):
         tp, cp, pp, ep, etp = (values[axis] for axis in ("tp", "cp", "pp", "ep", "etp"))
         fold = Fold(tp, cp, world // (tp * cp * pp), pp, ep, etp, world // (ep * etp * pp))
         if values.pop("moments") == "host":
-            values["offload"] = (*values["offload"], OPTIMIZER)
-        found.setdefault(fold, []).append(Mapping(**values, dp=fold.dp, edp=fold.edp))
+            values["offload"] = (*values["offload"], OFFLOADED_OPTIMIZER)
+        found.setdefault(fold, []).append(ParallelMapping(**values, dp=fold.dp, edp=fold.edp))
     return found
 
 
-def priced(search: Search, probe: Mapping) -> tuple[np.ndarray, np.ndarray]:
+def priced(search: Search, probe: ParallelMapping) -> tuple[np.ndarray, np.ndarray]:
     """Seconds and bytes of a mapping with every saver, none left out."""
-    savers, memory = search.space.savers, search.memory
-    room = memory.room(probe, memory.kept.totals(probe, savers), savers.pauses)
-    return search.prices.times.step_times(probe, savers), room.totals(probe, room.activations())
+    savers, memory = search.space.strategies, search.memory_model
+    room = memory.memory_budget(probe, memory.activation_memory.total_bytes(probe, savers), savers.recomputes_comm)
+    return search.fold_costs.strategy_costs.step_times(probe, savers), room.totals(probe, room.activations())
 
 
 def fastest_of_all(search: Search, fixed: dict | None = None) -> dict[Fold, float]:
@@ -72,7 +72,7 @@ def fastest_of_all(search: Search, fixed: dict | None = None) -> dict[Fold, floa
         found[fold] = float("inf")
         for m in mappings:
             seconds, totals = priced(search, m)
-            fits = totals <= search.memory.device.memory_bytes
+            fits = totals <= search.memory_model.device.memory_bytes
             found[fold] = min(found[fold], seconds[fits].min(initial=float("inf")))
     return found
 
@@ -89,7 +89,7 @@ def check_folds(search: Search, fixed: dict | None = None) -> None:
             assert plan.time.total_s == pytest.approx(fastest, rel=1e-12)
     ranking = sorted(seconds for seconds in everything.values() if seconds < float("inf"))
     for count in (1, 10):
-        found = [plan.time.total_s for plan in search.first(count)]
+        found = [plan.time.total_s for plan in search.top_plans(count)]
         assert found == pytest.approx(ranking[:count], rel=1e-12)
     for place in range(0, len(ranking), 5):
         limit = ranking[place] * (1 - 1e-9)
@@ -143,9 +143,9 @@ def test_the_search_of_a_whole_model_leaves_nothing_out(preset, world_size, room
 
 
 def test_plans_are_ranked_best_first():
-    plans = searched("plain", 4, 0.25 / 1024).ranked()
+    plans = searched("plain", 4, 0.25 / 1024).rank_all()
     assert len(plans) == len(searched("plain", 4, 1.0).space.folds)
-    assert [plan.order for plan in plans] == sorted(plan.order for plan in plans)
+    assert [plan.sort_key for plan in plans] == sorted(plan.sort_key for plan in plans)
     fits = [plan.memory.fits for plan in plans]
     assert fits == sorted(fits, reverse=True)
 
@@ -155,12 +155,12 @@ def test_times_and_memory_of_all_savers_are_those_of_each(name):
     search = searched(name, 2, 0.45 / 1024)
     for mappings in every_mapping(search).values():
         for m in mappings[::9973]:
-            probe = replace(m, recompute=(), offload=tuple(part for part in m.offload if part == OPTIMIZER))
-            savers = search.space.savers
-            i = savers.index((m.recompute, tuple(part for part in m.offload if part != OPTIMIZER)))
+            probe = replace(m, recompute=(), offload=tuple(part for part in m.offload if part == OFFLOADED_OPTIMIZER))
+            savers = search.space.strategies
+            i = savers.index((m.recompute, tuple(part for part in m.offload if part != OFFLOADED_OPTIMIZER)))
             seconds, totals = (of_all[i] for of_all in priced(search, probe))
-            assert seconds == pytest.approx(search.pricer.step_time(m).total_s, rel=1e-12), m
-            assert totals == pytest.approx(search.memory.estimate(m).total, rel=1e-9), m
+            assert seconds == pytest.approx(search.cost_model.step_time(m).total_s, rel=1e-12), m
+            assert totals == pytest.approx(search.memory_model.estimate(m).total, rel=1e-9), m
 
 
 def test_the_heaviest_moments_are_below_what_is_needed():
@@ -168,18 +168,18 @@ def test_the_heaviest_moments_are_below_what_is_needed():
     rng = np.random.default_rng(0)
     for mappings in every_mapping(search, {"recompute": (), "offload": (), "moments": "none", "zero": 1}).values():
         for m in mappings:
-            heaviest, moments = search.memory.heaviest(m), search.memory.moments(m)
-            states, kept = rng.random(heaviest.held.shape[1]), rng.random(heaviest.active.shape[1])
-            least, needed = ((of.held @ states + of.active @ kept).max() for of in (heaviest, moments))
+            heaviest, moments = search.memory_model.peak_candidates(m), search.memory_model.snapshots(m)
+            states, kept = rng.random(heaviest.states.shape[1]), rng.random(heaviest.activations.shape[1])
+            least, needed = ((of.states @ states + of.activations @ kept).max() for of in (heaviest, moments))
             assert 0.2 * needed < least <= needed * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("room_mib", [0.5, 100.0])
 def test_the_first_few_are_those_of_the_whole_ranking(room_mib):
-    everything = [plan for plan in searched("plain", 4, room_mib / 1024).ranked() if plan.memory.fits]
+    everything = [plan for plan in searched("plain", 4, room_mib / 1024).rank_all() if plan.memory.fits]
     search = searched("plain", 4, room_mib / 1024)
     for count in (1, 3, 10):
-        found = [plan.time.total_s for plan in search.first(count)]
+        found = [plan.time.total_s for plan in search.top_plans(count)]
         assert found == pytest.approx([plan.time.total_s for plan in everything[:count]], rel=1e-12)
     for place in range(0, len(everything), 5):
         faster = sum(plan.time.total_s < everything[place].time.total_s * (1 - 1e-9) for plan in everything)
@@ -188,13 +188,13 @@ def test_the_first_few_are_those_of_the_whole_ranking(room_mib):
 
 def test_a_fixed_zero_is_searched():
     search = searched("plain", 2, 1.0, {"zero": 0})
-    assert {plan.mapping.zero for plan in search.ranked()} == {0}
+    assert {plan.mapping.zero for plan in search.rank_all()} == {0}
 
 
 def test_what_is_bound_by_memory_says_so():
     search = searched("plain", 4, 1.0)
-    plan = search.ranked()[0]
-    assert "memory" not in plan.binding
+    plan = search.rank_all()[0]
+    assert "memory" not in plan.bottleneck
     again = search.price(replace(plan.mapping, recompute=("layer",)))
-    assert isinstance(again, Plan)
-    assert again.binding.endswith("+ memory")
+    assert isinstance(again, PlannedMapping)
+    assert again.bottleneck.endswith("+ memory")

@@ -107,7 +107,7 @@ def legal_world(seed: int) -> World:
             search = world.search(1000.0)
         except ConfigError:
             continue
-        if 0 < sum(search.space.count_by_fold()) // len(search.space.savers) <= MOST:
+        if 0 < sum(search.space.count_by_fold()) // len(search.space.strategies) <= MOST:
             return world
 
 

@@ -12,10 +12,10 @@ from moefold.config.schema import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.metrics.flops import count_parameters, train_flops_per_token
 from moefold.plan.flop_count import all_parameters, train_flops
-from moefold.plan.foreign_shape import foreign_names
-from moefold.plan.model_name import known_name, read_shape
+from moefold.plan.foreign_shape import unsupported_model_names
+from moefold.plan.model_name import find_model_name, load_model_spec
 from moefold.plan.planner import read_model
-from moefold.plan.shape import shape_of
+from moefold.plan.shape import model_spec_from_config
 from moefold.plan.stage_split import split_stages
 
 
@@ -25,13 +25,13 @@ def test_operations_are_those_of_the_runtime(name, causal):
     model = load_config(None, [f"model.preset={name}"]).model
     counted = train_flops_per_token(model, 4096, causal=causal).total
     # The gate of a shared expert is the one product that a shape leaves out.
-    assert train_flops(shape_of(model), 4096, causal=causal) == pytest.approx(counted, rel=1e-4)
+    assert train_flops(model_spec_from_config(model), 4096, causal=causal) == pytest.approx(counted, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_parameters_are_those_of_the_runtime(name):
     model = load_config(None, [f"model.preset={name}"]).model
-    assert all_parameters(shape_of(model)) == pytest.approx(count_parameters(model).total, rel=2e-3)
+    assert all_parameters(model_spec_from_config(model)) == pytest.approx(count_parameters(model).total, rel=2e-3)
 
 
 # published/README.md and the quotients of the two metrics that its rows print, GFLOP for a token, without the router.
@@ -52,7 +52,7 @@ def test_parameters_are_those_of_the_runtime(name):
     ],
 )
 def test_operations_are_those_that_sources_print(name, seq_len, causal, printed):
-    counted = train_flops(read_shape(name), seq_len, causal=causal, router=False)
+    counted = train_flops(load_model_spec(name), seq_len, causal=causal, router=False)
     assert counted / 1e9 == pytest.approx(printed, rel=0.01)
 
 
@@ -71,9 +71,9 @@ def test_operations_are_those_that_sources_print(name, seq_len, causal, printed)
     ],
 )
 def test_other_models_have_their_published_number_of_parameters(name, total):
-    assert name in foreign_names()
+    assert name in unsupported_model_names()
     # Cards leave layers of multi-token prediction out.
-    assert all_parameters(replace(read_shape(name), mtp_layers=0)) == pytest.approx(total, rel=0.03)
+    assert all_parameters(replace(load_model_spec(name), mtp_layers=0)) == pytest.approx(total, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -91,32 +91,32 @@ def test_other_models_have_their_published_number_of_parameters(name, total):
     ],
 )
 def test_names_as_tables_spell_them(spelling, name):
-    assert known_name(spelling) == name
+    assert find_model_name(spelling) == name
 
 
 def test_a_recipe_and_a_folder_are_models_too(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text('[model]\npreset = "tiny"\n')
-    assert read_shape(str(path)).hidden_size == read_shape("tiny").hidden_size
+    assert load_model_spec(str(path)).hidden_size == load_model_spec("tiny").hidden_size
     with pytest.raises(ConfigError, match="does not exist"):
-        read_shape(str(tmp_path / "absent" / "config.json"))
+        load_model_spec(str(tmp_path / "absent" / "config.json"))
 
 
 def test_an_unknown_model_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'mixtral-8x7b'"):
-        read_shape("mixtral-8x7")
+        load_model_spec("mixtral-8x7")
 
 
 def test_the_models_that_are_listed_are_those_that_can_be_planned():
     with pytest.raises(ConfigError) as error:
-        read_shape("no-such-model")
+        load_model_spec("no-such-model")
     listed = re.search("he models are (.*); or name", str(error.value))[1].split(", ")
-    others = {name for name in (*preset_names(), *foreign_names()) if read_shape(name).config is None}
+    others = {name for name in (*preset_names(), *unsupported_model_names()) if load_model_spec(name).config is None}
     assert others
-    assert set(listed) == {*preset_names(), *foreign_names()} - others
+    assert set(listed) == {*preset_names(), *unsupported_model_names()} - others
     for name in listed:
         cfg = read_model(name)[0]
-        assert cfg.model == read_shape(name).config
+        assert cfg.model == load_model_spec(name).config
         check_config(replace(cfg, run=replace(cfg.run, device="cuda"), parallel=ParallelConfig()))
     for name in others:
         with pytest.raises(ConfigError, match="layers that moefold cannot train"):
@@ -125,13 +125,13 @@ def test_the_models_that_are_listed_are_those_that_can_be_planned():
 
 @pytest.mark.parametrize(("name", "chunks"), [("mixtral-8x22b", 56), ("deepseek-v3", 16), ("qwen3-235b-a22b", 24)])
 def test_chunks_hold_every_layer_once(name, chunks):
-    shape = read_shape(name)
+    shape = load_model_spec(name)
     stages = split_stages(shape, chunks, 4096)
     assert len(stages) == chunks
-    held = [sum(column) for column in zip(*(stage.counts for stage in stages), strict=True)]
-    counts = list(shape.counts(range(len(shape.layers))))
-    counts[shape.further_kind] += shape.mtp_layers
+    held = [sum(column) for column in zip(*(stage.kind_counts for stage in stages), strict=True)]
+    counts = list(shape.count_kinds(range(len(shape.layers))))
+    counts[shape.mtp_layer_kind] += shape.mtp_layers
     assert held == counts
     assert [stage.has_embedding for stage in stages] == [True] + [False] * (chunks - 1)
     assert [stage.has_loss for stage in stages] == [False] * (chunks - 1) + [True]
-    assert max(sum(stage.counts) for stage in stages) <= -(-len(shape.layers) // chunks) + 1
+    assert max(sum(stage.kind_counts) for stage in stages) <= -(-len(shape.layers) // chunks) + 1

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from moefold.config.checks_pipeline import rounds_faults
+from moefold.config.checks_pipeline import validate_micro_batch_count
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.plan.pipeline_time import bubble_s
-from moefold.plan.simulate import Closing, Disturbance, Piece, StageWork, simulate
+from moefold.plan.simulate import Noise, Segment, StageSegments, StepTail, simulate
 from moefold.plan.slot import slot_rows
 from moefold.plan.timeline import COMMUNICATION, COMPUTE, SEND
 from tests.plan import naive_pipeline
@@ -18,10 +18,10 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), 
 SCHEDULES += [("zero-bubble", 2), ("zbv", 2), ("dualpipev", 2)]
 
 
-def stage(forward: float, inputs: float, weights: float, send: float = 0.0) -> StageWork:
-    parts = [(Piece("attention", seconds),) for seconds in (forward, inputs + weights, inputs, weights)]
-    return StageWork(
-        forward=parts[0], backward=parts[1], input_gradient=parts[2], weight_gradient=parts[3], send_s=send
+def stage(forward: float, inputs: float, weights: float, send: float = 0.0) -> StageSegments:
+    parts = [(Segment("attention", seconds),) for seconds in (forward, inputs + weights, inputs, weights)]
+    return StageSegments(
+        forward=parts[0], backward=parts[1], input_gradient=parts[2], weight_gradient=parts[3], p2p_s=send
     )
 
 
@@ -29,7 +29,7 @@ def legal_counts(schedule: str, pp: int, chunks: int, most: int) -> list[int]:
     found = []
     for count in range(pp, most + 1):
         parallel = ParallelConfig(world_size=pp, pp=pp, schedule=schedule, virtual_stages=chunks)
-        if not list(rounds_faults(Config(parallel=parallel, train=TrainConfig(global_batch_size=count)))):
+        if not list(validate_micro_batch_count(Config(parallel=parallel, train=TrainConfig(global_batch_size=count)))):
             found.append(count)
     return found
 
@@ -62,7 +62,9 @@ def test_bubbles_are_those_of_the_papers(pp, rounds, f, i, w):
 def test_the_priced_bubble_of_zero_bubble_is_the_one_that_is_played(pp, chunks):
     for count in range(1, 2 * pp + 1):
         total_s = play("zero-bubble", pp, chunks, count, stage(2, 2, 2)).total_s
-        priced = bubble_s(2.0 * chunks, 4.0 * chunks, 2.0 * chunks, pp=pp, vpp=chunks, n=count, schedule="zero-bubble")
+        priced = bubble_s(
+            2.0 * chunks, 4.0 * chunks, 2.0 * chunks, pp=pp, vpp=chunks, num_micro_batches=count, schedule="zero-bubble"
+        )
         assert priced == pytest.approx(total_s - 6 * chunks * count, rel=1e-12, abs=1e-9)
 
 
@@ -85,7 +87,7 @@ def test_the_span_of_1f1b_and_gpipe_counts_the_messages_on_the_way_in_and_out(pp
 def test_ranks_hold_as_many_micro_batches_as_the_papers_say(pp, count):
     def held(schedule: str, chunks: int) -> list[int]:
         timeline = play(schedule, pp, chunks, count, stage(2, 2, 2))
-        return [timeline.most_in_flight(rank) for rank in range(pp)]
+        return [timeline.max_in_flight(rank) for rank in range(pp)]
 
     assert held("gpipe", 1) == [count] * pp
     assert held("1f1b", 1) == [min(count, pp - rank) for rank in range(pp)]
@@ -99,19 +101,19 @@ def test_ranks_hold_as_many_micro_batches_as_the_papers_say(pp, count):
     assert max(held("dualpipev", 2)) == 2 * pp + 1
 
 
-def random_stages(draw: random.Random, num_stages: int, pieces: int) -> list[StageWork]:
-    def chain() -> tuple[Piece, ...]:
+def random_stages(draw: random.Random, num_stages: int, pieces: int) -> list[StageSegments]:
+    def chain() -> tuple[Segment, ...]:
         streams = [draw.choice([COMPUTE, COMPUTE, COMMUNICATION]) for _ in range(draw.randint(1, pieces))]
-        return tuple(Piece(f"part {i}", draw.randint(1, 9), stream) for i, stream in enumerate(streams))
+        return tuple(Segment(f"part {i}", draw.randint(1, 9), stream) for i, stream in enumerate(streams))
 
     takes_time = draw.random() < 0.7
     return [
-        StageWork(
+        StageSegments(
             forward=chain(),
             backward=chain(),
             input_gradient=chain(),
             weight_gradient=chain(),
-            send_s=draw.randint(1, 6) if takes_time else 0,
+            p2p_s=draw.randint(1, 6) if takes_time else 0,
         )
         for _ in range(num_stages)
     ]
@@ -137,7 +139,7 @@ def test_random_machines_do_what_a_naive_simulation_does(seed, overlap):
     assert mine == sorted((r, stream, str(action), start, end) for r, stream, action, start, end in pieces), name
     sent = sorted((event.rank, event.peer, event.end_s) for event in timeline.events if event.stream == SEND)
     # Messages that take no time leave no event.
-    assert sent == (sorted(messages) if stages[0].send_s else [])
+    assert sent == (sorted(messages) if stages[0].p2p_s else [])
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -145,35 +147,35 @@ def test_random_machines_do_what_a_naive_simulation_does(seed, overlap):
 def test_every_action_is_done_once_and_no_stream_does_two_things(seed, overlap):
     draw, rows, num_stages, _ = random_case(1000 + seed, overlap)
     stages = random_stages(draw, num_stages, 3)
-    disturbance = Disturbance(slow={0: 1.3}, jitter=0.2, seed=seed)
-    timeline = simulate(rows, stages, overlap=overlap, disturbance=disturbance)
+    disturbance = Noise(slowdown_by_rank={0: 1.3}, jitter=0.2, seed=seed)
+    timeline = simulate(rows, stages, overlap=overlap, noise=disturbance)
     for rank, row in enumerate(rows):
         done = [action for action, _ in timeline.actions(rank)]
         assert sorted(map(str, done)) == sorted(str(action) for slot in row for action in slot)
         for stream in (COMPUTE, COMMUNICATION):
-            for before, after in pairwise(timeline.of(rank, stream)):
+            for before, after in pairwise(timeline.events_of(rank, stream)):
                 assert before.end_s <= after.start_s + 1e-9
         for peer in range(len(rows)):
-            sends = [event for event in timeline.of(rank, SEND) if event.peer == peer]
+            sends = [event for event in timeline.events_of(rank, SEND) if event.peer == peer]
             for before, after in pairwise(sends):
                 assert before.end_s <= after.start_s + 1e-9
     spans = {action: span for rank in range(len(rows)) for action, span in timeline.actions(rank)}
     by_key = {(a.stage, "I" if a.kind == "B" else a.kind, a.micro_batch): span for a, span in spans.items()}
     for action, (start, _) in spans.items():
-        for need in action.needs(num_stages):
+        for need in action.consumes(num_stages):
             assert by_key[need][1] <= start + 1e-9
-    work = [sum(e.end_s - e.start_s for e in timeline.of(rank, COMPUTE)) for rank in range(len(rows))]
+    work = [sum(e.end_s - e.start_s for e in timeline.events_of(rank, COMPUTE)) for rank in range(len(rows))]
     for rank, row in enumerate(rows):
         planned = 0.0
         for action in (action for slot in row for action in slot):
-            pieces = [p for p in stages[action.stage].pieces(action.kind) if p.stream == COMPUTE]
-            planned += disturbance.factor(rank, action) * sum(piece.seconds for piece in pieces)
+            pieces = [p for p in stages[action.stage].segments(action.kind) if p.stream == COMPUTE]
+            planned += disturbance.slowdown(rank, action) * sum(piece.seconds for piece in pieces)
         assert work[rank] == pytest.approx(planned)
 
 
 def test_overlap_hides_the_exchange_of_one_micro_batch_under_the_other():
-    chain = (Piece("attention", 2.0), Piece("ep_comm", 2.0, COMMUNICATION), Piece("experts", 2.0))
-    work = StageWork(forward=chain, backward=chain + chain, input_gradient=chain, weight_gradient=chain)
+    chain = (Segment("attention", 2.0), Segment("ep_comm", 2.0, COMMUNICATION), Segment("experts", 2.0))
+    work = StageSegments(forward=chain, backward=chain + chain, input_gradient=chain, weight_gradient=chain)
     plain = simulate(slot_rows("interleaved", 2, 2, 8), [work] * 4)
     hidden = simulate(slot_rows("interleaved", 2, 2, 8, overlap=True), [work] * 4, overlap=True)
     # Rank 0 exchanges 16 times forward and 32 times backward, 2 each.
@@ -181,7 +183,7 @@ def test_overlap_hides_the_exchange_of_one_micro_batch_under_the_other():
     # 11 passes are not in pairs each way; in a pair of the last rank of the warm-up all three exchanges hide.
     assert hidden.exposed_s(0) < plain.exposed_s(0) / 2
     assert hidden.span_s < 0.85 * plain.span_s
-    compute = [sum(e.end_s - e.start_s for e in t.of(0, COMPUTE)) for t in (plain, hidden)]
+    compute = [sum(e.end_s - e.start_s for e in t.events_of(0, COMPUTE)) for t in (plain, hidden)]
     assert compute[0] == compute[1]
     assert hidden.work_s(0) == pytest.approx(compute[1] + hidden.exposed_s(0))
 
@@ -199,12 +201,12 @@ def test_an_uneven_pipeline_goes_at_the_pace_of_its_slowest_stage():
 def test_a_straggler_holds_everyone_up_and_jitter_is_the_same_every_time():
     rows, stages = slot_rows("1f1b", 4, 1, 32), [stage(1, 1, 1)] * 4
     ideal = simulate(rows, stages)
-    late = simulate(rows, stages, disturbance=Disturbance(slow={2: 1.5}))
+    late = simulate(rows, stages, noise=Noise(slowdown_by_rank={2: 1.5}))
     # Two forward passes before it, 1.5 of waiting for rank 3 behind its own two, two backward passes after it.
     assert late.span_s == pytest.approx(2 + 1.5 + 32 * 4.5 + 4)
     assert late.work_s(2) == pytest.approx(1.5 * ideal.work_s(2))
     assert late.work_s(1) == pytest.approx(ideal.work_s(1))
-    runs = [simulate(rows, stages, disturbance=Disturbance(jitter=0.1, seed=seed)) for seed in (1, 1, 2)]
+    runs = [simulate(rows, stages, noise=Noise(jitter=0.1, seed=seed)) for seed in (1, 1, 2)]
     assert runs[0].events == runs[1].events
     assert runs[0].events != runs[2].events
     assert runs[0].span_s > ideal.span_s
@@ -217,7 +219,7 @@ def test_a_straggler_holds_everyone_up_and_jitter_is_the_same_every_time():
 
 
 def test_a_step_ends_with_gradients_and_an_update_that_begins_everywhere_at_once():
-    timeline = play("1f1b", 4, 1, 8, stage(1, 1, 1), closing=Closing(gradients_s=2.0, optimizer_s=0.5))
+    timeline = play("1f1b", 4, 1, 8, stage(1, 1, 1), closing=StepTail(gradients_s=2.0, optimizer_s=0.5))
     assert timeline.total_s == pytest.approx(timeline.span_s + 2.5)
     updates = [event for event in timeline.events if event.part == "optimizer"]
     assert {event.start_s for event in updates} == {timeline.span_s + 2.0}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moefold.config.checks_pipeline import rounds_faults
+from moefold.config.checks_pipeline import validate_micro_batch_count
 from moefold.config.schedules import stage_ranks
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.errors import ConfigError
@@ -56,7 +56,7 @@ def test_the_slots_are_those_of_the_runtime(pp, schedule, chunks):
     compared = 0
     for count in range(1, 3 * pp + 2):
         cfg = config(schedule, pp, chunks, count)
-        if not list(rounds_faults(cfg)):
+        if not list(validate_micro_batch_count(cfg)):
             compared += 1
             assert spelled(slot_rows(schedule, pp, chunks, count)) == slots_of_torch(cfg), count
     assert compared > pp

@@ -11,7 +11,7 @@ from moefold.config.checks import RULES, check_config
 from moefold.config.checks_offload import OFFLOAD_PARTS
 from moefold.config.schema import RECOMPUTE_PARTS, Config, ParallelConfig
 from moefold.errors import ConfigError
-from moefold.plan.legality import AXES, DERIVED, MAPPING_RULES, OF_CUTS, Legality
+from moefold.plan.legality import ALL_AXES_RULE, AXIS_KEYS, DERIVED, MAPPING_RULES, MappingConstraints
 from moefold.plan.restriction import Restriction
 from moefold.plan.space import MappingSpace
 from tests.plan.recipes import RECIPES, on_ranks
@@ -25,7 +25,7 @@ FREE = {"zero": 2, **UNCOUNTED}
 
 def brute_force(cfg: Config) -> Iterator[tuple[dict[str, Any], bool]]:
     """All tuples of axes and whether the runtime accepts them, degrees and sizes that divide nothing included."""
-    legality = Legality(cfg)
+    legality = MappingConstraints(cfg)
     world, batch, layers = cfg.parallel.world_size, cfg.train.global_batch_size, cfg.model.num_layers
     names = ("tp", "cp", "pp", "ep", "etp", "mbs", "schedule", "vpp", "dispatcher", "overlap")
     degrees = [range(1, world + 1)] * 5
@@ -52,11 +52,11 @@ def accepts(cfg: Config, *, fold_only: bool = False) -> bool:
 
 
 def key(values: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(values[axis] for axis in AXES if axis not in FREE)
+    return tuple(values[axis] for axis in AXIS_KEYS if axis not in FREE)
 
 
 def check_exact(cfg: Config) -> None:
-    space = MappingSpace(Legality(cfg), Restriction(fixed=FREE))
+    space = MappingSpace(MappingConstraints(cfg), Restriction(fixed=FREE))
     found = [key(values) for values in space]
     assert len(found) == len(set(found)) == space.count()
     expected, number = set(), 0
@@ -66,12 +66,12 @@ def check_exact(cfg: Config) -> None:
             expected.add(key(values))
     assert set(found) == expected
     assert len(expected) < number
-    free = MappingSpace(Legality(cfg))
+    free = MappingSpace(MappingConstraints(cfg))
     overlapped = sum(values[-1] for values in expected)
     plain = len(expected) - overlapped
     # Two micro-batches at a time need parameters that stay.
-    choices = (plain * 4 + overlapped * 3) * len(free.savers)
-    assert free.count() == choices * len(free.moment_homes)
+    choices = (plain * 4 + overlapped * 3) * len(free.strategies)
+    assert free.count() == choices * len(free.optimizer_placements)
 
 
 @pytest.mark.parametrize("name", ["plain", "windows and an uneven batch", "another order of the ranks"])
@@ -88,8 +88,8 @@ def test_enumeration_equals_brute_force_on_more_ranks(name, world_size):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_sets_to_recompute_are_those_that_the_runtime_accepts(name):
-    legality = Legality(on_ranks(RECIPES[name], 1))
-    found = MappingSpace(legality).recomputes
+    legality = MappingConstraints(on_ranks(RECIPES[name], 1))
+    found = MappingSpace(legality).recompute_sets
     subsets = chain.from_iterable(combinations(RECOMPUTE_PARTS, n) for n in range(len(RECOMPUTE_PARTS) + 1))
     one = {
         "offload": (),
@@ -105,35 +105,35 @@ def test_the_sets_to_recompute_are_those_that_the_runtime_accepts(name):
         "dispatcher": "local",
     }
     stages = RECIPES[name].parallel.pipeline_layout not in ("", "auto")
-    cfg = legality.base if not stages else replace(legality.base, parallel=ParallelConfig())
-    accepted = [parts for parts in subsets if accepts(Legality(cfg).config_of({**one, "recompute": parts}))]
+    cfg = legality.base_config if not stages else replace(legality.base_config, parallel=ParallelConfig())
+    accepted = [parts for parts in subsets if accepts(MappingConstraints(cfg).config_of({**one, "recompute": parts}))]
     assert sorted(found) == sorted(accepted)
     assert found[0] == ()
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 def test_what_leaves_memory_is_what_the_runtime_accepts_with_and_without_overlap(overlap):
-    legality = Legality(on_ranks(RECIPES["plain"], 2))
+    legality = MappingConstraints(on_ranks(RECIPES["plain"], 2))
     space = MappingSpace(legality, Restriction({"overlap": overlap, "ep": 2, **UNCOUNTED}))
     values = next(iter(space))
-    recomputes = MappingSpace(legality).recomputes[::17]
+    recomputes = MappingSpace(legality).recompute_sets[::17]
     subsets = chain.from_iterable(combinations(OFFLOAD_PARTS, n) for n in range(len(OFFLOAD_PARTS) + 1))
     tried = [{**values, "recompute": parts, "offload": away} for parts, away in product(recomputes, subsets)]
     accepted = {(one["recompute"], one["offload"]) for one in tried if accepts(legality.config_of(one))}
-    assert accepted == {saver for saver in MappingSpace(legality).savers if saver[0] in recomputes}
+    assert accepted == {saver for saver in MappingSpace(legality).strategies if saver[0] in recomputes}
     assert len(accepted) < len(tried)
 
 
 def test_no_rule_reads_what_it_does_not_say():
     """A rule that came to read another axis would be asked too seldom."""
-    said: dict[Any, set[str]] = {OF_CUTS: {"tp", "cp", "pp", "ep", "etp", "vpp"}}
+    said: dict[Any, set[str]] = {ALL_AXES_RULE: {"tp", "cp", "pp", "ep", "etp", "vpp"}}
     for rule in MAPPING_RULES:
         axes = {axis for name in rule.reads for axis in (DERIVED[name][1] if name in DERIVED else (name,))}
-        said.setdefault(rule.faults, set()).update(axes)
+        said.setdefault(rule.validate, set()).update(axes)
     for name, recipe in RECIPES.items():
-        for values in islice(MappingSpace(Legality(on_ranks(recipe, 2))), 0, None, 9973):
-            cfg = Legality(on_ranks(recipe, 2)).config_of(values)
-            for rule in (*RULES, *(rule.faults for rule in MAPPING_RULES)):
+        for values in islice(MappingSpace(MappingConstraints(on_ranks(recipe, 2))), 0, None, 9973):
+            cfg = MappingConstraints(on_ranks(recipe, 2)).config_of(values)
+            for rule in (*RULES, *(rule.validate for rule in MAPPING_RULES)):
                 notes: set[str] = set()
                 list(rule(noting(cfg, notes)))
                 assert notes <= said.get(rule, set()), (name, rule)
@@ -141,7 +141,7 @@ def test_no_rule_reads_what_it_does_not_say():
 
 def noting(cfg: Config, notes: set[str]) -> Config:
     """A config that notes which axes are read of it."""
-    axis_of = {f"{section}.{key}": axis for axis, (section, key) in AXES.items()}
+    axis_of = {f"{section}.{key}": axis for axis, (section, key) in AXIS_KEYS.items()}
 
     class Noting:
         def __init__(self, section: str, part: Any) -> None:
@@ -181,8 +181,8 @@ def test_the_rule_that_reads_more_than_it_says_is_found():
 )
 def test_methods_are_parts_of_the_space(method, wrong):
     cfg = on_ranks(RECIPES["plain"], 4)
-    everything = [tuple(values.items()) for values in MappingSpace(Legality(cfg), Restriction(UNCOUNTED))]
-    some = list(MappingSpace(Legality(cfg), Restriction(UNCOUNTED, method=method)))
+    everything = [tuple(values.items()) for values in MappingSpace(MappingConstraints(cfg), Restriction(UNCOUNTED))]
+    some = list(MappingSpace(MappingConstraints(cfg), Restriction(UNCOUNTED, method=method)))
     assert some
     assert not any(wrong(values) for values in some)
     assert {tuple(values.items()) for values in some} < set(everything)
@@ -191,10 +191,10 @@ def test_methods_are_parts_of_the_space(method, wrong):
 def test_fixed_axes_filter_the_space():
     cfg = on_ranks(RECIPES["plain"], 4)
     fixed = {"tp": 2, "edp": 2, "mbs": 1, "schedule": "1f1b", **UNCOUNTED}
-    some = list(MappingSpace(Legality(cfg), Restriction(fixed)))
+    some = list(MappingSpace(MappingConstraints(cfg), Restriction(fixed)))
     kept = [
         values
-        for values in MappingSpace(Legality(cfg), Restriction(UNCOUNTED))
+        for values in MappingSpace(MappingConstraints(cfg), Restriction(UNCOUNTED))
         if 4 // (values["ep"] * values["etp"] * values["pp"]) == 2
         and all(values[axis] == value for axis, value in fixed.items() if axis != "edp")
     ]
@@ -205,18 +205,18 @@ def test_fixed_axes_filter_the_space():
 def test_a_recipe_that_no_mapping_helps_is_refused():
     cfg = on_ranks(RECIPES["plain"], 2)
     with pytest.raises(ConfigError, match=r"train.min_lr"):
-        Legality(replace(cfg, train=replace(cfg.train, min_lr=1.0)))
+        MappingConstraints(replace(cfg, train=replace(cfg.train, min_lr=1.0)))
     with pytest.raises(ConfigError, match=r"top_k"):
-        Legality(replace(cfg, model=replace(cfg.model, top_k=9)))
+        MappingConstraints(replace(cfg, model=replace(cfg.model, top_k=9)))
 
 
 def test_every_fold_has_a_legal_mapping():
-    legality = Legality(on_ranks(RECIPES["plain"], 4))
+    legality = MappingConstraints(on_ranks(RECIPES["plain"], 4))
     free, overlapped = MappingSpace(legality), MappingSpace(legality, Restriction({"overlap": True, "mbs": 2}))
     assert 0 < len(overlapped.folds) < len(free.folds)
     for space in (free, overlapped):
         assert all(space.count_by_fold())
         for fold, view in space.folds:
-            for values in space.samples_of(fold, view):
+            for values in space.sample_mappings(fold, view):
                 check_config(legality.config_of(values))
     assert MappingSpace(legality, Restriction({"overlap": True, "zero": 3})).folds == ()

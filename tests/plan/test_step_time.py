@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 
 from moefold.plan.device import load_device
-from moefold.plan.mapping import Mapping
-from moefold.plan.model_name import read_shape
+from moefold.plan.mapping import ParallelMapping
+from moefold.plan.model_name import load_model_spec
 from moefold.plan.pipeline_time import bubble_s
-from moefold.plan.step_time import PARTS, Pricer
-from moefold.plan.workload import Workload
+from moefold.plan.step_time import TIME_PARTS, CostModel
+from moefold.plan.workload import TrainingWorkload
 from tests.clock import processor_s
 
-FOLDED = Mapping(tp=2, pp=8, vpp=7, dp=8, ep=8, edp=2)
-WORK = Workload(seq_len=4096, global_batch_size=256)
+FOLDED = ParallelMapping(tp=2, pp=8, vpp=7, dp=8, ep=8, edp=2)
+WORK = TrainingWorkload(seq_len=4096, global_batch_size=256)
 
 
 def pricer(model="mixtral-8x22b", gpu="h100", work=WORK):
-    return Pricer(read_shape(model), load_device(gpu), work)
+    return CostModel(load_model_spec(model), load_device(gpu), work)
 
 
 def seconds(mapping, **options):
@@ -26,14 +26,14 @@ def seconds(mapping, **options):
 
 def test_the_parts_add_up_and_the_rates_follow():
     step = pricer().step_time(FOLDED)
-    assert set(step.parts) == set(PARTS)
+    assert set(step.parts) == set(TIME_PARTS)
     assert sum(step.parts.values()) == pytest.approx(step.total_s)
     assert min(step.parts.values()) >= 0
     assert step.num_micro_batches == 32
     assert step.tokens_per_s_per_gpu == pytest.approx(256 * 4096 / 128 / step.total_s)
     assert step.mfu == pytest.approx(step.tokens_per_s_per_gpu * step.flops_per_token / 989.5e12)
     assert step.exposed_s < step.total_s
-    assert step.binding == "experts"
+    assert step.bottleneck == "experts"
 
 
 def test_nothing_is_faster_than_its_operations_at_the_peak():
@@ -52,8 +52,8 @@ def test_float32_moves_twice_the_bytes_and_computes_at_its_rate():
     for part in ("tp_comm", "ep_comm", "pp_comm"):
         assert 1.7 < found[part] / known[part] <= 2
     # Gathers of parameters double, sums of gradients are those of float32 either way.
-    assert wide.replicas(FOLDED)[0] > 1.9 * narrow.replicas(FOLDED)[0]
-    assert wide.replicas(FOLDED)[1] == narrow.replicas(FOLDED)[1]
+    assert wide.data_parallel_cost(FOLDED)[0] > 1.9 * narrow.data_parallel_cost(FOLDED)[0]
+    assert wide.data_parallel_cost(FOLDED)[1] == narrow.data_parallel_cost(FOLDED)[1]
     low = [
         pricer(work=replace(WORK, dtype=name, precision="fp8")).step_time(FOLDED).parts
         for name in ("float32", "bfloat16")
@@ -88,12 +88,14 @@ def test_moments_on_the_host_take_the_way_there_and_back(zero):
 def test_virtual_stages_shrink_the_bubble():
     parts = [pricer().step_time(replace(FOLDED, vpp=vpp)).parts["bubble"] for vpp in (1, 7)]
     assert parts[0] > 5 * parts[1] > 0
-    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, n=16, schedule="1f1b") == 9.0
-    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=3, n=16, schedule="interleaved") == 3.0
-    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, n=16, schedule="zero-bubble") == 3.0
-    assert bubble_s(1.0, 2.0, 1.0, pp=1, vpp=1, n=16, schedule="1f1b") == 0.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, num_micro_batches=16, schedule="1f1b") == 9.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=3, num_micro_batches=16, schedule="interleaved") == 3.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, num_micro_batches=16, schedule="zero-bubble") == 3.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=1, vpp=1, num_micro_batches=16, schedule="1f1b") == 0.0
     # docs/pipeline.md: (p-1)(F+2I-W) of a chunk, a rank's two chunks being F = I = W = 1/2 each.
-    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=2, n=16, schedule="dualpipev") == pytest.approx(3 * (0.5 + 1.0 - 0.5))
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=2, num_micro_batches=16, schedule="dualpipev") == pytest.approx(
+        3 * (0.5 + 1.0 - 0.5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,23 +116,25 @@ def test_virtual_stages_shrink_the_bubble():
     ],
 )
 def test_few_micro_batches_leave_ranks_idle(schedule, vpp, num_micro_batches, bubble):
-    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=vpp, n=num_micro_batches, schedule=schedule) == pytest.approx(bubble)
+    assert bubble_s(
+        1.0, 2.0, 1.0, pp=4, vpp=vpp, num_micro_batches=num_micro_batches, schedule=schedule
+    ) == pytest.approx(bubble)
 
 
 def test_experts_that_leave_the_node_pay_for_it_and_overlap_hides_it():
-    inside = pricer("qwen3-30b-a3b").step_time(Mapping(dp=16, ep=8, edp=2))
-    across = pricer("qwen3-30b-a3b").step_time(Mapping(dp=16, ep=16, edp=1))
+    inside = pricer("qwen3-30b-a3b").step_time(ParallelMapping(dp=16, ep=8, edp=2))
+    across = pricer("qwen3-30b-a3b").step_time(ParallelMapping(dp=16, ep=16, edp=1))
     assert across.parts["ep_comm"] > 3 * inside.parts["ep_comm"]
-    hidden = pricer("qwen3-30b-a3b").step_time(Mapping(dp=16, ep=16, edp=1, overlap=True))
+    hidden = pricer("qwen3-30b-a3b").step_time(ParallelMapping(dp=16, ep=16, edp=1, overlap=True))
     assert hidden.parts["ep_comm"] < 0.5 * across.parts["ep_comm"]
-    rack = pricer("qwen3-30b-a3b", gpu="gb200").step_time(Mapping(dp=16, ep=16, edp=1))
+    rack = pricer("qwen3-30b-a3b", gpu="gb200").step_time(ParallelMapping(dp=16, ep=16, edp=1))
     assert rack.parts["ep_comm"] < 0.2 * across.parts["ep_comm"]
 
 
 def test_rows_in_8_bits_shorten_one_of_four_exchanges():
     """Forward there and back, and the same for gradients: 2 + 3 x 2 bytes a value become 1 + 4/128 + 3 x 2."""
     narrow = replace(WORK, dispatch_precision="fp8-blockwise")
-    for mapping in (Mapping(dp=16, ep=16, edp=1), Mapping(dp=16, ep=8, etp=2, edp=1)):
+    for mapping in (ParallelMapping(dp=16, ep=16, edp=1), ParallelMapping(dp=16, ep=8, etp=2, edp=1)):
         wide = pricer("qwen3-30b-a3b").step_time(mapping)
         found = pricer("qwen3-30b-a3b", work=narrow).step_time(mapping)
         for part in ("ep_comm", "etp_comm"):
@@ -141,7 +145,7 @@ def test_rows_in_8_bits_shorten_one_of_four_exchanges():
 
 def test_folding_beats_coupling_where_context_parallelism_spreads_the_experts():
     long = replace(WORK, seq_len=16384, global_batch_size=1024)
-    folded = Mapping(tp=2, cp=4, pp=8, vpp=7, dp=2, ep=8, edp=2)
+    folded = ParallelMapping(tp=2, cp=4, pp=8, vpp=7, dp=2, ep=8, edp=2)
     coupled = replace(folded, etp=2, ep=2, edp=4)
     assert seconds(folded, work=long) < seconds(coupled, work=replace(long, coupled=True))
 
@@ -159,8 +163,8 @@ def test_rows_are_sorted_where_a_rank_has_several_experts_and_after_the_gather_o
 
 def test_gathers_of_experts_are_in_the_open_where_the_host_waits_and_nothing_is_prefetched():
     late = replace(WORK, prefetches_experts=False)
-    spread = Mapping(dp=128, ep=8, edp=16, zero=3, mbs=2)
-    gather = pricer().replicas(spread).experts_s
+    spread = ParallelMapping(dp=128, ep=8, edp=16, zero=3, mbs=2)
+    gather = pricer().data_parallel_cost(spread).expert_all_gathers_s
     shown = {
         name: pricer(work=work).step_time(m).parts["dp_comm"]
         for name, work, m in (
@@ -196,7 +200,7 @@ def test_the_stages_are_the_whole_model():
     one = pricer()
     stages = one.stage_times(FOLDED)
     assert len(stages) == 56
-    layer = one.layer(0, FOLDED)
+    layer = one.layer_time(0, FOLDED)
     assert stages[3].forward_s == pytest.approx(layer.forward_s)
     assert stages[3].backward_input_s + stages[3].backward_weight_s == pytest.approx(layer.backward_s)
     assert stages[-1].forward_s > stages[3].forward_s

@@ -6,26 +6,26 @@ import matplotlib as mpl
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.plan.simulate import Closing, Piece, StageWork, simulate
+from moefold.plan.simulate import Segment, StageSegments, StepTail, simulate
 from moefold.plan.slot import slot_rows
 from moefold.plan.timeline import COMMUNICATION, COMPUTE, SEND, Event
-from moefold.plan.timeline_file import TRACKS, split_by, trace, write_timeline
-from moefold.plan.timeline_window import windows_of, zoom_words
+from moefold.plan.timeline_file import TRACKS, chrome_trace, split_by_overlap, write_timeline
+from moefold.plan.timeline_window import choose_windows, describe_windows
 
 SVG = "{http://www.w3.org/2000/svg}"
-CHAIN = (Piece("attention", 2.0), Piece("ep_comm", 1.0, COMMUNICATION), Piece("experts", 3.0))
-WORK = StageWork(forward=CHAIN, backward=CHAIN * 2, input_gradient=CHAIN, weight_gradient=CHAIN[:1], send_s=0.25)
+CHAIN = (Segment("attention", 2.0), Segment("ep_comm", 1.0, COMMUNICATION), Segment("experts", 3.0))
+WORK = StageSegments(forward=CHAIN, backward=CHAIN * 2, input_gradient=CHAIN, weight_gradient=CHAIN[:1], p2p_s=0.25)
 
 
 def step(schedule="interleaved", chunks=2, micro_batches=4, *, overlap=False):
     rows = slot_rows(schedule, 2, chunks, micro_batches, overlap=overlap)
-    return simulate(rows, [WORK] * 2 * chunks, overlap=overlap, closing=Closing(1.0, 0.5))
+    return simulate(rows, [WORK] * 2 * chunks, overlap=overlap, tail=StepTail(1.0, 0.5))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_trace_has_every_event_where_perfetto_looks_for_it(overlap):
     timeline = step(overlap=overlap)
-    events = json.loads(json.dumps(trace(timeline)))["traceEvents"]
+    events = json.loads(json.dumps(chrome_trace(timeline)))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     streams = [event for event in slices if event["tid"] >= TRACKS.index(COMPUTE)]
     expected = [
@@ -49,7 +49,7 @@ def test_a_trace_has_every_event_where_perfetto_looks_for_it(overlap):
 
 def test_an_arrow_leads_from_every_message_to_the_pass_that_reads_it():
     timeline = step()
-    events = trace(timeline)["traceEvents"]
+    events = chrome_trace(timeline)["traceEvents"]
     sends = [event for event in timeline.events if event.stream == SEND]
     starts, ends = ({e["id"]: e for e in events if e["ph"] == ph} for ph in "sf")
     assert len(starts) == len(ends) == len(sends) == 4 * 6
@@ -89,15 +89,15 @@ def test_the_legend_names_what_is_there(tmp_path):
 def test_a_long_step_is_shown_in_three_windows(tmp_path):
     path = tmp_path / "step.svg"
     timeline = step("1f1b", 1, 200)
-    assert windows_of(step()) == ((0.0, step().total_s),)
-    (first, start_end), (low, high), (end_start, last) = windows = windows_of(timeline)
+    assert choose_windows(step()) == ((0.0, step().total_s),)
+    (first, start_end), (low, high), (end_start, last) = windows = choose_windows(timeline)
     assert (first, last) == (0.0, timeline.total_s)
     assert start_end < low < timeline.span_s / 2 < high < end_start < timeline.span_s
     with mpl.rc_context({"svg.fonttype": "none"}):
         write_timeline(timeline, path)
     texts = [element.text for element in ElementTree.parse(path).iter(f"{SVG}text")]
-    assert zoom_words(timeline, windows) in texts
-    assert "steady state" in zoom_words(timeline, windows)
+    assert describe_windows(timeline, windows) in texts
+    assert "steady state" in describe_windows(timeline, windows)
     # The first micro-batches, some in the middle, and the last.
     assert {"0", "100", "199"} <= set(texts)
     assert "40" not in texts
@@ -111,13 +111,13 @@ def test_a_png_is_drawn(tmp_path):
 
 def test_communication_is_split_where_compute_begins_and_ends():
     event = Event(0, COMMUNICATION, "ep_comm", 2.0, 10.0, None)
-    pieces = list(split_by(event, [(0.0, 1.0), (1.5, 3.0), (4.0, 5.0), (9.0, 12.0), (13.0, 14.0)]))
+    pieces = list(split_by_overlap(event, [(0.0, 1.0), (1.5, 3.0), (4.0, 5.0), (9.0, 12.0), (13.0, 14.0)]))
     assert pieces == [(2.0, 3.0, True), (3.0, 4.0, False), (4.0, 5.0, True), (5.0, 9.0, False), (9.0, 10.0, True)]
-    assert list(split_by(event, [])) == [(2.0, 10.0, False)]
+    assert list(split_by_overlap(event, [])) == [(2.0, 10.0, False)]
     timeline = step(overlap=True)
     for rank in range(2):
-        compute = [(e.start_s, e.end_s) for e in timeline.of(rank, COMPUTE)]
-        shown = [p for e in timeline.of(rank, COMMUNICATION) for p in split_by(e, compute) if not p[2]]
+        compute = [(e.start_s, e.end_s) for e in timeline.events_of(rank, COMPUTE)]
+        shown = [p for e in timeline.events_of(rank, COMMUNICATION) for p in split_by_overlap(e, compute) if not p[2]]
         assert sum(end - start for start, end, _ in shown) == pytest.approx(timeline.exposed_s(rank))
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moefold.plan.workload import NARROW_DISPATCH_BYTES
-from moefold.precision.packed import RECIPE, narrow, pack, round_as_packed, unpack, widen
-from moefold.precision.recipe import rounded
+from moefold.plan.workload import FP8_DISPATCH_BYTES_PER_VALUE
+from moefold.precision.packed import WIRE_QUANT_FORMAT, dequantize, pack, quantize, straight_through_quantize, unpack
+from moefold.precision.recipe import fake_quantize
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -24,16 +24,16 @@ def test_what_arrives_is_what_a_product_would_round(dtype, width):
     found = unpack(pack(x), width, dtype)
     assert found.dtype == dtype
     assert not torch.equal(found, x)
-    assert torch.equal(found, rounded(x, RECIPE).to(dtype))
-    assert torch.equal(found, round_as_packed(x))
+    assert torch.equal(found, fake_quantize(x, WIRE_QUANT_FORMAT).to(dtype))
+    assert torch.equal(found, straight_through_quantize(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_product_rounds_no_value_again(dtype):
     """It finds the same 8 bits; its scale is rounded like its input, in bfloat16 by up to 2**-8."""
     x = _rows(13, 256, dtype)
-    values, scales = narrow(x)
-    again, scales_again = narrow(widen(values, scales, dtype))
+    values, scales = quantize(x)
+    again, scales_again = quantize(dequantize(values, scales, dtype))
     assert torch.equal(again.view(torch.uint8), values.view(torch.uint8))
     bound = {torch.float64: 0.0, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}[dtype]
     assert ((scales_again - scales).abs() <= bound * scales).all()
@@ -48,7 +48,7 @@ def test_rows_have_half_the_bytes_of_bfloat16():
     packed = pack(_rows(3, 512, torch.bfloat16))
     assert packed.dtype == torch.uint8
     assert packed.shape == (3, 512 + 4 * 4)
-    assert packed.nbytes / (3 * 512) == NARROW_DISPATCH_BYTES["fp8-blockwise"], "what the planner takes"
+    assert packed.nbytes / (3 * 512) == FP8_DISPATCH_BYTES_PER_VALUE["fp8-blockwise"], "what the planner takes"
 
 
 def test_every_number_of_e4m3_is_read():
@@ -57,13 +57,13 @@ def test_every_number_of_e4m3_is_read():
     scales = torch.tensor([[1.0, 0.25]]).expand(64, 2)
     expected = numbers.to(torch.float32) * scales.repeat_interleave(128, 1)[:, :254]
     for dtype in DTYPES:
-        assert torch.equal(widen(numbers, scales, dtype), expected.to(dtype))
+        assert torch.equal(dequantize(numbers, scales, dtype), expected.to(dtype))
 
 
 def test_one_row_of_any_width():
     for width in (5, 129, 130, 131):
         x = _rows(1, width, torch.float32)
-        assert torch.equal(unpack(pack(x), width, torch.float32), rounded(x, RECIPE))
+        assert torch.equal(unpack(pack(x), width, torch.float32), fake_quantize(x, WIRE_QUANT_FORMAT))
 
 
 def test_no_rows_and_rows_of_zero_bytes():
@@ -87,5 +87,5 @@ def test_what_is_no_number_does_not_become_one(value):
 def test_the_gradient_is_that_of_the_identity():
     x = _rows(3, 130, torch.float64).requires_grad_()
     grad = torch.randn(3, 130, dtype=torch.float64)
-    (found,) = torch.autograd.grad(round_as_packed(x), x, grad)
+    (found,) = torch.autograd.grad(straight_through_quantize(x), x, grad)
     assert torch.equal(found, grad)

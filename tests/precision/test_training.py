@@ -9,9 +9,9 @@ import torch
 from moefold.config.checks import check_config
 from moefold.errors import ConfigError
 from moefold.kernels.select import select_kernels
-from moefold.precision.products import SimulatedRows
-from moefold.precision.recipe import RECIPES
-from moefold.verify.mapping import run_mapping
+from moefold.precision.products import EmulatedExpertOps
+from moefold.precision.recipe import QUANT_FORMATS
+from moefold.verify.mapping import run_distributed
 from tests.verify.recipes import tiny
 
 SIZES = {
@@ -34,7 +34,7 @@ def _recipe(precision: str, **parallel: object):
 
 
 def _run(pool, cfg, steps=2):
-    return pool.run(cfg.parallel.world_size, run_mapping, cfg, steps, timeout_s=280)
+    return pool.run(cfg.parallel.world_size, run_distributed, cfg, steps, timeout_s=280)
 
 
 ALIKE = [
@@ -72,7 +72,7 @@ def test_other_mappings_round_the_gradients_of_weights_elsewhere(pool):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("precision", RECIPES)
+@pytest.mark.parametrize("precision", QUANT_FORMATS)
 def test_losses_stay_near_those_of_bfloat16(pool, precision):
     """Over 20 steps, and are not the same: something is rounded."""
     losses = {}
@@ -90,9 +90,9 @@ def test_losses_stay_near_those_of_bfloat16(pool, precision):
 
 def test_on_a_cpu_it_is_simulated_and_says_so():
     kernels = select_kernels(_recipe("mxfp8"), torch.device("cpu"))
-    assert isinstance(kernels.rows, SimulatedRows)
-    assert kernels.products is not None
-    assert "simulated" in kernels.note
+    assert isinstance(kernels.expert_ops, EmulatedExpertOps)
+    assert kernels.linear_backend is not None
+    assert "simulated" in kernels.message
 
 
 def test_triton_kernels_cannot_be_asked_for_at_the_same_time():

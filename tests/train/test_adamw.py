@@ -3,10 +3,10 @@ import torch
 from torch import nn
 
 from moefold.config.schema import Config, TrainConfig
-from moefold.parallel.moments import MomentHome
-from moefold.train.adamw import AdamWByParameter
+from moefold.parallel.moments import StateStore
+from moefold.train.adamw import OffloadableAdamW
 from moefold.train.optimizer import build_optimizer, named_moments, set_step_count
-from moefold.verify.mapping import run_mapping
+from moefold.verify.mapping import run_distributed
 from tests.verify.recipes import tiny
 
 
@@ -34,7 +34,7 @@ def test_with_wide_moments_it_is_adamw():
     cfg = TrainConfig(lr=1e-2)
     wide, own = _parameters(), _parameters()
     _train(wide, build_optimizer(wide, cfg), 20)
-    _train(own, AdamWByParameter(_options(cfg, own), None, MomentHome()), 20)
+    _train(own, OffloadableAdamW(_options(cfg, own), None, StateStore()), 20)
     for name in wide:
         assert torch.equal(own[name], wide[name]), name
 
@@ -76,7 +76,7 @@ def test_a_resumed_step_count_corrects_the_bias():
 
 
 def _losses(cfg: Config) -> list[float]:
-    return [step.loss for step in run_mapping(cfg, 5).steps]
+    return [step.loss for step in run_distributed(cfg, 5).steps]
 
 
 @pytest.mark.parity

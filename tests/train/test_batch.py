@@ -14,18 +14,18 @@ from moefold.errors import ConfigError
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.context import sequence_positions
 from moefold.parallel.groups import ParallelGroups
-from moefold.train.batch import BatchLoader
+from moefold.train.batch import BatchSharder
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
 
 
-def _loader(cfg: Config, part: str = "train") -> tuple[BatchLoader, ParallelGroups, Tensor]:
+def _loader(cfg: Config, part: str = "train") -> tuple[BatchSharder, ParallelGroups, Tensor]:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     cp = groups.attn.cp
     positions = torch.as_tensor(sequence_positions(cfg.parallel.context, cfg.train.seq_len, cp.size, cp.rank))
-    return BatchLoader(getattr(data, part), cfg, groups, positions), groups, positions
+    return BatchSharder(getattr(data, part), cfg, groups, positions), groups, positions
 
 
 def _read(cfg: Config, first_sample: int) -> tuple[int, Tensor, Batch]:
@@ -35,7 +35,7 @@ def _read(cfg: Config, first_sample: int) -> tuple[int, Tensor, Batch]:
 
 def _evaluation(cfg: Config, num_samples: int) -> tuple[int, list[Batch]]:
     loader, groups, _ = _loader(cfg, "validation")
-    return groups.attn.dp.rank, loader.evaluation(num_samples)
+    return groups.attn.dp.rank, loader.eval_batches(num_samples)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_an_evaluation_of_more_than_is_held_out_takes_all(pool, tmp_path):
 def _refused(cfg: Config) -> str:
     loader, _, _ = _loader(cfg, "validation")
     with pytest.raises(ConfigError) as error:
-        loader.evaluation(4)
+        loader.eval_batches(4)
     return str(error.value)
 
 

@@ -15,11 +15,11 @@ import pytest
 import torch.distributed as dist
 
 from moefold.checkpoint.folder import META_FILE, read_meta
-from moefold.checkpoint.manifest import read_manifest, record_file, write_manifest
+from moefold.checkpoint.manifest import digest_file, read_manifest, write_manifest
 from moefold.config.schema import Config, DataConfig
 from moefold.errors import ConfigError, RunError
-from moefold.launch.crew import joined_crew
-from moefold.train.data_files import agree_on_files
+from moefold.launch.crew import current_world
+from moefold.train.data_files import resolve_data_files
 from tests.train.test_trainer import _train, losses, recipe
 
 pytestmark = pytest.mark.parity
@@ -134,7 +134,7 @@ def _agree(folders: list[str]) -> str:
     data = DataConfig(kind="tokens", path="tokens")
     os.chdir(folders[dist.get_rank()])
     try:
-        agree_on_files(data, joined_crew())
+        resolve_data_files(data, current_world())
     except ConfigError as error:
         return str(error)
     return ""
@@ -215,7 +215,7 @@ def test_a_checkpoint_opens_no_file_that_the_recipe_does_not_name(pool, tmp_path
         meta = json.loads(sound)
         change(meta, str(tokens))
         (saved / META_FILE).write_text(json.dumps(meta))
-        write_manifest(saved, read_manifest(saved) | {META_FILE: record_file(saved / META_FILE)})
+        write_manifest(saved, read_manifest(saved) | {META_FILE: digest_file(saved / META_FILE)})
         (error,) = pool.run(1, _refused, _recipe(tmp_path / "run", 3, tokens))
         assert re.search(words, error), f"{change}: {error}"
         assert "\n" not in error

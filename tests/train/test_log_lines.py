@@ -8,8 +8,8 @@ from moefold.checkpoint.folder import META_FILE, step_path
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.data import open_dataset
-from moefold.train.banner import banner
-from moefold.train.farewell import farewell
+from moefold.train.banner import startup_lines
+from moefold.train.farewell import closing_lines
 
 WORDS = ("model.preset=tiny", "model.vocab_size=256", "train.seq_len=32", "run.steps=20", "run.dtype=float32")
 UNSAVED = ("checkpoint.every=0", "checkpoint.at_end=false")
@@ -18,7 +18,7 @@ UNSAVED = ("checkpoint.every=0", "checkpoint.at_end=false")
 def lines_of(cfg: Config, cache_dir: Path) -> dict[str, str]:
     sizes = {"seq_len": cfg.train.seq_len, "vocab_size": cfg.model.vocab_size, "seed": 0}
     data = open_dataset(cfg.data, **sizes, cache_dir=cache_dir)
-    return dict(line.split(maxsplit=1) for line in banner(cfg, "cpu", data.train, data.validation))
+    return dict(line.split(maxsplit=1) for line in startup_lines(cfg, "cpu", data.train, data.validation))
 
 
 def test_the_log_begins_with_what_runs(tmp_path):
@@ -99,7 +99,7 @@ def test_the_log_ends_with_where_the_model_is(tmp_path, saved, words, status, st
         path.mkdir(parents=True)
         (path / META_FILE).touch()
     cfg = load_config(None, [*WORDS, f"run.dir={run_dir}", *words])
-    lines = farewell(cfg, status, step)
+    lines = closing_lines(cfg, status, step)
     assert lines[0] == first.format(run=run_dir)
     # python-docs: what is typed next is a prompt for its model.
     more = [

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from moefold.checkpoint.folder import read_meta
 from moefold.config.checks import check_config
 from moefold.config.schema import Config, DataConfig
-from moefold.convert.start import start_weights
+from moefold.convert.start import load_initial_weights
 from moefold.data import open_dataset
 from moefold.errors import ConfigError, RunError
 from moefold.metrics.fault_log import read_faults
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchLoader
+from moefold.train.batch import BatchSharder
 from moefold.train.step import TrainingStep
 from moefold.train.stop import StopSignals
 from moefold.train.trainer import Trainer
@@ -66,13 +66,13 @@ def _by_hand(cfg: Config, batches: list[list[int]], held_out: list[list[int]]) -
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    start_weights(cfg, model, is_first_rank=True)
-    loader = BatchLoader(data.train, cfg, groups, model.positions)
+    load_initial_weights(cfg, model, is_first_rank=True)
+    loader = BatchSharder(data.train, cfg, groups, model.positions)
     evaluated, trained = [], []
     for step, samples in enumerate(batches, 1):
-        trained.append(training.run(loader.batch_of(loader.read(samples)), step).loss)
+        trained.append(training.run(loader.to_batch(loader.read(samples)), step).loss)
         if step % 3 == 0:
-            one = BatchLoader(
+            one = BatchSharder(
                 data.validation, replace(cfg, train=replace(cfg.train, global_batch_size=1)), groups, model.positions
             )
             samples = held_out[step // 3 - 1]
@@ -187,7 +187,7 @@ def _cut_all(path: Path) -> None:
 def _train_until_it_breaks(cfg: Config, breaks: Callable[[Path], None], which: int) -> int:
     """Train, and break a file before the third batch is read."""
     trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
-    next_batch = trainer._data.next_batch
+    next_batch = trainer._data_loader.next_batch
 
     def broken_next_batch(first: int, left_out: Sequence[range]) -> tuple[Batch, Sequence[int]]:
         if trainer._step == 2:
@@ -197,7 +197,7 @@ def _train_until_it_breaks(cfg: Config, breaks: Callable[[Path], None], which: i
             dist.barrier()
         return next_batch(first, left_out)
 
-    trainer._data.next_batch = broken_next_batch  # type: ignore[method-assign]
+    trainer._data_loader.next_batch = broken_next_batch  # type: ignore[method-assign]
     return trainer.run(StopSignals())
 
 
@@ -292,14 +292,14 @@ def test_a_data_fault_names_the_rank_that_found_it_its_host_and_the_step(pool, t
 def _refused_alone(cfg: Config, which: int) -> str:
     """What the first read of the third batch says on this rank, without the other one."""
     trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
-    trainer._data.open(None)
-    trainer._record.begin_step(3, "loading data")
+    trainer._data_loader.open(None)
+    trainer._flight_recorder.begin_step(3, "loading data")
     dist.barrier()
     if dist.get_rank() == 0:
         _spoil(Path(str(cfg.data.path)) / f"{which}.npy")
     dist.barrier()
     try:
-        trainer._data.next_batch(2 * BATCH, ())
+        trainer._data_loader.next_batch(2 * BATCH, ())
     except (ConfigError, RunError) as error:
         return str(error)
     return ""

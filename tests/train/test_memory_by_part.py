@@ -6,11 +6,11 @@ import pytest
 
 from moefold.config.checks import check_config
 from moefold.config.schema import Config, MetricsConfig
-from moefold.metrics.kept_parts import CPU
-from moefold.metrics.memory_by_part import ACTIVATIONS, OFFLOADED, PARTS
-from moefold.metrics.memory_formula import memory_of_ranks
-from moefold.parallel.memory_parts import DISPATCH_PART, METHODS, STEPS
-from moefold.verify.mapping import run_mapping
+from moefold.metrics.kept_parts import CPU_KERNELS
+from moefold.metrics.memory_by_part import ACTIVATIONS, PARTS, RELOADED
+from moefold.metrics.memory_formula import compute_rank_memory
+from moefold.parallel.memory_parts import DISPATCH_PART, TRACKED_METHODS, TRACKED_RESUMABLES
+from moefold.verify.mapping import run_distributed
 from tests.verify.recipes import tiny
 from tests.verify.same_bits import assert_equal_bits
 
@@ -49,13 +49,13 @@ def _recipe(train: dict[str, object] | None = None, **mapping: object) -> Config
 def _check(pool, cfg: Config) -> list[dict[str, int]]:
     """Train two steps, the second one measured; what each rank had at its peak."""
     size = cfg.parallel.world_size
-    plain = pool.run(size, run_mapping, cfg, 2)
-    found = pool.run(size, run_mapping, _measured(cfg, 2), 2)
+    plain = pool.run(size, run_distributed, cfg, 2)
+    found = pool.run(size, run_distributed, _measured(cfg, 2), 2)
     assert_equal_bits(zip(plain, found, strict=True))
     assert found[0].steps[0].memory_by_part is None
     memory = found[0].steps[1].memory_by_part
     assert all(record.steps[1].memory_by_part == memory for record in found), "all ranks know of all"
-    states = [rank.states for rank in memory_of_ranks(cfg, kernels=CPU)]
+    states = [rank.states for rank in compute_rank_memory(cfg, kernels=CPU_KERNELS)]
     stages = [rank * cfg.parallel.pp // size for rank in range(size)]
     for part in ("weights", "gradients", "optimizer"):
         assert memory.current_bytes[part] == [getattr(states[stage], part) for stage in stages], part
@@ -77,7 +77,7 @@ def test_under_a_mapping(pool, name):
 def test_with_a_saver(pool, name):
     kept = _check(pool, _recipe())[0]
     (peak,) = _check(pool, _recipe(TRAINS[name]))
-    assert (OFFLOADED in peak) == (name == "offload")
+    assert (RELOADED in peak) == (name == "offload")
     if name == "recompute":
         assert peak.get("norms", 0) < kept["norms"]
 
@@ -93,6 +93,6 @@ def test_two_micro_batches_at_a_time_are_in_memory(pool):
 
 
 def test_every_name_is_known():
-    names = {part for *_, part in METHODS} | {part for _, part in STEPS} | {DISPATCH_PART}
+    names = {part for *_, part in TRACKED_METHODS} | {part for _, part in TRACKED_RESUMABLES} | {DISPATCH_PART}
     assert names <= set(PARTS)
     assert len(set(PARTS)) == len(PARTS)

@@ -3,14 +3,15 @@ import torch
 from torch import nn
 
 from moefold.config.schema import Config, ModelConfig, TrainConfig
-from moefold.model.init import initialise
+from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
-from moefold.testing.group import group_of
-from moefold.train.muon import build_muon, is_muons, logical_matrices, orthogonalise
+from moefold.testing.group import make_group
+from moefold.train.muon import build_muon, logical_matrices, newton_schulz, uses_muon
 from moefold.train.optimizer import named_moments, set_learning_rate
-from moefold.verify.oracle_optimizer import GROUP_OF_NAME, matrices, newton_schulz
+from moefold.verify.oracle_optimizer import MUON_GROUP_PATTERNS, matrix_indices
+from moefold.verify.oracle_optimizer import newton_schulz as oracle_newton_schulz
 
-ALONE = group_of((0,), 0, None)
+ALONE = make_group((0,), 0, None)
 MODEL = ModelConfig(
     num_layers=2,
     hidden_size=16,
@@ -32,23 +33,23 @@ LATENT = ModelConfig(attention="mla", q_lora_rank=8, kv_lora_rank=6, num_attenti
 def test_singular_values_end_near_one_and_singular_vectors_stay(shape):
     torch.manual_seed(0)
     matrix = torch.randn(shape, dtype=torch.float64)
-    result = orthogonalise(matrix, 5)
+    result = newton_schulz(matrix, 5)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     diagonal = left.T @ result @ right.T
     assert (diagonal - diagonal.diag().diag()).abs().max() < 1e-9
     assert ((diagonal.diag() > 0.3) & (diagonal.diag() < 1.3))[values / values.norm() > 2e-3].all()
-    torch.testing.assert_close(result, newton_schulz(matrix, 5), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(result, oracle_newton_schulz(matrix, 5), rtol=1e-11, atol=1e-11)
 
 
 def test_a_matrix_without_a_gradient_stays_where_it_is():
-    assert not orthogonalise(torch.zeros(3, 4), 5).any()
+    assert not newton_schulz(torch.zeros(3, 4), 5).any()
 
 
 def test_groups_take_the_matrices_of_the_layers_and_nothing_else():
     names = [name for name, _ in build_model(Config(model=MODEL)).named_parameters()]
     groups = TrainConfig().muon_groups
-    taken = {name for name in names if is_muons(name, groups)}
-    by_group = {group: {name for name in taken if is_muons(name, (group,))} for group in groups}
+    taken = {name for name in names if uses_muon(name, groups)}
+    by_group = {group: {name for name in taken if uses_muon(name, (group,))} for group in groups}
     assert all(by_group.values())
     assert sum(map(len, by_group.values())) == len(taken)
     rest = {name.split(".", 2)[-1] if name.startswith("layers") else name for name in set(names) - taken}
@@ -56,7 +57,7 @@ def test_groups_take_the_matrices_of_the_layers_and_nothing_else():
     assert rest == norms | {
         "output_norm.weight", "ffn.shared_gate", "embedding.weight", "head.weight", "head.norm.weight",
     }  # fmt: skip
-    assert set(GROUP_OF_NAME.values()) == set(groups)
+    assert set(MUON_GROUP_PATTERNS.values()) == set(groups)
 
 
 @pytest.mark.parametrize(("name", "rows"), [("wkv_down", 6 + 16), ("wkv_up", 3 * (4 + 32)), ("wq_up", 5)])
@@ -64,7 +65,7 @@ def test_logical_matrices_are_those_of_the_oracle(name, rows):
     whole = torch.arange(rows * 2.0).view(rows, 2)
     views = logical_matrices(LATENT, f"layers.0.attention.{name}", whole)
     mine = [part.flatten(0, -2) for part in views]
-    theirs = [whole[index] for index in matrices(LATENT, name, whole)]
+    theirs = [whole[index] for index in matrix_indices(LATENT, name, whole)]
     assert len(mine) == len(theirs)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     # They are views: what is written to one is written to the parameter.
@@ -74,7 +75,7 @@ def test_logical_matrices_are_those_of_the_oracle(name, rows):
 def parameters() -> dict[str, nn.Parameter]:
     cfg = Config(model=MODEL)
     model = build_model(cfg)
-    initialise(model, cfg.model, 0)
+    init_weights(model, cfg.model, 0)
     return dict(model.named_parameters())
 
 

@@ -29,23 +29,23 @@ def _take_other_samples(trainer: Trainer) -> None:
 
 
 def _lose_a_file(trainer: Trainer) -> None:
-    trainer._data._then = {"tokens/1.npy": "skipped"}
+    trainer._data_loader._initial_fingerprints = {"tokens/1.npy": "skipped"}
 
 
 def _move_in_the_stream(trainer: Trainer) -> None:
-    trainer._data.row._state[3] += 1  # type: ignore[attr-defined]
+    trainer._data_loader.train_sampler._state[3] += 1  # type: ignore[attr-defined]
 
 
 def _step_a_router(trainer: Trainer) -> None:
     # The hook runs once the step has set them all.
-    next(iter(trainer._training.model.moe_layers().values())).router.step += 1
+    next(iter(trainer._train_step.model.moe_layers().values())).router.step += 1
 
 
 def _message(cfg: Config, harm: Callable[[Trainer], None], odd: int) -> str:
     """What the run ends with if one rank is harmed while it computes the second step."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     trainer = Trainer(cfg, groups)
-    runner = trainer._training.model.runner
+    runner = trainer._train_step.model.runner
     forward_backward = runner.forward_backward
 
     def harmed(batch: object) -> torch.Tensor:

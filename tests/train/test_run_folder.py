@@ -17,7 +17,7 @@ from moefold.checkpoint.folder import (
     step_path,
     write_meta,
 )
-from moefold.checkpoint.manifest import record_file, write_manifest
+from moefold.checkpoint.manifest import digest_file, write_manifest
 from moefold.config.load import config_to_dict, load_config
 from moefold.config.schema import Config
 from moefold.train.run_folder import choose_run_folder
@@ -44,7 +44,7 @@ def write_run(run_dir: Path, *words: str, steps: int, saved: int | None) -> None
     write_meta(
         path, CheckpointMeta(format=FORMAT, step=saved, samples=0, tokens=0, order=order, model=model, parallel={})
     )
-    write_manifest(path, {META_FILE: record_file(path / META_FILE)})
+    write_manifest(path, {META_FILE: digest_file(path / META_FILE)})
 
 
 def in_use_elsewhere(folder: Path) -> bool:
@@ -57,7 +57,7 @@ def in_use_elsewhere(folder: Path) -> bool:
 
 def chosen(run_dir: Path, *words: str) -> tuple[str, str]:
     folder = choose_run_folder(config(run_dir, *words))
-    return Path(folder.cfg.run.dir).name, folder.note
+    return Path(folder.cfg.run.dir).name, folder.message
 
 
 def test_a_folder_without_a_run_is_taken(tmp_path):
@@ -164,7 +164,7 @@ def test_a_run_that_has_saved_nothing_yet_is_waited_for(tmp_path):
     assert chosen(run_dir)[0] == "run-2"
     with lock.open("r+b") as held:
         fcntl.lockf(held, fcntl.LOCK_EX)
-        assert Path(choose_run_folder(config(run_dir), held=run_dir).cfg.run.dir).name == "run-2"
+        assert Path(choose_run_folder(config(run_dir), locked_folder=run_dir).cfg.run.dir).name == "run-2"
         assert in_use_elsewhere(run_dir)
 
 
@@ -172,5 +172,5 @@ def test_a_second_look_at_a_numbered_folder_keeps_its_lock(tmp_path):
     write_run(tmp_path / "run", steps=6, saved=None)
     numbered = tmp_path / "run-2"
     with RunLock(numbered, "run.dir", 0.0):
-        assert choose_run_folder(config(tmp_path / "run"), held=numbered).cfg.run.dir == str(numbered)
+        assert choose_run_folder(config(tmp_path / "run"), locked_folder=numbered).cfg.run.dir == str(numbered)
         assert in_use_elsewhere(numbered)

@@ -27,7 +27,7 @@ def test_the_same_press_may_come_twice():
 
 
 def test_a_second_press_abandons_the_step(monkeypatch):
-    monkeypatch.setattr(module, "SAME_PRESS_S", 0.0)
+    monkeypatch.setattr(module, "DUPLICATE_SIGNAL_S", 0.0)
     with StopSignals():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
@@ -35,7 +35,7 @@ def test_a_second_press_abandons_the_step(monkeypatch):
 
 
 def test_a_second_sigterm_changes_nothing(monkeypatch):
-    monkeypatch.setattr(module, "SAME_PRESS_S", 0.0)
+    monkeypatch.setattr(module, "DUPLICATE_SIGNAL_S", 0.0)
     with StopSignals() as stop:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)

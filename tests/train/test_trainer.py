@@ -17,11 +17,11 @@ from moefold.checkpoint.store import load_checkpoint
 from moefold.config.checks import check_config
 from moefold.config.schema import CheckpointConfig, Config, RunConfig
 from moefold.data import open_dataset
-from moefold.metrics.routing_trace import Trace
+from moefold.metrics.routing_trace import RoutingTrace
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchLoader
-from moefold.train.step import ASK_EVERY, TrainingStep
+from moefold.train.batch import BatchSharder
+from moefold.train.step import STOP_POLL_EVERY, TrainingStep
 from moefold.train.stop import StopSignals
 from moefold.train.trainer import Trainer
 from tests.verify.recipes import tiny
@@ -66,7 +66,7 @@ def _loss_of_samples(cfg: Config, checkpoint: str, first_sample: int) -> float:
     training = TrainingStep(model, cfg)
     load_checkpoint(Path(checkpoint), training.parameters, training.buffers, training.optimizer)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    return training.evaluate([BatchLoader(data.train, cfg, groups, model.positions).batch(first_sample)])
+    return training.evaluate([BatchSharder(data.train, cfg, groups, model.positions).batch(first_sample)])
 
 
 def test_a_resume_with_another_batch_goes_on_at_the_next_sample(pool, tmp_path):
@@ -105,9 +105,9 @@ def test_a_resume_with_another_batch_begins_its_trace_anew_and_says_so(pool, tmp
         cfg = recipe(tmp_path, steps, train={"global_batch_size": size})
         (printed,) = pool.run(1, _train_loudly, replace(cfg, moe=replace(cfg.moe, trace_every=1)))
         assert ("removed 4 steps from routing/: of another batch" in printed) == (size == 8)
-        trace = Trace(tmp_path, "run")
+        trace = RoutingTrace(tmp_path, "run")
         assert trace.steps == expected
-        assert np.stack([*trace.step(steps)]).shape == trace.shape.array == (2, size, 16, 2)
+        assert np.stack([*trace.step(steps)]).shape == trace.shape.file_shape == (2, size, 16, 2)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def _train_and_stop_in_an_evaluation(cfg: Config, at_batch: int) -> tuple[int, i
     """Train with a signal that comes to the second rank within an evaluation; returns status and batches evaluated."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     trainer = Trainer(cfg, groups)
-    runner = trainer._training.model.runner
+    runner = trainer._train_step.model.runner
     evaluate, count = runner.evaluate, 0
 
     def interrupted(batch: Any) -> torch.Tensor:
@@ -196,7 +196,7 @@ def _train_and_stop_in_an_evaluation(cfg: Config, at_batch: int) -> tuple[int, i
 def test_a_signal_within_an_evaluation_saves_and_stops_before_long(pool, tmp_path, parallel):
     train = {"eval_every": 2, "eval_samples": 40}
     cfg = recipe(tmp_path / "run", 4, every=100, train=train, world_size=2, **parallel)
-    assert pool.run(2, _train_and_stop_in_an_evaluation, cfg, 3) == [(143, ASK_EVERY)] * 2
+    assert pool.run(2, _train_and_stop_in_an_evaluation, cfg, 3) == [(143, STOP_POLL_EVERY)] * 2
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
     assert [record["eval_loss"] for record in records(tmp_path / "run")] == [None, None]
     pool.run(2, _train, cfg)
@@ -232,14 +232,14 @@ def _resume_and_stop(cfg: Config) -> int:
     """Resume; a signal comes to one rank before anything is computed."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     trainer = Trainer(cfg, groups)
-    evaluation = trainer._data.evaluation
+    evaluation = trainer._data_loader.eval_batches
 
     def interrupted() -> Any:
         if groups.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return evaluation()
 
-    trainer._data.evaluation = interrupted
+    trainer._data_loader.eval_batches = interrupted
     return trainer.run(StopSignals())
 
 

@@ -8,7 +8,7 @@ import torch
 
 from moefold.config.schema import Config
 from moefold.testing.pool import WorkerPool
-from moefold.verify.mapping import MappingRecord, run_mapping
+from moefold.verify.mapping import DistributedRecord, run_distributed
 
 MEASURED = ("peak_memory_gib", "memory_by_part", "rank_times", "offload")
 
@@ -18,7 +18,7 @@ def assert_same_bits(pool: WorkerPool, plain: Config, other: Config, steps: int 
     assert_equal_bits(pool.run(plain.parallel.world_size, _run_both, plain, other, steps, timeout_s=timeout_s))
 
 
-def assert_equal_bits(ranks: Iterable[tuple[MappingRecord, MappingRecord]]) -> None:
+def assert_equal_bits(ranks: Iterable[tuple[DistributedRecord, DistributedRecord]]) -> None:
     """The two records of every rank say the same, but for what was measured."""
     for theirs, mine in ranks:
         for which in ("gradients", "weights"):
@@ -33,5 +33,5 @@ def assert_equal_bits(ranks: Iterable[tuple[MappingRecord, MappingRecord]]) -> N
                     assert same, (step + 1, field.name)
 
 
-def _run_both(plain: Config, other: Config, steps: int) -> tuple[MappingRecord, MappingRecord]:
-    return run_mapping(plain, steps), run_mapping(other, steps)
+def _run_both(plain: Config, other: Config, steps: int) -> tuple[DistributedRecord, DistributedRecord]:
+    return run_distributed(plain, steps), run_distributed(other, steps)

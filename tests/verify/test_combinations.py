@@ -27,7 +27,7 @@ from torch import Tensor
 from moefold.config.checks import check_config
 from moefold.config.schema import Config
 from moefold.verify.compare import run_oracle
-from moefold.verify.mapping import MappingRecord, run_mapping
+from moefold.verify.mapping import DistributedRecord, run_distributed
 from tests.verify.covering import Row, all_rows, covering_rows, few_else_slow, levels_of
 from tests.verify.recipes import tiny, without_mapping
 from tests.verify.test_pipeline_parity import write_split_rows
@@ -122,12 +122,12 @@ def _recipe(row: Row, folder: Path) -> Config:
     return cfg
 
 
-def _run_all(recipes: list[Config]) -> list[MappingRecord]:
+def _run_all(recipes: list[Config]) -> list[DistributedRecord]:
     """One recipe after another, one step each."""
-    return [run_mapping(cfg, 1) for cfg in recipes]
+    return [run_distributed(cfg, 1) for cfg in recipes]
 
 
-def _together(ranks: tuple[MappingRecord, ...]) -> Found:
+def _together(ranks: tuple[DistributedRecord, ...]) -> Found:
     """Put together what the ranks of a run know."""
     gradients = {name: tensor for rank in ranks for name, tensor in rank.gradients.items()}
     updates = {name: t.double() - rank.initial[name].double() for rank in ranks for name, t in rank.weights.items()}
@@ -221,7 +221,7 @@ def test_a_plain_run_agrees_with_one_rank(pool, axes, precision, dtype):
     assert excess[worst] <= 1, (worst, found[worst], rounding[worst])
 
 
-def _run_adding_up_in_bfloat16(cfg: Config) -> list[MappingRecord]:
+def _run_adding_up_in_bfloat16(cfg: Config) -> list[DistributedRecord]:
     """As if gradients of micro-batches were added up in the type that they are computed in."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -239,16 +239,16 @@ def test_sums_in_bfloat16_are_noticed(pool, plain_run, tmp_path):
         _assert_equal(mine, plain_run(_kind(row)), "bfloat16")
 
 
-def _run_without_an_end_of_first_parts(cfg: Config) -> list[MappingRecord]:
+def _run_without_an_end_of_first_parts(cfg: Config) -> list[DistributedRecord]:
     """As if FSDP, without its hooks, learnt of a split backward pass from its second part alone."""
-    from moefold.parallel.late_gradients import LateGradients
+    from moefold.parallel.late_gradients import WeightGradStore
 
-    whole = LateGradients.__init__
+    whole = WeightGradStore.__init__
 
     def broken(self, stage, *, reduces, has_hooks=True):
-        whole(self, stage, reduces=reduces)
+        whole(self, stage, reduces_each_micro_batch=reduces)
 
-    LateGradients.__init__ = broken
+    WeightGradStore.__init__ = broken
     return _run_all([cfg])
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from moefold.train.step import StepResult
-from moefold.verify.compare import OracleRecord, differences, run_oracle, token_chunks
-from moefold.verify.mapping import MappingRecord
+from moefold.verify.compare import OracleRecord, compare_records, run_oracle, token_chunks
+from moefold.verify.mapping import DistributedRecord
 from tests.verify.recipes import tiny
 
 
@@ -15,7 +15,7 @@ def oracle() -> OracleRecord:
     return run_oracle(tiny(model={"mtp_layers": 1}), 2)
 
 
-def perfect(oracle: OracleRecord) -> MappingRecord:
+def perfect(oracle: OracleRecord) -> DistributedRecord:
     """The record of a rank that computed exactly what the oracle did."""
     steps = tuple(
         StepResult(
@@ -34,11 +34,13 @@ def perfect(oracle: OracleRecord) -> MappingRecord:
         )
         for step in oracle.steps
     )
-    return MappingRecord(dict(oracle.initial), dict(oracle.gradients), dict(oracle.weights), steps, oracle.eval_loss)
+    return DistributedRecord(
+        dict(oracle.initial), dict(oracle.gradients), dict(oracle.weights), steps, oracle.eval_loss
+    )
 
 
 def test_equal_sides_have_no_difference(oracle):
-    found = differences(oracle, [perfect(oracle)])
+    found = compare_records(oracle, [perfect(oracle)])
     assert {d.error for d in found} == {0.0}
     of_layers = sum(len(fields(layer)) for step in oracle.steps for layer in step.moe_layers)
     assert len(found) == 3 * len(oracle.weights) + 2 * 5 + of_layers + 1
@@ -48,13 +50,13 @@ def test_equal_sides_have_no_difference(oracle):
 def test_a_number_of_any_step_counts(oracle, term):
     record = perfect(oracle)
     wrong = replace(record.steps[1], **{term: getattr(record.steps[1], term) * 1.5})
-    worst = differences(oracle, [replace(record, steps=(record.steps[0], wrong))])[0]
+    worst = compare_records(oracle, [replace(record, steps=(record.steps[0], wrong))])[0]
     assert worst.name == f"step 2 {term} (rank 0)"
     assert worst.error == pytest.approx(0.5)
 
 
 def test_the_evaluation_counts(oracle):
-    worst = differences(oracle, [replace(perfect(oracle), eval_loss=oracle.eval_loss * 2)])[0]
+    worst = compare_records(oracle, [replace(perfect(oracle), eval_loss=oracle.eval_loss * 2)])[0]
     assert (worst.name, worst.error) == ("eval_loss (rank 0)", pytest.approx(1.0))
 
 
@@ -63,14 +65,14 @@ def test_the_error_of_a_tensor_is_relative_to_its_largest_element(oracle):
     changed = record.weights["head.weight"].clone()
     changed[0, 0] += 0.5 * changed.abs().max()
     record.weights["head.weight"] = changed
-    worst = differences(oracle, [record])[0]
+    worst = compare_records(oracle, [record])[0]
     assert (worst.name, worst.error) == ("weights head.weight", pytest.approx(0.5))
 
 
 def test_a_wrong_copy_on_any_rank_counts(oracle):
     good, bad = perfect(oracle), perfect(oracle)
     bad.gradients["head.weight"] = bad.gradients["head.weight"] * 2
-    found = [d for d in differences(oracle, [good, bad]) if d.error > 0]
+    found = [d for d in compare_records(oracle, [good, bad]) if d.error > 0]
     assert [(d.name, d.error) for d in found] == [("gradients head.weight", pytest.approx(1.0))]
 
 
@@ -85,14 +87,14 @@ def test_a_wrong_copy_on_any_rank_counts(oracle):
 def test_what_cannot_be_compared_is_infinitely_wrong(oracle, broken):
     record = perfect(oracle)
     record.weights["head.weight"] = broken(record.weights["head.weight"])
-    worst = differences(oracle, [record])[0]
+    worst = compare_records(oracle, [record])[0]
     assert (worst.name, worst.error) == ("weights head.weight", float("inf"))
 
 
 def test_a_tensor_that_one_side_lacks_is_infinitely_wrong(oracle):
     record = perfect(oracle)
     record.weights["another"] = record.weights.pop("head.weight")
-    found = [d for d in differences(oracle, [record]) if d.error > 0]
+    found = [d for d in compare_records(oracle, [record]) if d.error > 0]
     assert {d.name for d in found} == {
         "weights another (missing on one side)",
         "weights head.weight (missing on one side)",

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from moefold.config.schema import Config
-from moefold.data.marked import MarkedSample
+from moefold.data.marked import Sample
 from moefold.data.sampling import Split
-from moefold.data.split import Runs
-from moefold.model.init import initialise
+from moefold.data.split import IndexRanges
+from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
-from moefold.train.batch import BatchLoader
+from moefold.train.batch import BatchSharder
 from tests.verify.recipes import tiny
 from tests.verify.test_parity import assert_equals_oracle
 
@@ -30,7 +30,7 @@ def documents_of(cfg: Config) -> Config:
 
 def _model(cfg: Config) -> Transformer:
     model = build_model(cfg).double()
-    initialise(model, cfg.model, cfg.run.seed)
+    init_weights(model, cfg.model, cfg.run.seed)
     return model.train()
 
 
@@ -50,14 +50,14 @@ def test_packed_equals_each_document_alone(scaling):
     starts = torch.stack([torch.cat([torch.full((n,), sum(row[:i])) for i, n in enumerate(row)]) for row in LENGTHS])
     weights = torch.rand(3, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     packed, alone = _model(cfg), _model(cfg)
-    packed.place(torch.arange(16))
+    packed.set_positions(torch.arange(16))
     loss = packed(tokens[:, :-1], tokens[:, 1:], weights, starts=starts)
     loss.backward()
     total = 0.0
     for b, row in enumerate(LENGTHS):
         for i, length in enumerate(row):
             span = slice(sum(row[:i]), sum(row[:i]) + length)
-            alone.place(torch.arange(length))
+            alone.set_positions(torch.arange(length))
             part = alone(tokens[b : b + 1, :-1][:, span], tokens[b : b + 1, 1:][:, span], weights[b : b + 1, span])
             part.backward()
             total += float(part.detach())
@@ -127,22 +127,22 @@ class Weighted:
         return 64
 
     def sample(self, number: int):
-        return self.marked_sample(number).tokens
+        return self.annotated_sample(number).tokens
 
-    def marked_sample(self, number: int) -> MarkedSample:
+    def annotated_sample(self, number: int) -> Sample:
         rng = np.random.default_rng(number)
         tokens = rng.integers(0, 8, 17)
         if number % 3 == 2:
-            return MarkedSample(tokens)
+            return Sample(tokens)
         documents = np.cumsum(rng.random(17) < 0.2).astype(np.int32)
-        return MarkedSample(tokens, documents, rng.random(16) < (0.3 if number else 0.0))
+        return Sample(tokens, documents, rng.random(16) < (0.3 if number else 0.0))
 
 
 def _weights(cfg: Config, positions: list[int]) -> tuple[int, np.ndarray, list[np.ndarray]]:
     groups = ParallelGroups.create(fold(world_size=cfg.parallel.world_size), torch.device("cpu"))
-    split = Split(Weighted(), Runs((range(64),)), order_key=None)
-    loader = BatchLoader(split, cfg, groups, torch.tensor(positions))
-    evaluation = [batch.weights.numpy() for batch in loader.evaluation(6)]
+    split = Split(Weighted(), IndexRanges((range(64),)), order_key=None)
+    loader = BatchSharder(split, cfg, groups, torch.tensor(positions))
+    evaluation = [batch.weights.numpy() for batch in loader.eval_batches(6)]
     return groups.attn.dp.rank, loader.batch(0).weights.numpy(), evaluation
 
 
@@ -154,8 +154,8 @@ def test_the_loss_is_the_mean_over_the_targets_that_count(pool, dp):
     weights = np.concatenate([rank[1] for rank in ranks])
     expected = np.zeros((4, 16))
     for i in range(4):
-        sample = Weighted().marked_sample(i)
-        expected[i] = 1.0 if sample.weights is None else sample.weights * (np.diff(sample.documents) == 0)
+        sample = Weighted().annotated_sample(i)
+        expected[i] = 1.0 if sample.weights is None else sample.weights * (np.diff(sample.document_ids) == 0)
     assert weights == pytest.approx(expected / expected.sum())
     assert not weights[0].any()
     totals = [sum(batch.sum() for batch in rank[2]) for rank in ranks]

@@ -11,10 +11,10 @@ import torch
 
 from moefold.config.schema import Config, DataConfig
 from moefold.data import open_dataset
-from moefold.model.init import initialise
+from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
-from moefold.verify.compare import differences, run_oracle
-from moefold.verify.mapping import MappingRecord, run_mapping
+from moefold.verify.compare import compare_records, run_oracle
+from moefold.verify.mapping import DistributedRecord, run_distributed
 from tests.verify.recipes import tiny, without_mapping
 
 S = 48
@@ -36,9 +36,9 @@ def fine_tuning(folder: Path, **changes: object) -> Config:
     return replace(cfg, data=data)
 
 
-def _mapping(cfg: Config, num_steps: int, cache: str) -> MappingRecord:
+def _mapping(cfg: Config, num_steps: int, cache: str) -> DistributedRecord:
     os.environ["XDG_CACHE_HOME"] = cache
-    return run_mapping(cfg, num_steps)
+    return run_distributed(cfg, num_steps)
 
 
 @pytest.mark.parity
@@ -51,10 +51,10 @@ def test_mappings_equal_the_oracle(pool, mapping, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cfg = fine_tuning(tmp_path, **mapping)
     split = open_dataset(cfg.data, seq_len=S, vocab_size=256, seed=cfg.run.seed).train
-    targets = [int(sample.weights.sum()) for sample in (split.marked_sample(i) for i in range(4))]
+    targets = [int(sample.weights.sum()) for sample in (split.annotated_sample(i) for i in range(4))]
     assert sum(targets[:2]) != sum(targets[2:]), "the ranks of dp must not have as many targets"
     ranks = pool.run(cfg.parallel.world_size, _mapping, cfg, 2, str(tmp_path))
-    worst = differences(run_oracle(replace(cfg, parallel=replace(cfg.parallel, **ONE)), 2), ranks)[0]
+    worst = compare_records(run_oracle(replace(cfg, parallel=replace(cfg.parallel, **ONE)), 2), ranks)[0]
     assert worst.error <= 1e-9, worst
 
 
@@ -83,7 +83,7 @@ def test_padding_is_dropped_alike_under_every_mapping(pool, scope, mapping, tmp_
         moe=replace(cfg.moe, capacity_factor=0.5, drop_scope=scope),
     )
     alone = cfg if scope == "sub_sequence" else without_mapping(cfg)
-    worst = differences(run_oracle(alone, 2), pool.run(cfg.parallel.world_size, _mapping, cfg, 2, str(tmp_path)))[0]
+    worst = compare_records(run_oracle(alone, 2), pool.run(cfg.parallel.world_size, _mapping, cfg, 2, str(tmp_path)))[0]
     assert worst.error <= 1e-9, worst
 
 
@@ -92,7 +92,7 @@ ONE = {"world_size": 1, "tp": 1, "cp": 1, "ep": 1}
 
 def _model(cfg: Config) -> Transformer:
     model = build_model(cfg).double()
-    initialise(model, cfg.model, cfg.run.seed)
+    init_weights(model, cfg.model, cfg.run.seed)
     return model.train()
 
 
@@ -102,23 +102,23 @@ def test_packed_conversations_equal_each_alone(tmp_path: Path, monkeypatch: pyte
     cfg = replace(cfg, moe=replace(cfg.moe, aux_loss=0.0, z_loss=0.0))
     batch = open_dataset(cfg.data, seq_len=S, vocab_size=256, seed=0).train.batch(0, 4)
     inputs, labels = torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels)
-    weights, starts = batch.target_weights(), batch.starts()
+    weights, starts = batch.target_weights(), batch.document_starts()
     assert weights is not None
     share = torch.from_numpy(weights / weights.sum())
     packed, alone = _model(cfg), _model(cfg)
-    packed.place(torch.arange(S))
+    packed.set_positions(torch.arange(S))
     loss = packed(inputs, labels, share, starts=torch.from_numpy(starts))
     loss.backward()
     # Each conversation by itself: its mean over its own targets counts as many times as it has targets.
     num_targets, total = 0, 0.0
     for row in range(4):
-        for document in np.unique(batch.documents[row]):
-            tokens = torch.from_numpy(batch.tokens[row : row + 1, batch.documents[row] == document])
-            inside = (batch.documents[row, 1:] == document) & (batch.documents[row, :-1] == document)
+        for document in np.unique(batch.document_ids[row]):
+            tokens = torch.from_numpy(batch.tokens[row : row + 1, batch.document_ids[row] == document])
+            inside = (batch.document_ids[row, 1:] == document) & (batch.document_ids[row, :-1] == document)
             mine = torch.from_numpy(batch.weights[row : row + 1, inside])
             if not mine.any():
                 continue
-            alone.place(torch.arange(tokens.shape[1] - 1))
+            alone.set_positions(torch.arange(tokens.shape[1] - 1))
             part = alone(tokens[:, :-1], tokens[:, 1:], mine / mine.sum()) * mine.sum() / weights.sum()
             part.backward()
             total += float(part.detach())

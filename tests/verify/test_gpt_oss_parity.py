@@ -6,9 +6,9 @@ import pytest
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
-from moefold.verify.compare import differences, run_oracle
-from moefold.verify.mapping import run_mapping
-from moefold.verify.shrink import SHORT_WINDOW, shrink
+from moefold.verify.compare import compare_records, run_oracle
+from moefold.verify.mapping import run_distributed
+from moefold.verify.shrink import MAX_WINDOW, shrink
 from tests.verify.recipes import tiny, without_mapping
 from tests.verify.test_parity import assert_equals_oracle
 
@@ -125,7 +125,7 @@ def test_a_shrunk_preset(pool):
         }
     )
     small = shrink(cfg)
-    assert small.model.layer_windows == (SHORT_WINDOW, 0)
+    assert small.model.layer_windows == (MAX_WINDOW, 0)
     assert small.model.moe_bias
     assert small.model.attention_sinks
     assert_equals_oracle(pool, small)
@@ -134,8 +134,8 @@ def test_a_shrunk_preset(pool):
 @pytest.mark.parity
 def test_a_model_that_differs_a_little_is_noticed(pool):
     cfg = _recipe(world_size=2, etp=2)
-    ranks = pool.run(2, run_mapping, cfg, 1)
-    assert differences(run_oracle(without_mapping(cfg), 1), ranks)[0].error < 1e-9
+    ranks = pool.run(2, run_distributed, cfg, 1)
+    assert compare_records(run_oracle(without_mapping(cfg), 1), ranks)[0].error < 1e-9
     for change in ({"sliding_window": 6}, {"attention_pattern": "FW"}, {"swiglu_limit": 0.31}):
         other = replace(without_mapping(cfg), model=replace(cfg.model, **change))
-        assert differences(run_oracle(other, 1), ranks)[0].error > 1e-4, change
+        assert compare_records(run_oracle(other, 1), ranks)[0].error > 1e-4, change

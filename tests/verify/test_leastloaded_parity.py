@@ -4,8 +4,8 @@ import pytest
 
 from moefold.config.schema import Config
 from moefold.moe.dispatch.leastloaded import LeastLoadedDispatcher
-from moefold.verify.compare import differences
-from moefold.verify.mapping import MappingRecord, run_mapping
+from moefold.verify.compare import compare_records
+from moefold.verify.mapping import DistributedRecord, run_distributed
 from moefold.verify.shrink import shrink
 from tests.verify.recipes import tiny
 from tests.verify.test_parity import STEPS, TOLERANCE, _name, _oracle
@@ -13,17 +13,17 @@ from tests.verify.test_parity import STEPS, TOLERANCE, _name, _oracle
 pytestmark = pytest.mark.parity
 
 
-def _run_and_count_loans(cfg: Config, num_steps: int) -> tuple[MappingRecord, int]:
-    """As `run_mapping`, with the number of micro-batches and layers in which experts changed ranks."""
+def _run_and_count_loans(cfg: Config, num_steps: int) -> tuple[DistributedRecord, int]:
+    """As `run_distributed`, with the number of micro-batches and layers in which experts changed ranks."""
     loans = []
-    loan_of = LeastLoadedDispatcher.loan
+    loan_of = LeastLoadedDispatcher.migration
 
     def counting(self, plan):
         loans.append(loan_of(self, plan) is not None)
         return loan_of(self, plan)
 
-    LeastLoadedDispatcher.loan = counting
-    return run_mapping(cfg, num_steps), sum(loans)
+    LeastLoadedDispatcher.migration = counting
+    return run_distributed(cfg, num_steps), sum(loans)
 
 
 def _skewed(moe: dict[str, object] | None = None, train: dict[str, object] | None = None, **parallel: object) -> Config:
@@ -34,7 +34,7 @@ def _skewed(moe: dict[str, object] | None = None, train: dict[str, object] | Non
 
 def _assert_moves_and_equals_oracle(pool, cfg: Config) -> None:
     ranks = pool.run(cfg.parallel.world_size, _run_and_count_loans, cfg, STEPS)
-    worst = differences(_oracle(cfg), [record for record, _ in ranks])[0]
+    worst = compare_records(_oracle(cfg), [record for record, _ in ranks])[0]
     assert worst.error <= TOLERANCE, worst
     assert all(loans > 0 for _, loans in ranks)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from moefold.config.schema import Config
-from moefold.verify.compare import differences, run_oracle
-from moefold.verify.mapping import MappingRecord, run_mapping
+from moefold.verify.compare import compare_records, run_oracle
+from moefold.verify.mapping import DistributedRecord, run_distributed
 from tests.verify.recipes import LATENT, tiny, without_mapping
 
 pytestmark = pytest.mark.parity
@@ -33,7 +33,7 @@ WIDE = [
 
 def _assert_equal(pool, cfg: Config) -> None:
     oracle = run_oracle(without_mapping(cfg), STEPS)
-    worst = differences(oracle, pool.run(cfg.parallel.world_size, run_mapping, cfg, STEPS))[0]
+    worst = compare_records(oracle, pool.run(cfg.parallel.world_size, run_distributed, cfg, STEPS))[0]
     assert worst.error <= 1e-9, worst
 
 
@@ -62,7 +62,7 @@ def test_every_kind_of_matrix(pool, model, groups):
     _assert_equal(pool, tiny(model=model, train=train, world_size=4, zero=zero, **mapping))
 
 
-def _run_with_shards_for_matrices(cfg: Config) -> MappingRecord:
+def _run_with_shards_for_matrices(cfg: Config) -> DistributedRecord:
     """As if each rank made what it holds of a matrix orthogonal by itself."""
     from moefold.train import muon
 
@@ -76,14 +76,14 @@ def _run_with_shards_for_matrices(cfg: Config) -> MappingRecord:
     def remember(self, group, tensors):
         self.of_rank = tensors
 
-    muon.MatrixExchange.__init__, muon.MatrixExchange.run = remember, by_shards
-    return run_mapping(cfg, 1)
+    muon.MatrixRedistributor.__init__, muon.MatrixRedistributor.run = remember, by_shards
+    return run_distributed(cfg, 1)
 
 
 def test_shards_made_orthogonal_by_themselves_are_noticed(pool):
     cfg = tiny(model=MODEL, train=KINDS, world_size=2, tp=2, ep=2)
     oracle = run_oracle(without_mapping(cfg), 1)
-    found = differences(oracle, pool.run(2, _run_with_shards_for_matrices, cfg))
+    found = compare_records(oracle, pool.run(2, _run_with_shards_for_matrices, cfg))
     errors = {difference.name: difference.error for difference in found}
     assert errors["weights layers.0.attention.wq"] > 1e-3
     assert errors["weights layers.0.ffn.w_down"] > 1e-3

@@ -5,14 +5,14 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from moefold.config.schema import Config
-from moefold.verify.compare import Difference, differences, run_oracle
-from moefold.verify.mapping import MappingRecord, run_mapping
+from moefold.verify.compare import NamedError, compare_records, run_oracle
+from moefold.verify.mapping import DistributedRecord, run_distributed
 from tests.verify.recipes import tiny, without_mapping
 
 pytestmark = pytest.mark.parity
 
 
-def _run_with_halved_expert_gradients(cfg: Config) -> MappingRecord:
+def _run_with_halved_expert_gradients(cfg: Config) -> DistributedRecord:
     """As if expert gradients were averaged over edp = 2 instead of summed."""
     from moefold.parallel import parallelize
 
@@ -25,52 +25,52 @@ def _run_with_halved_expert_gradients(cfg: Config) -> MappingRecord:
             layer.experts.set_gradient_divide_factor(2.0)
 
     parallelize.shard_data_parallel = broken
-    return run_mapping(cfg, 1)
+    return run_distributed(cfg, 1)
 
 
-def _run_without_replicated_sum(cfg: Config) -> MappingRecord:
+def _run_without_replicated_sum(cfg: Config) -> DistributedRecord:
     """As if sequence parallelism forgot to add the norm gradients of its ranks."""
     from moefold.parallel import parallelize
 
     parallelize.sum_replicated_gradients = lambda parameters, tp: None
-    return run_mapping(cfg, 1)
+    return run_distributed(cfg, 1)
 
 
-def _run_with_norm_counted_twice(cfg: Config) -> MappingRecord:
+def _run_with_norm_counted_twice(cfg: Config) -> DistributedRecord:
     """As if replicated gradients counted on every rank that holds them."""
     from moefold.parallel import gradients
 
-    gradients._copies = lambda grad: 1
-    return run_mapping(cfg, 1)
+    gradients._num_replicas = lambda grad: 1
+    return run_distributed(cfg, 1)
 
 
-def _run_with_local_routing_counts(cfg: Config) -> MappingRecord:
+def _run_with_local_routing_counts(cfg: Config) -> DistributedRecord:
     """As if the balance loss knew the tokens of its own rank alone."""
-    from moefold.moe.dispatch import GroupScope
+    from moefold.moe.dispatch import ShardedMicroBatch
 
-    GroupScope.sum = lambda self, x: x * self.size
-    return run_mapping(cfg, 1)
+    ShardedMicroBatch.sum = lambda self, x: x * self.size
+    return run_distributed(cfg, 1)
 
 
-def _run_with_own_gradient_of_a_sum(cfg: Config) -> MappingRecord:
+def _run_with_own_gradient_of_a_sum(cfg: Config) -> DistributedRecord:
     """As if a sum over the heads of all ranks were used by this rank alone."""
     from moefold.parallel import collectives
 
-    collectives._SumOver.backward = staticmethod(lambda ctx, grad: (grad, None))
-    return run_mapping(cfg, 1)
+    collectives._AllReduce.backward = staticmethod(lambda ctx, grad: (grad, None))
+    return run_distributed(cfg, 1)
 
 
-def _run_without_embedding_exchange(cfg: Config) -> MappingRecord:
+def _run_without_embedding_exchange(cfg: Config) -> DistributedRecord:
     """As if the last stage's use of the embedding stayed its own."""
     from moefold.parallel import parallelize
 
-    parallelize.share_embedding_gradient = lambda stages, plan, pp: None
-    return run_mapping(cfg, 1)
+    parallelize.allreduce_tied_embedding_grad = lambda stages, plan, pp: None
+    return run_distributed(cfg, 1)
 
 
-def _worst(pool, broken, **parallel: object) -> list[Difference]:
+def _worst(pool, broken, **parallel: object) -> list[NamedError]:
     cfg = tiny(world_size=4, **parallel)
-    return [d for d in differences(run_oracle(without_mapping(cfg), 1), pool.run(4, broken, cfg)) if d.error > 1e-9]
+    return [d for d in compare_records(run_oracle(without_mapping(cfg), 1), pool.run(4, broken, cfg)) if d.error > 1e-9]
 
 
 def test_wrong_scale_of_expert_gradients_is_named(pool):
@@ -110,17 +110,17 @@ def test_embedding_gradients_of_one_stage_alone_are_named(pool):
 
 def test_missing_tensor_is_an_infinite_difference(pool):
     cfg = tiny()
-    record = pool.run(1, run_mapping, cfg, 1)[0]
+    record = pool.run(1, run_distributed, cfg, 1)[0]
     del record.weights["layers.1.ffn.experts.w_up"]
-    worst = differences(run_oracle(cfg, 1), [record])[0]
+    worst = compare_records(run_oracle(cfg, 1), [record])[0]
     assert "layers.1.ffn.experts.w_up" in worst.name
     assert worst.error == float("inf")
 
 
 def test_not_a_number_is_an_infinite_difference(pool):
     cfg = tiny()
-    record = pool.run(1, run_mapping, cfg, 1)[0]
+    record = pool.run(1, run_distributed, cfg, 1)[0]
     record.gradients["head.norm.weight"][0] = torch.nan
-    worst = differences(run_oracle(cfg, 1), [record])[0]
+    worst = compare_records(run_oracle(cfg, 1), [record])[0]
     assert worst.name == "gradients head.norm.weight"
     assert worst.error == float("inf")

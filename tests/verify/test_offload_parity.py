@@ -11,7 +11,7 @@ from moefold.config.checks import check_config
 from moefold.config.schema import Config
 from moefold.offload.ssd import SsdFile
 from moefold.parallel.moments import host_mesh
-from moefold.verify.mapping import MappingRecord, run_mapping
+from moefold.verify.mapping import DistributedRecord, run_distributed
 from tests.verify.recipes import LATENT, tiny
 from tests.verify.same_bits import assert_equal_bits, assert_same_bits
 from tests.verify.test_pipeline_parity import write_split_rows
@@ -38,8 +38,8 @@ def _offloading(cfg: Config, parts: tuple[str, ...], folder: object = None, **tr
     return found
 
 
-def _run(pool, cfg: Config) -> list[MappingRecord]:
-    return pool.run(cfg.parallel.world_size, run_mapping, cfg, 2)
+def _run(pool, cfg: Config) -> list[DistributedRecord]:
+    return pool.run(cfg.parallel.world_size, run_distributed, cfg, 2)
 
 
 def _assert_same_bits(pool, cfg: Config, offloading: Config, *, stored: bool = True) -> None:
@@ -168,7 +168,7 @@ def test_kinds_of_routing(pool, tmp_path, moe, mapping):
     _assert_same_bits(pool, cfg, _offloading(cfg, ("core_attention", "moe"), tmp_path))
 
 
-def _run_with_a_changed_byte(cfg: Config) -> MappingRecord:
+def _run_with_a_changed_byte(cfg: Config) -> DistributedRecord:
     """As if the disk gave back one byte of each extent otherwise, and nobody had summed them up."""
     read = SsdFile._read
 
@@ -177,10 +177,10 @@ def _run_with_a_changed_byte(cfg: Config) -> MappingRecord:
         host[0] ^= 1
 
     SsdFile._read = broken
-    return run_mapping(cfg, 1)
+    return run_distributed(cfg, 1)
 
 
-def _run_unsummed(cfg: Config) -> MappingRecord:
+def _run_unsummed(cfg: Config) -> DistributedRecord:
     from moefold.offload import ssd
 
     ssd.checksum = lambda host: 0
@@ -194,7 +194,9 @@ def test_a_changed_byte_is_noticed(pool, tmp_path):
     with pytest.raises(RuntimeError, match="what was offloaded is not what was written"):
         pool.run(1, _run_with_a_changed_byte, offloading)
     with pytest.raises(AssertionError, match="gradients"):
-        assert_equal_bits(zip(pool.run(1, run_mapping, cfg, 1), pool.run(1, _run_unsummed, offloading), strict=True))
+        assert_equal_bits(
+            zip(pool.run(1, run_distributed, cfg, 1), pool.run(1, _run_unsummed, offloading), strict=True)
+        )
 
 
 MOMENTS = [

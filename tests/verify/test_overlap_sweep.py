@@ -12,9 +12,9 @@ from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.errors import ConfigError
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchLoader
+from moefold.train.batch import BatchSharder
 from moefold.train.step import TrainingStep
-from moefold.verify.mapping import make_groups
+from moefold.verify.mapping import create_groups
 from tests.verify.recipes import LATENT, tiny
 
 pytestmark = pytest.mark.parity
@@ -99,10 +99,10 @@ def _draw(draw: random.Random, world_size: int) -> Config:
 
 def _numbers(cfg: Config) -> list[float]:
     """Losses and gradient norm of one step."""
-    groups = make_groups(cfg)
+    groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader, training = BatchLoader(data.train, cfg, groups, model.positions), TrainingStep(model, cfg)
+    loader, training = BatchSharder(data.train, cfg, groups, model.positions), TrainingStep(model, cfg)
     step = training.run(loader.batch(0), 1)
     return [step.loss, step.aux_loss, step.z_loss, step.mtp_loss, step.grad_norm]
 

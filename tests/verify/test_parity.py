@@ -11,9 +11,9 @@ from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchLoader
-from moefold.verify.compare import Difference, OracleRecord, differences, run_oracle
-from moefold.verify.mapping import make_groups, run_mapping
+from moefold.train.batch import BatchSharder
+from moefold.verify.compare import NamedError, OracleRecord, compare_records, run_oracle
+from moefold.verify.mapping import create_groups, run_distributed
 from moefold.verify.shrink import shrink
 from tests.verify.covering import covering_rows, few_else_slow
 from tests.verify.recipes import few_samples, legal_mappings, tiny, without_mapping
@@ -28,10 +28,10 @@ def assert_equals_oracle(pool, cfg: Config) -> None:
     assert worst.error <= TOLERANCE, worst
 
 
-def compare(pool, cfg: Config) -> list[Difference]:
+def compare(pool, cfg: Config) -> list[NamedError]:
     """All differences between a recipe on its ranks and the oracle, worst first."""
-    ranks = pool.run(cfg.parallel.world_size, run_mapping, cfg, STEPS)
-    return differences(_oracle(cfg), ranks)
+    ranks = pool.run(cfg.parallel.world_size, run_distributed, cfg, STEPS)
+    return compare_records(_oracle(cfg), ranks)
 
 
 def _oracle(cfg: Config) -> OracleRecord:
@@ -210,11 +210,11 @@ def test_dropping(pool, dispatcher, policy, scope, pads):
 
 def _rows_per_expert(cfg: Config) -> set[int]:
     """How many rows the experts of this rank got in one step."""
-    model, seen = parallelize(cfg, make_groups(cfg)), set()
+    model, seen = parallelize(cfg, create_groups(cfg)), set()
     for layer in model.moe_layers().values():
         layer.experts.register_forward_pre_hook(lambda _, args: seen.update(args[1]))
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    model.forward_backward(BatchLoader(data.train, cfg, model.groups, model.positions).batch(0))
+    model.forward_backward(BatchSharder(data.train, cfg, model.groups, model.positions).batch(0))
     return seen
 
 
@@ -242,7 +242,7 @@ def test_full_sequence_drops_are_the_same_under_every_mapping(pool):
         {"world_size": 4, "cp": 2, "pp": 2, "etp": 2},
     ):
         cfg = tiny(moe={"capacity_factor": 0.5}, **mapping)
-        steps = pool.run(cfg.parallel.world_size, run_mapping, cfg, STEPS)[0].steps
+        steps = pool.run(cfg.parallel.world_size, run_distributed, cfg, STEPS)[0].steps
         fractions.add(tuple(step.dropped_fraction for step in steps))
     (only,) = fractions
     assert all(0 < fraction < 1 for fraction in only)
@@ -260,7 +260,7 @@ def test_experts_fewer_than_their_data_parallel_ranks_are_cut_by_rows(pool):
 def test_float32_agrees_on_the_first_step(pool, mapping):
     cfg = tiny(world_size=4, **mapping)
     single = replace(cfg, run=replace(cfg.run, dtype="float32"))
-    found = differences(run_oracle(without_mapping(cfg), 1), pool.run(4, run_mapping, single, 1))
+    found = compare_records(run_oracle(without_mapping(cfg), 1), pool.run(4, run_distributed, single, 1))
     worst = next(d for d in found if d.name.startswith(("step 1", "initial")))
     assert worst.error <= 1e-5, worst
     # Tensors hold elements far smaller than their largest one: AdamW's first step divides by their magnitude.
@@ -296,7 +296,7 @@ def test_the_papers_accuracy_run_in_miniature(pool):
         }
     )
     small = shrink(cfg)
-    ranks = pool.run(16, run_mapping, small, 30, timeout_s=900.0)
+    ranks = pool.run(16, run_distributed, small, 30, timeout_s=900.0)
     oracle = run_oracle(small, 30)
     curve = [step.loss for step in ranks[0].steps]
     assert curve == pytest.approx([step.loss for step in oracle.steps], rel=1e-9)
@@ -317,7 +317,7 @@ def test_the_papers_accuracy_run_in_miniature(pool):
 def test_bfloat16_follows_the_oracle(pool, mapping):
     cfg = tiny(train={"seq_len": 32, "global_batch_size": 8}, **mapping)
     half = replace(cfg, run=replace(cfg.run, dtype="bfloat16"))
-    record = pool.run(cfg.parallel.world_size, run_mapping, half, STEPS)[0]
+    record = pool.run(cfg.parallel.world_size, run_distributed, half, STEPS)[0]
     oracle = _oracle(cfg)
     assert [s.loss for s in record.steps] == pytest.approx([s.loss for s in oracle.steps], rel=5e-3)
     assert [s.grad_norm for s in record.steps] == pytest.approx([s.grad_norm for s in oracle.steps], rel=5e-2)

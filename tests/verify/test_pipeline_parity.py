@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from moefold.config.schema import Config
-from moefold.verify.compare import Difference, differences, run_oracle
-from moefold.verify.mapping import MappingRecord, run_mapping
+from moefold.verify.compare import NamedError, compare_records, run_oracle
+from moefold.verify.mapping import DistributedRecord, run_distributed
 from tests.verify.recipes import tiny, without_mapping
 from tests.verify.test_parity import TOLERANCE, assert_equals_oracle
 
@@ -75,31 +75,31 @@ def test_layouts(pool, layout, parallel):
     assert_equals_oracle(pool, _recipe(world_size=2, pp=2, model=model, pipeline_layout=layout, **parallel))
 
 
-def _run_without_postponed_gradients(cfg: Config) -> MappingRecord:
+def _run_without_postponed_gradients(cfg: Config) -> DistributedRecord:
     """As if the last of the gradients that a backward pass postponed were forgotten."""
-    from moefold.parallel.late_gradients import LateGradients
+    from moefold.parallel.late_gradients import WeightGradStore
 
-    whole = LateGradients.__call__
+    whole = WeightGradStore.__call__
 
-    def broken(self: LateGradients):
-        self._postponed = self._postponed[:-1]
+    def broken(self: WeightGradStore):
+        self._pending = self._pending[:-1]
         return whole(self)
 
-    LateGradients.__call__ = broken
-    return run_mapping(cfg, 1)
+    WeightGradStore.__call__ = broken
+    return run_distributed(cfg, 1)
 
 
-def _run_with_stale_copy(cfg: Config) -> MappingRecord:
+def _run_with_stale_copy(cfg: Config) -> DistributedRecord:
     """As if the embedding of the last stage stayed what it was at the start."""
     from moefold.parallel import pipeline
 
-    pipeline.update_local_copies = lambda stages: None
-    return run_mapping(cfg, 2)
+    pipeline.sync_tied_embedding = lambda stages: None
+    return run_distributed(cfg, 2)
 
 
-def _wrong(pool, broken, cfg: Config, steps: int) -> list[Difference]:
+def _wrong(pool, broken, cfg: Config, steps: int) -> list[NamedError]:
     ranks = pool.run(cfg.parallel.world_size, broken, cfg)
-    return [d for d in differences(run_oracle(without_mapping(cfg), steps), ranks) if d.error > TOLERANCE]
+    return [d for d in compare_records(run_oracle(without_mapping(cfg), steps), ranks) if d.error > TOLERANCE]
 
 
 @pytest.mark.parity

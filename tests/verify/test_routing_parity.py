@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from moefold.config.schema import Config, ParallelConfig
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import ParallelModel
-from moefold.verify.compare import OracleRecord, differences, run_oracle
-from moefold.verify.mapping import MappingRecord, make_groups, run_mapping, run_on
+from moefold.verify.compare import OracleRecord, compare_records, run_oracle
+from moefold.verify.mapping import DistributedRecord, create_groups, run_distributed, run_on_groups
 from tests.verify.recipes import tiny, without_mapping
 
 pytestmark = pytest.mark.parity
@@ -83,9 +83,9 @@ def _cached_oracle(cfg: Config) -> OracleRecord:
     return run_oracle(cfg, STEPS)
 
 
-def _run_all(cfgs: list[Config]) -> list[MappingRecord]:
-    groups = make_groups(cfgs[0])
-    return [run_on(groups, cfg, STEPS) for cfg in cfgs]
+def _run_all(cfgs: list[Config]) -> list[DistributedRecord]:
+    groups = create_groups(cfgs[0])
+    return [run_on_groups(groups, cfg, STEPS) for cfg in cfgs]
 
 
 def _name(mapping: dict[str, object]) -> str:
@@ -105,7 +105,7 @@ def test_every_kind_of_routing_under_eight_ranks(pool, mapping):
     ranks = pool.run(8, _run_all, cfgs, timeout_s=280.0)
     worst = {}
     for i, (kind, cfg) in enumerate(zip(KINDS, cfgs, strict=True)):
-        worst[kind] = differences(_oracle(cfg), [records[i] for records in ranks])[0]
+        worst[kind] = compare_records(_oracle(cfg), [records[i] for records in ranks])[0]
     assert {kind: found for kind, found in worst.items() if found.error > TOLERANCE} == {}
 
 
@@ -125,12 +125,12 @@ def _recompute(*, blocks: bool) -> None:
     mapping.parallelize = recomputing
 
 
-def _run_recomputing(cfg: Config, num_steps: int) -> MappingRecord:
+def _run_recomputing(cfg: Config, num_steps: int) -> DistributedRecord:
     _recompute(blocks=False)
-    return run_mapping(cfg, num_steps)
+    return run_distributed(cfg, num_steps)
 
 
-def _run_all_recomputing_blocks(cfgs: list[Config]) -> list[MappingRecord]:
+def _run_all_recomputing_blocks(cfgs: list[Config]) -> list[DistributedRecord]:
     _recompute(blocks=True)
     return _run_all(cfgs)
 
@@ -142,7 +142,7 @@ def _run_all_recomputing_blocks(cfgs: list[Config]) -> list[MappingRecord]:
 def test_recompute_changes_nothing(pool, kind, mapping):
     cfg = _recipe(kind, {"world_size": 4, **mapping})
     ranks = pool.run(4, _run_recomputing, cfg, STEPS)
-    worst = differences(_oracle(cfg), ranks)[0]
+    worst = compare_records(_oracle(cfg), ranks)[0]
     assert worst.error <= TOLERANCE, worst
 
 
@@ -154,7 +154,7 @@ def test_recompute_of_whole_blocks_under_eight_ranks_changes_nothing(pool):
     ranks = pool.run(8, _run_all_recomputing_blocks, cfgs, timeout_s=280.0)
     worst = {}
     for i, (kind, cfg) in enumerate(zip(kinds, cfgs, strict=True)):
-        worst[kind] = differences(_oracle(cfg), [records[i] for records in ranks])[0]
+        worst[kind] = compare_records(_oracle(cfg), [records[i] for records in ranks])[0]
     assert {kind: found for kind, found in worst.items() if found.error > TOLERANCE} == {}
 
 
@@ -187,12 +187,12 @@ def test_ten_bias_updates_equal_hand_written_ones(pool, mapping):
             bias = [b + rate * ((count < mean) - (count > mean)) for b, count in zip(bias, counts, strict=True)]
         assert max(bias) > rate
         assert final[f"layers.{layer}.ffn.router.expert_bias"].tolist() == pytest.approx(bias, abs=1e-6)
-    worst = differences(run_oracle(without_mapping(cfg), 10), ranks)[0]
+    worst = compare_records(run_oracle(without_mapping(cfg), 10), ranks)[0]
     assert worst.error <= TOLERANCE, worst
 
 
 def _aux_and_norm(pool, cfg: Config) -> tuple[float, float]:
-    step = pool.run(cfg.parallel.world_size, run_mapping, cfg, 1)[0].steps[0]
+    step = pool.run(cfg.parallel.world_size, run_distributed, cfg, 1)[0].steps[0]
     return step.aux_loss, step.grad_norm
 
 
@@ -222,7 +222,7 @@ def test_the_loss_of_the_last_global_batch_depends_on_no_axis_and_on_no_cut_into
     def steps(size: int, **mapping: int) -> list[tuple[float, float]]:
         moe = {"aux_kind": "last_global_batch", "aux_loss": 0.5}
         cfg = tiny(moe=moe, train={"global_batch_size": 8, "micro_batch_size": size}, **mapping)
-        record = pool.run(cfg.parallel.world_size, run_mapping, cfg, 3)[0]
+        record = pool.run(cfg.parallel.world_size, run_distributed, cfg, 3)[0]
         return [(step.aux_loss, step.grad_norm) for step in record.steps]
 
     one = steps(1)
@@ -251,15 +251,15 @@ def test_the_loss_of_each_sample_does_not_depend_on_the_cut_into_micro_batches(p
     assert abs(of_micro_batch[1] - one[0]) > 1e-6
 
 
-def _run_with_counts_of_one_scope(cfg: Config) -> MappingRecord:
+def _run_with_counts_of_one_scope(cfg: Config) -> DistributedRecord:
     """As if the global-batch loss knew the micro-batch of its own data-parallel rank alone."""
-    from moefold.moe.dispatch import GroupScope
+    from moefold.moe.dispatch import ShardedMicroBatch
 
-    GroupScope.sum_parallel = GroupScope.sum
-    return run_mapping(cfg, STEPS)
+    ShardedMicroBatch.sum_over_data_parallel = ShardedMicroBatch.sum
+    return run_distributed(cfg, STEPS)
 
 
-def _run_with_shifted_noise(cfg: Config) -> MappingRecord:
+def _run_with_shifted_noise(cfg: Config) -> DistributedRecord:
     """As if the noise of a token depended on its place on the rank."""
     from moefold.moe import router
 
@@ -267,7 +267,7 @@ def _run_with_shifted_noise(cfg: Config) -> MappingRecord:
     router.uniform_noise = lambda seed, step, samples, positions, width, **how: whole(
         seed, step, samples, positions - positions[0], width, **how
     )
-    return run_mapping(cfg, STEPS)
+    return run_distributed(cfg, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -276,5 +276,5 @@ def _run_with_shifted_noise(cfg: Config) -> MappingRecord:
 )
 def test_a_broken_rule_is_noticed_and_named(pool, kind, broken, named):
     cfg = _recipe(kind, {"world_size": 4, "tp": 2, "ep": 2})
-    found = [d for d in differences(_oracle(cfg), pool.run(4, broken, cfg)) if d.error > 1e-6]
+    found = [d for d in compare_records(_oracle(cfg), pool.run(4, broken, cfg)) if d.error > 1e-6]
     assert any(named in d.name for d in found), found[:5]

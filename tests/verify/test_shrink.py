@@ -71,10 +71,10 @@ def test_degrees_are_lowered_only_to_stay_within_the_ranks_asked_for():
     p = shrink(large).parallel
     assert (p.world_size, p.tp, p.pp, p.dp, p.ep, p.edp, p.virtual_stages) == (16, 2, 4, 2, 2, 2, 2)
     assert changed_axes(large.parallel, p) == (["ep 8 -> 2", "dp 8 -> 2", "virtual_stages 8 -> 2"], [])
-    p = shrink(large, most_ranks=64).parallel
+    p = shrink(large, max_ranks=64).parallel
     assert (p.world_size, p.tp, p.pp, p.dp, p.ep, p.edp) == (64, 2, 4, 8, 8, 2)
     # Fewer than every axis takes: the fewest ranks that have all of them.
-    p = shrink(large, most_ranks=2).parallel
+    p = shrink(large, max_ranks=2).parallel
     assert (p.world_size, p.tp, p.pp, p.dp, p.ep, p.edp) == (8, 2, 2, 2, 2, 2)
 
 

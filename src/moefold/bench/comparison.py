@@ -7,23 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.bench.contestants import EXPERTS_IMPLEMENTATIONS, OURS, Arena, open_arena
-from moefold.bench.machine import COPY, ONEDNN, TORCH_MM, Rates, machine_name, rates, yardsticks
-from moefold.bench.parts import BARE, Pieces, PieceTime, piece_time, share_of_bare
-from moefold.bench.race import CLOCKS, Times, awaited, median_ratio, race
-from moefold.bench.shape import Part, Routing, step_flops
+from moefold.bench.contestants import EXPERTS_IMPLEMENTATIONS, OURS, Competitors, build_competitors
+from moefold.bench.machine import COPY, ONEDNN, TORCH_MM, PeakRates, describe_device, peak_rates, roofline_kernels
+from moefold.bench.parts import BARE_GEMM_LOOP, PartTime, StepBreakdown, bare_loop_ratio, part_time
+from moefold.bench.race import CLOCKS, StepTimes, median_ratio, synchronized, time_interleaved
+from moefold.bench.shape import BenchPart, BenchRouting, step_flops
 from moefold.bench.storage import StorageMeter
 from moefold.config.schema import Config
 from moefold.model.transformer import TORCH_DTYPES
-from moefold.work_progress import Say, say_nothing
+from moefold.work_progress import ProgressCallback, ignore_progress
 
 GIB = 2**30
-YARDSTICKS = (COPY, TORCH_MM, ONEDNN)
+ROOFLINE_KERNELS = (COPY, TORCH_MM, ONEDNN)
 TRANSFORMERS = tuple(f"transformers, {kind}" for kind in EXPERTS_IMPLEMENTATIONS)
 
 
 @dataclass(frozen=True)
-class Row:
+class ImplementationResult:
     """One contestant."""
 
     name: str
@@ -40,7 +40,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BenchComparison:
     """All that was found."""
 
     machine: str
@@ -55,18 +55,18 @@ class Comparison:
     clock: str
     gemm_tflops: float
     copy_gbps: float
-    rows: list[Row]
+    rows: list[ImplementationResult]
     absent: list[str]
     ratio_to_transformers: float
     """Median over the rounds of their fastest time over ours."""
     ratio_to_plain: float | None
     ratios_to_peers: dict[str, float]
-    pieces: list[PieceTime]
+    pieces: list[PartTime]
     experts_of_bare_loop: float
     """The rate of our experts over that of their products alone."""
 
     @property
-    def ours(self) -> Row:
+    def ours(self) -> ImplementationResult:
         """Our row."""
         return next(row for row in self.rows if row.name == OURS)
 
@@ -78,87 +78,89 @@ class Comparison:
         return found
 
 
-def compare(
+def compare_implementations(
     cfg: Config,
-    part: Part,
-    routing: Routing,
+    part: BenchPart,
+    routing: BenchRouting,
     device: torch.device,
     rounds: int,
     clock: str = "wall",
-    say: Say = say_nothing,
-) -> Comparison:
+    on_progress: ProgressCallback = ignore_progress,
+) -> BenchComparison:
     """Race all contestants, the machine's yardsticks and the parts of our step, in the same rounds.
 
     The slower of transformers' experts implementations leaves after a short race of its own.
     """
-    say("building the models")
-    arena = open_arena(cfg, part, routing, device)
-    steps = {name: awaited(step, device) for name, step in arena.steps.items()}
-    say("choosing the faster of transformers' implementations")
-    quick = race({name: steps[name] for name in TRANSFORMERS}, warmup=1, rounds=2, clock=CLOCKS[clock])
+    on_progress("building the models")
+    arena = build_competitors(cfg, part, routing, device)
+    steps = {name: synchronized(step, device) for name, step in arena.steps.items()}
+    on_progress("choosing the faster of transformers' implementations")
+    quick = time_interleaved({name: steps[name] for name in TRANSFORMERS}, warmup=1, rounds=2, clock=CLOCKS[clock])
     fastest = min(TRANSFORMERS, key=lambda name: min(quick[name]))
     for name in TRANSFORMERS:
         if name != fastest:
             del steps[name]
-    pieces = _pieces(cfg, part, device, arena)
-    parts = pieces.all()
+    pieces = _step_breakdown(cfg, part, device, arena)
+    parts = pieces.parts()
     racing: dict[str, Callable[[], None]] = {**steps}
-    racing |= {name: awaited(run, device) for name, run in yardsticks(TORCH_DTYPES[cfg.run.dtype], device).items()}
-    racing[BARE] = awaited(pieces.bare_gemms(), device)
-    racing |= {_tag(piece.name): awaited(piece.run, device) for piece in parts}
-    times_s = race(racing, warmup=2, rounds=rounds, clock=CLOCKS[clock], say=say)
-    say("measuring memory")
-    medians = {name: Times(seconds).median_s for name, seconds in times_s.items()}
-    found = rates(medians, device)
-    rows = [_row(name, times_s[name], step, cfg, part, found, device) for name, step in steps.items()]
-    piece_times = [piece_time(piece, medians[_tag(piece.name)], found) for piece in parts]
+    racing |= {
+        name: synchronized(run, device) for name, run in roofline_kernels(TORCH_DTYPES[cfg.run.dtype], device).items()
+    }
+    racing[BARE_GEMM_LOOP] = synchronized(pieces.bare_gemm_loop(), device)
+    racing |= {_part_key(piece.name): synchronized(piece.run, device) for piece in parts}
+    times_s = time_interleaved(racing, warmup=2, rounds=rounds, clock=CLOCKS[clock], on_progress=on_progress)
+    on_progress("measuring memory")
+    medians = {name: StepTimes(seconds).median_s for name, seconds in times_s.items()}
+    found = peak_rates(medians, device)
+    rows = [_implementation_result(name, times_s[name], step, cfg, part, found, device) for name, step in steps.items()]
+    piece_times = [part_time(piece, medians[_part_key(piece.name)], found) for piece in parts]
     plain = [name for name in steps if name.startswith("plain")]
     best_plain = min(plain, key=lambda name: medians[name]) if plain else None
-    return Comparison(
-        machine=machine_name(device),
+    return BenchComparison(
+        machine=describe_device(device),
         torch=torch.__version__,
         dtype=cfg.run.dtype,
         tokens=cfg.tokens_per_step,
         num_experts=cfg.model.num_experts,
         routing=routing,
-        load=arena.load(),
+        load=arena.expert_load(),
         rounds=rounds,
         clock=clock,
-        gemm_tflops=found.flops / 1e12,
-        copy_gbps=found.bytes / 1e9,
+        gemm_tflops=found.flops_per_s / 1e12,
+        copy_gbps=found.bytes_per_s / 1e9,
         rows=rows,
         absent=arena.absent,
         ratio_to_transformers=median_ratio(times_s[OURS], times_s[fastest]),
         ratio_to_plain=None if best_plain is None else median_ratio(times_s[OURS], times_s[best_plain]),
         ratios_to_peers={name: median_ratio(times_s[OURS], times_s[name]) for name in arena.peers},
         pieces=piece_times,
-        experts_of_bare_loop=share_of_bare(piece_times, medians[BARE], cfg.model.num_layers),
+        experts_of_bare_loop=bare_loop_ratio(piece_times, medians[BARE_GEMM_LOOP], cfg.model.num_layers),
     )
 
 
-def _tag(name: str) -> str:
+def _part_key(name: str) -> str:
     return f"part: {name}"
 
 
-def _row(
+def _implementation_result(
     name: str,
     seconds: list[float],
     step: Callable[[], None],
     cfg: Config,
-    part: Part,
-    found: Rates,
+    part: BenchPart,
+    peak_rates: PeakRates,
     device: torch.device,
-) -> Row:
-    times = Times(seconds)
+) -> ImplementationResult:
+    times = StepTimes(seconds)
     flops_per_s = step_flops(cfg, part) / times.median_s
-    return Row(
+    return ImplementationResult(
         name=name,
         median_s=times.median_s,
         low_s=times.quartiles_s[0],
         high_s=times.quartiles_s[1],
         tokens_per_s=cfg.tokens_per_step / times.median_s,
         tflops=flops_per_s / 1e12,
-        mfu=flops_per_s / found.flops,
+        mfu=flops_per_s / peak_rates.flops_per_s,
         peak_gib=_peak_bytes(step, device) / GIB,
     )
 
@@ -175,12 +177,12 @@ def _peak_bytes(step: Callable[[], None], device: torch.device) -> int:
     return peak_bytes
 
 
-def _pieces(cfg: Config, part: Part, device: torch.device, arena: Arena) -> Pieces:
+def _step_breakdown(cfg: Config, part: BenchPart, device: torch.device, competitors: Competitors) -> StepBreakdown:
     """The parts, over the states that the first router of our step sees."""
     seen: list[Tensor] = []
-    router = arena.first.router
+    router = competitors.first_moe_layer.router
     handle = router.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
-    arena.steps[OURS]()
+    competitors.steps[OURS]()
     handle.remove()
     x = seen[0].view(cfg.train.seq_len, cfg.train.global_batch_size, -1)
-    return Pieces(cfg, part, device, x, router.weight.detach())
+    return StepBreakdown(cfg, part, device, x, router.weight.detach())

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moefold.bench.peers import PEERS, AbsentError, Peer, open_peer, why_absent
-from moefold.bench.plain import ExpertsBy, PlainModel, what_plain_lacks
-from moefold.bench.routing import balanced_states, steer
-from moefold.bench.shape import Part, Routing
+from moefold.bench.peers import PEERS, Peer, PeerUnavailableError, build_peer_layer, unavailable_reason
+from moefold.bench.plain import ExpertsImplementation, TorchBaseline, baseline_unsupported_reason
+from moefold.bench.routing import balanced_states, steer_embedding
+from moefold.bench.shape import BenchPart, BenchRouting
 from moefold.config.schema import Config
 from moefold.convert.hf_config import families_for
 from moefold.errors import ConfigError
 from moefold.kernels.select import select_kernels
-from moefold.model.init import initialise
+from moefold.model.init import init_weights
 from moefold.model.transformer import TORCH_DTYPES, Transformer, build_model
 from moefold.moe.layer import MoELayer
 from moefold.parallel.accumulate import Batch
@@ -25,7 +25,7 @@ from moefold.parallel.layout import fold
 from moefold.parallel.parallelize import apply_kernels, parallelize
 from moefold.train.step import TrainingStep
 
-Step = Callable[[], object]
+StepFunction = Callable[[], object]
 """Forward and backward on one fixed batch; for a whole model the optimizer as well."""
 
 OURS = "moefold"
@@ -37,25 +37,25 @@ Its batched_mm copies the experts' weights for each token: 23 GiB at the small s
 
 
 @dataclass(frozen=True)
-class Arena:
+class Competitors:
     """Who competes, over what.
 
     Attributes:
         steps: by name; `OURS` is one of them.
         peers: the names of those whose code is neither ours nor that of torch or transformers.
         absent: what does not take part, and why.
-        first: the first MoE layer of ours.
-        load: copies on the busiest expert over the mean, of the first MoE layer.
+        first_moe_layer: the first MoE layer of ours.
+        expert_load: copies on the busiest expert over the mean, of the first MoE layer.
     """
 
-    steps: dict[str, Step]
+    steps: dict[str, StepFunction]
     peers: list[str]
     absent: list[str]
-    first: MoELayer
-    load: Callable[[], float]
+    first_moe_layer: MoELayer
+    expert_load: Callable[[], float]
 
 
-def open_arena(cfg: Config, part: Part, routing: Routing, device: torch.device) -> Arena:
+def build_competitors(cfg: Config, part: BenchPart, routing: BenchRouting, device: torch.device) -> Competitors:
     """Build all contestants. A whole model needs a process group of one.
 
     Raises:
@@ -63,54 +63,56 @@ def open_arena(cfg: Config, part: Part, routing: Routing, device: torch.device) 
     """
     if find_spec("transformers") is None:
         raise ConfigError("moefold bench compares with transformers, which is missing: pip install -e '.[hf]'")
-    builder = _builder(cfg, part, routing, device)
-    steps: dict[str, Step] = {OURS: builder.ours()}
-    lacks = what_plain_lacks(cfg.model, with_attention=part != "layer")
-    kinds: tuple[ExpertsBy, ...] = ("loop", "grouped_mm") if device.type == "cuda" else ("loop",)
+    builder = _step_builder(cfg, part, routing, device)
+    steps: dict[str, StepFunction] = {OURS: builder.build_moefold()}
+    lacks = baseline_unsupported_reason(cfg.model, with_attention=part != "layer")
+    kinds: tuple[ExpertsImplementation, ...] = ("loop", "grouped_mm") if device.type == "cuda" else ("loop",)
     for kind in () if lacks else kinds:
-        steps[f"plain torch, {kind}"] = builder.plain(kind)
+        steps[f"plain torch, {kind}"] = builder.build_torch_baseline(kind)
     for experts in EXPERTS_IMPLEMENTATIONS:
-        steps[f"transformers, {experts}"] = builder.transformers(experts)
+        steps[f"transformers, {experts}"] = builder.build_transformers(experts)
     absent = [f"plain torch: {lacks}"] if lacks else []
-    peers: dict[str, Step] = {}
+    peers: dict[str, StepFunction] = {}
     for peer in PEERS:
         try:
-            peers[peer.title] = builder.peer(peer)
-        except AbsentError as reason:
+            peers[peer.title] = builder.build_peer(peer)
+        except PeerUnavailableError as reason:
             absent.append(f"{peer.name}: {reason}")
-    return Arena(steps | peers, list(peers), absent, builder.first, builder.load)
+    return Competitors(steps | peers, list(peers), absent, builder.first_moe_layer, builder.expert_load)
 
 
-def open_ours(cfg: Config, part: Part, device: torch.device) -> Step:
+def build_moefold_step(cfg: Config, part: BenchPart, device: torch.device) -> StepFunction:
     """Our step alone, with natural routing. A whole model needs a process group of one."""
-    return _builder(cfg, part, "natural", device).ours()
+    return _step_builder(cfg, part, "natural", device).build_moefold()
 
 
-def _builder(cfg: Config, part: Part, routing: Routing, device: torch.device) -> "_Models | _Layers":
-    return (_Models if part == "model" else _Layers)(cfg, part, routing, device)
+def _step_builder(
+    cfg: Config, part: BenchPart, routing: BenchRouting, device: torch.device
+) -> "_ModelSteps | _LayerSteps":
+    return (_ModelSteps if part == "model" else _LayerSteps)(cfg, part, routing, device)
 
 
-class _Models:
+class _ModelSteps:
     """Training steps of whole models: float32 master weights, AdamW, the same batch."""
 
-    first: MoELayer
+    first_moe_layer: MoELayer
 
-    def __init__(self, cfg: Config, part: Part, routing: Routing, device: torch.device) -> None:
+    def __init__(self, cfg: Config, part: BenchPart, routing: BenchRouting, device: torch.device) -> None:
         self._cfg, self._device, self._routing = cfg, device, routing
         self._dtype = TORCH_DTYPES[cfg.run.dtype]
-        self._hf: tuple[nn.Module, Step] | None = None
+        self._hf: tuple[nn.Module, StepFunction] | None = None
         generator = torch.Generator().manual_seed(cfg.run.seed)
         shape = (cfg.train.global_batch_size, cfg.train.seq_len + 1)
         samples = torch.randint(cfg.model.vocab_size, shape, generator=generator).to(device)
         self._tokens, self._labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
 
-    def ours(self) -> Step:
+    def build_moefold(self) -> StepFunction:
         """The trainer's step with all around it: norm, clipping, schedule, metrics, every degree 1."""
         model = parallelize(self._cfg, ParallelGroups.create(fold(world_size=1), self._device))
         stage = model.stages[0]
-        self.first = next(iter(stage.moe_layers().values()))
+        self.first_moe_layer = next(iter(stage.moe_layers().values()))
         if self._routing == "balanced":
-            steer(
+            steer_embedding(
                 stage.embedding.weight, [layer.router.weight for layer in stage.moe_layers().values()], self._cfg.model
             )
         training = TrainingStep(model, self._cfg)
@@ -123,29 +125,31 @@ class _Models:
 
         return step
 
-    def load(self) -> float:
+    def expert_load(self) -> float:
         """Of the last step of ours."""
         return self._result.expert_load[0] if self._result.expert_load else 1.0
 
-    def plain(self, experts: ExpertsBy) -> Step:
+    def build_torch_baseline(self, experts: ExpertsImplementation) -> StepFunction:
         """The same model, batch and optimizer in a bare loop."""
         model = build_model(self._cfg).to_empty(device=self._device)
-        initialise(model, self._cfg.model, self._cfg.run.seed)
+        init_weights(model, self._cfg.model, self._cfg.run.seed)
         if self._routing == "balanced":
-            steer(model.embedding.weight, [x.router.weight for x in model.moe_layers().values()], self._cfg.model)
-        plain = PlainModel(self._cfg, self._dtype, experts)
-        return self._trained(model, lambda: plain.loss(model, self._tokens, self._labels))
+            steer_embedding(
+                model.embedding.weight, [x.router.weight for x in model.moe_layers().values()], self._cfg.model
+            )
+        plain = TorchBaseline(self._cfg, self._dtype, experts)
+        return self._training_step(model, lambda: plain.loss(model, self._tokens, self._labels))
 
-    def transformers(self, experts: str) -> Step:
+    def build_transformers(self, experts: str) -> StepFunction:
         """Its model of the same sizes with its router loss; computes in the type of the run, AdamW keeps float32."""
         if self._hf is None:
             model: Any = hugging_face_model(self._cfg, self._device, torch.float32)
             if self._routing == "balanced":
                 routers = [w for name, w in model.named_parameters() if name.endswith(("gate.weight", "router.weight"))]
-                steer(model.get_input_embeddings().weight, routers, self._cfg.model)
+                steer_embedding(model.get_input_embeddings().weight, routers, self._cfg.model)
             masters = [p.detach().clone() for p in model.parameters()]
             model.to(self._dtype)
-            step = self._trained(model, lambda: model(input_ids=self._tokens, labels=self._tokens).loss, masters)
+            step = self._training_step(model, lambda: model(input_ids=self._tokens, labels=self._tokens).loss, masters)
             self._hf = model, step
         model, step = self._hf
 
@@ -155,11 +159,13 @@ class _Models:
 
         return run
 
-    def peer(self, peer: Peer) -> Step:
+    def build_peer(self, peer: Peer) -> StepFunction:
         """No peer has a whole model in the race."""
-        raise AbsentError(why_absent(peer, self._cfg, "model", self._device))
+        raise PeerUnavailableError(unavailable_reason(peer, self._cfg, "model", self._device))
 
-    def _trained(self, model: nn.Module, loss: Callable[[], Tensor], masters: list[Tensor] | None = None) -> Step:
+    def _training_step(
+        self, model: nn.Module, loss: Callable[[], Tensor], masters: list[Tensor] | None = None
+    ) -> StepFunction:
         """Forward, backward and AdamW; over master weights where the model's are narrower than float32."""
         parameters: list[Tensor] = list(model.parameters())
         if masters is None or self._dtype == torch.float32:
@@ -188,10 +194,10 @@ class _Models:
         return mixed_step
 
 
-class _Layers:
+class _LayerSteps:
     """Forward and backward of one MoE layer, or of a stack of layers, in the type of the run."""
 
-    def __init__(self, cfg: Config, part: Part, routing: Routing, device: torch.device) -> None:
+    def __init__(self, cfg: Config, part: BenchPart, routing: BenchRouting, device: torch.device) -> None:
         self._cfg, self._part, self._device = cfg, part, device
         self._dtype = TORCH_DTYPES[cfg.run.dtype]
         self._model = _our_layers(cfg, device, self._dtype)
@@ -206,33 +212,33 @@ class _Layers:
         self._routing = routing
         self._x = states.to(self._dtype)
         self._grad = torch.randn(shape, generator=generator, device=device).to(self._dtype)
-        self.first = next(iter(layers.values()))
-        self._module: nn.Module = self._model if part == "stack" else self.first
+        self.first_moe_layer = next(iter(layers.values()))
+        self._module: nn.Module = self._model if part == "stack" else self.first_moe_layer
         self._hf: Any = None
 
-    def ours(self) -> Step:
+    def build_moefold(self) -> StepFunction:
         """Our modules as the trainer runs them."""
         parameters = list(self._module.parameters())
-        return _forth_and_back(lambda x: self._module(x), self._x, self._grad, parameters, self.first)
+        return _forward_backward_step(lambda x: self._module(x), self._x, self._grad, parameters, self.first_moe_layer)
 
-    def load(self) -> float:
+    def expert_load(self) -> float:
         """Of the last step of ours."""
-        counts_E = self.first.stats.tokens_per_expert_E
+        counts_E = self.first_moe_layer.stats.tokens_per_expert_E
         return float(counts_E.max() / counts_E.double().mean()) if counts_E.sum() else 1.0
 
-    def plain(self, experts: ExpertsBy) -> Step:
+    def build_torch_baseline(self, experts: ExpertsImplementation) -> StepFunction:
         """The same weights and states."""
-        plain = PlainModel(self._cfg, self._dtype, experts)
+        plain = TorchBaseline(self._cfg, self._dtype, experts)
         x, grad = self._x.transpose(0, 1).contiguous(), self._grad.transpose(0, 1).contiguous()
 
         def forward(states: Tensor) -> tuple[Tensor, Tensor]:
             if self._part == "stack":
                 return plain.stack(self._model, states)
-            return plain.layer(self.first, states)
+            return plain.layer(self.first_moe_layer, states)
 
-        return _forth_and_back(forward, x, grad, list(self._module.parameters()))
+        return _forward_backward_step(forward, x, grad, list(self._module.parameters()))
 
-    def transformers(self, experts: str) -> Step:
+    def build_transformers(self, experts: str) -> StepFunction:
         """Its layers of the same sizes."""
         if self._hf is None:
             self._hf = hugging_face_model(self._cfg, self._device, self._dtype)
@@ -247,7 +253,7 @@ class _Layers:
                 return model.model(inputs_embeds=states, use_cache=False).last_hidden_state
             return body(states)
 
-        step = _forth_and_back(forward, x, grad, list(body.parameters()))
+        step = _forward_backward_step(forward, x, grad, list(body.parameters()))
 
         def run() -> None:
             model.set_experts_implementation(experts)
@@ -255,12 +261,12 @@ class _Layers:
 
         return run
 
-    def peer(self, peer: Peer) -> Step:
+    def build_peer(self, peer: Peer) -> StepFunction:
         """Its layer with our weights over the same states."""
-        if reason := why_absent(peer, self._cfg, self._part, self._device):
-            raise AbsentError(reason)
-        layer = open_peer(peer, self.first, self._cfg, self._x)
-        return _forth_and_back(layer, self._x, self._grad, list(layer.parameters()))
+        if reason := unavailable_reason(peer, self._cfg, self._part, self._device):
+            raise PeerUnavailableError(reason)
+        layer = build_peer_layer(peer, self.first_moe_layer, self._cfg, self._x)
+        return _forward_backward_step(layer, self._x, self._grad, list(layer.parameters()))
 
 
 def hugging_face_model(cfg: Config, device: torch.device, dtype: torch.dtype) -> Any:
@@ -301,7 +307,7 @@ def _our_layers(cfg: Config, device: torch.device, dtype: torch.dtype) -> Transf
             assert "inv_freq" not in name
             buffer.zero_()
     apply_kernels(model, select_kernels(cfg, device))
-    model.place(torch.arange(cfg.train.seq_len, device=device))
+    model.set_positions(torch.arange(cfg.train.seq_len, device=device))
     return model
 
 
@@ -312,16 +318,16 @@ def _copy_routers(theirs: nn.Module, ours: Sequence[Tensor]) -> None:
         target.copy_(source)
 
 
-def _forth_and_back(
+def _forward_backward_step(
     forward: Callable[[Tensor], Any],
     x: Tensor,
     grad: Tensor,
     parameters: list[nn.Parameter],
-    counted: MoELayer | None = None,
-) -> Step:
+    moe_layer: MoELayer | None = None,
+) -> StepFunction:
     def step() -> None:
-        if counted is not None:
-            counted.begin_step(1)
+        if moe_layer is not None:
+            moe_layer.begin_step(1)
         leaf = x.detach().requires_grad_()
         y = forward(leaf)
         if isinstance(y, tuple):

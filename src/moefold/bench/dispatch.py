@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from moefold.errors import ConfigError
-from moefold.moe.dispatch import Assignment, Dispatcher, make_dispatcher
+from moefold.moe.dispatch import Dispatcher, RoutingMap, make_dispatcher
 from moefold.moe.experts import Experts
 from moefold.parallel.collectives import all_gather
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import Layout, divisors, fold
-from moefold.work_progress import Say, say_nothing
+from moefold.work_progress import ProgressCallback, ignore_progress
 
-PARTS = ("permute", "dispatch", "sort", "experts", "unsort", "combine", "unpermute")
+PHASES = ("permute", "dispatch", "sort", "experts", "unsort", "combine", "unpermute")
 """The six phases of a dispatcher, and the experts between them; each forward and backward."""
-COUPLED = "pp-ep-edp-etp"
+COUPLED_MOE_ORDER = "pp-ep-edp-etp"
 """Order of the axes, slowest first: EP neighbours are EDP ranks apart, CP or more, as where EP is cut out of DP."""
 
 
 @dataclass(frozen=True)
-class Grain:
+class Granularity:
     """A kind of experts; both have the same active compute and the same weights."""
 
     name: str
@@ -37,7 +37,7 @@ class Grain:
 
 
 @dataclass(frozen=True)
-class Bar:
+class MappingTime:
     """One mapping."""
 
     study: str
@@ -51,11 +51,11 @@ class Bar:
     """Median over the rounds of the slowest rank."""
 
 
-def grains(hidden_size: int) -> tuple[Grain, Grain]:
+def granularities(hidden_size: int) -> tuple[Granularity, Granularity]:
     """Few wide experts, and eight times as many of an eighth of the width."""
     return (
-        Grain("coarse", 8, 2, 2 * hidden_size),
-        Grain("fine", 64, 16, hidden_size // 4),
+        Granularity("coarse", 8, 2, 2 * hidden_size),
+        Granularity("fine", 64, 16, hidden_size // 4),
     )
 
 
@@ -71,7 +71,7 @@ def context_layouts(ranks: int) -> Iterator[tuple[str, Layout]]:
         for ep in divisors(ranks)[1:]:
             yield f"CP{cp} EP{ep} folded", fold(world_size=ranks, cp=cp, ep=ep)
             if cp * ep <= ranks:
-                yield f"CP{cp} EP{ep} coupled", fold(world_size=ranks, cp=cp, ep=ep, moe_order=COUPLED)
+                yield f"CP{cp} EP{ep} coupled", fold(world_size=ranks, cp=cp, ep=ep, moe_order=COUPLED_MOE_ORDER)
 
 
 def measure_mappings(
@@ -81,8 +81,8 @@ def measure_mappings(
     rounds: int,
     dtype: torch.dtype,
     device: torch.device,
-    say: Say = say_nothing,
-) -> list[Bar]:
+    on_progress: ProgressCallback = ignore_progress,
+) -> list[MappingTime]:
     """Time all mappings of both studies in turn. Collective; the answer is the same on every rank.
 
     Args:
@@ -92,63 +92,70 @@ def measure_mappings(
         rounds: that count, after one that does not.
         dtype: of states and weights.
         device: of this rank.
-        say: takes what the measurement is at.
+        on_progress: takes what the measurement is at.
     """
-    say("building the layers")
+    on_progress("building the layers")
     layers = []
     for study, layouts in (("etp", expert_layouts(ranks)), ("context", context_layouts(ranks))):
         for name, layout in layouts:
             groups = ParallelGroups.create(layout, device)
-            for grain in grains(hidden_size):
+            for grain in granularities(hidden_size):
                 if _is_legal(layout, grain):
-                    layers.append((study, grain, name, _Layer(groups, grain, tokens, hidden_size, dtype)))
+                    layers.append((study, grain, name, _DispatchLayer(groups, grain, tokens, hidden_size, dtype)))
     if not layers:
         raise ConfigError(f"--ranks {ranks}: no mapping shares the experts evenly")
     times: list[list[list[float]]] = [[] for _ in layers]
     for round_ in range(rounds + 1):
-        say(f"round {round_ + 1} of {rounds + 1}, {len(layers)} layers each")
+        on_progress(f"round {round_ + 1} of {rounds + 1}, {len(layers)} layers each")
         for found, (*_, layer) in zip(times, layers, strict=True):
             seconds = layer.step()
             if round_:
                 found.append(seconds)
     return [
-        _bar(study, grain, name, layer, found) for (study, grain, name, layer), found in zip(layers, times, strict=True)
+        _mapping_time(study, grain, name, layer, found)
+        for (study, grain, name, layer), found in zip(layers, times, strict=True)
     ]
 
 
-def _is_legal(layout: Layout, grain: Grain) -> bool:
-    return grain.num_experts % layout.ep == 0 and grain.ffn_hidden_size % layout.etp == 0
+def _is_legal(layout: Layout, granularity: Granularity) -> bool:
+    return granularity.num_experts % layout.ep == 0 and granularity.ffn_hidden_size % layout.etp == 0
 
 
-def _bar(study: str, grain: Grain, name: str, layer: "_Layer", found: list[list[float]]) -> Bar:
+def _mapping_time(
+    study: str, granularity: Granularity, name: str, layer: "_DispatchLayer", seconds: list[list[float]]
+) -> MappingTime:
     # [rounds, parts] of this rank, then [ranks, rounds, parts].
-    mine = torch.tensor(found, dtype=torch.float64, device=layer.device)
+    mine = torch.tensor(seconds, dtype=torch.float64, device=layer.device)
     of_all = all_gather(mine.unsqueeze(0), layer.world).cpu()
     parts = of_all.mean(0).median(0).values.tolist()
     total = statistics.median(of_all.sum(-1).amax(0).tolist())
-    return Bar(study, grain.name, str(grain), name, dict(zip(PARTS, parts, strict=True)), total)
+    return MappingTime(study, granularity.name, str(granularity), name, dict(zip(PHASES, parts, strict=True)), total)
 
 
-class _Layer:
+class _DispatchLayer:
     """One layer on one rank, with tokens that are routed evenly at random."""
 
-    def __init__(self, groups: ParallelGroups, grain: Grain, tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, groups: ParallelGroups, granularity: Granularity, tokens: int, hidden_size: int, dtype: torch.dtype
+    ) -> None:
         self.world, self.device = groups.world, groups.device
         ep, etp = groups.moe.ep, groups.moe.etp
-        self._dispatcher: Dispatcher[Any] = make_dispatcher("alltoall", groups.moe, grain.num_experts)
-        width = grain.ffn_hidden_size // etp.size
-        self._experts = Experts(grain.num_experts // ep.size, hidden_size, width).to(device=self.device, dtype=dtype)
+        self._dispatcher: Dispatcher[Any] = make_dispatcher("alltoall", groups.moe, granularity.num_experts)
+        width = granularity.ffn_hidden_size // etp.size
+        self._experts = Experts(granularity.num_experts // ep.size, hidden_size, width).to(
+            device=self.device, dtype=dtype
+        )
         for weight in self._experts.parameters():
             torch.nn.init.normal_(weight, std=0.02)
         generator = torch.Generator().manual_seed(groups.rank)
         self._x = torch.randn(tokens, hidden_size, generator=generator).to(device=self.device, dtype=dtype)
-        scores = torch.rand(tokens, grain.num_experts, generator=generator)
-        probs, ids = scores.topk(grain.top_k)
-        self._assignment = Assignment(ids.to(self.device), probs.to(self.device).requires_grad_())
+        scores = torch.rand(tokens, granularity.num_experts, generator=generator)
+        probs, ids = scores.topk(granularity.top_k)
+        self._routing_map = RoutingMap(ids.to(self.device), probs.to(self.device).requires_grad_())
 
     def step(self) -> list[float]:
-        """Seconds of each of `PARTS`, forward and backward; all ranks begin together."""
-        dispatcher, assignment = self._dispatcher, self._assignment
+        """Seconds of each of `PHASES`, forward and backward; all ranks begin together."""
+        dispatcher, assignment = self._dispatcher, self._routing_map
         plan: Any = None
 
         def preprocess(x: Tensor) -> Tensor:
@@ -165,29 +172,29 @@ class _Layer:
             lambda rows: dispatcher.combine_communicate(rows, plan),
             lambda rows: dispatcher.combine_postprocess(rows, plan),
         )
-        self._meet()
+        self._barrier()
         value, ends, seconds = self._x, [], []
         for phase in phases:
             leaf = value.detach().requires_grad_()
             started_s = time.perf_counter()
             value = phase(leaf)
-            seconds.append(self._passed_s(started_s))
+            seconds.append(self._elapsed_s(started_s))
             ends.append((leaf, value))
         grad: Tensor | None = torch.ones_like(value)
         for i in reversed(range(len(phases))):
             leaf, value = ends[i]
             started_s = time.perf_counter()
             torch.autograd.backward(value, grad)
-            seconds[i] += self._passed_s(started_s)
+            seconds[i] += self._elapsed_s(started_s)
             grad = leaf.grad
         for parameter in (*self._experts.parameters(), assignment.probs_TK):
             parameter.grad = None
         return seconds
 
-    def _passed_s(self, started_s: float) -> float:
+    def _elapsed_s(self, started_s: float) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - started_s
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         all_gather(torch.zeros(1, device=self.device), self.world)

@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.bench.race import race
+from moefold.bench.race import time_interleaved
 from moefold.bench.storage import StorageMeter
-from moefold.moe.dispatch import Assignment, Dispatcher, make_dispatcher
-from moefold.moe.dispatch.spill import SpillRule
+from moefold.moe.dispatch import Dispatcher, RoutingMap, make_dispatcher
+from moefold.moe.dispatch.spill import RebalanceRule
 from moefold.moe.experts import Experts
 from moefold.parallel.collectives import all_gather
 from moefold.parallel.groups import Group, ParallelGroups
-from moefold.work_progress import Say, say_nothing
+from moefold.work_progress import ProgressCallback, ignore_progress
 
 DISPATCHERS = ("alltoall", "leastloaded")
 HOT_EXPERT = 0
-ROUNDS = 3
+NUM_MEASUREMENTS = 3
 """Measurements of a rank's experts, and of its memory. The least counts: all above it is other work, or a thread
 of gloo that lets go of a tensor late."""
 
 
 @dataclass(frozen=True)
-class Workload:
+class SkewedWorkload:
     """One MoE layer in float32; each token has one expert, so that a part of the tokens is that part of the copies."""
 
     tokens: int
@@ -34,11 +34,11 @@ class Workload:
     hidden_size: int = 256
     ffn_hidden_size: int = 512
     num_experts: int = 16
-    rule: SpillRule = SpillRule(threshold=1.3, capacity=1.1, min_tokens=64)
+    rule: RebalanceRule = RebalanceRule(threshold=1.3, capacity=1.1, min_tokens=64)
 
 
 @dataclass(frozen=True)
-class Measurement:
+class DispatchMeasurement:
     """One dispatcher under one skew; every number is that of the rank with the most."""
 
     skew: float
@@ -59,9 +59,13 @@ class Measurement:
     """Loans of an expert to a rank, over all ranks."""
 
 
-def measure(
-    workload: Workload, skews: Sequence[float], steps: int, groups: ParallelGroups, say: Say = say_nothing
-) -> list[Measurement]:
+def measure_dispatchers(
+    workload: SkewedWorkload,
+    skews: Sequence[float],
+    steps: int,
+    groups: ParallelGroups,
+    on_progress: ProgressCallback = ignore_progress,
+) -> list[DispatchMeasurement]:
     """Time the dispatchers in turn under each skew. Collective; the answer is the same on every rank.
 
     Args:
@@ -69,55 +73,55 @@ def measure(
         skews: parts of the tokens that choose expert 0; the others spread evenly over the other experts.
         steps: steps that count.
         groups: ep is the whole world.
-        say: takes what the measurement is at.
+        on_progress: takes what the measurement is at.
     """
     found = []
     for skew in skews:
-        say(f"skew {skew:g}")
-        layers = {name: _Layer(workload, name, skew, groups) for name in DISPATCHERS}
-        times_s = race({name: layer.timed_step for name, layer in layers.items()}, warmup=2, rounds=steps)
+        on_progress(f"skew {skew:g}")
+        layers = {name: _SkewedLayer(workload, name, skew, groups) for name in DISPATCHERS}
+        times_s = time_interleaved({name: layer.timed_step for name, layer in layers.items()}, warmup=2, rounds=steps)
         for name, layer in layers.items():
-            found.append(_summary(layer, skew, name, statistics.median(times_s[name])))
+            found.append(_measurement(layer, skew, name, statistics.median(times_s[name])))
     return found
 
 
-class _Layer:
+class _SkewedLayer:
     """One layer on one rank, with tokens that are routed already."""
 
-    def __init__(self, workload: Workload, name: str, skew: float, groups: ParallelGroups) -> None:
-        self.experts_group: Group = groups.moe.experts
+    def __init__(self, workload: SkewedWorkload, name: str, skew: float, groups: ParallelGroups) -> None:
+        self.ep_group: Group = groups.moe.experts
         self.workload = workload
         self._dispatcher: Dispatcher[Any] = make_dispatcher(name, groups.moe, workload.num_experts, workload.rule)
-        self._num_own = workload.num_experts // groups.moe.ep.size
-        self._experts = _experts(workload, self._num_own)
+        self._num_local_experts = workload.num_experts // groups.moe.ep.size
+        self._experts = _experts(workload, self._num_local_experts)
         generator = torch.Generator().manual_seed(groups.rank)
         self._x = torch.randn(workload.tokens, workload.hidden_size, generator=generator).requires_grad_()
         ids = skewed_choices(workload.tokens, workload.num_experts, skew, generator)
-        self._assignment = Assignment(ids, torch.rand(ids.shape, generator=generator).requires_grad_())
+        self._routing_map = RoutingMap(ids, torch.rand(ids.shape, generator=generator).requires_grad_())
 
     def timed_step(self) -> None:
         """Forward and backward, and the wait for the last rank."""
         self.step()
-        self.gathered([0.0])
+        self.gather([0.0])
 
     def step(self) -> Sequence[int]:
         """Forward and backward; returns the rows of each expert that computed here."""
-        rows, plan = self._dispatcher.dispatch(self._x, self._assignment)
-        y = self._experts(rows, plan.rows_per_expert, self._dispatcher.loan(plan))
+        rows, plan = self._dispatcher.dispatch(self._x, self._routing_map)
+        y = self._experts(rows, plan.tokens_per_expert, self._dispatcher.migration(plan))
         y = self._dispatcher.combine(y, plan)
         torch.autograd.backward(y, y.detach())
-        for leaf in (*self._experts.parameters(), self._x, self._assignment.probs_TK):
+        for leaf in (*self._experts.parameters(), self._x, self._routing_map.probs_TK):
             leaf.grad = None
-        rows_per_expert: Sequence[int] = plan.rows_per_expert
+        rows_per_expert: Sequence[int] = plan.tokens_per_expert
         return rows_per_expert
 
-    def num_borrowed(self, rows_per_expert: Sequence[int]) -> int:
+    def num_received_experts(self, rows_per_expert: Sequence[int]) -> int:
         """Experts of others that computed here."""
-        return len(rows_per_expert) - self._num_own
+        return len(rows_per_expert) - self._num_local_experts
 
-    def gathered(self, numbers: Sequence[float]) -> Tensor:
+    def gather(self, numbers: Sequence[float]) -> Tensor:
         """The numbers of all ranks, [ranks, numbers]; collective."""
-        return all_gather(torch.tensor([list(numbers)], dtype=torch.float64), self.experts_group)
+        return all_gather(torch.tensor([list(numbers)], dtype=torch.float64), self.ep_group)
 
 
 def skewed_choices(num_tokens: int, num_experts: int, skew: float, generator: torch.Generator) -> Tensor:
@@ -127,14 +131,14 @@ def skewed_choices(num_tokens: int, num_experts: int, skew: float, generator: to
     return ids[torch.randperm(num_tokens, generator=generator)].unsqueeze(1)
 
 
-def _summary(layer: _Layer, skew: float, name: str, step_s: float) -> Measurement:
+def _measurement(layer: _SkewedLayer, skew: float, name: str, step_s: float) -> DispatchMeasurement:
     rows_per_expert = layer.step()
-    peak_bytes = min(_peak_bytes(layer) for _ in range(ROUNDS))
-    cpu_s = _in_turn(layer, lambda: _experts_cpu_s(layer.workload, rows_per_expert))
-    numbers = [step_s, sum(rows_per_expert), peak_bytes, cpu_s, layer.num_borrowed(rows_per_expert)]
-    of_all = layer.gathered(numbers)
+    peak_bytes = min(_peak_bytes(layer) for _ in range(NUM_MEASUREMENTS))
+    cpu_s = _one_rank_at_a_time(layer, lambda: _experts_cpu_s(layer.workload, rows_per_expert))
+    numbers = [step_s, sum(rows_per_expert), peak_bytes, cpu_s, layer.num_received_experts(rows_per_expert)]
+    of_all = layer.gather(numbers)
     most = of_all.amax(0).tolist()
-    return Measurement(
+    return DispatchMeasurement(
         skew=skew,
         dispatcher=name,
         step_s=most[0],
@@ -146,37 +150,37 @@ def _summary(layer: _Layer, skew: float, name: str, step_s: float) -> Measuremen
     )
 
 
-def _peak_bytes(layer: _Layer) -> int:
+def _peak_bytes(layer: _SkewedLayer) -> int:
     with StorageMeter() as meter:
         layer.step()
-    layer.gathered([0.0])
+    layer.gather([0.0])
     peak_bytes: int = meter.peak_bytes
     return peak_bytes
 
 
-def _in_turn(layer: _Layer, function: Callable[[], float]) -> float:
+def _one_rank_at_a_time(layer: _SkewedLayer, function: Callable[[], float]) -> float:
     """Call a function on one rank after another, while the others wait."""
     answer = 0.0
-    for rank in range(layer.experts_group.size):
-        if rank == layer.experts_group.rank:
+    for rank in range(layer.ep_group.size):
+        if rank == layer.ep_group.rank:
             answer = function()
-        layer.gathered([0.0])
+        layer.gather([0.0])
     return answer
 
 
-def _experts_cpu_s(workload: Workload, rows_per_expert: Sequence[int]) -> float:
+def _experts_cpu_s(workload: SkewedWorkload, rows_per_expert: Sequence[int]) -> float:
     experts = _experts(workload, len(rows_per_expert))
     x = torch.randn(sum(rows_per_expert), workload.hidden_size, requires_grad=True)
     grad = torch.ones(x.shape)
     times_s = []
-    for _ in range(1 + ROUNDS):
+    for _ in range(1 + NUM_MEASUREMENTS):
         started_s = time.process_time()
         torch.autograd.backward(experts(x, rows_per_expert), grad)
         times_s.append(time.process_time() - started_s)
     return min(times_s)
 
 
-def _experts(workload: Workload, count: int) -> Experts:
+def _experts(workload: SkewedWorkload, count: int) -> Experts:
     experts = Experts(count, workload.hidden_size, workload.ffn_hidden_size)
     for weight in experts.parameters():
         torch.nn.init.normal_(weight, std=0.02)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from moefold.launch.heap import memory_note
-from moefold.model.gemm import LIBRARY
+from moefold.launch.heap import malloc_message
+from moefold.model.gemm import TORCH_GEMM
 
 GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
@@ -16,43 +16,43 @@ TORCH_MM, ONEDNN, COPY = "GEMM, torch.mm", "GEMM, oneDNN", "copy"
 
 
 @dataclass(frozen=True)
-class Rates:
+class PeakRates:
     """What the machine reached."""
 
-    flops: float
+    flops_per_s: float
     """Operations a second of a large square product, by the faster of the libraries."""
-    bytes: float
+    bytes_per_s: float
     """Bytes a second, read and written, of a large copy."""
 
-    def floor_s(self, flops: float, moved_bytes: float) -> float:
+    def roofline_s(self, flops: float, moved_bytes: float) -> float:
         """The least time that so much work takes."""
-        return max(flops / self.flops, moved_bytes / self.bytes)
+        return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
 
 
-def yardsticks(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
-    """What to race beside the contestants, for `rates`."""
+def roofline_kernels(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
+    """What to race beside the contestants, for `peak_rates`."""
     n = GEMM_SIZE[device.type]
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     found: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(source)}
-    has_own = LIBRARY.multiplies_itself(a)
+    has_own = TORCH_GEMM.is_faster_than_torch_mm(a)
     if not has_own or dtype == torch.float32:
         # Where bfloat16 is emulated, the library's product would take seconds and is never the faster one.
         found[TORCH_MM] = lambda: torch.mm(a, b)
     if has_own:
-        found[ONEDNN] = lambda: LIBRARY.product(a, b)
+        found[ONEDNN] = lambda: TORCH_GEMM.matmul(a, b)
     return found
 
 
-def rates(median_s: dict[str, float], device: torch.device) -> Rates:
+def peak_rates(median_s: dict[str, float], device: torch.device) -> PeakRates:
     """The rates that follow from the median times of the yardsticks."""
     flops = 2 * GEMM_SIZE[device.type] ** 3
     fastest = min(median_s[name] for name in (TORCH_MM, ONEDNN) if name in median_s)
-    return Rates(flops / fastest, 2 * COPY_BYTES[device.type] / median_s[COPY])
+    return PeakRates(flops / fastest, 2 * COPY_BYTES[device.type] / median_s[COPY])
 
 
-def free_bytes(device: torch.device) -> float:
+def free_memory_bytes(device: torch.device) -> float:
     """Memory that is free on the device."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
@@ -61,7 +61,7 @@ def free_bytes(device: torch.device) -> float:
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def machine_name(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     """The device in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -71,5 +71,9 @@ def machine_name(device: torch.device) -> str:
     # A virtual machine often names the maker alone.
     numbers = [f"{key} {facts[name]}" for key, name in (("family", "cpu family"), ("model", "model")) if name in facts]
     which = f" ({', '.join(numbers)})" if numbers else ""
-    words = f"{facts.get('model name', 'CPU')}{which}", f"{torch.get_num_threads()} threads", memory_note(device.type)
+    words = (
+        f"{facts.get('model name', 'CPU')}{which}",
+        f"{torch.get_num_threads()} threads",
+        malloc_message(device.type),
+    )
     return ", ".join(filter(None, words))

@@ -21,7 +21,7 @@ from moefold.moe.layer import MoELayer
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
 
-GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp")
+PROCESS_GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp")
 """What its layer asks for."""
 
 
@@ -40,10 +40,10 @@ def build(ours: MoELayer, model: ModelConfig, dtype: torch.dtype) -> nn.Module:
     spec.submodules.router = _CpuRouter
     # Which does not communicate.
     group = ParallelGroups.create(fold(world_size=1), torch.device("cpu")).world.handle
-    groups = ProcessGroupCollection(**dict.fromkeys(GROUPS, group))
+    groups = ProcessGroupCollection(**dict.fromkeys(PROCESS_GROUPS, group))
     layer: Any = build_module(spec, config=_config(model, dtype), pg_collection=groups)
     layer.router.to(torch.promote_types(dtype, torch.float32))
-    _copy(ours, layer)
+    _copy_weights(ours, layer)
     return layer.train()
 
 
@@ -78,7 +78,7 @@ def _config(model: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def _copy(ours: MoELayer, theirs: Any) -> None:
+def _copy_weights(ours: MoELayer, theirs: Any) -> None:
     theirs.router.weight.copy_(ours.router.weight)
     weights = zip(ours.experts.w_gate, ours.experts.w_up, ours.experts.w_down, strict=True)
     for expert, (gate_HF, up_HF, down_FH) in zip(theirs.experts.local_experts, weights, strict=True):

@@ -12,18 +12,18 @@ from shutil import which
 import torch
 from torch import Tensor, nn
 
-from moefold.bench.shape import Part
+from moefold.bench.shape import BenchPart
 from moefold.config.schema import Config, ModelConfig
 from moefold.moe.layer import MoELayer
 
 Dtype = torch.dtype
-LARGEST_DIFFERENCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+MAX_RELATIVE_DIFFERENCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Of the result for a token, relative, by its type: routers are float32 or wider, sums are in another order."""
-SHARE_ALIKE = 0.99
+MIN_AGREEING_SHARE = 0.99
 """Of the tokens: where two experts are as good, the order of a sum decides between them."""
 
 
-class AbsentError(Exception):
+class PeerUnavailableError(Exception):
     """A peer is not in the race; the message says why."""
 
 
@@ -35,13 +35,13 @@ class Peer:
         name: of its package.
         module: what shows that it is installed.
         builder: module whose `build(ours, model, dtype)` makes its layer with our weights, [S, B, H] to the same.
-        lacks: why it cannot compute a model in a type on a kind of device; empty if it can.
+        unsupported_reason: why it cannot compute a model in a type on a kind of device; empty if it can.
     """
 
     name: str
     module: str
     builder: str
-    lacks: Callable[[ModelConfig, Dtype, str], str]
+    unsupported_reason: Callable[[ModelConfig, Dtype, str], str]
 
     @property
     def title(self) -> str:
@@ -49,16 +49,18 @@ class Peer:
         return f"{self.name} {version(self.name)}"
 
 
-def why_absent(peer: Peer, cfg: Config, part: Part, device: torch.device) -> str:
+def unavailable_reason(peer: Peer, cfg: Config, part: BenchPart, device: torch.device) -> str:
     """Why a peer does not compete, as far as that is known without its code; empty if it may."""
     if not _is_installed(peer.module):
         return "not installed"
     if part != "layer":
         return "compared by its MoE layer alone, in the shapes that end in -layer"
-    return _what_none_has(cfg.model) or peer.lacks(cfg.model, getattr(torch, cfg.run.dtype), device.type)
+    return _common_unsupported_reason(cfg.model) or peer.unsupported_reason(
+        cfg.model, getattr(torch, cfg.run.dtype), device.type
+    )
 
 
-def open_peer(peer: Peer, ours: MoELayer, cfg: Config, x: Tensor) -> nn.Module:
+def build_peer_layer(peer: Peer, ours: MoELayer, cfg: Config, x: Tensor) -> nn.Module:
     """Its layer with our weights, once it has computed what ours does.
 
     Args:
@@ -75,24 +77,24 @@ def open_peer(peer: Peer, ours: MoELayer, cfg: Config, x: Tensor) -> nn.Module:
     try:
         layer: nn.Module = import_module(peer.builder).build(ours, cfg.model, x.dtype)
     except (ImportError, AttributeError, TypeError) as error:
-        raise AbsentError(f"version {version(peer.name)} is not one that the bench knows: {error}") from error
+        raise PeerUnavailableError(f"version {version(peer.name)} is not one that the bench knows: {error}") from error
     with torch.no_grad():
         theirs, expected = layer(x), ours(x)
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
     apart = (theirs.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
-    difference = float(apart.quantile(SHARE_ALIKE))
+    difference = float(apart.quantile(MIN_AGREEING_SHARE))
     # A result that is not a number differs as well.
-    if not difference <= LARGEST_DIFFERENCE[x.dtype]:
-        raise AbsentError(f"its results differ from ours by {difference:.1%}: it computes something else")
+    if not difference <= MAX_RELATIVE_DIFFERENCE[x.dtype]:
+        raise PeerUnavailableError(f"its results differ from ours by {difference:.1%}: it computes something else")
     return layer
 
 
-def copies_of_weights(cfg: Config, part: Part, device: torch.device) -> int:
+def num_weight_copies(cfg: Config, part: BenchPart, device: torch.device) -> int:
     """How often a race has the weights in memory: ours, those of transformers, and those of each peer that competes."""
-    return 2 + sum(not why_absent(peer, cfg, part, device) for peer in PEERS)
+    return 2 + sum(not unavailable_reason(peer, cfg, part, device) for peer in PEERS)
 
 
-def what_torchtitan_lacks(model: ModelConfig, dtype: Dtype, device_type: str) -> str:
+def torchtitan_unsupported_reason(model: ModelConfig, dtype: Dtype, device_type: str) -> str:
     """See `Peer.lacks`."""
     if dtype != torch.bfloat16:
         return "its experts multiply in bfloat16 alone (--dtype bfloat16)"
@@ -101,7 +103,7 @@ def what_torchtitan_lacks(model: ModelConfig, dtype: Dtype, device_type: str) ->
     return ""
 
 
-def what_megatron_lacks(model: ModelConfig, dtype: Dtype, device_type: str) -> str:
+def megatron_unsupported_reason(model: ModelConfig, dtype: Dtype, device_type: str) -> str:
     """See `Peer.lacks`."""
     if device_type != "cpu":
         return "its fast experts need transformer-engine, with which the bench has no contestant that has run"
@@ -118,12 +120,12 @@ def what_megatron_lacks(model: ModelConfig, dtype: Dtype, device_type: str) -> s
 
 
 PEERS = (
-    Peer("megatron-core", "megatron.core", "moefold.bench.megatron_layer", what_megatron_lacks),
-    Peer("torchtitan", "torchtitan", "moefold.bench.torchtitan_layer", what_torchtitan_lacks),
+    Peer("megatron-core", "megatron.core", "moefold.bench.megatron_layer", megatron_unsupported_reason),
+    Peer("torchtitan", "torchtitan", "moefold.bench.torchtitan_layer", torchtitan_unsupported_reason),
 )
 
 
-def _what_none_has(model: ModelConfig) -> str:
+def _common_unsupported_reason(model: ModelConfig) -> str:
     if model.router_score == "sqrtsoftplus":
         return "its router has no scores of sqrtsoftplus"
     has_biases = model.moe_bias or model.router_bias

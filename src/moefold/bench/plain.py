@@ -16,10 +16,10 @@ from moefold.model.rope import frequencies
 from moefold.model.transformer import Transformer
 from moefold.moe.layer import MoELayer
 
-ExpertsBy = Literal["loop", "grouped_mm"]
+ExpertsImplementation = Literal["loop", "grouped_mm"]
 
 
-def what_plain_lacks(model: ModelConfig, *, with_attention: bool) -> str:
+def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> str:
     """Why the plain contestant cannot compute the model; empty if it can."""
     if model.router_score != "softmax" or model.num_groups > 1 or model.expert_bias:
         return "its router is softmax and top-k alone"
@@ -30,7 +30,7 @@ def what_plain_lacks(model: ModelConfig, *, with_attention: bool) -> str:
     return "it rotates whole heads, unscaled" if model.rope_scaling != "none" else ""
 
 
-class PlainModel:
+class TorchBaseline:
     """Forward passes in plain torch.
 
     Args:
@@ -39,7 +39,7 @@ class PlainModel:
         experts: how the experts multiply.
     """
 
-    def __init__(self, cfg: Config, dtype: torch.dtype, experts: ExpertsBy) -> None:
+    def __init__(self, cfg: Config, dtype: torch.dtype, experts: ExpertsImplementation) -> None:
         self._cfg = cfg
         self._dtype = dtype
         self._experts = experts
@@ -70,7 +70,7 @@ class PlainModel:
         if model.router_softmax == "post":
             probs_TK = probs_TK / probs_TK.sum(-1, keepdim=True)
         probs_TK = probs_TK * model.router_scaling_factor
-        by = self._by_loop if self._experts == "loop" else self._by_grouped_mm
+        by = self._experts_loop if self._experts == "loop" else self._experts_grouped_mm
         y_TH = by(moe.experts, x_TH, ids_TK, probs_TK.to(x.dtype))
         shared_expert: Any = moe.shared
         if shared_expert is not None:
@@ -82,7 +82,7 @@ class PlainModel:
         aux = self._cfg.moe.aux_coefficient * model.num_experts * (share_E * scores_TE.mean(0)).sum()
         return y_TH.view_as(x), aux
 
-    def _by_loop(self, experts: Any, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
+    def _experts_loop(self, experts: Any, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
         y_TH = torch.zeros_like(x_TH)
         for e in range(self._cfg.model.num_experts):
             token, copy = torch.where(ids_TK == e)
@@ -90,7 +90,7 @@ class PlainModel:
             y_TH = y_TH.index_add(0, token, mine * probs_TK[token, copy, None])
         return y_TH
 
-    def _by_grouped_mm(self, experts: Any, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
+    def _experts_grouped_mm(self, experts: Any, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
         order = ids_TK.flatten().argsort(stable=True)
         counts_E = torch.bincount(ids_TK.flatten(), minlength=self._cfg.model.num_experts)
         offsets_E = counts_E.cumsum(0).to(torch.int32)
@@ -115,14 +115,14 @@ class PlainModel:
         if attention.query_norm is not None:
             query = self._norm(query, attention.query_norm.weight)
             key = self._norm(key, attention.key_norm.weight)
-        query, key, value = (t.transpose(1, 2) for t in (self._rotated(query), self._rotated(key), value))
+        query, key, value = (t.transpose(1, 2) for t in (self._apply_rope(query), self._apply_rope(key), value))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return F.linear(attended.transpose(1, 2).flatten(2), attention.wo.to(x.dtype))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), self._cfg.model.norm_eps)
 
-    def _rotated(self, x_BSAD: Tensor) -> Tensor:
+    def _apply_rope(self, x_BSAD: Tensor) -> Tensor:
         position = torch.arange(x_BSAD.shape[1], dtype=torch.float64)
         angle_SD = torch.outer(position, frequencies(self._cfg.model)).repeat(1, 2)
         cos, sin = (f.to(x_BSAD)[:, None] for f in (angle_SD.cos(), angle_SD.sin()))

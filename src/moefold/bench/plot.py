@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Report = Mapping[str, Any]
-MS = 1e3
-LETTERS_A_PANEL = 68
+MS_PER_S = 1e3
+TITLE_CHARS_PER_PANEL = 68
 """Of the title, in a line."""
 
 
@@ -42,7 +42,7 @@ def draw_report(report: Report, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels, squeeze=False)[0]
     # A long name of a machine takes further lines, for which the panels make room.
-    title = fill(draw(report, axes), LETTERS_A_PANEL * panels)
+    title = fill(draw(report, axes), TITLE_CHARS_PER_PANEL * panels)
     figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left", fontweight="bold")
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
@@ -57,18 +57,18 @@ def _draw_comparison(report: Report, axes: Sequence["Axes"]) -> str:
     rows = report["rows"]
     left, right = axes
     names = [row["name"] for row in rows]
-    middle = [row["median_s"] * MS for row in rows]
+    middle = [row["median_s"] * MS_PER_S for row in rows]
     spread = [
-        [(row["median_s"] - row["low_s"]) * MS for row in rows],
-        [(row["high_s"] - row["median_s"]) * MS for row in rows],
+        [(row["median_s"] - row["low_s"]) * MS_PER_S for row in rows],
+        [(row["high_s"] - row["median_s"]) * MS_PER_S for row in rows],
     ]
     left.barh(names, middle, xerr=spread, color=[PALETTE[0], *[PALETTE[4]] * (len(rows) - 1)], ecolor=FAINT)
     left.invert_yaxis()
     left.set_title("a step, ms (median and quartiles)", fontsize=9.5, color=INK)
     pieces = report["pieces"]
     places = range(len(pieces))
-    right.barh(places, [p["seconds"] * MS for p in pieces], color=PALETTE[4], label="measured")
-    right.barh(places, [p["floor_s"] * MS for p in pieces], height=0.4, color=PALETTE[3], label="floor")
+    right.barh(places, [p["seconds"] * MS_PER_S for p in pieces], color=PALETTE[4], label="measured")
+    right.barh(places, [p["floor_s"] * MS_PER_S for p in pieces], height=0.4, color=PALETTE[3], label="floor")
     right.set_yticks(places, [p["name"] for p in pieces])
     right.invert_yaxis()
     right.set_title("parts of our step by themselves, ms", fontsize=9.5, color=INK)
@@ -80,7 +80,7 @@ def _draw_dispatch(report: Report, axes: Sequence["Axes"]) -> str:
     for one, grain in zip(axes, ("coarse", "fine"), strict=True):
         bars = [bar for bar in report["bars"] if bar["grain"] == grain]
         names = [bar["name"].replace(" ", "\n") for bar in bars]
-        _stack(one, names, [bar["parts_s"] for bar in bars])
+        _draw_stacked_bars(one, names, [bar["parts_s"] for bar in bars])
         one.set_title(f"{grain}: {bars[0]['experts']}" if bars else grain, fontsize=9.5, color=INK)
     axes[0].set_ylabel("ms, forward and backward", fontsize=9, color=INK)
     return f"One MoE layer on {report['ranks']} ranks, {report['tokens']:,} tokens each: {report['machine']}"
@@ -88,7 +88,7 @@ def _draw_dispatch(report: Report, axes: Sequence["Axes"]) -> str:
 
 def _draw_ranks(report: Report, axes: Sequence["Axes"]) -> str:
     ranks = report["per_rank"]
-    _stack(axes[0], [str(i) for i in range(len(ranks))], ranks)
+    _draw_stacked_bars(axes[0], [str(i) for i in range(len(ranks))], ranks)
     axes[0].set_ylabel("CPU ms of a step", fontsize=9, color=INK)
     axes[0].set_xlabel("rank", fontsize=9, color=INK)
     return f"Where {len(ranks)} ranks spend a step"
@@ -100,7 +100,9 @@ def _draw_scaling(report: Report, axes: Sequence["Axes"]) -> str:
     left.plot([r["tokens"] for r in tokens], [r["tokens_per_s"] for r in tokens], marker="o", color=PALETTE[0])
     left.set_title("tokens/s over tokens a rank", fontsize=9.5, color=INK)
     experts = report["by_experts"]
-    right.plot([r["experts"] for r in experts], [r["median_s"] * MS for r in experts], marker="o", color=PALETTE[3])
+    right.plot(
+        [r["experts"] for r in experts], [r["median_s"] * MS_PER_S for r in experts], marker="o", color=PALETTE[3]
+    )
     right.set_title("ms over experts, same active compute", fontsize=9.5, color=INK)
     for one, key, rows in ((left, "tokens", tokens), (right, "experts", experts)):
         one.set_xscale("log", base=2)
@@ -109,11 +111,11 @@ def _draw_scaling(report: Report, axes: Sequence["Axes"]) -> str:
     return f"Scaling, {report['dtype']}: {report['machine']}"
 
 
-def _stack(axes: "Axes", names: Sequence[str], bars: Sequence[Mapping[str, float]]) -> None:
+def _draw_stacked_bars(axes: "Axes", names: Sequence[str], bars: Sequence[Mapping[str, float]]) -> None:
     """Stacked bars of seconds, in ms, with their sums."""
     below = [0.0] * len(bars)
     for i, part in enumerate(bars[0] if bars else ()):
-        heights = [bar[part] * MS for bar in bars]
+        heights = [bar[part] * MS_PER_S for bar in bars]
         axes.bar(range(len(bars)), heights, bottom=below, color=PALETTE[i], label=part, width=0.72)
         below = [low + height for low, height in zip(below, heights, strict=True)]
     for i, total in enumerate(below):

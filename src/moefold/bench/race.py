@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from moefold.work_progress import Say, say_nothing
+from moefold.work_progress import ProgressCallback, ignore_progress
 
 
 @dataclass(frozen=True)
-class Times:
+class StepTimes:
     """What a contestant took, in seconds."""
 
     seconds: list[float]
@@ -35,22 +35,22 @@ CLOCKS: Mapping[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_ti
 """The CPU time of all threads of this process says on a crowded machine what the wall clock says on an idle one."""
 
 
-def race(
-    contestants: Mapping[str, Callable[[], None]],
+def time_interleaved(
+    steps: Mapping[str, Callable[[], None]],
     *,
     warmup: int,
     rounds: int,
     clock: Clock = time.perf_counter,
-    say: Say = say_nothing,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, list[float]]:
     """Run every contestant once a round, after some rounds that do not count; returns seconds by name.
 
-    A contestant that works on a GPU waits for it itself: see `awaited`.
+    A contestant that works on a GPU waits for it itself: see `synchronized`.
     """
-    times_s: dict[str, list[float]] = {name: [] for name in contestants}
+    times_s: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(warmup + rounds):
-        say(f"round {i + 1} of {warmup + rounds}")
-        for name, step in contestants.items():
+        on_progress(f"round {i + 1} of {warmup + rounds}")
+        for name, step in steps.items():
             started_s = clock()
             step()
             if i >= warmup:
@@ -58,7 +58,7 @@ def race(
     return times_s
 
 
-def awaited(step: Callable[[], object], device: torch.device) -> Callable[[], None]:
+def synchronized(step: Callable[[], object], device: torch.device) -> Callable[[], None]:
     """The step, which is over when the device has done its work."""
 
     def run() -> None:

@@ -7,18 +7,18 @@ from torch import Tensor
 
 from moefold.config.schema import ModelConfig
 
-PULL = 8.0
+STEER_STRENGTH = 8.0
 """Of the steered direction over the noise: the chosen experts are those that are meant."""
 
 
-def directions(num_experts: int, hidden_size: int, generator: torch.Generator) -> Tensor:
+def orthonormal_directions(num_experts: int, hidden_size: int, generator: torch.Generator) -> Tensor:
     """Orthonormal rows, [E, H]; E may not exceed H."""
     assert num_experts <= hidden_size
     matrix = torch.randn(hidden_size, num_experts, generator=generator, device=generator.device)
     return torch.linalg.qr(matrix)[0].t().contiguous()
 
 
-def even_choices(count: int, model: ModelConfig, device: torch.device) -> Tensor:
+def balanced_choices(count: int, model: ModelConfig, device: torch.device) -> Tensor:
     """K experts for each of `count` rows, int64 [count, K]: each expert as often as any other, up to one.
 
     The experts of a row follow each other, and so do the rows: those of a router with groups stay within few groups.
@@ -30,26 +30,26 @@ def even_choices(count: int, model: ModelConfig, device: torch.device) -> Tensor
 @torch.no_grad()
 def balanced_states(count: int, routers: Sequence[Tensor], model: ModelConfig, generator: torch.Generator) -> Tensor:
     """Random states [count, H] with an even routing; sets the routers' weights to what they follow."""
-    rows_EH = directions(model.num_experts, model.hidden_size, generator)
+    rows_EH = orthonormal_directions(model.num_experts, model.hidden_size, generator)
     for router in routers:
         router.copy_(rows_EH)
     noise = torch.randn(count, model.hidden_size, generator=generator, device=generator.device)
-    return _pulled(noise, rows_EH, model)
+    return _add_expert_directions(noise, rows_EH, model)
 
 
 @torch.no_grad()
-def steer(embedding: Tensor, routers: Sequence[Tensor], model: ModelConfig) -> None:
+def steer_embedding(embedding: Tensor, routers: Sequence[Tensor], model: ModelConfig) -> None:
     """Make the vectors of tokens point at their experts: token after token, so that random tokens load all alike."""
     generator = torch.Generator(embedding.device).manual_seed(0)
-    rows_EH = directions(model.num_experts, model.hidden_size, generator)
+    rows_EH = orthonormal_directions(model.num_experts, model.hidden_size, generator)
     for router in routers:
         router.copy_(rows_EH)
-    embedding.copy_(_pulled(embedding / embedding.std(), rows_EH, model))
+    embedding.copy_(_add_expert_directions(embedding / embedding.std(), rows_EH, model))
 
 
-def _pulled(noise_NH: Tensor, rows_EH: Tensor, model: ModelConfig) -> Tensor:
-    ids_NK = even_choices(len(noise_NH), model, noise_NH.device)
-    strength_K = torch.linspace(PULL + 1.0, PULL, model.top_k, device=noise_NH.device)
+def _add_expert_directions(noise_NH: Tensor, rows_EH: Tensor, model: ModelConfig) -> Tensor:
+    ids_NK = balanced_choices(len(noise_NH), model, noise_NH.device)
+    strength_K = torch.linspace(STEER_STRENGTH + 1.0, STEER_STRENGTH, model.top_k, device=noise_NH.device)
     chosen_NE = torch.zeros(len(noise_NH), model.num_experts, device=noise_NH.device)
     chosen_NE.scatter_(1, ids_NK, strength_K.expand_as(ids_NK).contiguous())
     return noise_NH + chosen_NE @ rows_EH

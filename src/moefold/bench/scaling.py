@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moefold.bench.contestants import open_ours
-from moefold.bench.race import CLOCKS, Times, awaited, race
-from moefold.bench.shape import Shape, bench_config
-from moefold.work_progress import Say, say_nothing
+from moefold.bench.contestants import build_moefold_step
+from moefold.bench.race import CLOCKS, StepTimes, synchronized, time_interleaved
+from moefold.bench.shape import BenchShape, bench_config
+from moefold.work_progress import ProgressCallback, ignore_progress
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class ExpertsPoint:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class ScalingSweep:
     """What to vary, and how to measure it."""
 
-    shape: Shape
+    shape: BenchShape
     dtype: str
     tokens: Sequence[int]
     experts: Sequence[int]
@@ -42,33 +42,45 @@ class Sweep:
     clock: str
 
 
-def over_tokens(sweep: Sweep, device: torch.device, say: Say = say_nothing) -> list[TokensPoint]:
+def sweep_tokens(
+    sweep: ScalingSweep, device: torch.device, on_progress: ProgressCallback = ignore_progress
+) -> list[TokensPoint]:
     """Steps with more and more tokens, in turn. A whole model needs a process group of one."""
     steps = {
-        str(n): awaited(
-            open_ours(
+        str(n): synchronized(
+            build_moefold_step(
                 bench_config(sweep.shape, dtype=sweep.dtype, tokens=n, device=device.type), sweep.shape.part, device
             ),
             device,
         )
         for n in sweep.tokens
     }
-    times_s = race(
-        steps, warmup=1, rounds=sweep.rounds, clock=CLOCKS[sweep.clock], say=lambda text: say(f"tokens, {text}")
+    times_s = time_interleaved(
+        steps,
+        warmup=1,
+        rounds=sweep.rounds,
+        clock=CLOCKS[sweep.clock],
+        on_progress=lambda text: on_progress(f"tokens, {text}"),
     )
-    medians = [Times(times_s[str(n)]).median_s for n in sweep.tokens]
+    medians = [StepTimes(times_s[str(n)]).median_s for n in sweep.tokens]
     return [TokensPoint(n, s, n / s) for n, s in zip(sweep.tokens, medians, strict=True)]
 
 
-def over_experts(sweep: Sweep, device: torch.device, say: Say = say_nothing) -> list[ExpertsPoint]:
+def sweep_experts(
+    sweep: ScalingSweep, device: torch.device, on_progress: ProgressCallback = ignore_progress
+) -> list[ExpertsPoint]:
     """One MoE layer of the shape's sizes with more and more experts, forward and backward, in turn."""
     shape = replace(sweep.shape, part="layer")
     steps = {}
     for count in sweep.experts:
         cfg = bench_config(shape, dtype=sweep.dtype, experts=count, device=device.type)
-        steps[str(count)] = awaited(open_ours(cfg, "layer", device), device)
-    times_s = race(
-        steps, warmup=1, rounds=sweep.rounds, clock=CLOCKS[sweep.clock], say=lambda text: say(f"experts, {text}")
+        steps[str(count)] = synchronized(build_moefold_step(cfg, "layer", device), device)
+    times_s = time_interleaved(
+        steps,
+        warmup=1,
+        rounds=sweep.rounds,
+        clock=CLOCKS[sweep.clock],
+        on_progress=lambda text: on_progress(f"experts, {text}"),
     )
-    medians = [Times(times_s[str(n)]).median_s for n in sweep.experts]
+    medians = [StepTimes(times_s[str(n)]).median_s for n in sweep.experts]
     return [ExpertsPoint(n, s, s / medians[0]) for n, s in zip(sweep.experts, medians, strict=True)]

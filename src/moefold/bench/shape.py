@@ -9,20 +9,20 @@ from moefold.config.schema import Config, ModelConfig
 from moefold.errors import ConfigError
 from moefold.metrics.flops import TRAIN_TO_FORWARD, count_parameters, train_flops_per_token
 
-Part = Literal["model", "layer", "stack"]
-Routing = Literal["natural", "balanced"]
+BenchPart = Literal["model", "layer", "stack"]
+BenchRouting = Literal["natural", "balanced"]
 
 STACK_LAYERS = 2
 SMALL_SEQ_LEN = 256
 SEQ_LEN = 4096
 """Tokens of a sample of the large shapes; more tokens are more samples."""
-VOCABULARY = 256
+VOCAB_SIZE = 256
 """Of the large shapes, whose embedding and head are not measured."""
-LARGE = ("mixtral-8x7b", "mixtral-8x22b", "qwen2-57b-a14b", "qwen3-30b-a3b", "deepseek-v3")
+LARGE_PRESETS = ("mixtral-8x7b", "mixtral-8x22b", "qwen2-57b-a14b", "qwen3-30b-a3b", "deepseek-v3")
 
 
 @dataclass(frozen=True)
-class Shape:
+class BenchShape:
     """What a row of the table computes.
 
     Attributes:
@@ -36,26 +36,28 @@ class Shape:
 
     name: str
     preset: str
-    part: Part
+    part: BenchPart
     tokens: int
     seq_len: int
 
 
-def shapes() -> dict[str, Shape]:
+def bench_shapes() -> dict[str, BenchShape]:
     """All shapes by name."""
-    found = [Shape("small", "bench-small", "model", 8 * SMALL_SEQ_LEN, SMALL_SEQ_LEN)]
-    parts: tuple[Part, ...] = ("layer", "stack")
-    found += [Shape(f"{preset}-{part}", preset, part, SEQ_LEN, SEQ_LEN) for preset in LARGE for part in parts]
+    found = [BenchShape("small", "bench-small", "model", 8 * SMALL_SEQ_LEN, SMALL_SEQ_LEN)]
+    parts: tuple[BenchPart, ...] = ("layer", "stack")
+    found += [
+        BenchShape(f"{preset}-{part}", preset, part, SEQ_LEN, SEQ_LEN) for preset in LARGE_PRESETS for part in parts
+    ]
     return {shape.name: shape for shape in found}
 
 
 def bench_config(
-    shape: Shape, *, dtype: str, tokens: int = 0, experts: int = 0, device: str = "cpu", seed: int = 0
+    shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int = 0, device: str = "cpu", seed: int = 0
 ) -> Config:
     """The recipe of a shape.
 
     Args:
-        shape: one of `shapes()`.
+        shape: one of `bench_shapes()`.
         dtype: of the maths; of the weights as well, unless the shape is a whole model.
         tokens: of a step; 0: those of the shape.
         experts: how many each layer has; 0: as many as the model.
@@ -74,7 +76,7 @@ def bench_config(
     model = dict(load_preset(shape.preset))
     if shape.part != "model":
         layers = STACK_LAYERS if shape.part == "stack" else 1
-        model |= {"num_layers": layers, "layer_pattern": "M", "mtp_layers": 0, "vocab_size": VOCABULARY}
+        model |= {"num_layers": layers, "layer_pattern": "M", "mtp_layers": 0, "vocab_size": VOCAB_SIZE}
     if experts:
         least = model["top_k"] * max(1, model.get("num_groups", 1) // max(1, model.get("top_groups", 1)))
         if experts < least or experts % model.get("num_groups", 1):
@@ -93,7 +95,7 @@ def bench_config(
     return config_from_dict(tree)
 
 
-def step_flops(cfg: Config, part: Part) -> int:
+def step_flops(cfg: Config, part: BenchPart) -> int:
     """Operations of a step, forward and backward: of the parts that run, with half of the attention core."""
     count = train_flops_per_token(cfg.model, cfg.train.seq_len, causal=True)
     forward = count.router + count.experts + count.shared_experts
@@ -104,7 +106,7 @@ def step_flops(cfg: Config, part: Part) -> int:
     return TRAIN_TO_FORWARD * forward * cfg.tokens_per_step
 
 
-def weight_count(model: ModelConfig, part: Part) -> int:
+def count_weights(model: ModelConfig, part: BenchPart) -> int:
     """Parameters that the parts of a shape hold."""
     count = count_parameters(model)
     if part == "model":
@@ -113,19 +115,19 @@ def weight_count(model: ModelConfig, part: Part) -> int:
     return layer if part == "layer" else layer + count.attention + count.dense_mlp + count.norms
 
 
-def experts_that_fit(shape: Shape, element_bytes: int, memory_bytes: float, copies: int = 2) -> int:
+def max_fitting_experts(shape: BenchShape, element_bytes: int, memory_bytes: float, num_copies: int = 2) -> int:
     """The most experts a layer of the shape may have, halving those of the model until weights and gradients fit.
 
-    The weights are there in `copies`, ours and those of the peers, each with gradients; a whole model has moments as
+    The weights are there in `num_copies`, ours and those of the peers, each with gradients; a whole model has moments as
     well. A third is left for activations.
     """
     model = bench_config(shape, dtype="float32").model
-    per_weight = copies * (4 * 4 if shape.part == "model" else 2 * element_bytes)
-    while weight_count(model, shape.part) * per_weight > memory_bytes * 2 / 3:
+    per_weight = num_copies * (4 * 4 if shape.part == "model" else 2 * element_bytes)
+    while count_weights(model, shape.part) * per_weight > memory_bytes * 2 / 3:
         fewer = model.num_experts // 2
         if fewer < model.top_k * max(1, model.num_groups // model.top_groups) or fewer % model.num_groups:
             raise ConfigError(
-                f"--shape {shape.name} needs {weight_count(model, shape.part) * per_weight / 1e9:.0f} GB for weights "
+                f"--shape {shape.name} needs {count_weights(model, shape.part) * per_weight / 1e9:.0f} GB for weights "
                 f"and gradients even with {model.num_experts} experts, and {memory_bytes / 1e9:.0f} GB are free"
             )
         model = replace(model, num_experts=fewer)

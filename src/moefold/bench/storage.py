@@ -18,8 +18,8 @@ class StorageMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes = 0
-        self._alive: dict[int, int] = {}
-        self._alive_bytes = 0
+        self._live_storages: dict[int, int] = {}
+        self._live_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and look at what it returns."""
@@ -35,12 +35,12 @@ class StorageMeter(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._alive:
+        if key in self._live_storages:
             return
-        self._alive[key] = storage.nbytes()
-        self._alive_bytes += self._alive[key]
-        self.peak_bytes = max(self.peak_bytes, self._alive_bytes)
+        self._live_storages[key] = storage.nbytes()
+        self._live_bytes += self._live_storages[key]
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
         weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
-        self._alive_bytes -= self._alive.pop(key)
+        self._live_bytes -= self._live_storages.pop(key)

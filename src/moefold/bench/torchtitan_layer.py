@@ -19,7 +19,7 @@ def build(ours: MoELayer, model: ModelConfig, dtype: torch.dtype) -> nn.Module:
         layer: Any = _config(model).build()
     layer.to(dtype).router.float()
     layer.to_empty(device=ours.router.weight.device)
-    _copy(ours, layer)
+    _copy_weights(ours, layer)
     # CUDA's autocast widens the states there; that of a CPU has no float32.
     layer.router.gate.register_forward_pre_hook(lambda module, args: (args[0].float(),))
     return layer.train()
@@ -33,7 +33,7 @@ def _config(model: ModelConfig) -> Any:
         num_experts=num_experts,
         # Whether there is a bias for the choice; the value is for its update, which is no part of the layer.
         load_balance_coeff=1e-3 if model.expert_bias else None,
-        shared_experts=_shared(model) if model.shared_expert_ffn_hidden_size else None,
+        shared_experts=_shared_expert(model) if model.shared_expert_ffn_hidden_size else None,
         router=TokenChoiceTopKRouter.Config(
             num_experts=num_experts,
             gate=_linear(size, num_experts),
@@ -54,7 +54,7 @@ def _config(model: ModelConfig) -> Any:
     )
 
 
-def _shared(model: ModelConfig) -> Any:
+def _shared_expert(model: ModelConfig) -> Any:
     size, inner = model.hidden_size, model.shared_expert_ffn_hidden_size
     widths = {"w1": _linear(size, inner), "w2": _linear(inner, size), "w3": _linear(size, inner)}
     if model.shared_expert_gate:
@@ -67,7 +67,7 @@ def _linear(inputs: int, outputs: int) -> Any:
 
 
 @torch.no_grad()
-def _copy(ours: MoELayer, theirs: Any) -> None:
+def _copy_weights(ours: MoELayer, theirs: Any) -> None:
     experts, inner = ours.experts, theirs.routed_experts.inner_experts
     pairs: list[tuple[Tensor, Tensor]] = [
         (theirs.router.gate.weight, ours.router.weight),

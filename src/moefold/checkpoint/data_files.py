@@ -8,11 +8,11 @@ ENDS_SUFFIX = ".ends"
 """Of the index of a token file's documents, without which the file is of no use to a run that reads it."""
 
 
-def file_differences(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
     """In words, by the names of the files; what a file looked like is "SIZE HASH", or "skipped"."""
     found = {}
-    for name in [*then, *(name for name in now if name not in then)]:
-        before, after = then.get(name), now.get(name)
+    for name in [*saved, *(name for name in current if name not in saved)]:
+        before, after = saved.get(name), current.get(name)
         if before == after:
             continue
         if after is None:
@@ -28,13 +28,13 @@ def file_differences(then: Mapping[str, str], now: Mapping[str, str]) -> dict[st
     return found
 
 
-def lost_files(
-    then: Mapping[str, str], differences: Mapping[str, str], tokens: Mapping[str, int]
+def separate_dropped_files(
+    saved: Mapping[str, str], differences: Mapping[str, str], tokens: Mapping[str, int]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Which differences are files that a run can go on without.
 
     Args:
-        then: what the files of the checkpoint looked like.
+        saved: what the files of the checkpoint looked like.
         differences: what has become of them, by name.
         tokens: the files that the run reads, and how many tokens each holds.
 
@@ -43,7 +43,7 @@ def lost_files(
         them; and the other differences.
     """
     lost, others = {}, {}
-    left_out = [name for name, seen in then.items() if seen == SKIPPED] if tokens else []
+    left_out = [name for name, seen in saved.items() if seen == SKIPPED] if tokens else []
     file_of = {str(Path(name).with_suffix(ENDS_SUFFIX)): name for name in [*left_out, *tokens]}
     for name, words in differences.items():
         if name in tokens or name in left_out:
@@ -60,19 +60,19 @@ def is_below(file: Path, root: Path) -> bool:
     return file == root or (root in file.parents and ".." not in file.parts[len(root.parts) :])
 
 
-def check_names(path: object, files: Iterable[str], tokens: Iterable[str], lost: Iterable[str]) -> None:
+def check_data_file_names(path: object, files: Iterable[str], tokens: Iterable[str], dropped: Iterable[str]) -> None:
     """Raise TypeError for names of data files that no run writes: whoever made the checkpoint may have meant others.
 
     Args:
         path: data.path of the run.
         files: names of all files of its data.
         tokens: names of its token files in their order, which is that of all files; empty if it tells none.
-        lost: names of those that are left out.
+        dropped: names of those that are left out.
     """
     known, tokens = list(files), list(tokens)
     if odd := [name for name in known if not Path(name).name]:
         raise TypeError(f"data_files names no file: {odd[0]!r}")
-    for key, names in (("data_tokens", tokens), ("data_lost", list(lost))):
+    for key, names in (("data_tokens", tokens), ("data_lost", list(dropped))):
         if odd := [name for name in names if name not in known]:
             raise TypeError(f"{key} names {odd[0]!r}, which is not among data_files")
     wanted = frozenset(tokens)

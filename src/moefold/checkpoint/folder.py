@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moefold.bounded_read import CONFIG_BYTES, DESCRIPTION_BYTES, read_json
-from moefold.checkpoint.data_files import check_names, file_differences, lost_files
-from moefold.checkpoint.manifest import MANIFEST_FILE, hash_faults, read_manifest, regular_file, size_faults
+from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
+from moefold.checkpoint.data_files import check_data_file_names, file_differences, separate_dropped_files
+from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.layer_pattern import layer_windows
 from moefold.config.schema import Config, ModelConfig
-from moefold.errors import ConfigError, some
+from moefold.errors import ConfigError, format_list
 
 META_FILE = "moefold.json"
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{6,})")
-_FREE_MODEL_KEYS = frozenset(
+_STEP_FOLDER_PATTERN = re.compile(r"step-(\d{6,})")
+_IGNORED_MODEL_KEYS = frozenset(
     {
         "preset",
         "init_std",
@@ -40,7 +40,7 @@ _MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_so
 
 
 @dataclass(frozen=True, kw_only=True)
-class Position:
+class TrainState:
     """How far a run has come."""
 
     step: int
@@ -64,7 +64,7 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointMeta(Position):
+class CheckpointMeta(TrainState):
     """What a checkpoint says of itself beside the tensors."""
 
     format: int
@@ -93,7 +93,7 @@ def checkpoint_folder(cfg: Config) -> Path:
     return Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else Path(cfg.run.dir) / "checkpoints"
 
 
-def folder_key(cfg: Config) -> str:
+def checkpoint_folder_key(cfg: Config) -> str:
     """The key of the recipe that decides where that is."""
     return "checkpoint.dir" if cfg.checkpoint.dir else "run.dir"
 
@@ -103,14 +103,14 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
-def draft_path(folder: Path, step: int) -> Path:
+def tmp_checkpoint_path(folder: Path, step: int) -> Path:
     """Name of a checkpoint that is being written."""
     return folder / f".step-{step:06d}.partial"
 
 
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name, -1 for another name."""
-    match = _NAME.fullmatch(path.name)
+    match = _STEP_FOLDER_PATTERN.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
@@ -128,40 +128,44 @@ def sample_order(cfg: Config) -> dict[str, Any]:
     return plain
 
 
-def other_order(meta: CheckpointMeta, cfg: Config, files: Mapping[str, str] | None = None) -> str:
+def data_order_change(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> str:
     """How the samples of a checkpoint's run differ from those of a recipe, in words; empty if they are the same.
 
-    Token files that have broken since, or are gone, make no difference under data.corrupt="skip": see `data_losses`.
+    Token files that have broken since, or are gone, make no difference under data.corrupt="skip": see `dropped_files`.
 
     Args:
         meta: what the checkpoint says.
         cfg: the recipe.
-        files: what the files of its data look like now; None: do not compare them.
+        fingerprints: what the files of its data look like now; None: do not compare them.
     """
     # A checkpoint of a version that did not know a key yet is of a run with its default.
     wrong = _differences(sample_order(Config()) | meta.order, sample_order(cfg))
-    if wrong or files is None or not meta.data_files:
+    if wrong or fingerprints is None or not meta.data_files:
         return wrong
-    lost, others = _sorted_differences(meta, files)
-    if not lost or (cfg.data.corrupt == "skip" and _leaves_some(meta, lost)):
-        return some(list(others.values()))
-    return some([*lost.values(), *others.values()])
+    lost, others = _classify_differences(meta, fingerprints)
+    if not lost or (cfg.data.corrupt == "skip" and _has_remaining_files(meta, lost)):
+        return format_list(list(others.values()))
+    return format_list([*lost.values(), *others.values()])
 
 
-def data_losses(meta: CheckpointMeta, files: Mapping[str, str]) -> dict[str, str]:
+def dropped_files(meta: CheckpointMeta, fingerprints: Mapping[str, str]) -> dict[str, str]:
     """The token files that a run can no longer read as it did, those included that it has lost before; with reasons."""
-    lost = _sorted_differences(meta, files)[0] | meta.data_lost
+    lost = _classify_differences(meta, fingerprints)[0] | meta.data_lost
     return {name: why for name, why in lost.items() if name in meta.data_tokens}
 
 
-def _sorted_differences(meta: CheckpointMeta, files: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def _classify_differences(
+    meta: CheckpointMeta, fingerprints: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
     """Token files that are lost, and other differences, in words by name."""
-    lost, others = lost_files(meta.data_files, file_differences(meta.data_files, files), meta.data_tokens)
+    lost, others = separate_dropped_files(
+        meta.data_files, file_differences(meta.data_files, fingerprints), meta.data_tokens
+    )
     return lost | {name: f"data file {name} was left out ({why})" for name, why in meta.data_lost.items()}, others
 
 
-def _leaves_some(meta: CheckpointMeta, lost: Mapping[str, str]) -> bool:
-    return any(name not in lost for name in meta.data_tokens)
+def _has_remaining_files(meta: CheckpointMeta, dropped: Mapping[str, str]) -> bool:
+    return any(name not in dropped for name in meta.data_tokens)
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
@@ -186,7 +190,7 @@ def locate_folder(path: Path) -> Path:
     inside = path / "checkpoints"
     if named_checkpoints(path) or named_checkpoints(inside):
         return inside if named_checkpoints(inside) else path
-    return _moved_folder(path) or (inside if inside.is_dir() else path)
+    return _configured_checkpoint_folder(path) or (inside if inside.is_dir() else path)
 
 
 def newest_checkpoint(path: Path) -> Path | None:
@@ -211,13 +215,15 @@ def skipped_checkpoints(given: Path, found: Path) -> list[str]:
     if (given / META_FILE).is_file() or step_of(found) < 0:
         return []
     later = [path for path in named_checkpoints(found.parent) if step_of(path) > step_of(found)]
-    return [f"{path.name}: {some(quick_faults(path) or [f'it has no {META_FILE}'])}" for path in reversed(later)]
+    return [
+        f"{path.name}: {format_list(quick_validate(path) or [f'it has no {META_FILE}'])}" for path in reversed(later)
+    ]
 
 
-def _moved_folder(run_dir: Path) -> Path | None:
+def _configured_checkpoint_folder(run_dir: Path) -> Path | None:
     """Where a run keeps its checkpoints that keeps them elsewhere (checkpoint.dir); None if it does not say so."""
     try:
-        tree = read_json(run_dir / "config.json", CONFIG_BYTES)
+        tree = read_json(run_dir / "config.json", MAX_CONFIG_BYTES)
         named = tree["checkpoint"]["dir"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -231,8 +237,8 @@ def locate_checkpoint(path: Path) -> Path:
         ConfigError: there is none.
     """
     if (found := newest_checkpoint(path)) is None:
-        damaged = [f"{one.name}: {some(quick_faults(one))}" for one in named_checkpoints(locate_folder(path))]
-        why = f" ({some(damaged)})" if damaged else ""
+        damaged = [f"{one.name}: {format_list(quick_validate(one))}" for one in named_checkpoints(locate_folder(path))]
+        why = f" ({format_list(damaged)})" if damaged else ""
         raise ConfigError(
             f"{str(path)!r} is no complete checkpoint and holds none{why}; name one, or a run that saved some "
             "(checkpoint.at_end=true, the default, or checkpoint.every)"
@@ -252,7 +258,7 @@ def read_meta(path: Path) -> CheckpointMeta:
         ConfigError: the folder is no checkpoint of this program, or of a version that this one cannot read.
     """
     try:
-        fields = read_json(regular_file(path, META_FILE), DESCRIPTION_BYTES)
+        fields = read_json(regular_file(path, META_FILE), MAX_DESCRIPTION_BYTES)
         meta = CheckpointMeta(**fields)
         _check_meta(meta)
     except FileNotFoundError:
@@ -296,7 +302,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         raise TypeError("data_tokens are no counts")
     if not all(isinstance(words, str) for words in [*meta.data_files.values(), *meta.data_lost.values()]):
         raise TypeError("data_files or data_lost hold no text")
-    check_names(meta.order.get("path"), meta.data_files, meta.data_tokens, meta.data_lost)
+    check_data_file_names(meta.order.get("path"), meta.data_files, meta.data_tokens, meta.data_lost)
     for name in ("dtype", "origin"):
         if not isinstance(getattr(meta, name), str):
             raise TypeError(f"{name} is no text")
@@ -306,18 +312,18 @@ def find_resume(cfg: Config) -> Path | None:
     """The checkpoint that a run continues from, or None for a new run, as far as sizes of files tell.
 
     Raises:
-        ConfigError: as `refuse_unfit`.
+        ConfigError: as `check_compatible`.
     """
     damaged: list[str] = []
-    path = candidate(cfg)
-    while path is not None and cfg.checkpoint.resume == "auto" and quick_faults(path):
+    path = resume_candidate(cfg)
+    while path is not None and cfg.checkpoint.resume == "auto" and quick_validate(path):
         damaged.append(str(path))
-        path = candidate(cfg, damaged)
-    refuse_unfit(path, cfg)
+        path = resume_candidate(cfg, damaged)
+    check_compatible(path, cfg)
     return path
 
 
-def candidate(cfg: Config, ignored: Container[str] = ()) -> Path | None:
+def resume_candidate(cfg: Config, ignored: Container[str] = ()) -> Path | None:
     """The checkpoint that the recipe names, or under "auto" the newest whose path is not among the ignored."""
     if cfg.checkpoint.resume == "never":
         return None
@@ -327,7 +333,7 @@ def candidate(cfg: Config, ignored: Container[str] = ()) -> Path | None:
     return next((path for path in reversed(named) if str(path) not in ignored), None)
 
 
-def quick_faults(path: Path) -> list[str]:
+def quick_validate(path: Path) -> list[str]:
     """What is wrong with a checkpoint, as far as the sizes of its files and the content of its description tell."""
     try:
         manifest = read_manifest(path)
@@ -337,16 +343,16 @@ def quick_faults(path: Path) -> list[str]:
         return [f"its {MANIFEST_FILE} cannot be read: {error}"]
     if META_FILE not in manifest:
         return [f"its {MANIFEST_FILE} does not name {META_FILE}"]
-    return size_faults(path, manifest) or hash_faults(path, manifest, [META_FILE])
+    return validate_sizes(path, manifest) or validate_hashes(path, manifest, [META_FILE])
 
 
-def refuse_unfit(path: Path | None, cfg: Config, files: Mapping[str, str] | None = None) -> None:
+def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> None:
     """Refuse to continue a run from a checkpoint (None: from nothing) that does not fit it.
 
     Args:
         path: the checkpoint.
         cfg: the recipe.
-        files: as of `other_order`.
+        fingerprints: as of `data_order_change`.
 
     Raises:
         ConfigError: it is one of another model; "auto" found one of other data; one that was named is of data that
@@ -361,18 +367,18 @@ def refuse_unfit(path: Path | None, cfg: Config, files: Mapping[str, str] | None
                 f"checkpoint {str(path)!r} holds weights alone ({meta.origin}), no run to resume; "
                 f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
             )
-        _refuse_other_model(path, meta, cfg)
-        if wish == "auto" or _can_skip(meta, cfg, files):
-            _refuse_other_data(path, meta, cfg, files)
+        _check_same_model(path, meta, cfg)
+        if wish == "auto" or _can_skip_corrupt(meta, cfg, fingerprints):
+            _check_same_data(path, meta, cfg, fingerprints)
     if wish != "auto" and cfg.checkpoint.saves:
-        _refuse_later(named_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
+        _reject_later_checkpoints(named_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
 
 
-def put_in_place(draft: Path, final: Path) -> None:
+def commit(tmp: Path, final: Path) -> None:
     """Give a finished draft its name; a checkpoint that has it already goes."""
     if final.exists():
-        remove(final)
-    draft.rename(final)
+        remove_checkpoint(final)
+    tmp.rename(final)
 
 
 def remove_older(newest: Path, keep: int, keep_every: int = 0) -> None:
@@ -390,13 +396,13 @@ def remove_older(newest: Path, keep: int, keep_every: int = 0) -> None:
     done = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
     for path in done[:-keep] if keep else ():
         if not keep_every or step_of(path) % keep_every:
-            remove(path)
+            remove_checkpoint(path)
     for pattern in (".step-*.partial", ".step-*.old"):
         for path in folder.glob(pattern):
             shutil.rmtree(path)
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint so that a kill in between leaves no part of it under its name."""
     doomed = path.with_name(f".{path.name}.old")
     doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed, ignore_errors=True)
@@ -407,19 +413,19 @@ def remove(path: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def _refuse_later(named: list[Path], step: int, cfg: Config) -> None:
+def _reject_later_checkpoints(named: list[Path], step: int, cfg: Config) -> None:
     later = [path for path in named if step_of(path) > step]
     if later:
         raise ConfigError(
             f"checkpoint.resume={cfg.checkpoint.resume!r} starts after step {step}, but there are checkpoints of later "
             f"steps, such as {str(later[-1])!r}, which would count as those of this run; move them away, "
-            f"or set another {folder_key(cfg)}"
+            f"or set another {checkpoint_folder_key(cfg)}"
         )
 
 
 def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
     """How a model that was stored (`model_sizes`) computes something else than another one; empty if it does not."""
-    unused = _FREE_MODEL_KEYS
+    unused = _IGNORED_MODEL_KEYS
     unused |= frozenset() if "D" in model.layer_kinds else _DENSE_KEYS
     unused |= frozenset() if "M" in model.layer_kinds else _MOE_KEYS
     # A checkpoint of a version that did not know a key yet is of a model with its default.
@@ -432,7 +438,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
     return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
 
 
-def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
+def _check_same_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
     wrong = model_differences(meta.model, cfg.model)
     if wrong:
         raise ConfigError(
@@ -440,12 +446,12 @@ def _refuse_other_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
         )
 
 
-def _refuse_other_data(path: Path, meta: CheckpointMeta, cfg: Config, files: Mapping[str, str] | None) -> None:
-    if wrong := other_order(meta, cfg, files):
+def _check_same_data(path: Path, meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None) -> None:
+    if wrong := data_order_change(meta, cfg, fingerprints):
         way_out = (
             "set data.corrupt='skip' to go on without what is broken or gone, bring it back, or begin the data anew in "
             f"another run.dir with checkpoint.init_from={str(path)!r}"
-            if _can_skip(meta, cfg, files)
+            if _can_skip_corrupt(meta, cfg, fingerprints)
             else f"{_remedy(meta, cfg)}, set checkpoint.resume={str(path)!r} to go on with the new data from its "
             "start, or set another run.dir"
         )
@@ -454,25 +460,25 @@ def _refuse_other_data(path: Path, meta: CheckpointMeta, cfg: Config, files: Map
 
 def _remedy(meta: CheckpointMeta, cfg: Config) -> str:
     """How a run comes by its own samples again."""
-    if other_order(meta, cfg):
+    if data_order_change(meta, cfg):
         return "give the recipe its settings"
     rule = "" if cfg.data.kind == "tokens" else f" (of data.kind={cfg.data.kind!r} none can be left out later)"
     return f"bring the files back as they were{rule}"
 
 
-def _can_skip(meta: CheckpointMeta, cfg: Config, files: Mapping[str, str] | None) -> bool:
+def _can_skip_corrupt(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None) -> bool:
     """Whether the data differs by nothing but what data.corrupt="skip" would leave out."""
-    if cfg.data.corrupt == "skip" or not other_order(meta, cfg, files):
+    if cfg.data.corrupt == "skip" or not data_order_change(meta, cfg, fingerprints):
         return False
-    return not other_order(meta, _skipping(cfg), files)
+    return not data_order_change(meta, _with_skip_corrupt(cfg), fingerprints)
 
 
-def _skipping(cfg: Config) -> Config:
+def _with_skip_corrupt(cfg: Config) -> Config:
     return replace(cfg, data=replace(cfg.data, corrupt="skip"))
 
 
-def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    wrong = {key: (value, ours.get(key)) for key, value in theirs.items() if ours.get(key) != value}
+def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
+    wrong = {key: (value, current.get(key)) for key, value in stored.items() if current.get(key) != value}
     if "num_layers" in wrong:
         wrong.pop("layer_kinds", None)
         wrong.pop("layer_windows", None)

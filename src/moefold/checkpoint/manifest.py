@@ -10,20 +10,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from moefold.bounded_read import DESCRIPTION_BYTES, open_regular, read_json
+from moefold.bounded_read import MAX_DESCRIPTION_BYTES, open_regular, read_json
 
 MANIFEST_FILE = "manifest.json"
 
 
 @dataclass(frozen=True)
-class FileRecord:
+class FileDigest:
     """One file."""
 
     size_bytes: int
     sha256: str
 
 
-def record_file(path: Path) -> FileRecord:
+def digest_file(path: Path) -> FileDigest:
     """Read a whole file.
 
     Raises:
@@ -31,35 +31,35 @@ def record_file(path: Path) -> FileRecord:
     """
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecord(file.tell(), digest)
+        return FileDigest(file.tell(), digest)
 
 
-def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
+def write_manifest(folder: Path, digests: Mapping[str, FileDigest]) -> None:
     """Write the manifest of a checkpoint folder, by file name."""
-    files = {name: asdict(record) for name, record in sorted(records.items())}
+    files = {name: asdict(record) for name, record in sorted(digests.items())}
     (folder / MANIFEST_FILE).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 
-def read_manifest(folder: Path) -> dict[str, FileRecord]:
+def read_manifest(folder: Path) -> dict[str, FileDigest]:
     """Read the manifest of a checkpoint folder.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is no manifest, or names a file outside the folder.
     """
-    tree = read_json(regular_file(folder, MANIFEST_FILE), DESCRIPTION_BYTES)
+    tree = read_json(regular_file(folder, MANIFEST_FILE), MAX_DESCRIPTION_BYTES)
     try:
         records = {
-            name: FileRecord(int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in tree["files"].items()
+            name: FileDigest(int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in tree["files"].items()
         }
     except (KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError("it is no manifest") from None
     for name in records:
-        check_name(folder, name)
+        check_file_name(folder, name)
     return records
 
 
-def check_name(folder: Path, name: str) -> None:
+def check_file_name(folder: Path, name: str) -> None:
     """Refuse a file name that leads out of a folder, by itself or through a link.
 
     Raises:
@@ -77,13 +77,13 @@ def regular_file(folder: Path, name: str) -> Path:
         ValueError: it is something else.
     """
     path = folder / name
-    check_name(folder, name)
+    check_file_name(folder, name)
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{name} is no plain file")
     return path
 
 
-def size_faults(folder: Path, manifest: Mapping[str, FileRecord]) -> list[str]:
+def validate_sizes(folder: Path, manifest: Mapping[str, FileDigest]) -> list[str]:
     """What is missing or has another size; quick."""
     faults = []
     for name, record in manifest.items():
@@ -95,12 +95,12 @@ def size_faults(folder: Path, manifest: Mapping[str, FileRecord]) -> list[str]:
     return faults
 
 
-def hash_faults(folder: Path, manifest: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
+def validate_hashes(folder: Path, manifest: Mapping[str, FileDigest], names: Iterable[str]) -> list[str]:
     """Which of the named files have other content than was written; reads them whole."""
     faults = []
     for name in names:
         try:
-            if record_file(folder / name) != manifest[name]:
+            if digest_file(folder / name) != manifest[name]:
                 faults.append(f"file {name} has other content than was written")
         except OSError as error:
             faults.append(f"file {name} cannot be read: {error.strerror}")

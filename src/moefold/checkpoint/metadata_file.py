@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from moefold.bounded_read import open_regular, read_bytes
-from moefold.checkpoint.index_scan import HEAD, MOST_BYTES, check_operations
-from moefold.checkpoint.manifest import check_name, regular_file
-from moefold.checkpoint.part_file import Part, check_parts
+from moefold.checkpoint.index_scan import MAX_INDEX_BYTES, PICKLE_HEADERS, check_opcodes
+from moefold.checkpoint.manifest import check_file_name, regular_file
+from moefold.checkpoint.part_file import StoredPart, check_parts
 
 METADATA_FILE = ".metadata"
-MOST_DIMS = 64
+MAX_DIMS = 64
 """As torch has."""
-_MODULES = {
+_ALLOWED_CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
@@ -43,8 +43,8 @@ _MODULES = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
 }
-"""The classes of an index, by their modules; for each of them a `_Plain` stands in."""
-_BROKEN = (
+"""The classes of an index, by their modules; for each of them a `_InertObject` stands in."""
+_UNPICKLE_ERRORS = (
     AttributeError,
     EOFError,
     ImportError,
@@ -91,17 +91,17 @@ def read_metadata(folder: Path) -> Metadata:
             the files, or leads out of the folder.
     """
     try:
-        pickled = _read(regular_file(folder, METADATA_FILE))
-        check_operations(pickled)
-        found = _made_anew(_Unpickler(BytesIO(pickled)).load())
-    except _BROKEN as error:
+        pickled = _read_pickle(regular_file(folder, METADATA_FILE))
+        check_opcodes(pickled)
+        found = _rebuild(_RestrictedUnpickler(BytesIO(pickled)).load())
+    except _UNPICKLE_ERRORS as error:
         raise ValueError(f"{METADATA_FILE} is no index of a checkpoint: {error or type(error).__name__}") from None
     for name in {info.relative_path for info in found.storage_data.values()}:
-        check_name(folder, name)
+        check_file_name(folder, name)
     return found
 
 
-def parts_of(found: Metadata) -> dict[MetadataIndex, Part]:
+def parts_of(found: Metadata) -> dict[MetadataIndex, StoredPart]:
     """Return the parts that an index lists, each with its place."""
     places = found.storage_data or {}
     parts = {}
@@ -109,7 +109,7 @@ def parts_of(found: Metadata) -> dict[MetadataIndex, Part]:
         assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
         for chunk in stored.chunks:
             index = MetadataIndex(name, chunk.offsets)
-            parts[index] = Part(name, places[index], chunk.sizes, stored.properties.dtype)
+            parts[index] = StoredPart(name, places[index], chunk.sizes, stored.properties.dtype)
     return parts
 
 
@@ -117,15 +117,15 @@ def _indices(plan: LoadPlan) -> Iterable[MetadataIndex]:
     return (item.storage_index for item in plan.items)
 
 
-def _read(path: Path) -> bytes:
+def _read_pickle(path: Path) -> bytes:
     """Read an index; of a file that begins otherwise, the first bytes alone."""
     with open_regular(path) as file:
-        if not file.peek(len(HEAD[0])).startswith(HEAD):
+        if not file.peek(len(PICKLE_HEADERS[0])).startswith(PICKLE_HEADERS):
             raise ValueError("it is no pickle of protocol 4 or 5")
-    return read_bytes(path, MOST_BYTES)
+    return read_bytes(path, MAX_INDEX_BYTES)
 
 
-def _made_anew(found: Any) -> Metadata:
+def _rebuild(found: Any) -> Metadata:
     """The index that stand-ins describe, every part of it looked at.
 
     Raises:
@@ -133,26 +133,28 @@ def _made_anew(found: Any) -> Metadata:
         AttributeError, TypeError: the same.
     """
     _check_class(found, "Metadata")
-    places = {_index(index): _place(info) for index, info in found.storage_data.items()}
+    places = {_rebuild_index(index): _rebuild_storage_info(info) for index, info in found.storage_data.items()}
     # Tensors may share one list, which would be looked through once for each.
     if sum(len(stored.chunks) for stored in found.state_dict_metadata.values()) > len(places):
         raise ValueError("it has more parts than places for them")
-    tensors = {_text(name): _tensor(stored) for name, stored in found.state_dict_metadata.items()}
+    tensors = {_check_text(name): _rebuild_tensor(stored) for name, stored in found.state_dict_metadata.items()}
     for name, stored in tensors.items():
         _check_chunks(name, stored, places)
     return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
 
 
-def _tensor(stored: Any) -> TensorStorageMetadata:
+def _rebuild_tensor(stored: Any) -> TensorStorageMetadata:
     _check_class(stored, "TensorStorageMetadata")
     dtype = stored.properties.state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor has no type")
-    chunks = [ChunkStorageMetadata(_size(chunk.offsets), _size(chunk.sizes)) for chunk in stored.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), _size(stored.size), chunks)
+    chunks = [ChunkStorageMetadata(_rebuild_size(chunk.offsets), _rebuild_size(chunk.sizes)) for chunk in stored.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), _rebuild_size(stored.size), chunks)
 
 
-def _check_chunks(name: str, stored: TensorStorageMetadata, places: Mapping[MetadataIndex, _StorageInfo]) -> None:
+def _check_chunks(
+    name: str, stored: TensorStorageMetadata, storage_infos: Mapping[MetadataIndex, _StorageInfo]
+) -> None:
     """The chunks lie within the tensor, are as many values as it has, and each has its bytes."""
     offsets = {chunk.offsets for chunk in stored.chunks}
     fits = all(
@@ -164,44 +166,44 @@ def _check_chunks(name: str, stored: TensorStorageMetadata, places: Mapping[Meta
     if not fits or len(offsets) != len(stored.chunks) or num_values != math.prod(stored.size):
         raise ValueError(f"the parts of {name} are not the whole of it")
     for chunk in stored.chunks:
-        place = places.get(MetadataIndex(name, chunk.offsets))
+        place = storage_infos.get(MetadataIndex(name, chunk.offsets))
         needed_bytes = math.prod(chunk.sizes) * stored.properties.dtype.itemsize
         if place is None or place.length < needed_bytes:
             has = "none" if place is None else str(place.length)
             raise ValueError(f"a part of {name} needs {needed_bytes} bytes, it has {has}")
 
 
-def _index(index: Any) -> MetadataIndex:
-    return MetadataIndex(_text(index.fqn), _size(index.offset))
+def _rebuild_index(index: Any) -> MetadataIndex:
+    return MetadataIndex(_check_text(index.fqn), _rebuild_size(index.offset))
 
 
-def _place(info: Any) -> _StorageInfo:
+def _rebuild_storage_info(info: Any) -> _StorageInfo:
     numbers = (info.offset, info.length)
     transforms = getattr(info, "transform_descriptors", None)
     if not all(type(number) is int and number >= 0 for number in numbers) or transforms:
         raise ValueError("a part has no place")
-    return _StorageInfo(_text(info.relative_path), *numbers)
+    return _StorageInfo(_check_text(info.relative_path), *numbers)
 
 
-def _size(numbers: Any) -> torch.Size:
-    is_row = isinstance(numbers, tuple) and len(numbers) <= MOST_DIMS
+def _rebuild_size(numbers: Any) -> torch.Size:
+    is_row = isinstance(numbers, tuple) and len(numbers) <= MAX_DIMS
     if not is_row or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
         raise ValueError("a size is no row of numbers")
     return torch.Size(numbers)
 
 
 def _check_class(found: Any, name: str) -> None:
-    if not isinstance(found, _Plain) or type(found).__name__ != name:
+    if not isinstance(found, _InertObject) or type(found).__name__ != name:
         raise ValueError(f"it has {type(found).__name__} where {name} belongs")
 
 
-def _text(name: Any) -> str:
+def _check_text(name: Any) -> str:
     if type(name) is not str:
         raise ValueError("a name is no text")
     return name
 
 
-class _Plain:
+class _InertObject:
     """Stands in for whatever an index is made of: keeps what the pickle gives it and does nothing."""
 
     def __init__(self, *args: Any) -> None:
@@ -214,7 +216,7 @@ class _Plain:
             self.state = state
 
 
-class _Unpickler(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     """Knows the names in an index alone, and gives new classes for them: a pickle may change what it is given."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -229,10 +231,10 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         # Some releases of Python 3.11 write a member of an enumeration as getattr(class, name): it stays undone here.
-        if name in _MODULES.get(module, ()) or (module, name) == ("builtins", "getattr"):
-            return self._stand_in(name, _Plain)
+        if name in _ALLOWED_CLASSES.get(module, ()) or (module, name) == ("builtins", "getattr"):
+            return self._stand_in(name, _InertObject)
         if module.startswith("pathlib"):
-            return self._stand_in("Path", _Plain)
+            return self._stand_in("Path", _InertObject)
         if (module, name) == ("torch", "Size"):
             return self._stand_in(name, tuple)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

@@ -20,23 +20,23 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from moefold.bounded_read import open_regular
 
-_RECORD = struct.Struct("<4sQHHIIQQQQ")
-_LOCATOR = struct.Struct("<4sIQI")
-_OLD_RECORD = struct.Struct("<4sHHHHIIH")
-_TAIL_BYTES = _RECORD.size + _LOCATOR.size + _OLD_RECORD.size
+_ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
+_ZIP64_LOCATOR = struct.Struct("<4sIQI")
+_ZIP_END = struct.Struct("<4sHHHHIIH")
+_TAIL_BYTES = _ZIP64_END.size + _ZIP64_LOCATOR.size + _ZIP_END.size
 """End of an archive: the zip64 record of its directory, the locator of that, and the record that came before zip64."""
-_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_MOST_ENTRIES = 64
-_MOST_DIRECTORY_BYTES = 1 << 16
-_MOST_PICKLE_BYTES = 1 << 12
-_ELSEWHERE = 0xFFFFFFFF
+_CENTRAL_HEADER = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
+_MAX_ENTRIES = 64
+_MAX_DIRECTORY_BYTES = 1 << 16
+_MAX_PICKLE_BYTES = 1 << 12
+_ZIP64_SENTINEL = 0xFFFFFFFF
 """A number that stands in the further fields, as it takes 64 bits."""
-_OPERATIONS = frozenset(
+_ALLOWED_OPCODES = frozenset(
     ("PROTO", "GLOBAL", "BINPUT", "BINGET", "MARK", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "TUPLE")
     + ("TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_TUPLE", "BINPERSID", "NEWFALSE", "NEWTRUE", "NONE", "REDUCE", "STOP")
 )
-_STORAGES = {
+_STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -52,25 +52,25 @@ _STORAGES = {
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """What the index says of a part."""
 
     name: str
-    place: _StorageInfo
+    storage_info: _StorageInfo
     sizes: torch.Size
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _ZipEntry:
     """A file in an archive."""
 
     size: int
-    header_at: int
+    header_offset: int
 
 
 @dataclass(frozen=True)
-class _Storage:
+class _StorageRef:
     """The values that a tensor refers to."""
 
     dtype: torch.dtype | None
@@ -78,7 +78,7 @@ class _Storage:
     count: int
 
 
-class _Tensor:
+class _TensorArgs:
     """Keep the arguments that a tensor is rebuilt from."""
 
     def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> None:
@@ -89,28 +89,28 @@ class _Tensor:
         self.dtype = others[2] if len(others) > 2 else None
 
 
-def check_parts(folder: Path, parts: Iterable[Part]) -> None:
+def check_parts(folder: Path, parts: Iterable[StoredPart]) -> None:
     """Check parts of a checkpoint against their index; reads a few hundred bytes of each.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: a part is something else than the tensor of the index.
     """
-    ordered = sorted(parts, key=lambda part: (part.place.relative_path, part.place.offset))
-    for file, inside in groupby(ordered, key=lambda part: part.place.relative_path):
+    ordered = sorted(parts, key=lambda part: (part.storage_info.relative_path, part.storage_info.offset))
+    for file, inside in groupby(ordered, key=lambda part: part.storage_info.relative_path):
         with open_regular(folder / file) as opened:
             for part in inside:
                 try:
-                    _check(opened, part)
+                    _check_part(opened, part)
                 except (ValueError, struct.error) as error:
                     raise ValueError(f"file {file} holds something else where {part.name} belongs: {error}") from None
 
 
-def _check(opened: BinaryIO, part: Part) -> None:
-    entries = _entries(opened, part.place.offset, part.place.length)
+def _check_part(file: BinaryIO, part: StoredPart) -> None:
+    entries = _read_directory(file, part.storage_info.offset, part.storage_info.length)
     if "data.pkl" not in entries:
         raise ValueError("it has no data.pkl")
-    tensor = _described(_content(opened, part.place.offset, entries["data.pkl"]))
+    tensor = _parse_tensor_pickle(_read_entry(file, part.storage_info.offset, entries["data.pkl"]))
     storage = tensor.storage
     dtype = tensor.dtype if storage.dtype is None else storage.dtype
     if not isinstance(dtype, torch.dtype) or (tensor.size, dtype) != (tuple(part.sizes), part.dtype):
@@ -129,19 +129,19 @@ def _check(opened: BinaryIO, part: Part) -> None:
         raise ValueError("a tensor without its values")
 
 
-def _entries(opened: BinaryIO, start: int, length: int) -> dict[str, _Entry]:
+def _read_directory(file: BinaryIO, start: int, length: int) -> dict[str, _ZipEntry]:
     """Read the directory of an archive that `torch.save` wrote into a part of a file.
 
     Raises:
         ValueError: it is none, or not laid out as that does: nothing compressed, and no two files in one place.
     """
-    at, size, count = _directory(opened, start, length)
-    opened.seek(start + at)
-    directory = opened.read(size)
-    entries: dict[str, _Entry] = {}
+    at, size, count = _locate_directory(file, start, length)
+    file.seek(start + at)
+    directory = file.read(size)
+    entries: dict[str, _ZipEntry] = {}
     place = 0
     for _ in range(count):
-        name, entry, place = _entry(directory, place)
+        name, entry, place = _parse_entry(directory, place)
         if name in entries:
             raise ValueError("an archive with a name twice")
         entries[name] = entry
@@ -150,82 +150,83 @@ def _entries(opened: BinaryIO, start: int, length: int) -> dict[str, _Entry]:
     return entries
 
 
-def _directory(opened: BinaryIO, start: int, length: int) -> tuple[int, int, int]:
+def _locate_directory(file: BinaryIO, start: int, length: int) -> tuple[int, int, int]:
     """Return place, size and number of entries of an archive's directory."""
     if length < _TAIL_BYTES:
         raise ValueError("no archive")
-    opened.seek(start + length - _TAIL_BYTES)
-    tail = opened.read(_TAIL_BYTES)
-    mark, _, _, _, _, _, on_disk, count, size, at = _RECORD.unpack_from(tail)
-    locator = _LOCATOR.unpack_from(tail, _RECORD.size)
-    old = _OLD_RECORD.unpack_from(tail, _RECORD.size + _LOCATOR.size)
+    file.seek(start + length - _TAIL_BYTES)
+    tail = file.read(_TAIL_BYTES)
+    mark, _, _, _, _, _, on_disk, count, size, at = _ZIP64_END.unpack_from(tail)
+    locator = _ZIP64_LOCATOR.unpack_from(tail, _ZIP64_END.size)
+    old = _ZIP_END.unpack_from(tail, _ZIP64_END.size + _ZIP64_LOCATOR.size)
     if (mark, locator[0], old[0]) != (b"PK\6\6", b"PK\6\7", b"PK\5\6"):
         raise ValueError("no archive")
     # A reader may go by either record, so both have to say the same.
     same_count = on_disk == count and all(number in (count, 0xFFFF) for number in old[3:5])
-    same_place = old[5] in (size, _ELSEWHERE) and old[6] in (at, _ELSEWHERE)
+    same_place = old[5] in (size, _ZIP64_SENTINEL) and old[6] in (at, _ZIP64_SENTINEL)
     is_contiguous = at + size == length - _TAIL_BYTES == locator[2] and old[7] == 0
-    if not (same_count and same_place and is_contiguous and count <= _MOST_ENTRIES and size <= _MOST_DIRECTORY_BYTES):
+    if not (same_count and same_place and is_contiguous and count <= _MAX_ENTRIES and size <= _MAX_DIRECTORY_BYTES):
         raise ValueError("an archive of another layout")
     return at, size, count
 
 
-def _entry(directory: bytes, place: int) -> tuple[str, _Entry, int]:
+def _parse_entry(directory: bytes, offset: int) -> tuple[str, _ZipEntry, int]:
     """Return name and place of a file of an archive, and where the entry of the next one begins."""
-    fields = _ENTRY.unpack_from(directory, place)
+    fields = _CENTRAL_HEADER.unpack_from(directory, offset)
     method, packed, size = fields[4], fields[8], fields[9]
     name_bytes, further_bytes, comment_bytes, header_at = fields[10], fields[11], fields[12], fields[16]
-    name_at = place + _ENTRY.size
+    name_at = offset + _CENTRAL_HEADER.size
     further_at = name_at + name_bytes
     end = further_at + further_bytes + comment_bytes
     if fields[0] != b"PK\1\2" or end > len(directory):
         raise ValueError("a broken archive")
-    wide = _wide_numbers(directory[further_at : further_at + further_bytes])
+    wide = _zip64_numbers(directory[further_at : further_at + further_bytes])
     size, packed, header_at = (
-        (wide.pop(0) if wide else number) if number == _ELSEWHERE else number for number in (size, packed, header_at)
+        (wide.pop(0) if wide else number) if number == _ZIP64_SENTINEL else number
+        for number in (size, packed, header_at)
     )
     if method or packed != size:
         raise ValueError("a compressed archive")
     name = directory[name_at:further_at].decode("utf-8").partition("/")[2]
-    return name, _Entry(size, header_at), end
+    return name, _ZipEntry(size, header_at), end
 
 
-def _wide_numbers(further: bytes) -> list[int]:
+def _zip64_numbers(extra: bytes) -> list[int]:
     """Return the 64-bit numbers of an entry, which its field of kind 1 holds."""
     place = 0
-    while place + 4 <= len(further):
-        kind, size = struct.unpack_from("<HH", further, place)
+    while place + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, place)
         if kind == 1:
-            return [number for (number,) in struct.iter_unpack("<Q", further[place + 4 : place + 4 + size // 8 * 8])]
+            return [number for (number,) in struct.iter_unpack("<Q", extra[place + 4 : place + 4 + size // 8 * 8])]
         place += 4 + size
     return []
 
 
-def _content(opened: BinaryIO, start: int, entry: _Entry) -> bytes:
+def _read_entry(file: BinaryIO, start: int, entry: _ZipEntry) -> bytes:
     """Read a small file of an archive."""
-    if entry.size > _MOST_PICKLE_BYTES:
+    if entry.size > _MAX_PICKLE_BYTES:
         raise ValueError("a long pickle")
-    opened.seek(start + entry.header_at)
-    header = _LOCAL.unpack(opened.read(_LOCAL.size))
+    file.seek(start + entry.header_offset)
+    header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     if header[0] != b"PK\3\4":
         raise ValueError("a broken archive")
-    opened.seek(header[9] + header[10], SEEK_CUR)
-    return opened.read(entry.size)
+    file.seek(header[9] + header[10], SEEK_CUR)
+    return file.read(entry.size)
 
 
-def _described(pickled: bytes) -> _Tensor:
+def _parse_tensor_pickle(pickled: bytes) -> _TensorArgs:
     """Return what the pickle of a tensor says of it; runs nothing.
 
     Raises:
         ValueError: it is of something else.
     """
     try:
-        if any(operation.name not in _OPERATIONS for operation, _, _ in pickletools.genops(pickled)):
+        if any(operation.name not in _ALLOWED_OPCODES for operation, _, _ in pickletools.genops(pickled)):
             raise ValueError("no tensor")
         found = _TensorUnpickler(BytesIO(pickled)).load()
     except (AttributeError, EOFError, IndexError, KeyError, TypeError, OverflowError, pickle.UnpicklingError) as error:
         raise ValueError(f"no tensor ({error or type(error).__name__})") from None
-    if not isinstance(found, _Tensor) or not isinstance(found.storage, _Storage):
+    if not isinstance(found, _TensorArgs) or not isinstance(found.storage, _StorageRef):
         raise ValueError("no tensor")
     return found
 
@@ -235,19 +236,19 @@ class _TensorUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):
-            return _Tensor
+            return _TensorArgs
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return None
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
+        if module == "torch" and name in _STORAGE_DTYPES:
+            return _STORAGE_DTYPES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: Any) -> _StorageRef:
         kind, dtype, key, _, count = pid
         if kind != "storage" or type(key) is not str or type(count) is not int or count < 0:
             raise pickle.UnpicklingError("no storage")
-        return _Storage(dtype, key, count)
+        return _StorageRef(dtype, key, count)

@@ -15,13 +15,13 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from moefold.checkpoint.folder import Position
+from moefold.checkpoint.folder import TrainState
 from moefold.checkpoint.store import write_checkpoint
 from moefold.config.schema import Config
 
-REST_S = 0.05
+THROTTLE_S = 0.05
 """Between two tensors the thread beside training rests for so long, unless somebody waits for it."""
-MOST_RESTS_S = 10.0
+MAX_THROTTLE_S = 10.0
 """So long it rests at most in one save, however many tensors there are."""
 
 logger = logging.getLogger(__name__)
@@ -34,18 +34,18 @@ class CheckpointSaver:
         self._cfg = cfg
         self._last: Path | None = None
 
-    def save(self, state: Mapping[str, Tensor], position: Position) -> float:
+    def save(self, state: Mapping[str, Tensor], train_state: TrainState) -> float:
         """Write a checkpoint; collective. Returns the time that training waited for it, in seconds.
 
         Raises:
             ConfigError: it cannot be written.
         """
         started_s = time.perf_counter()
-        self._look_for_the_last()
-        self._last = write_checkpoint(self._cfg, state, position)
+        self._warn_if_last_is_gone()
+        self._last = write_checkpoint(self._cfg, state, train_state)
         return time.perf_counter() - started_s
 
-    def _look_for_the_last(self) -> None:
+    def _warn_if_last_is_gone(self) -> None:
         """Say it if the checkpoint written last is gone: retention keeps it, so somebody or the disk took it away."""
         if self._last is not None and dist.get_rank() == 0 and not self._last.exists():
             # Of the folder nothing is said: another rank may have begun to make it anew.
@@ -58,7 +58,7 @@ class CheckpointSaver:
         """Raise what has gone wrong since the last save; to be called once a step."""
 
     @property
-    def is_under_way(self) -> bool:
+    def is_saving(self) -> bool:
         """Whether this rank still writes beside training."""
         return False
 
@@ -68,7 +68,7 @@ class CheckpointSaver:
     def finish(self) -> None:
         """Wait until all is written; collective."""
 
-    def settle(self, patience_s: float) -> None:
+    def drain_with_timeout(self, timeout_s: float) -> None:
         """Let a save that is under way end, if it does so in time: on the way out of an error, which stays."""
 
 
@@ -92,10 +92,10 @@ class BackgroundSaver(CheckpointSaver):
         self._options = StagingOptions(is_on_gpu, False, False, is_on_gpu)
         self._stager = DefaultStager(self._options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._under_way: Future[Path] | None = None
+        self._pending_save: Future[Path] | None = None
         self._is_awaited = threading.Event()
 
-    def save(self, state: Mapping[str, Tensor], position: Position) -> float:
+    def save(self, state: Mapping[str, Tensor], train_state: TrainState) -> float:
         """Begin to write a checkpoint; collective. Returns the time that training waited, in seconds.
 
         Raises:
@@ -103,11 +103,11 @@ class BackgroundSaver(CheckpointSaver):
         """
         started_s = time.perf_counter()
         self._wait()
-        self._look_for_the_last()
+        self._warn_if_last_is_gone()
         staged = self._stage(state)
         self._is_awaited.clear()
-        planner = _Resting(self._is_awaited)
-        self._under_way = self._thread.submit(write_checkpoint, self._cfg, staged, position, self._group, planner)
+        planner = _ThrottledPlanner(self._is_awaited)
+        self._pending_save = self._thread.submit(write_checkpoint, self._cfg, staged, train_state, self._group, planner)
         return time.perf_counter() - started_s
 
     def _stage(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -120,13 +120,13 @@ class BackgroundSaver(CheckpointSaver):
 
     def check(self) -> None:
         """Raise what has gone wrong since the last save."""
-        if self._under_way is not None and self._under_way.done():
+        if self._pending_save is not None and self._pending_save.done():
             self._wait()
 
     @property
-    def is_under_way(self) -> bool:
+    def is_saving(self) -> bool:
         """Whether this rank still writes beside training."""
-        return self._under_way is not None and not self._under_way.done()
+        return self._pending_save is not None and not self._pending_save.done()
 
     def drain(self) -> None:
         """Wait until what was begun is written; collective. More may follow."""
@@ -138,20 +138,20 @@ class BackgroundSaver(CheckpointSaver):
         self._thread.shutdown()
         self._stager.close()
 
-    def settle(self, patience_s: float) -> None:
+    def drain_with_timeout(self, timeout_s: float) -> None:
         """Let a save that is under way end, if it does so in time."""
         self._is_awaited.set()
-        if self._under_way is not None:
-            wait([self._under_way], timeout=patience_s)
+        if self._pending_save is not None:
+            wait([self._pending_save], timeout=timeout_s)
 
     def _wait(self) -> None:
         self._is_awaited.set()
-        under_way, self._under_way = self._under_way, None
+        under_way, self._pending_save = self._pending_save, None
         if under_way is not None:
             self._last = under_way.result()
 
 
-class _Resting(DefaultSavePlanner):
+class _ThrottledPlanner(DefaultSavePlanner):
     """Rests before each tensor is written.
 
     Args:
@@ -164,5 +164,5 @@ class _Resting(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
         """The tensor that is due."""
-        self._is_awaited.wait(min(REST_S, MOST_RESTS_S / max(1, len(self.plan.items))))
+        self._is_awaited.wait(min(THROTTLE_S, MAX_THROTTLE_S / max(1, len(self.plan.items))))
         return super().resolve_data(write_item)

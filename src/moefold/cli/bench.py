@@ -5,14 +5,14 @@ import importlib
 from functools import partial
 from typing import TYPE_CHECKING
 
-from moefold.bench.shape import Shape, bench_config, experts_that_fit, shapes
-from moefold.cli.bench_output import add_output_options, device_type, known_shape, write_report
+from moefold.bench.shape import BenchShape, bench_config, bench_shapes, max_fitting_experts
+from moefold.cli.bench_output import add_output_options, device_type_from_args, shape_from_args, write_report
 from moefold.cli.command_parser import CommandParser
-from moefold.launch.place import Place
+from moefold.launch.place import RankEnv
 from moefold.work_progress import WorkProgress
 
 if TYPE_CHECKING:
-    from moefold.bench.comparison import Comparison
+    from moefold.bench.comparison import BenchComparison
 
 SUBCOMMANDS = {
     "dispatch": "parts of one MoE layer over ETP x EP, folded or not",
@@ -21,8 +21,8 @@ SUBCOMMANDS = {
     "leastloaded": "least-loaded dispatch under skewed routing",
     "plot": "draw a report of any of them",
 }
-MILLISECONDS = 1e3
-CLOCK_WORDS = {"wall": "wall clock", "cpu": "CPU time of all threads"}
+MS_PER_S = 1e3
+CLOCK_NAMES = {"wall": "wall clock", "cpu": "CPU time of all threads"}
 
 
 def run(argv: list[str]) -> int:
@@ -30,73 +30,73 @@ def run(argv: list[str]) -> int:
     if argv[:1] and argv[0] in SUBCOMMANDS:
         return int(importlib.import_module(f"moefold.cli.bench_{argv[0]}").run(argv[1:]))
     args = _parser().parse_args(argv)
-    shape = known_shape(args)
+    shape = shape_from_args(args)
     # What is wrong with the sizes is said before torch is loaded.
     bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=args.experts)
-    from moefold.launch.ranks import start_ranks
+    from moefold.launch.ranks import spawn_ranks
 
-    return start_ranks(partial(_measure, shape, args), 1, device_type(args))
+    return spawn_ranks(partial(_measure, shape, args), 1, device_type_from_args(args))
 
 
-def _measure(shape: Shape, args: argparse.Namespace, place: Place, device_name: str) -> int:
+def _measure(shape: BenchShape, args: argparse.Namespace, rank_env: RankEnv, device_name: str) -> int:
     import torch
 
-    from moefold.bench.comparison import compare
-    from moefold.bench.machine import free_bytes
-    from moefold.bench.peers import copies_of_weights
-    from moefold.launch.ranks import joined
+    from moefold.bench.comparison import compare_implementations
+    from moefold.bench.machine import free_memory_bytes
+    from moefold.bench.peers import num_weight_copies
+    from moefold.launch.ranks import init_distributed
 
     torch.set_num_threads(args.threads)
-    with joined(place, device_name) as device, WorkProgress("bench") as progress:
+    with init_distributed(rank_env, device_name) as device, WorkProgress("bench") as progress:
         size = 2 if args.dtype == "bfloat16" else 4
         whole = bench_config(shape, dtype=args.dtype)
-        copies = copies_of_weights(whole, shape.part, device)
-        experts = args.experts or experts_that_fit(shape, size, free_bytes(device), copies)
+        copies = num_weight_copies(whole, shape.part, device)
+        experts = args.experts or max_fitting_experts(shape, size, free_memory_bytes(device), copies)
         cfg = bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=experts, device=device_name)
-        found = compare(cfg, shape.part, args.routing, device, args.steps, args.clock, progress.say)
+        found = compare_implementations(cfg, shape.part, args.routing, device, args.steps, args.clock, progress.report)
     report = found.as_dict() | {"shape": shape.name}
-    write_report(args, report, table(shape, found))
+    write_report(args, report, format_comparison(shape, found))
     return 0
 
 
-def table(shape: Shape, found: "Comparison") -> str:
+def format_comparison(shape: BenchShape, comparison: "BenchComparison") -> str:
     """The report for a terminal."""
     lines = [
-        f"{shape.name}: {found.tokens:,} tokens, {found.num_experts} experts, {found.routing} routing (busiest expert "
-        f"{found.load:.2f} x mean), {found.dtype}",
-        f"{found.machine}, torch {found.torch}; {CLOCK_WORDS[found.clock]}, medians of {found.rounds} rounds in turn "
+        f"{shape.name}: {comparison.tokens:,} tokens, {comparison.num_experts} experts, {comparison.routing} routing (busiest expert "
+        f"{comparison.load:.2f} x mean), {comparison.dtype}",
+        f"{comparison.machine}, torch {comparison.torch}; {CLOCK_NAMES[comparison.clock]}, medians of {comparison.rounds} rounds in turn "
         "after 2",
-        f"GEMM {found.gemm_tflops:.3g} TFLOP/s, copy {found.copy_gbps:.3g} GB/s",
+        f"GEMM {comparison.gemm_tflops:.3g} TFLOP/s, copy {comparison.copy_gbps:.3g} GB/s",
         "",
         f"{'':30}  {'ms':>8}  {'quartiles':>17}  {'tokens/s':>10}  {'TFLOP/s':>8}  {'MFU':>6}  {'peak GiB':>8}",
     ]
-    for row in found.rows:
-        spread = f"{row.low_s * MILLISECONDS:.1f} .. {row.high_s * MILLISECONDS:.1f}"
+    for row in comparison.rows:
+        spread = f"{row.low_s * MS_PER_S:.1f} .. {row.high_s * MS_PER_S:.1f}"
         lines.append(
-            f"  {row.name:28}  {row.median_s * MILLISECONDS:8.1f}  {spread:>17}  {row.tokens_per_s:10,.0f}  "
+            f"  {row.name:28}  {row.median_s * MS_PER_S:8.1f}  {spread:>17}  {row.tokens_per_s:10,.0f}  "
             f"{row.tflops:8.3g}  {row.mfu:6.1%}  {row.peak_gib:8.3f}"
         )
-    lines += [f"  {words}" for words in found.absent]
-    lines += [f"ratio to transformers: {found.ratio_to_transformers:.3f}"]
-    if found.ratio_to_plain is not None:
-        lines.append(f"ratio to plain torch: {found.ratio_to_plain:.3f}")
-    lines += [f"ratio to {name}: {ratio:.3f}" for name, ratio in found.ratios_to_peers.items()]
-    return "\n".join([*lines, "", *_parts(found)])
+    lines += [f"  {words}" for words in comparison.absent]
+    lines += [f"ratio to transformers: {comparison.ratio_to_transformers:.3f}"]
+    if comparison.ratio_to_plain is not None:
+        lines.append(f"ratio to plain torch: {comparison.ratio_to_plain:.3f}")
+    lines += [f"ratio to {name}: {ratio:.3f}" for name, ratio in comparison.ratios_to_peers.items()]
+    return "\n".join([*lines, "", *_format_parts(comparison)])
 
 
-def _parts(found: "Comparison") -> list[str]:
-    ours_s = found.ours.median_s
+def _format_parts(comparison: "BenchComparison") -> list[str]:
+    ours_s = comparison.ours.median_s
     lines = [f"{'part of our step, by itself':30}  {'ms':>8}  {'of step':>7}  {'floor ms':>8}  {'gap':>6}"]
-    for piece in found.pieces:
+    for piece in comparison.pieces:
         gap = f"{piece.gap:5.1f}x" if piece.floor_s else "     -"
         lines.append(
-            f"  {piece.name:28}  {piece.seconds * MILLISECONDS:8.2f}  {piece.seconds / ours_s:7.1%}  "
-            f"{piece.floor_s * MILLISECONDS:8.2f}  {gap:>6}"
+            f"  {piece.name:28}  {piece.seconds * MS_PER_S:8.2f}  {piece.seconds / ours_s:7.1%}  "
+            f"{piece.floor_s * MS_PER_S:8.2f}  {gap:>6}"
         )
-    rest_s = ours_s - sum(piece.seconds for piece in found.pieces)
-    lines.append(f"  {'the rest of the step':28}  {rest_s * MILLISECONDS:8.2f}  {rest_s / ours_s:7.1%}")
+    rest_s = ours_s - sum(piece.seconds for piece in comparison.pieces)
+    lines.append(f"  {'the rest of the step':28}  {rest_s * MS_PER_S:8.2f}  {rest_s / ours_s:7.1%}")
     lines.append("  dispatch, collectives: none on one rank; see `moefold bench dispatch` and `moefold bench ranks`")
-    lines.append(f"experts at {found.experts_of_bare_loop:.0%} of the rate of a bare loop of their GEMMs")
+    lines.append(f"experts at {comparison.experts_of_bare_loop:.0%} of the rate of a bare loop of their GEMMs")
     return lines
 
 
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         "attention. With moefold[peers] the layers of megatron-core and torchtitan join the shapes that end in -layer.",
         epilog="commands of their own, each with a --help:\n"
         + "\n".join(f"  moefold bench {name:{width}}  {words}" for name, words in SUBCOMMANDS.items())
-        + f"\n\nshapes: {', '.join(shapes())}",
+        + f"\n\nshapes: {', '.join(bench_shapes())}",
     )
     parser.add_argument("--shape", default="small", metavar="NAME", help="what to compute, see below (default small)")
     parser.add_argument(

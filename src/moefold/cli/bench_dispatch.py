@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.bench_output import add_output_options, check_output_options, write_report
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.own_words import DEVICE, own_words
+from moefold.cli.own_words import DEVICE_OPTION, reworded_errors
 from moefold.errors import ConfigError
-from moefold.launch.place import Place
+from moefold.launch.place import RankEnv
 from moefold.work_progress import WorkProgress
 
 if TYPE_CHECKING:
-    from moefold.bench.dispatch import Bar
+    from moefold.bench.dispatch import MappingTime
 
-MILLISECONDS = 1e3
+MS_PER_S = 1e3
 TITLES = {"etp": "ETP x EP at a fixed product", "context": "CP x EP, folded and coupled"}
 
 
@@ -28,28 +28,31 @@ def run(argv: list[str]) -> int:
     if args.hidden < 64 or args.hidden % 64:
         raise ConfigError(f"--hidden {args.hidden} must be a multiple of 64: fine experts are a quarter as wide")
     check_output_options(args)
-    from moefold.launch.ranks import choose_device, start_ranks
+    from moefold.launch.ranks import choose_device, spawn_ranks
 
-    with own_words(*DEVICE):
+    with reworded_errors(*DEVICE_OPTION):
         device_type = choose_device(args.device, args.ranks, None)
-    return start_ranks(partial(_measure, args), args.ranks, device_type)
+    return spawn_ranks(partial(_measure, args), args.ranks, device_type)
 
 
-def _measure(args: argparse.Namespace, place: Place, device_type: str) -> int:
+def _measure(args: argparse.Namespace, rank_env: RankEnv, device_type: str) -> int:
     import torch
 
     from moefold.bench.dispatch import measure_mappings
-    from moefold.bench.machine import machine_name
-    from moefold.launch.ranks import joined
+    from moefold.bench.machine import describe_device
+    from moefold.launch.ranks import init_distributed
     from moefold.model.transformer import TORCH_DTYPES
 
     if device_type == "cpu":
         torch.set_num_threads(1)
-    with joined(place, device_type) as device, WorkProgress("bench dispatch", is_shown=place.rank == 0) as progress:
+    with (
+        init_distributed(rank_env, device_type) as device,
+        WorkProgress("bench dispatch", is_shown=rank_env.rank == 0) as progress,
+    ):
         dtype = TORCH_DTYPES[args.dtype]
-        bars = measure_mappings(args.ranks, args.tokens, args.hidden, args.steps, dtype, device, progress.say)
-        machine = machine_name(device)
-    if place.rank == 0:
+        bars = measure_mappings(args.ranks, args.tokens, args.hidden, args.steps, dtype, device, progress.report)
+        machine = describe_device(device)
+    if rank_env.rank == 0:
         report = {
             "kind": "dispatch",
             "ranks": args.ranks,
@@ -64,7 +67,7 @@ def _measure(args: argparse.Namespace, place: Place, device_type: str) -> int:
     return 0
 
 
-def _tables(args: argparse.Namespace, machine: str, bars: "list[Bar]") -> str:
+def _tables(args: argparse.Namespace, machine: str, bars: "list[MappingTime]") -> str:
     lines = [
         f"One MoE layer, forward and backward, on {args.ranks} ranks with {args.tokens:,} tokens each, "
         f"H={args.hidden}, {args.dtype}; ms, medians of {args.steps} rounds in turn after 1",
@@ -76,7 +79,7 @@ def _tables(args: argparse.Namespace, machine: str, bars: "list[Bar]") -> str:
             lines += ["", f"{title}: {experts}"]
             lines.append("  " + " " * 18 + "".join(f"{part:>11}" for part in (*mine[0].parts_s, "all")))
             for bar in mine:
-                numbers = "".join(f"{s * MILLISECONDS:11.2f}" for s in (*bar.parts_s.values(), bar.total_s))
+                numbers = "".join(f"{s * MS_PER_S:11.2f}" for s in (*bar.parts_s.values(), bar.total_s))
                 lines.append(f"  {bar.name:18}{numbers}")
     return "\n".join(lines)
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
-from moefold.launch.place import Place
+from moefold.launch.place import RankEnv
 from moefold.printable import print_escaped
 from moefold.work_progress import WorkProgress
 
 if TYPE_CHECKING:
-    from moefold.bench.leastloaded import Measurement
+    from moefold.bench.leastloaded import DispatchMeasurement
 
 NUM_EXPERTS = 16
 NUM_RANKS = (2, 4, 8, 16)
@@ -29,34 +29,39 @@ def run(argv: list[str]) -> int:
     for skew in args.skew:
         if not 0 <= skew <= 1:
             raise ConfigError(f"--skew {skew:g} must lie in [0, 1]: it is a part of the tokens")
-    from moefold.launch.ranks import start_ranks
+    from moefold.launch.ranks import spawn_ranks
 
-    return start_ranks(partial(_measure, args), args.ranks, "cpu")
+    return spawn_ranks(partial(_measure, args), args.ranks, "cpu")
 
 
-def _measure(args: argparse.Namespace, place: Place, device_type: str) -> int:
+def _measure(args: argparse.Namespace, rank_env: RankEnv, device_type: str) -> int:
     import torch
 
-    from moefold.bench.leastloaded import Workload, measure
-    from moefold.launch.ranks import joined
+    from moefold.bench.leastloaded import SkewedWorkload, measure_dispatchers
+    from moefold.launch.ranks import init_distributed
     from moefold.parallel.groups import ParallelGroups
     from moefold.parallel.layout import fold
 
     torch.set_num_threads(1)
-    with joined(place, device_type) as device, WorkProgress("bench leastloaded", is_shown=place.rank == 0) as progress:
+    with (
+        init_distributed(rank_env, device_type) as device,
+        WorkProgress("bench leastloaded", is_shown=rank_env.rank == 0) as progress,
+    ):
         groups = ParallelGroups.create(fold(world_size=args.ranks, ep=args.ranks), device)
-        found = measure(Workload(args.tokens, num_experts=NUM_EXPERTS), args.skew, args.steps, groups, progress.say)
-    if place.rank == 0:
+        found = measure_dispatchers(
+            SkewedWorkload(args.tokens, num_experts=NUM_EXPERTS), args.skew, args.steps, groups, progress.report
+        )
+    if rank_env.rank == 0:
         print_escaped(_json(args, found) if args.json else _table(args, found), flush=True)
     return 0
 
 
-def _json(args: argparse.Namespace, found: "list[Measurement]") -> str:
+def _json(args: argparse.Namespace, measurements: "list[DispatchMeasurement]") -> str:
     report = {"ranks": args.ranks, "tokens_per_rank": args.tokens, "steps": args.steps}
-    return json.dumps(report | {"measurements": [asdict(measurement) for measurement in found]})
+    return json.dumps(report | {"measurements": [asdict(measurement) for measurement in measurements]})
 
 
-def _table(args: argparse.Namespace, found: "list[Measurement]") -> str:
+def _table(args: argparse.Namespace, measurements: "list[DispatchMeasurement]") -> str:
     lines = [
         f"{args.ranks} ranks, {args.tokens} tokens each, {NUM_EXPERTS} experts, top-1, float32, medians of "
         f"{args.steps} steps in turn, after 2",
@@ -64,13 +69,13 @@ def _table(args: argparse.Namespace, found: "list[Measurement]") -> str:
         "",
         "hot expert  dispatcher   step ms  rows  rows/mean  peak MiB   experts CPU ms  loans",
     ]
-    for m in found:
+    for m in measurements:
         lines.append(
             f"{m.skew:9.0%}   {m.dispatcher:11} {m.step_s * 1e3:8.1f} {m.rows:5}  {m.rows / m.mean_rows:9.2f}  "
             f"{m.peak_bytes / MIB:8.1f}  {m.experts_cpu_s * 1e3:16.1f}  {m.experts_moved:5}"
         )
     lines += ["", "leastloaded against alltoall", "hot expert  step time  peak memory  experts CPU"]
-    for plain, ours in zip(found[::2], found[1::2], strict=True):
+    for plain, ours in zip(measurements[::2], measurements[1::2], strict=True):
         ratios = (plain.step_s / ours.step_s, plain.peak_bytes / ours.peak_bytes)
         cpu = plain.experts_cpu_s / ours.experts_cpu_s
         lines.append(f"{plain.skew:9.0%}   {ratios[0]:8.2f}x  {ratios[1]:10.2f}x  {cpu:10.2f}x")

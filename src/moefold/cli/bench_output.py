@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moefold.bench.shape import Shape, shapes
-from moefold.cli.own_words import DEVICE, own_words
+from moefold.bench.shape import BenchShape, bench_shapes
+from moefold.cli.own_words import DEVICE_OPTION, reworded_errors
 from moefold.errors import ConfigError
-from moefold.plan.output_file import check_place, refuse_existing
+from moefold.plan.output_file import check_writable, reject_existing
 from moefold.printable import print_escaped
 
 
-def known_shape(args: argparse.Namespace) -> Shape:
+def shape_from_args(args: argparse.Namespace) -> BenchShape:
     """The shape that --shape names, once the counts beside it are seen to be positive.
 
     Raises:
@@ -23,17 +23,17 @@ def known_shape(args: argparse.Namespace) -> Shape:
     for name in ("steps", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
-    known = shapes()
+    known = bench_shapes()
     if args.shape not in known:
         raise ConfigError(f"--shape {args.shape!r} is unknown; the shapes are {', '.join(known)}")
     return known[args.shape]
 
 
-def device_type(args: argparse.Namespace) -> str:
+def device_type_from_args(args: argparse.Namespace) -> str:
     """The device that --device means, where the clock of --clock can see what it does; loads torch."""
     from moefold.launch.ranks import choose_device
 
-    with own_words(*DEVICE):
+    with reworded_errors(*DEVICE_OPTION):
         device = choose_device(args.device, 1, None)
     if device == "cuda" and args.clock == "cpu":
         raise ConfigError("--clock cpu does not see what a GPU does; leave it out, or set --device cpu")
@@ -60,8 +60,8 @@ def check_output_options(args: argparse.Namespace) -> None:
     """
     for option, name in (("--json", args.json), ("--plot", args.plot)):
         if name is not None and (option, name) != ("--json", "-"):
-            check_place(option, Path(name))
-            refuse_existing(option, Path(name), force=args.force)
+            check_writable(option, Path(name))
+            reject_existing(option, Path(name), force=args.force)
 
 
 def write_report(args: argparse.Namespace, report: Mapping[str, Any], table: str) -> None:

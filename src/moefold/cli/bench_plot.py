@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from moefold.bounded_read import REPORT_BYTES, read_json
+from moefold.bounded_read import MAX_REPORT_BYTES, read_json
 from moefold.cli.bench_output import add_force
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
-from moefold.plan.output_file import check_place, refuse_existing
+from moefold.plan.output_file import check_writable, reject_existing
 
 
 def run(argv: list[str]) -> int:
@@ -19,15 +19,15 @@ def run(argv: list[str]) -> int:
     add_force(parser)
     args = parser.parse_args(argv)
     try:
-        report = read_json(Path(args.report), REPORT_BYTES)
+        report = read_json(Path(args.report), MAX_REPORT_BYTES)
     except OSError as error:
         raise ConfigError(f"{args.report}: {error.strerror}") from None
     except ValueError:
         raise ConfigError(f"{args.report} is no JSON") from None
     if not isinstance(report, dict):
         raise ConfigError(f"{args.report} is no report of moefold bench")
-    check_place("FILE.png", Path(args.picture))
-    refuse_existing("FILE.png", Path(args.picture), force=args.force)
+    check_writable("FILE.png", Path(args.picture))
+    reject_existing("FILE.png", Path(args.picture), force=args.force)
     from moefold.bench.plot import draw_report
 
     draw_report(report, Path(args.picture))

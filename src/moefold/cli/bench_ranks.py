@@ -11,23 +11,23 @@ from moefold.config.checks import check_config
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.launch.place import Place
+from moefold.launch.place import RankEnv
 from moefold.work_progress import WorkProgress
 
 if TYPE_CHECKING:
-    from moefold.bench.ranks import RankTimes
+    from moefold.bench.ranks import RankCpuTimes
 
-FOLDED = ("parallel.world_size=8", "parallel.tp=2", "parallel.cp=2", "parallel.pp=2", "parallel.ep=4")
-DEFAULTS = (
+FOLDED_MAPPING = ("parallel.world_size=8", "parallel.tp=2", "parallel.cp=2", "parallel.pp=2", "parallel.ep=4")
+DEFAULT_OVERRIDES = (
     "model.preset=quickstart",
-    *FOLDED,
+    *FOLDED_MAPPING,
     "run.device=cpu",
     "run.dtype=float32",
     "train.seq_len=256",
     "train.micro_batch_size=8",
     "train.global_batch_size=16",
 )
-MILLISECONDS = 1e3
+MS_PER_S = 1e3
 
 
 def run(argv: list[str]) -> int:
@@ -38,31 +38,31 @@ def run(argv: list[str]) -> int:
     check_output_options(args)
     words = list(args.words)
     recipe = Path(words.pop(0)) if words and "=" not in words[0] else None
-    cfg = load_config(recipe, [*(() if recipe else DEFAULTS), "data.kind=synthetic", *words])
+    cfg = load_config(recipe, [*(() if recipe else DEFAULT_OVERRIDES), "data.kind=synthetic", *words])
     check_config(cfg)
-    from moefold.launch.ranks import choose_device, start_ranks
+    from moefold.launch.ranks import choose_device, spawn_ranks
 
     device = choose_device(cfg.run.device, cfg.parallel.world_size, None)
     if device != "cpu":
         raise ConfigError(f"moefold bench ranks counts CPU time, and run.device={cfg.run.device!r}; set run.device=cpu")
-    return start_ranks(partial(_measure, cfg, args), cfg.parallel.world_size, device)
+    return spawn_ranks(partial(_measure, cfg, args), cfg.parallel.world_size, device)
 
 
-def _measure(cfg: Config, args: argparse.Namespace, place: Place, device_type: str) -> int:
+def _measure(cfg: Config, args: argparse.Namespace, rank_env: RankEnv, device_type: str) -> int:
     import torch
 
-    from moefold.bench.ranks import measure_ranks, shares
-    from moefold.launch.ranks import joined
+    from moefold.bench.ranks import measure_ranks, time_shares
+    from moefold.launch.ranks import init_distributed
     from moefold.parallel.groups import ParallelGroups
 
     torch.set_num_threads(1)
     with (
-        joined(place, device_type, cfg.faults.timeout_s) as device,
-        WorkProgress("bench ranks", is_shown=place.rank == 0) as progress,
+        init_distributed(rank_env, device_type, cfg.faults.timeout_s) as device,
+        WorkProgress("bench ranks", is_shown=rank_env.rank == 0) as progress,
     ):
-        found = measure_ranks(cfg, ParallelGroups.create(check_config(cfg), device), args.steps, progress.say)
-    if place.rank == 0:
-        part = shares(found)
+        found = measure_ranks(cfg, ParallelGroups.create(check_config(cfg), device), args.steps, progress.report)
+    if rank_env.rank == 0:
+        part = time_shares(found)
         report = {
             "kind": "ranks",
             "steps": args.steps,
@@ -76,19 +76,19 @@ def _measure(cfg: Config, args: argparse.Namespace, place: Place, device_type: s
     return 0
 
 
-def _table(cfg: Config, args: argparse.Namespace, found: "list[RankTimes]", part: dict[str, float]) -> str:
+def _table(cfg: Config, args: argparse.Namespace, ranks: "list[RankCpuTimes]", time_shares: dict[str, float]) -> str:
     p = cfg.parallel
-    kinds = list(part)
+    kinds = list(time_shares)
     lines = [
         f"{p.world_size} ranks, tp={p.tp} cp={p.cp} pp={p.pp} ep={p.ep} etp={p.etp}, {cfg.tokens_per_step:,} tokens a "
         f"step, {cfg.run.dtype}; CPU time in ms, medians of {args.steps} steps after 2",
         "rank  " + "".join(f"{kind:>18}" for kind in (*kinds, "waiting", "step by the clock")),
     ]
-    for i, rank in enumerate(found):
+    for i, rank in enumerate(ranks):
         numbers = (*rank.cpu_s.values(), rank.wall_s - rank.thread_s, rank.wall_s)
-        lines.append(f"{i:4}  " + "".join(f"{seconds * MILLISECONDS:18.1f}" for seconds in numbers))
-    lines.append(" all  " + "".join(f"{share:18.1%}" for share in part.values()))
-    outside = part["communication"] + part["Python"]
+        lines.append(f"{i:4}  " + "".join(f"{seconds * MS_PER_S:18.1f}" for seconds in numbers))
+    lines.append(" all  " + "".join(f"{share:18.1%}" for share in time_shares.values()))
+    outside = time_shares["communication"] + time_shares["Python"]
     lines.append(f"communication and Python: {outside:.1%} of the CPU time of a step")
     return "\n".join(lines)
 

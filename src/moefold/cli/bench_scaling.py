@@ -4,41 +4,41 @@ import argparse
 from dataclasses import asdict
 from functools import partial
 
-from moefold.bench.shape import Shape, bench_config
-from moefold.cli.bench_output import add_output_options, device_type, known_shape, write_report
+from moefold.bench.shape import BenchShape, bench_config
+from moefold.cli.bench_output import add_output_options, device_type_from_args, shape_from_args, write_report
 from moefold.cli.command_parser import CommandParser
-from moefold.launch.place import Place
+from moefold.launch.place import RankEnv
 from moefold.work_progress import WorkProgress
 
-MILLISECONDS = 1e3
+MS_PER_S = 1e3
 
 
 def run(argv: list[str]) -> int:
     """Measure and print two tables; returns 0."""
     args = _parser().parse_args(argv)
-    shape = known_shape(args)
+    shape = shape_from_args(args)
     for tokens in args.tokens:
         bench_config(shape, dtype=args.dtype, tokens=tokens)
     for experts in args.experts:
         bench_config(shape, dtype=args.dtype, experts=experts)
-    from moefold.launch.ranks import start_ranks
+    from moefold.launch.ranks import spawn_ranks
 
-    return start_ranks(partial(_measure, shape, args), 1, device_type(args))
+    return spawn_ranks(partial(_measure, shape, args), 1, device_type_from_args(args))
 
 
-def _measure(shape: Shape, args: argparse.Namespace, place: Place, device_name: str) -> int:
+def _measure(shape: BenchShape, args: argparse.Namespace, rank_env: RankEnv, device_name: str) -> int:
     import torch
 
-    from moefold.bench.machine import machine_name
-    from moefold.bench.scaling import Sweep, over_experts, over_tokens
-    from moefold.launch.ranks import joined
+    from moefold.bench.machine import describe_device
+    from moefold.bench.scaling import ScalingSweep, sweep_experts, sweep_tokens
+    from moefold.launch.ranks import init_distributed
 
     torch.set_num_threads(args.threads)
-    sweep = Sweep(shape, args.dtype, args.tokens, args.experts, args.steps, args.clock)
-    with joined(place, device_name) as device, WorkProgress("bench scaling") as progress:
-        by_tokens = over_tokens(sweep, device, progress.say)
-        by_experts = over_experts(sweep, device, progress.say)
-        machine = machine_name(device)
+    sweep = ScalingSweep(shape, args.dtype, args.tokens, args.experts, args.steps, args.clock)
+    with init_distributed(rank_env, device_name) as device, WorkProgress("bench scaling") as progress:
+        by_tokens = sweep_tokens(sweep, device, progress.report)
+        by_experts = sweep_experts(sweep, device, progress.report)
+        machine = describe_device(device)
     report = {
         "kind": "scaling",
         "shape": args.shape,
@@ -56,11 +56,11 @@ def _measure(shape: Shape, args: argparse.Namespace, place: Place, device_name: 
     lines += ["", "    tokens        ms    tokens/s  of the best"]
     for point in by_tokens:
         lines.append(
-            f"{point.tokens:10,}{point.median_s * MILLISECONDS:10.1f}{point.tokens_per_s:12,.0f}"
+            f"{point.tokens:10,}{point.median_s * MS_PER_S:10.1f}{point.tokens_per_s:12,.0f}"
             f"{point.tokens_per_s / best:13.1%}"
         )
     lines += ["", "one MoE layer, the same active compute", "   experts        ms   of the fewest"]
-    lines += [f"{point.experts:10}{point.median_s * MILLISECONDS:10.1f}{point.ratio:16.2f}" for point in by_experts]
+    lines += [f"{point.experts:10}{point.median_s * MS_PER_S:10.1f}{point.ratio:16.2f}" for point in by_experts]
     write_report(args, report, "\n".join(lines))
     return 0
 

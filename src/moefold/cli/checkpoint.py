@@ -11,21 +11,21 @@ from moefold.checkpoint.folder import (
     locate_checkpoint,
     locate_folder,
     named_checkpoints,
-    quick_faults,
+    quick_validate,
     read_meta,
-    remove,
+    remove_checkpoint,
     step_of,
 )
-from moefold.checkpoint.manifest import hash_faults, read_manifest
-from moefold.cli.checkpoint_table import Listed
+from moefold.checkpoint.manifest import read_manifest, validate_hashes
+from moefold.cli.checkpoint_table import CheckpointRow
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.skipped import say_skipped_for
+from moefold.cli.skipped import report_skipped_for
 from moefold.errors import ConfigError
 from moefold.printable import print_escaped, printable
 
-DIFFERENCES_SHOWN = 20
+MAX_SHOWN_DIFFERENCES = 20
 """Tensors of a `diff` that are printed without --json."""
-VALUE_SHOWN = 60
+MAX_VALUE_CHARS = 60
 """Characters of a value of the description that are printed without --json."""
 
 EPILOG = """CKPT: a folder step-000100; or a run, or its folder of checkpoints, for the newest complete one in it
@@ -50,29 +50,29 @@ def run(argv: list[str]) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     folder = locate_folder(arguments.folder)
-    rows = [_listed(path) for path in named_checkpoints(folder)]
+    rows = [_checkpoint_row(path) for path in named_checkpoints(folder)]
     if arguments.json:
         print(json.dumps([asdict(row) | {"path": str(row.path)} for row in rows]))
         return 0
-    from moefold.cli.checkpoint_table import print_list
+    from moefold.cli.checkpoint_table import print_checkpoints
     from moefold.console import PrintableConsole
 
-    print_list(PrintableConsole(highlight=False, markup=False), folder, rows)
+    print_checkpoints(PrintableConsole(highlight=False, markup=False), folder, rows)
     return 0
 
 
-def _listed(path: Path) -> Listed:
-    faults = quick_faults(path)
+def _checkpoint_row(path: Path) -> CheckpointRow:
+    faults = quick_validate(path)
     try:
         meta = read_meta(path)
     except ConfigError as error:
-        return Listed(path, None, _size_bytes(path), faults or [str(error)])
-    return Listed(path, meta, _size_bytes(path), faults)
+        return CheckpointRow(path, None, _size_bytes(path), faults or [str(error)])
+    return CheckpointRow(path, meta, _size_bytes(path), faults)
 
 
 def _show(arguments: argparse.Namespace) -> int:
     path = locate_checkpoint(arguments.checkpoint)
-    say_skipped_for(arguments.checkpoint, path)
+    report_skipped_for(arguments.checkpoint, path)
     meta = read_meta(path)
     from moefold.checkpoint.content import stored_tensors
 
@@ -83,14 +83,14 @@ def _show(arguments: argparse.Namespace) -> int:
     from moefold.cli.checkpoint_table import print_content
     from moefold.console import PrintableConsole
 
-    print_content(PrintableConsole(highlight=False, markup=False), path, meta, tensors, all_of_them=arguments.tensors)
+    print_content(PrintableConsole(highlight=False, markup=False), path, meta, tensors, lists_tensors=arguments.tensors)
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     status = 0
-    for path in _all_or_one(arguments.checkpoint):
-        faults = _faults(path)
+    for path in _resolve_checkpoints(arguments.checkpoint):
+        faults = _validate_checkpoint(path)
         print(printable(f"{path}: {'; '.join(faults) if faults else 'sound'}"))
         status |= bool(faults)
     return int(status)
@@ -99,7 +99,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     paths = locate_checkpoint(arguments.checkpoint), locate_checkpoint(arguments.other)
     for given, found in zip((arguments.checkpoint, arguments.other), paths, strict=True):
-        say_skipped_for(given, found)
+        report_skipped_for(given, found)
     metas = read_meta(paths[0]), read_meta(paths[1])
     from moefold.checkpoint.content import differing_tensors
 
@@ -109,11 +109,11 @@ def _diff(arguments: argparse.Namespace) -> int:
         print(json.dumps({"description": described, "tensors": [asdict(difference) for difference in tensors]}))
         return int(bool(described or tensors))
     for key, (here, there) in described.items():
-        print(printable(f"{key}: {_short(here)} | {_short(there)}"))
-    for difference in tensors[:DIFFERENCES_SHOWN]:
+        print(printable(f"{key}: {_shorten(here)} | {_shorten(there)}"))
+    for difference in tensors[:MAX_SHOWN_DIFFERENCES]:
         print(printable(f"{difference.name}: {difference.what}"))
-    if len(tensors) > DIFFERENCES_SHOWN:
-        print_escaped(f"and {len(tensors) - DIFFERENCES_SHOWN} more tensors; --json lists them")
+    if len(tensors) > MAX_SHOWN_DIFFERENCES:
+        print_escaped(f"and {len(tensors) - MAX_SHOWN_DIFFERENCES} more tensors; --json lists them")
     if not tensors:
         print("all tensors are equal")
     return int(bool(described or tensors))
@@ -132,30 +132,30 @@ def _rm(arguments: argparse.Namespace) -> int:
     for folder in sorted({path.parent for path in doomed}):
         # The newest first: it is the one to go on from, and the reading ends with the first that is sound.
         rest = [path for path in reversed(named_checkpoints(folder)) if path not in doomed]
-        if not arguments.force and all(map(_faults, rest)):
+        if not arguments.force and all(map(_validate_checkpoint, rest)):
             raise ConfigError(f"that would leave no sound checkpoint in {str(folder)!r}; add --force if you mean it")
     for path in sorted(doomed):
-        remove(path)
+        remove_checkpoint(path)
         print(printable(f"removed {path}"))
     return 0
 
 
-def _faults(path: Path) -> list[str]:
+def _validate_checkpoint(path: Path) -> list[str]:
     """List what is wrong with a checkpoint; reads it whole unless the sizes tell.
 
     Files may be what was written and still hold no checkpoint: their index and each part are looked into as well.
     """
-    if faults := quick_faults(path):
+    if faults := quick_validate(path):
         return faults
     manifest = read_manifest(path)
-    if faults := hash_faults(path, manifest, manifest):
+    if faults := validate_hashes(path, manifest, manifest):
         return faults
-    from moefold.checkpoint.content import content_faults
+    from moefold.checkpoint.content import validate_content
 
-    return content_faults(path)
+    return validate_content(path)
 
 
-def _all_or_one(path: Path) -> list[Path]:
+def _resolve_checkpoints(path: Path) -> list[Path]:
     """The checkpoint that a path names, or all of a folder of them."""
     if step_of(path.resolve()) >= 0 and path.is_dir():
         return [path]
@@ -164,19 +164,23 @@ def _all_or_one(path: Path) -> list[Path]:
     return found
 
 
-def _meta_differences(here: CheckpointMeta, there: CheckpointMeta) -> dict[str, tuple[object, object]]:
-    flat = [_flat(asdict(here)), _flat(asdict(there))]
+def _meta_differences(left: CheckpointMeta, right: CheckpointMeta) -> dict[str, tuple[object, object]]:
+    flat = [_flatten(asdict(left)), _flatten(asdict(right))]
     keys = sorted(flat[0].keys() | flat[1].keys())
     return {key: (flat[0].get(key), flat[1].get(key)) for key in keys if flat[0].get(key) != flat[1].get(key)}
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     """A value in a line; of a long one the beginning, and how much there is."""
     text = str(value)
-    return text if len(text) <= VALUE_SHOWN else f"{text[:VALUE_SHOWN]}... ({len(text)} characters; --json has all)"
+    return (
+        text
+        if len(text) <= MAX_VALUE_CHARS
+        else f"{text[:MAX_VALUE_CHARS]}... ({len(text)} characters; --json has all)"
+    )
 
 
-def _flat(tree: dict[str, object]) -> dict[str, object]:
+def _flatten(tree: dict[str, object]) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

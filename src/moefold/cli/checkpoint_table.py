@@ -18,7 +18,7 @@ DEGREES = ("tp", "cp", "pp", "ep", "etp")
 
 
 @dataclass(frozen=True)
-class Listed:
+class CheckpointRow:
     """A checkpoint of a folder."""
 
     path: Path
@@ -28,7 +28,7 @@ class Listed:
     faults: list[str]
 
 
-def print_list(console: Console, folder: Path, rows: Sequence[Listed]) -> None:
+def print_checkpoints(console: Console, folder: Path, rows: Sequence[CheckpointRow]) -> None:
     """Print the checkpoints of a folder, oldest first, and what is wrong with their files."""
     if not rows:
         text = (
@@ -41,26 +41,26 @@ def print_list(console: Console, folder: Path, rows: Sequence[Listed]) -> None:
         state = "; ".join(row.faults) if row.faults else "there"
         size_mib = f"{row.size_bytes / 2**20:,.1f}"
         said = ("?", "?") if row.meta is None else (f"{row.meta.tokens:,}", f"{row.meta.samples:,}")
-        writer = "?" if row.meta is None else mapping(row.meta)
+        writer = "?" if row.meta is None else describe_mapping(row.meta)
         table.add_row(*map(printable, (row.path.name, *said, size_mib, writer, state)))
     console.print(table)
 
 
 def print_content(
-    console: Console, path: Path, meta: CheckpointMeta, tensors: "Sequence[StoredTensor]", *, all_of_them: bool
+    console: Console, path: Path, meta: CheckpointMeta, tensors: "Sequence[StoredTensor]", *, lists_tensors: bool
 ) -> None:
     """Print what a checkpoint holds."""
     console.print(
         printable(f"{path}: after step {meta.step:,}, {meta.samples:,} samples and {meta.tokens:,} tokens"),
         soft_wrap=True,
     )
-    console.print(printable(f"written by {mapping(meta)}"))
+    console.print(printable(f"written by {describe_mapping(meta)}"))
     model = {
         key: meta.model.get(key, "?") for key in ("num_layers", "hidden_size", "num_experts", "top_k", "vocab_size")
     }
     console.print(printable("model: " + ", ".join(f"{key} {value}" for key, value in model.items())))
     table = Table("tensors", "shape", "type", "MiB", "parts", box=None, pad_edge=False)
-    for name, part in _parts(tensors).items():
+    for name, part in _group_by_part(tensors).items():
         size_mib = sum(tensor.size_bytes for tensor in part) / 2**20
         table.add_row(
             printable(f"{name}: {len(part)}"),
@@ -69,7 +69,7 @@ def print_content(
             f"{size_mib:,.1f}",
             str(sum(tensor.num_chunks for tensor in part)),
         )
-        for tensor in part if all_of_them else ():
+        for tensor in part if lists_tensors else ():
             shape = "x".join(map(str, tensor.shape))
             table.add_row(
                 printable(f"  {tensor.name}"),
@@ -81,7 +81,7 @@ def print_content(
     console.print(table)
 
 
-def mapping(meta: CheckpointMeta) -> str:
+def describe_mapping(meta: CheckpointMeta) -> str:
     """The mapping that wrote a checkpoint, in one line."""
     found = meta.parallel
     if not found:
@@ -90,7 +90,7 @@ def mapping(meta: CheckpointMeta) -> str:
     return f"{found.get('world_size', 1)} rank{'s' if found.get('world_size', 1) != 1 else ''} {degrees}".rstrip()
 
 
-def _parts(tensors: "Sequence[StoredTensor]") -> "dict[str, list[StoredTensor]]":
+def _group_by_part(tensors: "Sequence[StoredTensor]") -> "dict[str, list[StoredTensor]]":
     parts: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         parts.setdefault(tensor.name.split(".", 1)[0], []).append(tensor)

@@ -6,7 +6,7 @@ import textwrap
 from itertools import groupby
 from typing import Any, NoReturn
 
-from moefold.printable import LINES, printable
+from moefold.printable import MULTILINE_CHARS, printable
 
 UNBROKEN_SPACE = "\N{NO-BREAK SPACE}"
 
@@ -23,7 +23,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and a message that repeats the user's words, and leave with status 2."""
-        super().error(printable(message, LINES))
+        super().error(printable(message, MULTILINE_CHARS))
 
 
 class _ParagraphFormatter(argparse.HelpFormatter):

@@ -3,7 +3,7 @@
 import argparse
 
 
-def add_compute_options(parser: argparse.ArgumentParser) -> None:
+def add_inference_options(parser: argparse.ArgumentParser) -> None:
     """Add what evaluation and generation have in common."""
     parser.add_argument(
         "--dtype", default="auto", help="float32, bfloat16, float64, or auto: the type of the stored weights (auto)"

@@ -7,26 +7,26 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
 
-def add_disturbance(parser: argparse.ArgumentParser, where: str = "") -> None:
+def add_noise_options(parser: argparse.ArgumentParser, help_prefix: str = "") -> None:
     """The options that make a machine less than ideal."""
     add = parser.add_argument
-    straggler = f"{where}a rank that computes slower; repeatable"
+    straggler = f"{help_prefix}a rank that computes slower; repeatable"
     add("--straggler", action="append", default=[], metavar="RANK=FACTOR", help=straggler)
-    jitter = f"{where}spread of the times of actions, such as 0.05 (default 0)"
+    jitter = f"{help_prefix}spread of the times of actions, such as 0.05 (default 0)"
     add("--jitter", type=float, default=0.0, metavar="S", help=jitter)
     add("--seed", type=int, help="seed of --jitter (default 0)")
 
 
-def stragglers_of(cfg: Config, words: Sequence[str]) -> dict[int, float]:
+def parse_stragglers(cfg: Config, options: Sequence[str]) -> dict[int, float]:
     """The factor of each slow pipeline rank, of words such as `17=1.3`; a stage waits for the slowest of its ranks.
 
     Raises:
         ConfigError: a word is none, there is no such rank, or a rank is faster than others that its stage waits for.
     """
-    from moefold.cli.layout import fold_of
+    from moefold.cli.layout import layout_from_config
 
-    layout = fold_of(cfg)
-    given = factors_of(words, layout.world_size)
+    layout = layout_from_config(cfg)
+    given = parse_straggler_factors(options, layout.world_size)
     found = dict[int, float]()
     for pp_rank in dict.fromkeys(layout.attention.coordinate(rank, "pp") for rank in given):
         stage = [rank for rank in range(layout.world_size) if layout.attention.coordinate(rank, "pp") == pp_rank]
@@ -40,14 +40,14 @@ def stragglers_of(cfg: Config, words: Sequence[str]) -> dict[int, float]:
     return found
 
 
-def factors_of(words: Sequence[str], num_ranks: int) -> dict[int, float]:
+def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int, float]:
     """The factor of each rank that words such as `17=1.3` name, the largest where one is named twice.
 
     Raises:
         ConfigError: a word is none, or there is no such rank.
     """
     found = dict[int, float]()
-    for word in words:
+    for word in options:
         rank, _, factor = word.partition("=")
         try:
             number, times = int(rank), float(factor)
@@ -61,7 +61,7 @@ def factors_of(words: Sequence[str], num_ranks: int) -> dict[int, float]:
     return found
 
 
-def jitter_of(value: float) -> float:
+def check_jitter(value: float) -> float:
     """The spread of the times of actions.
 
     Raises:

@@ -15,12 +15,12 @@ from pathlib import Path
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
 from moefold.launch.status import EXIT_FAILED
-from moefold.metrics.host_memory import host_room, physical_bytes
+from moefold.metrics.host_memory import available_host_memory, physical_bytes
 from moefold.printable import print_escaped, printable
 
 GIB = 2**30
 C_LIBRARIES = ("product", "experts", "norm", "rope", "attention")
-OPTIONAL = (
+OPTIONAL_PACKAGES = (
     ("datasets", "datasets", "hf", 'data.kind="huggingface"'),
     ("transformers", "transformers", "hf", "comparisons in moefold bench"),
     ("tensorboard", "tensorboard", "tensorboard", "metrics.tensorboard"),
@@ -74,8 +74,8 @@ def _host() -> Iterator[Finding]:
 
 
 def _memory() -> str:
-    room = host_room()
-    return f"{physical_bytes() / GIB:.1f} GiB, {room.size / GIB:.1f} GiB {room.limit}"
+    room = available_host_memory()
+    return f"{physical_bytes() / GIB:.1f} GiB, {room.size / GIB:.1f} GiB {room.description}"
 
 
 def _torch() -> Iterator[Finding]:
@@ -124,7 +124,7 @@ def _cache() -> Finding:
 
 
 def _optional() -> Iterator[Finding]:
-    for package, module, extra, purpose in OPTIONAL:
+    for package, module, extra, purpose in OPTIONAL_PACKAGES:
         # A folder of that name in the working directory has no origin.
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:

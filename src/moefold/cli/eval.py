@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.compute_options import add_compute_options
-from moefold.cli.one_voice import one_voice
-from moefold.cli.own_words import DEVICE, TOKENIZER, own_words
-from moefold.cli.skipped import say_skipped
+from moefold.cli.compute_options import add_inference_options
+from moefold.cli.one_voice import report_on_local_rank0
+from moefold.cli.own_words import DEVICE_OPTION, TOKENIZER_OPTION, reworded_errors
+from moefold.cli.skipped import report_skipped
 from moefold.errors import ConfigError
-from moefold.launch.place import Place, check_world_size, find_place
-from moefold.plan.output_file import check_place, refuse_existing
+from moefold.launch.place import RankEnv, check_world_size, read_rank_env
+from moefold.plan.output_file import check_writable, reject_existing
 from moefold.printable import print_escaped
 
 if TYPE_CHECKING:
-    from moefold.inference.source import Source
-    from moefold.inference.token_row import TokenRow
+    from moefold.inference.source import ModelSource
+    from moefold.inference.token_row import TokenDataset
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
 the newest complete one is taken, or a Hugging Face folder. The file is cut into sequences of S tokens, one after
@@ -37,24 +37,24 @@ examples:
 """
 
 
-MOST_DEFAULT_TOKENS = 2048
+MAX_DEFAULT_SEQ_LEN = 2048
 """Models say that they take 128 k tokens and more, which few machines and texts have room for."""
 
 
 def run(argv: list[str]) -> int:
     """Evaluate; returns the exit status."""
     arguments = _parser().parse_intermixed_args(argv)
-    place = find_place()
-    with one_voice(place):
-        return _start(arguments, place)
+    place = read_rank_env()
+    with report_on_local_rank0(place):
+        return _evaluate(arguments, place)
 
 
-def _start(arguments: argparse.Namespace, place: Place | None) -> int:
-    from moefold.checkpoint.sound import refuse_cut
-    from moefold.inference.memory import EVAL_WAY_OUT, batch_bytes
-    from moefold.inference.settings import Wish, inference_config
+def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
+    from moefold.checkpoint.sound import check_file_sizes
+    from moefold.inference.memory import EVAL_OOM_HINT, batch_bytes
+    from moefold.inference.settings import InferenceRequest, inference_config
     from moefold.inference.source import find_source
-    from moefold.launch.fitting import check_inference, fitting_device
+    from moefold.launch.fitting import check_inference, choose_checked_device
 
     if arguments.seq_len is not None and arguments.seq_len < 2:
         raise ConfigError(
@@ -63,50 +63,52 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
     if arguments.batch_size < 1:
         raise ConfigError(f"--batch-size {arguments.batch_size} must be at least 1")
     source = find_source(arguments.model)
-    say_skipped(source.skipped, place)
+    report_skipped(source.skipped, rank_env)
     if arguments.seq_len is None:
-        arguments.seq_len = _default_seq_len(source, place)
-    wish = Wish(
+        arguments.seq_len = _default_seq_len(source, rank_env)
+    wish = InferenceRequest(
         overrides=tuple(arguments.overrides),
         dtype=arguments.dtype,
         device=arguments.device,
-        world_size=None if place is None else place.world_size,
+        world_size=None if rank_env is None else rank_env.world_size,
         seq_len=arguments.seq_len,
         batch_size=arguments.batch_size,
     )
     cfg = inference_config(source, wish, "evaluate")
-    if place is not None:
-        check_world_size(place, cfg.parallel.world_size)
+    if rank_env is not None:
+        check_world_size(rank_env, cfg.parallel.world_size)
     _check_logits(arguments)
 
     from moefold.inference.text import encode_text, open_tokenizer, read_text
-    from moefold.inference.token_row import TokenRow, check_row, open_ids
+    from moefold.inference.token_row import TokenDataset, check_dataset, open_ids
 
     if arguments.tokens is not None:
         name, given = f"--tokens {str(arguments.tokens)!r}", arguments.tokens
     else:
         name = f"--text {str(arguments.text)!r}"
         text = read_text(arguments.text, "--text")
-        with own_words(*(TOKENIZER if arguments.tokenizer else ())):
+        with reworded_errors(*(TOKENIZER_OPTION if arguments.tokenizer else ())):
             given = encode_text(source, open_tokenizer(source, arguments.tokenizer), text, name)
     ids = open_ids(given) if isinstance(given, Path) else given
-    row = TokenRow(ids, arguments.seq_len, arguments.keep_tail)
-    check_row(row, source.model.vocab_size, name)
-    _check_space(arguments.logits, row, source.model.vocab_size)
+    row = TokenDataset(ids, arguments.seq_len, arguments.keep_tail)
+    check_dataset(row, source.model.vocab_size, name)
+    _check_disk_space(arguments.logits, row, source.model.vocab_size)
     if cfg.moe.eval_capacity_factor <= 0:
         # Without a capacity, what fills a batch up changes nothing but the time it takes.
         batch_size = min(arguments.batch_size, -(-row.num_sequences // cfg.parallel.dp))
         cfg = inference_config(source, replace(wish, batch_size=batch_size), "evaluate")
 
     batch = f"a batch of {cfg.train.micro_batch_size} sequences of {cfg.train.seq_len} tokens"
-    check = partial(check_inference, cfg, place=place, extra={batch: batch_bytes(cfg)}, way_out=EVAL_WAY_OUT)
-    with own_words(*DEVICE):
-        device_type = fitting_device(cfg.run.device, cfg.parallel.world_size, place, check)
+    check = partial(
+        check_inference, cfg, rank_env=rank_env, extra_bytes={batch: batch_bytes(cfg)}, suggestion=EVAL_OOM_HINT
+    )
+    with reworded_errors(*DEVICE_OPTION):
+        device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
     if source.kind == "checkpoint":
-        refuse_cut(source.path)
+        check_file_sizes(source.path)
 
     # torch takes seconds to import: everything above answers without it, where there is no GPU.
-    from moefold.inference.rank import EvalJob, eval_rank
+    from moefold.inference.rank import EvalJob, eval_worker
     from moefold.launch.ranks import run_ranks
 
     job = EvalJob(
@@ -118,18 +120,18 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
         logits=arguments.logits,
         as_json=arguments.json,
     )
-    return run_ranks(partial(eval_rank, job), cfg.parallel.world_size, device_type, place)
+    return run_ranks(partial(eval_worker, job), cfg.parallel.world_size, device_type, rank_env)
 
 
-def _default_seq_len(source: "Source", place: Place | None) -> int:
+def _default_seq_len(source: "ModelSource", rank_env: RankEnv | None) -> int:
     """Return the length of the samples of training, or else what the model takes, up to a bound; stderr says which."""
     if source.trained_len:
         seq_len = source.trained_len
         origin = "train.seq_len of the run"
     else:
-        seq_len = min(source.context, MOST_DEFAULT_TOKENS)
-        origin = f"what the model takes, {source.context}, up to {MOST_DEFAULT_TOKENS}"
-    if place is None or place.rank == 0:
+        seq_len = min(source.context, MAX_DEFAULT_SEQ_LEN)
+        origin = f"what the model takes, {source.context}, up to {MAX_DEFAULT_SEQ_LEN}"
+    if rank_env is None or rank_env.rank == 0:
         print_escaped(f"--seq-len {seq_len}: {origin}", file=sys.stderr)
     return seq_len
 
@@ -149,15 +151,15 @@ def _check_logits(arguments: argparse.Namespace) -> None:
     read = arguments.tokens if arguments.tokens is not None else arguments.text
     if path.resolve() == read.resolve():
         raise ConfigError(f"--logits {str(path)!r} is the file that is read, which it would replace; name another one")
-    refuse_existing("--logits", path, force=arguments.force)
-    check_place("--logits", path)
+    reject_existing("--logits", path, force=arguments.force)
+    check_writable("--logits", path)
 
 
-def _check_space(path: Path | None, row: "TokenRow", vocab_size: int) -> None:
+def _check_disk_space(path: Path | None, dataset: "TokenDataset", vocab_size: int) -> None:
     """Refuse logits that the disk has no room for; a mapped file that finds none ends the process."""
     if path is None:
         return
-    needed_bytes = 4 * row.num_sequences * row.seq_len * vocab_size
+    needed_bytes = 4 * dataset.num_sequences * dataset.seq_len * vocab_size
     free_bytes = shutil.disk_usage(path.absolute().parent).free
     if needed_bytes > free_bytes:
         raise ConfigError(
@@ -186,6 +188,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--logits", type=Path, metavar="OUT.npy", help="write float32 logits [sequences, S, V]")
     parser.add_argument("--force", action="store_true", help="replace the file of --logits if it exists")
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="for --text: bytes or a tokenizer.json")
-    add_compute_options(parser)
+    add_inference_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object: loss, perplexity, tokens")
     return parser

@@ -7,12 +7,12 @@ from pathlib import Path
 from moefold.checkpoint.folder import locate_checkpoint
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.conversion import conversion_job, conversion_summary
-from moefold.cli.one_voice import one_voice
-from moefold.cli.skipped import say_skipped_for
+from moefold.cli.one_voice import report_on_local_rank0
+from moefold.cli.skipped import report_skipped_for
 from moefold.convert.early_check import check_export
 from moefold.convert.families import FAMILIES
 from moefold.errors import ConfigError
-from moefold.launch.place import find_place
+from moefold.launch.place import read_rank_env
 from moefold.printable import print_escaped
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -21,16 +21,16 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def run(argv: list[str]) -> int:
     """Export; returns the exit status."""
     args = _parser().parse_args(argv)
-    shard_bytes = None if args.shard_size is None else _bytes(args.shard_size)
+    shard_bytes = None if args.shard_size is None else _parse_size(args.shard_size)
     out = Path(args.out)
-    place = find_place()
-    with one_voice(place):
+    place = read_rank_env()
+    with report_on_local_rank0(place):
         check_export(Path(args.checkpoint), out, place)
     with conversion_job("export") as (crew, advance):
         # torch takes seconds to import: a wrong word is answered without it.
-        from moefold.convert.export_folder import ExportWish, export_folder
+        from moefold.convert.export_folder import ExportOptions, export_folder
 
-        wish = ExportWish(
+        wish = ExportOptions(
             dtype=args.dtype,
             family=args.family,
             shard_bytes=shard_bytes,
@@ -40,16 +40,16 @@ def run(argv: list[str]) -> int:
             verify=not args.no_verify,
         )
         # The first process decides: a run may save one more meanwhile.
-        checkpoint = crew.gather(locate_checkpoint(Path(args.checkpoint)))[0]
-        if crew.is_first:
-            say_skipped_for(Path(args.checkpoint), checkpoint)
-        done = export_folder(checkpoint, out, crew, wish, advance=advance)
-        if crew.is_first:
+        checkpoint = crew.all_gather_object(locate_checkpoint(Path(args.checkpoint)))[0]
+        if crew.is_rank0:
+            report_skipped_for(Path(args.checkpoint), checkpoint)
+        done = export_folder(checkpoint, out, crew, wish, on_bytes=advance)
+        if crew.is_rank0:
             print_escaped(conversion_summary(done, out, args.check))
     return 0
 
 
-def _bytes(text: str) -> int:
+def _parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", text)
     if found is None:
         raise ConfigError(f"--shard-size {text} must be a number of bytes, or with KB, MB or GB: 5GB; 0 for one file")

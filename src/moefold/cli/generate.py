@@ -8,17 +8,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.compute_options import add_compute_options
-from moefold.cli.one_voice import one_voice
-from moefold.cli.own_words import DEVICE, TOKENIZER, own_words
-from moefold.cli.skipped import say_skipped
-from moefold.config.keys import nearest
+from moefold.cli.compute_options import add_inference_options
+from moefold.cli.one_voice import report_on_local_rank0
+from moefold.cli.own_words import DEVICE_OPTION, TOKENIZER_OPTION, reworded_errors
+from moefold.cli.skipped import report_skipped
+from moefold.config.keys import closest_match
 from moefold.errors import ConfigError
-from moefold.launch.place import Place, check_world_size, find_place
+from moefold.launch.place import RankEnv, check_world_size, read_rank_env
 
 if TYPE_CHECKING:
     from moefold.data.tokenizer import Tokenizer
-    from moefold.inference.source import Source
+    from moefold.inference.source import ModelSource
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
 the newest complete one is taken, or a Hugging Face folder. Without a PROMPT, standard input is one, without its last
@@ -34,54 +34,54 @@ examples:
   echo "def main():" | moefold generate runs/quickstart parallel.tp=2 parallel.ep=2 --temperature 0
 """
 
-_SETTING = re.compile(r"([a-z]+)\.[a-z_]+=\S+")
+_OVERRIDE = re.compile(r"([a-z]+)\.[a-z_]+=\S+")
 
 
 def run(argv: list[str]) -> int:
     """Generate; returns the exit status."""
     arguments = _parser().parse_intermixed_args(argv)
-    place = find_place()
-    with one_voice(place):
-        return _start(arguments, place)
+    place = read_rank_env()
+    with report_on_local_rank0(place):
+        return _generate(arguments, place)
 
 
-def _start(arguments: argparse.Namespace, place: Place | None) -> int:
-    from moefold.checkpoint.sound import refuse_cut
-    from moefold.inference.memory import GENERATE_WAY_OUT, cache_bytes
-    from moefold.inference.sampling import Sampling
-    from moefold.inference.settings import Wish, inference_config
+def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
+    from moefold.checkpoint.sound import check_file_sizes
+    from moefold.inference.memory import GENERATE_OOM_HINT, kv_cache_bytes
+    from moefold.inference.sampling import SamplingParams
+    from moefold.inference.settings import InferenceRequest, inference_config
     from moefold.inference.source import find_source
-    from moefold.inference.text import encode_prompts, end_ids, open_tokenizer
-    from moefold.launch.fitting import check_inference, fitting_device
+    from moefold.inference.text import encode_prompts, open_tokenizer, stop_token_ids
+    from moefold.launch.fitting import check_inference, choose_checked_device
 
     if arguments.max_tokens < 1:
         raise ConfigError(f"--max-tokens {arguments.max_tokens} must be at least 1")
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
     )
     sampling.check()
     source = find_source(arguments.model)
-    say_skipped(source.skipped, place)
+    report_skipped(source.skipped, rank_env)
     # A wrong mapping is answered before anybody is asked for a prompt.
-    wish = Wish(
-        overrides=tuple(word for word in arguments.words if _is_setting(word)),
+    wish = InferenceRequest(
+        overrides=tuple(word for word in arguments.words if _is_override(word)),
         dtype=arguments.dtype,
         device=arguments.device,
-        world_size=None if place is None else place.world_size,
+        world_size=None if rank_env is None else rank_env.world_size,
         seq_len=2,
         batch_size=1,
     )
     cfg = inference_config(source, wish, "generate")
-    if place is not None:
-        check_world_size(place, cfg.parallel.world_size)
-    with own_words(*(TOKENIZER if arguments.tokenizer else ())):
+    if rank_env is not None:
+        check_world_size(rank_env, cfg.parallel.world_size)
+    with reworded_errors(*(TOKENIZER_OPTION if arguments.tokenizer else ())):
         tokenizer = open_tokenizer(source, arguments.tokenizer)
     if arguments.chat_template and not arguments.chat:
         raise ConfigError("--chat-template has no effect without --chat; add it, or leave the template out")
-    prompts = tuple(word for word in arguments.words if not _is_setting(word)) or (_read_prompt(place),)
+    prompts = tuple(word for word in arguments.words if not _is_override(word)) or (_read_prompt(rank_env),)
     end_mark = ""
     if arguments.chat:
-        ids, ends, end_mark = _as_messages(arguments, source, tokenizer, prompts)
+        ids, ends, end_mark = _encode_chat(arguments, source, tokenizer, prompts)
     else:
         ids = encode_prompts(source, tokenizer, prompts)
         ends = frozenset()
@@ -89,15 +89,15 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
     cfg = inference_config(source, replace(wish, seq_len=longest, batch_size=len(prompts)), "generate")
 
     cache = f"the cache of {len(ids)} prompt{'s' * (len(ids) > 1)} and --max-tokens {arguments.max_tokens}"
-    extra = {cache: cache_bytes(cfg, cfg.train.seq_len, len(ids))}
-    check = partial(check_inference, cfg, place=place, extra=extra, way_out=GENERATE_WAY_OUT)
-    with own_words(*DEVICE):
-        device_type = fitting_device(cfg.run.device, cfg.parallel.world_size, place, check)
+    extra = {cache: kv_cache_bytes(cfg, cfg.train.seq_len, len(ids))}
+    check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=extra, suggestion=GENERATE_OOM_HINT)
+    with reworded_errors(*DEVICE_OPTION):
+        device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
     if source.kind == "checkpoint":
-        refuse_cut(source.path)
+        check_file_sizes(source.path)
 
     # torch takes seconds to import: everything above answers without it, where there is no GPU.
-    from moefold.inference.rank import GenerateJob, generate_rank
+    from moefold.inference.rank import GenerateJob, generate_worker
     from moefold.launch.ranks import run_ranks
 
     job = GenerateJob(
@@ -108,26 +108,26 @@ def _start(arguments: argparse.Namespace, place: Place | None) -> int:
         ids=ids,
         max_tokens=arguments.max_tokens,
         sampling=sampling,
-        eos_ids=frozenset() if arguments.ignore_eos else ends | end_ids(source, tokenizer),
+        eos_ids=frozenset() if arguments.ignore_eos else ends | stop_token_ids(source, tokenizer),
         as_json=arguments.json,
         echoes=not arguments.no_echo,
         is_chat=arguments.chat,
-        end_mark="" if arguments.ignore_eos else end_mark,
+        stop_string="" if arguments.ignore_eos else end_mark,
     )
-    return run_ranks(partial(generate_rank, job), cfg.parallel.world_size, device_type, place)
+    return run_ranks(partial(generate_worker, job), cfg.parallel.world_size, device_type, rank_env)
 
 
-def _as_messages(
-    arguments: argparse.Namespace, source: "Source", tokenizer: "Tokenizer", messages: tuple[str, ...]
+def _encode_chat(
+    arguments: argparse.Namespace, source: "ModelSource", tokenizer: "Tokenizer", messages: tuple[str, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], frozenset[int], str]:
     """The ids of messages in the chat template, the tokens that end an answer, and the text that does."""
     from moefold.inference.chat import encode_messages, open_chat_template, turn_end
 
-    with own_words(
+    with reworded_errors(
         (r"set data\.chat_template to a file with one", "name a file with one: --chat-template FILE"),
         (r"data\.chat_template=", "--chat-template "),
         (r"set data\.chat_template", "name another one: --chat-template FILE"),
-        *TOKENIZER,
+        *TOKENIZER_OPTION,
     ):
         template = open_chat_template(source, arguments.tokenizer, arguments.chat_template)
         ids = encode_messages(template, tokenizer, messages)
@@ -135,16 +135,16 @@ def _as_messages(
     return ids, ends, mark
 
 
-def _is_setting(word: str) -> bool:
+def _is_override(word: str) -> bool:
     """Whether a word is meant as a setting, be it one that is refused, and not as a prompt."""
-    found = _SETTING.fullmatch(word)
+    found = _OVERRIDE.fullmatch(word)
     # A slip in the one section that counts is no prompt either.
-    return found is not None and (found[1] == "moe" or nearest(found[1], ("parallel",), cutoff=0.75) is not None)
+    return found is not None and (found[1] == "moe" or closest_match(found[1], ("parallel",), cutoff=0.75) is not None)
 
 
-def _read_prompt(place: Place | None) -> str:
+def _read_prompt(rank_env: RankEnv | None) -> str:
     """The prompt on standard input, which ranks that a launcher started do not all have."""
-    if place is not None:
+    if rank_env is not None:
         raise ConfigError("a prompt is missing: ranks of a launcher share no standard input; give it as an argument")
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError('a prompt is missing: moefold generate MODEL "the beginning of a text", or on standard input')
@@ -181,6 +181,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-echo", action="store_true", help="print the continuation without its prompt")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
-    add_compute_options(parser)
+    add_inference_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt: prompt, text, tokens, end")
     return parser

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.conversion import conversion_job, conversion_summary, training_command
-from moefold.cli.one_voice import one_voice
+from moefold.cli.one_voice import report_on_local_rank0
 from moefold.convert.early_check import check_import
-from moefold.launch.place import find_place
+from moefold.launch.place import read_rank_env
 from moefold.printable import print_escaped
 
 
@@ -15,16 +15,16 @@ def run(argv: list[str]) -> int:
     """Import; returns the exit status."""
     args = _parser().parse_args(argv)
     folder, out = Path(args.folder), Path(args.out)
-    place = find_place()
-    with one_voice(place):
+    place = read_rank_env()
+    with report_on_local_rank0(place):
         check_import(folder, out, place, needs_tokenizer=not args.no_tokenizer)
     with conversion_job("import") as (crew, advance):
         # torch takes seconds to import: a wrong word is answered without it.
-        from moefold.convert.import_folder import ImportWish, import_folder
+        from moefold.convert.import_folder import ImportOptions, import_folder
 
-        wish = ImportWish(args.check, not args.no_tokenizer, args.without_mtp)
-        done = import_folder(folder, out, crew, wish, advance=advance)
-        if crew.is_first:
+        wish = ImportOptions(args.check, not args.no_tokenizer, args.without_mtp)
+        done = import_folder(folder, out, crew, wish, on_bytes=advance)
+        if crew.is_rank0:
             print_escaped(conversion_summary(done, out, args.check))
             print_escaped(training_command(out))
     return 0

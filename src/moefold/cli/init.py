@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.config.keys import nearest
+from moefold.config.keys import closest_match
 from moefold.config.shipped import TEMPLATES, shipped_files
-from moefold.errors import ConfigError, some
+from moefold.errors import ConfigError, format_list
 from moefold.printable import print_escaped
 
-DEFAULT = "quickstart"
+DEFAULT_RECIPE = "quickstart"
 
 EPILOG = """examples:
   moefold init
@@ -32,13 +32,13 @@ def run(argv: list[str]) -> int:
     if arguments.list:
         width = max(map(len, known))
         for name, files in known.items():
-            print_escaped(f"{name:{width}}  {_summary(files[0])}")
+            print_escaped(f"{name:{width}}  {_first_sentence(files[0])}")
         return 0
     if len(arguments.words) > 2:
         raise ConfigError(f"{arguments.words[2]!r} is one word too many: moefold init [NAME] [DIR]")
-    name, folder = _what_and_where(arguments.words, set(known))
+    name, folder = _parse_words(arguments.words, set(known))
     targets = {source: folder / source.name for source in known[name]}
-    _refuse(targets.values(), force=arguments.force)
+    _check_targets(targets.values(), force=arguments.force)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for source, target in targets.items():
@@ -51,29 +51,31 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _what_and_where(words: list[str], known: set[str]) -> tuple[str, Path]:
+def _parse_words(words: list[str], known: set[str]) -> tuple[str, Path]:
     """The recipe and the folder that the words mean: NAME, NAME DIR or DIR."""
     if len(words) == 2:
         name, folder = words
     elif not words or words[0] in known:
-        name, folder = (words or [DEFAULT])[0], "."
+        name, folder = (words or [DEFAULT_RECIPE])[0], "."
     else:
-        name, folder = DEFAULT, words[0]
-    guess = nearest(words[0], known) if words and words[0] not in known else None
+        name, folder = DEFAULT_RECIPE, words[0]
+    guess = closest_match(words[0], known) if words and words[0] not in known else None
     if name not in known or (guess and not Path(folder).is_dir()):
         hint = f"did you mean {guess!r}?" if guess else f"the recipes are {', '.join(sorted(known))}"
         raise ConfigError(f"{words[0]!r} is not a recipe that comes with moefold; {hint} (moefold init NAME DIR)")
     return name, Path(folder)
 
 
-def _refuse(targets: Iterable[Path], *, force: bool) -> None:
+def _check_targets(targets: Iterable[Path], *, force: bool) -> None:
     """Refuse files that exist, unless they are to be replaced."""
     found = [str(path) for path in targets if path.exists()]
     if found and not force:
-        raise ConfigError(f"{some(found)} exists already; add --force to replace it, or name another folder: NAME DIR")
+        raise ConfigError(
+            f"{format_list(found)} exists already; add --force to replace it, or name another folder: NAME DIR"
+        )
 
 
-def _summary(file: Path) -> str:
+def _first_sentence(file: Path) -> str:
     """The first sentence of the comment at the head of a file."""
     lines = [line.removeprefix("#").strip() for line in file.read_text(encoding="utf-8").splitlines()]
     text = " ".join(line for line in lines[: lines.index("") if "" in lines else None] if not line.startswith("!"))
@@ -90,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "words",
         nargs="*",
         metavar="[NAME] [DIR]",
-        help=f"which recipe ({DEFAULT}) and into which folder (the current one); a folder alone gets {DEFAULT}",
+        help=f"which recipe ({DEFAULT_RECIPE}) and into which folder (the current one); a folder alone gets {DEFAULT_RECIPE}",
     )
     parser.add_argument("--list", action="store_true", help="list the recipes, with a sentence on each")
     parser.add_argument("--force", action="store_true", help="replace files that exist")

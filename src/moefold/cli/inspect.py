@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
-from moefold.plan.output_file import check_place, refuse_existing
+from moefold.plan.output_file import check_writable, reject_existing
 from moefold.printable import print_escaped
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
@@ -27,8 +27,8 @@ def run(argv: list[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     if arguments.png is not None:
-        check_place("--png", arguments.png)
-        refuse_existing("--png", arguments.png, force=arguments.force)
+        check_writable("--png", arguments.png)
+        reject_existing("--png", arguments.png, force=arguments.force)
     # numpy takes a tenth of a second to import, which the help need not spend.
     from moefold.metrics.balance import read_balance
 

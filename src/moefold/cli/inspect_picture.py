@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moefold.errors import ConfigError
-from moefold.metrics.balance import Array, Balance, spans
+from moefold.metrics.balance import Array, ExpertBalance, split_into_bins
 from moefold.metrics.picture_text import drawable
 
 if TYPE_CHECKING:
@@ -16,17 +16,17 @@ FORMATS = (".png", ".svg", ".pdf")
 MAX_MAPS = 12
 MAX_BINS = 240
 COLUMNS = 4
-NAMED_LAYERS = 6
+MAX_NAMED_LAYERS = 6
 """Layers that the legend of the curves names, one by one."""
 DPI = 150
 INK, FAINT, DEAD = "#1c2430", "#7a8594", "#16181d"
-SCALE = ("#2b5c8a", "#7fb0d3", "#f4f4f2", "#f2a065", "#b5301f")
+LOAD_COLORS = ("#2b5c8a", "#7fb0d3", "#f4f4f2", "#f2a065", "#b5301f")
 """Emptier than the mean, the mean, fuller."""
-LIMIT = 2.0
+MAX_LOG2_LOAD = 2.0
 """The colours end at 2**-2 and 2**2 times the mean."""
 
 
-def save_picture(balance: Balance, path: Path) -> None:
+def save_picture(balance: ExpertBalance, path: Path) -> None:
     """Draw a run's balance into a .png, .svg or .pdf file.
 
     Raises:
@@ -59,7 +59,7 @@ def save_picture(balance: Balance, path: Path) -> None:
         raise ConfigError(f"--png {path} cannot be written: {error.strerror}") from None
 
 
-def _shown_layers(balance: Balance) -> list[int]:
+def _shown_layers(balance: ExpertBalance) -> list[int]:
     """Places of the layers that get a map: all, or of too many the least even and some spread over the depth."""
     count = len(balance.layers)
     if count <= MAX_MAPS:
@@ -71,7 +71,7 @@ def _shown_layers(balance: Balance) -> list[int]:
     return sorted(least_even + [others[round(i * (len(others) - 1) / (num_spread - 1))] for i in range(num_spread)])
 
 
-def _title(balance: Balance, shown: list[int]) -> str:
+def _title(balance: ExpertBalance, shown: list[int]) -> str:
     count = len(balance.layers)
     layers = f"{count} MoE layer{'s' if count > 1 else ''}"
     if balance.counts is not None and len(shown) < count:
@@ -84,16 +84,16 @@ def _title(balance: Balance, shown: list[int]) -> str:
 def _colours() -> Any:
     from matplotlib.colors import LinearSegmentedColormap
 
-    return LinearSegmentedColormap.from_list("load", SCALE).with_extremes(bad=DEAD)
+    return LinearSegmentedColormap.from_list("load", LOAD_COLORS).with_extremes(bad=DEAD)
 
 
-def _extent(balance: Balance, rows: int) -> tuple[float, float, float, float]:
+def _extent(balance: ExpertBalance, rows: int) -> tuple[float, float, float, float]:
     """Left, right, bottom, top of a map: steps to the right, experts or layers downwards."""
     first, last = float(balance.steps[0]), float(balance.steps[-1])
     return first - 0.5, last + 0.5, rows - 0.5, -0.5
 
 
-def _draw_expert_maps(figure: Any, balance: Balance, shown: list[int], grid: tuple[int, int]) -> None:
+def _draw_expert_maps(figure: Any, balance: ExpertBalance, shown: list[int], grid: tuple[int, int]) -> None:
     assert balance.num_experts is not None
     shares = balance.shares(MAX_BINS)
     all_axes = figure.subplots(*grid, sharex=True, sharey=True, squeeze=False)
@@ -107,8 +107,8 @@ def _draw_expert_maps(figure: Any, balance: Balance, shown: list[int], grid: tup
             aspect="auto",
             interpolation="nearest",
             cmap=_colours(),
-            vmin=-LIMIT,
-            vmax=LIMIT,
+            vmin=-MAX_LOG2_LOAD,
+            vmax=MAX_LOG2_LOAD,
             extent=_extent(balance, balance.num_experts),
         )
         axes.set_title(f"layer {balance.layers[index]}", fontsize=9, color=INK, loc="left", pad=3)
@@ -128,10 +128,10 @@ def _draw_expert_maps(figure: Any, balance: Balance, shown: list[int], grid: tup
     bar.ax.tick_params(colors=INK, labelsize=8, length=0)
 
 
-def _draw_layer_map(figure: Any, balance: Balance) -> None:
+def _draw_layer_map(figure: Any, balance: ExpertBalance) -> None:
     """What is left to show where no file names the experts: the load of each layer over time."""
     axes = figure.subplots()
-    rows = np.stack([balance.load[a:b].mean(0) for a, b in spans(len(balance.steps), MAX_BINS)])
+    rows = np.stack([balance.load[a:b].mean(0) for a, b in split_into_bins(len(balance.steps), MAX_BINS)])
     image = axes.imshow(
         np.ma.masked_invalid(rows.T),
         aspect="auto",
@@ -151,8 +151,8 @@ def _draw_layer_map(figure: Any, balance: Balance) -> None:
     bar.ax.tick_params(colors=INK, labelsize=8, length=0)
 
 
-def _draw_curves(figure: Any, balance: Balance) -> None:
-    edges = spans(len(balance.steps), MAX_BINS)
+def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
+    edges = split_into_bins(len(balance.steps), MAX_BINS)
     steps = np.array([balance.steps[a:b].mean() for a, b in edges])
     load = np.stack([balance.load[a:b].mean(0) for a, b in edges])
     panels: list[tuple[str, Array, Array]] = [("load, max / mean", steps, load)]
@@ -160,7 +160,7 @@ def _draw_curves(figure: Any, balance: Balance) -> None:
         dead = np.stack([(np.asarray(balance.counts[a:b]) == 0).sum(2).mean(0) for a, b in edges])
         panels.append(("dead experts in a step", steps, dead))
     if np.nansum(balance.dropped) > 0:
-        cuts = spans(len(balance.drop_steps), MAX_BINS)
+        cuts = split_into_bins(len(balance.drop_steps), MAX_BINS)
         drop_steps = np.array([balance.drop_steps[a:b].mean() for a, b in cuts])
         panels.append(
             ("dropped copies, %", drop_steps, 100 * np.stack([balance.dropped[a:b].mean(0) for a, b in cuts]))
@@ -184,14 +184,14 @@ def _draw_curves(figure: Any, balance: Balance) -> None:
     row[0].legend(frameon=False, fontsize=8, labelcolor=INK, ncols=2, loc="upper right")
 
 
-def _draw_lines(axes: "Axes", balance: Balance, steps: Array, values: Array) -> None:
+def _draw_lines(axes: "Axes", balance: ExpertBalance, steps: Array, values: Array) -> None:
     """A thin line for each layer, light at the bottom of the model and dark at the top, and their mean."""
     from matplotlib import colormaps
 
     shades = colormaps["Blues"](np.linspace(0.35, 0.95, max(2, len(balance.layers))))
     count = len(balance.layers)
     # Of more layers the shades between the first and the last say where a line belongs.
-    named = range(count) if count <= NAMED_LAYERS else (0, count - 1)
+    named = range(count) if count <= MAX_NAMED_LAYERS else (0, count - 1)
     marker = "o" if len(steps) == 1 else ""
     for i in range(len(balance.layers)):
         axes.plot(

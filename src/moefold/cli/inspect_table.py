@@ -8,20 +8,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moefold.metrics.balance import Array, Balance, LayerSummary, spans
+from moefold.metrics.balance import Array, ExpertBalance, LayerSummary, split_into_bins
 from moefold.printable import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-LETTERS = ".:-=+*#@"
+ASCII_BLOCKS = ".:-=+*#@"
 """The same eight heights for terminals without Unicode."""
 MAX_COLUMNS = 72
 MAX_EXPERTS = 48
-WIDE_ROW = 24
+MIN_ROW_COLUMNS = 24
 """Blocks become wider so that a row has about so many columns."""
 COLD, EVEN, WARM, HOT = "blue", "green", "yellow", "red"
 
 
-def print_balance(console: Console, balance: Balance, layer: int | None) -> None:
+def print_balance(console: Console, balance: ExpertBalance, layer: int | None) -> None:
     """Print the numbers of each layer, the load of each layer over time, and the experts of one layer over time.
 
     Args:
@@ -40,7 +40,7 @@ def print_balance(console: Console, balance: Balance, layer: int | None) -> None
     console.print()
     console.print(_numbers(summaries))
     columns = max(8, min(MAX_COLUMNS, console.width - 16))
-    blocks = BLOCKS if "utf" in console.encoding.lower() else LETTERS
+    blocks = BLOCKS if "utf" in console.encoding.lower() else ASCII_BLOCKS
     _print_layers(console, balance, columns, blocks)
     if balance.counts is None:
         console.print(Text("which experts: not recorded; set metrics.expert_counts_every=1", style="dim"))
@@ -59,41 +59,43 @@ def _numbers(summaries: Sequence[LayerSummary]) -> Table:
         table.add_row(
             str(summary.layer),
             f"{summary.load_start:.2f}",
-            Text(f"{summary.load_end:.2f}", style=_heat(summary.load_end)),
+            Text(f"{summary.load_end:.2f}", style=_load_color(summary.load_end)),
             f"{summary.load_worst:.2f}",
             str(summary.worst_step),
-            _known(summary.load_cv, "{:.3f}"),
+            _format_optional(summary.load_cv, "{:.3f}"),
             Text("-" if dead is None else str(dead), style=HOT if dead else ""),
-            _known(summary.dropped_fraction, "{:.1%}"),
-            _known(summary.router_entropy, "{:.3f}"),
+            _format_optional(summary.dropped_fraction, "{:.1%}"),
+            _format_optional(summary.router_entropy, "{:.3f}"),
         )
     return table
 
 
-def _known(value: float | None, form: str) -> str:
+def _format_optional(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _print_layers(console: Console, balance: Balance, columns: int, blocks: str) -> None:
-    edges = spans(len(balance.steps), columns)
+def _print_layers(console: Console, balance: ExpertBalance, columns: int, blocks: str) -> None:
+    edges = split_into_bins(len(balance.steps), columns)
     rows = np.stack([balance.load[a:b].mean(0) for a, b in edges])
     console.print()
     console.print(Text("load of the fullest expert over time", style="bold"))
-    console.print(_key(edges, blocks, "even", "3x the mean or more"))
+    console.print(_legend(edges, blocks, "even", "3x the mean or more"))
     for i, number in enumerate(balance.layers):
-        console.print(_row(f"layer {number}", rows[:, i], blocks, lambda load: (load - 1) / 2))
+        console.print(_heat_row(f"layer {number}", rows[:, i], blocks, lambda load: (load - 1) / 2))
 
 
-def _print_experts(console: Console, balance: Balance, index: int, columns: int, blocks: str) -> None:
+def _print_experts(console: Console, balance: ExpertBalance, index: int, columns: int, blocks: str) -> None:
     shares = balance.shares(columns)[:, index]
-    edges = spans(len(balance.steps), columns)
+    edges = split_into_bins(len(balance.steps), columns)
     console.print()
     title = f"experts of layer {balance.layers[index]} over time"
     console.print(Text(title, style="bold"))
-    console.print(_key(edges, blocks, "few", "2x the mean or more, x none"))
+    console.print(_legend(edges, blocks, "few", "2x the mean or more, x none"))
     shown, left_out = _extremes(shares[-1])
     for expert in shown:
-        console.print(_row(f"expert {expert}", shares[:, expert], blocks, lambda share: share / 2, marks_zero=True))
+        console.print(
+            _heat_row(f"expert {expert}", shares[:, expert], blocks, lambda share: share / 2, marks_zero=True)
+        )
     if left_out:
         console.print(Text(f"{left_out} experts between the fullest and the emptiest left out", style="dim"))
 
@@ -107,10 +109,12 @@ def _extremes(last_E: Array) -> tuple[list[int], int]:
     return sorted(order[:half] + order[-half:]), len(order) - MAX_EXPERTS
 
 
-def _row(label: str, values: Array, blocks: str, height: Callable[[float], float], *, marks_zero: bool = False) -> Text:
+def _heat_row(
+    label: str, values: Array, blocks: str, height: Callable[[float], float], *, marks_zero: bool = False
+) -> Text:
     """A line of a block for each span, wider where there are few; `height` of a value, in [0, 1], says how high."""
     text = Text(f"{label:>12}  ", no_wrap=True, overflow="crop")
-    width = max(1, WIDE_ROW // len(values))
+    width = max(1, MIN_ROW_COLUMNS // len(values))
     for value in values.tolist():
         if np.isnan(value):
             text.append("?" * width, style="dim")
@@ -118,21 +122,21 @@ def _row(label: str, values: Array, blocks: str, height: Callable[[float], float
             text.append("x" * width, style=f"bold {HOT}")
         else:
             level = min(len(blocks) - 1, max(0, int(height(value) * len(blocks))))
-            text.append(blocks[level] * width, style=_cold_or_hot(value) if marks_zero else _heat(value))
+            text.append(blocks[level] * width, style=_share_color(value) if marks_zero else _load_color(value))
     return text
 
 
-def _key(edges: Sequence[tuple[int, int]], blocks: str, low: str, high: str) -> Text:
+def _legend(edges: Sequence[tuple[int, int]], blocks: str, low: str, high: str) -> Text:
     width = max(b - a for a, b in edges)
     every = f"each {width} recorded step{'s' if width > 1 else ''}"
     return Text(f"{blocks[0]} {low}, {blocks[-1]} {high}; {every}", style="dim")
 
 
-def _heat(load: float) -> str:
+def _load_color(load: float) -> str:
     """The colour of a max/mean load."""
     return EVEN if load < 1.5 else WARM if load < 2.5 else HOT
 
 
-def _cold_or_hot(share: float) -> str:
+def _share_color(share: float) -> str:
     """The colour of an expert's copies over the mean."""
     return COLD if share < 0.5 else EVEN if share < 1.5 else WARM if share < 2.5 else HOT

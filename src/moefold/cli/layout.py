@@ -8,18 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.config.checks_parallel import AXIS_CUTS
-from moefold.config.checks_pipeline import pipeline_layout_faults, schedule_faults
-from moefold.config.faults import refuse
-from moefold.config.keys import DERIVED, nearest
-from moefold.config.limits import MOST_RANKS, read_count
+from moefold.config.checks_parallel import DEGREE_RULES
+from moefold.config.checks_pipeline import validate_pipeline_layout, validate_schedule
+from moefold.config.faults import raise_all
+from moefold.config.keys import DERIVED, closest_match
+from moefold.config.limits import MAX_RANKS, parse_count
 from moefold.config.load import load_config
-from moefold.config.pipeline_layout import LayoutSyntaxError, spell_out
+from moefold.config.pipeline_layout import LayoutSyntaxError, expand_layout
 from moefold.config.schema import Config, ModelConfig
 from moefold.errors import ConfigError
 from moefold.parallel.layout import Layout, fold
 from moefold.parallel.stage_plan import StagePlan, plan_stages
-from moefold.plan.output_file import check_place, refuse_existing
+from moefold.plan.output_file import check_writable, reject_existing
 from moefold.printable import print_escaped
 
 PIPELINE_KEYS = ("schedule", "virtual_stages", "schedule_csv", "pipeline_layout")
@@ -27,7 +27,7 @@ FOLD_KEYS = ("world_size", "tp", "cp", "pp", "ep", "etp", "order", "moe_order")
 NODE_KEY = "gpus_per_node"
 LEGAL_KEYS = (*FOLD_KEYS, *PIPELINE_KEYS, NODE_KEY)
 DEFAULT_GPUS_PER_NODE = 8
-LONGEST_SHOWN = 60
+MAX_SHOWN_CHARS = 60
 """Characters of a wrong value in a message."""
 
 EPILOG = f"""keys: {", ".join(LEGAL_KEYS)}
@@ -49,18 +49,18 @@ def run(argv: list[str]) -> int:
     """
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.png is not None:
-        check_place("--png", arguments.png)
-        refuse_existing("--png", arguments.png, force=arguments.force)
-    cfg, gpus_per_node, has_recipe = read_words(arguments.words)
-    layout = fold_of(cfg)
-    pipeline = pipeline_of(cfg) if layout.pp > 1 and (has_recipe or cfg.parallel.pipeline_layout) else None
+        check_writable("--png", arguments.png)
+        reject_existing("--png", arguments.png, force=arguments.force)
+    cfg, gpus_per_node, has_recipe = parse_words(arguments.words)
+    layout = layout_from_config(cfg)
+    pipeline = stages_from_config(cfg) if layout.pp > 1 and (has_recipe or cfg.parallel.pipeline_layout) else None
     if arguments.png is not None:
         from moefold.cli.layout_picture import save_picture
 
         save_picture(layout, gpus_per_node, arguments.png, pipeline, cfg if has_recipe else None)
         print_escaped(f"wrote {arguments.png}", file=sys.stderr)
     if arguments.json:
-        check_listed(layout)
+        check_listable(layout)
         print(json.dumps(layout.as_dict | ({} if pipeline is None else stages_as_dict(pipeline))))
     else:
         from moefold.cli.layout_table import print_layout
@@ -74,28 +74,28 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def check_listed(layout: Layout) -> None:
+def check_listable(layout: Layout) -> None:
     """The ranks are few enough to list the groups of each.
 
     Raises:
         ConfigError: they are not.
     """
-    from moefold.cli.layout_table import MOST_LISTED
+    from moefold.cli.layout_table import MAX_LISTED_RANKS
 
-    if layout.world_size > MOST_LISTED:
+    if layout.world_size > MAX_LISTED_RANKS:
         raise ConfigError(
-            f"world_size={layout.world_size} must be at most {MOST_LISTED} for --json, which lists every rank of every "
+            f"world_size={layout.world_size} must be at most {MAX_LISTED_RANKS} for --json, which lists every rank of every "
             "group; leave --json out for the pattern, which repeats itself"
         )
 
 
-def read_layout(words: Sequence[str]) -> tuple[Layout, int]:
-    """The layout of the words, and the ranks of one node; see `read_words`."""
-    cfg, gpus_per_node, _ = read_words(words)
-    return fold_of(cfg), gpus_per_node
+def parse_layout(words: Sequence[str]) -> tuple[Layout, int]:
+    """The layout of the words, and the ranks of one node; see `parse_words`."""
+    cfg, gpus_per_node, _ = parse_words(words)
+    return layout_from_config(cfg), gpus_per_node
 
 
-def read_words(words: Sequence[str]) -> tuple[Config, int, bool]:
+def parse_words(words: Sequence[str]) -> tuple[Config, int, bool]:
     """Read `key=value` or `parallel.key=value`, after an optional recipe.
 
     Returns:
@@ -108,9 +108,9 @@ def read_words(words: Sequence[str]) -> tuple[Config, int, bool]:
     gpus_per_node = DEFAULT_GPUS_PER_NODE
     overrides = []
     for word in words if recipe is None else words[1:]:
-        key, value = _split(word)
+        key, value = _parse_key_value(word)
         if key == NODE_KEY:
-            gpus_per_node = _node_size(value)
+            gpus_per_node = _parse_node_size(value)
         else:
             overrides.append(f"parallel.{key}={value}")
     cfg = load_config(recipe, overrides)
@@ -118,11 +118,11 @@ def read_words(words: Sequence[str]) -> tuple[Config, int, bool]:
     if recipe is None and text == "auto":
         raise ConfigError("pipeline_layout=auto balances a model: name a recipe first")
     if recipe is None and text:
-        cfg = replace(cfg, model=_model_of(cfg.model, text))
+        cfg = replace(cfg, model=_model_from_pipeline_layout(cfg.model, text))
     return cfg, gpus_per_node, recipe is not None
 
 
-def fold_of(cfg: Config) -> Layout:
+def layout_from_config(cfg: Config) -> Layout:
     """The two views of a config.
 
     Raises:
@@ -131,13 +131,13 @@ def fold_of(cfg: Config) -> Layout:
     return fold(**{key: getattr(cfg.parallel, key) for key in FOLD_KEYS})
 
 
-def pipeline_of(cfg: Config) -> StagePlan:
+def stages_from_config(cfg: Config) -> StagePlan:
     """The stages of a config.
 
     Raises:
         ConfigError: the schedule, the layout or its file is wrong.
     """
-    refuse([*schedule_faults(cfg), *_pp_faults(cfg), *pipeline_layout_faults(cfg)])
+    raise_all([*validate_schedule(cfg), *_validate_pp(cfg), *validate_pipeline_layout(cfg)])
     return plan_stages(cfg)
 
 
@@ -151,7 +151,7 @@ def stages_as_dict(plan: StagePlan) -> dict[str, object]:
                 "pp_rank": stage.pp_rank,
                 "embedding": stage.parts.has_embedding,
                 "layers": list(stage.parts.layers),
-                "mtp_layers": stage.parts.num_further,
+                "mtp_layers": stage.parts.num_mtp_layers,
                 "loss": stage.parts.has_loss,
             }
             for stage in plan.stages
@@ -159,14 +159,14 @@ def stages_as_dict(plan: StagePlan) -> dict[str, object]:
     }
 
 
-def _pp_faults(cfg: Config) -> Iterator[str]:
-    return AXIS_CUTS["pp"](cfg, cfg.parallel.pp)
+def _validate_pp(cfg: Config) -> Iterator[str]:
+    return DEGREE_RULES["pp"](cfg, cfg.parallel.pp)
 
 
-def _model_of(model: ModelConfig, text: str) -> ModelConfig:
+def _model_from_pipeline_layout(model: ModelConfig, text: str) -> ModelConfig:
     """As many layers as a layout spells; of their sizes nothing is known, and nothing is shown."""
     try:
-        kinds = [part.kind for part in spell_out(text)]
+        kinds = [part.kind for part in expand_layout(text)]
     except LayoutSyntaxError as error:
         raise ConfigError(f"pipeline_layout={text!r}: {error}") from None
     return replace(model, num_layers=max(1, kinds.count("t")), mtp_layers=kinds.count("m"))
@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split(word: str) -> tuple[str, str]:
+def _parse_key_value(word: str) -> tuple[str, str]:
     name, equals, value = word.partition("=")
     key = name.strip().removeprefix("parallel.")
     legal = f"the keys are {', '.join(LEGAL_KEYS)}"
@@ -198,16 +198,16 @@ def _split(word: str) -> tuple[str, str]:
     if f"parallel.{key}" in DERIVED:
         raise ConfigError(f"{word!r}: {DERIVED[f'parallel.{key}']}")
     if key not in LEGAL_KEYS:
-        guess = nearest(key, LEGAL_KEYS, cutoff=0.5)
+        guess = closest_match(key, LEGAL_KEYS, cutoff=0.5)
         raise ConfigError(f"{word!r} is no key of a layout{f'; did you mean {guess}?' if guess else ''}; {legal}")
     return key, value.strip()
 
 
-def _node_size(text: str) -> int:
-    size = read_count(text)
-    if size is None or not 1 <= size <= MOST_RANKS:
+def _parse_node_size(text: str) -> int:
+    size = parse_count(text)
+    if size is None or not 1 <= size <= MAX_RANKS:
         raise ConfigError(
-            f"{NODE_KEY}={text[:LONGEST_SHOWN]} must be an integer of 1 to {MOST_RANKS}; leave it out for "
+            f"{NODE_KEY}={text[:MAX_SHOWN_CHARS]} must be an integer of 1 to {MAX_RANKS}; leave it out for "
             f"{DEFAULT_GPUS_PER_NODE}"
         )
     return size

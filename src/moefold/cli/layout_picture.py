@@ -8,8 +8,8 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from moefold.cli.layout_stages_picture import StagePanel
-from moefold.cli.layout_table import named_views, nodes
-from moefold.cli.layout_unfolded import change_words, count, unfolded_experts
+from moefold.cli.layout_table import named_views, node_ranks
+from moefold.cli.layout_unfolded import describe_changes, format_count, unfolded_experts
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.parallel.layout import Layout, View
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg", ".pdf")
 MAX_RANKS = 256
 COLUMNS = 8
-STACK_ROWS = 2
-PITCH = 1.12
-CARD = 1.0
-BAND = 0.27
-HEAD = 0.36
+MAX_STACKED_ROWS = 2
+CARD_PITCH = 1.12
+CARD_SIZE = 1.0
+BAND_HEIGHT = 0.27
+CARD_HEAD_HEIGHT = 0.36
 NODE_GAP = 0.52
 MARGIN = 0.3
-TITLE = 1.0
-HEADING, LINE, LETTER = 1.0, 0.26, 0.092
+TITLE_HEIGHT = 1.0
+HEADING_HEIGHT, LINE_HEIGHT, CHAR_WIDTH = 1.0, 0.26, 0.092
 """Inches of the heading with one line of text, of each further line, and of a letter."""
-LARGE_RANKS = 32
+MIN_LARGE_RANKS = 32
 DPI, LARGE_DPI = 160, 110
 """Dots to the inch, and those of more than LARGE_RANKS ranks."""
-FEW_GROUPS = 4
+MAX_HUE_ONLY_GROUPS = 4
 """Groups of a stage that colour alone tells apart; more differ in lightness too."""
-FAMILY = 0.7
+STAGE_HUE_SHARE = 0.7
 """Part of a stage's share of the colour wheel that the groups of the stage take."""
 INK, FAINT, PAPER, TRAY, BLANK = "#1c2430", "#7a8594", "#ffffff", "#eef1f5", "#f3f4f6"
 AXIS_MEANING = {
@@ -60,7 +60,7 @@ def save_picture(
         layout: the two views.
         gpus_per_node: ranks of one node.
         path: of the file.
-        plan: the stages; None draws none.
+        grid: the stages; None draws none.
         cfg: the recipe, if there is one: then the stages show what they cost.
 
     Raises:
@@ -78,18 +78,20 @@ def save_picture(
     from matplotlib.figure import Figure
 
     panels, note = _panels(layout, gpus_per_node)
-    cards = _Plan.of(layout, gpus_per_node, max(len(panel.bands) for panel in panels))
-    stacked = cards.num_rows <= STACK_ROWS
+    cards = _CardGrid.from_layout(layout, gpus_per_node, max(len(panel.bands) for panel in panels))
+    stacked = cards.num_rows <= MAX_STACKED_ROWS
     width = cards.width if stacked else len(panels) * (cards.width + MARGIN) - MARGIN
     views_height = len(panels) * cards.height if stacked else cards.height
     stages = None if plan is None else StagePanel(plan, cfg, width)
     below = 0.0
     if stages is not None:
-        width, below = max(width, stages.least_width), stages.height
-    lines = wrap(note, int((width - 2 * MARGIN) / LETTER))
-    heading = HEADING + LINE * max(0, len(lines) - 1)
+        width, below = max(width, stages.min_width), stages.height
+    lines = wrap(note, int((width - 2 * MARGIN) / CHAR_WIDTH))
+    heading = HEADING_HEIGHT + LINE_HEIGHT * max(0, len(lines) - 1)
     height = heading + views_height + below
-    figure = Figure(figsize=(width, height), dpi=LARGE_DPI if layout.world_size > LARGE_RANKS else DPI, facecolor=PAPER)
+    figure = Figure(
+        figsize=(width, height), dpi=LARGE_DPI if layout.world_size > MIN_LARGE_RANKS else DPI, facecolor=PAPER
+    )
     FigureCanvasAgg(figure)
 
     def axes_of(left: float, top: float, size: tuple[float, float]) -> "Axes":
@@ -145,7 +147,7 @@ def _panels(layout: Layout, gpus_per_node: int) -> tuple[list[_Panel], str]:
         views.append(("experts without folding", unfolded))
     panels = []
     for name, view in views:
-        axes = view.axes if isinstance(view, View) else tuple(view.spans)
+        axes = view.axes if isinstance(view, View) else tuple(view.parts_of_axis)
         bands = tuple(
             _Band(axis, view.group_indices(axis), tuple(view.coordinate(r, axis) for r in range(layout.world_size)))
             for axis in axes
@@ -155,22 +157,22 @@ def _panels(layout: Layout, gpus_per_node: int) -> tuple[list[_Panel], str]:
         panels.append(_Panel(name, factors, bands, stages, layout.pp))
     if unfolded is None:
         return panels, ""
-    return panels, "What folding changes: " + "; ".join(change_words(layout, unfolded, gpus_per_node)) + "."
+    return panels, "What folding changes: " + "; ".join(describe_changes(layout, unfolded, gpus_per_node)) + "."
 
 
-def _title(layout: Layout, cards: "_Plan", cfg: Config | None) -> str:
+def _title(layout: Layout, grid: "_CardGrid", cfg: Config | None) -> str:
     name = "" if cfg is None else f"{cfg.model.preset or 'the model'} on "
-    return f"{name}{count(layout.world_size, 'rank')}, {count(len(cards.on_nodes), 'node')}"
+    return f"{name}{format_count(layout.world_size, 'rank')}, {format_count(len(grid.on_nodes), 'node')}"
 
 
 def _draw_heading(axes: "Axes", title: str, lines: Sequence[str]) -> None:
     axes.text(MARGIN, 0.4, title, fontsize=19, fontweight="bold", color=INK, va="center")
     for i, line in enumerate(lines):
-        axes.text(MARGIN, 0.8 + LINE * i, line, fontsize=10.5, color=INK, va="center")
+        axes.text(MARGIN, 0.8 + LINE_HEIGHT * i, line, fontsize=10.5, color=INK, va="center")
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _CardGrid:
     """Where the cards of one view stand, in inches from the upper left corner of its panel."""
 
     on_nodes: list[range]
@@ -182,12 +184,12 @@ class _Plan:
     card_height: float
 
     @classmethod
-    def of(cls, layout: Layout, gpus_per_node: int, num_bands: int) -> "_Plan":
-        on_nodes = nodes(layout.world_size, gpus_per_node)
+    def from_layout(cls, layout: Layout, gpus_per_node: int, num_bands: int) -> "_CardGrid":
+        on_nodes = node_ranks(layout.world_size, gpus_per_node)
         columns = min(len(on_nodes[0]), COLUMNS)
-        card_height = HEAD + BAND * num_bands + 0.06
-        node_width = columns * PITCH - (PITCH - CARD) + 2 * 0.14 + 0.2
-        node_height = NODE_GAP + -(-len(on_nodes[0]) // columns) * (card_height + PITCH - CARD)
+        card_height = CARD_HEAD_HEIGHT + BAND_HEIGHT * num_bands + 0.06
+        node_width = columns * CARD_PITCH - (CARD_PITCH - CARD_SIZE) + 2 * 0.14 + 0.2
+        node_height = NODE_GAP + -(-len(on_nodes[0]) // columns) * (card_height + CARD_PITCH - CARD_SIZE)
         nodes_per_row = max(1, COLUMNS // columns)
         while nodes_per_row < len(on_nodes) and -(-len(on_nodes) // nodes_per_row) * node_height > 2 * (
             nodes_per_row * node_width
@@ -205,12 +207,12 @@ class _Plan:
     @property
     def height(self) -> float:
         """Height of one panel."""
-        return TITLE + self.num_rows * self.node_height + 0.1
+        return TITLE_HEIGHT + self.num_rows * self.node_height + 0.1
 
     def node_corner(self, node: int) -> tuple[float, float]:
         """Upper left corner of a node's tray."""
         row, column = divmod(node, self.nodes_per_row)
-        return MARGIN + column * self.node_width, TITLE + row * self.node_height
+        return MARGIN + column * self.node_width, TITLE_HEIGHT + row * self.node_height
 
     def cards(self) -> Iterator[tuple[int, float, float]]:
         """Each rank with the upper left corner of its card."""
@@ -218,40 +220,44 @@ class _Plan:
             left, top = self.node_corner(node)
             for i, rank in enumerate(ranks):
                 row, column = divmod(i, self.columns)
-                yield rank, left + 0.14 + column * PITCH, top + 0.3 + row * (self.card_height + PITCH - CARD)
+                yield (
+                    rank,
+                    left + 0.14 + column * CARD_PITCH,
+                    top + 0.3 + row * (self.card_height + CARD_PITCH - CARD_SIZE),
+                )
 
 
-def _draw_view(axes: "Axes", plan: _Plan, panel: _Panel) -> None:
+def _draw_view(axes: "Axes", grid: _CardGrid, panel: _Panel) -> None:
     axes.text(MARGIN, 0.36, panel.name, fontsize=15, fontweight="bold", color=INK, va="center")
-    right = plan.width - MARGIN
+    right = grid.width - MARGIN
     axes.text(right, 0.36, panel.factors, fontsize=12, color=INK, va="center", ha="right", family="monospace")
     meaning = ", ".join(f"{band.axis} {AXIS_MEANING[band.axis]}" for band in panel.bands)
     note = f"one colour is one group, a stage one family; the number is the place in the group ({meaning})"
     axes.text(
         MARGIN, 0.72, note if meaning else "every rank is a group by itself", fontsize=9, color=FAINT, va="center"
     )
-    for node, ranks in enumerate(plan.on_nodes):
-        _draw_tray(axes, plan, node, len(ranks))
+    for node, ranks in enumerate(grid.on_nodes):
+        _draw_tray(axes, grid, node, len(ranks))
     colours = [_colours(panel, band) for band in panel.bands]
-    for rank, left, top in plan.cards():
-        _draw_box(axes, (left, top, CARD, plan.card_height), PAPER, "#c9d0da", 0.09)
-        axes.text(left + 0.1, top + HEAD / 2 + 0.01, "rank", fontsize=7.5, color=FAINT, va="center")
+    for rank, left, top in grid.cards():
+        _draw_box(axes, (left, top, CARD_SIZE, grid.card_height), PAPER, "#c9d0da", 0.09)
+        axes.text(left + 0.1, top + CARD_HEAD_HEIGHT / 2 + 0.01, "rank", fontsize=7.5, color=FAINT, va="center")
         bold: dict[str, Any] = {"fontsize": 13, "fontweight": "bold", "color": INK, "va": "center", "ha": "right"}
-        axes.text(left + CARD - 0.1, top + HEAD / 2, str(rank), **bold)
-        height = (plan.card_height - HEAD - 0.06) / max(1, len(panel.bands))
+        axes.text(left + CARD_SIZE - 0.1, top + CARD_HEAD_HEIGHT / 2, str(rank), **bold)
+        height = (grid.card_height - CARD_HEAD_HEIGHT - 0.06) / max(1, len(panel.bands))
         for i, band in enumerate(panel.bands):
-            box = (left + 0.06, top + HEAD + i * height + 0.015, CARD - 0.12, height - 0.03)
+            box = (left + 0.06, top + CARD_HEAD_HEIGHT + i * height + 0.015, CARD_SIZE - 0.12, height - 0.03)
             _draw_box(axes, box, colours[i][rank], "none", 0.05)
             middle = box[1] + box[3] / 2
             axes.text(left + 0.14, middle, band.axis, fontsize=9, color=INK, va="center_baseline")
             place = str(band.places[rank])
-            axes.text(left + CARD - 0.14, middle, place, fontsize=9, color=INK, va="center_baseline", ha="right")
+            axes.text(left + CARD_SIZE - 0.14, middle, place, fontsize=9, color=INK, va="center_baseline", ha="right")
 
 
-def _draw_tray(axes: "Axes", plan: _Plan, node: int, num_ranks: int) -> None:
-    left, top = plan.node_corner(node)
-    height = plan.node_height - NODE_GAP + 0.36
-    width = min(num_ranks, plan.columns) * PITCH - (PITCH - CARD) + 0.28
+def _draw_tray(axes: "Axes", grid: _CardGrid, node: int, num_ranks: int) -> None:
+    left, top = grid.node_corner(node)
+    height = grid.node_height - NODE_GAP + 0.36
+    width = min(num_ranks, grid.columns) * CARD_PITCH - (CARD_PITCH - CARD_SIZE) + 0.28
     _draw_box(axes, (left, top, width, height), TRAY, "none", 0.12)
     axes.text(left + 0.16, top + 0.16, f"node {node}", fontsize=8.5, color=FAINT, va="center")
 
@@ -269,7 +275,7 @@ def _draw_box(axes: "Axes", box: tuple[float, float, float, float], fill: str, e
 def _colours(panel: _Panel, band: _Band) -> list[str]:
     """Return the colour of a band on each rank: a family of colours for each stage, one of them for each group."""
     if band.axis == "pp":
-        return [_shade((stage + FAMILY / 2) / panel.pp, 0.74) for stage in panel.stages]
+        return [_shade((stage + STAGE_HUE_SHARE / 2) / panel.pp, 0.74) for stage in panel.stages]
     members: list[list[int]] = [
         sorted({group for group, at in zip(band.groups, panel.stages, strict=True) if at == stage})
         for stage in range(panel.pp)
@@ -277,11 +283,11 @@ def _colours(panel: _Panel, band: _Band) -> list[str]:
     colours = []
     for group, stage in zip(band.groups, panel.stages, strict=True):
         place, num_groups = members[stage].index(group), len(members[stage])
-        lightness = 0.84 if num_groups <= FEW_GROUPS else (0.88, 0.72, 0.80)[place % 3]
-        colours.append(_shade((stage + FAMILY * (place + 0.5) / num_groups) / panel.pp, lightness))
+        lightness = 0.84 if num_groups <= MAX_HUE_ONLY_GROUPS else (0.88, 0.72, 0.80)[place % 3]
+        colours.append(_shade((stage + STAGE_HUE_SHARE * (place + 0.5) / num_groups) / panel.pp, lightness))
     return colours
 
 
-def _shade(turn: float, lightness: float) -> str:
-    red, green, blue = colorsys.hls_to_rgb((0.56 + turn) % 1, lightness, 0.68)
+def _shade(hue: float, lightness: float) -> str:
+    red, green, blue = colorsys.hls_to_rgb((0.56 + hue) % 1, lightness, 0.68)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"

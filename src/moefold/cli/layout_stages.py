@@ -6,7 +6,7 @@ from rich.table import Table
 
 from moefold.config.pipeline_layout import StageParts
 from moefold.config.schema import Config
-from moefold.parallel.stage_balance import stage_load
+from moefold.parallel.stage_balance import stage_cost
 from moefold.parallel.stage_plan import StagePlan
 
 BAR = "█"
@@ -30,17 +30,17 @@ def print_stages(console: Console, plan: StagePlan, cfg: Config | None) -> None:
     for name in ("stage", "pp rank"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("holds")
-    loads = None if cfg is None else [stage_load(cfg, stage.parts) for stage in plan.stages]
+    loads = None if cfg is None else [stage_cost(cfg, stage.parts) for stage in plan.stages]
     if loads is not None:
         table.add_column("weights", justify="right", no_wrap=True)
         table.add_column("operations", no_wrap=True)
     for stage in plan.stages:
-        cells = [str(stage.number), str(stage.pp_rank), holds(stage.parts)]
+        cells = [str(stage.number), str(stage.pp_rank), describe_stage(stage.parts)]
         if loads is not None:
             load, most = loads[stage.number], max(1, *(load.flops for load in loads))
             share = load.flops / most
             cells += [
-                compact_count(load.weights),
+                compact_count(load.num_parameters),
                 f"{share:4.0%} {BAR * round(BAR_WIDTH * share)}",
             ]
         table.add_row(*cells)
@@ -48,7 +48,7 @@ def print_stages(console: Console, plan: StagePlan, cfg: Config | None) -> None:
     console.print(table)
 
 
-def holds(parts: StageParts) -> str:
+def describe_stage(parts: StageParts) -> str:
     """What a stage holds, in words."""
     words = ["embedding"] if parts.has_embedding else []
     layers = parts.layers
@@ -56,8 +56,8 @@ def holds(parts: StageParts) -> str:
         words.append(f"layer {layers[0]}")
     elif layers:
         words.append(f"layers {layers[0]}-{layers[-1]}")
-    if parts.num_further:
-        words.append(f"{parts.num_further} further")
+    if parts.num_mtp_layers:
+        words.append(f"{parts.num_mtp_layers} further")
     if parts.has_loss:
         words.append("loss")
     return ", ".join(words) or "nothing"

@@ -14,11 +14,11 @@ PALETTE = ("cyan", "yellow", "magenta", "green", "blue", "red", "bright_cyan", "
 MAX_NODES = 16
 EDGE_NODES = 4
 GROUPS_WIDTH = 72
-MOST_LISTED = 1 << 18
+MAX_LISTED_RANKS = 1 << 18
 """Ranks that --json lists, each in its group of every axis: 20 MB."""
 
 
-def nodes(world_size: int, gpus_per_node: int) -> list[range]:
+def node_ranks(world_size: int, gpus_per_node: int) -> list[range]:
     """The ranks of each node, in order; the last node may be smaller."""
     return [range(first, min(first + gpus_per_node, world_size)) for first in range(0, world_size, gpus_per_node)]
 
@@ -43,7 +43,7 @@ def print_layout(console: Console, layout: Layout, gpus_per_node: int) -> None:
     whole = num_nodes <= MAX_NODES
     for node in range(num_nodes) if whole else (*range(EDGE_NODES), num_nodes - 1):
         if not whole and node == num_nodes - 1:
-            listed = "; --json lists every group" if layout.world_size <= MOST_LISTED else ""
+            listed = "; --json lists every group" if layout.world_size <= MAX_LISTED_RANKS else ""
             console.print(f"\n... {num_nodes - EDGE_NODES - 1} nodes left out{listed} ...")
         first = node * gpus_per_node
         _print_node(console, layout, range(first, min(first + gpus_per_node, layout.world_size)), node)
@@ -51,7 +51,7 @@ def print_layout(console: Console, layout: Layout, gpus_per_node: int) -> None:
     console.print(_groups_table(layout, gpus_per_node))
 
 
-def _place(view: View, axis: str, rank: int) -> Text:
+def _group_position(view: View, axis: str, rank: int) -> Text:
     """The place of a rank along one axis, coloured by group."""
     if view.degree(axis) == 1:
         return Text("-", style="dim")
@@ -60,7 +60,12 @@ def _place(view: View, axis: str, rank: int) -> Text:
 
 
 def _print_node(console: Console, layout: Layout, ranks: range, node: int) -> None:
-    places = {(axis, r): _place(view, axis, r) for _, view in named_views(layout) for axis in view.axes for r in ranks}
+    places = {
+        (axis, r): _group_position(view, axis, r)
+        for _, view in named_views(layout)
+        for axis in view.axes
+        for r in ranks
+    }
     width = max(map(len, places.values()))
     per_table = max(1, (console.width - len("attention  rank  ")) // (width + 2))
     for first in range(0, len(ranks), per_table):
@@ -96,13 +101,13 @@ def _groups_table(layout: Layout, gpus_per_node: int) -> Table:
     for name, view in named_views(layout):
         for axis in view.axes:
             degree, label = view.degree(axis), name if axis == view.axes[0] else ""
-            reach = _reach(view, axis, gpus_per_node)
+            reach = _max_nodes_spanned(view, axis, gpus_per_node)
             row = (label, axis, str(view.world_size // degree), str(degree), str(reach), _list_groups(view, axis))
             table.add_row(*row, end_section=axis == view.axes[-1])
     return table
 
 
-def _reach(view: View, axis: str, gpus_per_node: int) -> int:
+def _max_nodes_spanned(view: View, axis: str, gpus_per_node: int) -> int:
     """Most nodes that a group of an axis lies on."""
     stride, degree = view.stride(axis), view.degree(axis)
     if stride >= gpus_per_node:

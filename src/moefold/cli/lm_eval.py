@@ -4,10 +4,10 @@ import importlib.util
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.one_voice import one_voice
-from moefold.cli.skipped import say_skipped
+from moefold.cli.one_voice import report_on_local_rank0
+from moefold.cli.skipped import report_skipped
 from moefold.errors import ConfigError
-from moefold.launch.place import Place, check_world_size, find_place
+from moefold.launch.place import RankEnv, check_world_size, read_rank_env
 from moefold.printable import print_escaped
 
 USAGE = "moefold lm-eval --model_args path=MODEL[,tp=2,...] --tasks TASK [...]"
@@ -38,57 +38,59 @@ def run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print_escaped(CommandParser(usage=USAGE, description=DESCRIPTION, add_help=False).format_help(), end="")
         return 0
-    place = find_place()
-    with one_voice(place):
-        return _start(argv, place)
+    place = read_rank_env()
+    with report_on_local_rank0(place):
+        return _run_tasks(argv, place)
 
 
-def _start(words: list[str], place: Place | None) -> int:
-    from moefold.inference.lm_eval_settings import LmSettings, chat_template_wish, model_arguments
+def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
+    from moefold.inference.lm_eval_settings import LmSettings, applies_chat_template, model_arguments
 
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("the package lm-eval is not installed; pip install -e '.[eval]'")
-    if words[0] in ("ls", "validate") or {"-h", "--help"} & set(words):
+    if argv[0] in ("ls", "validate") or {"-h", "--help"} & set(argv):
         from moefold.inference.lm_eval_rank import run_harness
 
-        return run_harness(words, None)
-    names = {word.partition("=")[0] for word in words}
+        return run_harness(argv, None)
+    names = {word.partition("=")[0] for word in argv}
     if names & {"--model", "-M"}:
         raise ConfigError("--model is moefold here; leave it out, or use lm_eval for other models")
     if names & {"--config", "-C"}:
         raise ConfigError("--config is read by lm_eval alone; give --model_args and --tasks on the command line")
-    settings = LmSettings.from_arguments(model_arguments(words))
-    source, cfg = settings.resolve(None if place is None else place.world_size)
-    say_skipped(source.skipped, place)
-    if place is not None:
-        check_world_size(place, cfg.parallel.world_size)
+    settings = LmSettings.from_arguments(model_arguments(argv))
+    source, cfg = settings.resolve(None if rank_env is None else rank_env.world_size)
+    report_skipped(source.skipped, rank_env)
+    if rank_env is not None:
+        check_world_size(rank_env, cfg.parallel.world_size)
 
     from moefold.inference.text import open_tokenizer
 
     tokenizer = open_tokenizer(source, settings.tokenizer)
-    if chat_template_wish(words):
+    if applies_chat_template(argv):
         settings.load_chat_template(source, tokenizer)
 
-    from moefold.checkpoint.sound import refuse_cut
-    from moefold.inference.memory import cache_bytes
-    from moefold.launch.fitting import check_inference, fitting_device
+    from moefold.checkpoint.sound import check_file_sizes
+    from moefold.inference.memory import kv_cache_bytes
+    from moefold.launch.fitting import check_inference, choose_checked_device
 
     check = partial(
         check_inference,
         cfg,
-        place=place,
-        extra={f"the cache of one text of max_length={cfg.train.seq_len}": cache_bytes(cfg, cfg.train.seq_len, 1)},
-        way_out="give a smaller --model_args max_length=, or cut the model with tp= and pp=",
+        rank_env=rank_env,
+        extra_bytes={
+            f"the cache of one text of max_length={cfg.train.seq_len}": kv_cache_bytes(cfg, cfg.train.seq_len, 1)
+        },
+        suggestion="give a smaller --model_args max_length=, or cut the model with tp= and pp=",
     )
-    device_type = fitting_device(cfg.run.device, cfg.parallel.world_size, place, check)
+    device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
     if source.kind == "checkpoint":
-        refuse_cut(source.path)
+        check_file_sizes(source.path)
 
     # torch takes seconds to import, lm-eval too: everything above answers without them.
-    from moefold.inference.lm_eval_rank import lm_eval_rank
+    from moefold.inference.lm_eval_rank import lm_eval_worker
     from moefold.launch.ranks import run_ranks
 
     # lm-eval would take 1. The user's own words come later and win.
     ours = ["--model", "moefold", "--batch_size", str(settings.batch_size)]
-    words = ["run", *ours, *(words[1:] if words[0] == "run" else words)]
-    return run_ranks(partial(lm_eval_rank, settings, words), cfg.parallel.world_size, device_type, place)
+    argv = ["run", *ours, *(argv[1:] if argv[0] == "run" else argv)]
+    return run_ranks(partial(lm_eval_worker, settings, argv), cfg.parallel.world_size, device_type, rank_env)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
-from moefold.config.keys import nearest
+from moefold.config.keys import closest_match
 from moefold.errors import ConfigError, RunError
 from moefold.printable import escape_log_lines, print_escaped
 
@@ -70,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BROKEN_PIPE
     except (MemoryError, RuntimeError, ValueError, OSError) as error:
         # Errors of memory of any library; all others are bugs of ours.
-        from moefold.launch.out_of_memory import out_of_memory_text
+        from moefold.launch.out_of_memory import oom_message
 
-        if not (text := out_of_memory_text(error)):
+        if not (text := oom_message(error)):
             raise
         print_escaped(f"moefold: error: {text}", file=sys.stderr)
         return EXIT_FAILED
@@ -82,26 +82,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _dispatch(words: list[str]) -> int:
-    if not words:
+def _dispatch(argv: list[str]) -> int:
+    if not argv:
         _parser().print_help(sys.stderr)
         return EXIT_USER_ERROR
-    name = _hyphened(words[0])
+    name = _listed_name(argv[0])
     if not name.startswith("-") and name not in COMMANDS:
-        guess = nearest(name, COMMANDS)
+        guess = closest_match(name, COMMANDS)
         hint = f"did you mean {guess!r}?" if guess else f"the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}; {hint}")
     try:
         if name.startswith("-"):
-            _parser().parse_args(words)
+            _parser().parse_args(argv)
             return EXIT_USER_ERROR
-        return int(importlib.import_module(f"moefold.cli.{name.replace('-', '_')}").run(words[1:]))
+        return int(importlib.import_module(f"moefold.cli.{name.replace('-', '_')}").run(argv[1:]))
     except SystemExit as leave:
         # argparse ends so, after its help (0) and after its own message on a wrong word (2).
         return leave.code if isinstance(leave.code, int) else 0 if leave.code is None else EXIT_USER_ERROR
 
 
-def _hyphened(name: str) -> str:
+def _listed_name(name: str) -> str:
     """Return a command as it is listed: `lm_eval`, the name that it had, and others with underscores are known too."""
     hyphened = name.replace("_", "-")
     return hyphened if hyphened in COMMANDS else name

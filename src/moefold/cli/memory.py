@@ -21,17 +21,17 @@ from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.launch.fitting import check_training
-from moefold.metrics.kept_parts import KERNELS, Kernels
-from moefold.metrics.memory_formula import RankMemory, memory_of_ranks
-from moefold.metrics.recompute_choice import GIB, choose_recompute, with_choice
+from moefold.metrics.kept_parts import KERNEL_PROFILES, KernelProfile
+from moefold.metrics.memory_formula import RankMemory, compute_rank_memory
+from moefold.metrics.recompute_choice import GIB, choose_recompute, with_recompute
 from moefold.parallel.layout import Layout
 from moefold.printable import print_escaped
-from moefold.work_progress import PATIENCE_S, WorkProgress
+from moefold.work_progress import SHOW_AFTER_S, WorkProgress
 
 if TYPE_CHECKING:
     from moefold.metrics.state_memory import StateBytes
 
-MOST_MEASURED = 64
+MAX_MEASURED_RANKS = 64
 """Ranks that one machine is asked to start."""
 RANKS_TIMEOUT_S = 3600.0
 STATE_PARTS = {"weights": "weights", "gathered": "gathered weights", "optimizer": "optimizer", "buffers": "buffers"}
@@ -68,14 +68,14 @@ def run(argv: list[str]) -> int:
             "depends on the disk; measure it without --dry, or add train.offload=[]"
         )
     device = args.device or ("cpu" if cfg.run.device == "cpu" or not args.dry else "cuda")
-    cfg, note = _settled(cfg, KERNELS[device], args.imbalance)
-    formulas = memory_of_ranks(cfg, kernels=KERNELS[device], imbalance=args.imbalance)
+    cfg, note = _resolve_recompute(cfg, KERNEL_PROFILES[device], args.imbalance)
+    formulas = compute_rank_memory(cfg, kernels=KERNEL_PROFILES[device], imbalance=args.imbalance)
     if args.dry:
-        return _dry(cfg, layout, formulas, note=note, as_json=args.json)
-    return _measured(cfg, layout, note=note, as_json=args.json)
+        return _report_formulas(cfg, layout, formulas, message=note, as_json=args.json)
+    return _report_measured(cfg, layout, message=note, as_json=args.json)
 
 
-def _settled(cfg: Config, kernels: Kernels, imbalance: float) -> tuple[Config, str]:
+def _resolve_recompute(cfg: Config, kernels: KernelProfile, imbalance: float) -> tuple[Config, str]:
     """The recipe with the parts that train.recompute "auto" stands for, and why."""
     if AUTO not in cfg.train.recompute:
         return cfg, ""
@@ -85,11 +85,13 @@ def _settled(cfg: Config, kernels: Kernels, imbalance: float) -> tuple[Config, s
         )
     budget = round(cfg.train.memory_budget_gib * GIB)
     choice = choose_recompute(cfg, budget, kernels, imbalance)
-    return with_choice(cfg, choice.parts), choice.words(budget)
+    return with_recompute(cfg, choice.parts), choice.describe(budget)
 
 
-def _dry(cfg: Config, layout: Layout, formulas: tuple[RankMemory, ...], *, note: str, as_json: bool) -> int:
-    from moefold.train.built_memory import built_states
+def _report_formulas(
+    cfg: Config, layout: Layout, formulas: tuple[RankMemory, ...], *, message: str, as_json: bool
+) -> int:
+    from moefold.train.built_memory import sharded_state_bytes
 
     stages = [layout.attention.coordinate(rank, "pp") for rank in range(layout.world_size)]
     first = [stages.index(pp_rank) for pp_rank in range(layout.pp)]
@@ -97,21 +99,23 @@ def _dry(cfg: Config, layout: Layout, formulas: tuple[RankMemory, ...], *, note:
     started_s = time.monotonic()
     for rank in first:
         # Each is built in a forked process, beside which no thread may write: `WorkProgress` has one.
-        if time.monotonic() - started_s > PATIENCE_S:
+        if time.monotonic() - started_s > SHOW_AFTER_S:
             print_escaped(f"memory: {len(built)} of {layout.pp} pipeline stages built", file=sys.stderr, flush=True)
             started_s = time.monotonic()
-        built.append(built_states(cfg, rank))
-    faults = [fault for memory, states in zip(formulas, built, strict=True) for fault in _faults(cfg, memory, states)]
+        built.append(sharded_state_bytes(cfg, rank))
+    faults = [
+        fault for memory, states in zip(formulas, built, strict=True) for fault in _validate_states(cfg, memory, states)
+    ]
     rows = {rank: _formula_row(memory) for rank, memory in zip(first, formulas, strict=True)}
     if as_json:
         ranks = [
             {"rank": rank, **asdict(memory), "total": memory.total}
             for rank, memory in zip(first, formulas, strict=True)
         ]
-        print(json.dumps({"dry": True, "note": note, "ranks": ranks, "faults": faults}))
+        print(json.dumps({"dry": True, "note": message, "ranks": ranks, "faults": faults}))
         return bool(faults)
     print_parts(rows, "by formula, first rank of each pipeline stage")
-    print_escaped(f"\n{note}\n" if note else "")
+    print_escaped(f"\n{message}\n" if message else "")
     print_escaped(
         "the built model holds other weights or moments:\n  " + "\n  ".join(faults)
         if faults
@@ -120,22 +124,22 @@ def _dry(cfg: Config, layout: Layout, formulas: tuple[RankMemory, ...], *, note:
     return bool(faults)
 
 
-def _faults(cfg: Config, memory: RankMemory, built: "StateBytes") -> Iterable[str]:
+def _validate_states(cfg: Config, memory: RankMemory, sharded: "StateBytes") -> Iterable[str]:
     """Where the formulas and the sharded model differ."""
     for name, part in STATE_PARTS.items():
         if name == "gathered" and cfg.parallel.zero == 3:
             continue
-        mine, real = getattr(memory.states, name), getattr(built, name)
+        mine, real = getattr(memory.states, name), getattr(sharded, name)
         if mine != real:
             yield f"pipeline rank {memory.pp_rank}: {part} {real:,} bytes, by formula {mine:,}"
 
 
-def _measured(cfg: Config, layout: Layout, *, note: str, as_json: bool) -> int:
+def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool) -> int:
     if cfg.run.device == "cuda":
         raise ConfigError("run.device='cuda': a step is measured on the CPU alone; add --dry, or run.device=cpu")
-    if cfg.parallel.world_size > MOST_MEASURED:
+    if cfg.parallel.world_size > MAX_MEASURED_RANKS:
         raise ConfigError(
-            f"parallel.world_size={cfg.parallel.world_size} is more than the {MOST_MEASURED} ranks that one machine is "
+            f"parallel.world_size={cfg.parallel.world_size} is more than the {MAX_MEASURED_RANKS} ranks that one machine is "
             "asked to start; add --dry"
         )
     check_data_source(cfg)
@@ -151,15 +155,15 @@ def _measured(cfg: Config, layout: Layout, *, note: str, as_json: bool) -> int:
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     world_size = cfg.parallel.world_size
     with WorkProgress("memory") as progress:
-        progress.say(f"starting {world_size} ranks")
-        ranks = WorkerPool().run(world_size, measure_rank, cfg, timeout_s=RANKS_TIMEOUT_S, on_progress=progress.say)
+        progress.report(f"starting {world_size} ranks")
+        ranks = WorkerPool().run(world_size, measure_rank, cfg, timeout_s=RANKS_TIMEOUT_S, on_progress=progress.report)
     if as_json:
-        print(json.dumps({"dry": False, "note": note, "ranks": [asdict(rank) for rank in ranks]}))
+        print(json.dumps({"dry": False, "note": message, "ranks": [asdict(rank) for rank in ranks]}))
         return 0
     print_parts({rank.rank: rank.peak for rank in ranks}, "measured on the CPU, at the fullest moment of each rank")
-    if note:
-        print_escaped(f"\n{note}")
-    print_comparison(cfg, layout, ranks, KERNELS["cpu"])
+    if message:
+        print_escaped(f"\n{message}")
+    print_comparison(cfg, layout, ranks, KERNEL_PROFILES["cpu"])
     if cfg.train.offload and not cfg.train.offload_waits:
         print(
             "how much was away follows the disk's pace, so another run differs; train.offload_waits=true waits for it"
@@ -186,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dry", action="store_true", help="by formula and from a model that is only built; any world size"
     )
     parser.add_argument(
-        "--device", choices=tuple(KERNELS), help="with --dry: whose kernels (default: the recipe's, or cuda)"
+        "--device", choices=tuple(KERNEL_PROFILES), help="with --dry: whose kernels (default: the recipe's, or cuda)"
     )
     parser.add_argument(
         "--imbalance", type=float, default=1.0, metavar="X", help="with --dry: rows of the fullest rank over the mean"

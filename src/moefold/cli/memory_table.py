@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.screen import Column, open_console, print_columns, print_prose
 from moefold.config.schema import Config
-from moefold.metrics.bytes_text import bytes_text
-from moefold.metrics.kept_parts import Kernels
-from moefold.metrics.memory_formula import memory_of_ranks
+from moefold.metrics.bytes_text import format_bytes
+from moefold.metrics.kept_parts import KernelProfile
+from moefold.metrics.memory_formula import compute_rank_memory
 from moefold.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from moefold.train.measured_memory import MeasuredMemory
 
-ASSUMED_ROWS = ("leastloaded",)
+BALANCING_DISPATCHERS = ("leastloaded",)
 """Dispatchers that move rows between ranks, so that the router alone does not say how many a rank has."""
 
 
@@ -24,24 +24,24 @@ def print_parts(rows: Mapping[int, Mapping[str, int]], title: str) -> None:
     parts = list(dict.fromkeys(part for row in rows.values() for part, size in row.items() if size))
     columns = [Column(name="part", cells=[*parts, "total"])]
     for rank, row in rows.items():
-        cells = [*(size_text(row.get(part, 0)) for part in parts), size_text(sum(row.values()))]
+        cells = [*(format_size(row.get(part, 0)) for part in parts), format_size(sum(row.values()))]
         columns.append(Column(name=f"rank {rank}", cells=cells, justify="right"))
     print_columns(console, columns)
 
 
-def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemory"], kernels: Kernels) -> None:
+def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemory"], kernels: KernelProfile) -> None:
     """Print measured activations beside those of the formulas, with even experts and with the rows of this step."""
     console = open_console()
-    loads = [rank_load(layout, ranks, i) for i in range(len(ranks))]
-    even = memory_of_ranks(cfg, kernels=kernels)
+    loads = [rank_imbalance(layout, ranks, i) for i in range(len(ranks))]
+    even = compute_rank_memory(cfg, kernels=kernels)
     columns = [
         Column(name="rank", cells=[str(rank.rank) for rank in ranks], justify="right"),
-        Column(name="measured", cells=[size_text(rank.activations) for rank in ranks], justify="right"),
-        *_formula("formula", ranks, [even[rank.pp_rank].activations.total for rank in ranks]),
+        Column(name="measured", cells=[format_size(rank.activations) for rank in ranks], justify="right"),
+        *_formula_columns("formula", ranks, [even[rank.pp_rank].activations.total for rank in ranks]),
     ]
-    uneven = any(load is not None for load in loads) and cfg.parallel.dispatcher not in ASSUMED_ROWS
+    uneven = any(load is not None for load in loads) and cfg.parallel.dispatcher not in BALANCING_DISPATCHERS
     if uneven:
-        of_load = {load: memory_of_ranks(cfg, kernels=kernels, imbalance=load) for load in set(loads) if load}
+        of_load = {load: compute_rank_memory(cfg, kernels=kernels, imbalance=load) for load in set(loads) if load}
         routed = [
             (of_load[load] if load else even)[rank.pp_rank].activations.total
             for rank, load in zip(ranks, loads, strict=True)
@@ -49,16 +49,16 @@ def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemor
         columns.append(
             Column(name="rows", cells=["-" if load is None else f"{load:.2f}x" for load in loads], justify="right")
         )
-        columns += _formula("with rows", ranks, routed)
+        columns += _formula_columns("with rows", ranks, routed)
     console.print("\nactivations at their fullest moment, measured and by formula\n", style="bold")
     print_columns(console, columns)
     console.print()
     if cfg.train.offload:
         print_prose(console, "formula", "as if nothing were offloaded")
-    print_prose(console, "why", _reason(uneven=uneven))
+    print_prose(console, "why", _explanation(uneven=uneven))
 
 
-def rank_load(layout: Layout, ranks: Sequence["MeasuredMemory"], rank: int) -> float | None:
+def rank_imbalance(layout: Layout, ranks: Sequence["MeasuredMemory"], rank: int) -> float | None:
     """Return the rows that a rank's experts worked on over the mean of its ep and etp group; None without experts.
 
     Rows of an expert reach all etp ranks of the ep rank that holds it.
@@ -73,23 +73,23 @@ def rank_load(layout: Layout, ranks: Sequence["MeasuredMemory"], rank: int) -> f
     return mine * layout.ep / sum(counts)
 
 
-def size_text(size: int) -> str:
+def format_size(size: int) -> str:
     """Return bytes in a unit that suits, - for none."""
-    return bytes_text(size) if size else "-"
+    return format_bytes(size) if size else "-"
 
 
-def _formula(name: str, ranks: Sequence["MeasuredMemory"], sizes: Sequence[int]) -> list[Column]:
+def _formula_columns(name: str, ranks: Sequence["MeasuredMemory"], sizes: Sequence[int]) -> list[Column]:
     shares = [
         f"{100 * (size / rank.activations - 1):+.1f}%" if rank.activations else "-"
         for rank, size in zip(ranks, sizes, strict=True)
     ]
     return [
-        Column(name=name, cells=[size_text(size) for size in sizes], justify="right"),
+        Column(name=name, cells=[format_size(size) for size in sizes], justify="right"),
         Column(name="off by", cells=shares, justify="right"),
     ]
 
 
-def _reason(*, uneven: bool) -> str:
+def _explanation(*, uneven: bool) -> str:
     known = "within 10 % for even experts on one thread (docs/memory.md)"
     if not uneven:
         return f"the formula is {known}."

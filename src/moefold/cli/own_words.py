@@ -6,18 +6,21 @@ from contextlib import contextmanager
 
 from moefold.errors import ConfigError
 
-DEVICE = ((r"parallel\.world_size=(\d+) needs a GPU", r"--device cuda needs a GPU"), (r"run\.device=", "--device "))
+DEVICE_OPTION = (
+    (r"parallel\.world_size=(\d+) needs a GPU", r"--device cuda needs a GPU"),
+    (r"run\.device=", "--device "),
+)
 """For commands whose device is an option."""
-TOKENIZER = ((r"data\.tokenizer=", "--tokenizer "),)
+TOKENIZER_OPTION = ((r"data\.tokenizer=", "--tokenizer "),)
 """For commands whose tokenizer is an option."""
 
 
 @contextmanager
-def own_words(*pairs: tuple[str, str]) -> Iterator[None]:
+def reworded_errors(*replacements: tuple[str, str]) -> Iterator[None]:
     """Replace what the messages of errors inside say of a recipe by the options of a command.
 
     Args:
-        pairs: regular expressions, and what stands in their place.
+        replacements: regular expressions, and what stands in their place.
 
     Raises:
         ConfigError: the one that came, reworded.
@@ -26,6 +29,6 @@ def own_words(*pairs: tuple[str, str]) -> Iterator[None]:
         yield
     except ConfigError as error:
         text = str(error)
-        for pattern, words in pairs:
+        for pattern, words in replacements:
             text = re.sub(pattern, words, text)
         raise ConfigError(text) from error

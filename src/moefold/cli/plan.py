@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.disturbance import add_disturbance
-from moefold.cli.plan_files import check_contents, check_places, write_files
-from moefold.cli.plan_words import read_axes
-from moefold.config.limits import LARGEST, refuse_larger
+from moefold.cli.disturbance import add_noise_options
+from moefold.cli.plan_files import check_contents, check_output_paths, write_outputs
+from moefold.cli.plan_words import parse_axes
+from moefold.config.limits import MAX_BY_KEY, check_at_most
 from moefold.config.schema import ModelConfig
 from moefold.errors import ConfigError
 from moefold.plan.device import device_names, load_device
-from moefold.plan.margin import MARGIN, default_reserve_gib
-from moefold.plan.planner import MOST_GPUS, Planner, Question, read_model
-from moefold.plan.precision import settled_precision
+from moefold.plan.margin import RESERVE_FRACTION, default_reserve_gib
+from moefold.plan.planner import MAX_GPUS, Planner, PlanRequest, read_model
+from moefold.plan.precision import resolve_precision
 from moefold.plan.restriction import FOLDED, METHODS, Restriction
-from moefold.plan.search import Plan
-from moefold.plan.workload import PRECISIONS, workload_of
+from moefold.plan.search import PlannedMapping
+from moefold.plan.workload import PRECISIONS, workload_from_config
 from moefold.work_progress import WorkProgress
 
 EPILOG = (
@@ -42,8 +42,8 @@ examples:
       --compare-folding 4096 32768 131072
 """
 )
-EXIT_NO = 1
-ROWS = 10
+EXIT_NOT_FEASIBLE = 1
+DEFAULT_TABLE_ROWS = 10
 """Of the table."""
 
 
@@ -56,8 +56,8 @@ def run(argv: list[str]) -> int:
     started = time.perf_counter()
     args = _parser().parse_args(argv)
     _check_output(args)
-    check_places(args)
-    question = question_of(args)
+    check_output_paths(args)
+    question = request_from_args(args)
     check_contents(question, args)
     if args.compare_folding is not None:
         from moefold.cli.plan_compare import compare_folding
@@ -69,18 +69,18 @@ def run(argv: list[str]) -> int:
         return explain(question, args, argv)
     # A plan takes seconds: in a file its answer or refusal stands alone.
     with WorkProgress("plan", is_shown=sys.stderr.isatty()) as progress:
-        progress.say("listing the legal mappings")
-        planner = planner_of(question, args)
-        progress.say(f"searching {planner.num_folds:,} foldings of attention and experts")
+        progress.report("listing the legal mappings")
+        planner = make_planner(question, args)
+        progress.report(f"searching {planner.num_folds:,} foldings of attention and experts")
         if args.json and args.top is None:
             planner.rank_all()
         elif planner.num_folds:
             # One search for all that shows some of the best.
-            planner.first(max(args.top or ROWS, ROWS))
+            planner.top_plans(max(args.top or DEFAULT_TABLE_ROWS, DEFAULT_TABLE_ROWS))
         best = planner.best()
-    write_files(planner, best, args, argv)
+    write_outputs(planner, best, args, argv)
     if args.json:
-        print(json.dumps(answer_as_dict(planner, args.top)))
+        print(json.dumps(result_as_dict(planner, args.top)))
     else:
         from moefold.cli.plan_footer import print_footer
         from moefold.cli.plan_table import print_breakdown, print_question, print_ranking
@@ -88,7 +88,7 @@ def run(argv: list[str]) -> int:
 
         console = open_console()
         print_question(console, question)
-        shown = planner.first(ROWS if args.top is None else args.top)
+        shown = planner.top_plans(DEFAULT_TABLE_ROWS if args.top is None else args.top)
         print_ranking(console, shown, wide=args.wide)
         if args.breakdown:
             print_breakdown(console, shown)
@@ -104,7 +104,7 @@ def _check_output(args: argparse.Namespace) -> None:
         raise ConfigError("--breakdown has no effect on --explain, which always prints it; leave --breakdown out")
 
 
-def question_of(args: argparse.Namespace) -> Question:
+def request_from_args(args: argparse.Namespace) -> PlanRequest:
     """What the options ask.
 
     Raises:
@@ -114,10 +114,14 @@ def question_of(args: argparse.Namespace) -> Question:
     base, shape = read_model(args.model)
     is_recipe = args.model.endswith(".toml")
     p, train = base.parallel, base.train
-    num_gpus = _number("--num-gpus", args.num_gpus, p.world_size, MOST_GPUS, is_recipe=is_recipe)
-    seq_len = _number("--seq-len", args.seq_len, train.seq_len, LARGEST["train.seq_len"], is_recipe=is_recipe)
-    most = LARGEST["train.global_batch_size"]
-    batch = _number("--global-batch-size", args.global_batch_size, train.global_batch_size, most, is_recipe=is_recipe)
+    num_gpus = _resolve_number("--num-gpus", args.num_gpus, p.world_size, MAX_GPUS, is_recipe=is_recipe)
+    seq_len = _resolve_number(
+        "--seq-len", args.seq_len, train.seq_len, MAX_BY_KEY["train.seq_len"], is_recipe=is_recipe
+    )
+    most = MAX_BY_KEY["train.global_batch_size"]
+    batch = _resolve_number(
+        "--global-batch-size", args.global_batch_size, train.global_batch_size, most, is_recipe=is_recipe
+    )
     reserve = default_reserve_gib(device) if args.memory_reserve is None else args.memory_reserve
     if not 0 <= reserve < device.memory_gib:
         raise ConfigError(
@@ -130,8 +134,8 @@ def question_of(args: argparse.Namespace) -> Question:
             f"--imbalance {args.imbalance:g} must be a number of at least 1: the busiest ep rank over the mean"
         )
     factor = base.moe.capacity_factor if args.capacity_factor is None else args.capacity_factor
-    fixed = read_axes(args.fix, "--fix") if args.fix else {}
-    settled, precision = settled_precision(base, args.precision, device)
+    fixed = parse_axes(args.fix, "--fix") if args.fix else {}
+    settled, precision = resolve_precision(base, args.precision, device)
     cfg = replace(
         settled,
         run=replace(base.run, device="cpu" if device.name == "cpu" else "cuda"),
@@ -139,11 +143,11 @@ def question_of(args: argparse.Namespace) -> Question:
         parallel=replace(p, world_size=num_gpus, mapping="given"),
         train=replace(settled.train, seq_len=seq_len, global_batch_size=batch),
     )
-    return Question(
-        base=cfg,
-        shape=shape,
+    return PlanRequest(
+        base_config=cfg,
+        model_spec=shape,
         device=device,
-        workload=workload_of(
+        workload=workload_from_config(
             cfg,
             precision,
             imbalance=args.imbalance,
@@ -156,39 +160,39 @@ def question_of(args: argparse.Namespace) -> Question:
     )
 
 
-def planner_of(question: Question, args: argparse.Namespace) -> Planner:
+def make_planner(request: PlanRequest, args: argparse.Namespace) -> Planner:
     """What answers, under recorded routing if there is any."""
     if args.trace is None:
-        return Planner(question)
-    from moefold.plan.routing_load import RoutingLoad
+        return Planner(request)
+    from moefold.plan.routing_load import RecordedRouting
     from moefold.plan.traced import TracedPlanner
 
-    return TracedPlanner(question, RoutingLoad(args.trace, question.base.model))
+    return TracedPlanner(request, RecordedRouting(args.trace, request.base_config.model))
 
 
-def answer_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]:
+def result_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]:
     """The best mapping of every fold, best first, or of so many folds, in the form of `moefold plan --json`."""
-    q = planner.question
+    q = planner.request
     return {
-        "model": q.shape.name,
+        "model": q.model_spec.name,
         "gpu": q.device.name,
         "gpu_memory_gib": q.device.memory_gib,
         "memory_reserve_gib": q.reserve_gib,
         "num_gpus": q.num_gpus,
         "seq_len": q.workload.seq_len,
         "global_batch_size": q.workload.global_batch_size,
-        "precision": q.workload.product_words,
+        "precision": q.workload.gemm_precision,
         "imbalance": q.workload.imbalance,
         "method": q.restriction.method,
-        "flop_convention": "causal" if q.workload.causal else "full",
+        "flop_convention": "causal" if q.workload.counts_causal_attention else "full",
         "mtp_flops": "with" if q.workload.counts_mtp else "without",
         "num_legal": planner.space.count(),
         "num_folds": planner.num_folds,
-        "mappings": [plan_as_dict(plan) for plan in (planner.plans if count is None else planner.first(count))],
+        "mappings": [plan_as_dict(plan) for plan in (planner.plans if count is None else planner.top_plans(count))],
     }
 
 
-def plan_as_dict(plan: Plan) -> dict[str, Any]:
+def plan_as_dict(plan: PlannedMapping) -> dict[str, Any]:
     """One mapping with its price."""
     gib, time_of = 2**30, plan.time
     return plan.mapping.as_dict() | {
@@ -200,18 +204,18 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "memory_gib": plan.memory.total / gib,
         "memory_parts_gib": {part: size / gib for part, size in plan.memory_parts.items()},
         "time_parts_s": time_of.parts,
-        "binding": plan.binding,
+        "binding": plan.bottleneck,
         "fits": plan.memory.fits,
     }
 
 
-def _number(option: str, given: int | None, of_recipe: int, most: int, *, is_recipe: bool) -> int:
+def _resolve_number(option: str, given: int | None, recipe_value: int, maximum: int, *, is_recipe: bool) -> int:
     if given is None and not is_recipe:
         raise ConfigError(f"{option} is missing; a recipe as MODEL would say it")
-    number = of_recipe if given is None else given
+    number = recipe_value if given is None else given
     if number < 1:
         raise ConfigError(f"{option} {number} must be at least 1")
-    refuse_larger(option, number, most)
+    check_at_most(option, number, maximum)
     return number
 
 
@@ -238,7 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--precision", choices=PRECISIONS, help="number format of GEMMs (default: the recipe's, bf16)")
     add("--imbalance", type=float, default=1.0, metavar="X", help="copies of the busiest ep rank over the mean (1)")
     add("--capacity-factor", type=float, metavar="X", help="token dropping; 0 is dropless (default: the recipe's, 0)")
-    help_ = f"leave so much memory of each GPU free (default: {MARGIN:.0%}".replace("%", "%%") + " of it)"
+    help_ = f"leave so much memory of each GPU free (default: {RESERVE_FRACTION:.0%}".replace("%", "%%") + " of it)"
     add("--memory-reserve", type=float, metavar="GIB", help=help_)
     add("--cuda-graphs", choices=("none", "partial", "full"), default="none", help="what is captured (none)")
     add("--flops", choices=("full", "causal"), default="full", help="attention in the FLOP count of the MFU (full)")
@@ -255,7 +259,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--trace", type=Path, metavar="RUN_DIR", help="routing of a real run (moe.trace_every), whose load is priced")
     help_ = "best mapping with folding beside the best without, for samples of so many tokens (default: --seq-len)"
     add("--compare-folding", nargs="*", type=int, metavar="S", help=help_)
-    add("--top", type=int, metavar="N", help=f"rows of the table ({ROWS}), or mappings of --json (all folds, slower)")
+    add(
+        "--top",
+        type=int,
+        metavar="N",
+        help=f"rows of the table ({DEFAULT_TABLE_ROWS}), or mappings of --json (all folds, slower)",
+    )
     add("--wide", action="store_true", help="all columns of the table")
     add("--breakdown", action="store_true", help="time and memory of each mapping by part")
     add("--json", action="store_true", help="print the best mapping of every fold as one JSON object")
@@ -264,5 +273,5 @@ def _parser() -> argparse.ArgumentParser:
     help_ = "write the simulated step of the best mapping: .json trace, or .png, .svg, .pdf; repeatable"
     add("--timeline", action="append", type=Path, default=[], metavar="FILE", help=help_)
     add("--force", action="store_true", help="replace files that exist")
-    add_disturbance(parser, "of the simulated step: ")
+    add_noise_options(parser, "of the simulated step: ")
     return parser

@@ -24,9 +24,9 @@ def run(argv: list[str]) -> int:
         ConfigError: the table cannot be read.
     """
     arguments = _parser().parse_args(argv)
-    from moefold.plan.accuracy import judge
+    from moefold.plan.accuracy import validate_predictions
 
-    accuracy = judge(arguments.table)
+    accuracy = validate_predictions(arguments.table)
     if arguments.json:
         print(json.dumps(accuracy.as_dict()))
         return 0

@@ -23,12 +23,12 @@ def print_accuracy(console: Console, accuracy: Accuracy) -> None:
         console.print(f"  {row['source']} {row['model']} {row['gpu']} {row['method']}", markup=False)
 
 
-def _line(p: Prediction) -> str:
+def _line(prediction: Prediction) -> str:
     """One row on one line, however wide the terminal is."""
-    row = p.row
-    what = f"{row['gpu']:6} {p.precision:13} {row['model'][:26]:26} {row['method'][:22]:22} {_mapping(p):40}"
-    values = f"{row['metric']:21} {_value(p.measured):>8} {_value(p.predicted):>8}"
-    return f"{what} {values} {_percent(p.error_pct, sign=True):>9}"
+    row = prediction.row
+    what = f"{row['gpu']:6} {prediction.precision:13} {row['model'][:26]:26} {row['method'][:22]:22} {_mapping(prediction):40}"
+    values = f"{row['metric']:21} {_value(prediction.measured):>8} {_value(prediction.predicted):>8}"
+    return f"{what} {values} {_percent(prediction.error_pct, sign=True):>9}"
 
 
 def _groups(accuracy: Accuracy) -> Table:

@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moefold.cli.plan_files import tell_unwritten, write_files
-from moefold.cli.plan_words import read_axes
+from moefold.cli.plan_files import report_unwritten, write_outputs
+from moefold.cli.plan_words import parse_axes
 from moefold.errors import ConfigError
-from moefold.plan.planner import Question, name_of
-from moefold.plan.reason import why_illegal
+from moefold.plan.planner import PlanRequest, format_mapping
+from moefold.plan.reason import explain_illegal
 from moefold.plan.restriction import Restriction
-from moefold.plan.search import Plan
+from moefold.plan.search import PlannedMapping
 from moefold.printable import print_escaped
 
-EXIT_NO = 1
+EXIT_NOT_FEASIBLE = 1
 GIB = 2**30
-ROUNDING = 1e-9
+TIE_TOLERANCE = 1e-9
 """A search adds the parts of a step in another order; what is no faster than by this is as fast."""
 
 
-def explain(question: Question, args: argparse.Namespace, argv: list[str]) -> int:
+def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> int:
     """Price the mapping that the words name, with the best of what they leave open; 1 if it is illegal or does not fit.
 
     The files that the other options name are of this mapping.
@@ -29,82 +29,82 @@ def explain(question: Question, args: argparse.Namespace, argv: list[str]) -> in
     Raises:
         ConfigError: a word is wrong, or an option does not go with one mapping.
     """
-    given = read_axes(args.explain, "--explain")
-    _check_options(question, given, args)
-    question = replace(question, restriction=Restriction({**question.restriction.fixed, **given}, args.method))
-    from moefold.cli.plan import plan_as_dict, planner_of
+    given = parse_axes(args.explain, "--explain")
+    _check_options(request, given, args)
+    request = replace(request, restriction=Restriction({**request.restriction.fixed, **given}, args.method))
+    from moefold.cli.plan import make_planner, plan_as_dict
 
-    planner = planner_of(question, args)
+    planner = make_planner(request, args)
     if not planner.space.folds:
-        reason = why_illegal(planner.space.legality, question.restriction)
-        _tell(args, {"legal": False, "reason": reason}, f"illegal: {reason}")
-        tell_unwritten(args, "the mapping is illegal")
-        return EXIT_NO
-    plan = planner.first(1)[0]
-    ranking = _ranking(question, plan, args)
+        reason = explain_illegal(planner.space.constraints, request.restriction)
+        _print_answer(args, {"legal": False, "reason": reason}, f"illegal: {reason}")
+        report_unwritten(args, "the mapping is illegal")
+        return EXIT_NOT_FEASIBLE
+    plan = planner.top_plans(1)[0]
+    ranking = _ranking(request, plan, args)
     record = {"legal": True, **plan_as_dict(plan), **ranking}
     if plan.memory.fits:
-        write_files(planner, plan, args, argv)
+        write_outputs(planner, plan, args, argv)
     else:
-        record["reason"] = why_too_large(plan, question)
-        tell_unwritten(args, "the mapping does not fit")
+        record["reason"] = memory_excess_reason(plan, request)
+        report_unwritten(args, "the mapping does not fit")
     if args.json:
         print(json.dumps(record))
     else:
-        _print(question, plan, record, wide=args.wide)
-    return 0 if plan.memory.fits else EXIT_NO
+        _print(request, plan, record, wide=args.wide)
+    return 0 if plan.memory.fits else EXIT_NOT_FEASIBLE
 
 
-def _check_options(question: Question, given: Mapping[str, Any], args: argparse.Namespace) -> None:
+def _check_options(request: PlanRequest, given: Mapping[str, Any], args: argparse.Namespace) -> None:
     if args.top is not None:
         raise ConfigError("--top counts mappings, and --explain shows one; leave one of them out")
-    for axis, value in question.restriction.fixed.items():
+    for axis, value in request.restriction.fixed.items():
         if given.get(axis, value) != value:
             raise ConfigError(f"--explain {axis}={given[axis]} and --fix {axis}={value} differ; leave one of them out")
 
 
-def why_too_large(plan: Plan, question: Question) -> str:
+def memory_excess_reason(plan: PlannedMapping, request: PlanRequest) -> str:
     """What is too much, in one sentence."""
     lacking = (plan.memory.total - plan.memory.capacity) / GIB
     part, size = max(plan.memory_parts.items(), key=lambda item: item[1])
-    reserve = question.reserve_gib
+    reserve = request.reserve_gib
     kept = f" with {reserve:.1f} GiB kept free (--memory-reserve)" if reserve else ""
     return (
         f"does not fit: {plan.memory.total / GIB:.1f} GiB of {plan.memory.capacity / GIB:.1f} GiB{kept}, {lacking:.1f} "
-        f"GiB too much even with {name_of(plan)}; most of it is {part}, {size / GIB:.1f} GiB"
+        f"GiB too much even with {format_mapping(plan)}; most of it is {part}, {size / GIB:.1f} GiB"
     )
 
 
-def _ranking(question: Question, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
+def _ranking(request: PlanRequest, plan: PlannedMapping, args: argparse.Namespace) -> dict[str, Any]:
     """Where it would stand among the best mappings of all folds."""
-    from moefold.cli.plan import planner_of
+    from moefold.cli.plan import make_planner
 
-    everything = planner_of(replace(question, restriction=Restriction({}, args.method)), args)
-    best = everything.first(1)[0]
+    everything = make_planner(replace(request, restriction=Restriction({}, args.method)), args)
+    best = everything.top_plans(1)[0]
     fits = plan.memory.fits
     return {
-        "rank": 1 + everything.num_faster(plan.time.total_s * (1 - ROUNDING)) if fits else None,
+        "rank": 1 + everything.num_faster(plan.time.total_s * (1 - TIE_TOLERANCE)) if fits else None,
         "num_folds": everything.num_folds,
-        "best": name_of(best),
+        "best": format_mapping(best),
         "best_step_time_s": best.time.total_s if best.memory.fits else None,
     }
 
 
-def _tell(args: argparse.Namespace, record: dict[str, Any], text: str) -> None:
+def _print_answer(args: argparse.Namespace, record: dict[str, Any], text: str) -> None:
     print_escaped(json.dumps(record) if args.json else text)
 
 
-def _print(question: Question, plan: Plan, record: dict[str, Any], *, wide: bool) -> None:
-    from moefold.cli.plan_footer import DOUBT, assumptions
+def _print(request: PlanRequest, plan: PlannedMapping, record: dict[str, Any], *, wide: bool) -> None:
+    from moefold.cli.plan_footer import ACCURACY_STATEMENT, list_assumptions
     from moefold.cli.plan_table import print_breakdown, print_question, print_ranking
     from moefold.cli.screen import open_console, print_prose
 
     console = open_console()
-    print_question(console, question)
+    print_question(console, request)
     print_ranking(console, [plan], wide=wide)
     print_breakdown(console, [plan])
     console.print()
-    print_prose(console, "#1", name_of(plan))
+    print_prose(console, "#1", format_mapping(plan))
     if not plan.memory.fits:
         print_prose(console, "memory", record["reason"])
         return
@@ -115,5 +115,5 @@ def _print(question: Question, plan: Plan, record: dict[str, Any], *, wide: bool
         f"{record['rank']:,} among the best mappings of {record['num_folds']:,} folds; "
         + (f"{slower:.1%} slower than {record['best']}" if slower > 0 else "none is faster"),
     )
-    print_prose(console, "assumed", f"{'; '.join(assumptions(question, [plan]))}.")
-    print_prose(console, "predicted", DOUBT)
+    print_prose(console, "assumed", f"{'; '.join(list_assumptions(request, [plan]))}.")
+    print_prose(console, "predicted", ACCURACY_STATEMENT)

@@ -5,38 +5,38 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from moefold.cli.screen import Column, print_columns
-from moefold.plan.mapping import Mapping
+from moefold.plan.mapping import ParallelMapping
 from moefold.plan.memory import MEMORY_PARTS
-from moefold.plan.planner import Question
+from moefold.plan.planner import PlanRequest
 from moefold.plan.restriction import FOLDED
-from moefold.plan.search import Plan
-from moefold.plan.step_time import PARTS
-from moefold.plan.wording import compact_name, seconds_text
+from moefold.plan.search import PlannedMapping
+from moefold.plan.step_time import TIME_PARTS
+from moefold.plan.wording import format_compact_degrees, format_seconds
 
 GIB = 2**30
 DEGREES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
 
 
-def print_question(console: Console, question: Question) -> None:
+def print_question(console: Console, request: PlanRequest) -> None:
     """Print the model, the GPUs and the batch in one line."""
-    q, w = question, question.workload
+    q, w = request, request.workload
     method = "" if q.restriction.method == FOLDED else f", method {q.restriction.method}"
     console.print(
-        f"{q.shape.name} on {q.num_gpus} x {q.device.name}: {w.global_batch_size} x {w.seq_len} tokens a step, "
-        f"{w.product_words}{method}",
+        f"{q.model_spec.name} on {q.num_gpus} x {q.device.name}: {w.global_batch_size} x {w.seq_len} tokens a step, "
+        f"{w.gemm_precision}{method}",
         style="bold",
     )
 
 
-def print_ranking(console: Console, plans: Sequence[Plan], *, wide: bool) -> None:
+def print_ranking(console: Console, plans: Sequence[PlannedMapping], *, wide: bool) -> None:
     """Print a row for each mapping: its degrees in one word each, step time, MFU, memory and what takes most time."""
     times = [plan.time for plan in plans]
     console.print()
     rank = Column(name="#", cells=[str(place) for place in range(1, len(plans) + 1)], justify="right")
-    step = _numbers("step, s", [seconds_text(time.total_s) for time in times])
+    step = _numbers("step, s", [format_seconds(time.total_s) for time in times])
     mfu = _numbers("MFU, %", [f"{100 * time.mfu:.0f}" for time in times])
     gib = _numbers("GiB", [f"{plan.memory.total / GIB:.1f}" for plan in plans])
-    bound = Column(name="bound by", cells=[plan.binding for plan in plans], wraps=True)
+    bound = Column(name="bound by", cells=[plan.bottleneck for plan in plans], wraps=True)
     if wide:
         rates = (
             _numbers("TFLOP/s", [f"{time.tflops_per_gpu:.0f}" for time in times]),
@@ -44,13 +44,13 @@ def print_ranking(console: Console, plans: Sequence[Plan], *, wide: bool) -> Non
         )
         print_columns(console, [rank, *_mapping_columns(plans), step, mfu, *rates, gib, bound])
         return
-    mapping = Column(name="mapping", cells=[compact_name(plan.mapping) for plan in plans], wraps=True)
+    mapping = Column(name="mapping", cells=[format_compact_degrees(plan.mapping) for plan in plans], wraps=True)
     print_columns(console, [rank, mapping, step, mfu, gib, bound])
 
 
-def print_breakdown(console: Console, plans: Sequence[Plan]) -> None:
+def print_breakdown(console: Console, plans: Sequence[PlannedMapping]) -> None:
     """Print time and memory by part: a row for each part that some mapping has, a column for each mapping."""
-    times = [{part: plan.time.parts[part] for part in PARTS} for plan in plans]
+    times = [{part: plan.time.parts[part] for part in TIME_PARTS} for plan in plans]
     memory = [{part: plan.memory_parts[part] / GIB for part in MEMORY_PARTS} for plan in plans]
     for title, unit, amounts, digits in (
         ("time of a step, on the busiest pipeline rank", "seconds", times, 3),
@@ -67,7 +67,7 @@ def print_breakdown(console: Console, plans: Sequence[Plan]) -> None:
         print_columns(console, [labels, *columns])
 
 
-def _mapping_columns(plans: Sequence[Plan]) -> list[Column]:
+def _mapping_columns(plans: Sequence[PlannedMapping]) -> list[Column]:
     mappings = [plan.mapping for plan in plans]
     return [
         *(_numbers(name, [str(getattr(m, name)) for m in mappings]) for name in DEGREES),
@@ -82,7 +82,7 @@ def _numbers(name: str, cells: Sequence[str]) -> Column:
     return Column(name=name, cells=cells, justify="right")
 
 
-def _dispatcher(m: Mapping) -> str:
-    if m.ep * m.etp == 1:
+def _dispatcher(mapping: ParallelMapping) -> str:
+    if mapping.ep * mapping.etp == 1:
         return "-"
-    return f"{m.dispatcher}, overlapped" if m.overlap else m.dispatcher
+    return f"{mapping.dispatcher}, overlapped" if mapping.overlap else mapping.dispatcher

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
     from moefold.console import PrintableConsole
 
-PIPED_WIDTH = 240
+DEFAULT_WIDTH = 240
 """Columns where the output is no terminal and COLUMNS is not set: as wide as any table needs."""
-LEAST_WIDTH = 40
-PROSE_WIDTH = 100
+MIN_WIDTH = 40
+MAX_PROSE_WIDTH = 100
 """Most columns of a sentence."""
 HEAD_WIDTH = len("predicted: ")
 """Columns of the head of a paragraph."""
@@ -38,7 +38,7 @@ class Column:
         return max(map(len, (self.name, *self.cells)))
 
     @property
-    def least_width(self) -> int:
+    def min_width(self) -> int:
         """Columns that it takes where long cells are broken."""
         if not self.wraps:
             return self.width
@@ -49,7 +49,7 @@ def open_console() -> "PrintableConsole":
     """Return a console as wide as COLUMNS says, else as the terminal, else as any table needs."""
     from moefold.console import PrintableConsole
 
-    width = max(LEAST_WIDTH, get_terminal_size((PIPED_WIDTH, 25)).columns)
+    width = max(MIN_WIDTH, get_terminal_size((DEFAULT_WIDTH, 25)).columns)
     return PrintableConsole(width=width, highlight=False, markup=False, emoji=False)
 
 
@@ -62,7 +62,7 @@ def print_columns(console: "Console", columns: Sequence[Column], *, num_keys: in
         num_keys: the first so many columns name a row and are repeated in each of the tables.
     """
     keys = columns[:num_keys]
-    for i, part in enumerate(_parts(columns[num_keys:], console.width - _needed(keys))):
+    for i, part in enumerate(_split_columns(columns[num_keys:], console.width - _min_table_width(keys))):
         if i:
             console.print()
         console.print(_table([*keys, *part]))
@@ -77,18 +77,18 @@ def print_prose(console: "Console", head: str, text: str) -> None:
     grid.add_column(width=HEAD_WIDTH, no_wrap=True)
     grid.add_column(overflow="fold")
     grid.add_row(Text(f"{head}:", style="bold"), text)
-    console.print(grid, width=min(PROSE_WIDTH, console.width))
+    console.print(grid, width=min(MAX_PROSE_WIDTH, console.width))
 
 
-def _needed(columns: Sequence[Column]) -> int:
-    return sum(column.least_width + GAP for column in columns)
+def _min_table_width(columns: Sequence[Column]) -> int:
+    return sum(column.min_width + GAP for column in columns)
 
 
-def _parts(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
+def _split_columns(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
     """The columns in groups that fit beside the keys, each as full as can be."""
     part: list[Column] = []
     for column in columns:
-        if part and _needed([*part, column]) - GAP > width:
+        if part and _min_table_width([*part, column]) - GAP > width:
             yield part
             part = []
         part.append(column)

@@ -7,26 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.disturbance import add_disturbance, check_seed, jitter_of, stragglers_of
+from moefold.cli.disturbance import add_noise_options, check_jitter, check_seed, parse_stragglers
 from moefold.config.checks import check_config
 from moefold.config.checks_memory import check_memory_device
 from moefold.config.checks_recompute import AUTO
 from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.metrics.kept_parts import KERNELS
-from moefold.metrics.recompute_choice import DEVICE_SHARE, GIB, choose_recompute, with_choice
+from moefold.metrics.kept_parts import KERNEL_PROFILES
+from moefold.metrics.recompute_choice import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
 from moefold.plan.device import Device, device_names, load_device
-from moefold.plan.mapping import mapping_of
-from moefold.plan.output_file import refuse_existing
-from moefold.plan.precision import settled_precision
-from moefold.plan.shape import shape_of
-from moefold.plan.simulate import Disturbance
-from moefold.plan.stage_work import simulate_mapping, stages_of
-from moefold.plan.step_time import Pricer
+from moefold.plan.mapping import mapping_from_config
+from moefold.plan.output_file import reject_existing
+from moefold.plan.precision import resolve_precision
+from moefold.plan.shape import model_spec_from_config
+from moefold.plan.simulate import Noise
+from moefold.plan.stage_work import chunks_from_config, simulate_mapping
+from moefold.plan.step_time import CostModel
 from moefold.plan.timeline import Timeline
-from moefold.plan.timeline_file import check_timeline_file, summary, write_timeline
-from moefold.plan.workload import PRECISIONS, workload_of
+from moefold.plan.timeline_file import check_timeline_file, format_summary, write_timeline
+from moefold.plan.workload import PRECISIONS, workload_from_config
 from moefold.printable import print_escaped
 
 EPILOG = """examples:
@@ -51,25 +51,25 @@ def run(argv: list[str]) -> int:
     check_config(cfg)
     for path in args.timeline:
         check_timeline_file(path)
-        refuse_existing("--timeline", path, force=args.force)
+        reject_existing("--timeline", path, force=args.force)
     check_seed(args)
-    disturbance = Disturbance(
-        slow=stragglers_of(cfg, args.straggler), jitter=jitter_of(args.jitter), seed=args.seed or 0
+    disturbance = Noise(
+        slowdown_by_rank=parse_stragglers(cfg, args.straggler), jitter=check_jitter(args.jitter), seed=args.seed or 0
     )
     device = load_device(args.gpu)
     cfg = _with_recompute(cfg, device)
-    timeline = _play(cfg, device, args, disturbance)
+    timeline = _simulate(cfg, device, args, disturbance)
     for path in args.timeline:
         write_timeline(timeline, path)
         print_escaped(f"wrote {path}", file=sys.stderr)
     if args.json:
-        print(json.dumps(as_dict(timeline)))
+        print(json.dumps(timeline_as_dict(timeline)))
     else:
         _print(timeline)
     return 0
 
 
-def as_dict(timeline: Timeline) -> dict[str, object]:
+def timeline_as_dict(timeline: Timeline) -> dict[str, object]:
     """The step in the form that `--json` prints."""
     return {
         "step_time_s": timeline.total_s,
@@ -82,7 +82,7 @@ def as_dict(timeline: Timeline) -> dict[str, object]:
                 "work_s": timeline.work_s(rank),
                 "idle_s": timeline.idle_s(rank),
                 "exposed_s": timeline.exposed_s(rank),
-                "in_flight": timeline.most_in_flight(rank),
+                "in_flight": timeline.max_in_flight(rank),
             }
             for rank in range(timeline.num_ranks)
         ],
@@ -95,22 +95,24 @@ def _with_recompute(cfg: Config, device: Device) -> Config:
         return cfg
     kind = "cpu" if device.name == "cpu" else "cuda"
     check_memory_device(cfg, kind)
-    budget = round(cfg.train.memory_budget_gib * GIB) or round(DEVICE_SHARE * device.memory_bytes)
-    choice = choose_recompute(cfg, budget, KERNELS[kind])
-    print_escaped(choice.words(budget), file=sys.stderr)
-    return with_choice(cfg, choice.parts)
+    budget = round(cfg.train.memory_budget_gib * GIB) or round(DEFAULT_MEMORY_FRACTION * device.memory_bytes)
+    choice = choose_recompute(cfg, budget, KERNEL_PROFILES[kind])
+    print_escaped(choice.describe(budget), file=sys.stderr)
+    return with_recompute(cfg, choice.parts)
 
 
-def _play(cfg: Config, device: Device, args: argparse.Namespace, disturbance: Disturbance) -> Timeline:
-    shape = shape_of(cfg.model)
-    cfg, precision = settled_precision(cfg, args.precision, device)
-    workload = workload_of(cfg, precision, imbalance=_imbalance(args.imbalance))
-    pricer = Pricer(shape, device, workload)
+def _simulate(cfg: Config, device: Device, args: argparse.Namespace, noise: Noise) -> Timeline:
+    shape = model_spec_from_config(cfg.model)
+    cfg, precision = resolve_precision(cfg, args.precision, device)
+    workload = workload_from_config(cfg, precision, imbalance=_check_imbalance(args.imbalance))
+    pricer = CostModel(shape, device, workload)
     path = cfg.parallel.schedule_csv
-    return simulate_mapping(pricer, mapping_of(cfg), disturbance, chunks=stages_of(cfg, shape), schedule_csv=path)
+    return simulate_mapping(
+        pricer, mapping_from_config(cfg), noise, chunks=chunks_from_config(cfg, shape), schedule_csv=path
+    )
 
 
-def _imbalance(value: float) -> float:
+def _check_imbalance(value: float) -> float:
     if not 1 <= value < float("inf"):
         raise ConfigError(f"--imbalance {value:g} must be at least 1: the busiest expert-parallel rank over the mean")
     return value
@@ -123,13 +125,13 @@ def _print(timeline: Timeline) -> None:
     from moefold.console import PrintableConsole
 
     console = PrintableConsole()
-    console.print(summary(timeline), highlight=False)
+    console.print(format_summary(timeline), highlight=False)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("pp rank", "work, s", "idle, s", "exposed, s", "in flight"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in range(timeline.num_ranks):
         seconds = (timeline.work_s(rank), timeline.idle_s(rank), timeline.exposed_s(rank))
-        table.add_row(str(rank), *(f"{value:.4g}" for value in seconds), str(timeline.most_in_flight(rank)))
+        table.add_row(str(rank), *(f"{value:.4g}" for value in seconds), str(timeline.max_in_flight(rank)))
     console.print(table)
 
 
@@ -150,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--overlap", action="store_true", help="hide the experts' exchange under the work of another micro-batch"
     )
-    add_disturbance(parser)
+    add_noise_options(parser)
     parser.add_argument(
         "--timeline", action="append", type=Path, default=[], metavar="FILE", help=".json trace or .png, .svg, .pdf"
     )

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moefold.checkpoint.folder import skipped_checkpoints
-from moefold.launch.place import Place
+from moefold.launch.place import RankEnv
 from moefold.printable import print_escaped, printable
 
 
-def say_skipped(skipped: Sequence[str], place: Place | None = None) -> None:
+def report_skipped(skipped: Sequence[str], rank_env: RankEnv | None = None) -> None:
     """Name on stderr what was passed over; of the ranks of a launcher the first one does."""
-    if place is None or place.rank == 0:
+    if rank_env is None or rank_env.rank == 0:
         for words in skipped:
             print_escaped(f"moefold: skipped a damaged checkpoint, {printable(words)}", file=sys.stderr)
 
 
-def say_skipped_for(given: Path, found: Path) -> None:
-    """As `say_skipped`, of a path that the user gave and what was found for it."""
-    say_skipped(skipped_checkpoints(given, found))
+def report_skipped_for(requested: Path, found: Path) -> None:
+    """As `report_skipped`, of a path that the user gave and what was found for it."""
+    report_skipped(skipped_checkpoints(requested, found))

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.own_words import own_words
+from moefold.cli.own_words import reworded_errors
 from moefold.errors import ConfigError
 from moefold.printable import print_escaped
 
@@ -35,11 +35,13 @@ def run(argv: list[str]) -> int:
 
     writer = ShardWriter(Path(arguments.out).absolute(), arguments.tokenizer, arguments.column)
     started_s = time.perf_counter()
-    with own_words((r"data\.path(=|: )", "INPUT "), (r"data\.path", "INPUT"), (r"data\.tokenizer=", "--tokenizer ")):
+    with reworded_errors(
+        (r"data\.path(=|: )", "INPUT "), (r"data\.path", "INPUT"), (r"data\.tokenizer=", "--tokenizer ")
+    ):
         result = tokenize_files(
             arguments.inputs,
             writer,
-            form=arguments.format,
+            input_format=arguments.format,
             shard_bytes=arguments.shard_mb * 10**6,
             num_processes=arguments.processes,
         )

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from moefold.checkpoint.folder import find_resume, read_meta, refuse_unfit
-from moefold.checkpoint.manifest import hash_faults, read_manifest
+from moefold.checkpoint.folder import check_compatible, find_resume, read_meta
+from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.one_voice import one_voice
+from moefold.cli.one_voice import report_on_local_rank0
 from moefold.config.checks import check_config, check_machine
 from moefold.config.checks_dispatch import check_dispatch_device
 from moefold.config.checks_kernels import check_kernel_device
@@ -17,12 +17,12 @@ from moefold.config.checks_machine import check_replay_content
 from moefold.config.checks_memory import check_memory_device
 from moefold.config.checks_offload import check_offload_device
 from moefold.config.elastic import with_world_size
-from moefold.config.load import config_from_dict, config_to_dict, load_given
+from moefold.config.load import config_from_dict, config_to_dict, load_recipe
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.launch.fitting import check_training, fitting_device
-from moefold.launch.place import Place, check_world_size, find_place
-from moefold.printable import LINES, print_escaped, printable
+from moefold.launch.fitting import check_training, choose_checked_device
+from moefold.launch.place import RankEnv, check_world_size, read_rank_env
+from moefold.printable import MULTILINE_CHARS, print_escaped, printable
 from moefold.train.farewell import next_commands
 from moefold.train.run_folder import RunFolder, choose_run_folder
 
@@ -37,11 +37,11 @@ def run(argv: list[str]) -> int:
         return 0
     if args.recipe is None:
         raise ConfigError("a recipe is missing: moefold train RECIPE.toml [section.key=value ...]")
-    place = find_place()
-    with one_voice(place):
-        cfg, given, notes = load_given(Path(args.recipe), args.overrides)
+    place = read_rank_env()
+    with report_on_local_rank0(place):
+        cfg, given, notes = load_recipe(Path(args.recipe), args.overrides)
         if cfg.parallel.mapping == "auto":
-            cfg, _met = _plan(cfg, given, place)
+            cfg, _met = _plan_mapping(cfg, given, place)
         if place is not None and cfg.parallel.elastic:
             cfg = with_world_size(cfg, place.world_size)
         check_config(cfg)
@@ -51,101 +51,101 @@ def run(argv: list[str]) -> int:
         folder = choose_run_folder(cfg)
         check_machine(folder.cfg)
         resume = find_resume(folder.cfg)
-    if resume is not None and read_meta(resume).step >= cfg.run.steps and _is_sound(resume, folder.cfg):
+    if resume is not None and read_meta(resume).step >= cfg.run.steps and _is_intact(resume, folder.cfg):
         if place is None or place.rank == 0:
-            _say_done(folder, resume)
+            _report_finished(folder, resume)
         return 0
-    return _train(_Asked(cfg, notes), folder.cfg, place, resume)
+    return _start_training(_TrainRequest(cfg, notes), folder.cfg, place, resume)
 
 
-def _say_done(folder: RunFolder, checkpoint: Path) -> None:
-    lines = [folder.note] if folder.note else []
+def _report_finished(folder: RunFolder, checkpoint: Path) -> None:
+    lines = [folder.message] if folder.message else []
     lines.append(f"{checkpoint} has all {folder.cfg.run.steps} steps of run.steps; nothing to do")
     print(
         printable(
             "\n".join(
                 [*lines, *next_commands(folder.cfg), "or start anew: the same command with run.dir=ANOTHER_FOLDER"]
             ),
-            LINES,
+            MULTILINE_CHARS,
         )
     )
 
 
-def _plan(cfg: Config, given: frozenset[str], place: Place | None) -> tuple[Config, object]:
+def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:
     """The planned recipe, and what must live until the ranks have met."""
     # Only a machine's devices tell what to plan for, and they take torch.
-    from moefold.launch.machine import Machine, machine_of, weakest
+    from moefold.launch.machine import DetectedMachine, detect_machine, slowest
     from moefold.plan.auto import plan_mapping
 
-    machine = machine_of(cfg.run.device, place)
-    if place is None or place.world_size == 1:
+    machine = detect_machine(cfg.run.device, rank_env)
+    if rank_env is None or rank_env.world_size == 1:
         planned, words = plan_mapping(cfg, given, machine)
         print_escaped(words)
         return planned, None
-    from moefold.launch.one_answer import Facts, one_answer
+    from moefold.launch.one_answer import JsonDict, compute_on_rank0
 
-    def answer(said: list[Facts]) -> Facts:
-        planned, words = plan_mapping(cfg, given, weakest([Machine(**facts) for facts in said]))
+    def answer(said: list[JsonDict]) -> JsonDict:
+        planned, words = plan_mapping(cfg, given, slowest([DetectedMachine(**facts) for facts in said]))
         tree = config_to_dict(planned)
         return {"parallel": tree["parallel"], "train": tree["train"], "words": words}
 
-    found, store = one_answer(place, cfg.faults.timeout_s, asdict(machine), answer)
-    if place.rank == 0:
+    found, store = compute_on_rank0(rank_env, cfg.faults.timeout_s, asdict(machine), answer)
+    if rank_env.rank == 0:
         print_escaped(found["words"])
     sections = {section: found[section] for section in ("parallel", "train")}
     return config_from_dict({**config_to_dict(cfg), **sections}), store
 
 
-def _is_sound(checkpoint: Path, cfg: Config) -> bool:
+def _is_intact(checkpoint: Path, cfg: Config) -> bool:
     """Whether a finished run has what it needs; if not, the ranks say so and go on from the one before."""
     manifest = read_manifest(checkpoint)
-    return not cfg.checkpoint.verify or not hash_faults(checkpoint, manifest, manifest)
+    return not cfg.checkpoint.verify or not validate_hashes(checkpoint, manifest, manifest)
 
 
-class _Asked(NamedTuple):
+class _TrainRequest(NamedTuple):
     """What the ranks are told."""
 
     cfg: Config
     """The recipe, with the run.dir that it names."""
-    notes: tuple[str, ...]
+    messages: tuple[str, ...]
     """Lines for the log."""
 
 
-def _train(asked: _Asked, cfg: Config, place: Place | None, resume: Path | None) -> int:
+def _start_training(request: _TrainRequest, cfg: Config, rank_env: RankEnv | None, resume: Path | None) -> int:
     """Start or join the ranks.
 
     Args:
-        asked: what they are told; they choose the folder for good.
+        request: what they are told; they choose the folder for good.
         cfg: the recipe, with the folder that it is about to write into.
-        place: of this process, if a launcher started it.
+        rank_env: of this process, if a launcher started it.
         resume: the checkpoint to go on from.
     """
     from moefold.data import prepare
     from moefold.data.fingerprint import fingerprint
 
     world_size = cfg.parallel.world_size
-    with one_voice(place):
-        device_type = fitting_device(cfg.run.device, world_size, place, partial(_check_device, cfg, place))
-    if place is None or place.local_rank == 0:
+    with report_on_local_rank0(rank_env):
+        device_type = choose_checked_device(cfg.run.device, world_size, rank_env, partial(_check_device, cfg, rank_env))
+    if rank_env is None or rank_env.local_rank == 0:
         check_replay_content(cfg)
         if cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal":
             # Which token files are left out is for the ranks to agree on, and a matter of the checkpoint.
             prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-        refuse_unfit(resume, cfg, None if resume is None else fingerprint(cfg.data))
+        check_compatible(resume, cfg, None if resume is None else fingerprint(cfg.data))
     # torch takes seconds to import: everything above answers without it, where there is no GPU.
     from moefold.launch.ranks import run_ranks
-    from moefold.train.rank import train_rank
+    from moefold.train.rank import train_worker
 
-    return run_ranks(partial(train_rank, asked.cfg, asked.notes), world_size, device_type, place)
+    return run_ranks(partial(train_worker, request.cfg, request.messages), world_size, device_type, rank_env)
 
 
-def _check_device(cfg: Config, place: Place | None, device_type: str) -> None:
+def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> None:
     """Refuse what the recipe asks of another device, and a step that does not fit into the memory of this one."""
     check_dispatch_device(cfg, device_type)
     check_kernel_device(cfg, device_type)
     check_offload_device(cfg, device_type)
     check_memory_device(cfg, device_type)
-    check_training(cfg, device_type, place)
+    check_training(cfg, device_type, rank_env)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,16 +6,21 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.conversion import conversion_job, conversion_summary, training_command
-from moefold.cli.one_voice import one_voice
-from moefold.cli.skipped import say_skipped_for
+from moefold.cli.one_voice import report_on_local_rank0
+from moefold.cli.skipped import report_skipped_for
 from moefold.config.checks import check_config
 from moefold.config.load import config_from_dict, load_config
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.early_check import check_out
-from moefold.convert.start_check import model_in, weights_folder
-from moefold.convert.upcycle_rule import MOE_KEYS, experts_fault, starts_equal, upcycle_fault
+from moefold.convert.start_check import read_model, resolve_weights_folder
+from moefold.convert.upcycle_rule import (
+    MOE_KEYS,
+    dense_unsupported_reason,
+    preserves_outputs,
+    upcycle_unsupported_reason,
+)
 from moefold.errors import ConfigError
-from moefold.launch.place import find_place
+from moefold.launch.place import read_rank_env
 from moefold.printable import print_escaped
 
 
@@ -23,20 +28,22 @@ def run(argv: list[str]) -> int:
     """Upcycle; returns the exit status."""
     args = _parser().parse_intermixed_args(argv)
     dense, out = Path(args.dense), Path(args.out)
-    place = find_place()
-    with one_voice(place):
+    place = read_rank_env()
+    with report_on_local_rank0(place):
         model = upcycled_model(dense, args.overrides, args.granularity)
         check_out(out, place)
     with conversion_job("upcycle") as (crew, advance):
-        if crew.is_first:
-            say_skipped_for(dense, weights_folder(dense))
+        if crew.is_rank0:
+            report_skipped_for(dense, resolve_weights_folder(dense))
         # torch takes seconds to import: a wrong word is answered without it.
         from moefold.convert.upcycle_folder import upcycle_folder
 
-        done = upcycle_folder(dense, out, model, args.seed, crew, advance=advance)
-        if crew.is_first:
+        done = upcycle_folder(dense, out, model, args.seed, crew, on_bytes=advance)
+        if crew.is_rank0:
             print_escaped(conversion_summary(done, out, False))
-            equal = "computes at first what the dense model does" if starts_equal(model) else "does not start equal"
+            equal = (
+                "computes at first what the dense model does" if preserves_outputs(model) else "does not start equal"
+            )
             print_escaped(
                 f"{model.num_experts} experts, top {model.top_k}, of width {model.moe_ffn_hidden_size}: {equal}"
             )
@@ -58,8 +65,8 @@ def upcycled_model(dense: Path, overrides: list[str], granularity: int | None) -
         raise ConfigError("model.preset has no effect on moefold upcycle: the sizes are those of DENSE; leave it out")
     if "upcycle_from" in given:
         raise ConfigError("model.upcycle_from is DENSE for moefold upcycle; leave it out")
-    before, slices = model_in(dense), 1 if granularity is None else granularity
-    if fault := experts_fault(before):
+    before, slices = read_model(dense), 1 if granularity is None else granularity
+    if fault := dense_unsupported_reason(before):
         raise ConfigError(f"{str(dense)!r}: {fault}")
     if slices < 1 or before.ffn_hidden_size % slices:
         raise ConfigError(f"--granularity {slices} must divide the width {before.ffn_hidden_size} of {str(dense)!r}")
@@ -75,7 +82,7 @@ def upcycled_model(dense: Path, overrides: list[str], granularity: int | None) -
             f"{slices} gives; leave one of the two out"
         )
     check_config(Config(model=model))
-    if fault := upcycle_fault(before, model):
+    if fault := upcycle_unsupported_reason(before, model):
         raise ConfigError(f"{str(dense)!r}: {fault}")
     return replace(model, preset="")
 

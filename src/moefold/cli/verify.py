@@ -16,13 +16,13 @@ from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.metrics.flops import count_parameters
-from moefold.metrics.host_memory import host_room
+from moefold.metrics.host_memory import available_host_memory
 from moefold.printable import print_escaped
-from moefold.work_progress import Say, WorkProgress
+from moefold.work_progress import ProgressCallback, WorkProgress
 
 if TYPE_CHECKING:
-    from moefold.verify.compare import Difference, OracleRecord
-    from moefold.verify.mapping import MappingRecord
+    from moefold.verify.compare import NamedError, OracleRecord
+    from moefold.verify.mapping import DistributedRecord
 
 TOLERANCE = 1e-9
 """Largest relative error that counts as equal, in float64."""
@@ -30,15 +30,15 @@ TOLERANCE = 1e-9
 RANK_GIB = 0.35
 """Resident memory of one small CPU rank, torch included."""
 
-COPIES = 12
+MODEL_COPIES = 12
 """Whole models in float64 that stand in memory at once: weights, gradients, moments and records of both sides."""
 
 RANKS_TIMEOUT_S = 6 * 3600.0
 
-MOST_DIFFERENCES = 10
+MAX_LISTED_DIFFERENCES = 10
 """So many differences are listed, worst first."""
 
-RunMapping = Callable[[Config, int, Say], Sequence["MappingRecord"]]
+RunDistributed = Callable[[Config, int, ProgressCallback], Sequence["DistributedRecord"]]
 """Trains some steps of a recipe on its ranks and says what it is at; returns what each rank knows."""
 
 
@@ -58,12 +58,12 @@ def run(argv: list[str]) -> int:
     if args.ranks is not None and (not args.shrink or args.ranks < 1):
         raise ConfigError(f"--ranks {args.ranks} is the most ranks of a shrunk recipe: give at least 1, with --shrink")
     if args.shrink:
-        from moefold.verify.shrink import MOST_RANKS, shrink
+        from moefold.verify.shrink import MAX_RANKS, shrink
 
         large = cfg
-        cfg = shrink(large, MOST_RANKS if args.ranks is None else args.ranks)
-        note = _shrink_note(large, cfg)
-    _refuse_too_large(cfg)
+        cfg = shrink(large, MAX_RANKS if args.ranks is None else args.ranks)
+        note = _describe_shrinking(large, cfg)
+    _check_memory(cfg)
     check_data_source(cfg)
     steps = max(cfg.run.steps, args.steps)
     cfg = replace(cfg, run=replace(cfg.run, dtype="float64", device="cpu", steps=steps, kernels="plain"))
@@ -76,49 +76,51 @@ def run(argv: list[str]) -> int:
     return verify(cfg, args.steps, _run_on_ranks, note)
 
 
-def verify(cfg: Config, steps: int, run_mapping: RunMapping, note: str = "") -> int:
+def verify(cfg: Config, steps: int, run_distributed: RunDistributed, message: str = "") -> int:
     """Train both sides and print the comparison; returns 0 if they are equal, 1 if not.
 
     Args:
         cfg: the recipe, in float64 on the CPU.
         steps: optimizer steps.
-        run_mapping: trains under the mapping.
-        note: how the recipe was shrunk.
+        run_distributed: trains under the mapping.
+        message: how the recipe was shrunk.
     """
     from moefold.data import prepare
-    from moefold.verify.compare import differences, run_oracle
+    from moefold.verify.compare import compare_records, run_oracle
 
-    print_escaped(_header(cfg, note), flush=True)
+    print_escaped(_header(cfg, message), flush=True)
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     with WorkProgress("verify") as progress:
-        oracle = run_oracle(cfg, steps, progress.say)
-        progress.say(f"mapping on {cfg.parallel.world_size} ranks, starting them")
-        ranks = run_mapping(cfg, steps, progress.say)
-        progress.say("comparing")
-        found = differences(oracle, ranks)
-    print_escaped(_numbers(oracle, ranks))
-    print_escaped(_worst(found, steps))
+        oracle = run_oracle(cfg, steps, progress.report)
+        progress.report(f"mapping on {cfg.parallel.world_size} ranks, starting them")
+        ranks = run_distributed(cfg, steps, progress.report)
+        progress.report("comparing")
+        found = compare_records(oracle, ranks)
+    print_escaped(_format_steps(oracle, ranks))
+    print_escaped(_format_worst(found, steps))
     wrong = [difference for difference in found if difference.error > TOLERANCE]
     if not wrong:
         print_escaped(f"equal: all {len(found)} numbers and tensors agree within {TOLERANCE:.0e}")
         return 0
     print_escaped(f"NOT equal: {len(wrong)} of {len(found)} numbers and tensors differ by more than {TOLERANCE:.0e}")
-    print_escaped("\n".join(f"  {difference.error:8.1e}  {difference.name}" for difference in wrong[:MOST_DIFFERENCES]))
-    if len(wrong) > MOST_DIFFERENCES:
-        print_escaped(f"  and {len(wrong) - MOST_DIFFERENCES} more")
+    print_escaped(
+        "\n".join(f"  {difference.error:8.1e}  {difference.name}" for difference in wrong[:MAX_LISTED_DIFFERENCES])
+    )
+    if len(wrong) > MAX_LISTED_DIFFERENCES:
+        print_escaped(f"  and {len(wrong) - MAX_LISTED_DIFFERENCES} more")
     return 1
 
 
-def _run_on_ranks(cfg: Config, steps: int, say: Say) -> Sequence["MappingRecord"]:
+def _run_on_ranks(cfg: Config, steps: int, on_progress: ProgressCallback) -> Sequence["DistributedRecord"]:
     from moefold.testing.pool import WorkerPool
-    from moefold.verify.mapping import run_mapping
+    from moefold.verify.mapping import run_distributed
 
     return WorkerPool().run(
-        cfg.parallel.world_size, run_mapping, cfg, steps, timeout_s=RANKS_TIMEOUT_S, on_progress=say
+        cfg.parallel.world_size, run_distributed, cfg, steps, timeout_s=RANKS_TIMEOUT_S, on_progress=on_progress
     )
 
 
-def _shrink_note(large: Config, small: Config) -> str:
+def _describe_shrinking(large: Config, small: Config) -> str:
     """Which axes of the recipe are smaller or missing in the shrunk one."""
     from moefold.verify.shrink import changed_axes
 
@@ -133,7 +135,7 @@ def _shrink_note(large: Config, small: Config) -> str:
     return f"{', '.join((ranks, *lowered))}; {left_out}"
 
 
-def _header(cfg: Config, note: str = "") -> str:
+def _header(cfg: Config, message: str = "") -> str:
     p, model, train = cfg.parallel, cfg.model, cfg.train
     ways = {
         f"zero {p.zero}": p.world_size,
@@ -153,15 +155,15 @@ def _header(cfg: Config, note: str = "") -> str:
         ),
         ("batch", f"{train.global_batch_size} samples of {train.seq_len} tokens, {train.micro_batch_size} at a time"),
     )
-    if note:
-        rows = (rows[0], ("  shrunk", note), *rows[1:])
+    if message:
+        rows = (rows[0], ("  shrunk", message), *rows[1:])
     moe = cfg.moe
     if moe.aux_kind == "global_batch" and moe.aux_coefficient > 0 and has_moe_layers(model):
         rows += (("note", f"moe.aux_kind='global_batch' depends on dp: the oracle takes the recipe's, dp={p.dp}"),)
     return "\n".join(f"{name:13}{text}" for name, text in rows) + "\n"
 
 
-def _numbers(oracle: "OracleRecord", ranks: Sequence["MappingRecord"]) -> str:
+def _format_steps(oracle: "OracleRecord", ranks: Sequence["DistributedRecord"]) -> str:
     lines = [f"{'':8}{'loss':16}{'oracle':20}{'gradient norm':16}oracle"]
     for i, (mine, theirs) in enumerate(zip(ranks[0].steps, oracle.steps, strict=True)):
         losses = f"{mine.loss:<16.12f}{theirs.loss:<20.12f}"
@@ -169,22 +171,22 @@ def _numbers(oracle: "OracleRecord", ranks: Sequence["MappingRecord"]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _worst(found: Sequence["Difference"], steps: int) -> str:
+def _format_worst(errors: Sequence["NamedError"], steps: int) -> str:
     rows = []
     for kind, what in (("gradients", "worst gradient"), ("weights", f"worst weight after step {steps}")):
-        worst = next(difference for difference in found if difference.name.startswith(kind))
+        worst = next(difference for difference in errors if difference.name.startswith(kind))
         rows.append(f"{what:28}{worst.error:.1e}  {worst.name.removeprefix(kind + ' ')}")
     return "\n".join(rows)
 
 
-def _refuse_too_large(cfg: Config) -> None:
-    room = host_room()
+def _check_memory(cfg: Config) -> None:
+    room = available_host_memory()
     world_size, num_parameters = cfg.parallel.world_size, count_parameters(cfg.model).total
-    ranks_gib, model_gib = world_size * RANK_GIB, num_parameters * 8 * COPIES / 2**30
+    ranks_gib, model_gib = world_size * RANK_GIB, num_parameters * 8 * MODEL_COPIES / 2**30
     if ranks_gib + model_gib > room.size / 2**30:
         raise ConfigError(
             f"parallel.world_size={world_size} ranks take {ranks_gib:.0f} GiB and {num_parameters:,} parameters in "
-            f"float64, on both sides, {model_gib:.0f} GiB: more than the {room.size / 2**30:.0f} GiB {room.limit}; "
+            f"float64, on both sides, {model_gib:.0f} GiB: more than the {room.size / 2**30:.0f} GiB {room.description}; "
             "add --shrink, which makes the model and the mapping small, or lower the degrees"
         )
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-Made = tuple[int, str, int]
+ActionResult = tuple[int, str, int]
 """A result: stage, F, I or W, micro-batch."""
 
 
@@ -19,11 +19,11 @@ class Action:
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
     @property
-    def makes(self) -> Made:
+    def produces(self) -> ActionResult:
         """What is there once it is done; a backward pass of either kind counts as I."""
         return self.stage, "I" if self.kind == "B" else self.kind, self.micro_batch
 
-    def needs(self, num_stages: int) -> tuple[Made, ...]:
+    def consumes(self, num_stages: int) -> tuple[ActionResult, ...]:
         """What must be there before."""
         s, m = self.stage, self.micro_batch
         if self.kind == "F":
@@ -33,16 +33,16 @@ class Action:
         return ((s, "F", m), (s + 1, "I", m)) if s + 1 < num_stages else ((s, "F", m),)
 
 
-Row = tuple[Action, ...]
+ScheduleRow = tuple[Action, ...]
 Slot = tuple[Action, ...]
 """What a rank begins together: one action, or a forward and a backward pass of two micro-batches."""
 SlotRow = tuple[Slot, ...]
 
 
 @dataclass(frozen=True)
-class ScheduleRows:
+class ScheduleTable:
     """The actions of every pipeline rank, in order, and where the stages stand."""
 
-    rows: tuple[Row, ...]
-    ranks: tuple[int, ...]
+    rows: tuple[ScheduleRow, ...]
+    stage_to_rank: tuple[int, ...]
     """Pipeline rank of each stage."""

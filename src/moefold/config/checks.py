@@ -12,16 +12,16 @@ from moefold.config.checks_data import DATA_RULES
 from moefold.config.checks_faults import FAULT_RULES
 from moefold.config.checks_kernels import KERNEL_RULES
 from moefold.config.checks_machine import MACHINE_RULES
-from moefold.config.checks_memory import memory_faults
+from moefold.config.checks_memory import validate_memory
 from moefold.config.checks_model import MODEL_RULES
 from moefold.config.checks_offload import OFFLOAD_RULES, check_offload_folder
-from moefold.config.checks_overlap import OVERLAP_RULES, check_exchange_order
+from moefold.config.checks_overlap import OVERLAP_RULES, validate_collective_order
 from moefold.config.checks_parallel import PARALLEL_RULES
-from moefold.config.checks_range import range_faults
+from moefold.config.checks_range import validate_ranges
 from moefold.config.checks_recompute import RECOMPUTE_RULES
-from moefold.config.checks_routing import LEARNING_RULES, ROUTING_RULES
+from moefold.config.checks_routing import ROUTING_RULES, TRAINING_ONLY_RULES
 from moefold.config.checks_train import TRAIN_RULES
-from moefold.config.faults import refuse
+from moefold.config.faults import raise_all
 from moefold.config.schema import Config, ModelConfig
 from moefold.parallel.layout import Layout, fold
 
@@ -39,26 +39,26 @@ RULES = (
 )
 
 
-def check_config(cfg: Config, *, trains: bool = True) -> Layout:
+def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     """Refuse every setting and combination that cannot run, and return the folding of the ranks.
 
     Args:
         cfg: the settings.
-        trains: whether the model is to learn; one that only computes may do what no gradient goes through.
+        is_training: whether the model is to learn; one that only computes may do what no gradient goes through.
 
     Raises:
         ConfigError: one line for each fault. Rules between keys are tried only when every key is sound by itself and
             the degrees fold, because they compute with them.
     """
-    refuse(range_faults(cfg))
+    raise_all(validate_ranges(cfg))
     p = cfg.parallel
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
-    refuse(fault for rule in (*RULES, *(LEARNING_RULES if trains else ())) for fault in rule(cfg))
-    refuse(check_exchange_order(cfg))
-    if trains:
-        refuse(memory_faults(cfg))
+    raise_all(fault for rule in (*RULES, *(TRAINING_ONLY_RULES if is_training else ())) for fault in rule(cfg))
+    raise_all(validate_collective_order(cfg))
+    if is_training:
+        raise_all(validate_memory(cfg))
     return layout
 
 
@@ -69,8 +69,8 @@ def check_model(model: ModelConfig) -> None:
         ConfigError: one line for each fault.
     """
     cfg = Config(model=model)
-    refuse(range_faults(cfg))
-    refuse(fault for rule in MODEL_RULES for fault in rule(cfg))
+    raise_all(validate_ranges(cfg))
+    raise_all(fault for rule in MODEL_RULES for fault in rule(cfg))
 
 
 def check_machine(cfg: Config) -> None:

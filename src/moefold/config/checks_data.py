@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from moefold.config.schema import Config
 
 
-def weight_faults(cfg: Config) -> Iterator[str]:
+def validate_data_weights(cfg: Config) -> Iterator[str]:
     """Every path has a share, or none has."""
     data = cfg.data
     if not data.weights:
@@ -21,7 +21,7 @@ def weight_faults(cfg: Config) -> Iterator[str]:
         yield f"data.weights={list(data.weights)} must be greater than 0; leave out the paths that are to have no share"
 
 
-def source_faults(cfg: Config) -> Iterator[str]:
+def validate_data_source(cfg: Config) -> Iterator[str]:
     """A column and a split are named."""
     data = cfg.data
     if not data.column:
@@ -40,9 +40,9 @@ def has_validation_split(cfg: Config) -> bool:
     return cfg.data.kind == "huggingface" and bool(cfg.data.validation_split)
 
 
-def has_held_out(cfg: Config) -> bool:
+def has_held_out_data(cfg: Config) -> bool:
     """Whether the data has samples to evaluate on."""
     return has_validation_split(cfg) or (cfg.data.validation_fraction > 0 and not cfg.data.streaming)
 
 
-DATA_RULES = (weight_faults, source_faults)
+DATA_RULES = (validate_data_weights, validate_data_source)

@@ -7,14 +7,14 @@ from moefold.config.checks_model import has_moe_layers
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
-PACKAGE = "deep_ep"
+DEEPEP_PACKAGE = "deep_ep"
 ALIGNMENT_BYTES = 16
 """DeepEP's kernels move tokens in units of so many bytes."""
 FP8_BLOCK = 128
 """Values to a scale of rows in 8 bits."""
 
 
-def deepep_obstacles(cfg: Config) -> Iterator[str]:
+def deepep_unsupported_reasons(cfg: Config) -> Iterator[str]:
     """Why the settings rule DeepEP out, one phrase each."""
     p, model = cfg.parallel, cfg.model
     if p.etp > 1:
@@ -41,16 +41,16 @@ def deepep_obstacles(cfg: Config) -> Iterator[str]:
         yield "deep_ep needs CUDA GPUs, and run.device='cpu'"
 
 
-def deepep_faults(cfg: Config) -> Iterator[str]:
+def validate_deepep(cfg: Config) -> Iterator[str]:
     """DeepEP, where it is named and has work, can do what the recipe asks."""
-    if _names_deepep(cfg):
-        for obstacle in deepep_obstacles(cfg):
+    if _requests_deepep(cfg):
+        for obstacle in deepep_unsupported_reasons(cfg):
             yield f"parallel.dispatcher='deepep' cannot run: {obstacle}; choose 'alltoall', or 'auto'"
 
 
-def deepep_is_installed() -> bool:
+def is_deepep_installed() -> bool:
     """Whether the package can be imported; it is not."""
-    return importlib.util.find_spec(PACKAGE) is not None
+    return importlib.util.find_spec(DEEPEP_PACKAGE) is not None
 
 
 def check_dispatch_package(cfg: Config) -> None:
@@ -59,9 +59,9 @@ def check_dispatch_package(cfg: Config) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if _names_deepep(cfg) and not deepep_is_installed():
+    if _requests_deepep(cfg) and not is_deepep_installed():
         raise ConfigError(
-            f"parallel.dispatcher='deepep' needs the package {PACKAGE}, which is not installed: build it from "
+            f"parallel.dispatcher='deepep' needs the package {DEEPEP_PACKAGE}, which is not installed: build it from "
             "github.com/deepseek-ai/DeepEP, or choose 'alltoall', or 'auto'"
         )
 
@@ -72,13 +72,13 @@ def check_dispatch_device(cfg: Config, device_type: str) -> None:
     Raises:
         ConfigError: they will not.
     """
-    if _names_deepep(cfg) and device_type != "cuda":
+    if _requests_deepep(cfg) and device_type != "cuda":
         raise ConfigError(
             "parallel.dispatcher='deepep' needs CUDA GPUs, and the ranks would run on the CPU; "
             "choose 'alltoall', or 'auto'"
         )
 
 
-def _names_deepep(cfg: Config) -> bool:
+def _requests_deepep(cfg: Config) -> bool:
     p = cfg.parallel
     return p.dispatcher == "deepep" and p.ep * p.etp > 1 and has_moe_layers(cfg.model)

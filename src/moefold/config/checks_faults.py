@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from moefold.config.schema import Config
 
 
-def rollback_faults(cfg: Config) -> Iterator[str]:
+def validate_rollback(cfg: Config) -> Iterator[str]:
     """There is a checkpoint to go back to."""
     every, steps = cfg.checkpoint.every, cfg.run.steps
     for key in ("nonfinite", "spike"):
@@ -17,4 +17,4 @@ def rollback_faults(cfg: Config) -> Iterator[str]:
             )
 
 
-FAULT_RULES = (rollback_faults,)
+FAULT_RULES = (validate_rollback,)

@@ -7,7 +7,7 @@ from moefold.config.schema import Config, RunConfig
 from moefold.errors import ConfigError
 
 
-def kernel_faults(cfg: Config) -> Iterator[str]:
+def validate_kernels(cfg: Config) -> Iterator[str]:
     """The kernels know the type."""
     name = cfg.run.kernels
     if name not in ("triton", "c"):
@@ -26,7 +26,7 @@ def kernel_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def triton_fault(run: RunConfig, device_type: str) -> str:
+def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
     """Why Triton cannot compute there; empty if it can."""
     if run.dtype == "float64":
         return "run.dtype='float64' is beyond its float32 sums"
@@ -46,7 +46,7 @@ def check_kernel_device(cfg: Config, device_type: str) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    if cfg.run.kernels == "triton" and (fault := triton_fault(cfg.run, device_type)):
+    if cfg.run.kernels == "triton" and (fault := triton_unsupported_reason(cfg.run, device_type)):
         raise ConfigError(f"run.kernels='triton' cannot run: {fault}; set run.kernels to 'auto' or 'plain'")
     if cfg.run.kernels == "c" and device_type != "cpu":
         raise ConfigError(
@@ -55,4 +55,4 @@ def check_kernel_device(cfg: Config, device_type: str) -> None:
         )
 
 
-KERNEL_RULES = (kernel_faults,)
+KERNEL_RULES = (validate_kernels,)

@@ -55,17 +55,17 @@ def check_resume(cfg: Config) -> None:
     path = Path(cfg.checkpoint.resume)
     name = f"checkpoint.resume={cfg.checkpoint.resume!r}"
     if path.is_dir():
-        if inner := _checkpoints(path):
+        if inner := _list_checkpoints(path):
             raise ConfigError(f"{name} is a folder of checkpoints; name one, such as {str(inner[-1])!r}")
         return
     if path.exists():
         raise ConfigError(f"{name} is a file; a checkpoint is a folder, such as RUN_DIR/checkpoints/step-000100")
-    beside = [str(found) for found in _checkpoints(path.parent)[-5:]]
+    beside = [str(found) for found in _list_checkpoints(path.parent)[-5:]]
     hint = f"the checkpoints there are {', '.join(beside)}" if beside else "set 'auto' for the newest one, if any"
     raise ConfigError(f"{name} does not exist; {hint}")
 
 
-def check_start(cfg: Config) -> None:
+def check_initial_weights(cfg: Config) -> None:
     """The weights that a new run starts with exist, and are of the recipe's model, or of one to upcycle to it.
 
     Raises:
@@ -74,9 +74,9 @@ def check_start(cfg: Config) -> None:
     starts = {"checkpoint.init_from": cfg.checkpoint.init_from, "model.upcycle_from": cfg.model.upcycle_from}
     for key, path in starts.items():
         if path:
-            from moefold.convert.start_check import start_fault
+            from moefold.convert.start_check import init_from_unsupported_reason
 
-            if fault := start_fault(cfg, Path(path)):
+            if fault := init_from_unsupported_reason(cfg, Path(path)):
                 raise ConfigError(f"{key}={path!r}: {fault}")
 
 
@@ -89,9 +89,9 @@ def check_replay(cfg: Config) -> None:
     if not cfg.moe.replay:
         return
     # numpy is not needed to refuse a wrong key.
-    from moefold.metrics.routing_trace import TRACE_FOLDER, Trace, trace_shape
+    from moefold.metrics.routing_trace import TRACE_FOLDER, RoutingTrace, trace_shape
 
-    trace = Trace(Path(cfg.moe.replay), "moe.replay")
+    trace = RoutingTrace(Path(cfg.moe.replay), "moe.replay")
     if trace.folder.resolve() == (Path(cfg.run.dir) / TRACE_FOLDER).resolve():
         raise ConfigError(
             f"moe.replay={cfg.moe.replay!r} is the trace of this very run, which a new start removes; "
@@ -110,12 +110,12 @@ def check_replay_content(cfg: Config) -> None:
     """
     if not cfg.moe.replay:
         return
-    from moefold.metrics.routing_trace import Trace
+    from moefold.metrics.routing_trace import RoutingTrace
 
-    Trace(Path(cfg.moe.replay), "moe.replay").check_content(cfg.run.steps)
+    RoutingTrace(Path(cfg.moe.replay), "moe.replay").check_content(cfg.run.steps)
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def _list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
@@ -144,7 +144,7 @@ MACHINE_RULES = (
     check_writable,
     check_schedule_file,
     check_resume,
-    check_start,
+    check_initial_weights,
     check_packages,
     check_replay,
     check_data_source,

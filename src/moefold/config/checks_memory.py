@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from moefold.config.checks_recompute import AUTO
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.metrics.kept_parts import KERNELS
+from moefold.metrics.kept_parts import KERNEL_PROFILES
 from moefold.metrics.recompute_choice import GIB, choose_recompute
 
 
-def memory_faults(cfg: Config) -> Iterator[str]:
+def validate_memory(cfg: Config) -> Iterator[str]:
     """With train.recompute "auto" some choice fits; for a recipe that all other rules passed.
 
     Asked where the recipe says that it runs on the CPU: `check_memory_device` asks once the device is known.
@@ -32,7 +32,7 @@ def check_memory_device(cfg: Config, device_type: str) -> None:
     if AUTO not in cfg.train.recompute:
         return
     if cfg.train.memory_budget_gib:
-        choose_recompute(cfg, round(cfg.train.memory_budget_gib * GIB), KERNELS[device_type])
+        choose_recompute(cfg, round(cfg.train.memory_budget_gib * GIB), KERNEL_PROFILES[device_type])
     elif device_type == "cpu":
         raise ConfigError(
             f"train.recompute=['{AUTO}'] needs train.memory_budget_gib, and the ranks would run on the CPU, whose "

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from moefold.config.choices import any_of, nearest_multiples, nearest_numbers
+from moefold.config.choices import join_with_or, nearest_multiples, nearest_numbers
 from moefold.config.layer_pattern import ATTENTION_KINDS, LAYER_KINDS, expand_layer_pattern
 from moefold.config.schema import Config, ModelConfig
 from moefold.parallel.layout import divisors
@@ -20,13 +20,13 @@ def has_dense_layers(model: ModelConfig) -> bool:
     return "D" in model.layer_pattern
 
 
-def layer_pattern_faults(cfg: Config) -> Iterator[str]:
+def validate_layer_pattern(cfg: Config) -> Iterator[str]:
     """The patterns are spelled right and no part of them falls behind the last layer."""
-    yield from _pattern_faults(cfg, "layer_pattern", LAYER_KINDS)
-    yield from _pattern_faults(cfg, "attention_pattern", ATTENTION_KINDS)
+    yield from _validate_pattern(cfg, "layer_pattern", LAYER_KINDS)
+    yield from _validate_pattern(cfg, "attention_pattern", ATTENTION_KINDS)
 
 
-def _pattern_faults(cfg: Config, key: str, kinds: str) -> Iterator[str]:
+def _validate_pattern(cfg: Config, key: str, kinds: str) -> Iterator[str]:
     pattern, num_layers = getattr(cfg.model, key), cfg.model.num_layers
     name = f"model.{key}={pattern!r}"
     counts = [int(digits) for digits in re.findall(r"[0-9]{1,18}", pattern)]
@@ -45,7 +45,7 @@ def _pattern_faults(cfg: Config, key: str, kinds: str) -> Iterator[str]:
         )
 
 
-def head_faults(cfg: Config) -> Iterator[str]:
+def validate_heads(cfg: Config) -> Iterator[str]:
     """Heads divide the hidden size where head_dim is left open, and query groups divide the heads."""
     model = cfg.model
     if model.attention == "mla":
@@ -64,7 +64,7 @@ def head_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def rope_faults(cfg: Config) -> Iterator[str]:
+def validate_rope(cfg: Config) -> Iterator[str]:
     """RoPE turns pairs: the head and its rotated part are even, and a stretch stretches."""
     model = cfg.model
     if model.attention == "mla":
@@ -88,11 +88,11 @@ def rope_faults(cfg: Config) -> Iterator[str]:
         even = sorted(range(2, size + 1, 2), key=lambda dims: abs(dims - rotated))[:2]
         yield (
             f"model.rope_fraction={model.rope_fraction} of a head of {size} is {rotated:g} dimensions, which must be a "
-            f"positive even number; choose {any_of([f'{dims / size:g} ({dims} dimensions)' for dims in sorted(even)])}"
+            f"positive even number; choose {join_with_or([f'{dims / size:g} ({dims} dimensions)' for dims in sorted(even)])}"
         )
 
 
-def rope_scaling_faults(cfg: Config) -> Iterator[str]:
+def validate_rope_scaling(cfg: Config) -> Iterator[str]:
     """A stretch has a factor above 1, and its band has a width."""
     model = cfg.model
     if model.rope_scaling == "none":
@@ -108,10 +108,10 @@ def rope_scaling_faults(cfg: Config) -> Iterator[str]:
             f"model.rope_high_freq_factor={model.rope_high_freq_factor}; the published pair is 1.0 and 4.0"
         )
     if model.rope_scaling == "yarn":
-        yield from _yarn_faults(model)
+        yield from _validate_yarn(model)
 
 
-def _yarn_faults(model: ModelConfig) -> Iterator[str]:
+def _validate_yarn(model: ModelConfig) -> Iterator[str]:
     """The slowest wave is stretched, the blend lies within the head, and the factors do not contradict each other."""
     fast, slow, seq_len = model.rope_beta_fast, model.rope_beta_slow, model.rope_original_seq_len
     if slow >= fast:
@@ -142,7 +142,7 @@ def _yarn_faults(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def latent_faults(cfg: Config) -> Iterator[str]:
+def validate_mla(cfg: Config) -> Iterator[str]:
     """Latent attention has norms of its own and no biases."""
     model = cfg.model
     if model.attention != "mla":
@@ -157,7 +157,7 @@ def latent_faults(cfg: Config) -> Iterator[str]:
             yield f"model.{key}=true does not go with model.attention='mla', {why}; set {key}=false, or attention='gqa'"
 
 
-def window_faults(cfg: Config) -> Iterator[str]:
+def validate_sliding_window(cfg: Config) -> Iterator[str]:
     """Layers of kind W have a window."""
     model = cfg.model
     if "W" in model.attention_pattern and model.sliding_window == 0:
@@ -167,4 +167,11 @@ def window_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-MODEL_RULES = (layer_pattern_faults, window_faults, head_faults, latent_faults, rope_faults, rope_scaling_faults)
+MODEL_RULES = (
+    validate_layer_pattern,
+    validate_sliding_window,
+    validate_heads,
+    validate_mla,
+    validate_rope,
+    validate_rope_scaling,
+)

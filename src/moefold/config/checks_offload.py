@@ -4,36 +4,36 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moefold.config.checks_machine import probe_folder
-from moefold.config.checks_recompute import Parts, part_around, part_faults
+from moefold.config.checks_recompute import PartListKey, containing_part, validate_parts
 from moefold.config.schema import RECOMPUTE_PARTS, Config, TrainConfig
 from moefold.errors import ConfigError
 
 OFFLOAD_PARTS = tuple(part for part in RECOMPUTE_PARTS if part != "mla_up")
 """What of a layer may be offloaded; the heads that mla_up makes are kept by core_attention."""
-AWAY = Parts("train.offload", OFFLOAD_PARTS, "keeps nothing of its own", "includes it")
+OFFLOAD_KEY = PartListKey("train.offload", OFFLOAD_PARTS, "keeps nothing of its own", "includes it")
 
 
-def offload_faults(cfg: Config) -> Iterator[str]:
+def validate_offload(cfg: Config) -> Iterator[str]:
     """Every part is one, stands there once, is in the model, and keeps something that no other part gives away."""
-    yield from part_faults(AWAY, cfg.train.offload, cfg.model)
+    yield from validate_parts(OFFLOAD_KEY, cfg.train.offload, cfg.model)
     for part in cfg.train.offload:
-        if whole := part_around(part, cfg.train.recompute):
+        if whole := containing_part(part, cfg.train.recompute):
             yield (
                 f"train.offload has {part!r}, of which train.recompute=[{whole!r}] keeps nothing; leave it out, or "
                 f"offload {whole!r}, whose input is kept"
             )
 
 
-def keys_that_write(train: TrainConfig) -> list[str]:
+def ssd_offload_keys(train: TrainConfig) -> list[str]:
     """The keys by which something goes to `train.offload_dir`."""
     activations = ["train.offload_to"] if train.offload and train.offload_to == "ssd" else []
     return activations + (["train.offload_optimizer"] if train.offload_optimizer == "ssd" else [])
 
 
-def place_faults(cfg: Config) -> Iterator[str]:
+def validate_offload_dir(cfg: Config) -> Iterator[str]:
     """What goes to a disk has a folder there."""
     if not cfg.train.offload_dir:
-        for key in keys_that_write(cfg.train):
+        for key in ssd_offload_keys(cfg.train):
             yield f"{key}='ssd' needs train.offload_dir, a folder on a local disk, such as '/scratch/moefold'"
 
 
@@ -45,7 +45,7 @@ def check_offload_folder(cfg: Config) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    if not keys_that_write(cfg.train):
+    if not ssd_offload_keys(cfg.train):
         return
     probe_folder("train.offload_dir", cfg.train.offload_dir)
     above = Path(cfg.train.offload_dir).absolute().parent
@@ -74,4 +74,4 @@ def check_offload_device(cfg: Config, device_type: str) -> None:
             )
 
 
-OFFLOAD_RULES = (offload_faults, place_faults)
+OFFLOAD_RULES = (validate_offload, validate_offload_dir)

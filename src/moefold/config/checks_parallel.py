@@ -9,16 +9,16 @@ from dataclasses import replace
 from math import ceil, gcd, lcm
 from typing import Any
 
-from moefold.config.checks_dispatch import deepep_faults
+from moefold.config.checks_dispatch import validate_deepep
 from moefold.config.checks_model import has_dense_layers, has_moe_layers
 from moefold.config.checks_pipeline import PIPELINE_RULES
 from moefold.config.choices import nearest_multiples, nearest_numbers
-from moefold.config.limits import MOST_MICRO_BATCHES
+from moefold.config.limits import MAX_MICRO_BATCHES
 from moefold.config.schema import Config
 from moefold.parallel.layout import divisors
 
 
-def _cut(name: str, degree: int, key: str, size: int, *, up_only: bool = False) -> Iterator[str]:
+def _validate_divides(name: str, degree: int, key: str, size: int, *, up_only: bool = False) -> Iterator[str]:
     """A fault when `degree` does not divide the size, with the sizes on both sides that it divides."""
     if size % degree:
         yield (
@@ -27,9 +27,9 @@ def _cut(name: str, degree: int, key: str, size: int, *, up_only: bool = False) 
         )
 
 
-def _tp_cuts(cfg: Config, tp: int) -> Iterator[str]:
+def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
     model = cfg.model
-    yield from _cut("tp", tp, "model.num_attention_heads", model.num_attention_heads)
+    yield from _validate_divides("tp", tp, "model.num_attention_heads", model.num_attention_heads)
     groups = model.num_key_value_heads
     if groups % tp and model.attention == "gqa" and tp % groups:
         yield (
@@ -37,14 +37,16 @@ def _tp_cuts(cfg: Config, tp: int) -> Iterator[str]:
             f"(key and value heads are then replicated); choose model.num_query_groups={nearest_multiples(groups, tp)}"
         )
     if has_dense_layers(model):
-        yield from _cut("tp", tp, "model.ffn_hidden_size", model.ffn_hidden_size)
+        yield from _validate_divides("tp", tp, "model.ffn_hidden_size", model.ffn_hidden_size)
     if has_moe_layers(model):
-        yield from _cut("tp", tp, "model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size)
+        yield from _validate_divides(
+            "tp", tp, "model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size
+        )
     # A smaller vocabulary would not hold the tokenizer's ids; a larger one has rows that are never read.
-    yield from _cut("tp", tp, "model.vocab_size", model.vocab_size, up_only=True)
+    yield from _validate_divides("tp", tp, "model.vocab_size", model.vocab_size, up_only=True)
 
 
-def _cp_cuts(cfg: Config, cp: int) -> Iterator[str]:
+def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
     if cfg.parallel.context != "ulysses" or cp == 1:
         return
     tp, heads, groups = cfg.parallel.tp, cfg.model.num_attention_heads, cfg.model.num_key_value_heads
@@ -57,23 +59,23 @@ def _cp_cuts(cfg: Config, cp: int) -> Iterator[str]:
         )
 
 
-def _ep_cuts(cfg: Config, ep: int) -> Iterator[str]:
+def _validate_ep_degree(cfg: Config, ep: int) -> Iterator[str]:
     if has_moe_layers(cfg.model):
-        yield from _cut("ep", ep, "model.num_experts", cfg.model.num_experts)
+        yield from _validate_divides("ep", ep, "model.num_experts", cfg.model.num_experts)
     elif ep > 1:
-        yield _without_experts("ep", ep, cfg)
+        yield _missing_moe_layers_message("ep", ep, cfg)
 
 
-def _etp_cuts(cfg: Config, etp: int) -> Iterator[str]:
+def _validate_etp_degree(cfg: Config, etp: int) -> Iterator[str]:
     if has_moe_layers(cfg.model):
-        yield from _cut("etp", etp, "model.moe_ffn_hidden_size", cfg.model.moe_ffn_hidden_size)
+        yield from _validate_divides("etp", etp, "model.moe_ffn_hidden_size", cfg.model.moe_ffn_hidden_size)
         if cfg.model.moe_bias:
-            yield from _cut("etp", etp, "model.hidden_size", cfg.model.hidden_size)
+            yield from _validate_divides("etp", etp, "model.hidden_size", cfg.model.hidden_size)
     elif etp > 1:
-        yield _without_experts("etp", etp, cfg)
+        yield _missing_moe_layers_message("etp", etp, cfg)
 
 
-def _pp_cuts(cfg: Config, pp: int) -> Iterator[str]:
+def _validate_pp_degree(cfg: Config, pp: int) -> Iterator[str]:
     layers, chunks = cfg.model.num_layers, cfg.parallel.virtual_stages
     if pp * chunks > layers and not cfg.parallel.pipeline_layout:
         times = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
@@ -83,14 +85,14 @@ def _pp_cuts(cfg: Config, pp: int) -> Iterator[str]:
         )
 
 
-def _without_experts(name: str, degree: int, cfg: Config) -> str:
+def _missing_moe_layers_message(name: str, degree: int, cfg: Config) -> str:
     return (
         f"parallel.{name}={degree} needs MoE layers, and model.layer_pattern={cfg.model.layer_pattern!r} has none; "
         "choose a pattern with M"
     )
 
 
-def _room(cfg: Config) -> dict[str, int]:
+def _divisible_sizes(cfg: Config) -> dict[str, int]:
     """What each degree must divide so that the ranks still fold, the other degrees as they are."""
     p = cfg.parallel
     stage = p.world_size // p.pp
@@ -103,43 +105,43 @@ def _room(cfg: Config) -> dict[str, int]:
     }
 
 
-AXIS_CUTS: dict[str, Callable[[Config, int], Iterator[str]]] = {
-    "tp": _tp_cuts,
-    "cp": _cp_cuts,
-    "ep": _ep_cuts,
-    "etp": _etp_cuts,
-    "pp": _pp_cuts,
+DEGREE_RULES: dict[str, Callable[[Config, int], Iterator[str]]] = {
+    "tp": _validate_tp_degree,
+    "cp": _validate_cp_degree,
+    "ep": _validate_ep_degree,
+    "etp": _validate_etp_degree,
+    "pp": _validate_pp_degree,
 }
 
 
-def cut_faults(cfg: Config) -> Iterator[str]:
+def validate_degrees(cfg: Config) -> Iterator[str]:
     """Every degree divides what it cuts; each fault ends with the values of that degree that would do."""
-    for name, cuts in AXIS_CUTS.items():
+    for name, cuts in DEGREE_RULES.items():
         degree = getattr(cfg.parallel, name)
         faults = list(cuts(cfg, degree))
         if not faults:
             continue
-        legal = [other for other in divisors(_room(cfg)[name]) if _repairs(cfg, name, other)]
+        legal = [other for other in divisors(_divisible_sizes(cfg)[name]) if _fixes_violations(cfg, name, other)]
         way_out = f", or parallel.{name}={nearest_numbers(degree, legal)}" if legal else ""
         for fault in faults:
             yield fault + way_out
 
 
-def _repairs(cfg: Config, name: str, degree: int) -> bool:
+def _fixes_violations(cfg: Config, name: str, degree: int) -> bool:
     """Whether another degree of one axis ends the faults of that axis and makes nothing else worse."""
-    before = _count_faults(cfg)
+    before = _count_violations(cfg)
     change: dict[str, Any] = {name: degree}
-    after = _count_faults(replace(cfg, parallel=replace(cfg.parallel, **change)))
+    after = _count_violations(replace(cfg, parallel=replace(cfg.parallel, **change)))
     return after[name] == 0 and all(after[rule] <= before[rule] for rule in before)
 
 
-def _count_faults(cfg: Config) -> dict[str, int]:
+def _count_violations(cfg: Config) -> dict[str, int]:
     """Faults of each axis, of the sequence and of the batch: all that depends on degrees."""
-    found = {name: len(list(cuts(cfg, getattr(cfg.parallel, name)))) for name, cuts in AXIS_CUTS.items()}
-    return found | {rule.__name__: len(list(rule(cfg))) for rule in (sequence_faults, batch_faults)}
+    found = {name: len(list(cuts(cfg, getattr(cfg.parallel, name)))) for name, cuts in DEGREE_RULES.items()}
+    return found | {rule.__name__: len(list(rule(cfg))) for rule in (validate_sequence_length, validate_batch_size)}
 
 
-def sequence_faults(cfg: Config) -> Iterator[str]:
+def validate_sequence_length(cfg: Config) -> Iterator[str]:
     """The sequence cuts into cp parts of tp sequence-parallel parts, and into 2*cp chunks where attention balances."""
     tp, cp, seq_len = cfg.parallel.tp, cfg.parallel.cp, cfg.train.seq_len
     zigzag = cp > 1 and cfg.parallel.context != "ulysses"
@@ -153,7 +155,7 @@ def sequence_faults(cfg: Config) -> Iterator[str]:
     yield f"train.seq_len={seq_len} must be {rule}; choose {nearest_multiples(seq_len, step)}"
 
 
-def unplanned_faults(cfg: Config) -> Iterator[str]:
+def validate_mapping_is_resolved(cfg: Config) -> Iterator[str]:
     """The mapping is there: `moefold train` plans it first, other commands are told it."""
     if cfg.parallel.mapping == "auto":
         yield (
@@ -162,7 +164,7 @@ def unplanned_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def dispatcher_faults(cfg: Config) -> Iterator[str]:
+def validate_dispatcher(cfg: Config) -> Iterator[str]:
     """The local dispatcher has no communication, and those that are named for theirs have some."""
     p = cfg.parallel
     if p.dispatcher in ("allgather", "deepep") and p.ep * p.etp == 1 and has_moe_layers(cfg.model):
@@ -177,7 +179,7 @@ def dispatcher_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def leastloaded_faults(cfg: Config) -> Iterator[str]:
+def validate_least_loaded(cfg: Config) -> Iterator[str]:
     """Least-loaded dispatch has other ranks to turn to, loads that differ, and a rule that can apply."""
     p, moe = cfg.parallel, cfg.moe
     if p.dispatcher != "leastloaded" or not has_moe_layers(cfg.model):
@@ -212,7 +214,7 @@ def leastloaded_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def batch_faults(cfg: Config) -> Iterator[str]:
+def validate_batch_size(cfg: Config) -> Iterator[str]:
     """The global batch is whole micro-batches on each data-parallel rank, and enough of them for the schedule."""
     p, batch = cfg.parallel, cfg.train.global_batch_size
     step = cfg.train.micro_batch_size * p.dp
@@ -224,10 +226,10 @@ def batch_faults(cfg: Config) -> Iterator[str]:
         )
         return
     count = cfg.num_micro_batches
-    if count > MOST_MICRO_BATCHES:
+    if count > MAX_MICRO_BATCHES:
         yield (
             f"train.global_batch_size={batch} gives each data-parallel rank {count} micro-batches, more than "
-            f"{MOST_MICRO_BATCHES}; choose train.global_batch_size={MOST_MICRO_BATCHES * step} or less, or raise "
+            f"{MAX_MICRO_BATCHES}; choose train.global_batch_size={MAX_MICRO_BATCHES * step} or less, or raise "
             "train.micro_batch_size"
         )
     if p.pp == 1:
@@ -243,12 +245,12 @@ def batch_faults(cfg: Config) -> Iterator[str]:
 
 
 PARALLEL_RULES = (
-    unplanned_faults,
-    cut_faults,
-    sequence_faults,
-    dispatcher_faults,
-    deepep_faults,
-    leastloaded_faults,
-    batch_faults,
+    validate_mapping_is_resolved,
+    validate_degrees,
+    validate_sequence_length,
+    validate_dispatcher,
+    validate_deepep,
+    validate_least_loaded,
+    validate_batch_size,
     *PIPELINE_RULES,
 )

@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 
 from moefold.config.choices import nearest_numbers
-from moefold.config.pipeline_layout import layout_faults, read_layout
+from moefold.config.pipeline_layout import parse_layout, validate_layout
 from moefold.config.schedules import SCHEDULES, stage_ranks
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
 
-def schedule_faults(cfg: Config) -> Iterator[str]:
+def validate_schedule(cfg: Config) -> Iterator[str]:
     """The schedule has as many virtual stages as it works with, and a pipeline if it is made for several."""
     p = cfg.parallel
-    fewest, most = SCHEDULES[p.schedule].chunks
+    fewest, most = SCHEDULES[p.schedule].virtual_stage_bounds
     if p.virtual_stages < fewest:
         others = "schedule='1f1b'" if p.schedule == "interleaved" else "schedule='zero-bubble'"
         needs = f"{fewest}" if most == fewest else f"{fewest} or more"
@@ -41,7 +41,7 @@ def schedule_faults(cfg: Config) -> Iterator[str]:
         yield "parallel.schedule='csv' needs parallel.pp of 2 or more, and it is 1; choose schedule='1f1b', or pp=2"
 
 
-def rounds_faults(cfg: Config) -> Iterator[str]:
+def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
     """The micro-batches of a data-parallel rank are as many as the schedule can order."""
     p, batch = cfg.parallel, cfg.train.global_batch_size
     step = cfg.train.micro_batch_size * p.dp
@@ -67,7 +67,7 @@ def rounds_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def pipeline_layout_faults(cfg: Config) -> Iterator[str]:
+def validate_pipeline_layout(cfg: Config) -> Iterator[str]:
     """The layout can be read, is of this model, and leaves no rank without weights."""
     p, model = cfg.parallel, cfg.model
     num_stages, text = p.pp * p.virtual_stages, p.pipeline_layout
@@ -81,12 +81,18 @@ def pipeline_layout_faults(cfg: Config) -> Iterator[str]:
                 f"model.num_layers={num_stages - 2}, or fewer stages"
             )
         return
-    faults = list(layout_faults(text, num_layers=model.num_layers, num_further=model.mtp_layers, num_stages=num_stages))
+    faults = list(
+        validate_layout(text, num_layers=model.num_layers, num_mtp_layers=model.mtp_layers, num_stages=num_stages)
+    )
     for fault in faults:
         yield f"parallel.pipeline_layout={text!r}: {fault}"
-    if faults or SCHEDULES[p.schedule].chunks[0] > p.virtual_stages or SCHEDULES[p.schedule].placement == "file":
+    if (
+        faults
+        or SCHEDULES[p.schedule].virtual_stage_bounds[0] > p.virtual_stages
+        or SCHEDULES[p.schedule].placement == "file"
+    ):
         return
-    yield from _idle_ranks(cfg, stage_ranks(p))
+    yield from _validate_no_empty_ranks(cfg, stage_ranks(p))
 
 
 def check_schedule_file(cfg: Config) -> None:
@@ -100,15 +106,15 @@ def check_schedule_file(cfg: Config) -> None:
         return
     from moefold.config.schedule_file import read_schedule
 
-    ranks = read_schedule(p.schedule_csv, p.pp, p.virtual_stages, cfg.num_micro_batches).ranks
+    ranks = read_schedule(p.schedule_csv, p.pp, p.virtual_stages, cfg.num_micro_batches).stage_to_rank
     if p.pipeline_layout not in ("", "auto"):
-        for fault in _idle_ranks(cfg, ranks):
+        for fault in _validate_no_empty_ranks(cfg, ranks):
             raise ConfigError(fault)
 
 
-def _idle_ranks(cfg: Config, ranks: tuple[int, ...]) -> Iterator[str]:
+def _validate_no_empty_ranks(cfg: Config, ranks: tuple[int, ...]) -> Iterator[str]:
     text = cfg.parallel.pipeline_layout
-    stages = read_layout(text)
+    stages = parse_layout(text)
     for rank in range(cfg.parallel.pp):
         mine = [number for number, owner in enumerate(ranks) if owner == rank]
         if all(stages[number].is_empty for number in mine):
@@ -118,4 +124,4 @@ def _idle_ranks(cfg: Config, ranks: tuple[int, ...]) -> Iterator[str]:
             )
 
 
-PIPELINE_RULES = (schedule_faults, rounds_faults, pipeline_layout_faults)
+PIPELINE_RULES = (validate_schedule, validate_micro_batch_count, validate_pipeline_layout)

@@ -12,7 +12,7 @@ class Range:
     """A rule on the value of each of some keys, all of one section."""
 
     rule: str
-    legal: Callable[[Any], bool]
+    is_legal: Callable[[Any], bool]
     section: str
     keys: str
 
@@ -22,7 +22,10 @@ def _at_least(low: int) -> tuple[str, Callable[[Any], bool]]:
 
 
 POSITIVE: tuple[str, Callable[[Any], bool]] = ("must be greater than 0", lambda value: value > 0)
-PART: tuple[str, Callable[[Any], bool]] = ("must lie in [0, 1): at least 0 and below 1", lambda value: 0 <= value < 1)
+FRACTION: tuple[str, Callable[[Any], bool]] = (
+    "must lie in [0, 1): at least 0 and below 1",
+    lambda value: 0 <= value < 1,
+)
 
 RANGES = (
     Range("must name a folder", bool, "run", "dir"),
@@ -68,7 +71,7 @@ RANGES = (
     Range("must be at least 0 (0: none)", lambda layers: layers >= 0, "model", "mtp_layers"),
     Range(*POSITIVE, "train", "lr eps mtp_loss"),
     Range(*_at_least(0), "train", "min_lr warmup_steps decay_steps weight_decay"),
-    Range(*PART, "train", "beta1 beta2 muon_momentum"),
+    Range(*FRACTION, "train", "beta1 beta2 muon_momentum"),
     Range(*_at_least(1), "train", "muon_ns_steps"),
     Range("must be at least 0 (0: off)", lambda norm: norm >= 0, "train", "clip_grad"),
     Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "train", "eval_every"),
@@ -76,7 +79,7 @@ RANGES = (
     Range("must be at least 0 (0: all)", lambda size: size >= 0, "train", "offload_min_kib"),
     Range("must be at least 0 (0: no limit)", lambda size: size >= 0, "train", "offload_limit_gib"),
     Range("must be at least 0 (0: the device's)", lambda size: size >= 0, "train", "memory_budget_gib"),
-    Range(*PART, "data", "validation_fraction"),
+    Range(*FRACTION, "data", "validation_fraction"),
     Range("must be at least 0, or -1 (a sample is one document)", lambda token: token >= -1, "data", "document_end"),
     Range("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
     Range("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
@@ -105,10 +108,10 @@ RANGES = (
 )
 
 
-def range_faults(cfg: Config) -> Iterator[str]:
+def validate_ranges(cfg: Config) -> Iterator[str]:
     """One message for each key whose value is out of its range."""
     for entry in RANGES:
         for key in entry.keys.split():
             value = getattr(getattr(cfg, entry.section), key)
-            if not entry.legal(value):
+            if not entry.is_legal(value):
                 yield f"{entry.section}.{key}={value!r} {entry.rule}"

@@ -7,58 +7,63 @@ from moefold.config.checks_model import has_dense_layers, has_moe_layers
 from moefold.config.schema import RECOMPUTE_PARTS, Config, ModelConfig
 
 AUTO = "auto"
-INSIDE = {"moe": ("expert_activation", "shared_experts"), "layer": tuple(p for p in RECOMPUTE_PARTS if p != "layer")}
+IMPLIED_BY = {
+    "moe": ("expert_activation", "shared_experts"),
+    "layer": tuple(p for p in RECOMPUTE_PARTS if p != "layer"),
+}
 """What runs again with a part anyway."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class PartListKey:
     """A key that lists parts of the layers, and what its errors say."""
 
     key: str
-    known: tuple[str, ...]
-    unknown: str
+    legal_parts: tuple[str, ...]
+    unknown_message: str
     """Of a word that is none of them."""
-    includes: str
+    containment_message: str
     """What a part does to those inside it."""
 
 
-AGAIN = Parts("train.recompute", (*RECOMPUTE_PARTS, AUTO), "is no part of a layer", "makes it again anyway")
+RECOMPUTE_KEY = PartListKey(
+    "train.recompute", (*RECOMPUTE_PARTS, AUTO), "is no part of a layer", "makes it again anyway"
+)
 
 
-def recompute_faults(cfg: Config) -> Iterator[str]:
+def validate_recompute(cfg: Config) -> Iterator[str]:
     """Every part is one, stands there once, is in the model, and is not inside another."""
     parts = cfg.train.recompute
     if AUTO in parts:
-        yield from _auto_faults(cfg)
+        yield from _validate_auto_recompute(cfg)
         return
     if cfg.train.memory_budget_gib:
         yield (
             f"train.memory_budget_gib={cfg.train.memory_budget_gib:g} is read with train.recompute=['{AUTO}'] alone; "
             "leave it out"
         )
-    yield from part_faults(AGAIN, parts, cfg.model)
+    yield from validate_parts(RECOMPUTE_KEY, parts, cfg.model)
 
 
-def part_faults(kind: Parts, parts: Sequence[str], model: ModelConfig) -> Iterator[str]:
+def validate_parts(key: PartListKey, parts: Sequence[str], model: ModelConfig) -> Iterator[str]:
     """What is wrong with a list of parts."""
     for part in dict.fromkeys(parts):
-        if part not in kind.known:
-            yield f"{kind.key} has {part!r}, which {kind.unknown}; choose from {', '.join(map(repr, kind.known))}"
+        if part not in key.legal_parts:
+            yield f"{key.key} has {part!r}, which {key.unknown_message}; choose from {', '.join(map(repr, key.legal_parts))}"
         elif parts.count(part) > 1:
-            yield f"{kind.key} names {part!r} {parts.count(part)} times; name it once"
-        elif lack := lacking_part(part, model):
-            yield f"{kind.key} has {part!r}, and {lack}; leave it out"
-        elif whole := part_around(part, parts):
-            yield f"{kind.key} has {part!r} and {whole!r}, which {kind.includes}; leave one of them out"
+            yield f"{key.key} names {part!r} {parts.count(part)} times; name it once"
+        elif lack := missing_reason(part, model):
+            yield f"{key.key} has {part!r}, and {lack}; leave it out"
+        elif whole := containing_part(part, parts):
+            yield f"{key.key} has {part!r} and {whole!r}, which {key.containment_message}; leave one of them out"
 
 
-def part_around(part: str, parts: Sequence[str]) -> str | None:
+def containing_part(part: str, parts: Sequence[str]) -> str | None:
     """The one of `parts` that another one is inside of."""
-    return next((whole for whole in parts if part in INSIDE.get(whole, ())), None)
+    return next((whole for whole in parts if part in IMPLIED_BY.get(whole, ())), None)
 
 
-def _auto_faults(cfg: Config) -> Iterator[str]:
+def _validate_auto_recompute(cfg: Config) -> Iterator[str]:
     """It stands by itself; a CPU has no memory of its own to go by; and something fits."""
     train = cfg.train
     if len(train.recompute) > 1:
@@ -75,7 +80,7 @@ def _auto_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def lacking_part(part: str, model: ModelConfig) -> str:
+def missing_reason(part: str, model: ModelConfig) -> str:
     """Why a model has no such part; empty if it has."""
     if part == "mla_up" and model.attention != "mla":
         return "model.attention is not 'mla'"
@@ -88,4 +93,4 @@ def lacking_part(part: str, model: ModelConfig) -> str:
     return ""
 
 
-RECOMPUTE_RULES = (recompute_faults,)
+RECOMPUTE_RULES = (validate_recompute,)

@@ -8,11 +8,11 @@ from moefold.config.choices import nearest_multiples, nearest_numbers
 from moefold.config.schema import Config, ModelConfig, MoEConfig
 from moefold.parallel.layout import divisors
 
-FORCED = ("round_robin", "skewed")
+FORCED_CHOICES = ("round_robin", "skewed")
 """Choices that read no score."""
 
 
-def routing_faults(cfg: Config) -> Iterator[str]:
+def validate_routing(cfg: Config) -> Iterator[str]:
     """Everything about routing; a model without MoE layers has none of it."""
     if not has_moe_layers(cfg.model):
         return
@@ -22,14 +22,14 @@ def routing_faults(cfg: Config) -> Iterator[str]:
             f"choose 1 to {cfg.model.num_experts}"
         )
         return
-    yield from _group_faults(cfg.model)
-    yield from _choice_faults(cfg.model, cfg.moe)
-    yield from _capacity_faults(cfg.model, cfg.moe)
-    yield from _padding_faults(cfg)
-    yield from _replay_faults(cfg.moe)
+    yield from _validate_expert_groups(cfg.model)
+    yield from _validate_choice(cfg.model, cfg.moe)
+    yield from _validate_capacity(cfg.model, cfg.moe)
+    yield from _validate_padding(cfg)
+    yield from _validate_replay(cfg.moe)
 
 
-def _replay_faults(moe: MoEConfig) -> Iterator[str]:
+def _validate_replay(moe: MoEConfig) -> Iterator[str]:
     """A trace and a balancing rule cannot both choose."""
     if moe.replay and moe.choice != "topk":
         yield (
@@ -38,7 +38,7 @@ def _replay_faults(moe: MoEConfig) -> Iterator[str]:
         )
 
 
-def gradient_faults(cfg: Config) -> Iterator[str]:
+def validate_router_gradient(cfg: Config) -> Iterator[str]:
     """One choice that is divided by its own sum weighs 1, whatever the router thinks: such a model only computes."""
     model = cfg.model
     if model.top_k > 1 or not has_moe_layers(model):
@@ -55,7 +55,7 @@ def gradient_faults(cfg: Config) -> Iterator[str]:
     )
 
 
-def _group_faults(model: ModelConfig) -> Iterator[str]:
+def _validate_expert_groups(model: ModelConfig) -> Iterator[str]:
     """Groups are equal parts of the experts, and the best of them hold enough experts."""
     groups, top, experts = model.num_groups, model.top_groups, model.num_experts
     if groups == 1 and top == 1:
@@ -86,7 +86,7 @@ def _group_faults(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _choice_faults(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
+def _validate_choice(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     """What balances the choice does not contradict what chooses."""
     name = f"moe.choice={moe.choice!r}"
     if moe.choice == "quantile" and not model.expert_bias:
@@ -99,7 +99,7 @@ def _choice_faults(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
             f"{name} has nothing to balance: model.top_k={model.top_k} is every expert; choose top_k of at most "
             f"{model.num_experts - 1}, or choice='topk'"
         )
-    if moe.choice in ("sinkhorn", *FORCED):
+    if moe.choice in ("sinkhorn", *FORCED_CHOICES):
         why = "balances the experts by itself" if moe.choice == "sinkhorn" else "reads no score"
         if model.expert_bias:
             yield f"model.expert_bias=true contradicts {name}, which {why}; choose expert_bias=false, or choice='topk'"
@@ -117,7 +117,7 @@ def _choice_faults(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
         )
 
 
-def _capacity_faults(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
+def _validate_capacity(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     """A capacity lets every token reach an expert, and can be reached."""
     for key in ("capacity_factor", "eval_capacity_factor"):
         factor = getattr(moe, key)
@@ -136,7 +136,7 @@ def _capacity_faults(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
             )
 
 
-def _padding_faults(cfg: Config) -> Iterator[str]:
+def _validate_padding(cfg: Config) -> Iterator[str]:
     """Only a capacity can be padded to, and only one that a rank has to itself."""
     moe, p = cfg.moe, cfg.parallel
     if moe.pad_to_capacity and moe.drop_scope == "full_sequence" and p.cp * p.tp > 1:
@@ -152,6 +152,6 @@ def _padding_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-ROUTING_RULES = (routing_faults,)
-LEARNING_RULES = (gradient_faults,)
+ROUTING_RULES = (validate_routing,)
+TRAINING_ONLY_RULES = (validate_router_gradient,)
 """Of training alone."""

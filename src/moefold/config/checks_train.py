@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from moefold.config.checks_data import has_held_out
+from moefold.config.checks_data import has_held_out_data
 from moefold.config.checks_model import has_dense_layers, has_moe_layers
 from moefold.config.schema import MUON_GROUPS, Config, ModelConfig
 
 
-def learning_rate_faults(cfg: Config) -> Iterator[str]:
+def validate_learning_rate(cfg: Config) -> Iterator[str]:
     """The rate falls, if it does, and the schedule fits into the run."""
     train, steps = cfg.train, cfg.run.steps
     if train.min_lr > train.lr:
@@ -21,9 +21,9 @@ def learning_rate_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def evaluation_faults(cfg: Config) -> Iterator[str]:
+def validate_evaluation(cfg: Config) -> Iterator[str]:
     """There is held-out text to evaluate on."""
-    if cfg.train.eval_every == 0 or has_held_out(cfg):
+    if cfg.train.eval_every == 0 or has_held_out_data(cfg):
         return
     if cfg.data.streaming:
         yield (
@@ -37,7 +37,7 @@ def evaluation_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def further_token_faults(cfg: Config) -> Iterator[str]:
+def validate_mtp(cfg: Config) -> Iterator[str]:
     """Some position of a sample has a target at every depth."""
     if cfg.model.mtp_layers >= cfg.train.seq_len:
         yield (
@@ -46,7 +46,7 @@ def further_token_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def document_faults(cfg: Config) -> Iterator[str]:
+def validate_document_end(cfg: Config) -> Iterator[str]:
     """The token that ends documents is one of the vocabulary."""
     end, vocab_size = cfg.data.document_end, cfg.model.vocab_size
     if end >= vocab_size:
@@ -56,13 +56,13 @@ def document_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def resume_faults(cfg: Config) -> Iterator[str]:
+def validate_resume(cfg: Config) -> Iterator[str]:
     """An empty resume says neither."""
     if not cfg.checkpoint.resume:
         yield "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"
 
 
-def start_faults(cfg: Config) -> Iterator[str]:
+def validate_init_from(cfg: Config) -> Iterator[str]:
     """A new run starts with one set of weights, and virtual groups of experts are not cut by groups of the router."""
     start, dense = cfg.checkpoint.init_from, cfg.model.upcycle_from
     if start and dense:
@@ -77,20 +77,20 @@ def start_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def muon_faults(cfg: Config) -> Iterator[str]:
+def validate_muon(cfg: Config) -> Iterator[str]:
     """Muon has groups to update, each once, and the model has what is named."""
     groups = cfg.train.muon_groups
     if not groups:
-        yield f"train.muon_groups=[] leaves Muon nothing; name some of {_MUON_GROUPS}, or choose optimizer='adamw'"
+        yield f"train.muon_groups=[] leaves Muon nothing; name some of {_MUON_GROUP_NAMES}, or choose optimizer='adamw'"
     for group in dict.fromkeys(groups):
         if group not in MUON_GROUPS:
-            yield f"train.muon_groups has {group!r}, which is no group of matrices; choose from {_MUON_GROUPS}"
+            yield f"train.muon_groups has {group!r}, which is no group of matrices; choose from {_MUON_GROUP_NAMES}"
         elif groups.count(group) > 1:
             yield f"train.muon_groups names {group!r} {groups.count(group)} times; name it once"
     if set(groups) == set(MUON_GROUPS):
         # All there are, of whatever model.
         return
-    for group, lack in _lacking_groups(cfg.model).items():
+    for group, lack in _missing_muon_groups(cfg.model).items():
         if group in groups:
             yield (
                 f"train.muon_groups has {group!r}, and the model has no such matrices: {lack}; leave {group!r} out, or "
@@ -98,7 +98,7 @@ def muon_faults(cfg: Config) -> Iterator[str]:
             )
 
 
-def _lacking_groups(model: ModelConfig) -> dict[str, str]:
+def _missing_muon_groups(model: ModelConfig) -> dict[str, str]:
     """Groups of matrices that a model has not, each with the reason."""
     lacking = {}
     if not has_dense_layers(model):
@@ -112,7 +112,7 @@ def _lacking_groups(model: ModelConfig) -> dict[str, str]:
     return lacking
 
 
-def chunk_faults(cfg: Config) -> Iterator[str]:
+def validate_loss_chunk(cfg: Config) -> Iterator[str]:
     """A chunk of the loss is less than all."""
     train, cp = cfg.train, cfg.parallel.cp
     tokens = train.seq_len * train.micro_batch_size // cp
@@ -124,33 +124,33 @@ def chunk_faults(cfg: Config) -> Iterator[str]:
         )
 
 
-def moment_faults(cfg: Config) -> Iterator[str]:
+def validate_moment_dtype(cfg: Config) -> Iterator[str]:
     """A moment of 8 bits can hold what a step adds to it."""
     if cfg.train.moment_dtype != "bfloat16":
         return
     for key in ("beta1", "beta2", "muon_momentum"):
         decay = getattr(cfg.train, key)
         is_read = cfg.train.optimizer == "muon" or key != "muon_momentum"
-        if is_read and decay > LARGEST_NARROW_DECAY:
+        if is_read and decay > MAX_BF16_MOMENT_DECAY:
             yield (
-                f"train.{key}={decay} must be at most {LARGEST_NARROW_DECAY} with train.moment_dtype='bfloat16': what "
-                f"a step adds would be lost in rounding; choose {key}={LARGEST_NARROW_DECAY} or less, or "
+                f"train.{key}={decay} must be at most {MAX_BF16_MOMENT_DECAY} with train.moment_dtype='bfloat16': what "
+                f"a step adds would be lost in rounding; choose {key}={MAX_BF16_MOMENT_DECAY} or less, or "
                 "moment_dtype='float32'"
             )
 
 
-LARGEST_NARROW_DECAY = 0.98
+MAX_BF16_MOMENT_DECAY = 0.98
 """bfloat16 rounds to 1 part in 2**9: a step that would change a moment by a tenth still adds (1 - 0.98) / 10 of it."""
-_MUON_GROUPS = ", ".join(map(repr, MUON_GROUPS))
+_MUON_GROUP_NAMES = ", ".join(map(repr, MUON_GROUPS))
 
 TRAIN_RULES = (
-    learning_rate_faults,
-    muon_faults,
-    moment_faults,
-    chunk_faults,
-    evaluation_faults,
-    further_token_faults,
-    document_faults,
-    resume_faults,
-    start_faults,
+    validate_learning_rate,
+    validate_muon,
+    validate_moment_dtype,
+    validate_loss_chunk,
+    validate_evaluation,
+    validate_mtp,
+    validate_document_end,
+    validate_resume,
+    validate_init_from,
 )

@@ -16,7 +16,7 @@ def with_world_size(cfg: Config, world_size: int) -> Config:
     Raises:
         ConfigError: the recipe does not fit that number; the message has those that it fits.
     """
-    changed = _on(cfg, world_size)
+    changed = _replace_world_size(cfg, world_size)
     try:
         check_config(changed)
     except ConfigError as error:
@@ -38,14 +38,14 @@ def fitting_world_sizes(cfg: Config) -> list[int]:
     dense = p.tp * p.cp * p.pp
     replicas = divisors(max(1, train.global_batch_size // train.micro_batch_size))
     candidates = [dense * dp for dp in replicas if dense * dp % lcm(dense, p.ep * p.etp * p.pp) == 0]
-    return [number for number in candidates if _fits(_on(cfg, number))]
+    return [number for number in candidates if _is_valid(_replace_world_size(cfg, number))]
 
 
-def _on(cfg: Config, world_size: int) -> Config:
+def _replace_world_size(cfg: Config, world_size: int) -> Config:
     return replace(cfg, parallel=replace(cfg.parallel, world_size=world_size))
 
 
-def _fits(cfg: Config) -> bool:
+def _is_valid(cfg: Config) -> bool:
     try:
         check_config(cfg)
     except ConfigError:

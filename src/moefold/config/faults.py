@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from moefold.errors import ConfigError
 
 
-def refuse(faults: Iterable[str]) -> None:
+def raise_all(messages: Iterable[str]) -> None:
     """Raise the faults, if there are any: one as it is, several one a line.
 
     Raises:
         ConfigError: there is at least one.
     """
-    lines = list(faults)
+    lines = list(messages)
     if len(lines) == 1:
         raise ConfigError(lines[0])
     if lines:

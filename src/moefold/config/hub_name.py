@@ -11,7 +11,7 @@ _FILE_ENDINGS = frozenset(
     {".arrow", ".bin", ".csv", ".gz", ".jinja", ".json", ".jsonl", ".md", ".ndjson", ".npy", ".parquet", ".py"}
     | {".safetensors", ".toml", ".tsv", ".txt", ".zst"}
 )
-_OUR_FOLDERS = frozenset({"checkpoints", "data", "recipes", "runs", "src", "tests", "tokens"})
+_LOCAL_FOLDER_NAMES = frozenset({"checkpoints", "data", "recipes", "runs", "src", "tests", "tokens"})
 """First folders of paths that users type in this program: a slip in one of these is no name on the hub."""
 
 
@@ -20,7 +20,7 @@ def is_hub_name(name: str, *, bare: bool = False) -> bool:
     parts = name.split("/")
     if len(parts) not in ((1, 2) if bare else (2,)) or not all(map(_PART.fullmatch, parts)):
         return False
-    if Path(name).suffix.lower() in _FILE_ENDINGS or (len(parts) == 2 and parts[0] in _OUR_FOLDERS):
+    if Path(name).suffix.lower() in _FILE_ENDINGS or (len(parts) == 2 and parts[0] in _LOCAL_FOLDER_NAMES):
         return False
     # Where the first folder is there, the second part is a slip.
     return len(parts) == 1 or not Path(parts[0]).exists()

@@ -46,9 +46,9 @@ def describe_type(hint: Any) -> str:
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[hint]
 
 
-def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate most like `word`, or None when none is near."""
-    found = difflib.get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
+def closest_match(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The candidate most like `name`, or None when none is near."""
+    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
@@ -62,7 +62,7 @@ def explain_unknown_section(name: str) -> str:
     homes = sections_with(name)
     if homes:
         return f"{name} stands outside any section; did you mean {' or '.join(f'{home}.{name}' for home in homes)}?"
-    guess = nearest(name, sections())
+    guess = closest_match(name, sections())
     if guess:
         return f"unknown section [{name}]; did you mean [{guess}]?"
     return f"unknown section [{name}]; the sections are {', '.join(sections())}"
@@ -76,7 +76,7 @@ def explain_unknown_key(section: str, key: str) -> str:
     homes = sections_with(key)
     if homes:
         return f"unknown key {name}; did you mean {' or '.join(f'{home}.{key}' for home in homes)}?"
-    guess = nearest(key, key_types(section))
+    guess = closest_match(key, key_types(section))
     if guess:
         return f"unknown key {name}; did you mean {section}.{guess}?"
     return f"unknown key {name}; the keys of [{section}] are {', '.join(key_types(section))}"

@@ -2,7 +2,7 @@
 
 LAYER_KINDS = "DM"
 ATTENTION_KINDS = "FW"
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 """No count in a pattern is larger, so that spelling out a stranger's needs no memory to speak of."""
 
 
@@ -18,19 +18,19 @@ def expand_layer_pattern(pattern: str, kinds: str = LAYER_KINDS) -> str:
             digits += char
             continue
         if digits:
-            if len(digits) > len(str(MOST_LAYERS)) or not 0 < int(digits) <= MOST_LAYERS:
+            if len(digits) > len(str(MAX_LAYERS)) or not 0 < int(digits) <= MAX_LAYERS:
                 raise ValueError(f"a count of {digits} in layer pattern {pattern!r}")
             spelled += spelled[-1] * (int(digits) - 1)
-            if len(spelled) > MOST_LAYERS:
-                raise ValueError(f"more than {MOST_LAYERS} layers in layer pattern {pattern!r}")
+            if len(spelled) > MAX_LAYERS:
+                raise ValueError(f"more than {MAX_LAYERS} layers in layer pattern {pattern!r}")
             digits = ""
         if char == "\0":
             break
         if char not in kinds:
-            raise ValueError(f"unexpected {char!r} in layer pattern {pattern!r}; {_spelling(kinds)}")
+            raise ValueError(f"unexpected {char!r} in layer pattern {pattern!r}; {_usage_hint(kinds)}")
         spelled += char
     if not spelled:
-        raise ValueError(f"an empty layer pattern; {_spelling(kinds)}")
+        raise ValueError(f"an empty layer pattern; {_usage_hint(kinds)}")
     return spelled
 
 
@@ -40,6 +40,6 @@ def layer_windows(attention_pattern: str, sliding_window: int, num_layers: int) 
     return tuple(sliding_window if unit[i % len(unit)] == "W" else 0 for i in range(num_layers))
 
 
-def _spelling(kinds: str) -> str:
+def _usage_hint(kinds: str) -> str:
     first, second = kinds[0], kinds[1]
     return f"use {first} and {second}, with counts: {second}, {first}{second}, {first}3{second}58"

@@ -6,32 +6,32 @@ Each bound lies far above what any machine runs. Every key has one, also a key t
 from math import inf
 from typing import Any, get_args
 
-from moefold.config.layer_pattern import MOST_LAYERS
+from moefold.config.layer_pattern import MAX_LAYERS
 from moefold.errors import ConfigError
 
-MOST_RANKS = 2**30
-MOST_STEPS = 10**9
-MOST_TOKENS = 2**24
+MAX_RANKS = 2**30
+MAX_STEPS = 10**9
+MAX_SAMPLE_TOKENS = 2**24
 """Of one sample."""
-MOST_MICRO_BATCHES = 2**16
+MAX_MICRO_BATCHES = 2**16
 """Of one data-parallel rank in a step: schedules are lists of them."""
-MOST_CHARACTERS = 10_000
+MAX_CHARACTERS = 10_000
 """Of a string."""
-MOST_BITS = 200
+MAX_INTEGER_BITS = 200
 """Of an integer that a message spells."""
-DEEPEST = 8
+MAX_NESTING_DEPTH = 8
 """Lists within lists in a value; no key takes more than one."""
 
-LARGEST_INTEGER = 2**53
+MAX_INTEGER = 2**53
 """Where nothing else is said: JSON and float64 hold it exactly."""
-LARGEST_NUMBER = 1e15
+MAX_NUMBER = 1e15
 
-_WIDTH = 2**20
-LARGEST: dict[str, int] = {
+_MAX_WIDTH = 2**20
+MAX_BY_KEY: dict[str, int] = {
     "run.seed": 2**63 - 1,
-    "run.steps": MOST_STEPS,
-    "model.num_layers": MOST_LAYERS,
-    "model.mtp_layers": MOST_LAYERS,
+    "run.steps": MAX_STEPS,
+    "model.num_layers": MAX_LAYERS,
+    "model.mtp_layers": MAX_LAYERS,
     **dict.fromkeys(
         (
             "model.hidden_size",
@@ -48,7 +48,7 @@ LARGEST: dict[str, int] = {
             "model.num_groups",
             "model.top_groups",
         ),
-        _WIDTH,
+        _MAX_WIDTH,
     ),
     **dict.fromkeys(
         (
@@ -58,14 +58,14 @@ LARGEST: dict[str, int] = {
         ),
         2**26,
     ),
-    **dict.fromkeys((f"parallel.{key}" for key in ("world_size", "tp", "cp", "ep", "etp")), MOST_RANKS),
+    **dict.fromkeys((f"parallel.{key}" for key in ("world_size", "tp", "cp", "ep", "etp")), MAX_RANKS),
     "parallel.pp": 4096,
-    "parallel.virtual_stages": MOST_LAYERS,
+    "parallel.virtual_stages": MAX_LAYERS,
     "model.vocab_size": 2**31,
-    "train.seq_len": MOST_TOKENS,
+    "train.seq_len": MAX_SAMPLE_TOKENS,
     "train.micro_batch_size": 2**22,
     "train.global_batch_size": 2**22,
-    **dict.fromkeys(("train.warmup_steps", "train.decay_steps", "train.eval_every"), MOST_STEPS),
+    **dict.fromkeys(("train.warmup_steps", "train.decay_steps", "train.eval_every"), MAX_STEPS),
     "train.eval_samples": 2**26,
     "train.muon_ns_steps": 100,
     "moe.sinkhorn_iterations": 10_000,
@@ -75,55 +75,55 @@ LARGEST: dict[str, int] = {
 """Of a key, by its name."""
 
 
-def largest(section: str, key: str, hint: Any) -> float | None:
+def max_magnitude(section: str, key: str, hint: Any) -> float | None:
     """Return the largest magnitude of a key by its type, or None for a key that takes no number."""
     if hint not in (int, float):
         return None
-    return LARGEST.get(f"{section}.{key}", LARGEST_INTEGER if hint is int else LARGEST_NUMBER)
+    return MAX_BY_KEY.get(f"{section}.{key}", MAX_INTEGER if hint is int else MAX_NUMBER)
 
 
-def value_fault(section: str, key: str, hint: Any, value: Any) -> str:
+def value_unsupported_reason(section: str, key: str, hint: Any, value: Any) -> str:
     """Return the rule that a value breaks by its sheer size or by a NUL character, or ""."""
-    most = largest(section, key, hint)
+    most = max_magnitude(section, key, hint)
     if isinstance(value, int | float) and most is not None and abs(value) > most and abs(value) != inf:
         bound = f"{most}" if isinstance(most, int) else f"{most:.15g}"
         return f"must be at most {bound}" if value > 0 else f"must be at least -{bound}"
     texts = value if isinstance(value, list) else [value]
     for text in texts:
-        if isinstance(text, str) and len(text) > MOST_CHARACTERS:
-            return f"has {len(text)} characters, and must have at most {MOST_CHARACTERS}"
+        if isinstance(text, str) and len(text) > MAX_CHARACTERS:
+            return f"has {len(text)} characters, and must have at most {MAX_CHARACTERS}"
         if isinstance(text, str) and "\0" in text:
             return "has a NUL character, which no path and no name can have"
     numbers = value if isinstance(value, list) and float in get_args(hint) else []
-    if any(isinstance(number, int | float) and not abs(number) <= LARGEST_NUMBER for number in numbers):
-        return f"must hold numbers of at most {LARGEST_NUMBER:.0e}"
+    if any(isinstance(number, int | float) and not abs(number) <= MAX_NUMBER for number in numbers):
+        return f"must hold numbers of at most {MAX_NUMBER:.0e}"
     return ""
 
 
-def is_absurd(value: Any, deepest: int = DEEPEST) -> bool:
+def is_oversized(value: Any, max_depth: int = MAX_NESTING_DEPTH) -> bool:
     """Return whether an integer has more digits than Python spells, or lists and tables lie too deep in each other."""
     if isinstance(value, int):
-        return value.bit_length() > MOST_BITS
+        return value.bit_length() > MAX_INTEGER_BITS
     if not isinstance(value, list | dict):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return deepest == 0 or any(is_absurd(entry, deepest - 1) for entry in inner)
+    return max_depth == 0 or any(is_oversized(entry, max_depth - 1) for entry in inner)
 
 
-def refuse_larger(name: str, value: int, most: int) -> None:
+def check_at_most(name: str, value: int, maximum: int) -> None:
     """Refuse a number of the command line that is larger than the key it stands for may be.
 
     Raises:
         ConfigError: it is.
     """
-    if value > most:
-        shown = value if value.bit_length() <= MOST_BITS else f"({value.bit_length()} bits)"
-        raise ConfigError(f"{name} {shown} must be at most {most}")
+    if value > maximum:
+        shown = value if value.bit_length() <= MAX_INTEGER_BITS else f"({value.bit_length()} bits)"
+        raise ConfigError(f"{name} {shown} must be at most {maximum}")
 
 
-def read_count(text: str) -> int | None:
+def parse_count(text: str) -> int | None:
     """Return the whole number that decimal digits spell, or None for any other text; LARGEST_INTEGER for more."""
     if not (text.isascii() and text.isdecimal()):
         return None
     digits = text.lstrip("0") or "0"
-    return int(digits) if len(digits) <= len(str(LARGEST_INTEGER)) else LARGEST_INTEGER
+    return int(digits) if len(digits) <= len(str(MAX_INTEGER)) else MAX_INTEGER

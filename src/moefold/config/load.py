@@ -15,24 +15,24 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from moefold.bounded_read import RECIPE_BYTES, parse_toml, read_text
-from moefold.config.checks_effect import check_explicit
-from moefold.config.faults import refuse
+from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
+from moefold.config.checks_effect import check_unused_keys
+from moefold.config.faults import raise_all
 from moefold.config.keys import (
+    closest_match,
     describe_type,
     explain_unknown_key,
     explain_unknown_section,
     key_types,
-    nearest,
     sections,
     sections_with,
 )
-from moefold.config.limits import is_absurd, value_fault
+from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
-from moefold.config.shipped import find_beside, shipped_files
-from moefold.config.short_run import shorten_schedule
-from moefold.config.vocabulary_size import size_vocabulary
+from moefold.config.shipped import resolve_recipe_paths, shipped_files
+from moefold.config.short_run import shorten_lr_schedule
+from moefold.config.vocabulary_size import infer_vocab_size
 from moefold.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -55,20 +55,20 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
             a readable file are listed, one a line. Or model.vocab_size is left out, and the tokenizer that it is
             taken from is missing or broken.
     """
-    return load_given(path, overrides).cfg
+    return load_recipe(path, overrides).cfg
 
 
-class Given(NamedTuple):
+class LoadedRecipe(NamedTuple):
     """A recipe, and what was said to make it so."""
 
     cfg: Config
-    keys: frozenset[str]
+    explicit_keys: frozenset[str]
     """The keys that the recipe and the overrides set, as "section.key"."""
-    notes: tuple[str, ...]
+    messages: tuple[str, ...]
     """What was changed so that the two go together, in words."""
 
 
-def load_given(path: Path | None, overrides: Sequence[str] = ()) -> Given:
+def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Read a recipe as `load_config` does, and tell which keys were given and what was adapted.
 
     Raises:
@@ -78,24 +78,24 @@ def load_given(path: Path | None, overrides: Sequence[str] = ()) -> Given:
     if tree.get("parallel") == AUTO:
         tree["parallel"] = {"mapping": AUTO}
     if path is not None:
-        find_beside(tree, path.parent)
+        resolve_recipe_paths(tree, path.parent)
     recipe = deepcopy(tree)
     apply_overrides(tree, overrides)
-    notes = shorten_schedule(tree, recipe, overrides)
+    notes = shorten_lr_schedule(tree, recipe, overrides)
     given = frozenset(f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys)
     cfg = config_from_dict(tree)
-    check_explicit(given, cfg)
-    cfg, note = size_vocabulary(cfg, given)
-    return Given(cfg, given, (*notes, note) if note else tuple(notes))
+    check_unused_keys(given, cfg)
+    cfg, note = infer_vocab_size(cfg, given)
+    return LoadedRecipe(cfg, given, (*notes, note) if note else tuple(notes))
 
 
-def apply_overrides(tree: Tree, words: Sequence[str]) -> None:
+def apply_overrides(tree: Tree, overrides: Sequence[str]) -> None:
     """Write words of the form `section.key=value` into a tree of sections, in order; `parallel=auto` is as in recipes.
 
     Raises:
         ConfigError: a word has another form, or names no section.
     """
-    for word in words:
+    for word in overrides:
         _apply_override(tree, word)
 
 
@@ -108,15 +108,15 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     problems = _structure_problems(tree)
     filled = _fill_preset(tree, problems)
     try:
-        cfg = _validator().validate_json(json.dumps(filled, default=_not_a_setting), strict=True)
+        cfg = _validator().validate_json(json.dumps(filled, default=_encode_unsupported), strict=True)
     except ValidationError as error:
         for where in dict.fromkeys(item["loc"][:2] for item in error.errors(include_url=False)):
             if len(where) == 2:
                 section, key = str(where[0]), str(where[1])
                 problems.setdefault(f"{section}.{key}", _type_problem(section, key, filled[section][key]))
-        refuse(problems.values())
+        raise_all(problems.values())
         raise
-    refuse(problems.values())
+    raise_all(problems.values())
     return cfg
 
 
@@ -140,7 +140,7 @@ def read_recipe(path: Path) -> Tree:
         ConfigError: the file is missing, unreadable, not text or not TOML.
     """
     try:
-        return parse_toml(read_text(path, RECIPE_BYTES))
+        return parse_toml(read_text(path, MAX_RECIPE_BYTES))
     except FileNotFoundError:
         raise ConfigError(f"recipe {str(path)!r} does not exist{_nearest_recipe(path)}") from None
     except IsADirectoryError:
@@ -162,7 +162,7 @@ def _nearest_recipe(path: Path) -> str:
     folders = [path.parent, path.parent / "recipes"] if path.parent.is_dir() else [Path("."), Path("recipes")]
     found = [file for folder in folders for file in sorted(folder.glob("*.toml")) if file.name != "pyproject.toml"]
     by_stem = {file.stem: file for file in reversed(found)}
-    guess = nearest(path.name.removesuffix(".toml"), by_stem)
+    guess = closest_match(path.name.removesuffix(".toml"), by_stem)
     if guess:
         return f"; did you mean {str(by_stem[guess])!r}?"
     if path.stem in shipped_files():
@@ -172,19 +172,19 @@ def _nearest_recipe(path: Path) -> str:
     return ""
 
 
-def _apply_override(tree: Tree, word: str) -> None:
-    name, equals, text = word.partition("=")
+def _apply_override(tree: Tree, override: str) -> None:
+    name, equals, text = override.partition("=")
     if (name.strip(), text.strip()) == ("parallel", AUTO):
         name = "parallel.mapping"
     section, dot, key = name.strip().partition(".")
     if not equals:
-        raise ConfigError(f"{word!r} is no override; overrides are section.key=value, such as train.lr=1e-3")
+        raise ConfigError(f"{override!r} is no override; overrides are section.key=value, such as train.lr=1e-3")
     if not dot or not key:
         homes = sections_with(section)
-        hint = f"; did you mean {' or '.join(f'{home}.{word}' for home in homes)}?" if homes else ""
-        raise ConfigError(f"override {word!r} names no section{hint or '; overrides are section.key=value'}")
+        hint = f"; did you mean {' or '.join(f'{home}.{override}' for home in homes)}?" if homes else ""
+        raise ConfigError(f"override {override!r} names no section{hint or '; overrides are section.key=value'}")
     if section not in sections():
-        raise ConfigError(f"override {word!r}: {explain_unknown_section(section)}")
+        raise ConfigError(f"override {override!r}: {explain_unknown_section(section)}")
     keys = tree.setdefault(section, {})
     # A recipe with `run = 3` is refused by the validation that follows, whatever the override says.
     if isinstance(keys, dict):
@@ -209,21 +209,23 @@ def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
         if section not in sections():
             problems[section] = explain_unknown_section(section)
         elif not isinstance(keys, dict):
-            problems[section] = f"{section}={_show(keys)} must be a section: write [{section}] and its keys below"
+            problems[section] = (
+                f"{section}={_format_value(keys)} must be a section: write [{section}] and its keys below"
+            )
         else:
             for key, value in keys.items():
                 if key not in key_types(section):
                     problems[f"{section}.{key}"] = explain_unknown_key(section, key)
-                elif fault := value_fault(section, key, key_types(section)[key], value):
-                    problems[f"{section}.{key}"] = f"{section}.{key}={_show(value)} {fault}"
-                elif not _is_exact(value, key_types(section)[key]):
+                elif fault := value_unsupported_reason(section, key, key_types(section)[key], value):
+                    problems[f"{section}.{key}"] = f"{section}.{key}={_format_value(value)} {fault}"
+                elif not _has_exact_type(value, key_types(section)[key]):
                     problems[f"{section}.{key}"] = _type_problem(section, key, value)
     return problems
 
 
-def _is_exact(value: Any, hint: Any) -> bool:
+def _has_exact_type(value: Any, hint: Any) -> bool:
     """Whether a value is finite, shallow and, for a choice, of the choice's own type (to pydantic true is 1)."""
-    if is_absurd(value):
+    if is_oversized(value):
         return False
     if get_origin(hint) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
@@ -255,20 +257,22 @@ def _type_problem(section: str, key: str, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"
     choices = [choice for choice in get_args(key_types(section)[key]) if isinstance(choice, str)]
-    guess = nearest(value, choices) if isinstance(value, str) else None
-    return f"{section}.{key}={_show(value)} must be {expected}" + (f"; did you mean {guess!r}?" if guess else "")
+    guess = closest_match(value, choices) if isinstance(value, str) else None
+    return f"{section}.{key}={_format_value(value)} must be {expected}" + (
+        f"; did you mean {guess!r}?" if guess else ""
+    )
 
 
-def _show(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """A value as the recipe spells it, cut to a readable length."""
     if isinstance(value, bool):
         return str(value).lower()
-    if is_absurd(value):
+    if is_oversized(value):
         return f"({value.bit_length()} bits)" if isinstance(value, int) else "(a list or table)"
     text = repr(value) if isinstance(value, str | int | float | list | dict) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _not_a_setting(value: object) -> dict[str, str]:
+def _encode_unsupported(value: object) -> dict[str, str]:
     """TOML dates and times, which no key takes: an object fails the type of every key."""
     return {"not a setting": str(value)}

@@ -146,7 +146,7 @@ class ModelConfig:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
-    def rotated_size(self) -> int:
+    def rotary_dim(self) -> int:
         """Dims of one head that RoPE turns."""
         return self.qk_rope_head_dim if self.attention == "mla" else round(self.head_size * self.rope_fraction)
 
@@ -158,7 +158,7 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         """Kind of each layer in order, "D" or "M"."""
-        return _kinds_of(self.layer_pattern, self.num_layers)
+        return _expand_layer_kinds(self.layer_pattern, self.num_layers)
 
     @property
     def all_layer_kinds(self) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ class ModelConfig:
         return tuple(i for i, kind in enumerate(self.all_layer_kinds) if kind == "M")
 
     @property
-    def embeds_twice(self) -> bool:
+    def last_stage_needs_embedding(self) -> bool:
         """Whether the last pipeline stage needs the embedding as well as the first."""
         return self.tie_embeddings or self.mtp_layers > 0
 
@@ -187,7 +187,7 @@ class ModelConfig:
 
 
 @lru_cache(maxsize=256)
-def _kinds_of(pattern: str, num_layers: int) -> tuple[str, ...]:
+def _expand_layer_kinds(pattern: str, num_layers: int) -> tuple[str, ...]:
     """The pattern over and over. Kept, as memory formulas ask for it again and again."""
     unit = expand_layer_pattern(pattern)
     return tuple(unit[i % len(unit)] for i in range(num_layers))

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LETTERS = "EtmL"
-MEANING = {"E": "the embedding", "t": "a layer", "m": "a layer of multi-token prediction", "L": "the loss"}
-MAX_PARTS = 100_000
+LETTER_MEANINGS = {"E": "the embedding", "t": "a layer", "m": "a layer of multi-token prediction", "L": "the loss"}
+MAX_SYMBOLS = 100_000
 """More letters and bars than any model has: what a slip of the finger would make a machine count."""
 MAX_DEPTH = 20
 """Of groups within groups."""
@@ -25,7 +25,7 @@ class LayoutSyntaxError(ValueError):
 
 
 @dataclass(frozen=True)
-class Part:
+class LayoutSymbol:
     """One letter or bar of a layout that is spelled out."""
 
     kind: str
@@ -40,65 +40,68 @@ class StageParts:
 
     has_embedding: bool
     layers: range
-    num_further: int
+    num_mtp_layers: int
     """Layers of multi-token prediction."""
     has_loss: bool
 
     @property
     def is_empty(self) -> bool:
         """Whether the stage has no weights."""
-        return not (self.has_embedding or self.layers or self.num_further or self.has_loss)
+        return not (self.has_embedding or self.layers or self.num_mtp_layers or self.has_loss)
 
 
-def spell_out(text: str) -> list[Part]:
+def expand_layout(text: str) -> list[LayoutSymbol]:
     """Expand repetitions and groups.
 
     Raises:
         LayoutSyntaxError: the string is not of the notation.
     """
-    return _Reader(text).read()
+    return _LayoutParser(text).read()
 
 
-def layout_faults(text: str, *, num_layers: int, num_further: int, num_stages: int) -> Iterator[str]:
+def validate_layout(text: str, *, num_layers: int, num_mtp_layers: int, num_stages: int) -> Iterator[str]:
     """What is wrong with a layout for a model and a number of stages, one phrase each, with the position."""
     try:
-        parts = spell_out(text)
+        parts = expand_layout(text)
     except LayoutSyntaxError as error:
         yield str(error)
         return
-    yield from _faults_of_ends(parts)
-    yield from _faults_of_count(parts, "t", num_layers, f"model.num_layers={num_layers}")
-    yield from _faults_of_count(parts, "m", num_further, f"model.mtp_layers={num_further}")
-    yield from _faults_of_order(parts)
+    yield from _validate_ends(parts)
+    yield from _validate_count(parts, "t", num_layers, f"model.num_layers={num_layers}")
+    yield from _validate_count(parts, "m", num_mtp_layers, f"model.mtp_layers={num_mtp_layers}")
+    yield from _validate_mtp_order(parts)
     bars = [part.position for part in parts if part.kind == "|"]
     if len(bars) + 1 != num_stages:
         where = f"the first | too many is at character {bars[num_stages - 1]}" if len(bars) >= num_stages else ""
         yield (
-            f"it has {_counted(len(bars) + 1, 'stage')}, and parallel.pp*parallel.virtual_stages={num_stages}"
+            f"it has {_pluralize(len(bars) + 1, 'stage')}, and parallel.pp*parallel.virtual_stages={num_stages}"
             f"{'; ' + where if where else ''}"
         )
 
 
-def read_layout(text: str) -> tuple[StageParts, ...]:
+def parse_layout(text: str) -> tuple[StageParts, ...]:
     """The stages of a layout that has no faults."""
     stages: list[StageParts] = []
     next_layer = 0
-    for kinds in "".join(part.kind for part in spell_out(text)).split("|"):
+    for kinds in "".join(part.kind for part in expand_layout(text)).split("|"):
         layers = range(next_layer, next_layer + kinds.count("t"))
         next_layer = layers.stop
         stages.append(StageParts("E" in kinds, layers, kinds.count("m"), "L" in kinds))
     return tuple(stages)
 
 
-def write_layout(stages: tuple[StageParts, ...]) -> str:
+def format_layout(stages: tuple[StageParts, ...]) -> str:
     """The shortest usual spelling of some stages: runs of a letter with a count."""
     return "|".join(
-        "E" * stage.has_embedding + _run("t", len(stage.layers)) + _run("m", stage.num_further) + "L" * stage.has_loss
+        "E" * stage.has_embedding
+        + _repeat_letter("t", len(stage.layers))
+        + _repeat_letter("m", stage.num_mtp_layers)
+        + "L" * stage.has_loss
         for stage in stages
     )
 
 
-def even_stages(num_layers: int, num_further: int, num_stages: int) -> tuple[StageParts, ...]:
+def even_stages(num_layers: int, num_mtp_layers: int, num_stages: int) -> tuple[StageParts, ...]:
     """Consecutive layers, as even as possible; the first stages take what is left over."""
     base, extra = divmod(num_layers, num_stages)
     bounds = [0]
@@ -106,105 +109,105 @@ def even_stages(num_layers: int, num_further: int, num_stages: int) -> tuple[Sta
         bounds.append(bounds[-1] + base + (stage < extra))
     last = num_stages - 1
     return tuple(
-        StageParts(i == 0, range(bounds[i], bounds[i + 1]), num_further if i == last else 0, i == last)
+        StageParts(i == 0, range(bounds[i], bounds[i + 1]), num_mtp_layers if i == last else 0, i == last)
         for i in range(num_stages)
     )
 
 
-class _Reader:
+class _LayoutParser:
     """Recursive descent over the characters of a layout."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._at = 0
+        self._cursor = 0
         self._depth = 0
 
-    def read(self) -> list[Part]:
-        parts = self._sequence(opened=None)
+    def read(self) -> list[LayoutSymbol]:
+        parts = self._parse_sequence(opened_at=None)
         if not parts:
             raise LayoutSyntaxError("it is empty; the least is 'EtL'")
         return parts
 
-    def _sequence(self, opened: int | None) -> list[Part]:
-        """Units up to the end of the string, or of the group that `opened` at that character."""
-        parts: list[Part] = []
-        unit: list[Part] | None = None
-        while self._at < len(self._text):
-            char, position = self._text[self._at], self._at + 1
-            self._at += 1
+    def _parse_sequence(self, opened_at: int | None) -> list[LayoutSymbol]:
+        """Units up to the end of the string, or of the group that `opened_at` at that character."""
+        parts: list[LayoutSymbol] = []
+        unit: list[LayoutSymbol] | None = None
+        while self._cursor < len(self._text):
+            char, position = self._text[self._cursor], self._cursor + 1
+            self._cursor += 1
             if char in ", ":
                 unit = None
             elif char == "*":
                 if unit is None:
                     raise LayoutSyntaxError(f"nothing to repeat before '*' at character {position}")
-                count = self._count(position)
-                if len(parts) + len(unit) * (count - 1) > MAX_PARTS:
-                    raise LayoutSyntaxError(f"more than {MAX_PARTS} letters and bars up to character {self._at}")
+                count = self._parse_count(position)
+                if len(parts) + len(unit) * (count - 1) > MAX_SYMBOLS:
+                    raise LayoutSyntaxError(f"more than {MAX_SYMBOLS} letters and bars up to character {self._cursor}")
                 parts += unit * (count - 1)
                 unit = None
             elif char == ")":
-                if opened is None:
+                if opened_at is None:
                     raise LayoutSyntaxError(f"')' at character {position} closes nothing")
                 return parts
             else:
-                unit = self._unit(char, position)
+                unit = self._parse_unit(char, position)
                 parts += unit
-            if len(parts) > MAX_PARTS:
-                raise LayoutSyntaxError(f"more than {MAX_PARTS} letters and bars up to character {self._at}")
-        if opened is not None:
-            raise LayoutSyntaxError(f"'(' at character {opened} is not closed")
+            if len(parts) > MAX_SYMBOLS:
+                raise LayoutSyntaxError(f"more than {MAX_SYMBOLS} letters and bars up to character {self._cursor}")
+        if opened_at is not None:
+            raise LayoutSyntaxError(f"'(' at character {opened_at} is not closed")
         return parts
 
-    def _unit(self, char: str, position: int) -> list[Part]:
+    def _parse_unit(self, char: str, position: int) -> list[LayoutSymbol]:
         if char == "(":
             self._depth += 1
             if self._depth > MAX_DEPTH:
                 raise LayoutSyntaxError(f"more than {MAX_DEPTH} groups within each other at character {position}")
-            group = self._sequence(position)
+            group = self._parse_sequence(position)
             self._depth -= 1
             if not group:
                 raise LayoutSyntaxError(f"an empty group at character {position}")
             return group
         if char in LETTERS or char == "|":
-            return [Part(char, position)]
+            return [LayoutSymbol(char, position)]
         raise LayoutSyntaxError(
             f"unexpected {char!r} at character {position}; use E, t, m, L, | and (...)*n, as in 'Et*3|(tt|)*2tL'"
         )
 
-    def _count(self, star: int) -> int:
-        first = self._at
-        while self._at < len(self._text) and self._text[self._at] in "0123456789":
-            self._at += 1
-        digits = self._text[first : self._at]
+    def _parse_count(self, star: int) -> int:
+        first = self._cursor
+        while self._cursor < len(self._text) and self._text[self._cursor] in "0123456789":
+            self._cursor += 1
+        digits = self._text[first : self._cursor]
         if not digits.strip("0"):
             raise LayoutSyntaxError(f"'*' at character {star} needs a count of at least 1 behind it")
-        if len(digits) > len(str(MAX_PARTS)) or int(digits) > MAX_PARTS:
-            raise LayoutSyntaxError(f"the count {digits} at character {first + 1} is larger than {MAX_PARTS}")
+        if len(digits) > len(str(MAX_SYMBOLS)) or int(digits) > MAX_SYMBOLS:
+            raise LayoutSyntaxError(f"the count {digits} at character {first + 1} is larger than {MAX_SYMBOLS}")
         return int(digits)
 
 
-def _faults_of_ends(parts: list[Part]) -> Iterator[str]:
+def _validate_ends(parts: list[LayoutSymbol]) -> Iterator[str]:
     """One E, first of all; one L, last of all."""
     for kind, index, word in (("E", 0, "first"), ("L", -1, "last")):
         found = [part for part in parts if part.kind == kind]
         if not found:
-            yield f"{kind}, {MEANING[kind]}, is missing; write it at the {'start' if kind == 'E' else 'end'}"
+            yield f"{kind}, {LETTER_MEANINGS[kind]}, is missing; write it at the {'start' if kind == 'E' else 'end'}"
         elif len(found) > 1:
-            yield f"a second {kind} at character {found[1].position}; the model has {MEANING[kind]} once"
+            yield f"a second {kind} at character {found[1].position}; the model has {LETTER_MEANINGS[kind]} once"
         elif parts[index].kind != kind:
             yield f"{kind} at character {found[0].position} must be the {word} of all"
 
 
-def _faults_of_count(parts: list[Part], kind: str, wanted: int, name: str) -> Iterator[str]:
+def _validate_count(parts: list[LayoutSymbol], kind: str, expected: int, name: str) -> Iterator[str]:
     places = [part.position for part in parts if part.kind == kind]
-    if len(places) > wanted:
-        yield f"it has {kind} {len(places)} times, and {name}; the first too many is at character {places[wanted]}"
-    elif len(places) < wanted:
+    if len(places) > expected:
+        yield f"it has {kind} {len(places)} times, and {name}; the first too many is at character {places[expected]}"
+    elif len(places) < expected:
         where = f"behind character {places[-1]}" if places else "before the L"
-        yield f"it has {kind} {len(places)} times, and {name}; add {wanted - len(places)}, {where} for example"
+        yield f"it has {kind} {len(places)} times, and {name}; add {expected - len(places)}, {where} for example"
 
 
-def _faults_of_order(parts: list[Part]) -> Iterator[str]:
+def _validate_mtp_order(parts: list[LayoutSymbol]) -> Iterator[str]:
     """Layers of multi-token prediction come behind all others, on the stage of the loss, whose head they share."""
     further = [i for i, part in enumerate(parts) if part.kind == "m"]
     if not further:
@@ -223,9 +226,9 @@ def _faults_of_order(parts: list[Part]) -> Iterator[str]:
         )
 
 
-def _run(letter: str, count: int) -> str:
+def _repeat_letter(letter: str, count: int) -> str:
     return letter * count if count < 4 else f"{letter}*{count}"
 
 
-def _counted(n: int, noun: str) -> str:
+def _pluralize(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

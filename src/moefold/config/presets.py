@@ -5,7 +5,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from moefold.config.keys import nearest
+from moefold.config.keys import closest_match
 from moefold.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def load_preset(name: str) -> dict[str, Any]:
         ConfigError: there is no preset of this name.
     """
     if name not in preset_names():
-        guess = nearest(name, preset_names(), cutoff=0.5)
+        guess = closest_match(name, preset_names(), cutoff=0.5)
         hint = f"did you mean {guess!r}? The" if guess else "the"
         raise ConfigError(f"model.preset={name!r} is unknown; {hint} presets are {', '.join(preset_names())}")
     return tomllib.loads(_read(name))

@@ -9,7 +9,7 @@ from itertools import chain
 
 from moefold.config import model_schema, schema
 from moefold.config.keys import default_of, describe_type, key_types, sections
-from moefold.config.limits import LARGEST, LARGEST_INTEGER, LARGEST_NUMBER, MOST_CHARACTERS, MOST_MICRO_BATCHES
+from moefold.config.limits import MAX_BY_KEY, MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
 from moefold.config.presets import preset_names, preset_summary
 
 
@@ -78,24 +78,24 @@ def recipe_page() -> str:
         "## Largest values",
         "",
         "Every number has a bound far above what any machine runs, so that a slip of the finger is answered at once.",
-        f"Where the table names none, integers are at most {LARGEST_INTEGER} and other numbers at most",
-        f"{LARGEST_NUMBER:.0e}, either sign; a string has at most {MOST_CHARACTERS} characters, and a data-parallel",
-        f"rank at most {MOST_MICRO_BATCHES} micro-batches in a step.",
+        f"Where the table names none, integers are at most {MAX_INTEGER} and other numbers at most",
+        f"{MAX_NUMBER:.0e}, either sign; a string has at most {MAX_CHARACTERS} characters, and a data-parallel",
+        f"rank at most {MAX_MICRO_BATCHES} micro-batches in a step.",
         "",
         "| largest | keys |",
         "| --- | --- |",
     ]
-    lines += [f"| {most} | {', '.join(f'`{key}`' for key in keys)} |" for most, keys in _by_bound().items()]
+    lines += [f"| {most} | {', '.join(f'`{key}`' for key in keys)} |" for most, keys in _keys_by_max().items()]
     lines += ["", "## Presets", "", "`model.preset` fills the [model] keys that the recipe leaves out.", ""]
     lines += ["| preset | what it is |", "| --- | --- |"]
     lines += [f"| `{name}` | {preset_summary(name)} |" for name in preset_names()]
     return "\n".join(lines) + "\n"
 
 
-def _by_bound() -> dict[int, list[str]]:
+def _keys_by_max() -> dict[int, list[str]]:
     """The keys that have a bound of their own, by the bound, largest first."""
     found: dict[int, list[str]] = {}
-    for key, most in sorted(LARGEST.items(), key=lambda item: -item[1]):
+    for key, most in sorted(MAX_BY_KEY.items(), key=lambda item: -item[1]):
         found.setdefault(most, []).append(key)
     return found
 

@@ -12,9 +12,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from moefold.bounded_read import SCHEDULE_BYTES, read_bytes
-from moefold.config.action import Action, Row, ScheduleRows
-from moefold.config.schedule_walk import alone, waits_for_ever
+from moefold.bounded_read import MAX_SCHEDULE_BYTES, read_bytes
+from moefold.config.action import Action, ScheduleRow, ScheduleTable
+from moefold.config.schedule_walk import find_deadlock, one_per_slot
 from moefold.errors import ConfigError
 
 CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
@@ -22,7 +22,7 @@ OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 EXAMPLE = "such as 0F0, 1B0, 1I0 or 1W0"
 
 
-def read_schedule(path: str, pp: int, virtual_stages: int, num_micro_batches: int | None = None) -> ScheduleRows:
+def read_schedule(path: str, pp: int, virtual_stages: int, num_micro_batches: int | None = None) -> ScheduleTable:
     """Read and prove a schedule.
 
     Args:
@@ -47,29 +47,29 @@ def read_schedule(path: str, pp: int, virtual_stages: int, num_micro_batches: in
             "choose train.global_batch_size = micro_batch_size*dp times as many, or another file"
         )
     _check_complete(name, rows, len(ranks), count)
-    if stuck := waits_for_ever([alone(row) for row in rows]):
+    if stuck := find_deadlock([one_per_slot(row) for row in rows]):
         rank, (waiting,) = stuck
         raise ConfigError(
             f"{name} never ends: rank {rank} waits for ever before {waiting}, because what it needs comes later; "
             "reorder the rows"
         )
-    return ScheduleRows(rows, ranks)
+    return ScheduleTable(rows, ranks)
 
 
-def _read(name: str, path: str) -> tuple[Row, ...]:
+def _read(name: str, path: str) -> tuple[ScheduleRow, ...]:
     try:
-        text = read_bytes(Path(path), SCHEDULE_BYTES).decode("utf-8")
+        text = read_bytes(Path(path), MAX_SCHEDULE_BYTES).decode("utf-8")
         cells = [row for row in csv.reader(io.StringIO(text, newline="")) if any(cell.strip() for cell in row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no CSV file"
         raise ConfigError(f"{name} cannot be read: {reason}; docs/pipeline.md describes such a file") from None
     return tuple(
-        tuple(action for column, cell in enumerate(row) for action in _actions(name, cell.strip(), rank, column))
+        tuple(action for column, cell in enumerate(row) for action in _parse_cell(name, cell.strip(), rank, column))
         for rank, row in enumerate(cells)
     )
 
 
-def _actions(name: str, cell: str, rank: int, column: int) -> Row:
+def _parse_cell(name: str, cell: str, rank: int, column: int) -> ScheduleRow:
     overlap = OVERLAP.fullmatch(cell)
     words = overlap.group(1).split(";") if overlap else [cell] if cell else []
     actions = []
@@ -81,7 +81,7 @@ def _actions(name: str, cell: str, rank: int, column: int) -> Row:
     return tuple(actions)
 
 
-def _stage_ranks(name: str, rows: Sequence[Row], pp: int, virtual_stages: int) -> tuple[int, ...]:
+def _stage_ranks(name: str, rows: Sequence[ScheduleRow], pp: int, virtual_stages: int) -> tuple[int, ...]:
     owner: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
@@ -103,7 +103,7 @@ def _stage_ranks(name: str, rows: Sequence[Row], pp: int, virtual_stages: int) -
     return tuple(owner[stage] for stage in sorted(owner))
 
 
-def _check_complete(name: str, rows: Sequence[Row], num_stages: int, num_micro_batches: int) -> None:
+def _check_complete(name: str, rows: Sequence[ScheduleRow], num_stages: int, num_micro_batches: int) -> None:
     """Every stage does F and either B, or I and W, with every micro-batch, once each."""
     seen: dict[tuple[int, int], list[str]] = {}
     for row in rows:

@@ -7,16 +7,16 @@ flight, so that the planner can ask for thousands of mappings.
 from collections import Counter, deque
 from functools import lru_cache
 
-from moefold.config.action import Action, Row, ScheduleRows, SlotRow
+from moefold.config.action import Action, ScheduleRow, ScheduleTable, SlotRow
 from moefold.config.checks_model import has_moe_layers
-from moefold.config.paired_schedule import actions, dualpipev_row, paired_rows, slots
+from moefold.config.paired_schedule import dualpipev_row, overlapped_rows, to_slot, to_slot_row
 from moefold.config.schedule_file import read_schedule
-from moefold.config.schedule_walk import alone
+from moefold.config.schedule_walk import one_per_slot
 from moefold.config.schedules import stage_ranks
 from moefold.config.schema import Config
 
 
-def schedule_rows(cfg: Config) -> ScheduleRows:
+def build_schedule_table(cfg: Config) -> ScheduleTable:
     """What each pipeline rank does in a step, in order, without the sending. With pp=1, micro-batch after micro-batch.
 
     Raises:
@@ -24,27 +24,27 @@ def schedule_rows(cfg: Config) -> ScheduleRows:
     """
     p, count = cfg.parallel, cfg.num_micro_batches
     if p.pp == 1 and p.schedule != "csv":
-        return ScheduleRows((_one_by_one(count),), (0,))
+        return ScheduleTable((_single_stage_row(count),), (0,))
     if p.schedule == "csv":
         return read_schedule(p.schedule_csv, p.pp, p.virtual_stages, count)
     rows = tuple(rank_row(p.schedule, rank, p.pp, p.virtual_stages, count) for rank in range(p.pp))
-    return ScheduleRows(rows, stage_ranks(p))
+    return ScheduleTable(rows, stage_ranks(p))
 
 
 def schedule_slots(cfg: Config) -> tuple[SlotRow, ...]:
     """The same with what begins together: pairs, where experts' communication is hidden.
 
     Raises:
-        ConfigError: as of `schedule_rows`.
+        ConfigError: as of `build_schedule_table`.
     """
     p = cfg.parallel
     if p.overlap_experts and has_moe_layers(cfg.model):
-        return tuple(map(slots, paired_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)))
-    return tuple(map(alone, schedule_rows(cfg).rows))
+        return tuple(map(to_slot_row, overlapped_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)))
+    return tuple(map(one_per_slot, build_schedule_table(cfg).rows))
 
 
 @lru_cache(maxsize=4096)
-def rank_row(schedule: str, rank: int, pp: int, chunks: int, count: int) -> Row:
+def rank_row(schedule: str, rank: int, pp: int, chunks: int, count: int) -> ScheduleRow:
     """The work of one pipeline rank.
 
     Args:
@@ -56,30 +56,30 @@ def rank_row(schedule: str, rank: int, pp: int, chunks: int, count: int) -> Row:
     """
     match schedule:
         case "gpipe":
-            work = _Work()
+            work = _RowBuilder()
             work.add(rank, "F" * count)
             work.add(rank, "B" * count)
         case "1f1b":
-            work = _Work()
+            work = _RowBuilder()
             ahead = min(count, pp - rank)
             work.add(rank, "F" * ahead + "BF" * (count - ahead) + "B" * ahead)
         case "interleaved" | "zero-bubble":
-            work = _interleaved(rank, pp, chunks, count, splits=schedule == "zero-bubble")
+            work = _interleaved(rank, pp, chunks, count, splits_backward=schedule == "zero-bubble")
         case "zbv":
             work = _zbv(rank, pp, count)
         case "dualpipev":
             # Pairs stand one after the other.
-            return tuple(action for work in dualpipev_row(pp, rank, count) for action in actions(work))
+            return tuple(action for work in dualpipev_row(pp, rank, count) for action in to_slot(work))
         case _:
             raise ValueError(f"no order is known for schedule {schedule!r}")
     return tuple(action for action in work.row if action.micro_batch < count)
 
 
-def _one_by_one(count: int) -> Row:
+def _single_stage_row(count: int) -> ScheduleRow:
     return tuple(Action(0, kind, i) for i in range(count) for kind in "FB")
 
 
-class _Work:
+class _RowBuilder:
     """A row under construction: each kind of work of a stage takes its micro-batches in order."""
 
     def __init__(self) -> None:
@@ -96,37 +96,37 @@ class _Work:
                 self._next[stage, "W"] += 1
 
 
-def _interleaved(rank: int, pp: int, chunks: int, count: int, *, splits: bool) -> _Work:
+def _interleaved(rank: int, pp: int, chunks: int, count: int, *, splits_backward: bool) -> _RowBuilder:
     """Interleaved 1F1B (arXiv:2104.04473), or ZB1P (arXiv:2401.10241) if the backward pass is split."""
     per_round = count // max(1, count // pp)
     total = chunks * count
-    ahead = min((chunks - 1) * per_round + (1 if splits else 2) * (pp - 1 - rank), total)
+    ahead = min((chunks - 1) * per_round + (1 if splits_backward else 2) * (pp - 1 - rank), total)
 
     def stage_of(step: int, *, backward: bool) -> int:
         chunk = step // per_round % chunks
         return (chunks - 1 - chunk if backward else chunk) * pp + rank
 
-    work, waiting = _Work(), deque[int]()
+    work, waiting = _RowBuilder(), deque[int]()
     for step in range(total + ahead):
         if step < total:
             work.add(stage_of(step, backward=False), "F")
         if step < ahead:
             continue
         stage = stage_of(step - ahead, backward=True)
-        work.add(stage, "I" if splits else "B")
+        work.add(stage, "I" if splits_backward else "B")
         waiting.append(stage)
-        if splits and step - ahead >= rank:
+        if splits_backward and step - ahead >= rank:
             work.add(waiting.popleft(), "W")
-    while splits and waiting:
+    while splits_backward and waiting:
         work.add(waiting.popleft(), "W")
     return work
 
 
-def _zbv(rank: int, pp: int, count: int) -> _Work:
+def _zbv(rank: int, pp: int, count: int) -> _RowBuilder:
     """The V-shaped schedule without bubbles of arXiv:2401.10241; what lies beyond `count` is dropped by the caller."""
     first, second = rank, 2 * pp - 1 - rank
     count = max(2 * pp - 1, count)
-    work = _Work()
+    work = _RowBuilder()
     work.add(first, "F" * (2 * (pp - rank) - 1))
     for _ in range(rank):
         work.add(second, "F")

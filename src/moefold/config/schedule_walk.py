@@ -6,21 +6,21 @@ together, when both have what they need.
 
 from collections.abc import Iterator, Sequence
 
-from moefold.config.action import Made, Row, Slot, SlotRow
+from moefold.config.action import ActionResult, ScheduleRow, Slot, SlotRow
 
 
-def alone(row: Row) -> SlotRow:
+def one_per_slot(row: ScheduleRow) -> SlotRow:
     """Each action in a slot of its own."""
     return tuple((action,) for action in row)
 
 
-def walk(rows: Sequence[SlotRow]) -> Iterator[tuple[int, Slot]]:
+def execute_order(rows: Sequence[SlotRow]) -> Iterator[tuple[int, Slot]]:
     """Yield every slot with its rank, each behind all that it needs; end where no rank can go on.
 
     Nothing but a rank's own row and what others made decides when it can: any order of visits gets as far.
     """
     num_stages = 1 + max((action.stage for row in rows for slot in row for action in slot), default=0)
-    made: set[Made] = set()
+    made: set[ActionResult] = set()
     begun = [0] * len(rows)
     is_moving = True
     while is_moving:
@@ -28,18 +28,18 @@ def walk(rows: Sequence[SlotRow]) -> Iterator[tuple[int, Slot]]:
         for rank, row in enumerate(rows):
             while begun[rank] < len(row):
                 slot = row[begun[rank]]
-                if not all(need in made for action in slot for need in action.needs(num_stages)):
+                if not all(need in made for action in slot for need in action.consumes(num_stages)):
                     break
                 yield rank, slot
-                made.update(action.makes for action in slot)
+                made.update(action.produces for action in slot)
                 begun[rank] += 1
                 is_moving = True
 
 
-def waits_for_ever(rows: Sequence[SlotRow]) -> tuple[int, Slot] | None:
+def find_deadlock(rows: Sequence[SlotRow]) -> tuple[int, Slot] | None:
     """The first rank that cannot end, because what it needs comes later, and the slot before which it waits."""
     begun = [0] * len(rows)
-    for rank, _ in walk(rows):
+    for rank, _ in execute_order(rows):
         begun[rank] += 1
     stuck = (rank for rank, row in enumerate(rows) if begun[rank] < len(row))
     return next(((rank, rows[rank][begun[rank]]) for rank in stuck), None)

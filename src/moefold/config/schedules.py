@@ -12,7 +12,7 @@ Placement = Literal["loop", "v", "file"]
 class ScheduleKind:
     """The traits of a schedule."""
 
-    chunks: tuple[int, int | None]
+    virtual_stage_bounds: tuple[int, int | None]
     """Fewest and most virtual stages."""
     placement: Placement
     """loop: stage s on pipeline rank s mod pp. v: rank r has stages r and 2*pp-1-r. file: the CSV file says."""
@@ -45,5 +45,5 @@ def stage_ranks(p: ParallelConfig) -> tuple[int, ...]:
     if placement == "file":
         from moefold.config.schedule_file import read_schedule
 
-        return read_schedule(p.schedule_csv, p.pp, p.virtual_stages).ranks
+        return read_schedule(p.schedule_csv, p.pp, p.virtual_stages).stage_to_rank
     return tuple(stage % p.pp for stage in range(p.pp * p.virtual_stages))

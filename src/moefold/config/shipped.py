@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-COMPANIONS = {"sft": ("conversations.jsonl",)}
+EXTRA_FILES = {"sft": ("conversations.jsonl",)}
 """Files that a recipe reads, by its name."""
 TEMPLATES = {"slurm": "slurm.sbatch"}
 """Files that are no recipes, by name."""
-PATHS = (
+PATH_KEYS = (
     ("data", "path"),
     ("data", "tokenizer"),
     ("data", "chat_template"),
@@ -29,13 +29,13 @@ def shipped_files() -> dict[str, tuple[Path, ...]]:
     """Return the files of each recipe or template by its name; the first is the one to use."""
     folder = shipped_folder()
     files = {
-        path.stem: (path, *(folder / more for more in COMPANIONS.get(path.stem, ()))) for path in folder.glob("*.toml")
+        path.stem: (path, *(folder / more for more in EXTRA_FILES.get(path.stem, ()))) for path in folder.glob("*.toml")
     }
     files |= {name: (folder / file,) for name, file in TEMPLATES.items() if (folder / file).is_file()}
     return dict(sorted(files.items()))
 
 
-def find_beside(tree: dict[str, object], folder: Path) -> None:
+def resolve_recipe_paths(tree: dict[str, object], folder: Path) -> None:
     """Turn the paths of a recipe that exist relative to its own folder into paths of these files, in place.
 
     What does not exist there is left as it is, relative to the current folder.
@@ -44,14 +44,18 @@ def find_beside(tree: dict[str, object], folder: Path) -> None:
         tree: the sections of the recipe, unchecked.
         folder: where the recipe is.
     """
-    for section, key in PATHS:
+    for section, key in PATH_KEYS:
         keys = tree.get(section)
         if isinstance(keys, dict) and key in keys:
             value = keys[key]
-            keys[key] = [_beside(path, folder) for path in value] if isinstance(value, list) else _beside(value, folder)
+            keys[key] = (
+                [_resolve_path(path, folder) for path in value]
+                if isinstance(value, list)
+                else _resolve_path(value, folder)
+            )
 
 
-def _beside(path: object, folder: Path) -> object:
+def _resolve_path(path: object, folder: Path) -> object:
     if not isinstance(path, str) or not path or "\0" in path:
         return path
     found = folder / path

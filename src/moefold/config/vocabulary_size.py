@@ -8,11 +8,11 @@ from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
-ROWS = 64
+VOCAB_MULTIPLE = 64
 """The rows are a multiple of this, which tensor parallelism of any usual degree divides, and which kernels like."""
 
 
-def size_vocabulary(cfg: Config, given: frozenset[str]) -> tuple[Config, str]:
+def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config, str]:
     """Take model.vocab_size from data.tokenizer where neither the recipe, an override nor a preset gives it.
 
     The size is that of the tokenizer or the default, whichever is larger, rounded up to a multiple of 64 and of
@@ -20,7 +20,7 @@ def size_vocabulary(cfg: Config, given: frozenset[str]) -> tuple[Config, str]:
 
     Args:
         cfg: a valid recipe.
-        given: the keys that the recipe and the overrides set, as "section.key".
+        explicit_keys: the keys that the recipe and the overrides set, as "section.key".
 
     Returns:
         The recipe, and what was changed in words; empty if nothing was.
@@ -29,7 +29,7 @@ def size_vocabulary(cfg: Config, given: frozenset[str]) -> tuple[Config, str]:
         ConfigError: the tokenizer.json is missing or broken.
     """
     data, model = cfg.data, cfg.model
-    if data.tokenizer in ("", "bytes") or data.kind == "synthetic" or "model.vocab_size" in given:
+    if data.tokenizer in ("", "bytes") or data.kind == "synthetic" or "model.vocab_size" in explicit_keys:
         return cfg, ""
     if model.preset and "vocab_size" in load_preset(model.preset):
         return cfg, ""
@@ -41,7 +41,7 @@ def size_vocabulary(cfg: Config, given: frozenset[str]) -> tuple[Config, str]:
         num_ids = JsonTokenizer(existing_path("data.tokenizer", data.tokenizer)).vocab_size
     except ConfigError as error:
         raise ConfigError(f"{error}; model.vocab_size is not set, so its size is read from the tokenizer") from error
-    multiple = math.lcm(ROWS, max(1, cfg.parallel.tp))
+    multiple = math.lcm(VOCAB_MULTIPLE, max(1, cfg.parallel.tp))
     size = math.ceil(max(num_ids, default_of("model", "vocab_size")) / multiple) * multiple
     if size == model.vocab_size:
         return cfg, ""

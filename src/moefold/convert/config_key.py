@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeGuard
 
-from moefold.config.layer_pattern import ATTENTION_KINDS, LAYER_KINDS, MOST_LAYERS, expand_layer_pattern
+from moefold.config.layer_pattern import ATTENTION_KINDS, LAYER_KINDS, MAX_LAYERS, expand_layer_pattern
 from moefold.config.schema import ModelConfig
 from moefold.errors import ConfigError
 
 Json = Mapping[str, Any]
 REQUIRED = object()
-_NUMBER_LIMIT = 2**53
+_MAX_NUMBER = 2**53
 """Numbers of a config.json are smaller, so that they are the same in either type."""
 _TYPES: dict[str, Any] = {field.name: type(field.default) for field in fields(ModelConfig)}
 
 
-class Entry(Protocol):
+class ConfigField(Protocol):
     """One line of a family's description."""
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """Keys of [model]; ConfigError where config.json lacks one or asks for what moefold does not compute."""
         ...
 
@@ -31,65 +31,65 @@ class Entry(Protocol):
 
 
 @dataclass(frozen=True)
-class Same:
+class Renamed:
     """The same number or switch under two names. What an absent or null key means is `default`."""
 
-    theirs: str
-    ours: str
+    hf_key: str
+    key: str
     default: Any = REQUIRED
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """Convert to the type of our key, exactly."""
-        value = theirs.get(self.theirs)
+        value = hf_config.get(self.hf_key)
         if value is None:
             if self.default is REQUIRED:
-                raise ConfigError(f"config.json lacks {self.theirs}")
+                raise ConfigError(f"config.json lacks {self.hf_key}")
             value = self.default
-        kind = _TYPES[self.ours]
+        kind = _TYPES[self.key]
         is_number = isinstance(value, int | float) and isinstance(value, bool) == (kind is bool)
         # Neither nan nor inf is below the limit.
-        if not is_number or not abs(value) < _NUMBER_LIMIT or value != kind(value):
-            raise ConfigError(f"config.json has {self.theirs}={value!r}, which should be {_word(kind)}")
-        return {self.ours: kind(value)}
+        if not is_number or not abs(value) < _MAX_NUMBER or value != kind(value):
+            raise ConfigError(f"config.json has {self.hf_key}={value!r}, which should be {_type_description(kind)}")
+        return {self.key: kind(value)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """As it stands."""
-        return {self.theirs: getattr(model, self.ours)}
+        return {self.hf_key: getattr(model, self.key)}
 
 
 @dataclass(frozen=True)
-class Only:
+class AllowedValues:
     """A key of config.json with the values that moefold computes, the first of which is written.
 
     A key that is absent means the first as well.
     """
 
-    theirs: str
+    hf_key: str
     values: tuple[Any, ...]
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """Refuse other values."""
-        value = theirs.get(self.theirs, self.values[0])
+        value = hf_config.get(self.hf_key, self.values[0])
         if value not in self.values:
             legal = " or ".join(map(repr, self.values))
-            raise ConfigError(f"config.json has {self.theirs}={value!r}, which moefold does not compute; only {legal}")
+            raise ConfigError(f"config.json has {self.hf_key}={value!r}, which moefold does not compute; only {legal}")
         return {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """The first value."""
-        return {self.theirs: self.values[0]}
+        return {self.hf_key: self.values[0]}
 
 
 @dataclass(frozen=True)
-class Always:
+class Constant:
     """A key of [model] that the family has by its nature."""
 
-    ours: str
+    key: str
     value: Any
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """The value."""
-        return {self.ours: self.value}
+        return {self.key: self.value}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Nothing: their code knows."""
@@ -100,10 +100,10 @@ class Always:
 class KeyValueHeads:
     """num_key_value_heads; absent, as many as query heads."""
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """Query groups."""
-        heads = theirs.get("num_attention_heads")
-        return Same("num_key_value_heads", "num_query_groups", heads).read(theirs)
+        heads = hf_config.get("num_attention_heads")
+        return Renamed("num_key_value_heads", "num_query_groups", heads).read(hf_config)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """As it stands."""
@@ -116,9 +116,9 @@ class HeadSize:
 
     default: int = 0
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """Width of a head."""
-        return Same("head_dim", "head_dim", self.default).read(theirs)
+        return Renamed("head_dim", "head_dim", self.default).read(hf_config)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Always spelled out."""
@@ -126,37 +126,37 @@ class HeadSize:
 
 
 @dataclass(frozen=True)
-class Rope:
+class RopeParameters:
     """The rotary embedding: `rope_parameters`, or, in older folders, `rope_theta` and `rope_scaling`."""
 
     theta: float
     is_required: bool = False
     """Whether an absent one means something else than no stretch, and is refused."""
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """Base and stretch."""
         # transformers takes the older one where both are given.
-        given = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
+        given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
         if not given and self.is_required:
             raise ConfigError("config.json lacks rope_parameters")
         if not isinstance(given, Mapping):
             raise ConfigError(f"config.json has rope_parameters={given!r}, which should be an object")
         found: dict[str, Any] = {"rope_theta": self.theta, "rope_type": "default"}
-        found |= {"rope_theta": theirs["rope_theta"]} if theirs.get("rope_theta") is not None else {}
+        found |= {"rope_theta": hf_config["rope_theta"]} if hf_config.get("rope_theta") is not None else {}
         found |= {"rope_type": given["type"]} if "type" in given else {}
         found |= given
         kind = found["rope_type"]
-        if found.get("partial_rotary_factor", theirs.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        if found.get("partial_rotary_factor", hf_config.get("partial_rotary_factor")) not in (None, 1, 1.0):
             raise ConfigError("config.json has a partial_rotary_factor, which moefold does not read for this family")
-        keys = Same("rope_theta", "rope_theta").read(found)
+        keys = Renamed("rope_theta", "rope_theta").read(found)
         if kind == "default":
             return keys
-        if not isinstance(kind, str) or kind not in _STRETCHES:
-            legal = ", ".join(map(repr, ("default", *_STRETCHES)))
+        if not isinstance(kind, str) or kind not in _ROPE_SCALINGS:
+            legal = ", ".join(map(repr, ("default", *_ROPE_SCALINGS)))
             raise ConfigError(f"config.json has rope_type={kind!r}, which moefold does not compute; only {legal}")
         # transformers takes the context of the model for the original one where none is given.
-        found.setdefault("original_max_position_embeddings", theirs.get("max_position_embeddings"))
-        read = [entry.read(found) for entry in _STRETCHES[kind]]
+        found.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings"))
+        read = [entry.read(found) for entry in _ROPE_SCALINGS[kind]]
         return {**keys, "rope_scaling": kind, **{key: value for part in read for key, value in part.items()}}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -164,31 +164,31 @@ class Rope:
         if model.rope_scaling == "none":
             return {"rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"}}
         values: dict[str, Any] = {"rope_type": model.rope_scaling, "rope_theta": model.rope_theta}
-        for entry in _STRETCHES[model.rope_scaling]:
-            if entry.default is REQUIRED or getattr(model, entry.ours) != entry.default:
+        for entry in _ROPE_SCALINGS[model.rope_scaling]:
+            if entry.default is REQUIRED or getattr(model, entry.key) != entry.default:
                 values |= entry.write(model)
         return {"rope_parameters": values}
 
 
-_FACTOR = Same("factor", "rope_scaling_factor")
-_ORIGINAL = Same("original_max_position_embeddings", "rope_original_seq_len")
-_STRETCHES: dict[str, tuple[Same, ...]] = {
+_FACTOR = Renamed("factor", "rope_scaling_factor")
+_ORIGINAL_SEQ_LEN = Renamed("original_max_position_embeddings", "rope_original_seq_len")
+_ROPE_SCALINGS: dict[str, tuple[Renamed, ...]] = {
     "linear": (_FACTOR,),
     "llama3": (
         _FACTOR,
-        _ORIGINAL,
-        Same("low_freq_factor", "rope_low_freq_factor"),
-        Same("high_freq_factor", "rope_high_freq_factor"),
+        _ORIGINAL_SEQ_LEN,
+        Renamed("low_freq_factor", "rope_low_freq_factor"),
+        Renamed("high_freq_factor", "rope_high_freq_factor"),
     ),
     "yarn": (
         _FACTOR,
-        _ORIGINAL,
-        Same("beta_fast", "rope_beta_fast", 32.0),
-        Same("beta_slow", "rope_beta_slow", 1.0),
-        Same("truncate", "rope_truncate", True),
-        Same("attention_factor", "rope_attention_factor", 0.0),
-        Same("mscale", "rope_mscale", 0.0),
-        Same("mscale_all_dim", "rope_mscale_all_dim", 0.0),
+        _ORIGINAL_SEQ_LEN,
+        Renamed("beta_fast", "rope_beta_fast", 32.0),
+        Renamed("beta_slow", "rope_beta_slow", 1.0),
+        Renamed("truncate", "rope_truncate", True),
+        Renamed("attention_factor", "rope_attention_factor", 0.0),
+        Renamed("mscale", "rope_mscale", 0.0),
+        Renamed("mscale_all_dim", "rope_mscale_all_dim", 0.0),
     ),
 }
 """What each stretch has beside the base, under the keys of `rope_parameters`."""
@@ -198,16 +198,20 @@ _STRETCHES: dict[str, tuple[Same, ...]] = {
 class SparseLayers:
     """Which layers have experts: `mlp_only_layers`, and every `decoder_sparse_step`-th of the others."""
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """The layer pattern."""
-        count, step, dense = _layers(theirs), theirs.get("decoder_sparse_step"), theirs.get("mlp_only_layers")
+        count, step, dense = (
+            _num_layers(hf_config),
+            hf_config.get("decoder_sparse_step"),
+            hf_config.get("mlp_only_layers"),
+        )
         step, dense = 1 if step is None else step, [] if dense is None else dense
-        if not _is_whole(step) or step < 1:
+        if not _is_int(step) or step < 1:
             raise ConfigError(f"config.json has decoder_sparse_step={step!r}, which should be a whole number from 1 on")
-        if not isinstance(dense, list) or not all(map(_is_whole, dense)):
+        if not isinstance(dense, list) or not all(map(_is_int, dense)):
             raise ConfigError(f"config.json has mlp_only_layers={dense!r}, which should be a list of whole numbers")
         kinds = ["D" if i in dense or (i + 1) % step else "M" for i in range(count)]
-        return {"layer_pattern": short_pattern("".join(kinds))}
+        return {"layer_pattern": shorten_pattern("".join(kinds))}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """The dense layers one by one."""
@@ -216,15 +220,15 @@ class SparseLayers:
 
 
 @dataclass(frozen=True)
-class FirstDense:
+class FirstKDense:
     """`first_k_dense_replace`: so many dense layers come first, all others have experts."""
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """The layer pattern."""
-        dense, count = theirs.get("first_k_dense_replace") or 0, _layers(theirs)
-        if not _is_whole(dense) or not 0 <= dense < count:
+        dense, count = hf_config.get("first_k_dense_replace") or 0, _num_layers(hf_config)
+        if not _is_int(dense) or not 0 <= dense < count:
             raise ConfigError(f"config.json has first_k_dense_replace={dense!r} of num_hidden_layers={count!r}")
-        return {"layer_pattern": short_pattern("D" * dense + "M" * (count - dense))}
+        return {"layer_pattern": shorten_pattern("D" * dense + "M" * (count - dense))}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """The dense layers in front."""
@@ -236,10 +240,10 @@ class FirstDense:
 class SharedExperts:
     """`n_shared_experts` of the width of a routed one, which together are one wide expert."""
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """Their common width."""
-        count, width = theirs.get("n_shared_experts"), theirs.get("moe_intermediate_size")
-        if not _is_whole(count) or not _is_whole(width) or count < 1:
+        count, width = hf_config.get("n_shared_experts"), hf_config.get("moe_intermediate_size")
+        if not _is_int(count) or not _is_int(width) or count < 1:
             raise ConfigError(f"config.json has n_shared_experts={count!r} of moe_intermediate_size={width!r}")
         return {"shared_expert_ffn_hidden_size": count * width}
 
@@ -252,9 +256,9 @@ class SharedExperts:
 class GatedSharedExpert:
     """`shared_expert_intermediate_size` of Qwen2-MoE, whose shared expert has a gate."""
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """Its width. For 0 transformers makes, and expects in the files, tensors of width 0 and a gate of nothing."""
-        found = Same("shared_expert_intermediate_size", "shared_expert_ffn_hidden_size").read(theirs)
+        found = Renamed("shared_expert_intermediate_size", "shared_expert_ffn_hidden_size").read(hf_config)
         width = found["shared_expert_ffn_hidden_size"]
         if width < 1:
             raise ConfigError(
@@ -269,15 +273,15 @@ class GatedSharedExpert:
 
 
 @dataclass(frozen=True)
-class FurtherLayers:
+class MTPLayers:
     """`num_nextn_predict_layers`, which transformers 5 also spells num_mtp_layers."""
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """So many layers of multi-token prediction; absent, one."""
-        keys = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if theirs.get(key) is not None]
-        found = Same(keys[0] if keys else "num_nextn_predict_layers", "mtp_layers", 1).read(theirs)
-        if not 0 <= found["mtp_layers"] <= MOST_LAYERS:
-            raise ConfigError(f"config.json has {keys[0]}={found['mtp_layers']}, which should be 0 to {MOST_LAYERS}")
+        keys = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if hf_config.get(key) is not None]
+        found = Renamed(keys[0] if keys else "num_nextn_predict_layers", "mtp_layers", 1).read(hf_config)
+        if not 0 <= found["mtp_layers"] <= MAX_LAYERS:
+            raise ConfigError(f"config.json has {keys[0]}={found['mtp_layers']}, which should be 0 to {MAX_LAYERS}")
         return found
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -286,12 +290,12 @@ class FurtherLayers:
 
 
 @dataclass(frozen=True)
-class QueryLatent:
+class QueryLoraRank:
     """`q_lora_rank`, null where queries come straight from the hidden state."""
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """The width of the latent, 0 for none."""
-        return Same("q_lora_rank", "q_lora_rank", 0).read(theirs)
+        return Renamed("q_lora_rank", "q_lora_rank", 0).read(hf_config)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Null for none."""
@@ -304,14 +308,17 @@ class RouterGroups:
 
     has_method: bool = False
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """Groups of experts, and how many of them a token may choose from."""
-        method = theirs.get("topk_method") or "greedy"
+        method = hf_config.get("topk_method") or "greedy"
         if self.has_method and method not in ("greedy", "group_limited_greedy"):
             raise ConfigError(f"config.json has topk_method={method!r}, which moefold does not compute")
-        if (self.has_method and method == "greedy") or (theirs.get("n_group") or 1) == 1:
+        if (self.has_method and method == "greedy") or (hf_config.get("n_group") or 1) == 1:
             return {}
-        groups = {**Same("n_group", "num_groups").read(theirs), **Same("topk_group", "top_groups").read(theirs)}
+        groups = {
+            **Renamed("n_group", "num_groups").read(hf_config),
+            **Renamed("topk_group", "top_groups").read(hf_config),
+        }
         # All groups are no choice of groups.
         return {} if groups["num_groups"] == groups["top_groups"] else groups
 
@@ -324,20 +331,20 @@ class RouterGroups:
 
 
 @dataclass(frozen=True)
-class WindowLayers:
+class SlidingWindowLayers:
     """`layer_types` and `sliding_window`; without types, windows and full attention in turn, as in gpt-oss."""
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """The attention pattern and the window."""
-        count, window = _layers(theirs), theirs.get("sliding_window", 128)
+        count, window = _num_layers(hf_config), hf_config.get("sliding_window", 128)
         words = {"sliding_attention": "W", "full_attention": "F"}
-        kinds = theirs.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(count)]
+        kinds = hf_config.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(count)]
         if not isinstance(kinds, list) or len(kinds) != count or any(kind not in list(words) for kind in kinds):
             raise ConfigError(f"config.json has layer_types={kinds!r}, which moefold does not compute")
-        pattern = short_pattern("".join(words[kind] for kind in kinds), ATTENTION_KINDS)
+        pattern = shorten_pattern("".join(words[kind] for kind in kinds), ATTENTION_KINDS)
         if "W" not in pattern:
             return {"attention_pattern": pattern, "sliding_window": 0}
-        size = Same("sliding_window", "sliding_window").read({"sliding_window": window})
+        size = Renamed("sliding_window", "sliding_window").read({"sliding_window": window})
         return {"attention_pattern": pattern, **size}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -347,12 +354,12 @@ class WindowLayers:
 
 
 @dataclass(frozen=True)
-class AllHeads:
+class MultiHeadKeyValue:
     """num_key_value_heads of an attention that has as many as query heads."""
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """Refuse another number."""
-        return Only("num_key_value_heads", (theirs.get("num_attention_heads"), None)).read(theirs)
+        return AllowedValues("num_key_value_heads", (hf_config.get("num_attention_heads"), None)).read(hf_config)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """As many."""
@@ -360,12 +367,12 @@ class AllHeads:
 
 
 @dataclass(frozen=True)
-class AllLayers:
+class UniformLayers:
     """All layers are of one kind."""
 
     kind: str
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """The layer pattern."""
         return {"layer_pattern": self.kind}
 
@@ -375,12 +382,12 @@ class AllLayers:
 
 
 @dataclass(frozen=True)
-class FullAttention:
+class NoSlidingWindow:
     """`layer_types`, where it is there, has no window."""
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """Refuse windows."""
-        kinds = theirs.get("layer_types") or ["full_attention"]
+        kinds = hf_config.get("layer_types") or ["full_attention"]
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             raise ConfigError(
                 f"config.json has layer_types={kinds!r}, which moefold does not compute; only 'full_attention'"
@@ -393,14 +400,14 @@ class FullAttention:
 
 
 @dataclass(frozen=True)
-class TopKNormalised:
+class NormTopKProb:
     """norm_topk_prob of a softmax router: whether the chosen probabilities are made to sum to 1; absent, `default`."""
 
     default: bool
 
-    def read(self, theirs: Json) -> dict[str, Any]:
+    def read(self, hf_config: Json) -> dict[str, Any]:
         """Softmax over all experts, or over the chosen ones, which is the same as normalising."""
-        is_normalised = theirs.get("norm_topk_prob", self.default)
+        is_normalised = hf_config.get("norm_topk_prob", self.default)
         if not isinstance(is_normalised, bool | None):
             raise ConfigError(f"config.json has norm_topk_prob={is_normalised!r}, which should be true or false")
         return {"router_softmax": "post" if is_normalised else "pre"}
@@ -410,7 +417,7 @@ class TopKNormalised:
         return {"norm_topk_prob": model.router_softmax == "post"}
 
 
-def short_pattern(kinds: str, alphabet: str = LAYER_KINDS) -> str:
+def shorten_pattern(kinds: str, alphabet: str = LAYER_KINDS) -> str:
     """The shortest layer pattern that spells the kind of every layer: "DMMMMM" -> "DM5", "DMDM" -> "DM"."""
     for size in range(1, len(kinds)):
         if all(kind == kinds[i % size] for i, kind in enumerate(kinds)):
@@ -425,16 +432,16 @@ def short_pattern(kinds: str, alphabet: str = LAYER_KINDS) -> str:
     return spelled
 
 
-def _layers(theirs: Json) -> int:
-    count = theirs.get("num_hidden_layers")
-    if not isinstance(count, int) or not _is_whole(count) or not 1 <= count <= MOST_LAYERS:
-        raise ConfigError(f"config.json has num_hidden_layers={count!r}, which should be 1 to {MOST_LAYERS}")
+def _num_layers(hf_config: Json) -> int:
+    count = hf_config.get("num_hidden_layers")
+    if not isinstance(count, int) or not _is_int(count) or not 1 <= count <= MAX_LAYERS:
+        raise ConfigError(f"config.json has num_hidden_layers={count!r}, which should be 1 to {MAX_LAYERS}")
     return count
 
 
-def _is_whole(value: Any) -> TypeGuard[int]:
+def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _word(kind: Any) -> str:
+def _type_description(kind: Any) -> str:
     return {bool: "true or false", int: "a whole number"}.get(kind, "a number")

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moefold.convert.new_folder import new_folder_fault
+from moefold.convert.new_folder import new_folder_unsupported_reason
 from moefold.errors import ConfigError
-from moefold.launch.crew import Crew
+from moefold.launch.crew import World
 
 
 @contextmanager
-def drafted(final: Path, crew: Crew) -> Iterator[Path]:
+def atomic_directory(final: Path, world: World) -> Iterator[Path]:
     """Inside, a folder to write into, the same for all processes. It gets its name at the end, or is removed.
 
     Collective: every process enters and leaves. One that fails removes the folder, with the parents that were made for
@@ -20,15 +20,15 @@ def drafted(final: Path, crew: Crew) -> Iterator[Path]:
     Raises:
         ConfigError: `final` exists, or the disk refuses to hold it.
     """
-    agree(crew, new_folder_fault(final) if crew.is_first else "")
+    raise_on_all_ranks(world, new_folder_unsupported_reason(final) if world.is_rank0 else "")
     draft = final.absolute().with_name(f".{final.absolute().name}.partial")
     # Of the first process, for all: another one may see the parents made already.
-    parents: list[Path] = crew.gather(_missing_parents(draft))[0]
+    parents: list[Path] = world.all_gather_object(_missing_parents(draft))[0]
     try:
-        agree(crew, _begin(final, draft) if crew.is_first else "")
+        raise_on_all_ranks(world, _create_tmp_dir(final, draft) if world.is_rank0 else "")
         yield draft
-        agree(crew, "")
-        if crew.is_first:
+        raise_on_all_ranks(world, "")
+        if world.is_rank0:
             draft.rename(final)
     except BaseException as error:
         # No word to the others: they may be in the middle of anything. The launcher ends them.
@@ -39,16 +39,16 @@ def drafted(final: Path, crew: Crew) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise ConfigError(f"{str(final)!r} cannot be written: {error.strerror or error}") from error
         raise
-    agree(crew, "")
+    raise_on_all_ranks(world, "")
 
 
-def agree(crew: Crew, fault: str) -> None:
+def raise_on_all_ranks(world: World, reason: str) -> None:
     """Raise the fault of any process on all of them; collective.
 
     Raises:
         ConfigError: a process brought a fault.
     """
-    faults = [found for found in crew.gather(fault) if found]
+    faults = [found for found in world.all_gather_object(reason) if found]
     if faults:
         raise ConfigError(faults[0])
 
@@ -58,10 +58,10 @@ def _missing_parents(path: Path) -> list[Path]:
     return [parent for parent in path.parents if not parent.exists()]
 
 
-def _begin(final: Path, draft: Path) -> str:
+def _create_tmp_dir(final: Path, tmp_dir: Path) -> str:
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+        shutil.rmtree(tmp_dir, ignore_errors=True)
+        tmp_dir.mkdir(parents=True)
     except OSError as error:
         return f"{str(final)!r} cannot be written: {error.strerror}"
     return ""

@@ -3,47 +3,47 @@
 from pathlib import Path
 
 from moefold.checkpoint.folder import locate_checkpoint
-from moefold.checkpoint.sound import refuse_cut
-from moefold.convert.companions import tokenizer_fault
+from moefold.checkpoint.sound import check_file_sizes
+from moefold.convert.companions import tokenizer_unsupported_reason
 from moefold.convert.hf_config import read_model_config
-from moefold.convert.new_folder import new_folder_fault
-from moefold.convert.start_check import model_in
+from moefold.convert.new_folder import new_folder_unsupported_reason
+from moefold.convert.start_check import read_model
 from moefold.errors import ConfigError
-from moefold.launch.place import Place
+from moefold.launch.place import RankEnv
 
 
-def check_import(folder: Path, out: Path, place: Place | None, *, needs_tokenizer: bool) -> None:
+def check_import(folder: Path, out: Path, rank_env: RankEnv | None, *, needs_tokenizer: bool) -> None:
     """Check the config and the tokenizer of a Hugging Face folder, and that the checkpoint can be made.
 
     Raises:
         ConfigError: the first fault.
     """
     read_model_config(folder)
-    if needs_tokenizer and (fault := tokenizer_fault(folder, NO_TOKENIZER)):
+    if needs_tokenizer and (fault := tokenizer_unsupported_reason(folder, NO_TOKENIZER_HINT)):
         raise ConfigError(fault)
-    check_out(out, place)
+    check_out(out, rank_env)
 
 
-def check_export(checkpoint: Path, out: Path, place: Place | None) -> None:
+def check_export(checkpoint: Path, out: Path, rank_env: RankEnv | None) -> None:
     """Check the description of a checkpoint and the sizes of its files, and that the folder can be made.
 
     Raises:
         ConfigError: the first fault.
     """
     found = locate_checkpoint(checkpoint)
-    refuse_cut(found)
-    model_in(found)
-    check_out(out, place)
+    check_file_sizes(found)
+    read_model(found)
+    check_out(out, rank_env)
 
 
-def check_out(out: Path, place: Place | None) -> None:
+def check_out(out: Path, rank_env: RankEnv | None) -> None:
     """Check that a result has a name of its own; the first rank does.
 
     Raises:
         ConfigError: it exists already, or could not be made.
     """
-    if (place is None or place.rank == 0) and (fault := new_folder_fault(out)):
+    if (rank_env is None or rank_env.rank == 0) and (fault := new_folder_unsupported_reason(out)):
         raise ConfigError(fault)
 
 
-NO_TOKENIZER = "say --no-tokenizer to train on token ids"
+NO_TOKENIZER_HINT = "say --no-tokenizer to train on token ids"

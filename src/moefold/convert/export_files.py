@@ -7,92 +7,97 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
-from moefold.bounded_read import INDEX_BYTES, read_json
+from moefold.bounded_read import MAX_INDEX_BYTES, read_json
 from moefold.config.schema import ModelConfig
-from moefold.convert.compare import work_order
+from moefold.convert.compare import group_by_parameters
 from moefold.convert.further_layer import (
-    APART_FILES,
+    IGNORED_BY_TRANSFORMERS,
     INDEX_FILE,
-    PASSED_BY_TRANSFORMERS,
+    MTP_FILES,
     SINGLE_FILE,
-    further_numbers,
-    is_further,
+    is_mtp_tensor,
+    mtp_layer_numbers,
 )
 from moefold.convert.manifest import Manifest
-from moefold.convert.piece import Plan
-from moefold.convert.safetensors_file import DTYPES, Layout
+from moefold.convert.piece import StateDictMapping
+from moefold.convert.safetensors_file import DTYPES, FileLayout
 
-SHARD_BYTES = 5_000_000_000
+MAX_SHARD_BYTES = 5_000_000_000
 """Files are at most so large, or hold one tensor: the limit of transformers."""
-MODEL_STEM, APART_STEM = "model", "moefold-mtp"
+MODEL_STEM, MTP_STEM = "model", "moefold-mtp"
 
-Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+TensorSpecs = Mapping[str, tuple[str, tuple[int, ...]]]
 """Type, as the format spells it, and shape by name, in the order of a file."""
 
 
-def export_files(
-    plan: Plan, dtypes: Mapping[str, str], model: ModelConfig, kept: Manifest | None, shard_bytes: int, apart: bool
-) -> dict[str, Tensors]:
+def assign_shards(
+    mapping: StateDictMapping,
+    dtypes: Mapping[str, str],
+    model: ModelConfig,
+    imported: Manifest | None,
+    shard_bytes: int,
+    separates_mtp: bool,
+) -> dict[str, TensorSpecs]:
     """The tensors of each file, in its order.
 
     Args:
-        plan: the tensors.
+        mapping: the tensors.
         dtypes: their types, as the format spells them.
         model: says which of them are of multi-token prediction.
-        kept: of an imported folder whose files are to come back; None, or of other tensors: they are cut anew, in the
+        imported: of an imported folder whose files are to come back; None, or of other tensors: they are cut anew, in the
             order of the model.
         shard_bytes: largest new file; 0 for a single one.
-        apart: whether the layers of multi-token prediction have new files of their own, which no index names.
+        separates_mtp: whether the layers of multi-token prediction have new files of their own, which no index names.
     """
-    tensors = {name: (dtypes[name], shape) for name, shape in plan.their_shapes.items()}
-    known = {} if kept is None else {name: listed for name, listed in kept.tensors.items() if name in tensors}
+    tensors = {name: (dtypes[name], shape) for name, shape in mapping.hf_shapes.items()}
+    known = {} if imported is None else {name: listed for name, listed in imported.tensors.items() if name in tensors}
     if known.keys() == tensors.keys():
         found: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
         for name, listed in known.items():
             found.setdefault(listed.file, {})[name] = tensors[name]
         return dict(found)
-    names = [name for group in work_order(plan) for name in group]
-    behind = {name for name in names if apart and is_further(name, model.num_layers)}
-    files = _cut((name for name in names if name not in behind), tensors, shard_bytes, MODEL_STEM)
-    return files | _cut((name for name in names if name in behind), tensors, shard_bytes, APART_STEM)
+    names = [name for group in group_by_parameters(mapping) for name in group]
+    behind = {name for name in names if separates_mtp and is_mtp_tensor(name, model.num_layers)}
+    files = _split_shards((name for name in names if name not in behind), tensors, shard_bytes, MODEL_STEM)
+    return files | _split_shards((name for name in names if name in behind), tensors, shard_bytes, MTP_STEM)
 
 
-def belongs_apart(model: ModelConfig) -> bool:
+def needs_mtp_file(model: ModelConfig) -> bool:
     """Whether transformers would report the layers of multi-token prediction as unexpected, found among the others."""
-    return any(number not in PASSED_BY_TRANSFORMERS for number in further_numbers(model))
+    return any(number not in IGNORED_BY_TRANSFORMERS for number in mtp_layer_numbers(model))
 
 
-def is_apart(file: str) -> bool:
+def is_mtp_file(file: str) -> bool:
     """Whether a file is one of those that no index names."""
-    return fnmatch(file, APART_FILES)
+    return fnmatch(file, MTP_FILES)
 
 
-def write_index(draft: Path, layouts: Mapping[str, Layout], came: Path | None) -> None:
+def write_index(tmp_dir: Path, layouts: Mapping[str, FileLayout], sidecar_dir: Path | None) -> None:
     """Write the index of several files; the one that came with the weights where it says the same."""
-    inside = {name: layout for name, layout in layouts.items() if not is_apart(name)}
+    inside = {name: layout for name, layout in layouts.items() if not is_mtp_file(name)}
     if list(inside) == [SINGLE_FILE]:
         return
     places = {name: stored for layout in inside.values() for name, stored in layout.tensors.items()}
     weight_map = {name: stored.file.name for name, stored in places.items()}
     size = sum(stored.num_bytes for stored in places.values())
-    if came is not None and _says((came / INDEX_FILE), weight_map, size):
-        shutil.copyfile(came / INDEX_FILE, draft / INDEX_FILE)
+    if sidecar_dir is not None and _index_matches((sidecar_dir / INDEX_FILE), weight_map, size):
+        shutil.copyfile(sidecar_dir / INDEX_FILE, tmp_dir / INDEX_FILE)
         return
     count = sum(math.prod(stored.shape) for stored in places.values())
     index = {"metadata": {"total_parameters": count, "total_size": size}, "weight_map": weight_map}
-    (draft / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (tmp_dir / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _says(index: Path, weight_map: Mapping[str, str], size: int) -> bool:
+def _index_matches(index: Path, weight_map: Mapping[str, str], size: int) -> bool:
     """Whether an index names these places, and no other size than this."""
     try:
-        found = read_json(index, INDEX_BYTES)
+        found = read_json(index, MAX_INDEX_BYTES)
         return bool(found["weight_map"] == weight_map and found.get("metadata", {}).get("total_size", size) == size)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def _cut(names: Iterable[str], tensors: Tensors, shard_bytes: int, stem: str) -> dict[str, Tensors]:
+def _split_shards(names: Iterable[str], tensors: TensorSpecs, shard_bytes: int, stem: str) -> dict[str, TensorSpecs]:
     shards: list[list[str]] = []
     filled = 0
     for name in names:

@@ -12,29 +12,29 @@ from typing import Any
 
 from moefold.config.schema import ModelConfig
 from moefold.convert.config_key import (
-    AllHeads,
-    AllLayers,
-    Always,
-    Entry,
-    FirstDense,
-    FullAttention,
-    FurtherLayers,
+    AllowedValues,
+    ConfigField,
+    Constant,
+    FirstKDense,
     GatedSharedExpert,
     HeadSize,
     KeyValueHeads,
-    Only,
-    QueryLatent,
-    Rope,
+    MTPLayers,
+    MultiHeadKeyValue,
+    NormTopKProb,
+    NoSlidingWindow,
+    QueryLoraRank,
+    Renamed,
+    RopeParameters,
     RouterGroups,
-    Same,
     SharedExperts,
+    SlidingWindowLayers,
     SparseLayers,
-    TopKNormalised,
-    WindowLayers,
+    UniformLayers,
 )
-from moefold.convert.tensor_row import AllExperts, EachExpert, Equal, Interleaved, Row
+from moefold.convert.tensor_row import InterleavedTensor, PerExpertTensors, RenamedTensor, StackedExperts, TensorRule
 
-Table = Mapping[str, Row]
+TensorRules = Mapping[str, TensorRule]
 
 
 @dataclass(frozen=True)
@@ -44,47 +44,47 @@ class Family:
     Attributes:
         name: its `model_type`.
         architecture: the class of transformers that computes it.
-        entries: what the keys of config.json mean.
+        config_fields: what the keys of config.json mean.
         layouts: for each layout of the experts, the table of all tensors.
-        absent: what keys mean that a config.json lacks, as the configuration class has it, where the entries read
+        default_keys: what keys mean that a config.json lacks, as the configuration class has it, where the entries read
             null as something else.
         has_mtp: whether layers of multi-token prediction may follow the others.
-        unused: tensors that some folders hold and nothing reads, as regular expressions.
+        ignored_tensors: tensors that some folders hold and nothing reads, as regular expressions.
     """
 
     name: str
     architecture: str
-    entries: tuple[Entry, ...]
-    layouts: tuple[Table, ...]
-    absent: Mapping[str, Any] = field(default_factory=dict)
+    config_fields: tuple[ConfigField, ...]
+    layouts: tuple[TensorRules, ...]
+    default_keys: Mapping[str, Any] = field(default_factory=dict)
     has_mtp: bool = False
-    unused: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    ignored_tensors: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
-    def is_unused(self, name: str) -> bool:
+    def is_ignored(self, name: str) -> bool:
         """Whether a tensor of a folder is one that nothing reads."""
-        return any(re.fullmatch(pattern, name) for pattern in self.unused)
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored_tensors)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """The keys of config.json that say what is computed."""
         keys: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
-        for entry in self.entries:
+        for entry in self.config_fields:
             keys |= entry.write(model)
         return keys
 
 
-def _layer(rows: Mapping[str, str]) -> dict[str, Row]:
-    return {f"layers.{{l}}.{ours}": Equal(f"model.layers.{{l}}.{theirs}") for ours, theirs in rows.items()}
+def _layer_rules(names: Mapping[str, str]) -> dict[str, TensorRule]:
+    return {f"layers.{{l}}.{ours}": RenamedTensor(f"model.layers.{{l}}.{theirs}") for ours, theirs in names.items()}
 
 
-def _table(*parts: Mapping[str, Row]) -> dict[str, Row]:
+def _merge_rules(*parts: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
     return {ours: row for part in parts for ours, row in part.items()}
 
 
-_BACKBONE: dict[str, Row] = {
-    "embedding.weight": Equal("model.embed_tokens.weight"),
-    "head.norm.weight": Equal("model.norm.weight"),
-    "head.weight": Equal("lm_head.weight"),
-    **_layer(
+_BACKBONE: dict[str, TensorRule] = {
+    "embedding.weight": RenamedTensor("model.embed_tokens.weight"),
+    "head.norm.weight": RenamedTensor("model.norm.weight"),
+    "head.weight": RenamedTensor("lm_head.weight"),
+    **_layer_rules(
         {
             "attention_norm.weight": "input_layernorm.weight",
             "ffn_norm.weight": "post_attention_layernorm.weight",
@@ -95,37 +95,37 @@ _BACKBONE: dict[str, Row] = {
         }
     ),
 }
-_BIASES = _layer({f"attention.b{x}": f"self_attn.{x}_proj.bias" for x in "qkv"})
-_HEAD_NORMS = _layer(
+_BIASES = _layer_rules({f"attention.b{x}": f"self_attn.{x}_proj.bias" for x in "qkv"})
+_HEAD_NORMS = _layer_rules(
     {"attention.query_norm.weight": "self_attn.q_norm.weight", "attention.key_norm.weight": "self_attn.k_norm.weight"}
 )
-_DENSE_FFN = _layer({f"ffn.w_{x}": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")})
-_ROUTER = _layer({"ffn.router.weight": "mlp.gate.weight"})
-_SHARED_EXPERT = _layer(
+_DENSE_FFN = _layer_rules({f"ffn.w_{x}": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")})
+_ROUTER = _layer_rules({"ffn.router.weight": "mlp.gate.weight"})
+_SHARED_EXPERT = _layer_rules(
     {
         **{f"ffn.shared.w_{x}": f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up", "down")},
         "ffn.shared_gate": "mlp.shared_expert_gate.weight",
     }
 )
 _EXPERTS = "layers.{l}.ffn.experts.w_"
-EACH_EXPERT: dict[str, Row] = {
-    f"{_EXPERTS}{x}": EachExpert(f"model.layers.{{l}}.mlp.experts.{{e}}.{x}_proj.weight")
+PER_EXPERT: dict[str, TensorRule] = {
+    f"{_EXPERTS}{x}": PerExpertTensors(f"model.layers.{{l}}.mlp.experts.{{e}}.{x}_proj.weight")
     for x in ("gate", "up", "down")
 }
-ALL_EXPERTS: dict[str, Row] = {
-    f"{_EXPERTS}gate": AllExperts("model.layers.{l}.mlp.experts.gate_up_proj", 0),
-    f"{_EXPERTS}up": AllExperts("model.layers.{l}.mlp.experts.gate_up_proj", 1),
-    f"{_EXPERTS}down": AllExperts("model.layers.{l}.mlp.experts.down_proj"),
+STACKED_EXPERTS: dict[str, TensorRule] = {
+    f"{_EXPERTS}gate": StackedExperts("model.layers.{l}.mlp.experts.gate_up_proj", 0),
+    f"{_EXPERTS}up": StackedExperts("model.layers.{l}.mlp.experts.gate_up_proj", 1),
+    f"{_EXPERTS}down": StackedExperts("model.layers.{l}.mlp.experts.down_proj"),
 }
 """How transformers 5 has the experts in memory; some tools write them so."""
 
-_MIXTRAL_EXPERTS: dict[str, Row] = {
-    f"{_EXPERTS}{ours}": EachExpert(f"model.layers.{{l}}.block_sparse_moe.experts.{{e}}.{theirs}.weight")
+_MIXTRAL_EXPERTS: dict[str, TensorRule] = {
+    f"{_EXPERTS}{ours}": PerExpertTensors(f"model.layers.{{l}}.block_sparse_moe.experts.{{e}}.{theirs}.weight")
     for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
 
 
-_LATENT = _layer(
+_MLA = _layer_rules(
     {
         "attention.wq_down": "self_attn.q_a_proj.weight",
         "attention.query_norm.weight": "self_attn.q_a_layernorm.weight",
@@ -139,7 +139,7 @@ _LATENT = _layer(
 )
 
 
-_FURTHER_TOKEN = _layer(
+_MTP = _layer_rules(
     {
         "embedding_norm.weight": "enorm.weight",
         "hidden_norm.weight": "hnorm.weight",
@@ -149,7 +149,7 @@ _FURTHER_TOKEN = _layer(
 )
 """What a layer of multi-token prediction has beside those of an ordinary one."""
 
-_GPT_OSS = _layer(
+_GPT_OSS = _layer_rules(
     {
         "attention.bo": "self_attn.o_proj.bias",
         "attention.sinks": "self_attn.sinks",
@@ -160,39 +160,39 @@ _GPT_OSS = _layer(
     }
 )
 _GPT_OSS |= {
-    f"layers.{{l}}.ffn.experts.{ours}_{kind}": Interleaved(f"model.layers.{{l}}.mlp.experts.{theirs}", part)
+    f"layers.{{l}}.ffn.experts.{ours}_{kind}": InterleavedTensor(f"model.layers.{{l}}.mlp.experts.{theirs}", part)
     for ours, theirs in (("w", "gate_up_proj"), ("b", "gate_up_proj_bias"))
     for part, kind in enumerate(("gate", "up"))
 }
 
 
-def _sizes(*, norm_eps: float, rope_theta: float, head_size: int = 0) -> tuple[Entry, ...]:
+def _sizes(*, norm_eps: float, rope_theta: float, head_size: int = 0) -> tuple[ConfigField, ...]:
     """What the families with plain attention have, with what an absent key means in this one."""
     return (*_backbone_sizes(norm_eps, rope_theta), KeyValueHeads(), HeadSize(head_size))
 
 
-def _backbone_sizes(norm_eps: float, rope_theta: float) -> tuple[Entry, ...]:
+def _backbone_sizes(norm_eps: float, rope_theta: float) -> tuple[ConfigField, ...]:
     """What all families have."""
     return (
-        Same("num_hidden_layers", "num_layers"),
-        Same("hidden_size", "hidden_size"),
-        Same("num_attention_heads", "num_attention_heads"),
-        Same("vocab_size", "vocab_size"),
-        Same("rms_norm_eps", "norm_eps", norm_eps),
-        Same("tie_word_embeddings", "tie_embeddings", False),
-        Same("initializer_range", "init_std", 0.02),
-        Rope(rope_theta),
-        Only("hidden_act", ("silu",)),
+        Renamed("num_hidden_layers", "num_layers"),
+        Renamed("hidden_size", "hidden_size"),
+        Renamed("num_attention_heads", "num_attention_heads"),
+        Renamed("vocab_size", "vocab_size"),
+        Renamed("rms_norm_eps", "norm_eps", norm_eps),
+        Renamed("tie_word_embeddings", "tie_embeddings", False),
+        Renamed("initializer_range", "init_std", 0.02),
+        RopeParameters(rope_theta),
+        AllowedValues("hidden_act", ("silu",)),
     )
 
 
-_NO_WINDOW: tuple[Entry, ...] = (Only("use_sliding_window", (False, None)), FullAttention())
-_QWEN_EXPERTS: tuple[Entry, ...] = (
+_NO_WINDOW: tuple[ConfigField, ...] = (AllowedValues("use_sliding_window", (False, None)), NoSlidingWindow())
+_QWEN_EXPERTS: tuple[ConfigField, ...] = (
     SparseLayers(),
-    Same("intermediate_size", "ffn_hidden_size"),
-    Same("num_experts_per_tok", "top_k"),
-    Same("moe_intermediate_size", "moe_ffn_hidden_size"),
-    TopKNormalised(default=False),
+    Renamed("intermediate_size", "ffn_hidden_size"),
+    Renamed("num_experts_per_tok", "top_k"),
+    Renamed("moe_intermediate_size", "moe_ffn_hidden_size"),
+    NormTopKProb(default=False),
 )
 
 
@@ -200,34 +200,34 @@ _QWEN_EXPERTS: tuple[Entry, ...] = (
 class _NumExperts:
     """num_experts, which transformers 5 also spells num_local_experts."""
 
-    written: str
+    hf_key: str
 
-    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Either."""
-        names = [name for name in ("num_experts", "num_local_experts") if theirs.get(name) is not None]
-        return Same(names[0] if names else self.written, "num_experts").read(theirs)
+        names = [name for name in ("num_experts", "num_local_experts") if hf_config.get(name) is not None]
+        return Renamed(names[0] if names else self.hf_key, "num_experts").read(hf_config)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """The one that the released folders have."""
-        return {self.written: model.num_experts}
+        return {self.hf_key: model.num_experts}
 
 
-_DEEPSEEK: tuple[Entry, ...] = (
+_DEEPSEEK: tuple[ConfigField, ...] = (
     *_backbone_sizes(1e-6, 1e4),
-    AllHeads(),
-    Always("attention", "mla"),
-    QueryLatent(),
-    Same("kv_lora_rank", "kv_lora_rank"),
-    Same("qk_nope_head_dim", "qk_nope_head_dim"),
-    Same("qk_rope_head_dim", "qk_rope_head_dim"),
-    Same("v_head_dim", "v_head_dim"),
-    Only("attention_bias", (False,)),
-    FirstDense(),
-    Only("moe_layer_freq", (1,)),
-    Same("intermediate_size", "ffn_hidden_size"),
-    Same("n_routed_experts", "num_experts"),
-    Same("num_experts_per_tok", "top_k"),
-    Same("moe_intermediate_size", "moe_ffn_hidden_size"),
+    MultiHeadKeyValue(),
+    Constant("attention", "mla"),
+    QueryLoraRank(),
+    Renamed("kv_lora_rank", "kv_lora_rank"),
+    Renamed("qk_nope_head_dim", "qk_nope_head_dim"),
+    Renamed("qk_rope_head_dim", "qk_rope_head_dim"),
+    Renamed("v_head_dim", "v_head_dim"),
+    AllowedValues("attention_bias", (False,)),
+    FirstKDense(),
+    AllowedValues("moe_layer_freq", (1,)),
+    Renamed("intermediate_size", "ffn_hidden_size"),
+    Renamed("n_routed_experts", "num_experts"),
+    Renamed("num_experts_per_tok", "top_k"),
+    Renamed("moe_intermediate_size", "moe_ffn_hidden_size"),
     SharedExperts(),
 )
 
@@ -239,12 +239,12 @@ FAMILIES = {
             "LlamaForCausalLM",
             (
                 *_sizes(norm_eps=1e-6, rope_theta=1e4),
-                AllLayers("D"),
-                Same("intermediate_size", "ffn_hidden_size"),
-                Only("attention_bias", (False,)),
-                Only("mlp_bias", (False,)),
+                UniformLayers("D"),
+                Renamed("intermediate_size", "ffn_hidden_size"),
+                AllowedValues("attention_bias", (False,)),
+                AllowedValues("mlp_bias", (False,)),
             ),
-            (_table(_BACKBONE, _DENSE_FFN),),
+            (_merge_rules(_BACKBONE, _DENSE_FFN),),
         ),
         Family(
             "qwen2",
@@ -252,12 +252,12 @@ FAMILIES = {
             (
                 *_sizes(norm_eps=1e-6, rope_theta=1e4),
                 *_NO_WINDOW,
-                AllLayers("D"),
-                Same("intermediate_size", "ffn_hidden_size"),
-                Always("qkv_bias", True),
+                UniformLayers("D"),
+                Renamed("intermediate_size", "ffn_hidden_size"),
+                Constant("qkv_bias", True),
             ),
-            (_table(_BACKBONE, _BIASES, _DENSE_FFN),),
-            absent={"num_key_value_heads": 32},
+            (_merge_rules(_BACKBONE, _BIASES, _DENSE_FFN),),
+            default_keys={"num_key_value_heads": 32},
         ),
         Family(
             "qwen3",
@@ -265,31 +265,33 @@ FAMILIES = {
             (
                 *_sizes(norm_eps=1e-6, rope_theta=1e4, head_size=128),
                 *_NO_WINDOW,
-                AllLayers("D"),
-                Same("intermediate_size", "ffn_hidden_size"),
-                Only("attention_bias", (False,)),
-                Always("qk_norm", True),
+                UniformLayers("D"),
+                Renamed("intermediate_size", "ffn_hidden_size"),
+                AllowedValues("attention_bias", (False,)),
+                Constant("qk_norm", True),
             ),
-            (_table(_BACKBONE, _HEAD_NORMS, _DENSE_FFN),),
-            absent={"num_key_value_heads": 32},
+            (_merge_rules(_BACKBONE, _HEAD_NORMS, _DENSE_FFN),),
+            default_keys={"num_key_value_heads": 32},
         ),
         Family(
             "mixtral",
             "MixtralForCausalLM",
             (
                 *_sizes(norm_eps=1e-5, rope_theta=1e6),
-                AllLayers("M"),
+                UniformLayers("M"),
                 _NumExperts("num_local_experts"),
-                Same("num_experts_per_tok", "top_k", 2),
-                Same("intermediate_size", "moe_ffn_hidden_size"),
-                Always("router_softmax", "post"),
-                Only("sliding_window", (None,)),
+                Renamed("num_experts_per_tok", "top_k", 2),
+                Renamed("intermediate_size", "moe_ffn_hidden_size"),
+                Constant("router_softmax", "post"),
+                AllowedValues("sliding_window", (None,)),
             ),
             (
-                _table(_BACKBONE, _layer({"ffn.router.weight": "block_sparse_moe.gate.weight"}), _MIXTRAL_EXPERTS),
-                _table(_BACKBONE, _ROUTER, ALL_EXPERTS),
+                _merge_rules(
+                    _BACKBONE, _layer_rules({"ffn.router.weight": "block_sparse_moe.gate.weight"}), _MIXTRAL_EXPERTS
+                ),
+                _merge_rules(_BACKBONE, _ROUTER, STACKED_EXPERTS),
             ),
-            absent={"num_key_value_heads": 8},
+            default_keys={"num_key_value_heads": 8},
         ),
         Family(
             "qwen2_moe",
@@ -300,13 +302,13 @@ FAMILIES = {
                 *_QWEN_EXPERTS,
                 _NumExperts("num_experts"),
                 GatedSharedExpert(),
-                Same("qkv_bias", "qkv_bias", True),
+                Renamed("qkv_bias", "qkv_bias", True),
             ),
             tuple(
-                _table(_BACKBONE, _BIASES, _DENSE_FFN, _ROUTER, _SHARED_EXPERT, experts)
-                for experts in (EACH_EXPERT, ALL_EXPERTS)
+                _merge_rules(_BACKBONE, _BIASES, _DENSE_FFN, _ROUTER, _SHARED_EXPERT, experts)
+                for experts in (PER_EXPERT, STACKED_EXPERTS)
             ),
-            absent={"num_key_value_heads": 16},
+            default_keys={"num_key_value_heads": 16},
         ),
         Family(
             "qwen3_moe",
@@ -316,30 +318,31 @@ FAMILIES = {
                 *_NO_WINDOW,
                 *_QWEN_EXPERTS,
                 _NumExperts("num_experts"),
-                Only("attention_bias", (False,)),
-                Always("qk_norm", True),
+                AllowedValues("attention_bias", (False,)),
+                Constant("qk_norm", True),
             ),
             tuple(
-                _table(_BACKBONE, _HEAD_NORMS, _DENSE_FFN, _ROUTER, experts) for experts in (EACH_EXPERT, ALL_EXPERTS)
+                _merge_rules(_BACKBONE, _HEAD_NORMS, _DENSE_FFN, _ROUTER, experts)
+                for experts in (PER_EXPERT, STACKED_EXPERTS)
             ),
-            absent={"num_key_value_heads": 4},
+            default_keys={"num_key_value_heads": 4},
         ),
         Family(
             "olmoe",
             "OlmoeForCausalLM",
             (
                 *_sizes(norm_eps=1e-5, rope_theta=1e4),
-                AllLayers("M"),
+                UniformLayers("M"),
                 _NumExperts("num_experts"),
-                Same("num_experts_per_tok", "top_k"),
-                Same("intermediate_size", "moe_ffn_hidden_size"),
-                TopKNormalised(default=False),
-                Only("attention_bias", (False,)),
-                Only("clip_qkv", (None,)),
-                Always("qk_norm", True),
-                Always("qk_norm_width", "all_heads"),
+                Renamed("num_experts_per_tok", "top_k"),
+                Renamed("intermediate_size", "moe_ffn_hidden_size"),
+                NormTopKProb(default=False),
+                AllowedValues("attention_bias", (False,)),
+                AllowedValues("clip_qkv", (None,)),
+                Constant("qk_norm", True),
+                Constant("qk_norm_width", "all_heads"),
             ),
-            tuple(_table(_BACKBONE, _HEAD_NORMS, _ROUTER, experts) for experts in (EACH_EXPERT, ALL_EXPERTS)),
+            tuple(_merge_rules(_BACKBONE, _HEAD_NORMS, _ROUTER, experts) for experts in (PER_EXPERT, STACKED_EXPERTS)),
         ),
         Family(
             "gpt_oss",
@@ -348,60 +351,62 @@ FAMILIES = {
                 *(
                     entry
                     for entry in _sizes(norm_eps=1e-5, rope_theta=1.5e5, head_size=64)
-                    if not isinstance(entry, Rope)
+                    if not isinstance(entry, RopeParameters)
                 ),
-                Rope(1.5e5, is_required=True),
-                WindowLayers(),
-                AllLayers("M"),
+                RopeParameters(1.5e5, is_required=True),
+                SlidingWindowLayers(),
+                UniformLayers("M"),
                 _NumExperts("num_local_experts"),
-                Same("num_experts_per_tok", "top_k"),
-                Same("intermediate_size", "moe_ffn_hidden_size"),
-                Always("router_softmax", "post"),
-                Only("attention_bias", (True,)),
-                *(Always(key, True) for key in ("qkv_bias", "attention_output_bias", "attention_sinks")),
-                *(Always(key, True) for key in ("moe_bias", "router_bias")),
-                Always("moe_activation", "clamped_swiglu"),
-                Same("swiglu_alpha", "swiglu_alpha", 1.702),
-                Same("swiglu_limit", "swiglu_limit", 7.0),
+                Renamed("num_experts_per_tok", "top_k"),
+                Renamed("intermediate_size", "moe_ffn_hidden_size"),
+                Constant("router_softmax", "post"),
+                AllowedValues("attention_bias", (True,)),
+                *(Constant(key, True) for key in ("qkv_bias", "attention_output_bias", "attention_sinks")),
+                *(Constant(key, True) for key in ("moe_bias", "router_bias")),
+                Constant("moe_activation", "clamped_swiglu"),
+                Renamed("swiglu_alpha", "swiglu_alpha", 1.702),
+                Renamed("swiglu_limit", "swiglu_limit", 7.0),
             ),
-            (_table(_BACKBONE, _BIASES, _GPT_OSS),),
-            absent={"num_key_value_heads": 8},
+            (_merge_rules(_BACKBONE, _BIASES, _GPT_OSS),),
+            default_keys={"num_key_value_heads": 8},
         ),
         Family(
             "deepseek_v2",
             "DeepseekV2ForCausalLM",
             (
                 *_DEEPSEEK,
-                Same("routed_scaling_factor", "router_scaling_factor", 1.0),
+                Renamed("routed_scaling_factor", "router_scaling_factor", 1.0),
                 RouterGroups(has_method=True),
-                Always("rope_interleaved", True),
-                Always("router_softmax", "pre"),
-                Only("norm_topk_prob", (False, None)),
-                Only("scoring_func", ("softmax",)),
+                Constant("rope_interleaved", True),
+                Constant("router_softmax", "pre"),
+                AllowedValues("norm_topk_prob", (False, None)),
+                AllowedValues("scoring_func", ("softmax",)),
             ),
-            tuple(_table(_BACKBONE, _LATENT, _DENSE_FFN, _ROUTER, experts) for experts in (EACH_EXPERT, ALL_EXPERTS)),
-            absent={"q_lora_rank": 1536, "n_shared_experts": 2},
+            tuple(
+                _merge_rules(_BACKBONE, _MLA, _DENSE_FFN, _ROUTER, experts) for experts in (PER_EXPERT, STACKED_EXPERTS)
+            ),
+            default_keys={"q_lora_rank": 1536, "n_shared_experts": 2},
         ),
         Family(
             "deepseek_v3",
             "DeepseekV3ForCausalLM",
             (
                 *_DEEPSEEK,
-                Same("routed_scaling_factor", "router_scaling_factor", 2.5),
+                Renamed("routed_scaling_factor", "router_scaling_factor", 2.5),
                 RouterGroups(),
-                Same("rope_interleave", "rope_interleaved", True),
-                Same("norm_topk_prob", "router_normalize", True),
-                Always("router_score", "sigmoid"),
-                Always("expert_bias", True),
-                Only("scoring_func", ("sigmoid",)),
-                Only("topk_method", ("noaux_tc",)),
-                FurtherLayers(),
+                Renamed("rope_interleave", "rope_interleaved", True),
+                Renamed("norm_topk_prob", "router_normalize", True),
+                Constant("router_score", "sigmoid"),
+                Constant("expert_bias", True),
+                AllowedValues("scoring_func", ("sigmoid",)),
+                AllowedValues("topk_method", ("noaux_tc",)),
+                MTPLayers(),
             ),
             tuple(
-                _table(_BACKBONE, _LATENT, _FURTHER_TOKEN, _DENSE_FFN, _ROUTER, experts)
-                for experts in (EACH_EXPERT, ALL_EXPERTS)
+                _merge_rules(_BACKBONE, _MLA, _MTP, _DENSE_FFN, _ROUTER, experts)
+                for experts in (PER_EXPERT, STACKED_EXPERTS)
             ),
-            absent={
+            default_keys={
                 "num_key_value_heads": 128,
                 "q_lora_rank": 1536,
                 "first_k_dense_replace": 3,

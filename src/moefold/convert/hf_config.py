@@ -5,15 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moefold.bounded_read import CONFIG_BYTES, read_json
+from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.folder import model_differences, model_sizes
 from moefold.config.checks import check_config
 from moefold.config.hub_name import download_advice
-from moefold.config.keys import nearest
+from moefold.config.keys import closest_match
 from moefold.config.load import config_from_dict
 from moefold.config.schema import ModelConfig
 from moefold.convert.families import FAMILIES, Family
-from moefold.convert.further_layer import stored_model, tensor_names
+from moefold.convert.further_layer import drop_absent_mtp, tensor_names
 from moefold.errors import ConfigError
 
 CONFIG_FILE = "config.json"
@@ -22,7 +22,7 @@ GENERATION_FILE = "generation_config.json"
 
 def is_hf_folder(path: Path) -> bool:
     """Whether a path is a folder with the config.json of a model, rather than a checkpoint of moefold."""
-    return (path / CONFIG_FILE).is_file() and "model_type" in _keys_of(path / CONFIG_FILE)
+    return (path / CONFIG_FILE).is_file() and "model_type" in _read_keys(path / CONFIG_FILE)
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -32,7 +32,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         ConfigError: config.json is missing or broken, of a family that moefold does not know, or asks for maths that
             it does not do.
     """
-    return stored_model(model_of(read_hf_config(folder), folder), tensor_names(folder))
+    return drop_absent_mtp(parse_model_config(read_hf_config(folder), folder), tensor_names(folder))
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -48,27 +48,27 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(folder)!r} does not exist or is no folder; {hint}")
     if not path.is_file():
         raise ConfigError(f"{str(folder)!r} is no Hugging Face folder: it has no {CONFIG_FILE}")
-    keys = _keys_of(path)
+    keys = _read_keys(path)
     if not keys:
         raise ConfigError(f"{str(path)!r} is not a JSON object")
     return keys
 
 
-def family_of(keys: Mapping[str, Any], folder: Path) -> Family:
+def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
     """The family that a config.json names.
 
     Raises:
         ConfigError: moefold does not know it, or the weights are quantised.
     """
-    name = keys.get("model_type")
+    name = hf_config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        guess = nearest(name, FAMILIES) if isinstance(name, str) else None
+        guess = closest_match(name, FAMILIES) if isinstance(name, str) else None
         hint = f"; did you mean {guess!r}?" if guess else ""
         raise ConfigError(
             f"{str(folder)!r} is of model_type {name!r}, which moefold does not know; "
             f"it knows {', '.join(FAMILIES)}{hint}"
         )
-    if keys.get("quantization_config") is not None:
+    if hf_config.get("quantization_config") is not None:
         raise ConfigError(
             f"{str(folder)!r} has quantised weights (quantization_config); convert them to bfloat16 first, "
             "as docs/conversion.md shows"
@@ -76,20 +76,20 @@ def family_of(keys: Mapping[str, Any], folder: Path) -> Family:
     return FAMILIES[name]
 
 
-def model_of(keys: Mapping[str, Any], folder: Path) -> ModelConfig:
+def parse_model_config(hf_config: Mapping[str, Any], folder: Path) -> ModelConfig:
     """The section [model] that a config.json means.
 
     Raises:
         ConfigError: as `read_model_config`.
     """
-    family = family_of(keys, folder)
-    keys = {**family.absent, **keys}
+    family = find_family(hf_config, folder)
+    hf_config = {**family.default_keys, **hf_config}
     model: dict[str, Any] = {}
     try:
-        for entry in family.entries:
-            model |= entry.read(keys)
+        for entry in family.config_fields:
+            model |= entry.read(hf_config)
         cfg = config_from_dict({"model": model})
-        check_config(cfg, trains=False)
+        check_config(cfg, is_training=False)
     except ConfigError as error:
         raise ConfigError(f"{str(folder)!r} ({family.name}): {error}") from None
     return cfg.model
@@ -97,24 +97,24 @@ def model_of(keys: Mapping[str, Any], folder: Path) -> ModelConfig:
 
 def families_for(model: ModelConfig) -> list[Family]:
     """The families whose config.json can say exactly what a model computes."""
-    return [family for family in FAMILIES.values() if not what_family_lacks(family, model)]
+    return [family for family in FAMILIES.values() if not family_unsupported_reason(family, model)]
 
 
-def what_family_lacks(family: Family, model: ModelConfig) -> str:
+def family_unsupported_reason(family: Family, model: ModelConfig) -> str:
     """How the model differs from what the family's config.json can say of it; empty if it says all.
 
     A family says what a model computes if reading what it writes gives the same model.
     """
     try:
-        back = model_of(family.write(model), Path(family.name))
+        back = parse_model_config(family.write(model), Path(family.name))
     except ConfigError as error:
         return str(error)
     return model_differences(model_sizes(model), replace(back, init_std=model.init_std))
 
 
-def _keys_of(path: Path) -> dict[str, Any]:
+def _read_keys(path: Path) -> dict[str, Any]:
     try:
-        keys = read_json(path, CONFIG_BYTES)
+        keys = read_json(path, MAX_CONFIG_BYTES)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from moefold.bounded_read import INDEX_BYTES, read_json
+from moefold.bounded_read import MAX_INDEX_BYTES, read_json
 from moefold.config.schema import ModelConfig
 from moefold.convert.families import Family
-from moefold.convert.further_layer import APART_FILES, INDEX_FILE, SINGLE_FILE, stored_model
-from moefold.convert.hf_config import family_of, model_of, read_hf_config
-from moefold.convert.safetensors_file import Stored, read_header
-from moefold.errors import ConfigError, some
+from moefold.convert.further_layer import INDEX_FILE, MTP_FILES, SINGLE_FILE, drop_absent_mtp
+from moefold.convert.hf_config import find_family, parse_model_config, read_hf_config
+from moefold.convert.safetensors_file import TensorLocation, read_header
+from moefold.errors import ConfigError, format_list
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class HfFolder:
     """A folder whose files are sound by themselves."""
 
     path: Path
-    keys: dict[str, Any]
+    hf_config: dict[str, Any]
     """Of config.json."""
     family: Family
     model: ModelConfig
     """With the layers of multi-token prediction that the folder holds."""
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorLocation]
 
 
 def open_hf_folder(path: Path) -> HfFolder:
@@ -34,15 +34,15 @@ def open_hf_folder(path: Path) -> HfFolder:
             the folder, or at odds with the index.
     """
     keys = read_hf_config(path)
-    model = model_of(keys, path)
-    family = family_of(keys, path)
+    model = parse_model_config(keys, path)
+    family = find_family(keys, path)
     tensors = _read_tensors(path)
-    for file in sorted(path.glob(APART_FILES)):
+    for file in sorted(path.glob(MTP_FILES)):
         _add_file(tensors, file)
-    return HfFolder(path, keys, family, stored_model(model, tensors), tensors)
+    return HfFolder(path, keys, family, drop_absent_mtp(model, tensors), tensors)
 
 
-def _add_file(tensors: dict[str, Stored], file: Path) -> None:
+def _add_file(tensors: dict[str, TensorLocation], file: Path) -> None:
     """Add the tensors of a file that no index names, unless one does."""
     if any(stored.file == file for stored in tensors.values()):
         return
@@ -53,7 +53,7 @@ def _add_file(tensors: dict[str, Stored], file: Path) -> None:
     tensors |= added
 
 
-def _read_tensors(path: Path) -> dict[str, Stored]:
+def _read_tensors(path: Path) -> dict[str, TensorLocation]:
     single, index = path / SINGLE_FILE, path / INDEX_FILE
     if single.exists() and index.exists():
         raise ConfigError(f"{str(path)!r} has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is stale")
@@ -63,26 +63,26 @@ def _read_tensors(path: Path) -> dict[str, Stored]:
         pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
         if pickled:
             raise ConfigError(
-                f"{str(path)!r} holds pickled weights ({some(pickled)}), which can run code when they are read; "
+                f"{str(path)!r} holds pickled weights ({format_list(pickled)}), which can run code when they are read; "
                 "moefold reads safetensors files only: save the model again with transformers"
             )
         raise ConfigError(
-            f"{str(path)!r} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}{_what_is_there(path)}"
+            f"{str(path)!r} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}{_describe_contents(path)}"
         )
     return _read_index(path, index)
 
 
-def _what_is_there(path: Path) -> str:
+def _describe_contents(path: Path) -> str:
     """What of a folder's weights is there, where what is needed is not."""
     if links := [name for name in (SINGLE_FILE, INDEX_FILE) if (path / name).is_symlink()]:
         return f"; {links[0]} is a link to nothing: fetch the folder again"
     files = sorted(file.name for file in path.glob("*.safetensors"))
-    return f"; it has {some(files)}, which nothing names" if files else ""
+    return f"; it has {format_list(files)}, which nothing names" if files else ""
 
 
-def _read_index(path: Path, index: Path) -> dict[str, Stored]:
+def _read_index(path: Path, index: Path) -> dict[str, TensorLocation]:
     try:
-        weight_map = read_json(index, INDEX_BYTES)["weight_map"]
+        weight_map = read_json(index, MAX_INDEX_BYTES)["weight_map"]
         files = sorted(set(weight_map.values()))
         bad = [file for file in files if PurePosixPath(file).name != file or file in ("", ".", "..") or "\\" in file]
     except OSError as error:
@@ -90,8 +90,8 @@ def _read_index(path: Path, index: Path) -> dict[str, Stored]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{str(index)!r} is no index of safetensors files") from None
     if bad:
-        raise ConfigError(f"{str(index)!r} names files outside its folder: {some(bad)}")
-    tensors: dict[str, Stored] = {}
+        raise ConfigError(f"{str(index)!r} names files outside its folder: {format_list(bad)}")
+    tensors: dict[str, TensorLocation] = {}
     faults = []
     for file in files:
         if not (path / file).is_file():
@@ -108,5 +108,5 @@ def _read_index(path: Path, index: Path) -> dict[str, Stored]:
             f"tensor {name} is in the index but not in {weight_map[name]}" for name in weight_map.keys() - tensors
         ]
     if faults:
-        raise ConfigError(f"{str(path)!r}: {some(sorted(faults))}")
+        raise ConfigError(f"{str(path)!r}: {format_list(sorted(faults))}")
     return tensors

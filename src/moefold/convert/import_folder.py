@@ -7,37 +7,43 @@ from pathlib import Path
 import torch
 
 from moefold.checkpoint.folder import FORMAT, CheckpointMeta, model_sizes, write_meta
-from moefold.checkpoint.stream import CheckpointSource, Chunk, chunks_of, seal, write_chunks
-from moefold.config.checks_effect import check_explicit
-from moefold.config.checks_routing import gradient_faults
+from moefold.checkpoint.stream import (
+    CheckpointSource,
+    TensorChunk,
+    split_into_chunks,
+    write_chunks,
+    write_manifest_in_parallel,
+)
+from moefold.config.checks_effect import check_unused_keys
+from moefold.config.checks_routing import validate_router_gradient
 from moefold.config.schema import Config, ModelConfig
-from moefold.convert.companions import COMPANIONS, RECIPE_FILE, TOKENIZER, tokenizer_fault
-from moefold.convert.compare import compare_with_folder
-from moefold.convert.draft import agree, drafted
-from moefold.convert.early_check import NO_TOKENIZER
-from moefold.convert.hf_config import model_of
+from moefold.convert.companions import RECIPE_FILE, SIDECAR_DIR, TOKENIZER_FILE, tokenizer_unsupported_reason
+from moefold.convert.compare import verify_against_folder
+from moefold.convert.draft import atomic_directory, raise_on_all_ranks
+from moefold.convert.early_check import NO_TOKENIZER_HINT
+from moefold.convert.hf_config import parse_model_config
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.manifest import (
-    Listed,
     Manifest,
+    ManifestEntry,
     changed_tensors,
-    copy_companions,
-    hash_stored,
-    keep_index,
+    copy_index,
+    copy_sidecar_files,
+    hash_tensor,
     read_manifest,
     write_manifest,
 )
-from moefold.convert.safetensors_file import WRITTEN_METADATA, read_metadata
+from moefold.convert.safetensors_file import DEFAULT_METADATA, read_metadata
 from moefold.convert.weights import HfSource, WeightSource
-from moefold.errors import ConfigError, some
-from moefold.launch.crew import Crew
+from moefold.errors import ConfigError, format_list
+from moefold.launch.crew import World
 
-Advance = Callable[[int], None]
+OnBytes = Callable[[int], None]
 """Called with the bytes that were dealt with since the last call."""
 
 
 @dataclass(frozen=True)
-class ImportWish:
+class ImportOptions:
     """What the user may leave open."""
 
     check: bool = False
@@ -55,15 +61,15 @@ class Conversion:
     tensors: int
     """Of the Hugging Face folder."""
     num_bytes: int
-    companions: tuple[str, ...]
-    passed_over: Mapping[str, str] = field(default_factory=dict)
+    sidecar_files: tuple[str, ...]
+    ignored: Mapping[str, str] = field(default_factory=dict)
     """Tensors of the source that are not in the result, with the reason."""
-    notes: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
     """What the user should know of the result, with the way out."""
 
 
 def import_folder(
-    folder: Path, out: Path, crew: Crew, wish: ImportWish | None = None, *, advance: Advance
+    folder: Path, out: Path, world: World, options: ImportOptions | None = None, *, on_bytes: OnBytes
 ) -> Conversion:
     """Write the checkpoint of a Hugging Face folder; collective over the crew.
 
@@ -73,38 +79,40 @@ def import_folder(
     Args:
         folder: the Hugging Face folder.
         out: the checkpoint; must not exist.
-        crew: the processes that share the work.
-        wish: what the user may leave open.
-        advance: told of the progress of this process.
+        world: the processes that share the work.
+        options: what the user may leave open.
+        on_bytes: told of the progress of this process.
 
     Raises:
         ConfigError: the folder or `out` cannot be used; nothing is left written.
     """
-    wish = wish or ImportWish()
-    source = HfSource(open_hf_folder(folder), leaves_out_mtp=wish.leaves_out_mtp)
-    if wish.needs_tokenizer and (fault := tokenizer_fault(folder, NO_TOKENIZER)):
+    options = options or ImportOptions()
+    source = HfSource(open_hf_folder(folder), leaves_out_mtp=options.leaves_out_mtp)
+    if options.needs_tokenizer and (fault := tokenizer_unsupported_reason(folder, NO_TOKENIZER_HINT)):
         raise ConfigError(fault)
-    with drafted(out, crew) as draft:
-        write_weights(source, draft, crew, advance)
-        manifest = _manifest(source, crew)
+    with atomic_directory(out, world) as draft:
+        write_weights(source, draft, world, on_bytes)
+        manifest = _manifest(source, world)
         companions: tuple[str, ...] = ()
-        if crew.is_first:
-            companions = tuple(copy_companions(folder, draft / COMPANIONS))
-            keep_index(folder, draft / COMPANIONS)
-            write_manifest(draft / COMPANIONS, manifest)
+        if world.is_rank0:
+            companions = tuple(copy_sidecar_files(folder, draft / SIDECAR_DIR))
+            copy_index(folder, draft / SIDECAR_DIR)
+            write_manifest(draft / SIDECAR_DIR, manifest)
             finish_checkpoint(draft, out, source.model, f"import of {folder}")
-        agree(crew, "")
-        seal(draft, crew)
-        if wish.check:
-            compare_with_folder(CheckpointSource(draft), source, crew)
-    taken = [source.stored(name) for name in source.plan.their_shapes]
+        raise_on_all_ranks(world, "")
+        write_manifest_in_parallel(draft, world)
+        if options.check:
+            verify_against_folder(CheckpointSource(draft), source, world)
+    taken = [source.location(name) for name in source.mapping.hf_shapes]
     size = sum(stored.num_bytes for stored in taken)
-    return Conversion(len(taken), size, companions, source.passed_over, _notes(source))
+    return Conversion(len(taken), size, companions, source.ignored, _messages(source))
 
 
-def _notes(source: HfSource) -> tuple[str, ...]:
-    notes = [f"moefold train refuses this model: {fault}" for fault in gradient_faults(Config(model=source.model))]
-    counted = model_of(source.folder.keys, source.folder.path).mtp_layers
+def _messages(source: HfSource) -> tuple[str, ...]:
+    notes = [
+        f"moefold train refuses this model: {fault}" for fault in validate_router_gradient(Config(model=source.model))
+    ]
+    counted = parse_model_config(source.folder.hf_config, source.folder.path).mtp_layers
     if not counted or source.folder.model.mtp_layers:
         return tuple(notes)
     return (
@@ -114,31 +122,31 @@ def _notes(source: HfSource) -> tuple[str, ...]:
     )
 
 
-def write_weights(source: WeightSource, draft: Path, crew: Crew, advance: Advance) -> None:
+def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: OnBytes) -> None:
     """Write all tensors of a source as a checkpoint's; collective. In memory is one chunk at a time."""
     dtypes = {name: source.dtype(name) for name in source.shapes}
     last = ""
 
-    def read(chunk: Chunk) -> torch.Tensor:
+    def read(chunk: TensorChunk) -> torch.Tensor:
         nonlocal last
         if chunk.name != last:
-            source.forget()
+            source.clear_cache()
         last = chunk.name
         region = (slice(chunk.start, chunk.stop), *(slice(0, size) for size in source.shapes[chunk.name][1:]))
         values = source.read(chunk.name, region).contiguous()
-        advance(values.nbytes)
+        on_bytes(values.nbytes)
         storage = values.untyped_storage()
         # What was read of a checkpoint is kept there for the next read, and its memory cannot be given back early.
         return values if storage.nbytes() == values.nbytes and storage.resizable() else values.clone()
 
-    write_chunks(draft, source.shapes, dtypes, share(_all_chunks(source.shapes, dtypes), source, crew), read)
+    write_chunks(tmp_dir, source.shapes, dtypes, assign_chunks(_all_chunks(source.shapes, dtypes), source, world), read)
 
 
-def finish_checkpoint(draft: Path, out: Path, model: ModelConfig, origin: str, tokenizer: str = "") -> None:
+def finish_checkpoint(tmp_dir: Path, out: Path, model: ModelConfig, origin: str, tokenizer: str = "") -> None:
     """Write what makes a folder of weights a checkpoint, and a recipe that starts from it.
 
     Args:
-        draft: the folder.
+        tmp_dir: the folder.
         out: what it will be called.
         model: its model.
         origin: where the weights come from.
@@ -154,10 +162,10 @@ def finish_checkpoint(draft: Path, out: Path, model: ModelConfig, origin: str, t
         parallel={},
         origin=origin,
     )
-    write_meta(draft, meta)
-    if (draft / COMPANIONS / TOKENIZER).is_file():
-        tokenizer = str(out.absolute() / COMPANIONS / TOKENIZER)
-    (draft / RECIPE_FILE).write_text(recipe_text(model, out.absolute(), tokenizer), encoding="utf-8")
+    write_meta(tmp_dir, meta)
+    if (tmp_dir / SIDECAR_DIR / TOKENIZER_FILE).is_file():
+        tokenizer = str(out.absolute() / SIDECAR_DIR / TOKENIZER_FILE)
+    (tmp_dir / RECIPE_FILE).write_text(recipe_text(model, out.absolute(), tokenizer), encoding="utf-8")
 
 
 def recipe_text(model: ModelConfig, checkpoint: Path, tokenizer: str) -> str:
@@ -184,50 +192,52 @@ def recipe_text(model: ModelConfig, checkpoint: Path, tokenizer: str) -> str:
 def _has_effect(key: str, model: ModelConfig) -> bool:
     """Whether a recipe may give a key of [model]: what nothing would read is refused there."""
     try:
-        check_explicit(frozenset({key}), Config(model=model))
+        check_unused_keys(frozenset({key}), Config(model=model))
     except ConfigError:
         return False
     return True
 
 
-def share(chunks: Sequence[Chunk], source: WeightSource, crew: Crew) -> list[Chunk]:
+def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: World) -> list[TensorChunk]:
     """My part of the chunks: neighbours, of about as many bytes as the others'."""
-    sizes = [_bytes_of(chunk, source) for chunk in chunks]
+    sizes = [_chunk_bytes(chunk, source) for chunk in chunks]
     total, done, mine = sum(sizes), 0, []
     for chunk, size in zip(chunks, sizes, strict=True):
-        if min(crew.size - 1, done * crew.size // max(1, total)) == crew.rank:
+        if min(world.size - 1, done * world.size // max(1, total)) == world.rank:
             mine.append(chunk)
         done += size
     return mine
 
 
-def _bytes_of(chunk: Chunk, source: WeightSource) -> int:
+def _chunk_bytes(chunk: TensorChunk, source: WeightSource) -> int:
     row = source.dtype(chunk.name).itemsize
     for size in source.shapes[chunk.name][1:]:
         row *= size
     return row * (chunk.stop - chunk.start)
 
 
-def _all_chunks(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> list[Chunk]:
-    return [chunk for name, shape in shapes.items() for chunk in chunks_of(name, shape, dtypes[name])]
+def _all_chunks(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> list[TensorChunk]:
+    return [chunk for name, shape in shapes.items() for chunk in split_into_chunks(name, shape, dtypes[name])]
 
 
-def _manifest(source: HfSource, crew: Crew) -> Manifest:
+def _manifest(source: HfSource, world: World) -> Manifest:
     """Hash the tensors of a folder, each on one process; refuses what differs from the folder's own manifest."""
     folder: HfFolder = source.folder
     names = sorted(folder.tensors)
-    mine = {name: hash_stored(folder.tensors[name]) for name in names[crew.rank :: crew.size]}
-    hashes = {name: digest for part in crew.gather(mine) for name, digest in part.items()}
+    mine = {name: hash_tensor(folder.tensors[name]) for name in names[world.rank :: world.size]}
+    hashes = {name: digest for part in world.all_gather_object(mine) for name, digest in part.items()}
     own = read_manifest(folder.path)
     if own is not None and (changed := changed_tensors(own, hashes)):
-        raise ConfigError(f"{str(folder.path)!r}: changed since its manifest was written: {some(sorted(changed))}")
+        raise ConfigError(
+            f"{str(folder.path)!r}: changed since its manifest was written: {format_list(sorted(changed))}"
+        )
     in_order = sorted(hashes, key=lambda name: (folder.tensors[name].file.name, folder.tensors[name].start))
     listed = {
-        name: Listed(stored.file.name, stored.dtype, stored.shape, hashes[name], source.passed_over.get(name, ""))
+        name: ManifestEntry(stored.file.name, stored.dtype, stored.shape, hashes[name], source.ignored.get(name, ""))
         for name, stored in ((name, folder.tensors[name]) for name in in_order)
     }
     files = sorted({stored.file for stored in folder.tensors.values()})
-    metadata = {file.name: found for file in files if (found := read_metadata(file)) != WRITTEN_METADATA}
+    metadata = {file.name: found for file in files if (found := read_metadata(file)) != DEFAULT_METADATA}
     return Manifest(folder.family.name, source.layout, listed, metadata)
 
 

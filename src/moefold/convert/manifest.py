@@ -8,24 +8,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from moefold.bounded_read import INDEX_BYTES, read_json
+from moefold.bounded_read import MAX_INDEX_BYTES, read_json
 from moefold.checkpoint.folder import checkpoint_folder
-from moefold.checkpoint.store import explained
+from moefold.checkpoint.store import translate_io_errors
 from moefold.config.schema import Config
-from moefold.convert.companions import COMPANIONS, find_companions
+from moefold.convert.companions import SIDECAR_DIR, find_sidecar_dir
 from moefold.convert.families import FAMILIES
 from moefold.convert.further_layer import INDEX_FILE
-from moefold.convert.safetensors_file import Stored, read_blocks
+from moefold.convert.safetensors_file import TensorLocation, read_blocks
 from moefold.errors import ConfigError
 
 MANIFEST_FILE = "moefold-manifest.json"
-TRAVELS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken")
+SIDECAR_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of the files that travel: tokenizer, templates, configs. Code and weights do not."""
-NO_COMPANIONS = (INDEX_FILE, MANIFEST_FILE)
+NOT_SIDECARS = (INDEX_FILE, MANIFEST_FILE)
 
 
 @dataclass(frozen=True)
-class Listed:
+class ManifestEntry:
     """One tensor of a folder."""
 
     file: str
@@ -43,7 +43,7 @@ class Manifest:
     family: str
     layout: int
     """Which of the family's layouts the experts have."""
-    tensors: dict[str, Listed]
+    tensors: dict[str, ManifestEntry]
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
     """What the files say beside their tensors, by file, where it is not what transformers writes."""
 
@@ -61,7 +61,7 @@ def read_manifest(path: Path) -> Manifest | None:
         ConfigError: it is broken.
     """
     try:
-        fields = read_json(path / MANIFEST_FILE, INDEX_BYTES)
+        fields = read_json(path / MANIFEST_FILE, MAX_INDEX_BYTES)
         listed = {name: _listed(entry) for name, entry in fields["tensors"].items()}
         family, layout, others = fields["family"], fields["layout"], fields.get("metadata", {})
         if not isinstance(family, str) or (family in FAMILIES and layout not in range(len(FAMILIES[family].layouts))):
@@ -74,7 +74,7 @@ def read_manifest(path: Path) -> Manifest | None:
         raise ConfigError(f"{str(path / MANIFEST_FILE)!r} is broken; remove it, and tensors are not compared") from None
 
 
-def _listed(entry: Mapping[str, Any]) -> Listed:
+def _listed(entry: Mapping[str, Any]) -> ManifestEntry:
     """One tensor of a manifest. Its file, into which an export would write, is one of the folder itself.
 
     Raises:
@@ -83,13 +83,13 @@ def _listed(entry: Mapping[str, Any]) -> Listed:
     file = entry["file"]
     if PurePosixPath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
         raise ValueError(file)
-    return Listed(file, entry["dtype"], tuple(entry["shape"]), entry["sha256"], entry.get("passed_over", ""))
+    return ManifestEntry(file, entry["dtype"], tuple(entry["shape"]), entry["sha256"], entry.get("passed_over", ""))
 
 
-def hash_stored(stored: Stored) -> str:
+def hash_tensor(location: TensorLocation) -> str:
     """SHA-256 of the bytes of a tensor in a file, a block at a time."""
     digest = hashlib.sha256()
-    for block in read_blocks(stored):
+    for block in read_blocks(location):
         digest.update(block)
     return digest.hexdigest()
 
@@ -100,7 +100,7 @@ def changed_tensors(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
     return [name for name, found in hashes.items() if name in known and known[name].sha256 != found]
 
 
-def copy_companions(source: Path, target: Path, *, without: Collection[str] = ()) -> list[str]:
+def copy_sidecar_files(source: Path, target: Path, *, excluded: Collection[str] = ()) -> list[str]:
     """Copy tokenizer, templates and configs, but for some; returns their names.
 
     Links are followed within the folder, and within a cache of the hub, whose snapshots are full of them.
@@ -110,10 +110,10 @@ def copy_companions(source: Path, target: Path, *, without: Collection[str] = ()
     """
     home = (source.parent.parent if source.parent.name == "snapshots" else source).resolve()
     copied = []
-    with explained(f"the tokenizer and configs of {str(source)!r} cannot be copied to {str(target)!r}"):
+    with translate_io_errors(f"the tokenizer and configs of {str(source)!r} cannot be copied to {str(target)!r}"):
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.iterdir()):
-            if file.is_file() and file.suffix in TRAVELS and file.name not in (*NO_COMPANIONS, *without):
+            if file.is_file() and file.suffix in SIDECAR_SUFFIXES and file.name not in (*NOT_SIDECARS, *excluded):
                 if not file.resolve().is_relative_to(home):
                     raise ConfigError(
                         f"{str(source)!r}: {file.name} is a link that leads out of it; copy the file itself"
@@ -123,16 +123,16 @@ def copy_companions(source: Path, target: Path, *, without: Collection[str] = ()
     return copied
 
 
-def keep_index(source: Path, target: Path) -> None:
+def copy_index(source: Path, target: Path) -> None:
     """Copy the index of a folder's files, which is no companion: other files have another one."""
     if (source / INDEX_FILE).is_file():
-        with explained(f"the index of {str(source)!r} cannot be copied to {str(target)!r}"):
+        with translate_io_errors(f"the index of {str(source)!r} cannot be copied to {str(target)!r}"):
             shutil.copyfile(source / INDEX_FILE, target / INDEX_FILE)
 
 
-def keep_companions(source: Path, cfg: Config) -> None:
+def save_sidecar_files(source: Path, cfg: Config) -> None:
     """Put what came with the weights that a run starts from beside the run's checkpoints."""
-    found = source if (source / "config.json").is_file() else find_companions(source)
-    target = checkpoint_folder(cfg) / COMPANIONS
+    found = source if (source / "config.json").is_file() else find_sidecar_dir(source)
+    target = checkpoint_folder(cfg) / SIDECAR_DIR
     if found is not None and not target.exists():
-        copy_companions(found, target)
+        copy_sidecar_files(found, target)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 
-def new_folder_fault(final: Path) -> str:
+def new_folder_unsupported_reason(final: Path) -> str:
     """Return why a folder cannot get a name, or ""."""
     try:
         if final.exists() or final.is_symlink():

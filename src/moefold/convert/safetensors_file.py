@@ -22,19 +22,19 @@ from moefold.errors import ConfigError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types that are read and written; quantised ones need their own maths."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MOST_HEADER_BYTES = 100_000_000
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000
 """As in the library."""
 ALIGNMENT_BYTES = 8
 """The library pads headers to this."""
-WRITTEN_METADATA = MappingProxyType({"format": "pt"})
+DEFAULT_METADATA = MappingProxyType({"format": "pt"})
 """What transformers writes into every file."""
 BLOCK_BYTES = 1 << 24
 """So much is read at a time where a tensor need not be in memory."""
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorLocation:
     """A tensor in a file."""
 
     file: Path
@@ -50,7 +50,7 @@ class Stored:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, TensorLocation]:
     """The tensors of a file by name.
 
     Raises:
@@ -61,7 +61,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         with open_regular(file) as opened:
             size = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
+            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise ConfigError(f"{str(file)!r} is no safetensors file, or was cut off in its header")
             header = parse_json(opened.read(length))
     except ConfigError:
@@ -74,7 +74,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     entries = [item for item in header.items() if item[0] != "__metadata__"] if isinstance(header, dict) else []
     try:
         for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
-            first, last = _whole(entry["data_offsets"])
+            first, last = _parse_sizes(entry["data_offsets"])
             if not name.isprintable():
                 raise ConfigError(f"{str(file)!r} holds a tensor of the name {name!r}, which is no printable text")
             if entry["dtype"] not in DTYPES:
@@ -82,7 +82,7 @@ def read_header(file: Path) -> dict[str, Stored]:
                     f"{str(file)!r}: tensor {name} has type {entry['dtype']}; "
                     f"moefold reads {', '.join(DTYPES)}, not quantised weights"
                 )
-            found[name] = Stored(file, entry["dtype"], _whole(entry["shape"]), 8 + length + first)
+            found[name] = TensorLocation(file, entry["dtype"], _parse_sizes(entry["shape"]), 8 + length + first)
             if first != end or last - first != found[name].num_bytes:
                 raise ConfigError(f"{str(file)!r}: tensor {name} does not fill the bytes that the header gives it")
             end = last
@@ -92,7 +92,9 @@ def read_header(file: Path) -> dict[str, Stored]:
         raise ConfigError(f"{str(file)!r} is no safetensors file: its header makes no sense") from None
     if size != 8 + length + end:
         has = "lacks" if size < 8 + length + end else "has"
-        raise ConfigError(f"{str(file)!r} {has} {abs(8 + length + end - size)} bytes at its end {_more(has)}")
+        raise ConfigError(
+            f"{str(file)!r} {has} {abs(8 + length + end - size)} bytes at its end {_describe_mismatch(has)}"
+        )
     return found
 
 
@@ -104,48 +106,48 @@ def read_metadata(file: Path) -> dict[str, str]:
     return {key: value for key, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
 
 
-def _whole(numbers: Any) -> tuple[int, ...]:
+def _parse_sizes(numbers: Any) -> tuple[int, ...]:
     """A list of whole numbers from 0 on; ValueError for anything else."""
     if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(numbers)
     return tuple(numbers)
 
 
-def read_part(stored: Stored, index: Sequence[slice]) -> Tensor:
+def read_part(location: TensorLocation, index: Sequence[slice]) -> Tensor:
     """The values of a part of a tensor, in a tensor of their own.
 
     Reads the rows (steps of the first dim) from the first to the last that the part touches, and no others.
 
     Args:
-        stored: the tensor.
+        location: the tensor.
         index: a slice of every dim, with start, stop and step given.
     """
-    dtype = DTYPES[stored.dtype]
-    if not stored.shape:
-        return _read_values(stored.file, stored.start, 1, dtype).view(())
+    dtype = DTYPES[location.dtype]
+    if not location.shape:
+        return _read_values(location.file, location.start, 1, dtype).view(())
     rows = index[0]
     num_rows = max(0, rows.stop - rows.start)
-    row_shape = stored.shape[1:]
-    start = stored.start + rows.start * math.prod(row_shape) * dtype.itemsize
-    values = _read_values(stored.file, start, num_rows * math.prod(row_shape), dtype).view(num_rows, *row_shape)
+    row_shape = location.shape[1:]
+    start = location.start + rows.start * math.prod(row_shape) * dtype.itemsize
+    values = _read_values(location.file, start, num_rows * math.prod(row_shape), dtype).view(num_rows, *row_shape)
     part = values[(slice(0, num_rows, rows.step), *index[1:])]
     return part if part.numel() == values.numel() else part.contiguous()
 
 
-def read_blocks(stored: Stored) -> Iterator[bytes]:
+def read_blocks(location: TensorLocation) -> Iterator[bytes]:
     """The bytes of a tensor, BLOCK_BYTES at a time."""
-    left = stored.num_bytes
-    with open_regular(stored.file) as opened:
-        opened.seek(stored.start)
+    left = location.num_bytes
+    with open_regular(location.file) as opened:
+        opened.seek(location.start)
         while left:
             block = opened.read(min(left, BLOCK_BYTES))
             if not block:
-                raise ConfigError(f"{str(stored.file)!r} ends before its tensors do")
+                raise ConfigError(f"{str(location.file)!r} ends before its tensors do")
             yield block
             left -= len(block)
 
 
-def same_bytes(one: Stored, other: Stored) -> bool:
+def bytes_equal(one: TensorLocation, other: TensorLocation) -> bool:
     """Whether two tensors have the same type, shape and bytes."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
@@ -168,16 +170,16 @@ def _read_values(file: Path, start: int, count: int, dtype: torch.dtype) -> Tens
     return values
 
 
-def _more(has: str) -> str:
+def _describe_mismatch(has: str) -> str:
     return "that its header promises" if has == "lacks" else "that no tensor owns"
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """What a file will hold: its header, and where each tensor goes."""
 
     header: bytes
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorLocation]
 
     @property
     def num_bytes(self) -> int:
@@ -185,9 +187,9 @@ class Layout:
         return len(self.header) + sum(stored.num_bytes for stored in self.tensors.values())
 
 
-def plan_file(
-    file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = WRITTEN_METADATA
-) -> Layout:
+def plan_file_layout(
+    file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = DEFAULT_METADATA
+) -> FileLayout:
     """Lay out a file.
 
     Args:
@@ -204,8 +206,10 @@ def plan_file(
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT_BYTES)
     header = len(text).to_bytes(8, "little") + text
-    placed = {name: Stored(file, dtype, shape, len(header) + starts[name]) for name, (dtype, shape) in tensors.items()}
-    return Layout(header, placed)
+    placed = {
+        name: TensorLocation(file, dtype, shape, len(header) + starts[name]) for name, (dtype, shape) in tensors.items()
+    }
+    return FileLayout(header, placed)
 
 
 class FileWriter:
@@ -223,18 +227,18 @@ class FileWriter:
         for opened in self._open.values():
             opened.close()
 
-    def write(self, stored: Stored, data: memoryview, offset: int = 0) -> None:
+    def write(self, location: TensorLocation, data: memoryview, offset: int = 0) -> None:
         """Write the bytes of one tensor, or some of them from a byte of it on."""
-        if stored.file not in self._open:
-            self._open[stored.file] = stored.file.open("r+b", buffering=0)
-        opened = self._open[stored.file]
-        opened.seek(stored.start + offset)
+        if location.file not in self._open:
+            self._open[location.file] = location.file.open("r+b", buffering=0)
+        opened = self._open[location.file]
+        opened.seek(location.start + offset)
         done = 0
         while done < len(data):
             done += opened.write(data[done : done + BLOCK_BYTES])
 
 
-def begin_file(file: Path, layout: Layout) -> None:
+def create_file(file: Path, layout: FileLayout) -> None:
     """Make a file with its header and its full size."""
     with file.open("wb") as opened:
         opened.write(layout.header)

@@ -3,23 +3,23 @@
 from pathlib import Path
 
 from moefold.checkpoint.folder import skipped_checkpoints
-from moefold.checkpoint.sound import refuse_damaged
+from moefold.checkpoint.sound import check_integrity
 from moefold.checkpoint.stream import CheckpointSource
 from moefold.config.schema import Config
-from moefold.convert.exportable import export_note
+from moefold.convert.exportable import export_message
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.manifest import keep_companions
-from moefold.convert.start_check import weights_folder
-from moefold.convert.trained_tokenizer import tokenizer_note
+from moefold.convert.manifest import save_sidecar_files
+from moefold.convert.start_check import resolve_weights_folder
+from moefold.convert.trained_tokenizer import tokenizer_mismatch_message
 from moefold.convert.upcycle import UpcycledSource
-from moefold.convert.weights import HfSource, WeightSource, fill
-from moefold.launch.crew import joined_crew
+from moefold.convert.weights import HfSource, WeightSource, load_shards
+from moefold.launch.crew import current_world
 from moefold.parallel.parallelize import ParallelModel
 
 
 def open_weights(path: Path) -> WeightSource:
-    """The weights of a checkpoint or of a Hugging Face folder, as `weights_folder` finds it.
+    """The weights of a checkpoint or of a Hugging Face folder, as `resolve_weights_folder` finds it.
 
     Raises:
         ConfigError: it is neither, or damaged.
@@ -27,7 +27,7 @@ def open_weights(path: Path) -> WeightSource:
     return HfSource(open_hf_folder(path)) if is_hf_folder(path) else CheckpointSource(path)
 
 
-def start_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> str:
+def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> str:
     """Fill this rank's shards as `checkpoint.init_from` or `model.upcycle_from` says; collective over all ranks.
 
     A run or a folder of checkpoints stands for its newest, the same on all ranks, whoever writes there meanwhile. The
@@ -43,20 +43,20 @@ def start_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> 
     given = cfg.checkpoint.init_from or cfg.model.upcycle_from
     if not given:
         return ""
-    crew = joined_crew()
-    path: Path = crew.gather(weights_folder(Path(given)))[0]
+    crew = current_world()
+    path: Path = crew.all_gather_object(resolve_weights_folder(Path(given)))[0]
     skipped = skipped_checkpoints(Path(given), path) if is_first_rank else []
     if not is_hf_folder(path):
-        refuse_damaged(path, crew, reads_all=cfg.checkpoint.verify)
+        check_integrity(path, crew, checks_hashes=cfg.checkpoint.verify)
     source = open_weights(path)
     if cfg.model.upcycle_from:
         source = UpcycledSource(source, cfg.model, cfg.run.seed)
-    fill(source, {**model.named_parameters, **model.named_buffers}, str(path))
+    load_shards(source, {**model.named_parameters, **model.named_buffers}, str(path))
     if is_first_rank and cfg.checkpoint.saves:
-        keep_companions(path, cfg)
+        save_sidecar_files(path, cfg)
     notes = [f"skipped a damaged checkpoint, {words}" for words in skipped]
-    notes += [tokenizer_note(cfg.data, path) if is_first_rank else ""]
+    notes += [tokenizer_mismatch_message(cfg.data, path) if is_first_rank else ""]
     if cfg.model.upcycle_from:
-        notes.append(export_note(cfg.model))
+        notes.append(export_message(cfg.model))
     done = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"
     return "; note: ".join([done, *filter(None, notes)])

@@ -8,13 +8,13 @@ from moefold.config.hub_name import download_advice
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.hf_config import is_hf_folder, read_model_config
-from moefold.convert.upcycle_rule import upcycle_fault
+from moefold.convert.upcycle_rule import upcycle_unsupported_reason
 from moefold.errors import ConfigError
 
-NOT_A_KEY = ("preset", "layer_kinds")
+DERIVED_MODEL_KEYS = ("preset", "layer_kinds")
 
 
-def weights_folder(path: Path) -> Path:
+def resolve_weights_folder(path: Path) -> Path:
     """The folder that a user means by a path: of Hugging Face, a checkpoint, or the newest one of a run.
 
     Raises:
@@ -27,16 +27,16 @@ def weights_folder(path: Path) -> Path:
     return locate_checkpoint(path)
 
 
-def model_in(path: Path) -> ModelConfig:
+def read_model(path: Path) -> ModelConfig:
     """The section [model] of the folder that a user means by a path.
 
     Raises:
         ConfigError: there is none, or of a kind or version that this one does not know.
     """
-    path = weights_folder(path)
+    path = resolve_weights_folder(path)
     if is_hf_folder(path):
         return read_model_config(path)
-    keys = {key: value for key, value in read_meta(path).model.items() if key not in NOT_A_KEY}
+    keys = {key: value for key, value in read_meta(path).model.items() if key not in DERIVED_MODEL_KEYS}
     try:
         model = config_from_dict({"model": keys}).model
         check_model(model)
@@ -45,7 +45,7 @@ def model_in(path: Path) -> ModelConfig:
     return model
 
 
-def start_fault(cfg: Config, path: Path) -> str:
+def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
     """Why a recipe cannot start with the weights of a folder; empty if it can.
 
     Raises:
@@ -54,8 +54,8 @@ def start_fault(cfg: Config, path: Path) -> str:
     if not path.is_dir():
         advice = download_advice(str(path)) if not path.exists() else ""
         return "it does not exist or is no folder" + (f"; {advice}" if advice else "")
-    theirs = model_in(path)
+    theirs = read_model(path)
     if cfg.model.upcycle_from:
-        return upcycle_fault(theirs, cfg.model)
+        return upcycle_unsupported_reason(theirs, cfg.model)
     different = model_differences(model_sizes(theirs), cfg.model)
     return f"it is of another model: {different}; give the recipe its sizes" if different else ""

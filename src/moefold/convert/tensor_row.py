@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moefold.config.schema import ModelConfig
-from moefold.convert.piece import Piece, Shape
+from moefold.convert.piece import Shape, SliceMapping
 
 
-class Row(Protocol):
+class TensorRule(Protocol):
     """What a table has for one of our parameters."""
 
-    def pieces(self, ours: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[Piece]:
+    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
         """The pieces of one parameter.
 
         Args:
-            ours: its name in the whole model.
+            param_name: its name in the whole model.
             shape: its shape.
             layer: number of its layer, "" outside the layers.
             model: the sizes.
@@ -27,67 +27,71 @@ class Row(Protocol):
 
 
 @dataclass(frozen=True)
-class Equal:
+class RenamedTensor:
     """The same tensor under another name."""
 
-    theirs: str
+    hf_name: str
 
-    def pieces(self, ours: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[Piece]:
+    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
         """One piece."""
         zeros, ones = (0,) * len(shape), (1,) * len(shape)
-        yield Piece(ours, zeros, shape, _name(self.theirs, layer), zeros, ones, tuple(range(len(shape))))
+        yield SliceMapping(
+            param_name, zeros, shape, _fill_in_layer(self.hf_name, layer), zeros, ones, tuple(range(len(shape)))
+        )
 
 
 @dataclass(frozen=True)
-class EachExpert:
+class PerExpertTensors:
     """A tensor for each expert, the transpose of ours: [E, H, F] of [F, H]s, or [E, F, H] of [H, F]s."""
 
-    theirs: str
+    hf_name: str
 
-    def pieces(self, ours: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[Piece]:
+    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
         """One piece for each expert."""
         experts, first, second = shape
         for e in range(experts):
-            name = _name(self.theirs, layer).replace("{e}", str(e))
-            yield Piece(ours, (e, 0, 0), (1, first, second), name, (0, 0), (1, 1), (None, 1, 0))
+            name = _fill_in_layer(self.hf_name, layer).replace("{e}", str(e))
+            yield SliceMapping(param_name, (e, 0, 0), (1, first, second), name, (0, 0), (1, 1), (None, 1, 0))
 
 
 @dataclass(frozen=True)
-class AllExperts:
+class StackedExperts:
     """One tensor for all experts, each transposed.
 
     Attributes:
-        theirs: the name, without an expert.
+        hf_name: the name, without an expert.
         part: which block of their second dim is ours: 0 is the gate of a fused gate and up, 1 the up.
     """
 
-    theirs: str
+    hf_name: str
     part: int = 0
 
-    def pieces(self, ours: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[Piece]:
+    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
         """One piece."""
         start = (0, self.part * shape[2], 0)
-        yield Piece(ours, (0, 0, 0), shape, _name(self.theirs, layer), start, (1, 1, 1), (0, 2, 1))
+        yield SliceMapping(
+            param_name, (0, 0, 0), shape, _fill_in_layer(self.hf_name, layer), start, (1, 1, 1), (0, 2, 1)
+        )
 
 
 @dataclass(frozen=True)
-class Interleaved:
+class InterleavedTensor:
     """Every second of the last dim of theirs, the dims in the same order (gpt-oss: gates and ups in turn).
 
     Attributes:
-        theirs: the name.
+        hf_name: the name.
         part: 0 for the first of each pair, 1 for the second.
     """
 
-    theirs: str
+    hf_name: str
     part: int
 
-    def pieces(self, ours: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[Piece]:
+    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
         """One piece."""
         zeros, ones, dims = (0,) * len(shape), (1,) * (len(shape) - 1), tuple(range(len(shape)))
         start, step = (*zeros[:-1], self.part), (*ones, 2)
-        yield Piece(ours, zeros, shape, _name(self.theirs, layer), start, step, dims)
+        yield SliceMapping(param_name, zeros, shape, _fill_in_layer(self.hf_name, layer), start, step, dims)
 
 
-def _name(template: str, layer: str) -> str:
+def _fill_in_layer(template: str, layer: str) -> str:
     return template.replace("{l}", layer)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from moefold.config.schema import ModelConfig
 from moefold.convert.piece import Region, Shape
-from moefold.convert.upcycle_rule import granularity, scale_of
+from moefold.convert.upcycle_rule import granularity, upcycle_scale
 from moefold.convert.weights import WeightSource, parameter_shapes
-from moefold.model.init import initial_values, named_seed
+from moefold.model.init import initial_values, seed_for
 
 EXPERTS = ".ffn.experts.w_"
 ROUTER = ".ffn.router.weight"
@@ -30,7 +30,7 @@ class UpcycledSource:
 
     Args:
         dense: the weights of the dense model.
-        model: the model with experts; `upcycle_fault` finds nothing in the two.
+        model: the model with experts; `upcycle_unsupported_reason` finds nothing in the two.
         seed: of the router, the noise and the shared expert; each logical tensor has a generator of its own.
     """
 
@@ -40,7 +40,7 @@ class UpcycledSource:
         some_width = next(shape[0] for name, shape in dense.shapes.items() if name.endswith(".ffn.w_up"))
         self._granularity = granularity(some_width, model)
         # Of w_up and of w_down: their product is what has to be scaled.
-        self._factor = math.sqrt(scale_of(model, self._granularity)) if model.upcycle_scaling else 1.0
+        self._factor = math.sqrt(upcycle_scale(model, self._granularity)) if model.upcycle_scaling else 1.0
 
     def dtype(self, name: str) -> torch.dtype:
         """That of the dense weights, or float32 where scaling or noise would be rounded."""
@@ -57,13 +57,13 @@ class UpcycledSource:
             return torch.stack(experts).to(self.dtype(name))
         if name in self._dense.shapes:
             return self._dense.read(name, region)
-        return self._new(name)[region].to(self.dtype(name))
+        return self._new_tensor(name)[region].to(self.dtype(name))
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Free what the dense source kept."""
-        self._dense.forget()
+        self._dense.clear_cache()
 
-    def _new(self, name: str) -> Tensor:
+    def _new_tensor(self, name: str) -> Tensor:
         """What the dense model has nothing for, whole."""
         shape, model = self.shapes[name], self._model
         if not name.endswith((ROUTER, *SHARED)) or (name.endswith(ROUTER) and model.upcycle_router == "zero"):
@@ -85,7 +85,7 @@ class UpcycledSource:
         if not name.endswith("w_gate"):
             values = values * self._factor
         if model.upcycle_noise:
-            generator = torch.Generator().manual_seed(named_seed(self._seed, f"{name}.{e}.noise"))
+            generator = torch.Generator().manual_seed(seed_for(self._seed, f"{name}.{e}.noise"))
             noise = torch.empty(values.shape).normal_(0.0, 1.0, generator=generator)
             values = values + model.upcycle_noise * values.std() * noise
         return values

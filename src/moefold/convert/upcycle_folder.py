@@ -4,24 +4,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.checkpoint.folder import read_meta
-from moefold.checkpoint.sound import refuse_damaged
-from moefold.checkpoint.stream import seal
+from moefold.checkpoint.sound import check_integrity
+from moefold.checkpoint.stream import write_manifest_in_parallel
 from moefold.config.schema import ModelConfig
-from moefold.convert.companions import COMPANIONS, find_companions, tokenizer_fault
-from moefold.convert.draft import agree, drafted
-from moefold.convert.exportable import export_note
+from moefold.convert.companions import SIDECAR_DIR, find_sidecar_dir, tokenizer_unsupported_reason
+from moefold.convert.draft import atomic_directory, raise_on_all_ranks
+from moefold.convert.exportable import export_message
 from moefold.convert.hf_config import is_hf_folder
-from moefold.convert.import_folder import Advance, Conversion, finish_checkpoint, write_weights
-from moefold.convert.manifest import copy_companions
+from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
+from moefold.convert.manifest import copy_sidecar_files
 from moefold.convert.start import open_weights
-from moefold.convert.start_check import weights_folder
+from moefold.convert.start_check import resolve_weights_folder
 from moefold.convert.trained_tokenizer import choose_tokenizer
 from moefold.convert.upcycle import UpcycledSource
-from moefold.launch.crew import Crew
+from moefold.launch.crew import World
 
 
 def upcycle_folder(
-    dense: Path, out: Path, model: ModelConfig, seed: int, crew: Crew, *, advance: Advance
+    dense: Path, out: Path, model: ModelConfig, seed: int, world: World, *, on_bytes: OnBytes
 ) -> Conversion:
     """Write the checkpoint of an upcycled model; collective over the crew.
 
@@ -30,34 +30,34 @@ def upcycle_folder(
         out: the checkpoint; must not exist.
         model: what to make of it, with `upcycle_from` set.
         seed: of router, noise and shared expert.
-        crew: the processes that share the work.
-        advance: told of the progress of this process.
+        world: the processes that share the work.
+        on_bytes: told of the progress of this process.
 
     Raises:
         ConfigError: `dense` or `out` cannot be used; nothing is left written.
     """
-    dense = crew.gather(weights_folder(dense))[0]
+    dense = world.all_gather_object(resolve_weights_folder(dense))[0]
     if not is_hf_folder(dense):
-        refuse_damaged(dense, crew)
+        check_integrity(dense, world)
     source = UpcycledSource(open_weights(dense), model, seed)
-    companions, tokenizer = (dense, "") if is_hf_folder(dense) else (find_companions(dense), _tokenizer_of(dense))
+    companions, tokenizer = (dense, "") if is_hf_folder(dense) else (find_sidecar_dir(dense), _tokenizer_of(dense))
     copied: tuple[str, ...] = ()
-    theirs = () if is_hf_folder(dense) else choose_tokenizer(read_meta(dense), companions).left_out
-    with drafted(out, crew) as draft:
-        write_weights(source, draft, crew, advance)
-        if crew.is_first:
+    theirs = () if is_hf_folder(dense) else choose_tokenizer(read_meta(dense), companions).excluded
+    with atomic_directory(out, world) as draft:
+        write_weights(source, draft, world, on_bytes)
+        if world.is_rank0:
             if companions is not None:
-                copied = tuple(copy_companions(companions, draft / COMPANIONS, without=theirs))
+                copied = tuple(copy_sidecar_files(companions, draft / SIDECAR_DIR, excluded=theirs))
             done = replace(model, upcycle_from="", upcycle_router="group", upcycle_scaling=True, upcycle_noise=0.0)
             finish_checkpoint(draft, out, done, f"upcycle of {dense}", tokenizer)
-        agree(crew, "")
-        seal(draft, crew)
+        raise_on_all_ranks(world, "")
+        write_manifest_in_parallel(draft, world)
     size = sum(path.stat().st_size for path in out.glob("*.distcp"))
     fault = ""
     if companions is not None and not tokenizer:
-        fault = tokenizer_fault(companions, "set data.tokenizer, or train on token ids")
-    notes = [note for note in (fault and f"recipe.toml names no tokenizer: {fault}", export_note(model)) if note]
-    return Conversion(len(source.shapes), size, copied, notes=tuple(notes))
+        fault = tokenizer_unsupported_reason(companions, "set data.tokenizer, or train on token ids")
+    notes = [note for note in (fault and f"recipe.toml names no tokenizer: {fault}", export_message(model)) if note]
+    return Conversion(len(source.shapes), size, copied, messages=tuple(notes))
 
 
 def _tokenizer_of(checkpoint: Path) -> str:

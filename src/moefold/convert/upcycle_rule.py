@@ -31,7 +31,7 @@ def granularity(dense_width: int, model: ModelConfig) -> int:
     return dense_width // model.moe_ffn_hidden_size
 
 
-def scale_of(model: ModelConfig, slices: int) -> float:
+def upcycle_scale(model: ModelConfig, slices: int) -> float:
     """The factor that makes the chosen copies of a slice add up to one, for equal logits of all experts.
 
     Of weights that are made to sum to 1, each slice gets 1/slices, whatever the logits are; other weights are those of
@@ -44,23 +44,23 @@ def scale_of(model: ModelConfig, slices: int) -> float:
     return 1 / (copies * weight[model.router_score] * model.router_scaling_factor)
 
 
-def starts_equal(model: ModelConfig) -> bool:
+def preserves_outputs(model: ModelConfig) -> bool:
     """Whether the upcycled model promises to compute at first what the dense one does."""
     # Without the weights summing to 1, only equal logits have a weight that is known.
     router = model.upcycle_router == "zero" or (model.upcycle_router == "group" and _sums_to_one(model))
     return router and model.upcycle_noise == 0 and model.upcycle_scaling
 
 
-def experts_fault(dense: ModelConfig) -> str:
+def dense_unsupported_reason(dense: ModelConfig) -> str:
     """Why a model is none that experts can be made of; empty if it is one."""
     if "M" in dense.layer_kinds:
         return "it has experts already; name a dense model, or set checkpoint.init_from"
     return ""
 
 
-def upcycle_fault(dense: ModelConfig, model: ModelConfig) -> str:
+def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
     """Why a dense model cannot become a model with experts; empty if it can."""
-    if fault := experts_fault(dense):
+    if fault := dense_unsupported_reason(dense):
         return fault
     width, inner = dense.ffn_hidden_size, model.moe_ffn_hidden_size
     if width % inner:

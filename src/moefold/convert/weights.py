@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config, ModelConfig
-from moefold.convert.echo import REASONS, echoes_of
-from moefold.convert.families import Family, Table
-from moefold.convert.further_layer import is_further
+from moefold.convert.echo import DUPLICATE_REASONS, find_duplicate_tensors
+from moefold.convert.families import Family, TensorRules
+from moefold.convert.further_layer import is_mtp_tensor
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
-from moefold.convert.piece import Piece, Plan, Region, Shape, make_plan
-from moefold.convert.safetensors_file import DTYPES, Stored, read_part, same_bytes
-from moefold.errors import ConfigError, some
-from moefold.model.init import local_region
+from moefold.convert.piece import Region, Shape, SliceMapping, StateDictMapping, build_mapping
+from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal, read_part
+from moefold.errors import ConfigError, format_list
+from moefold.model.init import local_slice
 from moefold.model.transformer import build_model
 
-FURTHER = "multi-token prediction"
+MTP_REASON = "multi-token prediction"
 """Why a tensor is passed over whose layer is not wanted."""
 
 
@@ -39,7 +39,7 @@ class WeightSource(Protocol):
         """The values of a region of a tensor, as they are stored, on the CPU."""
         ...
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Free what was kept for the next read."""
         ...
 
@@ -53,7 +53,7 @@ class HfSource:
 
     Attributes:
         model: that of the folder, without those layers if they are left out.
-        passed_over: the tensors of the folder that have no place here and need none, with the reason.
+        ignored: the tensors of the folder that have no place here and need none, with the reason.
 
     Raises:
         ConfigError: a tensor of either side has no counterpart, or another shape; the message names it.
@@ -62,33 +62,33 @@ class HfSource:
     def __init__(self, folder: HfFolder, *, leaves_out_mtp: bool = False) -> None:
         self.folder = folder
         self.model = replace(folder.model, mtp_layers=0) if leaves_out_mtp else folder.model
-        self.passed_over = _passed_over(folder, self.model, leaves_out_mtp)
-        self.plan, self.layout = _matching_plan(folder, self.model, self.passed_over.keys())
-        self.shapes = self.plan.our_shapes
+        self.ignored = _find_ignored(folder, self.model, leaves_out_mtp)
+        self.mapping, self.layout = _match_layout(folder, self.model, self.ignored.keys())
+        self.shapes = self.mapping.shapes
 
     def dtype(self, name: str) -> torch.dtype:
         """The type in which the folder stores it."""
-        return DTYPES[self.stored(self.plan.by_ours[name][0].theirs).dtype]
+        return DTYPES[self.location(self.mapping.by_name[name][0].hf_name).dtype]
 
-    def stored(self, theirs: str) -> Stored:
+    def location(self, hf_name: str) -> TensorLocation:
         """Where a tensor of the folder is."""
-        return self.folder.tensors[theirs]
+        return self.folder.tensors[hf_name]
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Nothing is kept."""
 
     def read(self, name: str, region: Region) -> Tensor:
         """Read exactly the rows of the files that the region needs."""
         values = torch.empty([part.stop - part.start for part in region], dtype=self.dtype(name))
-        for piece in self.plan.by_ours[name]:
-            part = piece.part(region)
+        for piece in self.mapping.by_name[name]:
+            part = piece.intersect(region)
             if part is None:
                 continue
             box = tuple(
-                slice(a - r.start, a - r.start + n) for a, n, r in zip(part.our_start, part.size, region, strict=True)
+                slice(a - r.start, a - r.start + n) for a, n, r in zip(part.start, part.size, region, strict=True)
             )
-            theirs = read_part(self.stored(part.theirs), part.their_region())
-            values[box] = theirs.permute(part.order()).reshape(part.size)
+            theirs = read_part(self.location(part.hf_name), part.hf_region())
+            values[box] = theirs.permute(part.permutation()).reshape(part.size)
         return values
 
 
@@ -108,11 +108,11 @@ def load_hf_weights(
     Raises:
         ConfigError: the folder cannot be read, or holds another model.
     """
-    fill(HfSource(open_hf_folder(folder), leaves_out_mtp=True), {**parameters, **(buffers or {})}, str(folder))
+    load_shards(HfSource(open_hf_folder(folder), leaves_out_mtp=True), {**parameters, **(buffers or {})}, str(folder))
 
 
 @torch.no_grad()
-def fill(source: WeightSource, tensors: Mapping[str, Tensor], name_of_source: str) -> None:
+def load_shards(source: WeightSource, tensors: Mapping[str, Tensor], source_name: str) -> None:
     """Copy into this rank's shards what a source holds of them; no communication.
 
     Raises:
@@ -124,13 +124,13 @@ def fill(source: WeightSource, tensors: Mapping[str, Tensor], name_of_source: st
         if source.shapes.get(name) != tuple(tensor.shape)
     ]
     if faults:
-        raise ConfigError(f"{name_of_source!r} is of another model: it lacks {some(faults)}")
+        raise ConfigError(f"{source_name!r} is of another model: it lacks {format_list(faults)}")
     for name, tensor in tensors.items():
-        values, starts = local_region(tensor)
+        values, starts = local_slice(tensor)
         if values.numel():
             region = tuple(slice(a, a + n) for a, n in zip(starts, values.shape, strict=True))
             values.copy_(source.read(name, region))
-            source.forget()
+            source.clear_cache()
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -141,72 +141,72 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def plan_for(model: ModelConfig, table: Table, family: Family) -> Plan:
+def family_mapping(model: ModelConfig, rules: TensorRules, family: Family) -> StateDictMapping:
     """Where each parameter of a model is in a folder of a family.
 
     Raises:
         ConfigError: the family has no place for a parameter.
     """
     shapes = parameter_shapes(model)
-    pieces: list[Piece] = []
+    pieces: list[SliceMapping] = []
     homeless = []
     for name, shape in shapes.items():
         layer = name.split(".")[1] if name.startswith("layers.") else ""
-        row = table.get(name.replace(f"layers.{layer}.", "layers.{l}.", 1) if layer else name)
+        row = rules.get(name.replace(f"layers.{layer}.", "layers.{l}.", 1) if layer else name)
         if row is None:
             homeless.append(name)
         else:
-            pieces += row.pieces(name, shape, layer, model)
+            pieces += row.slices(name, shape, layer, model)
     if homeless:
-        raise ConfigError(f"family {family.name} has no place for {some(homeless)}")
-    return make_plan(pieces, shapes)
+        raise ConfigError(f"family {family.name} has no place for {format_list(homeless)}")
+    return build_mapping(pieces, shapes)
 
 
-def _passed_over(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) -> dict[str, str]:
+def _find_ignored(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) -> dict[str, str]:
     """The tensors of a folder that need no place, with the reason."""
-    passed, echoes = {}, echoes_of(model)
+    passed, echoes = {}, find_duplicate_tensors(model)
     for name, stored in folder.tensors.items():
         original = folder.tensors.get(echoes.get(name, ""))
-        if folder.family.is_unused(name):
+        if folder.family.is_ignored(name):
             passed[name] = "computed, not stored"
-        elif leaves_out_mtp and folder.family.has_mtp and is_further(name, model.num_layers):
-            passed[name] = FURTHER
-        elif original is not None and same_bytes(stored, original):
-            passed[name] = REASONS[echoes[name]]
+        elif leaves_out_mtp and folder.family.has_mtp and is_mtp_tensor(name, model.num_layers):
+            passed[name] = MTP_REASON
+        elif original is not None and bytes_equal(stored, original):
+            passed[name] = DUPLICATE_REASONS[echoes[name]]
     return passed
 
 
-def _matching_plan(folder: HfFolder, model: ModelConfig, passed_over: Set[str]) -> tuple[Plan, int]:
+def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tuple[StateDictMapping, int]:
     """The plan of the layout that the folder has, and its number; refuses a folder that differs from all."""
-    found = {name: stored for name, stored in folder.tensors.items() if name not in passed_over}
-    _refuse_other_counts(folder, model)
+    found = {name: stored for name, stored in folder.tensors.items() if name not in ignored}
+    _check_counts(folder, model)
     try:
-        plans = [plan_for(model, table, folder.family) for table in folder.family.layouts]
+        plans = [family_mapping(model, table, folder.family) for table in folder.family.layouts]
     except RuntimeError as error:
         # What torch says of sizes whose product is no size.
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{str(folder.path)!r}: config.json means tensors that cannot be: {reason}") from None
-    plan = min(plans, key=lambda plan: len(plan.their_shapes.keys() ^ found.keys()))
+    plan = min(plans, key=lambda plan: len(plan.hf_shapes.keys() ^ found.keys()))
     layout = plans.index(plan)
-    faults = [f"tensor {name} is missing" for name in sorted(plan.their_shapes.keys() - found.keys())]
-    faults += [_why_homeless(name, folder, model) for name in sorted(found.keys() - plan.their_shapes.keys())]
-    for name, shape in plan.their_shapes.items():
+    faults = [f"tensor {name} is missing" for name in sorted(plan.hf_shapes.keys() - found.keys())]
+    faults += [_unmapped_reason(name, folder, model) for name in sorted(found.keys() - plan.hf_shapes.keys())]
+    for name, shape in plan.hf_shapes.items():
         if name in found and found[name].shape != shape:
             faults.append(f"tensor {name} has shape {list(found[name].shape)}, config.json means {list(shape)}")
-    for name, parts in plan.by_ours.items():
-        kinds = {found[piece.theirs].dtype for piece in parts if piece.theirs in found}
+    for name, parts in plan.by_name.items():
+        kinds = {found[piece.hf_name].dtype for piece in parts if piece.hf_name in found}
         if len(kinds) > 1:
             faults.append(f"the parts of {name} have different types: {', '.join(sorted(kinds))}")
     if faults:
-        raise ConfigError(f"{str(folder.path)!r}: {some(faults)}")
+        raise ConfigError(f"{str(folder.path)!r}: {format_list(faults)}")
     return plan, layout
 
 
-def _why_homeless(name: str, folder: HfFolder, model: ModelConfig) -> str:
+def _unmapped_reason(name: str, folder: HfFolder, model: ModelConfig) -> str:
     """What is wrong with a tensor of a folder that has no place in the model."""
-    if original := echoes_of(model).get(name):
+    if original := find_duplicate_tensors(model).get(name):
         return f"tensor {name} should be {original} again, and differs"
-    if folder.family.has_mtp and is_further(name, model.num_layers + model.mtp_layers):
+    if folder.family.has_mtp and is_mtp_tensor(name, model.num_layers + model.mtp_layers):
         return (
             f"tensor {name} is of multi-token prediction, of which config.json counts num_nextn_predict_layers="
             f"{model.mtp_layers}; mend that, or import with --without-mtp to leave such layers out"
@@ -214,7 +214,7 @@ def _why_homeless(name: str, folder: HfFolder, model: ModelConfig) -> str:
     return f"tensor {name} has no place in this {folder.family.name} model"
 
 
-def _refuse_other_counts(folder: HfFolder, model: ModelConfig) -> None:
+def _check_counts(folder: HfFolder, model: ModelConfig) -> None:
     """Refuse numbers of config.json that the tensors cannot come to, before a list of them fills the memory."""
     tensors = len(folder.tensors)
     most_experts = max((tensors, *(size for stored in folder.tensors.values() for size in stored.shape)))

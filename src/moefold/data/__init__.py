@@ -2,15 +2,15 @@
 
 from moefold.data.check import check_data
 from moefold.data.dataset import Dataset, open_dataset, prepare
-from moefold.data.marked import MarkedSample, MarkedSource
-from moefold.data.sampling import SampleRow, Split
+from moefold.data.marked import AnnotatedSampleSource, Sample
+from moefold.data.sampling import Sampler, Split
 from moefold.data.tokenizer import Tokenizer
 
 __all__ = [
     "Dataset",
-    "MarkedSample",
-    "MarkedSource",
-    "SampleRow",
+    "Sample",
+    "AnnotatedSampleSource",
+    "Sampler",
     "Split",
     "Tokenizer",
     "check_data",

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from moefold.data.document import TextSource
 from moefold.data.progress import ReadProgress
-from moefold.data.token_file import look_at_npy
+from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError
 
@@ -74,7 +74,7 @@ def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path |
     name = f"{key}.npy"
     folders = cache_folders(cache_dir)
     for folder in folders:
-        if is_complete(folder / name) and not _is_strangers(folder):
+        if is_complete(folder / name) and not _is_untrusted_dir(folder):
             return folder / name
     reasons = []
     for folder in folders:
@@ -103,7 +103,7 @@ def cache_folders(cache_dir: Path | None) -> tuple[Path, ...]:
     A temporary one that somebody else made is not among them.
     """
     named, temporary = cache_dir if cache_dir is not None else default_cache_dir(), _temporary_cache_dir()
-    is_strangers = os.path.lexists(temporary) and _is_strangers(temporary)
+    is_strangers = os.path.lexists(temporary) and _is_untrusted_dir(temporary)
     return (named,) if is_strangers else (named, temporary)
 
 
@@ -115,7 +115,7 @@ def cache_key(corpus: TextSource, tokenizer: Tokenizer) -> str:
 
 def is_complete(path: Path) -> bool:
     """Whether a whole .npy array of ids, one at least, stands there (its length fits its header)."""
-    return is_complete_array(path) and look_at_npy(path).num_tokens > 0
+    return is_complete_array(path) and read_npy_header(path).num_tokens > 0
 
 
 def is_complete_array(path: Path) -> bool:
@@ -123,7 +123,7 @@ def is_complete_array(path: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        look_at_npy(path)
+        read_npy_header(path)
     except ConfigError:
         return False
     return True
@@ -133,7 +133,7 @@ def _temporary_cache_dir() -> Path:
     return Path(tempfile.gettempdir(), f"moefold-{os.getuid()}")
 
 
-def _is_strangers(folder: Path) -> bool:
+def _is_untrusted_dir(folder: Path) -> bool:
     """Return whether the folder in the temporary one, where anybody can make some, is not this user's alone."""
     if folder != _temporary_cache_dir():
         return False
@@ -144,7 +144,7 @@ def _is_strangers(folder: Path) -> bool:
 
 def _make_entry(folder: Path, name: str, write: Callable[[BinaryIO], None]) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if _is_strangers(folder):
+    if _is_untrusted_dir(folder):
         raise PermissionError(f"{folder} belongs to another user")
     entry = folder / name
     with _lock(entry.with_suffix(".lock")):
@@ -210,7 +210,7 @@ def _token_batches(corpus: TextSource, tokenizer: Tokenizer) -> Iterator[tuple[N
             parts += [ids, *separator] if ends_document else [ids]
         return np.concatenate(parts)
 
-    for piece in corpus.pieces():
+    for piece in corpus.chunks():
         texts.append(piece.text)
         ends.append(piece.ends_document)
         size_bytes += piece.size_bytes

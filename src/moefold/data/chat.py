@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moefold.bounded_read import CONFIG_BYTES, TEMPLATE_BYTES, read_json, read_text
+from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES, read_json, read_text
 from moefold.config.schema import DataConfig
 from moefold.data.path import existing_path
 from moefold.data.template_process import TemplateLimits, TemplateProcess, TemplateProgram
@@ -61,7 +61,7 @@ class ChatTemplate:
         self,
         source: str,
         *,
-        place: str,
+        location: str,
         special_tokens: Mapping[str, str],
         limits: TemplateLimits | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class ChatTemplate:
 
         Args:
             source: the Jinja program.
-            place: where it comes from, for messages.
+            location: where it comes from, for messages.
             special_tokens: `bos_token` and the like, as the tokenizer spells them.
             limits: what it may use of memory and time; None for those of `TemplateLimits`.
 
@@ -79,24 +79,24 @@ class ChatTemplate:
         self.source = source
         date = [CHAT_DATE.isoformat()] if "strftime_now" in source else []
         self.identity = hashlib.sha256(json.dumps([source, sorted(special_tokens.items()), *date]).encode()).hexdigest()
-        self._place = place
+        self._location = location
         marks = (f"\0{uuid.uuid4().hex}\0", f"\0{uuid.uuid4().hex}\0")
         has_marks = bool(_GENERATION.search(source))
         program = TemplateProgram(source, dict(special_tokens), marks, has_marks, CHAT_DATE.isoformat())
-        self._process = TemplateProcess(program, limits or TemplateLimits(), place)
+        self._process = TemplateProcess(program, limits or TemplateLimits(), location)
 
-    def render(self, messages: Sequence[Message], tools: Any, place: str) -> RenderedChat:
+    def render(self, messages: Sequence[Message], tools: Any, location: str) -> RenderedChat:
         """Render a conversation.
 
         Args:
             messages: the turns, each with a `role` and a `content`.
             tools: descriptions of tools, for templates that know some; None for none.
-            place: FILE:LINE of the conversation, for messages.
+            location: FILE:LINE of the conversation, for messages.
 
         Raises:
             ConfigError: the template refuses the conversation, or writes an earlier turn otherwise once others follow.
         """
-        (rendered,) = self.render_all([(messages, tools, place)])
+        (rendered,) = self.render_all([(messages, tools, location)])
         return rendered
 
     def render_all(self, conversations: Sequence[tuple[Sequence[Message], Any, str]]) -> Iterator[RenderedChat]:
@@ -108,30 +108,30 @@ class ChatTemplate:
         requests = [
             {"messages": list(messages), "tools": tools, "prompts": None} for messages, tools, _ in conversations
         ]
-        for answer, (_, _, place) in zip(self._process.answers(requests), conversations, strict=True):
+        for answer, (_, _, place) in zip(self._process.process_requests(requests), conversations, strict=True):
             if "moved" in answer:
                 raise ConfigError(
-                    f"{place}: the chat template of {self._place} writes turn {answer['moved']} otherwise when others "
+                    f"{place}: the chat template of {self._location} writes turn {answer['moved']} otherwise when others "
                     "follow, so that its place cannot be found; put {% generation %} and {% endgeneration %} around "
                     "what the assistant writes, in a template of your own: data.chat_template=FILE"
                 )
             yield self._rendered(answer, place)
 
-    def prompt(self, messages: Sequence[Message], place: str, *, opens_turn: bool) -> str:
+    def prompt(self, messages: Sequence[Message], location: str, *, add_generation_prompt: bool) -> str:
         """The text that a model continues.
 
         Args:
             messages: the turns, each with a `role` and a `content`.
-            place: what the conversation is, for messages.
-            opens_turn: whether the assistant's turn begins behind the last one; if not, the last one stays open.
+            location: what the conversation is, for messages.
+            add_generation_prompt: whether the assistant's turn begins behind the last one; if not, the last one stays open.
 
         Raises:
             ConfigError: the template refuses the conversation, or does not write the content of an open turn as it is.
         """
-        request = {"messages": list(messages), "tools": None, "prompts": opens_turn}
-        (answer,) = self._process.answers([request])
-        text = self._rendered(answer, place).text
-        if opens_turn:
+        request = {"messages": list(messages), "tools": None, "prompts": add_generation_prompt}
+        (answer,) = self._process.process_requests([request])
+        text = self._rendered(answer, location).text
+        if add_generation_prompt:
             return text
         content = str(messages[-1]["content"])
         # Templates strip what they are given more often than not.
@@ -139,14 +139,14 @@ class ChatTemplate:
             if form and (start := text.rfind(form)) >= 0:
                 return text[: start + len(form)]
         raise ConfigError(
-            f"{place}: the chat template of {self._place} does not write the last turn as it is, so that it cannot be "
+            f"{location}: the chat template of {self._location} does not write the last turn as it is, so that it cannot be "
             "continued; set another template"
         )
 
-    def _rendered(self, answer: Mapping[str, Any], place: str) -> RenderedChat:
+    def _rendered(self, answer: Mapping[str, Any], location: str) -> RenderedChat:
         if "refused" in answer:
             raise ConfigError(
-                f"{place}: the chat template of {self._place} refuses the conversation ({answer['refused']}); mend the "
+                f"{location}: the chat template of {self._location} refuses the conversation ({answer['refused']}); mend the "
                 "conversation, take it out, or set data.chat_template"
             )
         return RenderedChat(answer["text"], tuple(range(start, stop) for start, stop in answer["spans"]))
@@ -166,27 +166,27 @@ def load_chat_template(data: DataConfig) -> ChatTemplate:
         tokenizer = existing_path("data.tokenizer", data.tokenizer)
         folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     settings = {} if folder is None else _tokenizer_settings(folder / "tokenizer_config.json")
-    special_tokens = {name: token for name in _SPECIAL_TOKENS if (token := _spelled(settings.get(name))) is not None}
+    special_tokens = {name: token for name in _SPECIAL_TOKENS if (token := _token_text(settings.get(name))) is not None}
     if data.chat_template:
         file = existing_path("data.chat_template", data.chat_template)
-        return ChatTemplate(_read(file), place=str(file), special_tokens=special_tokens)
+        return ChatTemplate(_read(file), location=str(file), special_tokens=special_tokens)
     if folder is None:
-        return ChatTemplate(BYTES_TEMPLATE, place="bytes", special_tokens={})
+        return ChatTemplate(BYTES_TEMPLATE, location="bytes", special_tokens={})
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return ChatTemplate(_read(file), place=str(file), special_tokens=special_tokens)
+        return ChatTemplate(_read(file), location=str(file), special_tokens=special_tokens)
     source = _default_template(settings.get("chat_template"))
     if source is None:
         raise ConfigError(
             f"data.tokenizer={data.tokenizer!r} has no chat template: neither chat_template.jinja nor a chat_template "
             f"in tokenizer_config.json stands in {folder}; set data.chat_template to a file with one"
         )
-    return ChatTemplate(source, place=str(folder / "tokenizer_config.json"), special_tokens=special_tokens)
+    return ChatTemplate(source, location=str(folder / "tokenizer_config.json"), special_tokens=special_tokens)
 
 
 def _tokenizer_settings(file: Path) -> dict[str, Any]:
     try:
-        settings = read_json(file, CONFIG_BYTES)
+        settings = read_json(file, MAX_CONFIG_BYTES)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -203,7 +203,7 @@ def _default_template(declared: object) -> str | None:
     return declared if isinstance(declared, str) else None
 
 
-def _spelled(token: object) -> str | None:
+def _token_text(token: object) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -211,6 +211,6 @@ def _spelled(token: object) -> str | None:
 
 def _read(file: Path) -> str:
     try:
-        return read_text(file, TEMPLATE_BYTES)
+        return read_text(file, MAX_TEMPLATE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not readable text ({error}); name a chat template in UTF-8") from error

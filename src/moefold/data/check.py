@@ -6,8 +6,8 @@ from moefold.bounded_read import open_regular, parse_json
 from moefold.config.schema import DataConfig
 from moefold.data.chat import load_chat_template
 from moefold.data.corrupt import skipped_files
-from moefold.data.dataset import refuse_path, refuse_too_few
-from moefold.data.document import is_text, python_docs_corpus, refuse_empty
+from moefold.data.dataset import check_enough_tokens, check_no_data_path
+from moefold.data.document import check_not_empty, is_text, python_docs_corpus
 from moefold.data.fine_tuning import conversation_files
 from moefold.data.huggingface import check_package, text_tables
 from moefold.data.jsonl import is_jsonl
@@ -48,27 +48,27 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
             for file in files:
                 open_document_ends(file.path, file.num_tokens)
         num_tokens = sum(file.num_tokens for file in files)
-        refuse_too_few(num_tokens, seq_len=seq_len)
+        check_enough_tokens(num_tokens, seq_len=seq_len)
         split_samples((num_tokens - 1) // seq_len, data.validation_fraction)
         return
     if not 0 <= data.validation_fraction < 1:
         split_samples(1, data.validation_fraction)
     if data.kind == "text":
         needed = seq_len + 1 if isinstance(tokenizer, ByteTokenizer) else 1
-        num_bytes = _text_bytes(data, needed)
+        num_bytes = _count_text_bytes(data, needed)
         if num_bytes < needed:
-            refuse_too_few(num_bytes, seq_len=seq_len)
+            check_enough_tokens(num_bytes, seq_len=seq_len)
         return
-    refuse_path(data)
+    check_no_data_path(data)
     if data.kind == "python-docs":
         python_docs_corpus()
 
 
-def _text_bytes(data: DataConfig, enough: int) -> int:
+def _count_text_bytes(data: DataConfig, stop_at: int) -> int:
     """Bytes and separators of the text that data.path names, counted until there are enough for one sample."""
     roots = data_paths(data.path, "text")
     for root in roots:
-        _refuse_json_lines(root)
+        _reject_json_lines(root)
     num_files, size_bytes = 0, 0
     for root in roots:
         for file in files_below(root):
@@ -79,13 +79,13 @@ def _text_bytes(data: DataConfig, enough: int) -> int:
             num_files += 1
             if file_bytes := file.stat().st_size:
                 size_bytes += file_bytes + 1
-            if size_bytes >= enough:
+            if size_bytes >= stop_at:
                 return size_bytes
-    refuse_empty(roots, num_files=num_files, size_bytes=size_bytes)
+    check_not_empty(roots, num_files=num_files, size_bytes=size_bytes)
     return size_bytes
 
 
-def _refuse_json_lines(root: Path) -> None:
+def _reject_json_lines(root: Path) -> None:
     """Refuse JSON lines as plain text: a model would learn braces, names of fields and escapes.
 
     A file that is named is one by its name or its first line, a folder is one if all its files are by their names.
@@ -96,7 +96,7 @@ def _refuse_json_lines(root: Path) -> None:
     if root.is_dir():
         is_json = next(files_below(root), None) is not None and all(map(is_jsonl, files_below(root)))
     else:
-        is_json = is_jsonl(root) or _begins_with_an_object(root)
+        is_json = is_jsonl(root) or _starts_with_json_object(root)
     if is_json:
         raise ConfigError(
             f'data.path={root} holds JSON lines, and data.kind="text" would train on their braces and field names; set '
@@ -105,7 +105,7 @@ def _refuse_json_lines(root: Path) -> None:
         )
 
 
-def _begins_with_an_object(file: Path) -> bool:
+def _starts_with_json_object(file: Path) -> bool:
     """Return whether the first line of a file that is text is a JSON object."""
     try:
         with open_regular(file) as opened:

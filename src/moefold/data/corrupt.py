@@ -14,16 +14,16 @@ import uuid
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from moefold.bounded_read import DESCRIPTION_BYTES, read_json
+from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.data_files import ENDS_SUFFIX
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cache_folders
-from moefold.data.document import TextFile, read_through
+from moefold.data.document import TextFile, check_decodable
 from moefold.data.jsonl import jsonl_records
 from moefold.data.shard_reader import BrokenShardError
 from moefold.data.source_file import named_sources
-from moefold.data.token_file import look_at, open_document_ends
-from moefold.errors import ConfigError, some
+from moefold.data.token_file import open_document_ends, read_header
+from moefold.errors import ConfigError, format_list
 
 FORMAT_VERSION = 1
 
@@ -47,9 +47,9 @@ def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: b
     return faults.keys()
 
 
-def report_skipped(faults: Mapping[Path, str]) -> None:
+def report_skipped(reasons: Mapping[Path, str]) -> None:
     """Log what is left out."""
-    for file, fault in faults.items():
+    for file, fault in reasons.items():
         # Most faults name their file already.
         logger.warning("data.corrupt: left out a file: %s", fault if str(file) in fault else f"{file}: {fault}")
 
@@ -63,17 +63,19 @@ def corrupt_files(data: DataConfig, *, cache_dir: Path | None = None) -> dict[Pa
         raise ConfigError(
             'data.corrupt="skip" looks at files, and data.path names none; leave it out for data sets on the hub'
         )
-    faults = _token_faults(data, files) if data.kind == "tokens" else _noted_faults(data, files, cache_dir)
+    faults = (
+        _validate_token_files(data, files) if data.kind == "tokens" else _validate_files_cached(data, files, cache_dir)
+    )
     if len(faults) == len(files):
-        raise ConfigError(f"data.path holds no sound file: {some(list(faults.values()))}; copy them anew")
+        raise ConfigError(f"data.path holds no sound file: {format_list(list(faults.values()))}; copy them anew")
     return {Path(file): fault for file, fault in faults.items()}
 
 
-def _token_faults(data: DataConfig, files: list[Path]) -> dict[str, str]:
+def _validate_token_files(data: DataConfig, files: list[Path]) -> dict[str, str]:
     faults = {}
     for file in files:
         try:
-            found = look_at(file, data.token_dtype)
+            found = read_header(file, data.token_dtype)
             if data.document_index and found.num_tokens:
                 open_document_ends(file, found.num_tokens)
         except BrokenShardError as error:
@@ -85,36 +87,36 @@ def _token_faults(data: DataConfig, files: list[Path]) -> dict[str, str]:
     return faults
 
 
-def _noted_faults(data: DataConfig, files: list[Path], cache_dir: Path | None) -> dict[str, str]:
+def _validate_files_cached(data: DataConfig, files: list[Path], cache_dir: Path | None) -> dict[str, str]:
     """What the note says of these files; without one, read them all and write it."""
     states = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     key = hashlib.sha256(json.dumps([FORMAT_VERSION, data.kind, states]).encode()).hexdigest()[:32]
     folders = cache_folders(cache_dir)
     for folder in folders:
         try:
-            noted = read_json(folder / f"{key}.corrupt.json", DESCRIPTION_BYTES)
+            noted = read_json(folder / f"{key}.corrupt.json", MAX_DESCRIPTION_BYTES)
         except (OSError, ValueError):
             continue
         if isinstance(noted, dict) and noted.keys() <= set(map(str, files)):
             return {str(file): str(fault) for file, fault in noted.items()}
-    faults = {str(file): fault for file in files if (fault := _fault(data, file))}
-    _write_note(folders, f"{key}.corrupt.json", faults)
+    faults = {str(file): fault for file in files if (fault := _unreadable_reason(data, file))}
+    _write_corrupt_list(folders, f"{key}.corrupt.json", faults)
     return faults
 
 
-def _fault(data: DataConfig, file: Path) -> str:
+def _unreadable_reason(data: DataConfig, file: Path) -> str:
     """What is wrong with a file that is read through; empty if nothing is."""
     try:
         if data.kind == "text":
-            read_through(TextFile(file, file.stat().st_size, file.stat().st_mtime_ns, is_named=False))
+            check_decodable(TextFile(file, file.stat().st_size, file.stat().st_mtime_ns, is_named=False))
         elif data.kind == "sft":
             for _ in jsonl_records(file):
                 pass
         else:
             # The package takes seconds to import.
-            from moefold.data.huggingface import read_rows
+            from moefold.data.huggingface import check_rows_readable
 
-            read_rows(file, data.column)
+            check_rows_readable(file, data.column)
     except ConfigError as error:
         return str(error)
     except OSError as error:
@@ -122,12 +124,12 @@ def _fault(data: DataConfig, file: Path) -> str:
     return ""
 
 
-def _write_note(folders: tuple[Path, ...], name: str, faults: dict[str, str]) -> None:
+def _write_corrupt_list(folders: tuple[Path, ...], name: str, reasons: dict[str, str]) -> None:
     for folder in folders:
         draft = folder / f"{name}.{uuid.uuid4().hex}.tmp"
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            draft.write_text(json.dumps(faults), encoding="utf-8")
+            draft.write_text(json.dumps(reasons), encoding="utf-8")
             os.replace(draft, folder / name)
         except OSError as error:
             logger.warning("The token cache cannot be written in %s (%s)", folder, error.strerror or error)

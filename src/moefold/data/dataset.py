@@ -10,21 +10,21 @@ from moefold.data.corrupt import corrupt_files, report_skipped, skipped_files
 from moefold.data.document import Corpus, python_docs_corpus, text_corpus
 from moefold.data.fine_tuning import open_conversations, pack_conversations
 from moefold.data.huggingface import text_tables
-from moefold.data.marked import EndMarkedSamples, SampleSource
+from moefold.data.marked import EodAnnotatedSamples, SampleSource
 from moefold.data.mixture import Mixture
-from moefold.data.random_bits import combine
-from moefold.data.sampling import IndexMarkedSamples, PackedSamples, SampleRow, Split
-from moefold.data.shards import Shards, find_shards
+from moefold.data.random_bits import hash_ints
+from moefold.data.sampling import IndexAnnotatedSamples, PackedSamples, Sampler, Split
+from moefold.data.shards import TokenFileSet, build_token_file_set
 from moefold.data.source_file import named_sources
-from moefold.data.split import Runs, split_samples
-from moefold.data.stream import StreamRow
+from moefold.data.split import IndexRanges, split_samples
+from moefold.data.stream import StreamingSampler
 from moefold.data.synthetic import SyntheticSamples
-from moefold.data.token_file import TokenFiles, look_at_npy, token_files
+from moefold.data.token_file import TokenFileStream, read_npy_header, token_files
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 from moefold.errors import ConfigError
 
 # Validation is visited in one order for every seed, so that its first samples come from all over the data.
-_VALIDATION_ORDER = combine(0)
+_VALIDATION_ORDER = hash_ints(0)
 _VALIDATION = "validation"
 
 
@@ -32,9 +32,9 @@ _VALIDATION = "validation"
 class Dataset:
     """The samples of a run. They share no token between the two parts."""
 
-    train: SampleRow
+    train: Sampler
     """Samples to train on; shuffled anew for each epoch if data.shuffle."""
-    validation: SampleRow
+    validation: Sampler
     """Samples held out; empty if data.validation_fraction is 0. Shuffled in the same way for every seed."""
     tokenizer: Tokenizer
     """Text to ids and back."""
@@ -47,7 +47,7 @@ def open_dataset(
     vocab_size: int,
     seed: int,
     cache_dir: Path | None = None,
-    shards: Shards | None = None,
+    token_file_set: TokenFileSet | None = None,
 ) -> Dataset:
     """Open the data of a recipe; every process that does so with the same arguments sees the same samples.
 
@@ -59,12 +59,12 @@ def open_dataset(
         vocab_size: model.vocab_size; every id is below it.
         seed: run.seed; it draws the order of the training samples, and all of `synthetic`.
         cache_dir: folder of tokenised text; None means `default_cache_dir()`.
-        shards: the token files of a run that has begun, for data of that kind; None: look for them.
+        token_file_set: the token files of a run that has begun, for data of that kind; None: look for them.
 
     Raises:
         ConfigError: the data is missing, broken, too small, or does not fit the model's vocabulary.
     """
-    return _Opener(data, seq_len, vocab_size, seed, cache_dir, shards=shards).open()
+    return _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, token_file_set=token_file_set).open()
 
 
 def prepare(
@@ -78,15 +78,15 @@ def prepare(
         The file of tokenised text; None for kinds of data that need none, and for mixtures.
     """
     if data.kind == "tokens" and data.corrupt == "fatal":
-        TokenFiles(token_files(data), vocab_size=vocab_size).probe()
-    opener = _Opener(data, seq_len, vocab_size, seed, cache_dir, is_first=True)
+        TokenFileStream(token_files(data), vocab_size=vocab_size).probe()
+    opener = _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, is_first=True)
     row = opener.open().train
-    row.sample(row.next_samples(0, 1)[0])
-    return opener.cached
+    row.sample(row.next_sample_indices(0, 1)[0])
+    return opener.cached_path
 
 
 @dataclass(slots=True)
-class _Opener:
+class _DatasetBuilder:
     """The settings that opening a dataset takes, and what it made on the way."""
 
     data: DataConfig
@@ -96,8 +96,8 @@ class _Opener:
     cache_dir: Path | None
     is_first: bool = False
     """This process opens the data before all others: it shows progress and reports."""
-    cached: Path | None = None
-    shards: Shards | None = None
+    cached_path: Path | None = None
+    token_file_set: TokenFileSet | None = None
     _skipped: Set[Path] = frozenset()
 
     def open(self) -> Dataset:
@@ -111,9 +111,9 @@ class _Opener:
                 Mixture([part.validation for part in parts], data.weights),
                 tokenizer,
             )
-        if self.shards is None and data.kind == "tokens" and data.corrupt == "skip":
-            self.shards = self._find_shards()
-        if self.shards is None:
+        if self.token_file_set is None and data.kind == "tokens" and data.corrupt == "skip":
+            self.token_file_set = self._build_token_file_set()
+        if self.token_file_set is None:
             self._skipped = skipped_files(data, cache_dir=self.cache_dir, reports=self.is_first)
         if data.kind == "sft":
             return Dataset(*self._conversations(tokenizer), tokenizer)
@@ -125,59 +125,62 @@ class _Opener:
         training, validation = split_samples(len(source), data.validation_fraction)
         return Dataset(
             Split(source, training, order_key=self._order_key),
-            Split(source, validation, order_key=_VALIDATION_ORDER, part=_VALIDATION),
+            Split(source, validation, order_key=_VALIDATION_ORDER, split_name=_VALIDATION),
             tokenizer,
         )
 
-    def _find_shards(self) -> Shards:
+    def _build_token_file_set(self) -> TokenFileSet:
         faults = corrupt_files(self.data)
         skipped = {name for name, file in named_sources(self.data) if file in faults}
-        shards = find_shards(self.data, vocab_size=self.vocab_size, skipped=skipped)
+        shards = build_token_file_set(self.data, vocab_size=self.vocab_size, skipped=skipped)
         if self.is_first:
-            report_skipped(faults | {Path(name): fault for name, fault in shards.lost.items()})
+            report_skipped(faults | {Path(name): fault for name, fault in shards.dropped.items()})
         return shards
 
     @property
     def _order_key(self) -> int | None:
-        return combine(self.seed) if self.data.shuffle else None
+        return hash_ints(self.seed) if self.data.shuffle else None
 
     def _source(self, tokenizer: Tokenizer, split: str) -> SampleSource:
         data = self.data
         if data.kind == "synthetic":
-            refuse_path(data)
+            check_no_data_path(data)
             samples = SyntheticSamples(seed=self.seed, vocab_size=self.vocab_size, seq_len=self.seq_len)
-            return samples if data.document_end < 0 else EndMarkedSamples(samples, data.document_end)
+            return samples if data.document_end < 0 else EodAnnotatedSamples(samples, data.document_end)
         if data.kind == "tokens":
-            files = token_files(data, self._skipped) if self.shards is None else self.shards.files(data)
+            files = token_files(data, self._skipped) if self.token_file_set is None else self.token_file_set.files(data)
         else:
             is_table = data.kind == "huggingface"
             texts = text_tables(data, split, self._skipped) if is_table else _corpus(data, self._skipped)
-            self.cached = cached_tokens(texts, tokenizer, cache_dir=self.cache_dir, shows_progress=self.is_first)
-            files = (look_at_npy(self.cached),)
-        lost = () if self.shards is None else self.shards.lost
-        stream = TokenFiles(files, vocab_size=self.vocab_size, lost=lost, is_indexed=data.document_index)
-        refuse_too_few(len(stream), seq_len=self.seq_len)
+            self.cached_path = cached_tokens(texts, tokenizer, cache_dir=self.cache_dir, shows_progress=self.is_first)
+            files = (read_npy_header(self.cached_path),)
+        lost = () if self.token_file_set is None else self.token_file_set.dropped
+        stream = TokenFileStream(files, vocab_size=self.vocab_size, dropped=lost, is_indexed=data.document_index)
+        check_enough_tokens(len(stream), seq_len=self.seq_len)
         if data.document_index:
-            return IndexMarkedSamples(stream, self.seq_len)
+            return IndexAnnotatedSamples(stream, self.seq_len)
         packed = PackedSamples(stream, self.seq_len)
-        return packed if data.document_end < 0 else EndMarkedSamples(packed, data.document_end)
+        return packed if data.document_end < 0 else EodAnnotatedSamples(packed, data.document_end)
 
     def _all_of(self, source: SampleSource) -> Split:
-        return Split(source, Runs((range(len(source)),)), order_key=self._order_key)
+        return Split(source, IndexRanges((range(len(source)),)), order_key=self._order_key)
 
     def _held_out_split(self, tokenizer: Tokenizer) -> Split:
         """The split named to evaluate on, from the cache also beside a stream: it is read again and again."""
         if not self.data.validation_split:
             return Split(
-                SyntheticSamples(seed=0, vocab_size=1, seq_len=self.seq_len), Runs(()), order_key=None, part=_VALIDATION
+                SyntheticSamples(seed=0, vocab_size=1, seq_len=self.seq_len),
+                IndexRanges(()),
+                order_key=None,
+                split_name=_VALIDATION,
             )
         source = self._source(tokenizer, self.data.validation_split)
-        return Split(source, Runs((range(len(source)),)), order_key=_VALIDATION_ORDER, part=_VALIDATION)
+        return Split(source, IndexRanges((range(len(source)),)), order_key=_VALIDATION_ORDER, split_name=_VALIDATION)
 
-    def _stream(self, tokenizer: Tokenizer) -> StreamRow:
+    def _stream(self, tokenizer: Tokenizer) -> StreamingSampler:
         texts = text_tables(self.data, self.data.split, self._skipped)
         order_key, document_end = self._order_key, self.data.document_end
-        return StreamRow(texts, tokenizer, seq_len=self.seq_len, order_key=order_key, document_end=document_end)
+        return StreamingSampler(texts, tokenizer, seq_len=self.seq_len, order_key=order_key, document_end=document_end)
 
     def _conversations(self, tokenizer: Tokenizer) -> tuple[Split, Split]:
         assert isinstance(tokenizer, ByteTokenizer | JsonTokenizer)
@@ -189,11 +192,11 @@ class _Opener:
             self.data, conversations, seq_len=self.seq_len, pad_id=pad_id, reports=self.is_first
         )
         return self._all_of(training), Split(
-            validation, Runs((range(len(validation)),)), order_key=_VALIDATION_ORDER, part=_VALIDATION
+            validation, IndexRanges((range(len(validation)),)), order_key=_VALIDATION_ORDER, split_name=_VALIDATION
         )
 
 
-def refuse_path(data: DataConfig) -> None:
+def check_no_data_path(data: DataConfig) -> None:
     """Raise ConfigError if a kind of data that reads no files was given some."""
     if data.path:
         raise ConfigError(
@@ -202,7 +205,7 @@ def refuse_path(data: DataConfig) -> None:
         )
 
 
-def refuse_too_few(num_tokens: int, *, seq_len: int) -> None:
+def check_enough_tokens(num_tokens: int, *, seq_len: int) -> None:
     """Raise ConfigError if the tokens do not fill one sample."""
     if num_tokens < seq_len + 1:
         raise ConfigError(
@@ -214,5 +217,5 @@ def refuse_too_few(num_tokens: int, *, seq_len: int) -> None:
 def _corpus(data: DataConfig, skipped: Set[Path]) -> Corpus:
     if data.kind == "text":
         return text_corpus(data.path, skipped)
-    refuse_path(data)
+    check_no_data_path(data)
     return python_docs_corpus()

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from moefold.bounded_read import open_regular
-from moefold.data.path import data_paths, files_below, refuse_repeats
+from moefold.data.path import check_no_duplicates, data_paths, files_below
 from moefold.errors import ConfigError
 
-PIECE_BYTES = 2**20
+CHUNK_BYTES = 2**20
 _SNIFFED_BYTES = 8192
 _UTF16_AND_32_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 # Tests hold odd bytes and copies, encodings are tables of numbers, site-packages differ from machine to machine.
@@ -37,7 +37,7 @@ class TextFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextChunk:
     """A part of a document, at most about 1 MiB long, so that a document of any size passes through little memory."""
 
     text: str
@@ -64,7 +64,7 @@ class TextSource(Protocol):
         """What must stay the same for a tokenised copy to stay valid."""
         ...
 
-    def pieces(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[TextChunk]:
         """All documents, cut into pieces."""
         ...
 
@@ -86,7 +86,7 @@ class Corpus:
         """What must stay the same for a tokenised copy to stay valid: paths, sizes and times, in order."""
         return [[str(file.path), file.size_bytes, file.mtime_ns] for file in self.files]
 
-    def pieces(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[TextChunk]:
         """All documents, cut into pieces.
 
         Raises:
@@ -94,9 +94,9 @@ class Corpus:
         """
         for file in self.files:
             try:
-                yield from _pieces(self.kind, file)
+                yield from _file_chunks(self.kind, file)
             except OSError as error:
-                raise _unreadable(file.path, error) from error
+                raise _unreadable_error(file.path, error) from error
 
 
 def text_corpus(path: str | tuple[str, ...], skipped: Set[Path] = frozenset()) -> Corpus:
@@ -106,23 +106,23 @@ def text_corpus(path: str | tuple[str, ...], skipped: Set[Path] = frozenset()) -
         ConfigError: a path is missing or named twice, or there is no file with anything in it.
     """
     paths = data_paths(path, "text")
-    files = tuple(_look_at(file, is_named=file in paths) for root in paths for file in files_below(root))
-    refuse_repeats(tuple(file.path.resolve() for file in files))
-    refuse_empty(paths, num_files=len(files), size_bytes=sum(file.size_bytes for file in files))
+    files = tuple(_stat_text_file(file, is_named=file in paths) for root in paths for file in files_below(root))
+    check_no_duplicates(tuple(file.path.resolve() for file in files))
+    check_not_empty(paths, num_files=len(files), size_bytes=sum(file.size_bytes for file in files))
     return Corpus("text", tuple(file for file in files if file.path not in skipped))
 
 
-def read_through(file: TextFile) -> None:
+def check_decodable(file: TextFile) -> None:
     """Decode a file of text from start to end.
 
     Raises:
         ConfigError: it is not readable or not UTF-8 text.
     """
-    for _ in Corpus("text", (file,)).pieces():
+    for _ in Corpus("text", (file,)).chunks():
         pass
 
 
-def refuse_empty(paths: tuple[Path, ...], *, num_files: int, size_bytes: int) -> None:
+def check_not_empty(paths: tuple[Path, ...], *, num_files: int, size_bytes: int) -> None:
     """Raise ConfigError if data.path holds no file, or files without any text."""
     names = ", ".join(map(str, paths[:3])) + (", ..." if len(paths) > 3 else "")
     if not num_files:
@@ -137,7 +137,7 @@ def python_docs_corpus() -> Corpus:
     Raises:
         ConfigError: this Python installation carries neither.
     """
-    files = tuple(_look_at(file, is_named=True) for file in _python_docs_files())
+    files = tuple(_stat_text_file(file, is_named=True) for file in _python_docs_files())
     if not files:
         raise ConfigError(
             'data.kind="python-docs" finds neither pydoc_data.topics nor standard library sources in this Python '
@@ -167,11 +167,11 @@ def _python_docs_files() -> Iterator[Path]:
             yield file
 
 
-def _look_at(path: Path, *, is_named: bool) -> TextFile:
+def _stat_text_file(path: Path, *, is_named: bool) -> TextFile:
     try:
         status = path.stat()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     return TextFile(path, status.st_size, status.st_mtime_ns, is_named)
 
 
@@ -179,51 +179,51 @@ def _open(path: Path) -> BinaryIO:
     try:
         return open_regular(path)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
-def _unreadable(path: Path, error: OSError) -> ConfigError:
+def _unreadable_error(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"data.path: {path} is not readable ({error.strerror}); give read access or leave it out")
 
 
-def _pieces(kind: str, file: TextFile) -> Iterator[Piece]:
+def _file_chunks(kind: str, file: TextFile) -> Iterator[TextChunk]:
     if not file.size_bytes:
         return iter(())
     if kind == "text":
-        return _text_pieces(file)
-    return _topic_pieces(file) if file.path.parent.name == "pydoc_data" else _python_pieces(file)
+        return _text_chunks(file)
+    return _topic_chunks(file) if file.path.parent.name == "pydoc_data" else _python_chunks(file)
 
 
-def _topic_pieces(file: TextFile) -> Iterator[Piece]:
+def _topic_chunks(file: TextFile) -> Iterator[TextChunk]:
     from pydoc_data.topics import topics
 
     for i, name in enumerate(sorted(topics)):
-        yield Piece(topics[name], ends_document=True, size_bytes=file.size_bytes if i == 0 else 0)
+        yield TextChunk(topics[name], ends_document=True, size_bytes=file.size_bytes if i == 0 else 0)
 
 
-def _python_pieces(file: TextFile) -> Iterator[Piece]:
+def _python_chunks(file: TextFile) -> Iterator[TextChunk]:
     with _open(file.path) as opened:
         encoding, _ = tokenize.detect_encoding(opened.readline)
         opened.seek(0)
-        yield from _decoded_pieces(opened, file, encoding)
+        yield from _decoded_chunks(opened, file, encoding)
 
 
-def _text_pieces(file: TextFile) -> Iterator[Piece]:
+def _text_chunks(file: TextFile) -> Iterator[TextChunk]:
     if not is_text(file.path):
         if file.is_named:
             raise ConfigError(f"data.path={file.path} is not text: it holds zero bytes; name UTF-8 text files")
         logger.warning("data.path: left out %s, which is not text (it holds zero bytes)", file.path)
         return
     with _open(file.path) as opened:
-        yield from _decoded_pieces(opened, file, "utf-8")
+        yield from _decoded_chunks(opened, file, "utf-8")
 
 
-def _decoded_pieces(opened: BinaryIO, file: TextFile, encoding: str) -> Iterator[Piece]:
+def _decoded_chunks(opened: BinaryIO, file: TextFile, encoding: str) -> Iterator[TextChunk]:
     decoder = codecs.getincrementaldecoder(encoding)()
     text, read_bytes = "", 0
-    block = opened.read(PIECE_BYTES)
+    block = opened.read(CHUNK_BYTES)
     while block:
-        following = opened.read(PIECE_BYTES)
+        following = opened.read(CHUNK_BYTES)
         pending = len(decoder.getstate()[0])
         try:
             text += decoder.decode(block, final=not following)
@@ -236,13 +236,13 @@ def _decoded_pieces(opened: BinaryIO, file: TextFile, encoding: str) -> Iterator
         if not read_bytes:
             text = text.removeprefix("\ufeff")
         read_bytes += len(block)
-        cut = _place_to_cut(text) if following else len(text)
+        cut = _split_position(text) if following else len(text)
         if cut:
-            yield Piece(text[:cut], ends_document=not following, size_bytes=len(block))
+            yield TextChunk(text[:cut], ends_document=not following, size_bytes=len(block))
         text, block = text[cut:], following
 
 
-def _place_to_cut(text: str) -> int:
+def _split_position(text: str) -> int:
     """End of the last line that is followed by a line that starts with a word.
 
     There, byte-level tokenizers split words anyway, so that the pieces together give the tokens of the whole.

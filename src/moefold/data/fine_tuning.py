@@ -20,29 +20,29 @@ from moefold.config.schema import DataConfig
 from moefold.data.bin_packing import pack_best_fit
 from moefold.data.cache import cached_ids, npy_header
 from moefold.data.chat import ChatTemplate, load_chat_template
-from moefold.data.conversation import conversation_of
-from moefold.data.jsonl import Record, is_jsonl, jsonl_records, refuse_half_characters
-from moefold.data.marked import MarkedSample
-from moefold.data.path import data_paths, files_below, refuse_repeats
+from moefold.data.conversation import parse_conversation
+from moefold.data.jsonl import JsonlRecord, is_jsonl, jsonl_records, reject_surrogates
+from moefold.data.marked import Sample
+from moefold.data.path import check_no_duplicates, data_paths, files_below
 from moefold.data.progress import ReadProgress
-from moefold.data.random_bits import combine
+from moefold.data.random_bits import hash_ints
 from moefold.data.shard_reader import ShardReader
-from moefold.data.token_file import look_at_npy
-from moefold.data.tokenizer import PlacingTokenizer
+from moefold.data.token_file import read_npy_header
+from moefold.data.tokenizer import OffsetTokenizer
 from moefold.errors import ConfigError
 
 FORMAT_VERSION = 1
-RESPONSE = np.uint32(1 << 31)
-FIRST = np.uint32(1 << 30)
-_ID = np.uint32((1 << 30) - 1)
+RESPONSE_BIT = np.uint32(1 << 31)
+FIRST_TOKEN_BIT = np.uint32(1 << 30)
+_ID_MASK = np.uint32((1 << 30) - 1)
 _BATCH_RECORDS = 512
-_SCANNED_TOKENS = 2**24
+_SCAN_CHUNK_TOKENS = 2**24
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Conversations:
+class TokenizedConversations:
     """All conversations of the files, tokenised; they stay on the disk."""
 
     flagged: ShardReader
@@ -54,24 +54,24 @@ class Conversations:
         """Conversations in all."""
         return len(self.starts) - 1
 
-    def read(self, number: int, at_most: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The first `at_most` ids of a conversation, and which of them are targets."""
+    def read(self, number: int, max_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The first `max_tokens` ids of a conversation, and which of them are targets."""
         start = int(self.starts[number])
-        flagged = self.flagged[start : min(start + at_most, int(self.starts[number + 1]))]
-        return (flagged & _ID).astype(np.int64), _is_target(flagged)
+        flagged = self.flagged[start : min(start + max_tokens, int(self.starts[number + 1]))]
+        return (flagged & _ID_MASK).astype(np.int64), _is_target(flagged)
 
-    def count_targets(self, at_most: int) -> NDArray[np.int64]:
-        """Targets among the first `at_most` tokens of each conversation, [conversations]."""
+    def count_targets(self, max_tokens: int) -> NDArray[np.int64]:
+        """Targets among the first `max_tokens` tokens of each conversation, [conversations]."""
         counts = np.zeros(len(self), dtype=np.int64)
         first = 0
         while first < len(self):
             # As many whole conversations as fit into a stretch of bounded size, but one at least.
-            end = int(np.searchsorted(self.starts, self.starts[first] + _SCANNED_TOKENS, side="right")) - 1
+            end = int(np.searchsorted(self.starts, self.starts[first] + _SCAN_CHUNK_TOKENS, side="right")) - 1
             end = min(max(end, first + 1), len(self))
             starts = self.starts[first : end + 1]
             targets = _is_target(self.flagged[starts[0] : starts[-1]])
             places = np.arange(starts[0], starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
-            targets &= places < at_most
+            targets &= places < max_tokens
             counts[first:end] = np.add.reduceat(targets, starts[:-1] - starts[0], dtype=np.int64)
             first = end
         return counts
@@ -84,7 +84,9 @@ class PackedConversations:
     last one, repeats `pad_id` and weighs nothing. Conversations beyond S + 1 tokens are cut to that.
     """
 
-    def __init__(self, conversations: Conversations, members: NDArray[np.int64], *, seq_len: int, pad_id: int) -> None:
+    def __init__(
+        self, conversations: TokenizedConversations, members: NDArray[np.int64], *, seq_len: int, pad_id: int
+    ) -> None:
         """Pack some of the conversations.
 
         Args:
@@ -107,13 +109,13 @@ class PackedConversations:
 
     def sample(self, number: int) -> NDArray[np.int64]:
         """Tokens of one sample, [seq_len + 1]."""
-        return self.marked_sample(number).tokens
+        return self.annotated_sample(number).tokens
 
     def origin(self, number: int) -> str:
         """The conversations of a sample, by their numbers in the order of the files."""
         return f"conversations {', '.join(str(int(one)) for one in self._bins[number])}"
 
-    def marked_sample(self, number: int) -> MarkedSample:
+    def annotated_sample(self, number: int) -> Sample:
         """One sample; its weights are 1 where the target is what the assistant wrote, else 0."""
         size = self.seq_len + 1
         tokens = np.full(size, self._pad_id, dtype=np.int64)
@@ -125,17 +127,17 @@ class PackedConversations:
             stop = start + len(ids)
             tokens[start:stop], documents[start:stop], is_target[start:stop] = ids, document, targets
             start = stop
-        return MarkedSample(tokens, documents, is_target[1:])
+        return Sample(tokens, documents, is_target[1:])
 
 
 def open_conversations(
     data: DataConfig,
-    tokenizer: PlacingTokenizer,
+    tokenizer: OffsetTokenizer,
     skipped: Set[Path] = frozenset(),
     *,
     cache_dir: Path | None,
     shows_progress: bool,
-) -> Conversations:
+) -> TokenizedConversations:
     """Tokenise the conversations that data.path names on the first call, but for skipped files, and open the result.
 
     Raises:
@@ -149,18 +151,18 @@ def open_conversations(
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
     def write(file: BinaryIO) -> None:
-        _write(file, files, tokenizer, template, shows_progress)
+        _write_conversations(file, files, tokenizer, template, shows_progress)
 
-    flagged = look_at_npy(cached_ids(key, write, cache_dir=cache_dir)).open()
+    flagged = read_npy_header(cached_ids(key, write, cache_dir=cache_dir)).open()
     starts = [
-        first + np.flatnonzero(flagged[first : first + _SCANNED_TOKENS] & FIRST)
-        for first in range(0, len(flagged), _SCANNED_TOKENS)
+        first + np.flatnonzero(flagged[first : first + _SCAN_CHUNK_TOKENS] & FIRST_TOKEN_BIT)
+        for first in range(0, len(flagged), _SCAN_CHUNK_TOKENS)
     ]
-    return Conversations(flagged, np.concatenate([*starts, [len(flagged)]]).astype(np.int64))
+    return TokenizedConversations(flagged, np.concatenate([*starts, [len(flagged)]]).astype(np.int64))
 
 
 def pack_conversations(
-    data: DataConfig, conversations: Conversations, *, seq_len: int, pad_id: int, reports: bool
+    data: DataConfig, conversations: TokenizedConversations, *, seq_len: int, pad_id: int, reports: bool
 ) -> tuple[PackedConversations, PackedConversations]:
     """Hold some conversations out and pack both parts.
 
@@ -185,7 +187,7 @@ def pack_conversations(
     if data.overlong == "refuse" and is_long.any():
         number = int(np.argmax(is_long))
         raise ConfigError(
-            f"{_place(data, number)}: the conversation has {lengths[number]} tokens, and {int(is_long.sum())} of "
+            f"{_conversation_location(data, number)}: the conversation has {lengths[number]} tokens, and {int(is_long.sum())} of "
             f"{len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; raise it to "
             f'{int(lengths.max()) - 1}, or set data.overlong="cut"'
         )
@@ -215,14 +217,14 @@ def conversation_files(data: DataConfig) -> tuple[Path, ...]:
     files = tuple(file for root in roots for file in files_below(root) if not root.is_dir() or is_jsonl(file))
     if not files:
         raise ConfigError(f"data.path={roots[0]} holds no .jsonl file; name files of conversations")
-    refuse_repeats(tuple(file.resolve() for file in files))
+    check_no_duplicates(tuple(file.resolve() for file in files))
     return files
 
 
-def _write(
+def _write_conversations(
     file: BinaryIO,
     files: tuple[Path, ...],
-    tokenizer: PlacingTokenizer,
+    tokenizer: OffsetTokenizer,
     template: ChatTemplate,
     shows_progress: bool,
 ) -> None:
@@ -233,7 +235,7 @@ def _write(
     total_bytes = sum(path.stat().st_size for path in files)
     with ReadProgress("Tokenising conversations", total_bytes, is_shown=shows_progress) as progress:
         while batch := list(islice(records, _BATCH_RECORDS)):
-            for flagged in _tokenise(batch, tokenizer, template):
+            for flagged in _tokenize(batch, tokenizer, template):
                 file.write(flagged.astype(dtype).tobytes())
                 num_tokens += len(flagged)
             progress.advance(sum(record.size_bytes for record in batch))
@@ -243,30 +245,32 @@ def _write(
     file.write(npy_header(dtype, num_tokens))
 
 
-def _tokenise(
-    records: list[Record], tokenizer: PlacingTokenizer, template: ChatTemplate
+def _tokenize(
+    records: list[JsonlRecord], tokenizer: OffsetTokenizer, template: ChatTemplate
 ) -> Iterator[NDArray[np.uint32]]:
-    conversations = [conversation_of(record) for record in records]
-    asked = [(found.messages, found.tools, record.place) for found, record in zip(conversations, records, strict=True)]
+    conversations = [parse_conversation(record) for record in records]
+    asked = [
+        (found.messages, found.tools, record.location) for found, record in zip(conversations, records, strict=True)
+    ]
     chats = []
     for record, chat in zip(records, template.render_all(asked), strict=True):
         chats.append(chat)
         # What is no content may be in it, too: names, calls of tools.
-        refuse_half_characters(chat.text, f"{record.place}: what the chat template makes of the conversation")
-    encoded = tokenizer.encode_with_places([chat.text for chat in chats])
+        reject_surrogates(chat.text, f"{record.location}: what the chat template makes of the conversation")
+    encoded = tokenizer.encode_with_offsets([chat.text for chat in chats])
     for record, chat, (ids, places) in zip(records, chats, encoded, strict=True):
         if not len(ids):
-            raise ConfigError(f"{record.place}: the chat template makes nothing of the conversation; take it out")
+            raise ConfigError(f"{record.location}: the chat template makes nothing of the conversation; take it out")
         flagged = ids.astype(np.uint32)
         for response in chat.responses:
-            flagged[(places >= response.start) & (places < response.stop)] |= RESPONSE
-        flagged[0] |= FIRST
+            flagged[(places >= response.start) & (places < response.stop)] |= RESPONSE_BIT
+        flagged[0] |= FIRST_TOKEN_BIT
         yield flagged
 
 
 def _is_target(flagged: NDArray[np.integer]) -> NDArray[np.bool_]:
     # Nothing stands before the first token of a conversation from which it could be predicted.
-    is_target: NDArray[np.bool_] = (flagged & (RESPONSE | FIRST)) == RESPONSE
+    is_target: NDArray[np.bool_] = (flagged & (RESPONSE_BIT | FIRST_TOKEN_BIT)) == RESPONSE_BIT
     return is_target
 
 
@@ -280,15 +284,15 @@ def _hold_out(members: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.i
             f"data.validation_fraction={fraction} leaves none of {len(members)} conversations to train on; "
             "give more data or set data.validation_fraction=0"
         )
-    hashes = np.array([combine(len(members), number) for number in members.tolist()], dtype=np.uint64)
+    hashes = np.array([hash_ints(len(members), number) for number in members.tolist()], dtype=np.uint64)
     order = np.argsort(hashes, kind="stable")
     return np.sort(members[order[num_held_out:]]), np.sort(members[order[:num_held_out]])
 
 
-def _place(data: DataConfig, number: int) -> str:
+def _conversation_location(data: DataConfig, number: int) -> str:
     """FILE:LINE of a conversation."""
     records = (record for path in conversation_files(data) for record in jsonl_records(path))
-    return next(islice(records, number, None)).place
+    return next(islice(records, number, None)).location
 
 
 def _report(num_skipped: int, num_cut: int, num_members: int, training: PackedConversations) -> None:

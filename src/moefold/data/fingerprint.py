@@ -15,13 +15,13 @@ from moefold.bounded_read import open_regular
 from moefold.checkpoint.data_files import SKIPPED
 from moefold.config.schema import DataConfig
 from moefold.data.corrupt import skipped_files
-from moefold.data.random_bits import combine
+from moefold.data.random_bits import hash_ints
 from moefold.data.source_file import named_sources, settings_files
 from moefold.errors import ConfigError
 
 BLOCK_BYTES = 4096
 _MIDDLE_BLOCKS = 6
-_FEW_FILES = 4096
+_MAX_FILES_WITH_MIDDLE_BLOCKS = 4096
 
 
 def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
@@ -34,11 +34,11 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
     """
     sources = named_sources(data)
     skipped = _skipped(data, cache_dir)
-    num_middle = _MIDDLE_BLOCKS if len(sources) <= _FEW_FILES else 0
+    num_middle = _MIDDLE_BLOCKS if len(sources) <= _MAX_FILES_WITH_MIDDLE_BLOCKS else 0
     found = {}
     for name, file in [*sources, *settings_files(data)]:
         try:
-            found[name] = SKIPPED if file in skipped else _look(name, file, num_middle)
+            found[name] = SKIPPED if file in skipped else _fingerprint_file(name, file, num_middle)
         except ConfigError:
             if data.kind != "tokens" or data.corrupt == "fatal":
                 raise
@@ -49,7 +49,7 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
     return found
 
 
-def outline(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
+def file_sizes(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
     """Sizes alone, "skipped" for a file that is left out; reads nothing. Empty for Python's own text."""
     if data.kind == "python-docs":
         return {}
@@ -58,13 +58,13 @@ def outline(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str
     return {name: SKIPPED if file in skipped else str(file.stat().st_size) for name, file in files}
 
 
-def outline_differences(first: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+def size_differences(first: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """How the files here differ from those of the first rank, of which more may be known."""
-    return list(files_that_differ(first, here).values())
+    return list(size_differences_by_file(first, here).values())
 
 
-def files_that_differ(first: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """As `outline_differences`, by the names of the files."""
+def size_differences_by_file(first: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+    """As `size_differences`, by the names of the files."""
     if not here:
         return {}
     missing = {n: f"{n} is not there" for n, seen in first.items() if n not in here and seen != SKIPPED}
@@ -74,13 +74,13 @@ def files_that_differ(first: Mapping[str, str], here: Mapping[str, str]) -> dict
     }
 
 
-def is_as_noted(file: Path, seen: str) -> bool:
+def matches_fingerprint(file: Path, recorded: str) -> bool:
     """Whether a file looks as `fingerprint` said then.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    return seen in (_look(file.name, file, num_middle) for num_middle in (_MIDDLE_BLOCKS, 0))
+    return recorded in (_fingerprint_file(file.name, file, num_middle) for num_middle in (_MIDDLE_BLOCKS, 0))
 
 
 def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
@@ -91,14 +91,14 @@ def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
     return frozenset(file for part in parts for file in skipped_files(part, cache_dir=cache_dir))
 
 
-def _look(name: str, file: Path, num_middle: int) -> str:
+def _fingerprint_file(name: str, file: Path, num_middle: int) -> str:
     digest = hashlib.sha256()
     try:
         with open_regular(file) as opened:
             size = opened.seek(0, 2)
             num_blocks = -(-size // BLOCK_BYTES)
             places = {0, max(0, size - BLOCK_BYTES)}
-            places |= {combine(size, i) % num_blocks * BLOCK_BYTES for i in range(num_middle) if num_blocks}
+            places |= {hash_ints(size, i) % num_blocks * BLOCK_BYTES for i in range(num_middle) if num_blocks}
             for place in sorted(places):
                 opened.seek(place)
                 digest.update(opened.read(BLOCK_BYTES))

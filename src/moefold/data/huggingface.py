@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.bounded_read import DESCRIPTION_BYTES, read_json
-from moefold.config.keys import nearest
+from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
+from moefold.config.keys import closest_match
 from moefold.config.schema import DataConfig
-from moefold.data.document import Piece
-from moefold.data.jsonl import is_jsonl, jsonl_records, unknown_column
+from moefold.data.document import TextChunk
+from moefold.data.jsonl import is_jsonl, jsonl_records, unknown_column_message
 from moefold.data.parquet_file import column_values, open_parquet
-from moefold.data.path import existing_path, files_below, refuse_repeats
+from moefold.data.path import check_no_duplicates, existing_path, files_below
 from moefold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ READERS = {
 """The reader of the package for each form of file."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_SAVED = ("state.json", "dataset_dict.json")
-_DESCRIPTIONS = (*_SAVED, "dataset_info.json", "dataset_infos.json")
+_SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
+_METADATA_FILES = (*_SAVED_DATASET_FILES, "dataset_info.json", "dataset_infos.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class TextTable:
         rows = self.rows()
         if rows.column_names is not None and self.column not in rows.column_names:
             raise ConfigError(
-                f"data.column={self.column!r}: {self.name} has {unknown_column(self.column, rows.column_names)}"
+                f"data.column={self.column!r}: {self.name} has {unknown_column_message(self.column, rows.column_names)}"
             )
         return rows.select_columns([self.column]) if rows.column_names is not None else rows
 
@@ -89,7 +89,9 @@ class TextTable:
             ConfigError: the row has no such column, or no text in it.
         """
         if self.column not in row:
-            raise ConfigError(f"data.column={self.column!r}: {self.name} has {unknown_column(self.column, row)}")
+            raise ConfigError(
+                f"data.column={self.column!r}: {self.name} has {unknown_column_message(self.column, row)}"
+            )
         text = row[self.column]
         if not isinstance(text, str):
             what = "nothing" if text is None else f"{type(text).__name__}"
@@ -99,7 +101,7 @@ class TextTable:
             )
         return text
 
-    def explain(self, error: Exception) -> ConfigError:
+    def to_config_error(self, error: Exception) -> ConfigError:
         """The package's error in the words of a recipe; the file that is broken is looked for, and named."""
         if self.path is not None:
             for file in files_below(self.path):
@@ -108,7 +110,7 @@ class TextTable:
                 elif file.suffix == ".parquet":
                     _find_broken_row(file, self.column)
                 elif self.path.is_dir() and _suffix(file) != ".json":
-                    read_rows(file, self.column)
+                    check_rows_readable(file, self.column)
         detail = (str(error).strip() or type(error).__name__).splitlines()[0]
         return ConfigError(
             f"data.path={self.name!r} (split {self.split!r}) cannot be read by the package datasets: {detail}; "
@@ -140,7 +142,7 @@ class TextTable:
             raise
         except Exception as error:
             # Whatever the package, its file readers and its network library raise.
-            raise self.explain(error) from error
+            raise self.to_config_error(error) from error
 
     def _open_saved(self) -> "datasets.IterableDataset":
         import datasets
@@ -148,7 +150,7 @@ class TextTable:
         saved = datasets.load_from_disk(str(self.path))
         if isinstance(saved, datasets.DatasetDict):
             if self.split not in saved:
-                guess = nearest(self.split, saved)
+                guess = closest_match(self.split, saved)
                 hint = f"did you mean {guess!r}?" if guess else f"the splits are {', '.join(sorted(saved))}"
                 raise ConfigError(f"data.split={self.split!r} is not in {self.name}; {hint}")
             saved = saved[self.split]
@@ -169,14 +171,14 @@ class TextTables:
         """What must stay the same for a tokenised copy to stay valid."""
         return [table.identity for table in self.tables]
 
-    def pieces(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[TextChunk]:
         """All documents.
 
         Raises:
             ConfigError: a source is missing, or a row holds no text.
         """
         for text, _ in self.documents(None):
-            yield Piece(text, ends_document=True, size_bytes=len(text))
+            yield TextChunk(text, ends_document=True, size_bytes=len(text))
 
     def documents(self, state: Any) -> Iterator[tuple[str, Any]]:
         """The documents from a state on (None: from the first), each with the state that leads to it; no empty ones.
@@ -199,7 +201,7 @@ class TextTables:
             except ConfigError:
                 raise
             except Exception as error:
-                raise table.explain(error) from error
+                raise table.to_config_error(error) from error
             number, inner = 0, None
 
 
@@ -217,25 +219,25 @@ def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) 
         raise ConfigError(
             'data.path is empty, but data.kind="huggingface" reads from it; name files, folders or data sets on the hub'
         )
-    paths = [_local(name) for name in names]
-    refuse_repeats(tuple(path for path in paths if path is not None))
+    paths = [_local_path(name) for name in names]
+    check_no_duplicates(tuple(path for path in paths if path is not None))
     for name, path in zip(names, paths, strict=True):
-        _refuse_unreadable(name, path, split)
-    _refuse_unread_keys(data, paths)
+        _check_readable(name, path, split)
+    _check_unused_keys(data, paths)
     tables = [
         TextTable(name, path, split, data.column, data.subset, data.revision)
         for name, path in zip(names, paths, strict=True)
     ]
-    return TextTables(tuple(table for whole in tables for table in _without(whole, skipped)))
+    return TextTables(tuple(table for whole in tables for table in _exclude_files(whole, skipped)))
 
 
-def read_rows(file: Path, column: str) -> None:
+def check_rows_readable(file: Path, column: str) -> None:
     """Read a file from start to end, rows of any kind.
 
     Raises:
         ConfigError: it is broken.
     """
-    if _suffix(file) not in READERS or file.name in _DESCRIPTIONS:
+    if _suffix(file) not in READERS or file.name in _METADATA_FILES:
         return
     table = TextTable(str(file), file, "train", column, "", "")
     rows = table.rows()
@@ -246,10 +248,10 @@ def read_rows(file: Path, column: str) -> None:
             pass
     except Exception as error:
         # Whatever the package and its file readers raise.
-        raise table.explain(error) from error
+        raise table.to_config_error(error) from error
 
 
-def _without(table: TextTable, skipped: Set[Path]) -> list[TextTable]:
+def _exclude_files(table: TextTable, skipped: Set[Path]) -> list[TextTable]:
     """A source without some files: itself where it has none of them, else its other files one by one."""
     if table.path is None or not any(file == table.path or table.path in file.parents for file in skipped):
         return [table]
@@ -265,15 +267,15 @@ def _files_of_split(table: TextTable) -> list[Path]:
     if _is_saved(table.path):
         folder = table.path / table.split if (table.path / "dataset_dict.json").is_file() else table.path
         try:
-            state = read_json(folder / "state.json", DESCRIPTION_BYTES)
+            state = read_json(folder / "state.json", MAX_DESCRIPTION_BYTES)
             return [(folder / Path(file["filename"]).name).resolve() for file in state["_data_files"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise table.explain(error) from error
+            raise table.to_config_error(error) from error
     try:
         builder = datasets.load_dataset_builder(str(table.path), table.subset or None)
         return [Path(file).resolve() for file in (builder.config.data_files or {})[table.split]]
     except Exception as error:
-        raise table.explain(error) from error
+        raise table.to_config_error(error) from error
 
 
 def check_package() -> None:
@@ -285,14 +287,14 @@ def check_package() -> None:
         )
 
 
-def _local(name: str) -> Path | None:
+def _local_path(name: str) -> Path | None:
     looks_local = name.startswith((".", "/", "~")) or _suffix(Path(name)) in READERS
     if looks_local or os.path.exists(name) or not _HUB_NAME.fullmatch(name):
         return existing_path("data.path", name)
     return None
 
 
-def _refuse_unreadable(name: str, path: Path | None, split: str) -> None:
+def _check_readable(name: str, path: Path | None, split: str) -> None:
     if path is None or path.is_dir():
         return
     if _suffix(path) not in READERS:
@@ -306,7 +308,7 @@ def _refuse_unreadable(name: str, path: Path | None, split: str) -> None:
         )
 
 
-def _refuse_unread_keys(data: DataConfig, paths: Sequence[Path | None]) -> None:
+def _check_unused_keys(data: DataConfig, paths: Sequence[Path | None]) -> None:
     """Of what is on a disk only a plain folder has configurations, and nothing has revisions."""
     if data.revision and None not in paths:
         raise ConfigError(
@@ -326,7 +328,7 @@ def _suffix(path: Path) -> str:
 
 
 def _is_saved(path: Path) -> bool:
-    return any((path / name).is_file() for name in _SAVED)
+    return any((path / name).is_file() for name in _SAVED_DATASET_FILES)
 
 
 def _find_broken_row(file: Path, column: str) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from moefold.bounded_read import LongLineError, bounded_lines, open_regular, parse_json, refuse_irregular
-from moefold.config.keys import nearest
+from moefold.bounded_read import LongLineError, bounded_lines, check_regular_file, open_regular, parse_json
+from moefold.config.keys import closest_match
 from moefold.errors import ConfigError
 
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -17,10 +17,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class JsonlRecord:
     """One object and where it stands."""
 
-    place: str
+    location: str
     """FILE:LINE, 1-based."""
     fields: dict[str, Any]
     size_bytes: int
@@ -39,13 +39,13 @@ def open_lines(path: Path) -> BinaryIO:
         ConfigError: it is not readable.
     """
     try:
-        refuse_irregular(path)
+        check_regular_file(path)
         return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else open_regular(path)
     except OSError as error:
         raise ConfigError(f"{path} is not readable ({error.strerror}); give read access or leave it out") from error
 
 
-def jsonl_records(path: Path) -> Iterator[Record]:
+def jsonl_records(path: Path) -> Iterator[JsonlRecord]:
     """The objects of a file in order; empty lines are skipped.
 
     Raises:
@@ -64,7 +64,7 @@ def jsonl_records(path: Path) -> Iterator[Record]:
             raise ConfigError(f"{path} cannot be read ({error.strerror or error}); copy it anew") from error
 
 
-def parse_line(line: bytes, path: Path, number: int) -> Record | None:
+def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
     """The object of line `number` (1-based) of a file; None if the line is empty.
 
     Raises:
@@ -84,42 +84,48 @@ def parse_line(line: bytes, path: Path, number: int) -> Record | None:
             where = f"{error.msg} at column {error.colno}"
         raise ConfigError(f"{place} is not JSON ({where}); mend the line or take it out") from None
     if not isinstance(fields, dict):
-        raise ConfigError(f"{place} holds {_kind(fields)}, but every line must be an object such as {{...}}; mend it")
-    return Record(place, fields, len(line))
+        raise ConfigError(
+            f"{place} holds {_json_type_name(fields)}, but every line must be an object such as {{...}}; mend it"
+        )
+    return JsonlRecord(place, fields, len(line))
 
 
-def column_text(fields: Mapping[str, Any], column: str, place: str) -> str:
+def column_text(fields: Mapping[str, Any], column: str, location: str) -> str:
     """The text of one column of an object.
 
     Raises:
         ConfigError: the column is absent (the nearest name is given) or holds no text.
     """
     if column not in fields:
-        raise ConfigError(f"{place}: {unknown_column(column, fields)}")
+        raise ConfigError(f"{location}: {unknown_column_message(column, fields)}")
     text = fields[column]
     if not isinstance(text, str):
-        raise ConfigError(f"{place}: column {column!r} holds {_kind(text)}, not text; mend it or take the line out")
-    refuse_half_characters(text, f"{place}: column {column!r}")
+        raise ConfigError(
+            f"{location}: column {column!r} holds {_json_type_name(text)}, not text; mend it or take the line out"
+        )
+    reject_surrogates(text, f"{location}: column {column!r}")
     return text
 
 
-def refuse_half_characters(text: str, what: str) -> None:
+def reject_surrogates(text: str, subject: str) -> None:
     """Raise ConfigError if a text holds halves of characters, which JSON can spell and no encoding knows."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{what} is not Unicode text ({error.reason} at character {error.start}); mend it") from None
+        raise ConfigError(
+            f"{subject} is not Unicode text ({error.reason} at character {error.start}); mend it"
+        ) from None
 
 
-def unknown_column(column: str, columns: Mapping[str, Any] | list[str]) -> str:
+def unknown_column_message(column: str, columns: Mapping[str, Any] | list[str]) -> str:
     """The words for a column that is not there, with the nearest name or those that there are."""
     names = sorted(columns)
-    guess = nearest(column, names)
+    guess = closest_match(column, names)
     shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
     hint = f"did you mean {guess!r}?" if guess else f"the columns are {shown}" if names else "there are no columns"
     return f"no column {column!r}; {hint}"
 
 
-def _kind(value: object) -> str:
+def _json_type_name(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

@@ -1,6 +1,6 @@
 """Samples that say more than their tokens: where documents begin, and which targets count in the loss.
 
-A source of samples that has a `marked_sample` beside its `sample` (a `MarkedSource`) is all it takes: batches, masks
+A source of samples that has a `annotated_sample` beside its `sample` (a `AnnotatedSampleSource`) is all it takes: batches, masks
 and the mean of the loss follow.
 """
 
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class MarkedSample:
+class Sample:
     """One sample. The input at i predicts the target tokens[i + 1]."""
 
     tokens: NDArray[np.int64]
     """[S + 1]."""
-    documents: NDArray[np.int32] | None = None
+    document_ids: NDArray[np.int32] | None = None
     """Number of the document of each token, [S + 1]; ascends, and neighbours with one number are of one document.
 
     Attention, and the positions that it counts, stay within a document, and no target is predicted from another one:
@@ -47,16 +47,16 @@ class SampleSource(Protocol):
 
 
 @runtime_checkable
-class MarkedSource(SampleSource, Protocol):
+class AnnotatedSampleSource(SampleSource, Protocol):
     """Numbered samples with marks; one without any is one document whose targets all count."""
 
-    def marked_sample(self, number: int) -> MarkedSample:
+    def annotated_sample(self, number: int) -> Sample:
         """One sample with its marks."""
         ...
 
 
 @runtime_checkable
-class NamedSource(Protocol):
+class TraceableSampleSource(Protocol):
     """Numbered samples whose text can be pointed at."""
 
     def origin(self, number: int) -> str:
@@ -65,19 +65,19 @@ class NamedSource(Protocol):
 
 
 @runtime_checkable
-class LosingSource(Protocol):
+class DroppableSource(Protocol):
     """Numbered samples that lie in files, which can be given up; the other samples keep their numbers."""
 
-    def lose(self, names: Iterable[str]) -> None:
+    def drop_files(self, names: Iterable[str]) -> None:
         """Give up files, by their names in the recipe."""
         ...
 
-    def is_lost(self, number: int) -> bool:
+    def is_dropped(self, number: int) -> bool:
         """Whether a sample has a token of a file that was given up."""
         ...
 
     @property
-    def lost_samples(self) -> list[range]:
+    def dropped_samples(self) -> list[range]:
         """The numbers of those that have, ascending and disjoint."""
         ...
 
@@ -88,7 +88,7 @@ class SampleBatch:
 
     tokens: NDArray[np.int64]
     """[count, S + 1]."""
-    documents: NDArray[np.int32] | None = None
+    document_ids: NDArray[np.int32] | None = None
     """[count, S + 1]; None if and only if the source has no marks at all. So is `weights`."""
     weights: NDArray[np.float64] | None = None
     """[count, S]; as the source gave them, so first tokens of documents may still have some."""
@@ -103,24 +103,24 @@ class SampleBatch:
         """What it is to predict, [count, S]: the inputs shifted by one token."""
         return np.ascontiguousarray(self.tokens[:, 1:])
 
-    def starts(self) -> NDArray[np.int64] | None:
+    def document_starts(self) -> NDArray[np.int64] | None:
         """Position at which the document of each input begins, [count, S]; None without marks."""
-        if self.documents is None:
+        if self.document_ids is None:
             return None
-        is_first = np.diff(self.documents[:, :-1], axis=1, prepend=-1) != 0
+        is_first = np.diff(self.document_ids[:, :-1], axis=1, prepend=-1) != 0
         places = np.where(is_first, np.arange(is_first.shape[-1]), 0)
         starts: NDArray[np.int64] = np.maximum.accumulate(places, axis=1)
         return starts
 
     def target_weights(self) -> NDArray[np.float64] | None:
         """Weight of each target, [count, S], 0 where it begins a document; None without marks, where each weighs 1."""
-        if self.documents is None or self.weights is None:
+        if self.document_ids is None or self.weights is None:
             return None
-        weights: NDArray[np.float64] = self.weights * (self.documents[:, 1:] == self.documents[:, :-1])
+        weights: NDArray[np.float64] = self.weights * (self.document_ids[:, 1:] == self.document_ids[:, :-1])
         return weights
 
 
-def stack_samples(samples: list[MarkedSample], seq_len: int) -> SampleBatch:
+def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
     """Put samples of a marked source below each other.
 
     Raises:
@@ -131,21 +131,21 @@ def stack_samples(samples: list[MarkedSample], seq_len: int) -> SampleBatch:
     weights = np.ones((len(samples), seq_len), dtype=np.float64)
     for i, sample in enumerate(samples):
         tokens[i] = sample.tokens
-        if sample.documents is not None:
-            documents[i] = sample.documents
+        if sample.document_ids is not None:
+            documents[i] = sample.document_ids
         if sample.weights is not None:
             weights[i] = sample.weights
     return SampleBatch(tokens, documents, weights)
 
 
-def mark_ends(tokens: NDArray[np.int64], end_id: int) -> MarkedSample:
+def annotate_documents(tokens: NDArray[np.int64], end_id: int) -> Sample:
     """Number the documents of a sample by the token that ends each of them."""
     documents = np.zeros(len(tokens), dtype=np.int32)
     np.cumsum(tokens[:-1] == end_id, out=documents[1:])
-    return MarkedSample(tokens, documents)
+    return Sample(tokens, documents)
 
 
-class EndMarkedSamples:
+class EodAnnotatedSamples:
     """Marks the documents of samples that hold the token that ends each of them."""
 
     def __init__(self, source: SampleSource, end_id: int) -> None:
@@ -167,24 +167,24 @@ class EndMarkedSamples:
         """Tokens of one sample, int64 [seq_len + 1]."""
         return self._source.sample(number)
 
-    def marked_sample(self, number: int) -> MarkedSample:
+    def annotated_sample(self, number: int) -> Sample:
         """One sample with its documents."""
-        return mark_ends(self._source.sample(number), self._end_id)
+        return annotate_documents(self._source.sample(number), self._end_id)
 
     def origin(self, number: int) -> str:
         """Where a sample lies; empty if the source cannot say."""
-        return self._source.origin(number) if isinstance(self._source, NamedSource) else ""
+        return self._source.origin(number) if isinstance(self._source, TraceableSampleSource) else ""
 
-    def lose(self, names: Iterable[str]) -> None:
+    def drop_files(self, names: Iterable[str]) -> None:
         """Give up files of the source."""
-        if isinstance(self._source, LosingSource):
-            self._source.lose(names)
+        if isinstance(self._source, DroppableSource):
+            self._source.drop_files(names)
 
-    def is_lost(self, number: int) -> bool:
+    def is_dropped(self, number: int) -> bool:
         """Whether a sample of the source is lost."""
-        return isinstance(self._source, LosingSource) and self._source.is_lost(number)
+        return isinstance(self._source, DroppableSource) and self._source.is_dropped(number)
 
     @property
-    def lost_samples(self) -> list[range]:
+    def dropped_samples(self) -> list[range]:
         """The lost samples of the source."""
-        return self._source.lost_samples if isinstance(self._source, LosingSource) else []
+        return self._source.dropped_samples if isinstance(self._source, DroppableSource) else []

@@ -11,18 +11,18 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from moefold.data.marked import MarkedSample
-from moefold.data.sampling import SampleRow
+from moefold.data.marked import Sample
+from moefold.data.sampling import Sampler
 
-_TURN = 2**64
+_MODULUS = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
-_OFFSET = _TURN // 2
+_OFFSET = _MODULUS // 2
 
 
-class Mixture(SampleRow):
+class Mixture(Sampler):
     """Rows joined by their shares; each goes on by itself, through epochs of its own."""
 
-    def __init__(self, parts: Sequence[SampleRow], shares: Sequence[float]) -> None:
+    def __init__(self, parts: Sequence[Sampler], shares: Sequence[float]) -> None:
         """Join rows.
 
         Args:
@@ -30,12 +30,12 @@ class Mixture(SampleRow):
             shares: the share of each, above 0, in any unit.
         """
         self.seq_len = parts[0].seq_len
-        self.part = parts[0].part
+        self.split_name = parts[0].split_name
         self._parts = tuple(parts)
         total = sum(shares)
         self._shares = tuple(share / total for share in shares)
-        ends = [round(end / total * _TURN) for end in accumulate(shares)]
-        self._ends = [*ends[:-1], _TURN]
+        ends = [round(end / total * _MODULUS) for end in accumulate(shares)]
+        self._ends = [*ends[:-1], _MODULUS]
 
     def __len__(self) -> int:
         """Samples until a part would come twice: an epoch of the mixture."""
@@ -47,45 +47,47 @@ class Mixture(SampleRow):
             first -= 1
         return first
 
-    def place(self, index: int) -> tuple[int, int]:
+    def locate(self, index: int) -> tuple[int, int]:
         """The part that sample `index` comes from, and the sample's number there."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
-        which = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _TURN)
+        which = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _MODULUS)
         return which, self._count(which, index)
 
     @property
-    def is_marked(self) -> bool:
+    def has_annotations(self) -> bool:
         """Whether any part has marks."""
-        return any(part.is_marked for part in self._parts)
+        return any(part.has_annotations for part in self._parts)
 
-    def marked_sample(self, index: int) -> MarkedSample:
+    def annotated_sample(self, index: int) -> Sample:
         """The sample that a run takes as its number `index`."""
-        which, number = self.place(index)
-        return self._parts[which].marked_sample(number)
+        which, number = self.locate(index)
+        return self._parts[which].annotated_sample(number)
 
     def origin(self, index: int) -> str:
         """The sample's part, and its row there."""
-        which, number = self.place(index)
+        which, number = self.locate(index)
         return f"part {which}, {self._parts[which].origin(number)}"
 
-    def lose(self, names: Iterable[str]) -> None:
+    def drop_files(self, names: Iterable[str]) -> None:
         """Give up files of whichever part they are of."""
         wanted = frozenset(names)
         for part in self._parts:
-            part.lose(wanted)
+            part.drop_files(wanted)
 
-    def is_lost(self, index: int) -> bool:
+    def is_dropped(self, index: int) -> bool:
         """Whether the part's sample is lost."""
-        which, number = self.place(index)
-        return self._parts[which].is_lost(number)
+        which, number = self.locate(index)
+        return self._parts[which].is_dropped(number)
 
     @property
-    def num_lost(self) -> int:
+    def num_dropped(self) -> int:
         """Samples of an epoch that are lost, near enough: parts lose each their share of it."""
         length = len(self)
-        lost = [part.num_lost / len(part) * self._count(i, length) for i, part in enumerate(self._parts) if len(part)]
-        if all(part.num_lost == len(part) for part in self._parts):
+        lost = [
+            part.num_dropped / len(part) * self._count(i, length) for i, part in enumerate(self._parts) if len(part)
+        ]
+        if all(part.num_dropped == len(part) for part in self._parts):
             return length
         return min(length - 1, math.ceil(sum(lost)))
 
@@ -110,8 +112,8 @@ def _count_below(end: int, num_samples: int) -> int:
     if end == 0:
         return 0
     # floor(y) - floor(y - t) is 1 where frac(y) < t, for 0 < t <= 1.
-    whole = floor_sum(num_samples, _TURN, _GOLDEN, _OFFSET)
-    return whole - floor_sum(num_samples, _TURN, _GOLDEN, _OFFSET - end + _TURN) + num_samples
+    whole = floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET)
+    return whole - floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET - end + _MODULUS) + num_samples
 
 
 def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from moefold.bounded_read import refuse_irregular
+from moefold.bounded_read import check_regular_file
 
-_STRANGE = (
+_INVALID_FILE_ERRORS = (
     EOFError,
     MemoryError,
     OSError,
@@ -31,9 +31,9 @@ def map_npy(path: Path) -> np.ndarray[Any, np.dtype[Any]]:
         ValueError: it cannot be read, is no complete array of plain numbers, or an archive of several.
     """
     try:
-        refuse_irregular(path)
+        check_regular_file(path)
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except _STRANGE as error:
+    except _INVALID_FILE_ERRORS as error:
         raise ValueError((str(error) or type(error).__name__).splitlines()[0]) from error
     if not isinstance(array, np.ndarray):
         array.close()

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moefold.bounded_read import refuse_irregular
+from moefold.bounded_read import check_regular_file
 from moefold.errors import ConfigError
 
-_ROWS = 1024
+_BATCH_ROWS = 1024
 
 
 def open_parquet(path: Path) -> Any:
@@ -27,19 +27,19 @@ def open_parquet(path: Path) -> Any:
             f"{path} needs the package pyarrow, which is not installed; install the extra hf: pip install -e '.[hf]'"
         ) from error
     try:
-        refuse_irregular(path)
+        check_regular_file(path)
         return ParquetFile(path)
     except (OSError, ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a complete parquet file ({error}); copy it anew or leave it out") from error
 
 
-def column_values(path: Path, column: str, groups: Sequence[int] | None = None) -> Iterator[tuple[int, Any]]:
+def column_values(path: Path, column: str, row_groups: Sequence[int] | None = None) -> Iterator[tuple[int, Any]]:
     """The values of a column, each with the number of its row (1-based).
 
     Args:
         path: the file.
         column: one that the file has.
-        groups: row groups next to each other; None: all.
+        row_groups: row groups next to each other; None: all.
 
     Raises:
         ConfigError: the file is damaged, or a text is no UTF-8; the row is named.
@@ -47,15 +47,15 @@ def column_values(path: Path, column: str, groups: Sequence[int] | None = None) 
     from pyarrow import ArrowException
 
     file = open_parquet(path)
-    chosen = list(range(file.num_row_groups) if groups is None else groups)
+    chosen = list(range(file.num_row_groups) if row_groups is None else row_groups)
     row = sum(file.metadata.row_group(group).num_rows for group in range(chosen[0])) if chosen else 0
-    batches = file.iter_batches(_ROWS, row_groups=chosen, columns=[column])
+    batches = file.iter_batches(_BATCH_ROWS, row_groups=chosen, columns=[column])
     while True:
         try:
             batch = next(batches, None)
             if batch is None:
                 return
-            values = _plain(batch.column(0), path, column, row)
+            values = _to_python_values(batch.column(0), path, column, row)
         except (OSError, ArrowException) as error:
             raise ConfigError(
                 f"{path} is damaged behind row {row} (column {column!r}: {_first_line(error)}); copy it anew or leave "
@@ -66,21 +66,21 @@ def column_values(path: Path, column: str, groups: Sequence[int] | None = None) 
             yield row, value
 
 
-def _plain(values: Any, path: Path, column: str, row: int) -> list[Any]:
+def _to_python_values(values: Any, path: Path, column: str, row: int) -> list[Any]:
     try:
         return list(values.to_pylist())
     except UnicodeDecodeError:
         for number, value in enumerate(values, row + 1):
-            _refuse_bytes(value, f"{path}: column {column!r} holds no UTF-8 in row {number}")
+            _check_utf8(value, f"{path}: column {column!r} holds no UTF-8 in row {number}")
         raise
 
 
-def _refuse_bytes(value: Any, fault: str) -> None:
+def _check_utf8(value: Any, message: str) -> None:
     try:
         value.as_py()
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{fault} ({error.reason} at byte {error.start}); mend the text or write it anew as UTF-8"
+            f"{message} ({error.reason} at byte {error.start}); mend the text or write it anew as UTF-8"
         ) from None
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from moefold.config.hub_name import HubKind, download_advice
 from moefold.errors import ConfigError
 
-SIMILARITY = 0.75
+MIN_SIMILARITY = 0.75
 """A name is suggested if it is at least so similar to the one that is missing, from 0 to 1."""
-_ON_THE_HUB: dict[str, HubKind] = {
+_HUB_KIND_BY_KEY: dict[str, HubKind] = {
     "data.path": "dataset",
     "INPUT": "dataset",
     "MODEL": "model",
@@ -33,7 +33,7 @@ def data_paths(path: str | tuple[str, ...], kind: str) -> tuple[Path, ...]:
             f'data.path is empty, but data.kind="{kind}" reads from it; name a file, a folder or a list of them'
         )
     paths = tuple(existing_path("data.path", name) for name in names)
-    refuse_repeats(paths)
+    check_no_duplicates(paths)
     return paths
 
 
@@ -53,16 +53,18 @@ def existing_path(key: str, name: str) -> Path:
         folder = missing.parent
         if not folder.is_dir():
             raise ConfigError(f"{key}={name!r} does not exist: {folder} is a file, not a folder")
-        similar = difflib.get_close_matches(missing.name, _suggestable(folder, missing.name), n=1, cutoff=SIMILARITY)
+        similar = difflib.get_close_matches(
+            missing.name, _candidate_names(folder, missing.name), n=1, cutoff=MIN_SIMILARITY
+        )
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"{key}={name!r} cannot be reached ({error}); name a readable file or folder") from error
-    advice = download_advice(name, _ON_THE_HUB[key], bare="tokenizer" in key) if key in _ON_THE_HUB else ""
+    advice = download_advice(name, _HUB_KIND_BY_KEY[key], bare="tokenizer" in key) if key in _HUB_KIND_BY_KEY else ""
     otherwise = advice or f"{folder} holds no similar name"
     hint = f"did you mean {str(folder / similar[0])!r}?" if similar else otherwise
     raise ConfigError(f"{key}={name!r} does not exist; {hint}")
 
 
-def _suggestable(folder: Path, missing: str) -> list[str]:
+def _candidate_names(folder: Path, missing: str) -> list[str]:
     """The names in a folder; hidden ones only where a hidden one was named."""
     return sorted(name for name in os.listdir(folder) if not name.startswith(".") or missing.startswith("."))
 
@@ -79,7 +81,7 @@ def files_below(path: Path, *, skipped_folders: frozenset[str] = frozenset()) ->
     if not path.is_dir():
         yield path
         return
-    for folder, folders, files in os.walk(path, onerror=_refuse_unreadable):
+    for folder, folders, files in os.walk(path, onerror=_raise_unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped_folders)
         for name in sorted(files):
             file = Path(folder, name)
@@ -87,7 +89,7 @@ def files_below(path: Path, *, skipped_folders: frozenset[str] = frozenset()) ->
                 yield file
 
 
-def refuse_repeats(paths: tuple[Path, ...]) -> None:
+def check_no_duplicates(paths: tuple[Path, ...]) -> None:
     """Raise ConfigError if a file comes twice: its copies would be in training and validation."""
     seen: set[Path] = set()
     for path in paths:
@@ -96,5 +98,5 @@ def refuse_repeats(paths: tuple[Path, ...]) -> None:
         seen.add(path)
 
 
-def _refuse_unreadable(error: OSError) -> None:
+def _raise_unreadable(error: OSError) -> None:
     raise ConfigError(f"data.path: {error.filename} is not readable ({error.strerror}); give read access") from error

@@ -2,12 +2,12 @@
 
 from math import isqrt
 
-from moefold.data.random_bits import combine, mix
+from moefold.data.random_bits import hash_ints, splitmix64
 
 _ROUNDS = 8
 
 
-class Permutation:
+class IndexShuffle:
     """A seeded bijection of [0, length), evaluated one index at a time.
 
     A generalised Feistel network over a grid just larger than the length; indices that leave the range walk on along
@@ -21,7 +21,7 @@ class Permutation:
         self.length = length
         self._rows = isqrt(length - 1) + 1
         self._columns = -(-length // self._rows)
-        self._round_keys = tuple(combine(key, i) for i in range(_ROUNDS))
+        self._round_keys = tuple(hash_ints(key, i) for i in range(_ROUNDS))
 
     def __call__(self, index: int) -> int:
         """The image of one index.
@@ -40,7 +40,7 @@ class Permutation:
         row, column = divmod(index, self._columns)
         for i, key in enumerate(self._round_keys):
             if i % 2 == 0:
-                row = (row + mix(key ^ column)) % self._rows
+                row = (row + splitmix64(key ^ column)) % self._rows
             else:
-                column = (column + mix(key ^ row)) % self._columns
+                column = (column + splitmix64(key ^ row)) % self._columns
         return row * self._columns + column

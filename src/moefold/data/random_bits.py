@@ -12,7 +12,7 @@ _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
 
 
-def mix(value: int) -> int:
+def splitmix64(value: int) -> int:
     """Scramble 64 bits; a bijection of [0, 2**64)."""
     value &= MASK
     value = ((value ^ (value >> 30)) * _MIX_A) & MASK
@@ -20,11 +20,11 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def combine(*values: int) -> int:
+def hash_ints(*values: int) -> int:
     """Hash a sequence of integers into 64 bits; order and every value count."""
     state = 0
     for value in values:
-        state = mix(state + _GOLDEN + mix(value + _GOLDEN))
+        state = splitmix64(state + _GOLDEN + splitmix64(value + _GOLDEN))
     return state
 
 

@@ -8,17 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.data.marked import (
-    LosingSource,
-    MarkedSample,
-    MarkedSource,
-    NamedSource,
+    AnnotatedSampleSource,
+    DroppableSource,
+    Sample,
     SampleBatch,
     SampleSource,
+    TraceableSampleSource,
     stack_samples,
 )
-from moefold.data.permutation import Permutation
-from moefold.data.random_bits import combine
-from moefold.data.split import Runs
+from moefold.data.permutation import IndexShuffle
+from moefold.data.random_bits import hash_ints
+from moefold.data.split import IndexRanges
 from moefold.errors import ConfigError, RunError
 
 
@@ -37,34 +37,34 @@ class TokenStream(Protocol):
 class IndexedStream(TokenStream, Protocol):
     """A row of ids that knows its documents."""
 
-    def begins(self, start: int, stop: int) -> NDArray[np.bool_]:
+    def document_starts(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Which of the tokens start .. stop-1 is the first of a document, [stop - start]."""
         ...
 
 
 @runtime_checkable
-class PlacedStream(Protocol):
+class LocatedStream(Protocol):
     """A row of ids that lies in files."""
 
-    def place(self, token: int) -> str:
+    def describe_location(self, token: int) -> str:
         """File and place of a token, for a message."""
         ...
 
 
 @runtime_checkable
-class LosingStream(Protocol):
+class DroppableStream(Protocol):
     """A row of ids that lies in files, which can be given up; their ids keep their places."""
 
-    def lose(self, names: Iterable[str]) -> None:
+    def drop_files(self, names: Iterable[str]) -> None:
         """Give up files."""
         ...
 
     @property
-    def lost_tokens(self) -> list[range]:
+    def dropped_tokens(self) -> list[range]:
         """The places of the files that were given up, ascending."""
         ...
 
-    def is_lost(self, start: int, stop: int) -> bool:
+    def is_dropped(self, start: int, stop: int) -> bool:
         """Whether any of the tokens start .. stop-1 is of one of them."""
         ...
 
@@ -92,23 +92,23 @@ class PackedSamples:
     def origin(self, number: int) -> str:
         """File and tokens of a sample; empty if the stream has no files."""
         start = number * self.seq_len
-        return self.stream.place(start) if isinstance(self.stream, PlacedStream) else ""
+        return self.stream.describe_location(start) if isinstance(self.stream, LocatedStream) else ""
 
-    def lose(self, names: Iterable[str]) -> None:
+    def drop_files(self, names: Iterable[str]) -> None:
         """Give up files: samples with any token of theirs are lost."""
-        if isinstance(self.stream, LosingStream):
-            self.stream.lose(names)
+        if isinstance(self.stream, DroppableStream):
+            self.stream.drop_files(names)
 
-    def is_lost(self, number: int) -> bool:
+    def is_dropped(self, number: int) -> bool:
         """Whether a sample has a token of a file that was given up."""
         start = number * self.seq_len
-        return isinstance(self.stream, LosingStream) and self.stream.is_lost(start, start + self.seq_len + 1)
+        return isinstance(self.stream, DroppableStream) and self.stream.is_dropped(start, start + self.seq_len + 1)
 
     @property
-    def lost_samples(self) -> list[range]:
+    def dropped_samples(self) -> list[range]:
         """The numbers of the samples that are lost, ascending and disjoint."""
         found: list[range] = []
-        for tokens in self.stream.lost_tokens if isinstance(self.stream, LosingStream) else ():
+        for tokens in self.stream.dropped_tokens if isinstance(self.stream, DroppableStream) else ():
             # Sample i has the tokens i * S .. i * S + S.
             first = max(-(-(tokens.start - self.seq_len) // self.seq_len), found[-1].stop if found else 0)
             end = min((tokens.stop - 1) // self.seq_len + 1, len(self))
@@ -117,7 +117,7 @@ class PackedSamples:
         return found
 
 
-class IndexMarkedSamples(PackedSamples):
+class IndexAnnotatedSamples(PackedSamples):
     """Packed samples with the documents that their stream knows of."""
 
     stream: IndexedStream
@@ -126,18 +126,18 @@ class IndexMarkedSamples(PackedSamples):
         """Cut a stream into samples."""
         super().__init__(stream, seq_len)
 
-    def marked_sample(self, number: int) -> MarkedSample:
+    def annotated_sample(self, number: int) -> Sample:
         """One sample with its documents."""
         start = number * self.seq_len
-        begins = self.stream.begins(start, start + self.seq_len + 1)
-        return MarkedSample(self.sample(number), np.cumsum(begins, dtype=np.int32))
+        begins = self.stream.document_starts(start, start + self.seq_len + 1)
+        return Sample(self.sample(number), np.cumsum(begins, dtype=np.int32))
 
 
-class SampleRow(ABC):
+class Sampler(ABC):
     """Samples in the order in which a run visits them, without end: the same row under every mapping."""
 
     seq_len: int
-    part: str = "training"
+    split_name: str = "training"
     """What the samples are for, in messages."""
 
     @abstractmethod
@@ -146,11 +146,11 @@ class SampleRow(ABC):
 
     @property
     @abstractmethod
-    def is_marked(self) -> bool:
+    def has_annotations(self) -> bool:
         """Whether samples may say where documents begin and which targets count."""
 
     @abstractmethod
-    def marked_sample(self, index: int) -> MarkedSample:
+    def annotated_sample(self, index: int) -> Sample:
         """The sample that a run takes as its number `index` (0-based, no upper limit); no marks if the data has none.
 
         Raises:
@@ -158,63 +158,63 @@ class SampleRow(ABC):
         """
 
     def sample(self, index: int) -> NDArray[np.int64]:
-        """Tokens of the sample that a run takes as its number `index`, int64 [seq_len + 1]; as of `marked_sample`."""
-        return self.marked_sample(index).tokens
+        """Tokens of the sample that a run takes as its number `index`, int64 [seq_len + 1]; as of `annotated_sample`."""
+        return self.annotated_sample(index).tokens
 
     def batch(self, first: int, count: int) -> SampleBatch:
         """Samples first .. first+count-1 of the run."""
-        return self.rows(range(first, first + count))
+        return self.batch_at(range(first, first + count))
 
-    def rows(self, indices: Sequence[int]) -> SampleBatch:
+    def batch_at(self, indices: Sequence[int]) -> SampleBatch:
         """These samples of the run, below each other."""
-        if self.is_marked:
-            return stack_samples([self.marked_sample(index) for index in indices], self.seq_len)
+        if self.has_annotations:
+            return stack_samples([self.annotated_sample(index) for index in indices], self.seq_len)
         tokens = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
         for i, index in enumerate(indices):
             tokens[i] = self.sample(index)
         return SampleBatch(tokens)
 
-    def next_samples(self, first: int, count: int, left_out: Sequence[range] = ()) -> Sequence[int]:
+    def next_sample_indices(self, first: int, count: int, skipped_ranges: Sequence[range] = ()) -> Sequence[int]:
         """The next `count` samples of the run from sample `first` on, ascending: those that are not lost or left out.
 
         Raises:
             RunError: all samples are lost.
         """
-        if self.is_all_lost:
+        if self.is_all_dropped:
             raise RunError(
-                f"no {self.part} sample is left to take: the files of all of them are left out (data.corrupt='skip'); "
+                f"no {self.split_name} sample is left to take: the files of all of them are left out (data.corrupt='skip'); "
                 "bring them back, or give the run other data"
             )
-        blocked = [part for part in left_out if part.stop > first]
-        if not self.num_lost and all(part.start >= first + count for part in blocked):
+        blocked = [part for part in skipped_ranges if part.stop > first]
+        if not self.num_dropped and all(part.start >= first + count for part in blocked):
             return range(first, first + count)
         taken: list[int] = []
         while len(taken) < count:
             if ends := [part.stop for part in blocked if first in part]:
                 first = max(ends)
                 continue
-            if not self.is_lost(first):
+            if not self.is_dropped(first):
                 taken.append(first)
             first += 1
         return taken
 
-    def lose(self, names: Iterable[str]) -> None:
+    def drop_files(self, names: Iterable[str]) -> None:
         """Give up files of the data, by their names in the recipe; where samples keep no place in files, nothing."""
         return
 
-    def is_lost(self, index: int) -> bool:
+    def is_dropped(self, index: int) -> bool:
         """Whether sample `index` of the run has a token of a file that was given up, so that it cannot be taken."""
         return False
 
     @property
-    def num_lost(self) -> int:
+    def num_dropped(self) -> int:
         """Samples of an epoch that are lost."""
         return 0
 
     @property
-    def is_all_lost(self) -> bool:
+    def is_all_dropped(self) -> bool:
         """Whether there were samples, and all are lost."""
-        return self.num_lost > 0 and self.num_lost == len(self)
+        return self.num_dropped > 0 and self.num_dropped == len(self)
 
     def origin(self, index: int) -> str:
         """What sample `index` of the run is, for a message: its row in the data, and where that lies if it is known."""
@@ -229,73 +229,75 @@ class SampleRow(ABC):
         return
 
 
-class Split(SampleRow):
+class Split(Sampler):
     """The training or the validation samples, in the order in which a run visits them.
 
     Sample n has its meaning from n alone: epoch n // len(split), and a place in that epoch's order. A run's position is
     therefore the number of samples it has taken, whatever the mapping was.
     """
 
-    def __init__(self, source: SampleSource, members: Runs, *, order_key: int | None, part: str = "training") -> None:
+    def __init__(
+        self, source: SampleSource, members: IndexRanges, *, order_key: int | None, split_name: str = "training"
+    ) -> None:
         """Name the samples of one part.
 
         Args:
             source: all samples of the data.
             members: the sample numbers of this part.
             order_key: key of the shuffled order, another one for each epoch; None visits them in the order of the data.
-            part: as of `SampleRow`.
+            split_name: as of `Sampler`.
         """
         self.seq_len = source.seq_len
-        self.part = part
+        self.split_name = split_name
         self._source = source
         self._members = members
         self._order_key = order_key
-        self._epoch_order: tuple[int, Permutation] | None = None
-        self._num_lost = 0
-        self.lose(())
+        self._epoch_order: tuple[int, IndexShuffle] | None = None
+        self._num_dropped = 0
+        self.drop_files(())
 
     def __len__(self) -> int:
         """Samples in an epoch."""
         return len(self._members)
 
     @property
-    def is_marked(self) -> bool:
+    def has_annotations(self) -> bool:
         """Whether the source has marks."""
-        return isinstance(self._source, MarkedSource)
+        return isinstance(self._source, AnnotatedSampleSource)
 
-    def marked_sample(self, index: int) -> MarkedSample:
+    def annotated_sample(self, index: int) -> Sample:
         """The sample that a run takes as its number `index` (0-based, no upper limit); no marks if the source has none.
 
         Raises:
             ConfigError: the split is empty, or the data holds an id that the model has no row for.
         """
         number = self._number(index)
-        if isinstance(self._source, MarkedSource):
-            return self._source.marked_sample(number)
-        return MarkedSample(self._source.sample(number))
+        if isinstance(self._source, AnnotatedSampleSource):
+            return self._source.annotated_sample(number)
+        return Sample(self._source.sample(number))
 
     def origin(self, index: int) -> str:
         """The sample's row in the data, and where that lies if the source knows."""
         number = self._number(index)
-        place = self._source.origin(number) if isinstance(self._source, NamedSource) else ""
+        place = self._source.origin(number) if isinstance(self._source, TraceableSampleSource) else ""
         return f"row {number} ({place})" if place else f"row {number}"
 
-    def lose(self, names: Iterable[str]) -> None:
+    def drop_files(self, names: Iterable[str]) -> None:
         """Give up files of the source."""
-        if isinstance(self._source, LosingSource):
-            self._source.lose(names)
-            self._num_lost = self._members.count_in(self._source.lost_samples)
+        if isinstance(self._source, DroppableSource):
+            self._source.drop_files(names)
+            self._num_dropped = self._members.count_in(self._source.dropped_samples)
 
-    def is_lost(self, index: int) -> bool:
+    def is_dropped(self, index: int) -> bool:
         """Whether the sample has a token of a file that was given up."""
-        if not self._num_lost:
+        if not self._num_dropped:
             return False
-        return isinstance(self._source, LosingSource) and self._source.is_lost(self._number(index))
+        return isinstance(self._source, DroppableSource) and self._source.is_dropped(self._number(index))
 
     @property
-    def num_lost(self) -> int:
+    def num_dropped(self) -> int:
         """Samples of an epoch that are lost."""
-        return self._num_lost
+        return self._num_dropped
 
     def _number(self, index: int) -> int:
         """The number in the source of the sample that a run takes as its `index`-th."""
@@ -307,11 +309,11 @@ class Split(SampleRow):
                 "or train.eval_every=0 to train without evaluation"
             )
         epoch, place = divmod(index, len(self))
-        return self._members[self._place_in_order(epoch, place)]
+        return self._members[self._shuffled_position(epoch, place)]
 
-    def _place_in_order(self, epoch: int, place: int) -> int:
+    def _shuffled_position(self, epoch: int, position: int) -> int:
         if self._order_key is None:
-            return place
+            return position
         if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = (epoch, Permutation(len(self), combine(self._order_key, epoch)))
-        return self._epoch_order[1](place)
+            self._epoch_order = (epoch, IndexShuffle(len(self), hash_ints(self._order_key, epoch)))
+        return self._epoch_order[1](position)

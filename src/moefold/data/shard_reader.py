@@ -21,41 +21,41 @@ _BLOCK_ENDS = 512
 _CHECKED_BLOCKS = 2048
 
 
-class DataFaultError(Exception):
+class DataFileError(Exception):
     """Something is wrong with a data file. What it is and what a user can do about it are told apart."""
 
-    def __init__(self, cause: str, way_out: str, shard: str = "", seen_at: str = "") -> None:
+    def __init__(self, cause: str, remedy: str, shard: str = "", seen_at: str = "") -> None:
         """Keep the parts.
 
         Args:
             cause: what is wrong with which file.
-            way_out: what to do where the file is not left out.
+            remedy: what to do where the file is not left out.
             shard: its name in the recipe; empty if it has none there.
             seen_at: which rank found it, and when; empty before ranks read.
         """
-        super().__init__(cause, way_out, shard, seen_at)
-        self.cause, self.way_out, self.shard, self.seen_at = cause, way_out, shard, seen_at
+        super().__init__(cause, remedy, shard, seen_at)
+        self.cause, self.remedy, self.shard, self.seen_at = cause, remedy, shard, seen_at
 
     def __str__(self) -> str:
         """The message where it ends a run."""
         where = f"{self.seen_at}: " if self.seen_at else ""
-        return f"{where}{self.cause}; {self.way_out}"
+        return f"{where}{self.cause}; {self.remedy}"
 
-    def found_by(self, seen_at: str) -> Self:
+    def with_reporter(self, seen_at: str) -> Self:
         """The same, with the rank that found it."""
-        return type(self)(self.cause, self.way_out, self.shard, seen_at)
+        return type(self)(self.cause, self.remedy, self.shard, seen_at)
 
 
-class BrokenShardError(DataFaultError, RunError):
+class BrokenShardError(DataFileError, RunError):
     """A data file is not what it was when the run looked at it."""
 
 
-class StrangeIdError(DataFaultError, ConfigError):
+class OutOfVocabError(DataFileError, ConfigError):
     """A data file holds an id that the model has no row for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ids:
+class TokenArraySpec:
     """Where the ids lie in a file."""
 
     path: Path
@@ -67,11 +67,11 @@ class Ids:
     shard: str = ""
     """The data file that is of no use without these, by its name in the recipe; empty if it cannot be left out."""
 
-    def broken(self, what: str) -> BrokenShardError:
+    def broken_error(self, reason: str) -> BrokenShardError:
         """The error that says what became of the file."""
         skip = 'set data.corrupt="skip" to go on without it'
         way_out = skip if self.shard else "make it anew (what lies in the token cache: remove it)"
-        cause = f"data file {self.name} broke while the run read it: {what}"
+        cause = f"data file {self.name} broke while the run read it: {reason}"
         return BrokenShardError(cause, f"bring it back as it was, or {way_out}", self.shard)
 
 
@@ -80,7 +80,7 @@ class ShardReader:
 
     _handle = -1
 
-    def __init__(self, ids: Ids) -> None:
+    def __init__(self, ids: TokenArraySpec) -> None:
         """Open the file.
 
         Raises:
@@ -91,8 +91,8 @@ class ShardReader:
             self._handle = os.open(ids.path, os.O_RDONLY | os.O_CLOEXEC)
             size_bytes = os.fstat(self._handle).st_size
         except OSError as error:
-            raise ids.broken(f"it cannot be opened ({error.strerror})") from error
-        self._refuse_short(size_bytes)
+            raise ids.broken_error(f"it cannot be opened ({error.strerror})") from error
+        self._check_length(size_bytes)
 
     def __del__(self) -> None:
         """Close the file."""
@@ -120,17 +120,17 @@ class ShardReader:
         try:
             found = os.pread(self._handle, size_bytes, ids.offset_bytes + start * ids.dtype.itemsize)
             if len(found) < size_bytes:
-                self._refuse_short(os.fstat(self._handle).st_size)
-                raise ids.broken(f"{len(found)} of {size_bytes} bytes at {start} were read")
+                self._check_length(os.fstat(self._handle).st_size)
+                raise ids.broken_error(f"{len(found)} of {size_bytes} bytes at {start} were read")
         except OSError as error:
-            raise ids.broken(f"it cannot be read ({error.strerror})") from error
+            raise ids.broken_error(f"it cannot be read ({error.strerror})") from error
         numbers: NDArray[np.integer] = np.frombuffer(found, dtype=ids.dtype)
         return numbers
 
-    def _refuse_short(self, size_bytes: int) -> None:
+    def _check_length(self, size_bytes: int) -> None:
         needed_bytes = self._ids.offset_bytes + self._ids.count * self._ids.dtype.itemsize
         if size_bytes < needed_bytes:
-            raise self._ids.broken(f"it has {size_bytes} of {needed_bytes} bytes")
+            raise self._ids.broken_error(f"it has {size_bytes} of {needed_bytes} bytes")
 
 
 class DocumentEnds:
@@ -145,7 +145,7 @@ class DocumentEnds:
         Args:
             index: its file.
             num_tokens: tokens of the file that it is of.
-            shard: as of `Ids`.
+            shard: as of `TokenArraySpec`.
 
         Raises:
             ValueError: it is not; the text says how.
@@ -155,7 +155,7 @@ class DocumentEnds:
         if size_bytes == 0 or size_bytes % _ENDS_DTYPE.itemsize:
             raise ValueError(f"it has {size_bytes} bytes, no whole number of them or none")
         self._count = size_bytes // _ENDS_DTYPE.itemsize
-        self._reader = ShardReader(Ids(index, str(index), 0, _ENDS_DTYPE, self._count, shard))
+        self._reader = ShardReader(TokenArraySpec(index, str(index), 0, _ENDS_DTYPE, self._count, shard))
         self._last_of_block = self._check(num_tokens)
 
     def __len__(self) -> int:
@@ -168,20 +168,20 @@ class DocumentEnds:
         Raises:
             BrokenShardError: the index cannot be read any more.
         """
-        first, last = self._block(start - 1), self._block(stop - 1)
+        first, last = self._find_block(start - 1), self._find_block(stop - 1)
         ends = self._read(first, last + 1)
         return ends[np.searchsorted(ends, start) : np.searchsorted(ends, stop)]
 
-    def document(self, token: int) -> int:
+    def document_of(self, token: int) -> int:
         """The number of the document that a token is of: how many end at or before it.
 
         Raises:
             BrokenShardError: the index cannot be read any more.
         """
-        block = self._block(token)
+        block = self._find_block(token)
         return block * _BLOCK_ENDS + int(np.searchsorted(self._read(block, block + 1), token, side="right"))
 
-    def _block(self, token: int) -> int:
+    def _find_block(self, token: int) -> int:
         """The first block with an end behind `token`, or the last one."""
         return min(bisect_right(self._last_of_block, token), len(self._last_of_block) - 1)
 

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.data.cache import is_complete_array, npy_header, smallest_dtype
-from moefold.data.document import Piece
+from moefold.data.document import TextChunk
 from moefold.data.path import existing_path
-from moefold.data.shard_plan import Shard, portion_pieces
+from moefold.data.shard_plan import Shard, read_chunks
 from moefold.data.token_file import document_ends_path
-from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, PlacingTokenizer
+from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, OffsetTokenizer
 from moefold.errors import ConfigError
 
-DRAFTS = ".tokens-*.partial"
+TMP_PATTERN = ".tokens-*.partial"
 _BATCH_BYTES = 2**22
 
 
@@ -38,7 +38,7 @@ class ShardWriter:
     tokenizer_name: str
     column: str
 
-    def load_tokenizer(self) -> PlacingTokenizer:
+    def load_tokenizer(self) -> OffsetTokenizer:
         """The tokenizer: bytes or a tokenizer.json.
 
         Raises:
@@ -48,7 +48,7 @@ class ShardWriter:
             return ByteTokenizer()
         return JsonTokenizer(existing_path("--tokenizer", self.tokenizer_name))
 
-    def find(self, number: int) -> ShardSize | None:
+    def find_finished(self, number: int) -> ShardSize | None:
         """The size of a shard that is there already; None if it is not."""
         path = shard_path(self.out, number)
         index = document_ends_path(path)
@@ -73,7 +73,7 @@ class ShardWriter:
         index_draft = self.out / f".{path.stem}.{uuid.uuid4().hex}.index.partial"
         try:
             with draft.open("xb") as file, index_draft.open("xb") as index:
-                size = _write(file, index, shard, self.column, tokenizer, report)
+                size = _write_shard(file, index, shard, self.column, tokenizer, report)
                 for opened in (file, index):
                     opened.flush()
                     os.fsync(opened.fileno())
@@ -83,14 +83,14 @@ class ShardWriter:
             # It is the one that is reported to who has gone.
             raise
         except OSError as error:
-            raise unwritable(self.out, error) from error
+            raise unwritable_error(self.out, error) from error
         finally:
             draft.unlink(missing_ok=True)
             index_draft.unlink(missing_ok=True)
         return size
 
 
-def unwritable(out: Path, error: OSError) -> ConfigError:
+def unwritable_error(out: Path, error: OSError) -> ConfigError:
     """What to say of a folder that the system does not let us write to."""
     return ConfigError(f"--out {out} cannot be written ({error.strerror or error}); choose another folder")
 
@@ -100,19 +100,19 @@ def shard_path(out: Path, number: int) -> Path:
     return out / f"tokens-{number:06d}.npy"
 
 
-def _write(
+def _write_shard(
     file: BinaryIO,
     index: BinaryIO,
     shard: Shard,
     column: str,
-    tokenizer: PlacingTokenizer,
+    tokenizer: OffsetTokenizer,
     report: Callable[[int], None],
 ) -> ShardSize:
     dtype = smallest_dtype(tokenizer.vocab_size)
     separator = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=np.int64)
     file.write(npy_header(dtype, 0))
     num_tokens = num_documents = 0
-    for pieces in _batches(shard, column):
+    for pieces in _chunk_batches(shard, column):
         ends: list[int] = []
         parts: list[NDArray[np.int64]] = []
         for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
@@ -129,12 +129,12 @@ def _write(
     return ShardSize(num_tokens, num_documents)
 
 
-def _batches(shard: Shard, column: str) -> Iterator[list[Piece]]:
+def _chunk_batches(shard: Shard, column: str) -> Iterator[list[TextChunk]]:
     """Pieces of several megabytes at a time."""
-    pieces: list[Piece] = []
+    pieces: list[TextChunk] = []
     size = 0
-    for portion in shard.portions:
-        for piece in portion_pieces(portion, column):
+    for portion in shard.slices:
+        for piece in read_chunks(portion, column):
             pieces.append(piece)
             size += len(piece.text)
             if size >= _BATCH_BYTES:

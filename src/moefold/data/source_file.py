@@ -9,7 +9,7 @@ from moefold.data.jsonl import is_jsonl
 from moefold.data.path import existing_path, files_below
 
 TOKEN_SUFFIXES = (".bin", ".npy")
-BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "chat_template.jinja")
 
 
 def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
@@ -29,7 +29,7 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
     for name in (data.path,) if isinstance(data.path, str) else data.path:
         if data.kind == "huggingface" and not Path(name).expanduser().exists():
             continue
-        if may_be_gone(data, name):
+        if is_skippable_missing_file(data, name):
             found.append((name, Path(name).expanduser().absolute()))
             continue
         root = existing_path("data.path", name)
@@ -41,7 +41,7 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
     return found
 
 
-def may_be_gone(data: DataConfig, name: str) -> bool:
+def is_skippable_missing_file(data: DataConfig, name: str) -> bool:
     """Whether data.path names a token file that is not there, which data.corrupt="skip" leaves out like others."""
     path = Path(name).expanduser()
     is_left_out = data.kind == "tokens" and data.corrupt == "skip" and path.suffix in TOKEN_SUFFIXES
@@ -54,7 +54,7 @@ def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
     if data.kind in ("text", "huggingface", "sft") and data.tokenizer != "bytes":
         path = existing_path("data.tokenizer", data.tokenizer)
         file = path / "tokenizer.json" if path.is_dir() else path
-        found = [(file.name, file), *((name, file.with_name(name)) for name in BESIDE_TOKENIZER)]
+        found = [(file.name, file), *((name, file.with_name(name)) for name in TOKENIZER_CONFIG_FILES)]
     if data.chat_template:
         found.append((data.chat_template, existing_path("data.chat_template", data.chat_template)))
     return [(name, file) for name, file in found if file.is_file()]

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from moefold.data.random_bits import combine
+from moefold.data.random_bits import hash_ints
 from moefold.errors import ConfigError
 
-_MAX_RUNS = 64
-_MIN_RUN = 8
+_MAX_RANGES = 64
+_MIN_RANGE_SAMPLES = 8
 
 
 @dataclass(frozen=True)
-class Runs:
+class IndexRanges:
     """Disjoint ascending ranges of sample numbers, indexed as if they were one list."""
 
     ranges: tuple[range, ...]
@@ -54,7 +54,7 @@ class Runs:
         return total
 
 
-def split_samples(num_samples: int, validation_fraction: float) -> tuple[Runs, Runs]:
+def split_samples(num_samples: int, validation_fraction: float) -> tuple[IndexRanges, IndexRanges]:
     """Divide samples [0, num_samples) into training and validation.
 
     At least one sample is held out when the fraction is above 0.
@@ -70,7 +70,7 @@ def split_samples(num_samples: int, validation_fraction: float) -> tuple[Runs, R
             f"data.validation_fraction={validation_fraction} must be at least 0 and below 1; the default is 0.05"
         )
     if validation_fraction == 0:
-        return Runs((range(num_samples),)), Runs(())
+        return IndexRanges((range(num_samples),)), IndexRanges(())
     num_held_out = max(1, round(num_samples * validation_fraction))
     if num_held_out + 2 > num_samples:
         raise ConfigError(
@@ -86,20 +86,20 @@ def split_samples(num_samples: int, validation_fraction: float) -> tuple[Runs, R
         start = run.stop + 1
     if start < num_samples:
         training.append(range(start, num_samples))
-    return Runs(tuple(training)), Runs(tuple(held_out))
+    return IndexRanges(tuple(training)), IndexRanges(tuple(held_out))
 
 
 def _held_out_ranges(num_samples: int, num_held_out: int) -> list[range]:
-    num_runs = min(num_held_out // _MIN_RUN, (num_samples - num_held_out) // _MIN_RUN, _MAX_RUNS)
+    num_runs = min(num_held_out // _MIN_RANGE_SAMPLES, (num_samples - num_held_out) // _MIN_RANGE_SAMPLES, _MAX_RANGES)
     if num_runs <= 1:
         free = num_samples - num_held_out
         # With one or two spare samples only a run at the very start leaves anything to train on.
-        start = combine(num_samples) % (free + 1) if free > 2 else 0
+        start = hash_ints(num_samples) % (free + 1) if free > 2 else 0
         return [range(start, start + num_held_out)]
     ranges = []
     for i in range(num_runs):
         stretch = range(i * num_samples // num_runs, (i + 1) * num_samples // num_runs)
         length = (i + 1) * num_held_out // num_runs - i * num_held_out // num_runs
-        start = stretch.start + combine(num_samples, i) % (len(stretch) - length + 1)
+        start = stretch.start + hash_ints(num_samples, i) % (len(stretch) - length + 1)
         ranges.append(range(start, start + length))
     return ranges

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.data.marked import MarkedSample, mark_ends
-from moefold.data.permutation import Permutation
-from moefold.data.random_bits import combine
-from moefold.data.sampling import SampleRow
+from moefold.data.marked import Sample, annotate_documents
+from moefold.data.permutation import IndexShuffle
+from moefold.data.random_bits import hash_ints
+from moefold.data.sampling import Sampler
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError
 
@@ -26,7 +26,7 @@ _BATCH_CHARACTERS = 2**20
 NUM_SAMPLES = 2**62
 
 
-class Documents(Protocol):
+class DocumentSource(Protocol):
     """Texts that can be read from any of them on."""
 
     def documents(self, state: Any) -> Iterator[tuple[str, Any]]:
@@ -35,18 +35,18 @@ class Documents(Protocol):
 
 
 @dataclass(slots=True)
-class _Document:
+class _TokenizedDocument:
     ids: NDArray[np.int64]
     epoch: int
     state: Any
     used: int = 0
 
 
-class StreamRow(SampleRow):
+class StreamingSampler(Sampler):
     """Documents packed without padding, in order, epoch after epoch."""
 
     def __init__(
-        self, texts: Documents, tokenizer: Tokenizer, *, seq_len: int, order_key: int | None, document_end: int
+        self, texts: DocumentSource, tokenizer: Tokenizer, *, seq_len: int, order_key: int | None, document_end: int
     ) -> None:
         """Read from the start.
 
@@ -63,18 +63,18 @@ class StreamRow(SampleRow):
         self._tokenizer = tokenizer
         self._order_key = order_key
         self._document_end = document_end
-        self._start()
+        self._restart()
 
     def __len__(self) -> int:
         """More samples than any run takes: what an epoch is, only its end shows."""
         return NUM_SAMPLES
 
     @property
-    def is_marked(self) -> bool:
+    def has_annotations(self) -> bool:
         """Whether documents are marked."""
         return self._document_end >= 0
 
-    def marked_sample(self, index: int) -> MarkedSample:
+    def annotated_sample(self, index: int) -> Sample:
         """The sample that a run takes as its number `index`; reads on to its block.
 
         Raises:
@@ -84,15 +84,15 @@ class StreamRow(SampleRow):
             raise IndexError(f"sample index {index} must not be negative")
         block, place = divmod(index, self.block_samples)
         if block < self._block or (block == self._block and self._tokens is None):
-            self._start()
+            self._restart()
         while self._block < block or self._tokens is None:
             self._read_block()
         if self._order_key is not None:
-            place = Permutation(self.block_samples, combine(self._order_key, block))(place)
+            place = IndexShuffle(self.block_samples, hash_ints(self._order_key, block))(place)
         assert self._tokens is not None
         window = slice(place * self.seq_len, (place + 1) * self.seq_len + 1)
         tokens = self._tokens[window].astype(np.int64)
-        return mark_ends(tokens, self._document_end) if self.is_marked else MarkedSample(tokens)
+        return annotate_documents(tokens, self._document_end) if self.has_annotations else Sample(tokens)
 
     def state(self, index: int) -> Any:
         """Where the block of sample `index` begins, or an earlier block if that one has not been read yet."""
@@ -104,37 +104,37 @@ class StreamRow(SampleRow):
         """Go on from a state that `state` gave, in this process or an earlier one."""
         if state is None:
             return
-        self._start()
+        self._restart()
         self._block, self._epoch, texts, self._num_used = state
         # The first block read is the one of the state.
         self._block -= 1
-        self._from = self._texts.documents(texts)
+        self._document_iterator = self._texts.documents(texts)
 
-    def _start(self) -> None:
+    def _restart(self) -> None:
         self._block, self._epoch, self._num_used = -1, 0, 0
         self._tokens: NDArray[np.int32] | None = None
-        self._queue: deque[_Document] = deque()
-        self._from = self._texts.documents(None)
+        self._queue: deque[_TokenizedDocument] = deque()
+        self._document_iterator = self._texts.documents(None)
         self._state: Any = None
 
     def _read_block(self) -> None:
         size = self.block_samples * self.seq_len
         tokens = np.empty(size + 1, dtype=np.int32)
-        head = self._head()
+        head = self._current_document()
         state = [self._block + 1, head.epoch, head.state, head.used]
         filled = 0
         while filled < size:
-            document = self._head()
+            document = self._current_document()
             part = document.ids[document.used : document.used + size - filled]
             tokens[filled : filled + len(part)] = part
             document.used += len(part)
             filled += len(part)
         # Neighbouring samples share a token, so the last one opens the next block.
-        document = self._head()
+        document = self._current_document()
         tokens[size] = document.ids[document.used]
         self._block, self._tokens, self._state = self._block + 1, tokens, state
 
-    def _head(self) -> _Document:
+    def _current_document(self) -> _TokenizedDocument:
         """The document that the next token is of."""
         while self._queue and self._queue[0].used == len(self._queue[0].ids):
             self._queue.popleft()
@@ -150,7 +150,7 @@ class StreamRow(SampleRow):
         texts: list[str] = []
         states = []
         size = 0
-        for text, state in self._from:
+        for text, state in self._document_iterator:
             texts.append(text)
             states.append(state)
             size += len(text)
@@ -160,9 +160,9 @@ class StreamRow(SampleRow):
         for ids, state in zip(self._tokenizer.encode_batch(texts), states, strict=True):
             whole = np.concatenate([ids, separator]).astype(np.int64)
             if len(whole) > self._num_used:
-                self._queue.append(_Document(whole, self._epoch, state, self._num_used))
+                self._queue.append(_TokenizedDocument(whole, self._epoch, state, self._num_used))
             self._num_used = 0
         if size < _BATCH_CHARACTERS:
             self._epoch += 1
-            self._from = self._texts.documents(None)
+            self._document_iterator = self._texts.documents(None)
         return bool(texts)

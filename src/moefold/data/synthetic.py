@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.data.random_bits import combine, draw_bits
+from moefold.data.random_bits import draw_bits, hash_ints
 
 NUM_SAMPLES = 2**40
 JUMP_PROBABILITY = 0.1
@@ -29,7 +29,7 @@ class SyntheticSamples:
         self.seq_len = seq_len
         self.vocab_size = vocab_size
         self._seed = seed
-        strides = draw_bits(combine(seed, NUM_SAMPLES), _NUM_STRIDES) % np.uint64(max(1, vocab_size - 1))
+        strides = draw_bits(hash_ints(seed, NUM_SAMPLES), _NUM_STRIDES) % np.uint64(max(1, vocab_size - 1))
         self._strides = strides.astype(np.int64) + 1
 
     def __len__(self) -> int:
@@ -41,12 +41,12 @@ class SyntheticSamples:
         if not 0 <= number < NUM_SAMPLES:
             raise IndexError(f"sample {number} is outside [0, {NUM_SAMPLES})")
         length = self.seq_len + 1
-        key = combine(self._seed, number)
+        key = hash_ints(self._seed, number)
         bits = draw_bits(key, 2 * length)
         position = np.arange(length, dtype=np.int64)
         jumps = bits[:length] < np.uint64(int(JUMP_PROBABILITY * 2**64))
         last_jump = np.maximum.accumulate(np.where(jumps, position, 0))
         landed = (bits[length:] % np.uint64(self.vocab_size)).astype(np.int64)[last_jump]
-        stride = self._strides[combine(key, length) % _NUM_STRIDES]
+        stride = self._strides[hash_ints(key, length) % _NUM_STRIDES]
         tokens: NDArray[np.int64] = (landed + stride * (position - last_jump)) % self.vocab_size
         return tokens

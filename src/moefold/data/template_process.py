@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moefold.bounded import bounded_batches
+from moefold.bounded import batch_by_size
 from moefold.errors import ConfigError
 
 BATCH_CHARACTERS = 1 << 20
@@ -46,26 +46,26 @@ class TemplateProgram:
 class TemplateProcess:
     """Asks a process of its own to render conversations. The process ends with this object."""
 
-    def __init__(self, program: TemplateProgram, limits: TemplateLimits, place: str) -> None:
+    def __init__(self, program: TemplateProgram, limits: TemplateLimits, location: str) -> None:
         """Start the process and compile the template in it.
 
         Args:
             program: the template.
             limits: what it may use.
-            place: where it comes from, for messages.
+            location: where it comes from, for messages.
 
         Raises:
             ConfigError: it is no Jinja template.
         """
         self._start_line = json.dumps(asdict(program) | asdict(limits)).encode() + b"\n"
         self._limits = limits
-        self._place = place
-        self._process = self._started()
+        self._location = location
+        self._process = self._start_process()
 
-    def answers(self, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def process_requests(self, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the answer to each request in order; `refused` says why there is none."""
         lines = (json.dumps(request).encode() + b"\n" for request in requests)
-        for batch in bounded_batches(lines, len, BATCH_CHARACTERS):
+        for batch in batch_by_size(lines, len, BATCH_CHARACTERS):
             yield from self._batch(batch)
 
     def _batch(self, lines: list[bytes]) -> list[dict[str, Any]]:
@@ -80,11 +80,11 @@ class TemplateProcess:
                 found = self._read()
                 answers.append({"refused": self._end_reason()} if found is None else found)
                 if found is None:
-                    self._process = self._started()
+                    self._process = self._start_process()
                     break
         return answers
 
-    def _started(self) -> "subprocess.Popen[bytes]":
+    def _start_process(self) -> "subprocess.Popen[bytes]":
         # The folder of the program is not searched for modules: names there are those of this package.
         process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER)],
@@ -92,19 +92,19 @@ class TemplateProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        weakref.finalize(self, _end, process)
+        weakref.finalize(self, _kill_process, process)
         self._process = process
         self._send(self._start_line)
         found = self._read()
         reason = self._end_reason() if found is None else found.get("refused")
         if reason is not None:
-            raise ConfigError(f"the chat template of {self._place} is not a Jinja template ({reason}); mend it")
+            raise ConfigError(f"the chat template of {self._location} is not a Jinja template ({reason}); mend it")
         return process
 
-    def _send(self, words: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(words)
+            self._process.stdin.write(data)
             self._process.stdin.flush()
         except BrokenPipeError:
             # It was ended while it read; the answer that is missing tells.
@@ -129,7 +129,7 @@ class TemplateProcess:
         return f"the process that renders it has ended ({status}); it may use {self._limits.memory_bytes:,} bytes"
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _kill_process(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     for stream in (process.stdin, process.stdout):
         if stream is not None:

@@ -27,7 +27,7 @@ Answer = dict[str, Any]
 Render = Callable[[Mapping[str, Any]], str]
 
 
-class RefusalError(Exception):
+class TemplateRenderError(Exception):
     """Why a template does not write a conversation."""
 
 
@@ -41,11 +41,11 @@ def main() -> None:
         answers.flush()
 
     start = json.loads(requests.readline())
-    _limit(start["memory_bytes"])
+    _set_limits(start["memory_bytes"])
     signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])
     try:
         render = _compile(start["source"], start["marks"], datetime.fromisoformat(start["date"]))
-    except RefusalError as error:
+    except TemplateRenderError as error:
         answer({"refused": str(error)})
         return
     answer({})
@@ -54,10 +54,10 @@ def main() -> None:
         for line in batch:
             # The system ends the process when the time is over.
             signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])
-            answer(_answered(json.loads(line), render, start))
+            answer(_render_request(json.loads(line), render, start))
 
 
-def _limit(memory_bytes: int) -> None:
+def _set_limits(memory_bytes: int) -> None:
     """Limit memory and forbid files; macOS takes no limit of memory."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -65,25 +65,25 @@ def _limit(memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
 
-def _answered(request: Mapping[str, Any], render: Render, start: Mapping[str, Any]) -> Answer:
+def _render_request(request: Mapping[str, Any], render: Render, settings: Mapping[str, Any]) -> Answer:
     """Return {text, spans}, {refused: reason} or {moved: turn}."""
-    most_characters: int = start["most_characters"]
-    tokens: Mapping[str, str] = start["special_tokens"]
+    most_characters: int = settings["most_characters"]
+    tokens: Mapping[str, str] = settings["special_tokens"]
 
     def write(messages: Sequence[Mapping[str, Any]], *, prompts: bool) -> str:
         values = {"messages": messages, "tools": request["tools"], "add_generation_prompt": prompts}
         text = render({**tokens, **values})
         if len(text) > most_characters:
-            raise RefusalError(f"it writes more than {most_characters:,} characters")
+            raise TemplateRenderError(f"it writes more than {most_characters:,} characters")
         return text
 
     messages = request["messages"]
     try:
         if request["prompts"] is not None:
-            text, spans = _split_at_marks(write(messages, prompts=request["prompts"]), *start["marks"])
+            text, spans = _split_at_marks(write(messages, prompts=request["prompts"]), *settings["marks"])
             return {"text": text, "spans": spans}
-        if start["has_marks"]:
-            text, spans = _split_at_marks(write(messages, prompts=False), *start["marks"])
+        if settings["has_marks"]:
+            text, spans = _split_at_marks(write(messages, prompts=False), *settings["marks"])
             return {"text": text, "spans": spans}
         text, spans = write(messages, prompts=False), []
         for i, message in enumerate(messages):
@@ -95,7 +95,7 @@ def _answered(request: Mapping[str, Any], render: Render, start: Mapping[str, An
                 return {"moved": i + 1}
             spans.append((min(len(before), len(after)), len(after)))
         return {"text": text, "spans": spans}
-    except RefusalError as error:
+    except TemplateRenderError as error:
         return {"refused": str(error)}
 
 
@@ -142,7 +142,7 @@ def _compile(source: str, marks: Sequence[str], date: datetime) -> Render:
         template = environment.from_string(source)
     except (TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
         is_deep = isinstance(error, RecursionError | MemoryError)
-        raise RefusalError("it is nested too deep" if is_deep else str(error)) from error
+        raise TemplateRenderError("it is nested too deep" if is_deep else str(error)) from error
 
     def render(values: Mapping[str, Any]) -> str:
         try:
@@ -152,7 +152,7 @@ def _compile(source: str, marks: Sequence[str], date: datetime) -> Render:
             reason = str(error)
         except (RecursionError, MemoryError) as error:
             reason = "it never ends" if isinstance(error, RecursionError) else "it needs more memory than it may have"
-        raise RefusalError(reason)
+        raise TemplateRenderError(reason)
 
     return render
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moefold.bounded_read import CONFIG_BYTES, TOKENIZER_BYTES, read_bytes, read_json
+from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_bytes, read_json
 from moefold.config.schema import DataConfig
 from moefold.data.path import existing_path
 from moefold.errors import ConfigError
@@ -53,10 +53,10 @@ class Tokenizer(Protocol):
         ...
 
 
-class PlacingTokenizer(Tokenizer, Protocol):
+class OffsetTokenizer(Tokenizer, Protocol):
     """A tokenizer of text that also says where in the text each id begins."""
 
-    def encode_with_places(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """For each text its ids, [tokens], and the character at which each of them begins, [tokens]."""
         ...
 
@@ -76,7 +76,7 @@ class ByteTokenizer:
         """The UTF-8 bytes of several texts."""
         return [self.encode(text) for text in texts]
 
-    def encode_with_places(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """The bytes of several texts, and the character that each belongs to."""
         pairs = []
         for text in texts:
@@ -112,17 +112,17 @@ class JsonTokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         self._file = file
         try:
-            content = read_bytes(file, TOKENIZER_BYTES)
+            content = read_bytes(file, MAX_TOKENIZER_BYTES)
         except OSError as error:
             raise ConfigError(
                 f"data.tokenizer={str(file)!r} is not readable ({error.strerror}); name a tokenizer.json"
             ) from error
-        with self._explained("is not a tokenizer.json of the tokenizers package"):
+        with self._translate_errors("is not a tokenizer.json of the tokenizers package"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         # A file may ask for both (sentence models do); they would cut and fill documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._special: Any = self._tokenizer.post_processor
+        self._post_processor: Any = self._tokenizer.post_processor
         # Where no special tokens are added, what is left of a post-processor is that it may move the places of ids.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -134,23 +134,25 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """The ids of a text, [tokens]; no special token is put around it."""
-        with self._explained("cannot make tokens of a text"):
+        with self._translate_errors("cannot make tokens of a text"):
             return _ids(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_start(self, text: str) -> NDArray[np.int64]:
         """The ids of a text that begins a document, [tokens], with the special tokens that the file puts around one."""
-        with self._explained("cannot make tokens of a text"):
+        with self._translate_errors("cannot make tokens of a text"):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
-            return _ids(encoding if self._special is None else self._special.process(encoding, None, True))
+            return _ids(
+                encoding if self._post_processor is None else self._post_processor.process(encoding, None, True)
+            )
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """The ids of several texts, on all cores."""
-        with self._explained("cannot make tokens of a text"):
+        with self._translate_errors("cannot make tokens of a text"):
             return [_ids(encoding) for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
 
-    def encode_with_places(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """The ids of several texts, and the character at which each begins, on all cores."""
-        with self._explained("cannot make tokens of a text"):
+        with self._translate_errors("cannot make tokens of a text"):
             encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [(_ids(e), np.array([start for start, _ in e.offsets], dtype=np.int64)) for e in encodings]
 
@@ -160,7 +162,7 @@ class JsonTokenizer:
         return self._tokenizer.decode(flat.tolist(), skip_special_tokens=False)
 
     @contextmanager
-    def _explained(self, failure: str) -> Iterator[None]:
+    def _translate_errors(self, failure: str) -> Iterator[None]:
         """Turn what the package raises into the user's error: bare exceptions, and panics of its core."""
         try:
             yield
@@ -240,7 +242,7 @@ def _find_separator(vocabulary: dict[str, int], config_file: Path) -> int | None
         if name in vocabulary:
             return vocabulary[name]
     try:
-        declared = read_json(config_file, CONFIG_BYTES).get("eos_token")
+        declared = read_json(config_file, MAX_CONFIG_BYTES).get("eos_token")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, AttributeError) as error:

@@ -10,13 +10,15 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from moefold.errors import ConfigError
-from moefold.launch.child import end_with_parent, signals_held_back
+from moefold.launch.child import block_signals, signal_on_parent_death
 
 Report = Callable[[int], None]
-Work = Callable[[Any, Report], Any]
+TaskFunction = Callable[[Any, Report], Any]
 
 
-def run_tasks(work: Work, tasks: Sequence[Any], num_processes: int, report: Report) -> Iterator[tuple[int, Any]]:
+def run_tasks(
+    work: TaskFunction, tasks: Sequence[Any], num_processes: int, report: Report
+) -> Iterator[tuple[int, Any]]:
     """Do the work of every task, in any order.
 
     Args:
@@ -42,7 +44,7 @@ def run_tasks(work: Work, tasks: Sequence[Any], num_processes: int, report: Repo
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, work), daemon=True)
             try:
-                with signals_held_back([signal.SIGINT], starts_python=True):
+                with block_signals([signal.SIGINT], starts_python=True):
                     process.start()
             except OSError as error:
                 raise ConfigError(
@@ -91,10 +93,10 @@ def _distribute(processes: dict[Connection, Any], tasks: Sequence[Any], report: 
                 yield value
 
 
-def _serve(connection: Connection, work: Work) -> None:
+def _serve(connection: Connection, work: TaskFunction) -> None:
     """Do tasks until the other side hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(signal.SIGKILL)
+    signal_on_parent_death(signal.SIGKILL)
     # The processes already use all cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -4,27 +4,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moefold.data.chat import ChatTemplate, load_chat_template
-from moefold.data.jsonl import refuse_half_characters
+from moefold.data.jsonl import reject_surrogates
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer
 from moefold.errors import ConfigError
-from moefold.inference.source import Source
+from moefold.inference.source import ModelSource
 
 _ANSWER = "answer"
 
 
-def open_chat_template(source: Source, tokenizer_wish: str, template_wish: str) -> ChatTemplate:
+def open_chat_template(source: ModelSource, tokenizer_override: str, template_override: str) -> ChatTemplate:
     """Load the template of a model: that of its fine-tuning, of its tokenizer's folder, or ChatML for bytes.
 
     Args:
         source: the model.
-        tokenizer_wish: "bytes" or a path that wins over the model's tokenizer; "" takes that.
-        template_wish: the file of a template that wins over the model's; "" takes that.
+        tokenizer_override: "bytes" or a path that wins over the model's tokenizer; "" takes that.
+        template_override: the file of a template that wins over the model's; "" takes that.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
-    tokenizer = tokenizer_wish or source.data.tokenizer
-    template = template_wish or source.data.chat_template
+    tokenizer = tokenizer_override or source.data.tokenizer
+    template = template_override or source.data.chat_template
     return load_chat_template(replace(source.data, tokenizer=tokenizer, chat_template=template))
 
 
@@ -42,8 +42,8 @@ def encode_messages(
         raise ConfigError("--chat: the model was trained on bare ids, so it knows no text; name its --tokenizer")
     found = []
     for message in messages:
-        refuse_half_characters(message, "the prompt")
-        text = template.prompt([{"role": "user", "content": message}], "the prompt", opens_turn=True)
+        reject_surrogates(message, "the prompt")
+        text = template.prompt([{"role": "user", "content": message}], "the prompt", add_generation_prompt=True)
         found.append(tuple(tokenizer.encode(text).tolist()))
     return tuple(found)
 
@@ -65,36 +65,36 @@ def turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[in
     return (frozenset(ids), "") if len(ids) == 1 else (frozenset(), mark)
 
 
-class UntilMark:
+class StopStringFilter:
     """Passes text on up to a mark, and holds back what may become the mark.
 
     Args:
-        mark: the text that ends it; "" passes everything on.
+        stop_string: the text that ends it; "" passes everything on.
     """
 
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
-        self._held = ""
-        self._is_over = False
+    def __init__(self, stop_string: str) -> None:
+        self._stop_string = stop_string
+        self._pending_text = ""
+        self._is_stopped = False
 
     def push(self, text: str) -> str:
         """Return what of the text so far can be shown now."""
-        if self._is_over or not self._mark:
-            return "" if self._is_over else text
-        whole = self._held + text
-        before, found, _ = whole.partition(self._mark)
-        self._is_over = bool(found)
-        length = 0 if found else self._doubtful(before)
-        self._held = before[len(before) - length :]
+        if self._is_stopped or not self._stop_string:
+            return "" if self._is_stopped else text
+        whole = self._pending_text + text
+        before, found, _ = whole.partition(self._stop_string)
+        self._is_stopped = bool(found)
+        length = 0 if found else self._partial_match_length(before)
+        self._pending_text = before[len(before) - length :]
         return before[: len(before) - length]
 
     def finish(self) -> str:
         """Return what was held back and has not become the mark."""
-        held = "" if self._is_over else self._held
-        self._held = ""
+        held = "" if self._is_stopped else self._pending_text
+        self._pending_text = ""
         return held
 
-    def _doubtful(self, text: str) -> int:
+    def _partial_match_length(self, text: str) -> int:
         """Characters at the end of a text with which the mark begins."""
-        longest = min(len(text), len(self._mark) - 1)
-        return next((length for length in range(longest, 0, -1) if text.endswith(self._mark[:length])), 0)
+        longest = min(len(text), len(self._stop_string) - 1)
+        return next((length for length in range(longest, 0, -1) if text.endswith(self._stop_string[:length])), 0)

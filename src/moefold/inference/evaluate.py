@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.inference.opening import OpenModel
-from moefold.inference.token_row import TokenRow
+from moefold.inference.opening import LoadedModel
+from moefold.inference.token_row import TokenDataset
 from moefold.parallel.collectives import all_reduce_sum
 from moefold.parallel.context import sequence_positions
 from moefold.printable import print_escaped
 
-LINE_EVERY_S = 10.0
+PROGRESS_INTERVAL_S = 10.0
 """Long evaluations say how far they are, so often."""
 
 
@@ -37,34 +37,34 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
 
 
-def evaluate(opened: OpenModel, row: TokenRow, logits: "LogitsFile | None" = None) -> Evaluation:
+def evaluate(loaded: LoadedModel, dataset: TokenDataset, logits: "LogitsFile | None" = None) -> Evaluation:
     """Run every sequence of the row once; collective over all ranks.
 
     Args:
-        opened: the model; its micro_batch_size sequences go through at once on each data-parallel rank.
-        row: the sequences, the same on every rank.
+        loaded: the model; its micro_batch_size sequences go through at once on each data-parallel rank.
+        dataset: the sequences, the same on every rank.
         logits: gets the logits of all of them, on the first rank of the last stage, which opens it.
     """
-    model, cfg, groups = opened.model, opened.cfg, opened.groups
+    model, cfg, groups = loaded.model, loaded.cfg, loaded.groups
     width, count = cfg.train.seq_len, cfg.train.micro_batch_size
     total = torch.zeros(1, dtype=torch.float64, device=groups.device)
-    next_line_s = time.monotonic() + LINE_EVERY_S
-    for first in range(0, row.num_sequences, count * groups.attn.dp.size):
-        mine = row.batch(first + groups.attn.dp.rank * count, count, width)
+    next_line_s = time.monotonic() + PROGRESS_INTERVAL_S
+    for first in range(0, dataset.num_sequences, count * groups.attn.dp.size):
+        mine = dataset.batch(first + groups.attn.dp.rank * count, count, width)
         tokens, labels, is_target = (torch.from_numpy(x).to(groups.device)[:, model.positions] for x in mine)
         y = model.forward(tokens)
         if y is not None:
-            losses = model.stage.head.vocabulary.cross_entropy(y, labels.t())
+            losses = model.stage.head.vocab_parallel.cross_entropy(y, labels.t())
             if groups.attn.tp.rank == 0:
                 total += losses.double().mul(is_target.t()).sum()
             if logits is not None:
-                logits.write(first, model.collect(y.float().cpu().transpose(0, 1)))
+                logits.write(first, model.gather_to_first(y.float().cpu().transpose(0, 1)))
         if groups.rank == 0 and time.monotonic() >= next_line_s:
-            next_line_s = time.monotonic() + LINE_EVERY_S
-            print_escaped(f"{first} of {row.num_sequences} sequences", file=sys.stderr, flush=True)
-    model.finish()
-    loss = float(all_reduce_sum(total, groups.world)) / row.num_predicted
-    return Evaluation(loss, row.num_predicted)
+            next_line_s = time.monotonic() + PROGRESS_INTERVAL_S
+            print_escaped(f"{first} of {dataset.num_sequences} sequences", file=sys.stderr, flush=True)
+    model.wait_send()
+    loss = float(all_reduce_sum(total, groups.world)) / dataset.num_predicted
+    return Evaluation(loss, dataset.num_predicted)
 
 
 class LogitsFile:
@@ -74,26 +74,26 @@ class LogitsFile:
     and write nothing.
     """
 
-    def __init__(self, path: Path, opened: OpenModel, row: TokenRow) -> None:
-        groups = opened.groups
+    def __init__(self, path: Path, loaded: LoadedModel, dataset: TokenDataset) -> None:
+        groups = loaded.groups
         self._path = path
-        self._draft = path.with_name(f".{path.name}.partial")
-        self._row = row
-        self._cfg = opened.cfg
-        self._is_writer = opened.model.stage.is_last and groups.attn.stage.rank == 0
+        self._tmp_path = path.with_name(f".{path.name}.partial")
+        self._dataset = dataset
+        self._cfg = loaded.cfg
+        self._is_writer = loaded.model.stage.is_last and groups.attn.stage.rank == 0
         layout = groups.layout
-        self._places = [
+        self._rank_coordinates = [
             tuple(layout.attention.coordinate(rank, axis) for axis in ("dp", "cp", "tp"))
             for rank in groups.attn.stage.ranks
         ]
-        context, seq_len = opened.cfg.parallel.context, opened.cfg.train.seq_len
+        context, seq_len = loaded.cfg.parallel.context, loaded.cfg.train.seq_len
         self._positions = [sequence_positions(context, seq_len, layout.cp, i).numpy() for i in range(layout.cp)]
         self._file: np.ndarray | None = None
 
     def __enter__(self) -> Self:
         if self._is_writer:
-            shape = (self._row.num_sequences, self._row.seq_len, self._cfg.model.vocab_size)
-            self._file = np.lib.format.open_memmap(self._draft, mode="w+", dtype=np.float32, shape=shape)
+            shape = (self._dataset.num_sequences, self._dataset.seq_len, self._cfg.model.vocab_size)
+            self._file = np.lib.format.open_memmap(self._tmp_path, mode="w+", dtype=np.float32, shape=shape)
         return self
 
     def __exit__(
@@ -105,9 +105,9 @@ class LogitsFile:
             self._file.flush()
         self._file = None
         if error is None:
-            self._draft.replace(self._path)
+            self._tmp_path.replace(self._path)
         else:
-            self._draft.unlink(missing_ok=True)
+            self._tmp_path.unlink(missing_ok=True)
 
     def write(self, first: int, parts: Tensor | None) -> None:
         """Write the logits of the sequences from `first` on.
@@ -118,12 +118,12 @@ class LogitsFile:
         """
         if parts is None or self._file is None:
             return
-        for (dp_rank, cp_rank, tp_rank), part in zip(self._places, parts.numpy(), strict=True):
+        for (dp_rank, cp_rank, tp_rank), part in zip(self._rank_coordinates, parts.numpy(), strict=True):
             batch_size, _, num_columns = part.shape
             start = first + dp_rank * batch_size
             stop = min(start + batch_size, len(self._file))
             positions = self._positions[cp_rank]
-            is_real = positions < self._row.seq_len
+            is_real = positions < self._dataset.seq_len
             columns = slice(tp_rank * num_columns, (tp_rank + 1) * num_columns)
             for i in range(start, stop):
                 self._file[i, positions[is_real], columns] = part[i - start, is_real]

@@ -6,36 +6,36 @@ from typing import Literal
 
 import torch
 
-from moefold.inference.sampler import Sampler
-from moefold.inference.sampling import Sampling
-from moefold.parallel.staged import Decoder, StagedModel
+from moefold.inference.sampler import TokenSampler
+from moefold.inference.sampling import SamplingParams
+from moefold.parallel.staged import InferenceModel, KVCacheDecoder
 
-Watcher = Callable[[int, int], None]
+TokenCallback = Callable[[int, int], None]
 """Is told of each new token: (number of the prompt, token)."""
-Stop = Callable[[int, Sequence[int]], bool]
+StopCondition = Callable[[int, Sequence[int]], bool]
 """Whether a sample is complete: (number of the prompt, its new tokens). Says the same on every rank."""
 
 
 @dataclass
-class Continuation:
+class Completion:
     """What was generated for one prompt."""
 
     tokens: list[int] = field(default_factory=list)
     """New tokens; the one that ended the text is not among them."""
-    end: Literal["length", "eos", "stop"] = "length"
+    finish_reason: Literal["length", "eos", "stop"] = "length"
     """Why it ended: --max-tokens, an end-of-text token, or what the caller waited for."""
 
 
 def generate(
-    model: StagedModel,
+    model: InferenceModel,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     eos_ids: frozenset[int] = frozenset(),
-    watch: Watcher = lambda number, token: None,
-    is_complete: Stop = lambda number, tokens: False,
-) -> list[Continuation]:
+    on_token: TokenCallback = lambda number, token: None,
+    is_complete: StopCondition = lambda number, tokens: False,
+) -> list[Completion]:
     """Continue every prompt; collective over all ranks, and the same on each.
 
     The prompts go through the model together, shorter ones filled up behind; then all samples take one step after
@@ -47,7 +47,7 @@ def generate(
         max_tokens: most new tokens of each.
         sampling: how they are chosen.
         eos_ids: tokens that end a text.
-        watch: told of each new token, on every rank.
+        on_token: told of each new token, on every rank.
         is_complete: asked after each new token.
     """
     lengths_B = torch.tensor([len(prompt) for prompt in prompts])
@@ -56,18 +56,18 @@ def generate(
     tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
     for i, prompt in enumerate(prompts):
         tokens[i, : len(prompt)] = torch.as_tensor(prompt)
-    found = [Continuation() for _ in prompts]
+    found = [Completion() for _ in prompts]
     is_open = [True] * len(prompts)
-    sampler = Sampler(sampling, len(prompts))
+    sampler = TokenSampler(sampling, len(prompts))
     first_B, picked_B, num_keys = torch.zeros_like(lengths_B), lengths_B - 1, longest
-    with Decoder(model, longest + max_tokens) as decoder:
+    with KVCacheDecoder(model, longest + max_tokens) as decoder:
         for step in range(max_tokens):
             logits = decoder.forward(tokens, first_B, picked_B, num_keys)
             chosen = sampler.choose(logits) if model.stage.is_last else torch.zeros_like(lengths_B)
-            chosen = model.from_last_stage(chosen.to(model.groups.device)).cpu()
+            chosen = model.broadcast_from_last_stage(chosen.to(model.groups.device)).cpu()
             for i, token in enumerate(chosen.tolist()):
                 if is_open[i]:
-                    is_open[i] = _take(found[i], i, token, (eos_ids, watch, is_complete))
+                    is_open[i] = _append_token(found[i], i, token, (eos_ids, on_token, is_complete))
             if not any(is_open):
                 break
             # Complete samples go on unseen: a batch of one shape is simpler than one that shrinks.
@@ -76,15 +76,17 @@ def generate(
     return found
 
 
-def _take(found: Continuation, number: int, token: int, how: tuple[frozenset[int], Watcher, Stop]) -> bool:
+def _append_token(
+    found: Completion, number: int, token: int, options: tuple[frozenset[int], TokenCallback, StopCondition]
+) -> bool:
     """Add a token to a sample; returns whether it goes on."""
-    eos_ids, watch, is_complete = how
+    eos_ids, watch, is_complete = options
     if token in eos_ids:
-        found.end = "eos"
+        found.finish_reason = "eos"
         return False
     found.tokens.append(token)
     watch(number, token)
     if is_complete(number, found.tokens):
-        found.end = "stop"
+        found.finish_reason = "stop"
         return False
     return True

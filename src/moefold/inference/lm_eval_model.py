@@ -12,14 +12,14 @@ from moefold.data.chat import ChatTemplate
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.lm_eval_settings import LmSettings
-from moefold.inference.opening import open_model
-from moefold.inference.sampling import Sampling
-from moefold.inference.scoring import CommandedModel, GenerateOrder, Score
-from moefold.inference.text import end_ids, open_tokenizer
-from moefold.launch.place import find_place
-from moefold.launch.ranks import alone, choose_device, joined
+from moefold.inference.opening import load_model
+from moefold.inference.sampling import SamplingParams
+from moefold.inference.scoring import GenerateRequest, Score, ServedModel
+from moefold.inference.text import open_tokenizer, stop_token_ids
+from moefold.launch.place import read_rank_env
+from moefold.launch.ranks import choose_device, init_distributed, single_rank
 
-Scored = tuple[tuple[str, str] | None, list[int], list[int]]
+ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]
 """((context, continuation) as text, ids of the context, ids of the continuation)."""
 
 
@@ -33,17 +33,17 @@ class MoefoldLM(TemplateLM):
         arguments: those of `LmSettings`.
     """
 
-    def __init__(self, model: CommandedModel | None = None, **arguments: Any) -> None:
+    def __init__(self, model: ServedModel | None = None, **arguments: Any) -> None:
         super().__init__()
         self._settings = LmSettings.from_arguments(arguments)
         self._stack = ExitStack()
-        self._model = self._open() if model is None else model
-        tokenizer = self._model.opened.tokenizer
+        self._model = self._load_model() if model is None else model
+        tokenizer = self._model.loaded.tokenizer
         assert tokenizer is not None
-        self._text: Tokenizer = tokenizer
-        self._source, _ = self._settings.resolve(self._model.opened.groups.world.size)
-        self._device = self._model.opened.groups.device
-        self._ends = end_ids(self._source, tokenizer)
+        self._text_tokenizer: Tokenizer = tokenizer
+        self._source, _ = self._settings.resolve(self._model.loaded.groups.world.size)
+        self._device = self._model.loaded.groups.device
+        self._end_ids = stop_token_ids(self._source, tokenizer)
         self._max_length = self._settings.max_length or self._source.context
         self._template: ChatTemplate | None = None
 
@@ -64,17 +64,17 @@ class MoefoldLM(TemplateLM):
         Raises:
             ConfigError: the tokenizer has none.
         """
-        separator = self._text.separator_id
+        separator = self._text_tokenizer.separator_id
         if separator is not None:
             return separator
-        if self._ends:
-            return min(self._ends)
+        if self._end_ids:
+            return min(self._end_ids)
         raise ConfigError("the tokenizer has no end-of-text token, which lm-eval's tasks need where no context is")
 
     @property
     def tokenizer_name(self) -> str:
         """What a cache of requests must not share with another tokenizer, or another chat template."""
-        return self._text.identity + (f" {self._template.identity}" if self._template else "")
+        return self._text_tokenizer.identity + (f" {self._template.identity}" if self._template else "")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template that prompts are put into, which results record; "" without one.
@@ -88,21 +88,21 @@ class MoefoldLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The turns of a prompt as one text, with the assistant's turn begun behind them, or the last one left open."""
-        return self._load_template().prompt(chat_history, "a prompt", opens_turn=add_generation_prompt)
+        return self._load_template().prompt(chat_history, "a prompt", add_generation_prompt=add_generation_prompt)
 
     def _load_template(self) -> ChatTemplate:
         if self._template is None:
-            self._template = self._settings.load_chat_template(self._source, self._text)
+            self._template = self._settings.load_chat_template(self._source, self._text_tokenizer)
         return self._template
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The ids of a text, without special tokens."""
-        ids: list[int] = self._text.encode(string).tolist()
+        ids: list[int] = self._text_tokenizer.encode(string).tolist()
         return ids
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts: each token once, with as much of the text before it as the model takes."""
-        windows: list[Scored] = []
+        windows: list[ScoredPair] = []
         owner: list[int] = []
         for number, request in enumerate(requests):
             (text,) = request.args
@@ -124,7 +124,7 @@ class MoefoldLM(TemplateLM):
         for i, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(i)
         for members in groups.values():
-            how = _read_generation(requests[members[0]].args[1], self._settings.max_gen_toks)
+            how = _parse_generation_arguments(requests[members[0]].args[1], self._settings.max_gen_toks)
             room = self._max_length - how.max_tokens
             if room < 1:
                 raise ConfigError(
@@ -133,11 +133,11 @@ class MoefoldLM(TemplateLM):
                 )
             rows = {i: self.tok_encode(requests[i].args[0])[-room:] or [self.eot_token_id] for i in members}
             for batch in _batches(sorted(rows, key=lambda i: -len(rows[i])), self._settings.batch_size):
-                order = GenerateOrder(
-                    tuple(tuple(rows[i]) for i in batch), how.max_tokens, how.sampling, self._ends, how.stops
+                order = GenerateRequest(
+                    tuple(tuple(rows[i]) for i in batch), how.max_tokens, how.sampling, self._end_ids, how.stops
                 )
                 for i, continuation in zip(batch, self._model.generate(order), strict=True):
-                    found[i] = _cut(self._text.decode(continuation.tokens), how.stops)
+                    found[i] = _truncate_at_stop(self._text_tokenizer.decode(continuation.tokens), how.stops)
                     self.cache_hook.add_partial("generate_until", requests[i].args, found[i])
         return found
 
@@ -145,7 +145,7 @@ class MoefoldLM(TemplateLM):
         """Leave the process group that this object made, if it made one."""
         self._stack.close()
 
-    def _loglikelihood_tokens(self, requests: Sequence[Scored], **_: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Sequence[ScoredPair], **_: Any) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         rows: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
@@ -161,17 +161,17 @@ class MoefoldLM(TemplateLM):
         for batch in _batches(sorted(rows, key=lambda i: -len(rows[i])), self._settings.batch_size):
             scores = self._model.score([rows[i] for i in batch], [len(requests[i][2]) for i in batch])
             for i, value in zip(batch, scores, strict=True):
-                found[i] = self._keep(requests[i][0], value)
+                found[i] = self._cache_answer(requests[i][0], value)
         return found
 
-    def _keep(self, text: tuple[str, str] | None, value: Score) -> tuple[float, bool]:
+    def _cache_answer(self, text: tuple[str, str] | None, value: Score) -> tuple[float, bool]:
         answer = (value.log_likelihood, value.is_greedy)
         if text is not None:
             self.cache_hook.add_partial("loglikelihood", text, answer)
         return answer
 
-    def _open(self) -> CommandedModel:
-        place = find_place()
+    def _load_model(self) -> ServedModel:
+        place = read_rank_env()
         if place is not None and place.world_size > 1:
             raise ConfigError("lm-eval does not share a model between ranks; start them with `moefold lm-eval ...`")
         source, cfg = self._settings.resolve(None)
@@ -181,20 +181,20 @@ class MoefoldLM(TemplateLM):
                 "`moefold lm-eval ...` starts them"
             )
         device_type = choose_device(cfg.run.device, 1, None)
-        device = self._stack.enter_context(joined(alone(), device_type))
-        return CommandedModel(open_model(source, cfg, device, open_tokenizer(source, self._settings.tokenizer)))
+        device = self._stack.enter_context(init_distributed(single_rank(), device_type))
+        return ServedModel(load_model(source, cfg, device, open_tokenizer(source, self._settings.tokenizer)))
 
 
-class _Generation:
+class _GenerationArguments:
     """The generation arguments of a task."""
 
-    def __init__(self, stops: tuple[str, ...], max_tokens: int, sampling: Sampling) -> None:
+    def __init__(self, stops: tuple[str, ...], max_tokens: int, sampling: SamplingParams) -> None:
         self.stops = stops
         self.max_tokens = max_tokens
         self.sampling = sampling
 
 
-def _read_generation(given: dict[str, Any], default_max_tokens: int) -> _Generation:
+def _parse_generation_arguments(given: dict[str, Any], default_max_tokens: int) -> _GenerationArguments:
     """What a task says; refuses what would be ignored."""
     known = dict(given)
     until = known.pop("until", [])
@@ -208,15 +208,15 @@ def _read_generation(given: dict[str, Any], default_max_tokens: int) -> _Generat
     if samples is True and temperature == 0:
         temperature = 1.0
     is_greedy = samples is False or temperature == 0
-    sampling = Sampling(seed=seed, temperature=0.0)
+    sampling = SamplingParams(seed=seed, temperature=0.0)
     if not is_greedy:
-        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     sampling.check()
     stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
-    return _Generation(stops, int(lengths[0]) if lengths else default_max_tokens, sampling)
+    return _GenerationArguments(stops, int(lengths[0]) if lengths else default_max_tokens, sampling)
 
 
-def _cut(text: str, stops: Sequence[str]) -> str:
+def _truncate_at_stop(text: str, stops: Sequence[str]) -> str:
     """The text up to the first stop in it."""
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 

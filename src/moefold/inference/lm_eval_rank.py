@@ -11,48 +11,48 @@ from lm_eval.api.registry import register_model
 from moefold.errors import ConfigError
 from moefold.inference.lm_eval_model import MoefoldLM
 from moefold.inference.lm_eval_settings import LmSettings
-from moefold.inference.opening import open_model
-from moefold.inference.scoring import CommandedModel
+from moefold.inference.opening import load_model
+from moefold.inference.scoring import ServedModel
 from moefold.inference.text import open_tokenizer
-from moefold.launch.departure import leave
-from moefold.launch.failure import FailingRank
-from moefold.launch.place import Place
-from moefold.launch.ranks import joined
+from moefold.launch.departure import hard_exit
+from moefold.launch.failure import RankErrorHandler
+from moefold.launch.place import RankEnv
+from moefold.launch.ranks import init_distributed
 
 
-def lm_eval_rank(settings: LmSettings, words: list[str], place: Place, device_type: str) -> int:
+def lm_eval_worker(settings: LmSettings, argv: list[str], rank_env: RankEnv, device_type: str) -> int:
     """Join the job; the first rank runs lm-eval on the model, the others follow.
 
     The model is opened when lm-eval asks for it, so that its words are answered before weights are read.
     """
-    with FailingRank(place, lambda: False), joined(place, device_type) as device:
-        opened: list[CommandedModel] = []
+    with RankErrorHandler(rank_env, lambda: False), init_distributed(rank_env, device_type) as device:
+        opened: list[ServedModel] = []
 
-        def open_here() -> CommandedModel:
-            source, cfg = settings.resolve(place.world_size)
-            opened.append(CommandedModel(open_model(source, cfg, device, open_tokenizer(source, settings.tokenizer))))
+        def open_here() -> ServedModel:
+            source, cfg = settings.resolve(rank_env.world_size)
+            opened.append(ServedModel(load_model(source, cfg, device, open_tokenizer(source, settings.tokenizer))))
             return opened[0]
 
-        if place.rank:
-            open_here().follow()
+        if rank_env.rank:
+            open_here().serve()
             return 0
-        status = run_harness(words, open_here)
+        status = run_harness(argv, open_here)
         if opened:
-            opened[0].dismiss()
-        elif place.world_size > 1:
+            opened[0].shutdown()
+        elif rank_env.world_size > 1:
             # The others still wait for this rank to open its part.
-            leave(status)
+            hard_exit(status)
     return status
 
 
-def run_harness(words: list[str], open_here: Callable[[], CommandedModel] | None) -> int:
+def run_harness(argv: list[str], load_here: Callable[[], ServedModel] | None) -> int:
     """Run lm-eval's own command line; `moefold` names the model that is opened here.
 
     Raises:
         ConfigError: lm-eval refuses its words, or what a task needs is not there.
     """
-    if open_here is not None:
-        make = open_here
+    if load_here is not None:
+        make = load_here
 
         class OpenLM(MoefoldLM):
             """The model of this command."""
@@ -62,13 +62,13 @@ def run_harness(words: list[str], open_here: Callable[[], CommandedModel] | None
 
         register_model("moefold")(OpenLM)
     before = sys.argv
-    sys.argv = ["lm_eval", *words]
+    sys.argv = ["lm_eval", *argv]
     try:
         cli_evaluate()
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except (ValueError, OSError) as error:
-        if isinstance(error, ConfigError | BrokenPipeError) or _passed_through_us(error):
+        if isinstance(error, ConfigError | BrokenPipeError) or _was_raised_in_moefold(error):
             raise
         ways_out = "`moefold lm-eval ls tasks` lists its tasks, `moefold lm-eval run --help` its options"
         raise ConfigError(f"lm-eval: {str(error).rstrip('.')}; {ways_out}") from error
@@ -77,7 +77,7 @@ def run_harness(words: list[str], open_here: Callable[[], CommandedModel] | None
     return 0
 
 
-def _passed_through_us(error: BaseException) -> bool:
+def _was_raised_in_moefold(error: BaseException) -> bool:
     """Whether an error came from code of ours that lm-eval called."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(str(frame.f_globals.get("__name__")).startswith("moefold.") for frame in frames[1:])

@@ -10,8 +10,8 @@ from moefold.data.chat import ChatTemplate
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.chat import open_chat_template
-from moefold.inference.settings import Wish, inference_config
-from moefold.inference.source import Source, find_source
+from moefold.inference.settings import InferenceRequest, inference_config
+from moefold.inference.source import ModelSource, find_source
 
 AXES = ("tp", "pp", "ep", "etp", "world_size")
 
@@ -70,7 +70,7 @@ class LmSettings:
         typed: dict[str, Any] = {key: value if known[key] is int else str(value) for key, value in given.items()}
         return cls(**typed)
 
-    def resolve(self, world_size: int | None) -> tuple[Source, Config]:
+    def resolve(self, world_size: int | None) -> tuple[ModelSource, Config]:
         """Find the model and check the mapping.
 
         Args:
@@ -81,7 +81,7 @@ class LmSettings:
         """
         source = find_source(self.path)
         overrides = [f"parallel.{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis)]
-        wish = Wish(
+        wish = InferenceRequest(
             overrides=tuple(overrides),
             dtype=self.dtype,
             device=self.device,
@@ -91,7 +91,7 @@ class LmSettings:
         )
         return source, inference_config(source, wish, "generate")
 
-    def load_chat_template(self, source: Source, tokenizer: Tokenizer) -> ChatTemplate:
+    def load_chat_template(self, source: ModelSource, tokenizer: Tokenizer) -> ChatTemplate:
         """The template that --apply_chat_template puts prompts into.
 
         Raises:
@@ -108,36 +108,36 @@ class LmSettings:
             raise ConfigError(f"--apply_chat_template: {error} (here --model_args chat_template=FILE)") from error
 
 
-def model_arguments(words: Sequence[str]) -> dict[str, str]:
+def model_arguments(argv: Sequence[str]) -> dict[str, str]:
     """What --model_args (-a), --batch_size (-b), --max_batch_size and --device say on a command line of lm-eval."""
     found: dict[str, str] = {}
-    for option, word in _options(words):
+    for option, word in _parse_options(argv):
         if option in ("--model_args", "-a"):
-            found |= _pairs(word)
+            found |= _parse_pairs(word)
         elif option in ("--batch_size", "-b", "--max_batch_size", "--device"):
             found.setdefault("batch_size" if option == "-b" else option.removeprefix("--"), word)
     return found
 
 
-def chat_template_wish(words: Sequence[str]) -> bool:
+def applies_chat_template(argv: Sequence[str]) -> bool:
     """Whether a command line of lm-eval asks for --apply_chat_template.
 
     Raises:
         ConfigError: it names a template.
     """
-    if named := [word for option, word in _options(words) if option == "--apply_chat_template"]:
+    if named := [word for option, word in _parse_options(argv) if option == "--apply_chat_template"]:
         raise ConfigError(
             f"--apply_chat_template {named[0]} names one of several templates, and a model has one here; leave it "
             "out, or give the file of a template with --model_args chat_template=FILE"
         )
-    return "--apply_chat_template" in words
+    return "--apply_chat_template" in argv
 
 
-def _options(words: Sequence[str]) -> list[tuple[str, str]]:
+def _parse_options(argv: Sequence[str]) -> list[tuple[str, str]]:
     """The words behind options, each with its option; those of one letter may be glued to it (-b4)."""
     found: list[tuple[str, str]] = []
     option = ""
-    for word in words:
+    for word in argv:
         if not word.startswith("-"):
             found.append((option, word))
             continue
@@ -149,13 +149,13 @@ def _options(words: Sequence[str]) -> list[tuple[str, str]]:
     return found
 
 
-def _pairs(word: str) -> dict[str, str]:
+def _parse_pairs(text: str) -> dict[str, str]:
     """key=value,key=value, or an object in JSON."""
-    if word.startswith("{"):
+    if text.startswith("{"):
         try:
-            tree = json.loads(word)
+            tree = json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"--model_args {word} is no JSON ({error}); write path=MODEL,tp=2") from error
+            raise ConfigError(f"--model_args {text} is no JSON ({error}); write path=MODEL,tp=2") from error
         return {key: str(value) for key, value in tree.items()}
-    parts = (part.partition("=") for part in word.split(",") if part)
+    parts = (part.partition("=") for part in text.split(",") if part)
     return {key: value for key, _, value in parts}

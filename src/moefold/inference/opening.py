@@ -9,23 +9,25 @@ from moefold.config.checks import check_config
 from moefold.config.schema import Config
 from moefold.convert.weights import load_hf_weights
 from moefold.data.tokenizer import Tokenizer
-from moefold.inference.source import Source
+from moefold.inference.source import ModelSource
 from moefold.parallel.groups import ParallelGroups
-from moefold.parallel.staged import StagedModel
+from moefold.parallel.staged import InferenceModel
 
 
 @dataclass(frozen=True)
-class OpenModel:
+class LoadedModel:
     """One rank's part of a model with its weights, and what belongs to it."""
 
-    model: StagedModel
+    model: InferenceModel
     tokenizer: Tokenizer | None
     """None where nobody needs text."""
     cfg: Config
     groups: ParallelGroups
 
 
-def open_model(source: Source, cfg: Config, device: torch.device, tokenizer: Tokenizer | None = None) -> OpenModel:
+def load_model(
+    source: ModelSource, cfg: Config, device: torch.device, tokenizer: Tokenizer | None = None
+) -> LoadedModel:
     """Build the model under the config's mapping and read its weights; collective over all ranks.
 
     Args:
@@ -37,8 +39,8 @@ def open_model(source: Source, cfg: Config, device: torch.device, tokenizer: Tok
     Raises:
         ConfigError: the weights are damaged or incomplete; on every rank alike.
     """
-    groups = ParallelGroups.create(check_config(cfg, trains=False), device)
-    model = StagedModel(cfg, groups)
+    groups = ParallelGroups.create(check_config(cfg, is_training=False), device)
+    model = InferenceModel(cfg, groups)
     load = load_hf_weights if source.kind == "huggingface" else load_weights
     load(source.path, model.named_parameters, model.named_buffers)
-    return OpenModel(model, tokenizer, cfg, groups)
+    return LoadedModel(model, tokenizer, cfg, groups)

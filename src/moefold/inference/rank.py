@@ -14,26 +14,26 @@ import numpy as np
 
 from moefold.config.schema import Config
 from moefold.data.tokenizer import Tokenizer
-from moefold.inference.chat import UntilMark
+from moefold.inference.chat import StopStringFilter
 from moefold.inference.evaluate import Evaluation, LogitsFile, evaluate
-from moefold.inference.generate import Continuation, generate
-from moefold.inference.memory import EVAL_WAY_OUT, GENERATE_WAY_OUT, memory_or
-from moefold.inference.opening import open_model
-from moefold.inference.sampling import Sampling
-from moefold.inference.source import Source
+from moefold.inference.generate import Completion, generate
+from moefold.inference.memory import EVAL_OOM_HINT, GENERATE_OOM_HINT, explain_oom
+from moefold.inference.opening import load_model
+from moefold.inference.sampling import SamplingParams
+from moefold.inference.source import ModelSource
 from moefold.inference.text import TextStream, open_tokenizer
-from moefold.inference.token_row import TokenRow, open_ids
-from moefold.launch.failure import FailingRank
-from moefold.launch.place import Place
-from moefold.launch.ranks import joined
-from moefold.printable import LINES, printable
+from moefold.inference.token_row import TokenDataset, open_ids
+from moefold.launch.failure import RankErrorHandler
+from moefold.launch.place import RankEnv
+from moefold.launch.ranks import init_distributed
+from moefold.printable import MULTILINE_CHARS, printable
 
 
 @dataclass(frozen=True)
 class EvalJob:
     """One evaluation; checked."""
 
-    source: Source
+    source: ModelSource
     cfg: Config
     ids: np.ndarray | Path
     """The row of ids, or the .npy file that holds it."""
@@ -43,23 +43,27 @@ class EvalJob:
     as_json: bool
 
 
-def eval_rank(job: EvalJob, place: Place, device_type: str) -> int:
+def eval_worker(job: EvalJob, rank_env: RankEnv, device_type: str) -> int:
     """Join the job, evaluate, print the result on the first rank; returns the exit status."""
-    with FailingRank(place, lambda: False), joined(place, device_type) as device, memory_or(EVAL_WAY_OUT):
-        opened = open_model(job.source, job.cfg, device)
+    with (
+        RankErrorHandler(rank_env, lambda: False),
+        init_distributed(rank_env, device_type) as device,
+        explain_oom(EVAL_OOM_HINT),
+    ):
+        opened = load_model(job.source, job.cfg, device)
         ids = open_ids(job.ids) if isinstance(job.ids, Path) else job.ids
-        row = TokenRow(ids, job.seq_len, job.keeps_tail)
+        row = TokenDataset(ids, job.seq_len, job.keeps_tail)
         with nullcontext() if job.logits is None else LogitsFile(job.logits, opened, row) as file:
             found = evaluate(opened, row, file)
-        if place.rank == 0:
+        if rank_env.rank == 0:
             _print_evaluation(found, row, as_json=job.as_json)
     return 0
 
 
-def _print_evaluation(found: Evaluation, row: TokenRow, *, as_json: bool) -> None:
-    if row.num_left_out:
+def _print_evaluation(found: Evaluation, dataset: TokenDataset, *, as_json: bool) -> None:
+    if dataset.num_unused_tokens:
         print(
-            f"{row.num_left_out} tokens behind the last sequence of {row.seq_len} are left out; --keep-tail takes them",
+            f"{dataset.num_unused_tokens} tokens behind the last sequence of {dataset.seq_len} are left out; --keep-tail takes them",
             file=sys.stderr,
         )
     if as_json:
@@ -69,7 +73,7 @@ def _print_evaluation(found: Evaluation, row: TokenRow, *, as_json: bool) -> Non
         return
     print(
         f"loss {found.loss:.6f} nats per token, perplexity {found.perplexity:.6g}, over {found.tokens:,} tokens in "
-        f"{row.num_sequences} sequences"
+        f"{dataset.num_sequences} sequences"
     )
 
 
@@ -77,7 +81,7 @@ def _print_evaluation(found: Evaluation, row: TokenRow, *, as_json: bool) -> Non
 class GenerateJob:
     """One batch of prompts; checked."""
 
-    source: Source
+    source: ModelSource
     cfg: Config
     tokenizer: str
     """"bytes" or a path that wins over what the source says; "" takes that."""
@@ -85,24 +89,28 @@ class GenerateJob:
     ids: tuple[tuple[int, ...], ...]
     """The prompts as ids."""
     max_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
     eos_ids: frozenset[int]
     as_json: bool
     echoes: bool = True
     """Print each prompt before its continuation."""
     is_chat: bool = False
     """The prompts are messages; `ids` are those of the chat template around them."""
-    end_mark: str = ""
+    stop_string: str = ""
     """A text that ends a continuation, where no single token does."""
 
 
-def generate_rank(job: GenerateJob, place: Place, device_type: str) -> int:
+def generate_worker(job: GenerateJob, rank_env: RankEnv, device_type: str) -> int:
     """Join the job, generate, print on the first rank; returns the exit status."""
-    with FailingRank(place, lambda: False), joined(place, device_type) as device, memory_or(GENERATE_WAY_OUT):
+    with (
+        RankErrorHandler(rank_env, lambda: False),
+        init_distributed(rank_env, device_type) as device,
+        explain_oom(GENERATE_OOM_HINT),
+    ):
         tokenizer = open_tokenizer(job.source, job.tokenizer)
-        opened = open_model(job.source, job.cfg, device, tokenizer)
-        streams = place.rank == 0 and len(job.ids) == 1 and not job.as_json
-        output = _Output(job, tokenizer, ends_with_reader=place.world_size == 1)
+        opened = load_model(job.source, job.cfg, device, tokenizer)
+        streams = rank_env.rank == 0 and len(job.ids) == 1 and not job.as_json
+        output = _StreamedOutput(job, tokenizer, exits_on_broken_pipe=rank_env.world_size == 1)
         if streams:
             output.begin()
         found = generate(
@@ -111,33 +119,35 @@ def generate_rank(job: GenerateJob, place: Place, device_type: str) -> int:
             job.max_tokens,
             job.sampling,
             eos_ids=job.eos_ids,
-            watch=lambda _, token: output.push(token) if streams else None,
-            is_complete=partial(_has_mark, tokenizer, job.end_mark) if job.end_mark else lambda number, tokens: False,
+            on_token=lambda _, token: output.push(token) if streams else None,
+            is_complete=partial(_has_stop_string, tokenizer, job.stop_string)
+            if job.stop_string
+            else lambda number, tokens: False,
         )
         if streams:
             output.finish()
-        elif place.rank == 0:
-            _print_continuations(job, found, tokenizer)
+        elif rank_env.rank == 0:
+            _print_completions(job, found, tokenizer)
     return 0
 
 
-class _Output:
+class _StreamedOutput:
     """The one continuation that is printed while it comes, after its prompt if that is echoed.
 
     Args:
         job: with one prompt.
         tokenizer: of the model.
-        ends_with_reader: whether the program ends when the reader has gone (`| head`); if not, the rest goes into the
+        exits_on_broken_pipe: whether the program ends when the reader has gone (`| head`); if not, the rest goes into the
             void, as other ranks count on this one to go on.
     """
 
-    def __init__(self, job: GenerateJob, tokenizer: Tokenizer, *, ends_with_reader: bool) -> None:
+    def __init__(self, job: GenerateJob, tokenizer: Tokenizer, *, exits_on_broken_pipe: bool) -> None:
         self._job = job
         # Some tokenizers write a space between two ids that neither has alone: it must be seen after the prompt.
         joins = job.echoes and not job.is_chat
         self._stream = TextStream(tokenizer, job.ids[0] if joins else ())
-        self._until = UntilMark(job.end_mark)
-        self._ends_with_reader = ends_with_reader
+        self._stop_filter = StopStringFilter(job.stop_string)
+        self._exits_on_broken_pipe = exits_on_broken_pipe
 
     def begin(self) -> None:
         """Print the prompt, if it is to be echoed."""
@@ -147,43 +157,43 @@ class _Output:
 
     def push(self, token: int) -> None:
         """Print what one more token makes final."""
-        self._print(self._until.push(self._stream.push(token)))
+        self._print(self._stop_filter.push(self._stream.push(token)))
 
     def finish(self) -> None:
         """Print what was still waiting, and a line end."""
-        self._print(self._until.push(self._stream.finish()) + self._until.finish() + "\n")
+        self._print(self._stop_filter.push(self._stream.finish()) + self._stop_filter.finish() + "\n")
 
     def _print(self, text: str) -> None:
         try:
-            print(_shown(text), end="", flush=True)
+            print(_terminal_text(text), end="", flush=True)
         except BrokenPipeError:
-            if self._ends_with_reader:
+            if self._exits_on_broken_pipe:
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _shown(text: str) -> str:
+def _terminal_text(text: str) -> str:
     """What a model writes, as a terminal may have it; a file gets every character."""
-    return printable(text, LINES) if sys.stdout.isatty() else text
+    return printable(text, MULTILINE_CHARS) if sys.stdout.isatty() else text
 
 
-def _has_mark(tokenizer: Tokenizer, mark: str, number: int, tokens: Sequence[int]) -> bool:
+def _has_stop_string(tokenizer: Tokenizer, stop_string: str, number: int, tokens: Sequence[int]) -> bool:
     """Whether the newest tokens spell the mark."""
     # Each token is a byte at least, and the first of these may be half a character.
-    return mark in tokenizer.decode(tokens[-len(mark.encode()) - 4 :])
+    return stop_string in tokenizer.decode(tokens[-len(stop_string.encode()) - 4 :])
 
 
-def _print_continuations(job: GenerateJob, found: list[Continuation], tokenizer: Tokenizer) -> None:
+def _print_completions(job: GenerateJob, found: list[Completion], tokenizer: Tokenizer) -> None:
     for number, (prompt, continuation) in enumerate(zip(job.prompts, found, strict=True)):
         tokens = continuation.tokens
         text = tokenizer.decode(tokens)
-        end: str = continuation.end
+        end: str = continuation.finish_reason
         if end == "stop":
-            text = text.partition(job.end_mark)[0]
+            text = text.partition(job.stop_string)[0]
             end = "eos"
             while tokens and len(tokenizer.decode(tokens)) > len(text):
                 tokens = tokens[:-1]
         if job.as_json:
             print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens, "end": end}))
         else:
-            print(_shown(f"--- {number + 1}{f': {prompt}' if job.echoes else ''}\n{text}"))
+            print(_terminal_text(f"--- {number + 1}{f': {prompt}' if job.echoes else ''}\n{text}"))

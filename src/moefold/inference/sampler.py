@@ -3,35 +3,35 @@
 import torch
 from torch import Tensor
 
-from moefold.inference.sampling import Sampling
-from moefold.model.init import named_seed
+from moefold.inference.sampling import SamplingParams
+from moefold.model.init import seed_for
 
 
-class Sampler:
+class TokenSampler:
     """Chooses tokens for several samples, each with random numbers of its own: neighbours do not change a sample.
 
     Args:
-        how: checked.
+        params: checked.
         num_samples: samples of the batch.
     """
 
-    def __init__(self, how: Sampling, num_samples: int) -> None:
-        self._how = how
+    def __init__(self, params: SamplingParams, num_samples: int) -> None:
+        self._params = params
         self._generators = [
-            torch.Generator().manual_seed(named_seed(how.seed, f"sample {i}")) for i in range(num_samples)
+            torch.Generator().manual_seed(seed_for(params.seed, f"sample {i}")) for i in range(num_samples)
         ]
 
     def choose(self, logits_BV: Tensor) -> Tensor:
         """One token for each sample, int64 [B] on the CPU."""
-        if self._how.temperature == 0:
+        if self._params.temperature == 0:
             return logits_BV.argmax(-1).cpu()
         # Float64, so that a place on the line from 0 to 1 falls on the same token on every device.
-        probs_BV = (logits_BV.cpu().double() / self._how.temperature).softmax(-1)
+        probs_BV = (logits_BV.cpu().double() / self._params.temperature).softmax(-1)
         draws_B = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in self._generators])
-        return draw(truncate(probs_BV, self._how.top_k, self._how.top_p), draws_B)
+        return draw(apply_top_k_top_p(probs_BV, self._params.top_k, self._params.top_p), draws_B)
 
 
-def truncate(probs_BV: Tensor, top_k: int, top_p: float) -> Tensor:
+def apply_top_k_top_p(probs_BV: Tensor, top_k: int, top_p: float) -> Tensor:
     """Set the probability of all but the likeliest tokens to 0; the rest is not scaled up. At least one token stays."""
     sorted_BV, order_BV = probs_BV.sort(stable=True, dim=-1, descending=True)
     if 0 < top_k < probs_BV.shape[-1]:

@@ -6,7 +6,7 @@ from moefold.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingParams:
     """How the next token is chosen."""
 
     temperature: float = 1.0

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from moefold.inference.generate import Continuation, generate
-from moefold.inference.opening import OpenModel
-from moefold.inference.sampling import Sampling
+from moefold.inference.generate import Completion, generate
+from moefold.inference.opening import LoadedModel
+from moefold.inference.sampling import SamplingParams
 from moefold.parallel.collectives import broadcast_object
 
 
@@ -22,106 +22,106 @@ class Score:
 
 
 @dataclass(frozen=True)
-class ScoreOrder:
+class ScoreRequest:
     """Score the last `num_scored[i]` tokens of each row of ids."""
 
-    rows: tuple[tuple[int, ...], ...]
+    sequences: tuple[tuple[int, ...], ...]
     num_scored: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class GenerateOrder:
+class GenerateRequest:
     """Continue each row of ids, up to a text that `stops` holds."""
 
-    rows: tuple[tuple[int, ...], ...]
+    prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
     eos_ids: frozenset[int]
     stops: tuple[str, ...]
 
 
 @torch.no_grad()
-def score(opened: OpenModel, order: ScoreOrder) -> list[Score]:
+def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
     """Run the rows through the model together; collective over all ranks, and the same on each. Not with cp or dp.
 
     Args:
-        opened: the model.
-        order: rows of at least two tokens, of which all but the first can be scored.
+        loaded: the model.
+        request: rows of at least two tokens, of which all but the first can be scored.
     """
-    model, device = opened.model, opened.groups.device
-    tp = opened.groups.attn.tp.size
-    width = -(-(max(map(len, order.rows)) - 1) // tp) * tp
-    tokens = torch.zeros(len(order.rows), width, dtype=torch.int64)
+    model, device = loaded.model, loaded.groups.device
+    tp = loaded.groups.attn.tp.size
+    width = -(-(max(map(len, request.sequences)) - 1) // tp) * tp
+    tokens = torch.zeros(len(request.sequences), width, dtype=torch.int64)
     labels, is_scored = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
-    for i, (row, count) in enumerate(zip(order.rows, order.num_scored, strict=True)):
+    for i, (row, count) in enumerate(zip(request.sequences, request.num_scored, strict=True)):
         end = len(row) - 1
         tokens[i, :end], labels[i, :end] = torch.tensor(row[:-1]), torch.tensor(row[1:])
         is_scored[i, end - count : end] = True
-    model.stage.place(torch.arange(width, device=device))
+    model.stage.set_positions(torch.arange(width, device=device))
     logits = model.forward(tokens.to(device))
-    found = torch.zeros(2, len(order.rows), dtype=torch.float64, device=device)
+    found = torch.zeros(2, len(request.sequences), dtype=torch.float64, device=device)
     if logits is not None:
         labels, is_scored = labels.t().to(device), is_scored.t().to(device)
-        losses = model.stage.head.vocabulary.cross_entropy(logits, labels).double()
+        losses = model.stage.head.vocab_parallel.cross_entropy(logits, labels).double()
         found[0] = -(losses * is_scored).sum(0)
-        is_best = model.whole_logits(logits).argmax(-1) == labels
+        is_best = model.gather_logits(logits).argmax(-1) == labels
         found[1] = (is_best | ~is_scored).all(0)
-    model.finish()
-    model.stage.place(model.positions)
-    sums, are_greedy = model.from_last_stage(found).tolist()
+    model.wait_send()
+    model.stage.set_positions(model.positions)
+    sums, are_greedy = model.broadcast_from_last_stage(found).tolist()
     return [Score(total, bool(is_greedy)) for total, is_greedy in zip(sums, are_greedy, strict=True)]
 
 
-class CommandedModel:
-    """A model whose first rank gives the orders: the other ranks `follow`, and do their part of each.
+class ServedModel:
+    """A model whose first rank gives the orders: the other ranks `serve`, and do their part of each.
 
     The first rank can so run a program that knows of one process only.
     """
 
-    def __init__(self, opened: OpenModel) -> None:
-        self.opened = opened
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
 
-    def score(self, rows: Sequence[Sequence[int]], num_scored: Sequence[int]) -> list[Score]:
+    def score(self, sequences: Sequence[Sequence[int]], num_scored: Sequence[int]) -> list[Score]:
         """See `score`; on the first rank."""
-        order = ScoreOrder(tuple(map(tuple, rows)), tuple(num_scored))
-        self._give(order)
-        return score(self.opened, order)
+        order = ScoreRequest(tuple(map(tuple, sequences)), tuple(num_scored))
+        self._broadcast(order)
+        return score(self.loaded, order)
 
-    def generate(self, order: GenerateOrder) -> list[Continuation]:
+    def generate(self, request: GenerateRequest) -> list[Completion]:
         """See `generate`; on the first rank."""
-        self._give(order)
-        return self._generate(order)
+        self._broadcast(request)
+        return self._generate(request)
 
-    def dismiss(self) -> None:
-        """No more orders: the other ranks return from `follow`."""
-        self._give(None)
+    def shutdown(self) -> None:
+        """No more orders: the other ranks return from `serve`."""
+        self._broadcast(None)
 
-    def follow(self) -> None:
+    def serve(self) -> None:
         """Obey until dismissed; on all ranks but the first."""
-        while (order := self._give(None)) is not None:
-            if isinstance(order, ScoreOrder):
-                score(self.opened, order)
+        while (order := self._broadcast(None)) is not None:
+            if isinstance(order, ScoreRequest):
+                score(self.loaded, order)
             else:
                 self._generate(order)
 
-    def _give(self, order: ScoreOrder | GenerateOrder | None) -> ScoreOrder | GenerateOrder | None:
-        return broadcast_object(order, self.opened.groups.world, 0)
+    def _broadcast(self, request: ScoreRequest | GenerateRequest | None) -> ScoreRequest | GenerateRequest | None:
+        return broadcast_object(request, self.loaded.groups.world, 0)
 
-    def _generate(self, order: GenerateOrder) -> list[Continuation]:
-        tokenizer = self.opened.tokenizer
-        assert tokenizer is not None or not order.stops
+    def _generate(self, request: GenerateRequest) -> list[Completion]:
+        tokenizer = self.loaded.tokenizer
+        assert tokenizer is not None or not request.stops
 
         def is_complete(number: int, tokens: Sequence[int]) -> bool:
-            if tokenizer is None or not order.stops:
+            if tokenizer is None or not request.stops:
                 return False
             text = tokenizer.decode(tokens)
-            return any(stop in text for stop in order.stops)
+            return any(stop in text for stop in request.stops)
 
         return generate(
-            self.opened.model,
-            order.rows,
-            order.max_tokens,
-            order.sampling,
-            eos_ids=order.eos_ids,
+            self.loaded.model,
+            request.prompts,
+            request.max_tokens,
+            request.sampling,
+            eos_ids=request.eos_ids,
             is_complete=is_complete,
         )

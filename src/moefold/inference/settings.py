@@ -7,24 +7,24 @@ from typing import Any, Literal, get_args
 
 from moefold.config.checks import check_config
 from moefold.config.choices import nearest_numbers
-from moefold.config.faults import refuse
+from moefold.config.faults import raise_all
 from moefold.config.keys import describe_type
 from moefold.config.load import Tree, apply_overrides, config_from_dict
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.errors import ConfigError
-from moefold.inference.source import Source
+from moefold.inference.source import ModelSource
 from moefold.parallel.layout import divisors
 
 Purpose = Literal["evaluate", "generate"]
 
-IDLE_AXIS_KEYS = {
+UNUSED_AXIS_KEYS = {
     "schedule": "stages work without gradients, in order",
     "virtual_stages": "stages work without gradients, in order",
     "schedule_csv": "stages work without gradients, in order",
     "zero": "there are no gradients and no optimizer",
 }
-_OTHER_SIZE = re.compile(r"; choose model\.\w+=\d+(?: or \d+)?, or (?=parallel\.)")
-_ONLY_OTHER_SIZE = re.compile(
+_MODEL_SIZE_HINT = re.compile(r"; choose model\.\w+=\d+(?: or \d+)?, or (?=parallel\.)")
+_MODEL_SIZE_ONLY_HINT = re.compile(
     r"(?P<before>parallel\.(?P<axis>\w+)=(?P<degree>\d+) must (?P<rule>divide|be at most) model\.\w+=(?P<size>\d+)"
     r"[^;\n]*); choose model\.\w+=\d+(?: or \d+)?(?=\n|$)"
 )
@@ -34,7 +34,7 @@ DROP_KEYS = ("eval_capacity_factor", "drop_policy", "drop_scope")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class InferenceRequest:
     """What the user asked for, beside the model."""
 
     overrides: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Wish:
     """Samples that a data-parallel rank works on at the same time."""
 
 
-def inference_config(source: Source, wish: Wish, purpose: Purpose) -> Config:
+def inference_config(source: ModelSource, request: InferenceRequest, purpose: Purpose) -> Config:
     """Put the config together and check it.
 
     Tokens are not dropped unless `moe.eval_capacity_factor` asks for it. `train.seq_len` is what was wished, rounded up
@@ -60,13 +60,13 @@ def inference_config(source: Source, wish: Wish, purpose: Purpose) -> Config:
         ConfigError: an override has no meaning here, or the mapping does not fit the model.
     """
     tree: Tree = {}
-    apply_overrides(tree, wish.overrides)
-    _refuse_strange_keys(tree, purpose)
+    apply_overrides(tree, request.overrides)
+    _reject_unknown_keys(tree, purpose)
     parallel = config_from_dict({"parallel": tree.get("parallel", {})}).parallel
-    refuse(f"parallel.{name}={value} must be at least 1" for name, value in _degrees(parallel).items() if value < 1)
+    raise_all(f"parallel.{name}={value} must be at least 1" for name, value in _degrees(parallel).items() if value < 1)
     if "world_size" not in tree.get("parallel", {}):
         p = parallel
-        parallel = replace(p, world_size=wish.world_size or p.pp * lcm(p.tp * p.cp, p.ep * p.etp))
+        parallel = replace(p, world_size=request.world_size or p.pp * lcm(p.tp * p.cp, p.ep * p.etp))
     parallel = replace(parallel, schedule="gpipe", zero=0)
     drops: dict[str, Any] = tree.get("moe", {})
     moe = config_from_dict({"moe": {"eval_capacity_factor": 0.0, **drops}}).moe
@@ -79,50 +79,50 @@ def inference_config(source: Source, wish: Wish, purpose: Purpose) -> Config:
     )
     step = lcm(parallel.cp * parallel.tp, 2 * parallel.cp)
     cfg = Config(
-        run=RunConfig(dtype=_dtype(source, wish), device=_device(wish)),
+        run=RunConfig(dtype=_resolve_dtype(source, request), device=_check_device(request)),
         model=source.model,
         parallel=parallel,
         moe=moe,
         train=TrainConfig(
-            seq_len=-(-wish.seq_len // step) * step,
-            micro_batch_size=wish.batch_size,
-            global_batch_size=wish.batch_size * max(1, parallel.dp),
+            seq_len=-(-request.seq_len // step) * step,
+            micro_batch_size=request.batch_size,
+            global_batch_size=request.batch_size * max(1, parallel.dp),
         ),
         data=source.data,
     )
-    _check_meaning(cfg, drops, purpose)
+    _check_keys_have_effect(cfg, drops, purpose)
     try:
-        check_config(cfg, trains=False)
+        check_config(cfg, is_training=False)
     except ConfigError as error:
-        raise ConfigError(_of_a_trained_model(str(error))) from error
+        raise ConfigError(_remove_model_size_hints(str(error))) from error
     if purpose == "generate":
         _check_generation(cfg)
     return cfg
 
 
-def _of_a_trained_model(faults: str) -> str:
+def _remove_model_size_hints(message: str) -> str:
     """Leave out of the ways out of faults those that change the model, which is trained: the mapping can be changed."""
-    faults = _OTHER_SIZE.sub("; choose ", faults)
-    faults = _ONLY_OTHER_SIZE.sub(_degrees_that_divide, faults)
-    return faults.replace("; choose a pattern with M", "; the model is trained, so leave that degree out")
+    message = _MODEL_SIZE_HINT.sub("; choose ", message)
+    message = _MODEL_SIZE_ONLY_HINT.sub(_suggest_degrees, message)
+    return message.replace("; choose a pattern with M", "; the model is trained, so leave that degree out")
 
 
-def _degrees_that_divide(fault: re.Match[str]) -> str:
-    size = int(fault["size"])
-    legal = divisors(size) if fault["rule"] == "divide" else range(1, size + 1)
-    return f"{fault['before']}; choose parallel.{fault['axis']}={nearest_numbers(int(fault['degree']), legal)}"
+def _suggest_degrees(match: re.Match[str]) -> str:
+    size = int(match["size"])
+    legal = divisors(size) if match["rule"] == "divide" else range(1, size + 1)
+    return f"{match['before']}; choose parallel.{match['axis']}={nearest_numbers(int(match['degree']), legal)}"
 
 
-def _refuse_strange_keys(tree: Tree, purpose: Purpose) -> None:
-    axes = [field.name for field in fields(ParallelConfig) if field.name not in IDLE_AXIS_KEYS]
+def _reject_unknown_keys(tree: Tree, purpose: Purpose) -> None:
+    axes = [field.name for field in fields(ParallelConfig) if field.name not in UNUSED_AXIS_KEYS]
     legal = {f"parallel.{name}" for name in axes}
     if purpose == "evaluate":
         legal |= {f"moe.{name}" for name in DROP_KEYS}
     for section, keys in tree.items():
         for key in keys:
             name = f"{section}.{key}"
-            if section == "parallel" and key in IDLE_AXIS_KEYS:
-                raise ConfigError(f"{name} has no effect here: {IDLE_AXIS_KEYS[key]}; leave it out")
+            if section == "parallel" and key in UNUSED_AXIS_KEYS:
+                raise ConfigError(f"{name} has no effect here: {UNUSED_AXIS_KEYS[key]}; leave it out")
             if name not in legal and (section != "parallel" or key in ("dp", "edp")):
                 raise ConfigError(
                     f"{name} cannot be set here: the model says it, or nothing would read it; "
@@ -130,7 +130,7 @@ def _refuse_strange_keys(tree: Tree, purpose: Purpose) -> None:
                 )
 
 
-def _check_meaning(cfg: Config, drops: dict[str, Any], purpose: Purpose) -> None:
+def _check_keys_have_effect(cfg: Config, drops: dict[str, Any], purpose: Purpose) -> None:
     if cfg.parallel.dispatcher not in DISPATCHERS:
         raise ConfigError(
             f"parallel.dispatcher={cfg.parallel.dispatcher!r} is for training; choose one of {', '.join(DISPATCHERS)}"
@@ -172,15 +172,17 @@ def _degrees(p: ParallelConfig) -> dict[str, int]:
     return {name: getattr(p, name) for name in ("world_size", "tp", "cp", "pp", "ep", "etp")}
 
 
-def _dtype(source: Source, wish: Wish) -> Any:
+def _resolve_dtype(source: ModelSource, request: InferenceRequest) -> Any:
     choices = get_args(RunConfig.__annotations__["dtype"])
-    if wish.dtype != "auto" and wish.dtype not in choices:
-        raise ConfigError(f"--dtype {wish.dtype} must be auto or {describe_type(RunConfig.__annotations__['dtype'])}")
-    return source.dtype if wish.dtype == "auto" else wish.dtype
+    if request.dtype != "auto" and request.dtype not in choices:
+        raise ConfigError(
+            f"--dtype {request.dtype} must be auto or {describe_type(RunConfig.__annotations__['dtype'])}"
+        )
+    return source.dtype if request.dtype == "auto" else request.dtype
 
 
-def _device(wish: Wish) -> Any:
+def _check_device(request: InferenceRequest) -> Any:
     choices = get_args(RunConfig.__annotations__["device"])
-    if wish.device not in choices:
-        raise ConfigError(f"--device {wish.device} must be {describe_type(RunConfig.__annotations__['device'])}")
-    return wish.device
+    if request.device not in choices:
+        raise ConfigError(f"--device {request.device} must be {describe_type(RunConfig.__annotations__['device'])}")
+    return request.device

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moefold.bounded_read import CONFIG_BYTES, RECIPE_BYTES, parse_toml, read_json, read_text, same_content
+from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_RECIPE_BYTES, parse_toml, read_json, read_text, same_content
 from moefold.checkpoint.folder import (
     META_FILE,
     model_differences,
@@ -17,17 +17,17 @@ from moefold.checkpoint.folder import (
 from moefold.config.checks import check_model
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig
-from moefold.convert.companions import RECIPE_FILE, TOKENIZER, find_companions
-from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder, model_of, read_hf_config
+from moefold.convert.companions import RECIPE_FILE, TOKENIZER_FILE, find_sidecar_dir
+from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder, parse_model_config, read_hf_config
 from moefold.data.path import existing_path
 from moefold.errors import ConfigError
 
-DEFAULT_CONTEXT = 2048
+DEFAULT_CONTEXT_TOKENS = 2048
 """Where nothing says for how long a text a model is made."""
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Weights on disk, and all that must be known to compute with them."""
 
     path: Path
@@ -46,13 +46,13 @@ class Source:
     """Tokens of a sample of the training run that wrote it; 0 for a folder, and for weights not trained on here."""
     eos_ids: frozenset[int] = frozenset()
     """Ids that a Hugging Face folder says end a text; of a checkpoint the one that its weights came from."""
-    has_folder_text: bool = False
+    uses_hf_text_start: bool = False
     """Texts begin as a Hugging Face folder's tokenizer says: this is one, or weights of one, not trained on here."""
     skipped: tuple[str, ...] = ()
     """Later checkpoints of the run that lack their description, each with what is wrong."""
 
 
-def find_source(name: str) -> Source:
+def find_source(name: str) -> ModelSource:
     """Look at what a path holds; reads descriptions only, no tensor.
 
     Args:
@@ -66,9 +66,9 @@ def find_source(name: str) -> Source:
     if not path.is_dir():
         raise ConfigError(f"MODEL={name!r} is a file; name a checkpoint, a run folder or a Hugging Face folder")
     if (checkpoint := newest_checkpoint(path)) is not None:
-        return replace(_checkpoint(checkpoint), skipped=tuple(skipped_checkpoints(path, checkpoint)))
+        return replace(_checkpoint_source(checkpoint), skipped=tuple(skipped_checkpoints(path, checkpoint)))
     if is_hf_folder(path):
-        return _hf_folder(path)
+        return _hf_source(path)
     raise ConfigError(
         f"MODEL={name!r} holds no model: no {META_FILE} (a checkpoint), no complete step-* folder (a run, or its "
         f"checkpoints) and no {CONFIG_FILE} with a model_type (a Hugging Face folder); name a folder that does. "
@@ -76,14 +76,14 @@ def find_source(name: str) -> Source:
     )
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """An object from a JSON file; empty if there is no such file.
 
     Raises:
         ConfigError: the file is no JSON object.
     """
     try:
-        content = read_json(path, CONFIG_BYTES)
+        content = read_json(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -93,47 +93,47 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _checkpoint(path: Path) -> Source:
+def _checkpoint_source(path: Path) -> ModelSource:
     meta = read_meta(path)
     sizes = {key: value for key, value in meta.model.items() if key != "layer_kinds"}
     data = {key: value for key, value in meta.order.items() if key not in ("seed", "seq_len")}
-    cfg = _parse({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
-    run = _run_of(path, cfg.model)
+    cfg = _parse_config({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
+    run = _find_run_config(path, cfg.model)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")
     # An old checkpoint does not say.
     is_wide = (meta.dtype or ("" if run is None else run.run.dtype)) == "float64"
     dtype: Literal["float64", "float32"] = "float64" if is_wide else "float32"
-    context = int(meta.order.get("seq_len", DEFAULT_CONTEXT))
+    context = int(meta.order.get("seq_len", DEFAULT_CONTEXT_TOKENS))
     trained_len = int(meta.order.get("seq_len", 0)) if "tokenizer" in meta.order else 0
-    source = Source(path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len)
-    return _as_folder(source, is_trained="tokenizer" in meta.order)
+    source = ModelSource(path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len)
+    return _with_hf_text_settings(source, is_trained="tokenizer" in meta.order)
 
 
-def _as_folder(source: Source, *, is_trained: bool) -> Source:
+def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSource:
     """The checkpoint with what the files that came with its weights say of texts, as far as they still hold.
 
     An import and an upcycled model are read as the folder that they come from. Training goes on with the tokenizer of
     its recipe: where that is still the folder's, the same ids end a text.
     """
-    folder = find_companions(source.path)
-    file = source.path / TOKENIZER if folder is None else folder / TOKENIZER
+    folder = find_sidecar_dir(source.path)
+    file = source.path / TOKENIZER_FILE if folder is None else folder / TOKENIZER_FILE
     if not is_trained:
         recipe = _recipe_tokenizer(source.path) if not file.exists() else ""
         source = replace(
             source,
             data=DataConfig(kind="text", tokenizer=recipe or str(file)),
-            has_folder_text=not recipe,
-            context=source.context if folder is None else _context(_folder_keys(folder)[0], folder),
+            uses_hf_text_start=not recipe,
+            context=source.context if folder is None else _context_tokens(_read_hf_configs(folder)[0], folder),
         )
     if folder is None or not _is_same_file(Path(source.data.tokenizer), file):
         return source
-    return replace(source, eos_ids=_eos_ids(*_folder_keys(folder)))
+    return replace(source, eos_ids=_eos_ids(*_read_hf_configs(folder)))
 
 
 def _recipe_tokenizer(path: Path) -> str:
     """What the recipe beside imported or upcycled weights reads text with; empty if it names nothing."""
     try:
-        recipe = parse_toml(read_text(path / RECIPE_FILE, RECIPE_BYTES))
+        recipe = parse_toml(read_text(path / RECIPE_FILE, MAX_RECIPE_BYTES))
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
@@ -150,9 +150,9 @@ def _is_same_file(one: Path, other: Path) -> bool:
         return False
 
 
-def _folder_keys(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_hf_configs(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What config.json and generation_config.json say."""
-    return read_object(path / CONFIG_FILE), read_object(path / GENERATION_FILE)
+    return read_json_object(path / CONFIG_FILE), read_json_object(path / GENERATION_FILE)
 
 
 def _eos_ids(keys: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:
@@ -160,29 +160,29 @@ def _eos_ids(keys: Mapping[str, Any], generation: Mapping[str, Any]) -> frozense
     return frozenset(number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int))
 
 
-def _hf_folder(path: Path) -> Source:
+def _hf_source(path: Path) -> ModelSource:
     keys = read_hf_config(path)
     stored = keys.get("dtype", keys.get("torch_dtype"))
-    data = DataConfig(kind="text", tokenizer=str(path / TOKENIZER))
-    context = _context(keys, path)
-    return Source(
+    data = DataConfig(kind="text", tokenizer=str(path / TOKENIZER_FILE))
+    context = _context_tokens(keys, path)
+    return ModelSource(
         path,
         "huggingface",
         # What predicts further tokens at training is not read (`load_hf_weights`).
-        replace(model_of(keys, path), mtp_layers=0),
+        replace(parse_model_config(keys, path), mtp_layers=0),
         MoEConfig(),
         data,
         stored if stored in ("bfloat16", "float64") else "float32",
         context,
-        eos_ids=_eos_ids(keys, read_object(path / GENERATION_FILE)),
-        has_folder_text=True,
+        eos_ids=_eos_ids(keys, read_json_object(path / GENERATION_FILE)),
+        uses_hf_text_start=True,
     )
 
 
-def _context(keys: Mapping[str, Any], path: Path) -> int:
+def _context_tokens(keys: Mapping[str, Any], path: Path) -> int:
     given = keys.get("max_position_embeddings")
     if given is None:
-        return DEFAULT_CONTEXT
+        return DEFAULT_CONTEXT_TOKENS
     if type(given) is not int or given < 1:
         raise ConfigError(
             f"{path / CONFIG_FILE}: max_position_embeddings={given!r} must be a number, at least 1; mend it"
@@ -190,18 +190,18 @@ def _context(keys: Mapping[str, Any], path: Path) -> int:
     return given
 
 
-def _run_of(path: Path, model: ModelConfig) -> Config | None:
+def _find_run_config(path: Path, model: ModelConfig) -> Config | None:
     """The settings of the run that wrote a checkpoint, if they lie above it and are of this model."""
     for folder in (path.parent.parent, path.parent):
-        tree = read_object(folder / CONFIG_FILE)
+        tree = read_json_object(folder / CONFIG_FILE)
         if "model" in tree and "run" in tree:
-            cfg = _parse(tree, folder / CONFIG_FILE)
+            cfg = _parse_config(tree, folder / CONFIG_FILE)
             if not model_differences(model_sizes(model), cfg.model):
                 return cfg
     return None
 
 
-def _parse(tree: Mapping[str, Any], file: Path) -> Config:
+def _parse_config(tree: Mapping[str, Any], file: Path) -> Config:
     try:
         cfg = config_from_dict(tree)
         check_model(cfg.model)

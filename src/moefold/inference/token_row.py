@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 
 from moefold.data.shard_reader import ShardReader
-from moefold.data.token_file import look_at_npy
+from moefold.data.token_file import read_npy_header
 from moefold.errors import ConfigError
 
-_CHECKED_TOKENS = 2**24
+_CHECK_BATCH_TOKENS = 2**24
 """Ids that are looked at in one piece."""
 
 
 @dataclass(frozen=True)
-class TokenRow:
+class TokenDataset:
     """Ids in a row, cut into sequences of S; what is left at the end is a shorter sequence, taken only if asked for."""
 
     ids: np.ndarray | ShardReader
@@ -23,7 +23,7 @@ class TokenRow:
     keeps_tail: bool
 
     @property
-    def num_whole(self) -> int:
+    def num_full_sequences(self) -> int:
         """Sequences of S tokens."""
         return len(self.ids) // self.seq_len
 
@@ -35,18 +35,22 @@ class TokenRow:
     @property
     def num_sequences(self) -> int:
         """Sequences that are evaluated; a tail of one token has nothing to predict."""
-        return self.num_whole + (self.keeps_tail and self.tail > 1)
+        return self.num_full_sequences + (self.keeps_tail and self.tail > 1)
 
     @property
     def num_predicted(self) -> int:
         """Tokens that are predicted: all but the first of each sequence."""
-        tail = self.tail - 1 if self.num_sequences > self.num_whole else 0
-        return self.num_whole * (self.seq_len - 1) + tail
+        tail = self.tail - 1 if self.num_sequences > self.num_full_sequences else 0
+        return self.num_full_sequences * (self.seq_len - 1) + tail
 
     @property
-    def num_left_out(self) -> int:
+    def num_unused_tokens(self) -> int:
         """Tokens of the row that no sequence holds."""
-        return len(self.ids) - self.num_whole * self.seq_len if self.num_sequences == self.num_whole else 0
+        return (
+            len(self.ids) - self.num_full_sequences * self.seq_len
+            if self.num_sequences == self.num_full_sequences
+            else 0
+        )
 
     def batch(self, first: int, count: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Some sequences, filled up to `width` columns and `count` rows with id 0.
@@ -76,25 +80,27 @@ def open_ids(path: Path, option: str = "--tokens") -> ShardReader:
         raise ConfigError(f"{option} {str(path)!r} does not exist; name an .npy file of token ids")
     if path.is_dir() or path.suffix != ".npy":
         raise ConfigError(f"{option} {str(path)!r} is no .npy file; write the ids with numpy.save")
-    return look_at_npy(path).open()
+    return read_npy_header(path).open()
 
 
-def check_row(row: TokenRow, vocab_size: int, name: str) -> None:
+def check_dataset(dataset: TokenDataset, vocab_size: int, name: str) -> None:
     """Refuse a row that cannot be evaluated; reads all of it.
 
     Raises:
         ConfigError: there is no whole sequence, or an id is no row of the embedding.
     """
-    if row.seq_len < 2:
-        raise ConfigError(f"--seq-len {row.seq_len} must be at least 2: the first token of a sequence is not predicted")
-    if row.num_sequences == 0:
-        tail = "" if row.keeps_tail or len(row.ids) < 2 else ", or --keep-tail for a last shorter sequence"
+    if dataset.seq_len < 2:
         raise ConfigError(
-            f"{name} has {len(row.ids)} tokens, less than one sequence of --seq-len {row.seq_len}; "
+            f"--seq-len {dataset.seq_len} must be at least 2: the first token of a sequence is not predicted"
+        )
+    if dataset.num_sequences == 0:
+        tail = "" if dataset.keeps_tail or len(dataset.ids) < 2 else ", or --keep-tail for a last shorter sequence"
+        raise ConfigError(
+            f"{name} has {len(dataset.ids)} tokens, less than one sequence of --seq-len {dataset.seq_len}; "
             f"give more, or a shorter --seq-len{tail}"
         )
-    for start in range(0, len(row.ids), _CHECKED_TOKENS):
-        part = row.ids[start : start + _CHECKED_TOKENS]
+    for start in range(0, len(dataset.ids), _CHECK_BATCH_TOKENS):
+        part = dataset.ids[start : start + _CHECK_BATCH_TOKENS]
         strange = (part < 0) | (part >= vocab_size)
         if strange.any():
             place = int(np.argmax(strange))

@@ -5,173 +5,179 @@ from dataclasses import dataclass
 
 import torch
 
-from moefold.config.checks_kernels import check_kernel_device, triton_fault
+from moefold.config.checks_kernels import check_kernel_device, triton_unsupported_reason
 from moefold.config.schema import Config, RunConfig
 from moefold.errors import ConfigError
-from moefold.kernels.measured import MeasuredChoice
-from moefold.kernels.rows import RowKernels
+from moefold.kernels.measured import Autotuner
+from moefold.kernels.rows import ExpertOps
 from moefold.model.core_attention import CausalKernel
 from moefold.model.cpu_norm import NormKernel
-from moefold.model.gated import GateKernel
-from moefold.model.gemm import LIBRARY, Gemm
-from moefold.model.linear import FullProducts, Products
-from moefold.model.rope import Turn
-from moefold.moe.gate import Gate
+from moefold.model.gated import SwiGLUKernel
+from moefold.model.gemm import TORCH_GEMM, Gemm
+from moefold.model.linear import LinearBackend, UnquantizedLinear
+from moefold.model.rope import RopeKernel
+from moefold.moe.gate import ExpertActivation
 from moefold.moe.router import RoutingKernel
-from moefold.precision.products import SimulatedProducts, SimulatedRows
-from moefold.precision.recipe import RECIPES, Recipe
-from moefold.precision.scaled_products import ScaledProducts, probe
+from moefold.precision.products import EmulatedExpertOps, EmulatedLinear
+from moefold.precision.recipe import QUANT_FORMATS, QuantFormat
+from moefold.precision.scaled_products import ScaledMMLinear, scaled_mm_unsupported_reason
 
 logger = logging.getLogger(__name__)
 
-FP8_CAPABILITY = (8, 9)
+MIN_FP8_CAPABILITY = (8, 9)
 """The first NVIDIA devices whose matrix units multiply e4m3: Ada, then Hopper."""
-MX_CAPABILITY = (10, 0)
+MIN_MX_CAPABILITY = (10, 0)
 """The first ones whose matrix units read scales of 32 and 16 values: Blackwell."""
 
 
 @dataclass(frozen=True)
-class Kernels:
+class SelectedKernels:
     """What was selected; None stands for the plain operations."""
 
-    rows: RowKernels | None = None
+    expert_ops: ExpertOps | None = None
     """Of experts."""
-    products: Products | None = None
+    linear_backend: LinearBackend | None = None
     """Of the other linear layers."""
-    routing: RoutingKernel | None = None
+    router: RoutingKernel | None = None
     """Of routers."""
-    gate: GateKernel | None = None
+    swiglu: SwiGLUKernel | None = None
     """Of dense layers and shared experts."""
-    turn: Turn | None = None
+    rope: RopeKernel | None = None
     """Of queries and keys."""
-    note: str = ""
+    message: str = ""
     """What the recipe left open and how it was decided."""
-    expert_gate: Gate | None = None
-    """Of routed experts, where `rows` does not bring it; None: as the experts were built."""
+    expert_activation: ExpertActivation | None = None
+    """Of routed experts, where `expert_ops` does not bring it; None: as the experts were built."""
     attention: CausalKernel | None = None
     """Of layers whose samples are not cut over ranks."""
-    gemm: Gemm = LIBRARY
-    """Of routed experts, where `rows` does not multiply, and of the loss."""
+    gemm: Gemm = TORCH_GEMM
+    """Of routed experts, where `expert_ops` does not multiply, and of the loss."""
     norm: NormKernel | None = None
     """Of each RMSNorm on a CPU."""
 
 
-def select_kernels(cfg: Config, device: torch.device) -> Kernels:
+def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     """The kernels of all layers of this rank.
 
     Raises:
         ConfigError: `run.kernels` asks for what cannot run here.
     """
     if cfg.train.precision != "dtype":
-        return _narrow_kernels(cfg, device)
+        return _low_precision_kernels(cfg, device)
     if cfg.run.kernels == "plain":
-        return Kernels()
+        return SelectedKernels()
     check_kernel_device(cfg, device.type)
     if device.type == "cpu" and cfg.run.kernels in ("auto", "c"):
         return _cpu_kernels(cfg)
     if cfg.run.kernels == "auto" and device.type != "cuda":
-        return Kernels()
-    fault = triton_fault(cfg.run, device.type)
+        return SelectedKernels()
+    fault = triton_unsupported_reason(cfg.run, device.type)
     if cfg.run.kernels == "auto" and (fault or cfg.run.dtype != "bfloat16"):
         # In float32 its products would not use the matrix units, which torch's may.
-        return Kernels(note=f"run.kernels='auto': plain, as {fault or f'run.dtype={cfg.run.dtype!r}'}")
-    from moefold.kernels.triton_rope import turn
-    from moefold.kernels.triton_rows import TritonRows
+        return SelectedKernels(message=f"run.kernels='auto': plain, as {fault or f'run.dtype={cfg.run.dtype!r}'}")
+    from moefold.kernels.triton_rope import apply_rope
+    from moefold.kernels.triton_rows import TritonExpertOps
 
-    rows = TritonRows(MeasuredChoice(measures=not cfg.run.deterministic))
-    routing, note = _routing(cfg)
-    return Kernels(rows, routing=routing, gate=rows, turn=turn, note=f"run.kernels={cfg.run.kernels!r}: triton{note}")
+    rows = TritonExpertOps(Autotuner(is_enabled=not cfg.run.deterministic))
+    routing, note = _router_kernel(cfg)
+    return SelectedKernels(
+        rows, router=routing, swiglu=rows, rope=apply_rope, message=f"run.kernels={cfg.run.kernels!r}: triton{note}"
+    )
 
 
-def _cpu_kernels(cfg: Config) -> Kernels:
+def _cpu_kernels(cfg: Config) -> SelectedKernels:
     """What is in C: where that is fast, and there is a compiler; float64 is plain, and so are gates but SwiGLU's."""
     if cfg.run.dtype == "float64":
-        return Kernels()
+        return SelectedKernels()
     from moefold.kernels.c_attention import CAttention
-    from moefold.kernels.c_gate import CGate
+    from moefold.kernels.c_gate import CSwiGLU
     from moefold.kernels.c_library import CompilerError, build_libraries
     from moefold.kernels.c_norm import CNorm
     from moefold.kernels.c_product import CGemm
-    from moefold.kernels.c_rope import CTurn
+    from moefold.kernels.c_rope import CRope
 
     try:
         build_libraries("product", "experts", "norm", "rope", "attention")
-        gemm, gate, norm, turn, attention = CGemm(), CGate(), CNorm(), CTurn(), CAttention()
+        gemm, gate, norm, turn, attention = CGemm(), CSwiGLU(), CNorm(), CRope(), CAttention()
     except CompilerError as fault:
         if cfg.run.kernels == "c":
             raise ConfigError(
                 f"run.kernels='c' cannot run: {fault}; install gcc, or set run.kernels to 'auto' or 'plain'"
             ) from None
-        return Kernels(note=f"run.kernels='auto': plain, as {fault}")
+        return SelectedKernels(message=f"run.kernels='auto': plain, as {fault}")
     multiplies, has_gate = gemm.is_fast(getattr(torch, cfg.run.dtype)), cfg.model.moe_activation == "swiglu"
     parts = {"products": multiplies, "gates of experts": has_gate, "norms": True, "rotations": True}
     parts["causal attention"] = attention.is_fast
     note = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
-    return Kernels(
-        products=FullProducts(gemm) if multiplies else None,
-        turn=turn,
-        note=note if has_gate else f"{note}; plain gates of experts, as they are not SwiGLU's",
-        expert_gate=gate if has_gate else None,
+    return SelectedKernels(
+        linear_backend=UnquantizedLinear(gemm) if multiplies else None,
+        rope=turn,
+        message=note if has_gate else f"{note}; plain gates of experts, as they are not SwiGLU's",
+        expert_activation=gate if has_gate else None,
         attention=attention if attention.is_fast else None,
-        gemm=gemm if multiplies else LIBRARY,
+        gemm=gemm if multiplies else TORCH_GEMM,
         norm=norm,
     )
 
 
-def _routing(cfg: Config) -> tuple[RoutingKernel | None, str]:
+def _router_kernel(cfg: Config) -> tuple[RoutingKernel | None, str]:
     """The kernel of the routers, or what to say where none knows them."""
-    from moefold.moe.fused_router import FusedRouting, routing_fault
+    from moefold.moe.fused_router import FusedRouting, fused_router_unsupported_reason
 
-    fault = routing_fault(cfg.model, cfg.moe)
+    fault = fused_router_unsupported_reason(cfg.model, cfg.moe)
     return (None, f", but plain routing, as {fault}") if fault else (FusedRouting(cfg.model), "")
 
 
-def _narrow_kernels(cfg: Config, device: torch.device) -> Kernels:
+def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     name = cfg.train.precision
     if name != "fp8-blockwise":
-        return _scaled_kernels(cfg.run, RECIPES[name], device)
-    fault = fp8_fault(cfg.run, device)
+        return _scaled_mm_kernels(cfg.run, QUANT_FORMATS[name], device)
+    fault = fp8_unsupported_reason(cfg.run, device)
     if not fault:
-        from moefold.kernels.triton_fp8 import Fp8Products, Fp8Rows
-        from moefold.kernels.triton_rope import turn
+        from moefold.kernels.triton_fp8 import Fp8ExpertOps, Fp8Linear
+        from moefold.kernels.triton_rope import apply_rope
 
-        rows = Fp8Rows(RECIPES[name].block)
-        routing, note = _routing(cfg)
+        rows = Fp8ExpertOps(QUANT_FORMATS[name].block_size)
+        routing, note = _router_kernel(cfg)
         note = f"train.precision={name!r}: on the matrix units{note}"
-        return Kernels(rows, Fp8Products(rows), routing, rows, turn, note)
-    return _simulated(SimulatedProducts(RECIPES[name]), fault)
+        return SelectedKernels(rows, Fp8Linear(rows), routing, rows, apply_rope, note)
+    return _emulated_kernels(EmulatedLinear(QUANT_FORMATS[name]), fault)
 
 
-def _scaled_kernels(run: RunConfig, recipe: Recipe, device: torch.device) -> Kernels:
+def _scaled_mm_kernels(run: RunConfig, quant_format: QuantFormat, device: torch.device) -> SelectedKernels:
     """Products of formats that torch multiplies, where it is found to do so rightly."""
-    fault = matrix_unit_fault(run, device, MX_CAPABILITY)
+    fault = tensor_core_unsupported_reason(run, device, MIN_MX_CAPABILITY)
     if fault:
-        return _simulated(SimulatedProducts(recipe), fault)
-    return kernels_if_right(ScaledProducts(recipe), device, getattr(torch, run.dtype))
+        return _emulated_kernels(EmulatedLinear(quant_format), fault)
+    return verified_kernels(ScaledMMLinear(quant_format), device, getattr(torch, run.dtype))
 
 
-def kernels_if_right(products: ScaledProducts, device: torch.device, dtype: torch.dtype) -> Kernels:
+def verified_kernels(linear_backend: ScaledMMLinear, device: torch.device, dtype: torch.dtype) -> SelectedKernels:
     """Products of the device if they agree with the simulation there, else the simulation, with a warning."""
-    name, fault = products.recipe.name, probe(products, device, dtype)
+    name, fault = linear_backend.quant_format.name, scaled_mm_unsupported_reason(linear_backend, device, dtype)
     if fault:
         # Each rank tries its own device, and the note is that of the first one.
         logger.warning("train.precision=%r is simulated on %s: %s", name, device, fault)
-        return _simulated(SimulatedProducts(products.recipe), fault)
+        return _emulated_kernels(EmulatedLinear(linear_backend.quant_format), fault)
     note = f"train.precision={name!r}: on the matrix units, one expert after another"
-    return Kernels(SimulatedRows(products), products, note=note)
+    return SelectedKernels(EmulatedExpertOps(linear_backend), linear_backend, message=note)
 
 
-def _simulated(products: SimulatedProducts, fault: str) -> Kernels:
-    note = f"train.precision={products.recipe.name!r}: simulated, at the speed of float32 at best, as {fault}"
-    return Kernels(SimulatedRows(products), products, note=note)
+def _emulated_kernels(linear_backend: EmulatedLinear, reason: str) -> SelectedKernels:
+    note = (
+        f"train.precision={linear_backend.quant_format.name!r}: simulated, at the speed of float32 at best, as {reason}"
+    )
+    return SelectedKernels(EmulatedExpertOps(linear_backend), linear_backend, message=note)
 
 
-def fp8_fault(run: RunConfig, device: torch.device) -> str:
+def fp8_unsupported_reason(run: RunConfig, device: torch.device) -> str:
     """Why products of `fp8-blockwise` are simulated here; empty if our kernels compute them."""
-    return matrix_unit_fault(run, device, FP8_CAPABILITY) or triton_fault(run, device.type)
+    return tensor_core_unsupported_reason(run, device, MIN_FP8_CAPABILITY) or triton_unsupported_reason(
+        run, device.type
+    )
 
 
-def matrix_unit_fault(run: RunConfig, device: torch.device, capability: tuple[int, int]) -> str:
+def tensor_core_unsupported_reason(run: RunConfig, device: torch.device, capability: tuple[int, int]) -> str:
     """Why no matrix units multiply few bits here; empty if the recipe lets them and the device is recent enough."""
     if run.kernels == "plain":
         return "run.kernels='plain'"

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_COLUMNS = 1024
+MAX_BLOCK_COLUMNS = 1024
 """Columns of a row that a program has at a time."""
 
 
 @triton.jit
-def _gated(g, u, alpha, limit, IS_CLAMPED: tl.constexpr):
+def _activation_and_slopes(g, u, alpha, limit, IS_CLAMPED: tl.constexpr):
     """(hidden value, its slope in g, its slope in u)."""
     if IS_CLAMPED:
         clamped = tl.minimum(g, limit)
@@ -35,8 +35,8 @@ def _gated(g, u, alpha, limit, IS_CLAMPED: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    g, u, weights, hidden, num_columns, alpha, limit,
-    IS_CLAMPED: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+    g, u, probs, hidden, num_columns, alpha, limit,
+    IS_CLAMPED: tl.constexpr, HAS_PROBS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -44,21 +44,21 @@ def _forward_kernel(
     place = row * num_columns + column
     g_value = tl.load(g + place, mask=is_column, other=0.0).to(tl.float32)
     u_value = tl.load(u + place, mask=is_column, other=0.0).to(tl.float32)
-    value, _, _ = _gated(g_value, u_value, alpha, limit, IS_CLAMPED)
-    if HAS_WEIGHTS:
-        value *= tl.load(weights + row).to(tl.float32)
+    value, _, _ = _activation_and_slopes(g_value, u_value, alpha, limit, IS_CLAMPED)
+    if HAS_PROBS:
+        value *= tl.load(probs + row).to(tl.float32)
     tl.store(hidden + place, value.to(hidden.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
 def _backward_kernel(
-    grad, g, u, weights, hidden, grad_g, grad_u, grad_weights, num_columns, alpha, limit,
-    IS_CLAMPED: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+    grad, g, u, probs, hidden, grad_g, grad_u, grad_probs, num_columns, alpha, limit,
+    IS_CLAMPED: tl.constexpr, HAS_PROBS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     weight = 1.0
-    if HAS_WEIGHTS:
-        weight = tl.load(weights + row).to(tl.float32)
+    if HAS_PROBS:
+        weight = tl.load(probs + row).to(tl.float32)
     dots = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, num_columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -67,53 +67,53 @@ def _backward_kernel(
         g_value = tl.load(g + place, mask=is_column, other=0.0).to(tl.float32)
         u_value = tl.load(u + place, mask=is_column, other=0.0).to(tl.float32)
         grad_value = tl.load(grad + place, mask=is_column, other=0.0).to(tl.float32)
-        value, slope_g, slope_u = _gated(g_value, u_value, alpha, limit, IS_CLAMPED)
+        value, slope_g, slope_u = _activation_and_slopes(g_value, u_value, alpha, limit, IS_CLAMPED)
         dots += tl.where(is_column, grad_value * value, 0.0)
         grad_value *= weight
         tl.store(hidden + place, (value * weight).to(hidden.dtype.element_ty), mask=is_column)
         tl.store(grad_g + place, (grad_value * slope_g).to(grad_g.dtype.element_ty), mask=is_column)
         tl.store(grad_u + place, (grad_value * slope_u).to(grad_u.dtype.element_ty), mask=is_column)
-    if HAS_WEIGHTS:
-        tl.store(grad_weights + row, tl.sum(dots, 0).to(grad_weights.dtype.element_ty))
+    if HAS_PROBS:
+        tl.store(grad_probs + row, tl.sum(dots, 0).to(grad_probs.dtype.element_ty))
 
 
-def gate_forward(g_RF: Tensor, u_RF: Tensor, weights_R: Tensor | None, clamp: tuple[float, float] | None) -> Tensor:
+def activation_forward(g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None, clamp: tuple[float, float] | None) -> Tensor:
     """The hidden values times the weights of their rows, [R, F].
 
     Args:
         g_RF: what the gate projection made of the rows; contiguous.
         u_RF: what the up projection made of them; contiguous.
-        weights_R: None: 1.
+        probs_R: None: 1.
         clamp: (alpha, limit) of the clamped gate; None: SwiGLU.
     """
     hidden_RF = torch.empty_like(g_RF)
     rows, columns = g_RF.shape
     if hidden_RF.numel():
-        block = _block(columns)
+        block = _block_columns(columns)
         _forward_kernel[(rows, triton.cdiv(columns, block))](
-            g_RF.contiguous(), u_RF.contiguous(), g_RF if weights_R is None else weights_R.contiguous(), hidden_RF,
-            columns, *(clamp or (0.0, 0.0)), IS_CLAMPED=clamp is not None, HAS_WEIGHTS=weights_R is not None,
+            g_RF.contiguous(), u_RF.contiguous(), g_RF if probs_R is None else probs_R.contiguous(), hidden_RF,
+            columns, *(clamp or (0.0, 0.0)), IS_CLAMPED=clamp is not None, HAS_PROBS=probs_R is not None,
             BLOCK=block,
         )  # fmt: skip
     return hidden_RF
 
 
-def gate_backward(
-    grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, weights_R: Tensor | None, clamp: tuple[float, float] | None
+def activation_backward(
+    grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None, clamp: tuple[float, float] | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(weighted hidden values, gradient of g, gradient of u, gradient of the weights [R]); see `gate_forward`."""
+    """(weighted hidden values, gradient of g, gradient of u, gradient of the weights [R]); see `activation_forward`."""
     hidden_RF, grad_g, grad_u = (torch.empty_like(g_RF) for _ in range(3))
     rows, columns = g_RF.shape
-    grad_weights = None if weights_R is None else torch.empty_like(weights_R)
+    grad_weights = None if probs_R is None else torch.empty_like(probs_R)
     if rows:
         _backward_kernel[(rows,)](
             grad_RF.contiguous(), g_RF.contiguous(), u_RF.contiguous(),
-            g_RF if weights_R is None else weights_R.contiguous(), hidden_RF, grad_g, grad_u,
+            g_RF if probs_R is None else probs_R.contiguous(), hidden_RF, grad_g, grad_u,
             g_RF if grad_weights is None else grad_weights, columns, *(clamp or (0.0, 0.0)),
-            IS_CLAMPED=clamp is not None, HAS_WEIGHTS=weights_R is not None, BLOCK=_block(columns),
+            IS_CLAMPED=clamp is not None, HAS_PROBS=probs_R is not None, BLOCK=_block_columns(columns),
         )  # fmt: skip
     return hidden_RF, grad_g, grad_u, grad_weights
 
 
-def _block(columns: int) -> int:
-    return min(triton.next_power_of_2(max(columns, 1)), MOST_COLUMNS)
+def _block_columns(columns: int) -> int:
+    return min(triton.next_power_of_2(max(columns, 1)), MAX_BLOCK_COLUMNS)

@@ -11,44 +11,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILES_IN_STEP = 8
+GROUP_SIZE_M = 8
 """Row tiles that share the columns of a matrix while they are in the cache (the swizzle of the Triton tutorials)."""
 
 
 @dataclass(frozen=True)
-class Tiling:
+class TileConfig:
     """How a product is cut up."""
 
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
 
 
-SMALL = Tiling(rows=16, columns=16, depth=16, warps=4, stages=1)
+INTERPRETER_TILE_CONFIG = TileConfig(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=1)
 """For the interpreter, whose programs run one after the other: many edges in little work."""
-TILINGS = (
-    Tiling(rows=128, columns=256, depth=64, warps=8, stages=3),
-    Tiling(rows=128, columns=128, depth=64, warps=8, stages=4),
-    Tiling(rows=64, columns=128, depth=64, warps=4, stages=4),
+TILE_CONFIGS_16_BIT = (
+    TileConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3),
+    TileConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4),
+    TileConfig(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4),
 )
 """Candidates in 16-bit types; a fine-grained expert has few rows and wants the last."""
-WIDE_TILINGS = (Tiling(rows=64, columns=64, depth=32, warps=4, stages=3),)
+TILE_CONFIGS_32_BIT = (TileConfig(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=3),)
 """In float32, whose tiles take twice the shared memory."""
 
 
 @triton.jit
-def tile_at(place, tiles_m, tiles_n, STEP: tl.constexpr):
+def swizzled_tile(index, tiles_m, tiles_n, GROUP_SIZE: tl.constexpr):
     """(row tile, column tile) of the tile that comes in that place: STEP row tiles go through all columns together."""
-    band = STEP * tiles_n
-    first_m = place // band * STEP
-    height = tl.minimum(tiles_m - first_m, STEP)
-    return first_m + place % band % height, place % band // height
+    band = GROUP_SIZE * tiles_n
+    first_m = index // band * GROUP_SIZE
+    height = tl.minimum(tiles_m - first_m, GROUP_SIZE)
+    return first_m + index % band % height, index % band // height
 
 
 @triton.jit
-def read_row(source, row, is_row, GATHERS: tl.constexpr):
+def gather_row(source, row, is_row, GATHERS: tl.constexpr):
     """(row to read, whether to read it): with GATHERS source[row], if that is no -1."""
     from_row = row.to(tl.int64)
     is_read = is_row
@@ -61,7 +61,7 @@ def read_row(source, row, is_row, GATHERS: tl.constexpr):
 @triton.jit
 def _accumulate(
     acc, x, w, row, is_row, column, width, depth, stride_xr, stride_xk, stride_wk, stride_wn, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, WIDENS: tl.constexpr,
+    PRECISION: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
     """Acc + x[row] @ w[:, column], in float32."""
     inner = tl.arange(0, BLOCK_K)
@@ -77,19 +77,19 @@ def _accumulate(
             mask=is_inner[:, None] & (column < width)[None, :],
             other=0.0,
         )
-        if WIDENS:
+        if UPCASTS:
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit
-def _rows_kernel(
+def _grouped_gemm_kernel(
     x, w, y, offsets, source, x_second, w_second, target, num_experts, width, depth,
     stride_xr, stride_xk, stride_we, stride_wk, stride_wn, stride_yr,
     GATHERS: tl.constexpr, HAS_SECOND: tl.constexpr, SCATTERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
-    WIDENS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    UPCASTS: tl.constexpr,
 ):  # fmt: skip
     """Y[r] = x[source[r]] @ w[expert of r] (+ the same of the second pair); or add that to y[target[r]]."""
     tile = tl.program_id(0)
@@ -102,20 +102,20 @@ def _rows_kernel(
         tiles_m = tl.cdiv(stop - start, BLOCK_M)
         last_tile = first_tile + tiles_m * tiles_n
         while tile < last_tile:
-            m, n = tile_at(tile - first_tile, tiles_m, tiles_n, STEP)
+            m, n = swizzled_tile(tile - first_tile, tiles_m, tiles_n, GROUP_SIZE)
             row = start + m * BLOCK_M + tl.arange(0, BLOCK_M)
             is_row = row < stop
             column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-            from_row, is_read = read_row(source, row, is_row, GATHERS)
+            from_row, is_read = gather_row(source, row, is_row, GATHERS)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             acc = _accumulate(
                 acc, x, w, from_row, is_read, column, width, depth,
-                stride_xr, stride_xk, stride_wk, stride_wn, BLOCK_K, PRECISION, WIDENS,
+                stride_xr, stride_xk, stride_wk, stride_wn, BLOCK_K, PRECISION, UPCASTS,
             )  # fmt: skip
             if HAS_SECOND:
                 acc = _accumulate(
                     acc, x_second, w_second, from_row, is_read, column, width, depth,
-                    stride_xr, stride_xk, stride_wk, stride_wn, BLOCK_K, PRECISION, WIDENS,
+                    stride_xr, stride_xk, stride_wk, stride_wn, BLOCK_K, PRECISION, UPCASTS,
                 )  # fmt: skip
             is_cell = is_row[:, None] & (column < width)[None, :]
             if SCATTERS:
@@ -133,11 +133,11 @@ def _rows_kernel(
 
 
 @triton.jit
-def _weights_kernel(
+def _weight_grad_kernel(
     x, grad, out, offsets, source, grad_source, depth, width, stride_xr, stride_gr,
     GATHERS: tl.constexpr, GATHERS_GRAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-    WIDENS: tl.constexpr,
+    UPCASTS: tl.constexpr,
 ):  # fmt: skip
     """Out[e] = x[source[rows of e]].T @ grad[grad_source[rows of e]]; zero for an expert without rows."""
     tiles_n = tl.cdiv(width, BLOCK_N)
@@ -152,8 +152,8 @@ def _weights_kernel(
     for first in range(start, stop, BLOCK_K):
         row = first + tl.arange(0, BLOCK_K)
         is_row = row < stop
-        x_row, is_x = read_row(source, row, is_row, GATHERS)
-        grad_row, is_grad = read_row(grad_source, row, is_row, GATHERS_GRAD)
+        x_row, is_x = gather_row(source, row, is_row, GATHERS)
+        grad_row, is_grad = gather_row(grad_source, row, is_row, GATHERS_GRAD)
         a = tl.load(
             x + x_row[None, :] * stride_xr + line[:, None], mask=is_x[None, :] & (line < depth)[:, None], other=0.0
         )
@@ -162,7 +162,7 @@ def _weights_kernel(
             mask=is_grad[:, None] & (column < width)[None, :],
             other=0.0,
         )
-        if WIDENS:
+        if UPCASTS:
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     cell = expert.to(tl.int64) * depth * width + line.to(tl.int64)[:, None] * width + column[None, :]
@@ -171,8 +171,8 @@ def _weights_kernel(
 
 @triton.jit
 def _combine_kernel(
-    rows, place, present, factor, out, num_tokens, top_k, width, stride_r,
-    HAS_PRESENT: tl.constexpr, HAS_FACTOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    rows, row_ids, kept, probs, out, num_tokens, top_k, width, stride_r,
+    HAS_KEPT_MASK: tl.constexpr, HAS_PROBS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Out[t] = sum over k of factor[t, k] * rows[place[t, k]], in the order of k."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -182,32 +182,32 @@ def _combine_kernel(
     for k in range(top_k):
         copy = token * top_k + k
         is_read = is_token
-        if HAS_PRESENT:
-            is_read = is_read & (tl.load(present + copy, mask=is_token, other=0) != 0)
-        row = tl.load(place + copy, mask=is_read, other=0).to(tl.int64)
+        if HAS_KEPT_MASK:
+            is_read = is_read & (tl.load(kept + copy, mask=is_token, other=0) != 0)
+        row = tl.load(row_ids + copy, mask=is_read, other=0).to(tl.int64)
         value = tl.load(
             rows + row[:, None] * stride_r + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0
         ).to(tl.float32)
-        if HAS_FACTOR:
-            value *= tl.load(factor + copy, mask=is_token, other=0.0).to(tl.float32)[:, None]
+        if HAS_PROBS:
+            value *= tl.load(probs + copy, mask=is_token, other=0.0).to(tl.float32)[:, None]
         acc += value
     cell = out + token.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(cell, acc.to(out.dtype.element_ty), mask=is_token[:, None] & is_column[None, :])
 
 
-def precision_of(dtype: torch.dtype) -> str:
+def dot_precision(dtype: torch.dtype) -> str:
     """How products of float32 are taken: as torch would; narrower types have one way alone."""
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def tilings(x: Tensor) -> tuple[Tiling, ...]:
+def tile_configs(x: Tensor) -> tuple[TileConfig, ...]:
     """The ways to cut a product up that are worth measuring, the best guess first."""
     if not x.is_cuda:
-        return (SMALL,)
-    return WIDE_TILINGS if x.element_size() > 2 else TILINGS
+        return (INTERPRETER_TILE_CONFIG,)
+    return TILE_CONFIGS_32_BIT if x.element_size() > 2 else TILE_CONFIGS_16_BIT
 
 
-def grouped_rows(
+def grouped_gemm(
     x: Tensor,
     w_EKN: Tensor,
     offsets_E: Tensor,
@@ -216,8 +216,8 @@ def grouped_rows(
     source_R: Tensor | None = None,
     second: tuple[Tensor, Tensor] | None = None,
     target: tuple[Tensor, int] | None = None,
-    tiling: Tiling | None = None,
-    into: Tensor | None = None,
+    tile_config: TileConfig | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Each row times the matrix of its expert, [R, N]; local, waits for nothing.
 
@@ -230,18 +230,18 @@ def grouped_rows(
         second: another x and w of the same strides, whose product is added.
         target: (int [R], T): add row r to row target[r] of T rows instead, -1 for none; the order of the sum is open,
             and it is float32.
-        tiling: how to cut it up; None: the first of `tilings`.
-        into: where the result goes.
+        tile_config: how to cut it up; None: the first of `tile_configs`.
+        out: where the result goes.
 
     Returns:
         [R, N] in the type of x; with `target` float32 [T, N].
     """
     num_experts, depth, width = w_EKN.shape
-    how = tiling or tilings(x)[0]
+    how = tile_config or tile_configs(x)[0]
     x_second, w_second = second or (x, w_EKN)
     assert (x_second.stride(), w_second.stride()) == (x.stride(), w_EKN.stride()), "the pairs are laid out alike"
-    if into is not None:
-        y = into
+    if out is not None:
+        y = out
     elif target is None:
         y = x.new_empty(num_rows, width)
     else:
@@ -249,27 +249,27 @@ def grouped_rows(
     if num_rows == 0 or width == 0:
         return y
     # Each expert may have one tile that is not full.
-    most_tiles = (triton.cdiv(num_rows, how.rows) + num_experts) * triton.cdiv(width, how.columns)
-    _rows_kernel[(min(most_tiles, programs(x)),)](
+    most_tiles = (triton.cdiv(num_rows, how.block_m) + num_experts) * triton.cdiv(width, how.block_n)
+    _grouped_gemm_kernel[(min(most_tiles, max_programs(x)),)](
         x, w_EKN, y, offsets_E, source_R if source_R is not None else offsets_E, x_second, w_second,
         target[0] if target is not None else offsets_E, num_experts, width, depth,
         x.stride(0), x.stride(1), *w_EKN.stride(), y.stride(0),
         GATHERS=source_R is not None, HAS_SECOND=second is not None, SCATTERS=target is not None,
-        BLOCK_M=how.rows, BLOCK_N=how.columns, BLOCK_K=how.depth, STEP=TILES_IN_STEP,
-        PRECISION=precision_of(x.dtype), WIDENS=_widens(x), num_warps=how.warps, num_stages=how.stages,
+        BLOCK_M=how.block_m, BLOCK_N=how.block_n, BLOCK_K=how.block_k, GROUP_SIZE=GROUP_SIZE_M,
+        PRECISION=dot_precision(x.dtype), UPCASTS=_upcasts(x), num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
     return y
 
 
-def grouped_weights(
+def grouped_gemm_weight_grad(
     x: Tensor,
     grad: Tensor,
     offsets_E: Tensor,
     *,
     source_R: Tensor | None = None,
     grad_source_R: Tensor | None = None,
-    tiling: Tiling | None = None,
-    into: Tensor | None = None,
+    tile_config: TileConfig | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The gradient of the matrices, [E, K, N]: of each expert x.T @ grad over its rows, 0 where it has none.
 
@@ -279,20 +279,20 @@ def grouped_weights(
         offsets_E: where the rows of each expert end, int32 [E] on the device.
         source_R: row of `x` that each row is, int [R]; -1 for a row of zeros.
         grad_source_R: the same of `grad`.
-        tiling: how to cut it up; None: the first of `tilings`.
-        into: where the result goes.
+        tile_config: how to cut it up; None: the first of `tile_configs`.
+        out: where the result goes.
     """
     depth, width, num_experts = x.shape[1], grad.shape[1], len(offsets_E)
-    how = tiling or tilings(x)[0]
-    out = x.new_empty(num_experts, depth, width) if into is None else into
-    num_tiles = num_experts * triton.cdiv(depth, how.rows) * triton.cdiv(width, how.columns)
+    how = tile_config or tile_configs(x)[0]
+    out = x.new_empty(num_experts, depth, width) if out is None else out
+    num_tiles = num_experts * triton.cdiv(depth, how.block_m) * triton.cdiv(width, how.block_n)
     if num_tiles:
-        _weights_kernel[(num_tiles,)](
+        _weight_grad_kernel[(num_tiles,)](
             x, grad, out, offsets_E, source_R if source_R is not None else offsets_E,
             grad_source_R if grad_source_R is not None else offsets_E, depth, width, x.stride(0), grad.stride(0),
             GATHERS=source_R is not None, GATHERS_GRAD=grad_source_R is not None,
-            BLOCK_M=how.rows, BLOCK_N=how.columns, BLOCK_K=how.depth, PRECISION=precision_of(x.dtype),
-            WIDENS=_widens(x), num_warps=how.warps, num_stages=how.stages,
+            BLOCK_M=how.block_m, BLOCK_N=how.block_n, BLOCK_K=how.block_k, PRECISION=dot_precision(x.dtype),
+            UPCASTS=_upcasts(x), num_warps=how.num_warps, num_stages=how.num_stages,
         )  # fmt: skip
     return out
 
@@ -300,40 +300,40 @@ def grouped_weights(
 def combine_rows(
     rows_RH: Tensor,
     row_TK: Tensor,
-    present_TK: Tensor | None = None,
-    factors_TK: Tensor | None = None,
-    into: Tensor | None = None,
+    kept_TK: Tensor | None = None,
+    probs_TK: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The sum of each token's rows, [T, H], in float32 and in the order of K: equal bits in every run.
 
     Args:
         rows_RH: with unit stride.
         row_TK: row of each copy, int [T, K].
-        present_TK: copies that count, bool [T, K]; None: all. The rows of others are not read.
-        factors_TK: weight of each copy; None: 1.
-        into: where the result goes.
+        kept_TK: copies that count, bool [T, K]; None: all. The rows of others are not read.
+        probs_TK: weight of each copy; None: 1.
+        out: where the result goes.
     """
     num_tokens, top_k = row_TK.shape
     width = rows_RH.shape[1]
-    out = rows_RH.new_empty(num_tokens, width) if into is None else into
+    out = rows_RH.new_empty(num_tokens, width) if out is None else out
     if num_tokens == 0 or width == 0:
         return out
     block_t, block_n = (8, 256) if rows_RH.is_cuda else (4, 32)
-    present = row_TK if present_TK is None else present_TK.to(torch.uint8).contiguous()
-    factors = row_TK if factors_TK is None else factors_TK.contiguous()
+    present = row_TK if kept_TK is None else kept_TK.to(torch.uint8).contiguous()
+    factors = row_TK if probs_TK is None else probs_TK.contiguous()
     _combine_kernel[(triton.cdiv(num_tokens, block_t), triton.cdiv(width, block_n))](
         rows_RH, row_TK.contiguous(), present, factors, out, num_tokens, top_k, width, rows_RH.stride(0),
-        HAS_PRESENT=present_TK is not None, HAS_FACTOR=factors_TK is not None, BLOCK_T=block_t, BLOCK_N=block_n,
+        HAS_KEPT_MASK=kept_TK is not None, HAS_PROBS=probs_TK is not None, BLOCK_T=block_t, BLOCK_N=block_n,
     )  # fmt: skip
     return out
 
 
-def _widens(x: Tensor) -> bool:
+def _upcasts(x: Tensor) -> bool:
     """The interpreter cannot multiply bfloat16; in float32 the products are the same."""
     return not x.is_cuda and x.dtype == torch.bfloat16
 
 
-def programs(x: Tensor) -> int:
+def max_programs(x: Tensor) -> int:
     """Programs that run at a time: one for each multiprocessor; under the interpreter few, so that each has several."""
     if not x.is_cuda:
         return 3

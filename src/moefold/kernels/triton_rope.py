@@ -8,15 +8,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-HEADS = 8
+HEADS_PER_PROGRAM = 8
 """Heads of a token that a program turns at a time."""
 
 
 @triton.jit
-def _turn_kernel(
+def _rope_kernel(
     x, cos, sin, y, num_batch, num_heads, half, width,
     stride_xs, stride_xb, stride_xn, stride_cs, stride_cb,
-    IS_INTERLEAVED: tl.constexpr, GOES_BACK: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr, IS_BACKWARD: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Turn pairs, forwards or back; dims behind the pairs are copied; y is contiguous."""
@@ -37,7 +37,7 @@ def _turn_kernel(
         near_first, near_second = pair[None, :] * 2, pair[None, :] * 2 + 1
     else:
         near_first, near_second = apart_first, apart_second
-    if GOES_BACK:
+    if IS_BACKWARD:
         first = tl.load(row_x + apart_first, mask=is_pair, other=0.0).to(tl.float32)
         second = tl.load(row_x + apart_second, mask=is_pair, other=0.0).to(tl.float32)
         tl.store(row_y + near_first, (first * c + second * d).to(y.dtype.element_ty), mask=is_pair)
@@ -53,7 +53,7 @@ def _turn_kernel(
         tl.store(row_y + rest[None, :], tl.load(row_x + rest[None, :], mask=is_rest), mask=is_rest)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
     """Turn the first dims of each head; see `moefold.model.rope.Rotation`.
 
     Args:
@@ -62,34 +62,34 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor
         sin: the same.
         is_interleaved: pairs are neighbours, whose firsts come out before the seconds.
     """
-    y: Tensor = _Turn.apply(x, cos, sin, is_interleaved)
+    y: Tensor = _TritonRopeFunction.apply(x, cos, sin, is_interleaved)
     return y
 
 
-class _Turn(torch.autograd.Function):
+class _TritonRopeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.is_interleaved = is_interleaved
-        return _turned(x, cos, sin, is_interleaved, goes_back=False)
+        return _launch_rope(x, cos, sin, is_interleaved, is_backward=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, sin, ctx.is_interleaved, goes_back=True), None, None, None
+        return _launch_rope(grad, cos, sin, ctx.is_interleaved, is_backward=True), None, None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, *, goes_back: bool) -> Tensor:
+def _launch_rope(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, *, is_backward: bool) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     seq_len, num_batch, num_heads, width = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     half, rest = cos.shape[-1] // 2, width - cos.shape[-1]
     if y.numel():
-        _turn_kernel[(seq_len * num_batch, triton.cdiv(num_heads, HEADS))](
+        _rope_kernel[(seq_len * num_batch, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
             x, cos, sin, y, num_batch, num_heads, half, width, *x.stride()[:3], cos.stride(0),
-            0 if cos.shape[1] == 1 else cos.stride(1), IS_INTERLEAVED=is_interleaved, GOES_BACK=goes_back, HEADS=HEADS,
+            0 if cos.shape[1] == 1 else cos.stride(1), IS_INTERLEAVED=is_interleaved, IS_BACKWARD=is_backward, HEADS=HEADS_PER_PROGRAM,
             BLOCK_P=triton.next_power_of_2(half), BLOCK_R=triton.next_power_of_2(rest) if rest else 0,
         )  # fmt: skip
     return y

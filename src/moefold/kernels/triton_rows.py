@@ -1,4 +1,4 @@
-"""`RowKernels` by Triton, with torch's grouped product where that is measured to be faster."""
+"""`ExpertOps` by Triton, with torch's grouped product where that is measured to be faster."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -8,135 +8,152 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.kernels.measured import MeasuredChoice
-from moefold.kernels.rows import Rows, Sorting
-from moefold.kernels.triton_gate import gate_backward, gate_forward
-from moefold.kernels.triton_grouped import combine_rows, grouped_rows, grouped_weights, tilings
-from moefold.moe.gate import ClampedGate, Gate
+from moefold.kernels.measured import Autotuner
+from moefold.kernels.rows import GatheredRows, PermuteMap
+from moefold.kernels.triton_gate import activation_backward, activation_forward
+from moefold.kernels.triton_grouped import combine_rows, grouped_gemm, grouped_gemm_weight_grad, tile_configs
+from moefold.moe.gate import ClampedSwiGLUActivation, ExpertActivation
 
-GROUPED_ALIGNMENT_BYTES = 16
+GROUPED_MM_ALIGNMENT_BYTES = 16
 """torch's grouped product wants every stride to be a multiple of this."""
 
 
 @dataclass(frozen=True)
-class TritonRows:
+class TritonExpertOps:
     """Gathers rows as the products read them; nothing waits for the host.
 
     Args:
-        choice: remembers which way is fastest for a shape.
+        autotuner: remembers which way is fastest for a shape.
     """
 
-    choice: MeasuredChoice
+    autotuner: Autotuner
 
     @property
-    def weighs_anywhere(self) -> bool:
-        """See `RowKernels`."""
+    def probs_commute(self) -> bool:
+        """See `ExpertOps`."""
         return True
 
-    def product(
-        self, rows: Rows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
+    def grouped_gemm(
+        self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """See `RowKernels`."""
+        """See `ExpertOps`."""
         x = unit_stride(rows.values)
         if second is not None:
             second = unit_stride(second[0]), second[1]
         ways: dict[str, Callable[[], Tensor]] = {}
-        if _torch_can(rows, w_EKN):
-            ways["torch"] = partial(_torch_product, rows, w_EKN, offsets_E, second)
-        for tiling in tilings(x):
-            ways[f"triton {tiling.rows}x{tiling.columns}"] = partial(
-                grouped_rows, x, w_EKN, offsets_E, rows.count, source_R=rows.source_R, second=second, tiling=tiling
+        if _torch_supports(rows, w_EKN):
+            ways["torch"] = partial(_torch_grouped_mm, rows, w_EKN, offsets_E, second)
+        for tiling in tile_configs(x):
+            ways[f"triton {tiling.block_m}x{tiling.block_n}"] = partial(
+                grouped_gemm,
+                x,
+                w_EKN,
+                offsets_E,
+                rows.num_rows,
+                source_R=rows.source_R,
+                second=second,
+                tile_config=tiling,
             )
-        return self._run("product", rows, w_EKN.shape, w_EKN.stride(2) == 1, second is not None, ways=ways)
+        return self._run_autotuned(
+            "product", rows, w_EKN.shape, w_EKN.stride(2) == 1, second is not None, candidates=ways
+        )
 
-    def product_combined(
+    def grouped_gemm_combine(
         self,
-        rows: Rows,
+        rows: GatheredRows,
         w_EKN: Tensor,
         offsets_E: Tensor,
-        sorting: Sorting,
+        permute_map: PermuteMap,
         second: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """See `RowKernels`; adds rows up as they are written where that is faster and the order of sums is free."""
+        """See `ExpertOps`; adds rows up as they are written where that is faster and the order of sums is free."""
         x = unit_stride(rows.values)
-        target = sorting.source_R, len(sorting.row_TK)
+        target = permute_map.source_R, len(permute_map.row_TK)
 
         def scattered() -> Tensor:
             pair = None if second is None else (unit_stride(second[0]), second[1])
-            y_TN = grouped_rows(x, w_EKN, offsets_E, rows.count, source_R=rows.source_R, second=pair, target=target)
+            y_TN = grouped_gemm(x, w_EKN, offsets_E, rows.num_rows, source_R=rows.source_R, second=pair, target=target)
             return y_TN.to(x.dtype)
 
         ways = {
-            "gather": lambda: self.combine(self.product(rows, w_EKN, offsets_E, second), sorting),
+            "gather": lambda: self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map),
             "scatter": scattered,
         }
-        return self._run("combined", rows, w_EKN.shape, w_EKN.stride(2) == 1, second is not None, ways=ways)
+        return self._run_autotuned(
+            "combined", rows, w_EKN.shape, w_EKN.stride(2) == 1, second is not None, candidates=ways
+        )
 
-    def weight_gradient(self, rows: Rows, grad: Rows, offsets_E: Tensor) -> Tensor:
-        """See `RowKernels`."""
+    def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
+        """See `ExpertOps`."""
         x, g = unit_stride(rows.values), unit_stride(grad.values)
         ways: dict[str, Callable[[], Tensor]] = {}
-        if _torch_can(rows, g):
-            ways["torch"] = lambda: F.grouped_mm(rows.gathered().t(), grad.gathered(), offs=offsets_E)
-        for tiling in tilings(x):
-            ways[f"triton {tiling.rows}x{tiling.columns}"] = partial(
-                grouped_weights,
+        if _torch_supports(rows, g):
+            ways["torch"] = lambda: F.grouped_mm(rows.materialize().t(), grad.materialize(), offs=offsets_E)
+        for tiling in tile_configs(x):
+            ways[f"triton {tiling.block_m}x{tiling.block_n}"] = partial(
+                grouped_gemm_weight_grad,
                 x,
                 g,
                 offsets_E,
                 source_R=rows.source_R,
                 grad_source_R=grad.source_R,
-                tiling=tiling,
+                tile_config=tiling,
             )
-        return self._run("weights", rows, (len(offsets_E), g.shape[1]), grad.source_R is not None, ways=ways)
+        return self._run_autotuned(
+            "weights", rows, (len(offsets_E), g.shape[1]), grad.source_R is not None, candidates=ways
+        )
 
-    def gate(self, gate: Gate, g_RF: Tensor, u_RF: Tensor, weights_R: Tensor | None) -> Tensor:
-        """See `RowKernels`."""
-        return gate_forward(g_RF, u_RF, weights_R, clamp_of(gate))
+    def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
+        """See `ExpertOps`."""
+        return activation_forward(g_RF, u_RF, probs_R, clamp_params(activation))
 
-    def gate_backward(
-        self, gate: Gate, grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, weights_R: Tensor | None
+    def activation_backward(
+        self, activation: ExpertActivation, grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See `RowKernels`."""
-        return gate_backward(grad_RF, g_RF, u_RF, weights_R, clamp_of(gate))
+        """See `ExpertOps`."""
+        return activation_backward(grad_RF, g_RF, u_RF, probs_R, clamp_params(activation))
 
-    def silu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
+    def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
         """See `moefold.model.gated.GateKernel`."""
-        return gate_forward(g_MF.contiguous(), u_MF.contiguous(), None, None)
+        return activation_forward(g_MF.contiguous(), u_MF.contiguous(), None, None)
 
-    def silu_backward(self, grad_MF: Tensor, g_MF: Tensor, u_MF: Tensor) -> tuple[Tensor, Tensor]:
+    def swiglu_backward(self, grad_MF: Tensor, g_MF: Tensor, u_MF: Tensor) -> tuple[Tensor, Tensor]:
         """See `moefold.model.gated.GateKernel`."""
-        _, grad_g, grad_u, _ = gate_backward(grad_MF.contiguous(), g_MF.contiguous(), u_MF.contiguous(), None, None)
+        _, grad_g, grad_u, _ = activation_backward(
+            grad_MF.contiguous(), g_MF.contiguous(), u_MF.contiguous(), None, None
+        )
         return grad_g, grad_u
 
-    def combine(self, rows_RH: Tensor, sorting: Sorting) -> Tensor:
-        """See `RowKernels`."""
-        return combine_rows(unit_stride(rows_RH), sorting.row_TK, sorting.present_TK)
+    def combine(self, rows_RH: Tensor, permute_map: PermuteMap) -> Tensor:
+        """See `ExpertOps`."""
+        return combine_rows(unit_stride(rows_RH), permute_map.row_TK, permute_map.kept_TK)
 
-    def _run(self, what: str, rows: Rows, *shape: Hashable, ways: dict[str, Callable[[], Tensor]]) -> Tensor:
+    def _run_autotuned(
+        self, op: str, rows: GatheredRows, *shape: Hashable, candidates: dict[str, Callable[[], Tensor]]
+    ) -> Tensor:
         # Counts change from step to step: those of one octave share a choice.
-        key = (what, rows.count.bit_length(), rows.values.shape[1], rows.source_R is not None, *shape)
-        return self.choice.run(key, ways, rows.values.device)
+        key = (op, rows.num_rows.bit_length(), rows.values.shape[1], rows.source_R is not None, *shape)
+        return self.autotuner.run(key, candidates, rows.values.device)
 
 
-def clamp_of(gate: Gate) -> tuple[float, float] | None:
+def clamp_params(activation: ExpertActivation) -> tuple[float, float] | None:
     """(alpha, limit) of the clamped gate, None for SwiGLU."""
-    return (gate.alpha, gate.limit) if isinstance(gate, ClampedGate) else None
+    return (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLUActivation) else None
 
 
-def _torch_product(
-    rows: Rows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None
+def _torch_grouped_mm(
+    rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None
 ) -> Tensor:  # pragma: no cover - CUDA alone
-    y = F.grouped_mm(rows.gathered(), w_EKN, offs=offsets_E)
+    y = F.grouped_mm(rows.materialize(), w_EKN, offs=offsets_E)
     return y if second is None else y.add_(F.grouped_mm(second[0], second[1], offs=offsets_E))
 
 
-def _torch_can(rows: Rows, other: Tensor) -> bool:
+def _torch_supports(rows: GatheredRows, other: Tensor) -> bool:
     x = rows.values
-    if not x.is_cuda or x.dtype != torch.bfloat16 or rows.count == 0:
+    if not x.is_cuda or x.dtype != torch.bfloat16 or rows.num_rows == 0:
         return False
     widths = (x.shape[1], *other.shape[-2:]) if other.dim() == 3 else (x.shape[1], other.shape[1])
-    is_aligned = all(width * x.element_size() % GROUPED_ALIGNMENT_BYTES == 0 for width in widths)
+    is_aligned = all(width * x.element_size() % GROUPED_MM_ALIGNMENT_BYTES == 0 for width in widths)
     return is_aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.kernels.triton_grouped import TILES_IN_STEP, programs, tile_at
+from moefold.kernels.triton_grouped import GROUP_SIZE_M, max_programs, swizzled_tile
 
 
 @dataclass(frozen=True)
-class Narrow:
+class QuantizedTensor:
     """Values of few bits and their scales."""
 
     values: Tensor
@@ -22,10 +22,10 @@ class Narrow:
 
 
 @triton.jit
-def _rows_kernel(
+def _scaled_gemm_kernel(
     x, x_scales, w, w_scales, y, offsets, num_experts, width, depth,
     stride_we, stride_wk, stride_wn, stride_se, stride_sk, stride_sn, num_blocks,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Y[r] = x[r] @ w[expert of r]; x and y are contiguous."""
     tile = tl.program_id(0)
@@ -38,7 +38,7 @@ def _rows_kernel(
         tiles_m = tl.cdiv(stop - start, BLOCK_M)
         last_tile = first_tile + tiles_m * tiles_n
         while tile < last_tile:
-            m, n = tile_at(tile - first_tile, tiles_m, tiles_n, STEP)
+            m, n = swizzled_tile(tile - first_tile, tiles_m, tiles_n, GROUP_SIZE)
             row = (start + m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
             is_row = row < stop
             column = n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -67,7 +67,7 @@ def _rows_kernel(
 
 
 @triton.jit
-def _weights_kernel(
+def _scaled_weight_grad_kernel(
     x, x_scales, grad, grad_scales, out, offsets, block_offsets, depth, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -97,32 +97,34 @@ def _weights_kernel(
     tl.store(out + cell, acc.to(out.dtype.element_ty), mask=(line < depth)[:, None] & (column < width)[None, :])
 
 
-def scaled_rows(x: Narrow, w: Narrow, offsets_E: Tensor, block: int, into: Tensor) -> Tensor:
+def scaled_grouped_gemm(
+    x: QuantizedTensor, w: QuantizedTensor, offsets_E: Tensor, block_size: int, out: Tensor
+) -> Tensor:
     """Each row times the matrix of its expert, [R, N]; waits for nothing.
 
     Args:
         x: [R, K], rounded along columns.
         w: [E, K, N] in squares, any strides.
         offsets_E: where the rows of each expert end, int32 [E]; the last is R.
-        block: length of the blocks.
-        into: the result, contiguous.
+        block_size: length of the blocks.
+        out: the result, contiguous.
     """
     num_experts, depth, width = w.values.shape
     num_rows = len(x.values)
     if num_rows == 0 or width == 0:
-        return into
-    tile_m, tile_n, warps = (128, 128, 8) if into.is_cuda else (16, 16, 4)
+        return out
+    tile_m, tile_n, warps = (128, 128, 8) if out.is_cuda else (16, 16, 4)
     most_tiles = (triton.cdiv(num_rows, tile_m) + num_experts) * triton.cdiv(width, tile_n)
-    _rows_kernel[(min(most_tiles, programs(into)),)](
-        x.values, x.scales, w.values, w.scales, into, offsets_E, num_experts, width, depth, *w.values.stride(),
-        *w.scales.stride(), triton.cdiv(depth, block), BLOCK_M=tile_m, BLOCK_N=min(tile_n, block), BLOCK=block,
-        STEP=TILES_IN_STEP, num_warps=warps, num_stages=3,
+    _scaled_gemm_kernel[(min(most_tiles, max_programs(out)),)](
+        x.values, x.scales, w.values, w.scales, out, offsets_E, num_experts, width, depth, *w.values.stride(),
+        *w.scales.stride(), triton.cdiv(depth, block_size), BLOCK_M=tile_m, BLOCK_N=min(tile_n, block_size), BLOCK=block_size,
+        GROUP_SIZE=GROUP_SIZE_M, num_warps=warps, num_stages=3,
     )  # fmt: skip
-    return into
+    return out
 
 
-def scaled_weights(
-    x: Narrow, grad: Narrow, offsets_E: Tensor, block_offsets_E: Tensor, block: int, into: Tensor
+def scaled_grouped_gemm_weight_grad(
+    x: QuantizedTensor, grad: QuantizedTensor, offsets_E: Tensor, block_offsets_E: Tensor, block_size: int, out: Tensor
 ) -> Tensor:
     """The gradient of the matrices, [E, K, N]; 0 for an expert without rows.
 
@@ -131,15 +133,15 @@ def scaled_weights(
         grad: [R, N], rounded along rows.
         offsets_E: where the rows of each expert end, int32 [E].
         block_offsets_E: where their blocks end, int32 [E].
-        block: length of the blocks.
-        into: the result, contiguous.
+        block_size: length of the blocks.
+        out: the result, contiguous.
     """
-    num_experts, depth, width = into.shape
-    tile_m, tile_n, warps = (128, 128, 8) if into.is_cuda else (16, 16, 4)
+    num_experts, depth, width = out.shape
+    tile_m, tile_n, warps = (128, 128, 8) if out.is_cuda else (16, 16, 4)
     num_tiles = num_experts * triton.cdiv(depth, tile_m) * triton.cdiv(width, tile_n)
     if num_tiles:
-        _weights_kernel[(num_tiles,)](
-            x.values, x.scales, grad.values, grad.scales, into, offsets_E, block_offsets_E, depth, width,
-            BLOCK_M=tile_m, BLOCK_N=tile_n, BLOCK=block, num_warps=warps, num_stages=3,
+        _scaled_weight_grad_kernel[(num_tiles,)](
+            x.values, x.scales, grad.values, grad.scales, out, offsets_E, block_offsets_E, depth, width,
+            BLOCK_M=tile_m, BLOCK_N=tile_n, BLOCK=block_size, num_warps=warps, num_stages=3,
         )  # fmt: skip
-    return into
+    return out

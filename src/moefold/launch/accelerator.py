@@ -4,30 +4,32 @@ import sys
 from pathlib import Path
 
 from moefold.errors import ConfigError
-from moefold.launch.place import Place
+from moefold.launch.place import RankEnv
 
 DEVICE_NODES = ("nvidia*", "nvgpu*", "nvhost*", "nvmap", "dxg", "kfd")
 """What a driver of GPUs that torch knows as cuda makes in /dev: NVIDIA's, Jetson's, that of WSL, AMD's."""
 
 
-def early_device(wish: str, world_size: int, place: Place | None, root: Path = Path("/")) -> str:
+def device_without_torch(
+    requested_device: str, world_size: int, rank_env: RankEnv | None, root: Path = Path("/")
+) -> str:
     """Return "cpu" where the ranks run there for certain, else "": then torch must be asked (`choose_device`).
 
     Args:
-        wish: run.device.
+        requested_device: run.device.
         world_size: ranks of the job.
-        place: of this process, if a launcher started it.
+        rank_env: of this process, if a launcher started it.
         root: where /dev is.
 
     Raises:
         ConfigError: the wish is cuda, and this machine has no driver of a GPU.
     """
-    if wish == "cpu":
+    if requested_device == "cpu":
         return "cpu"
     if not has_no_gpu(root):
         return ""
-    if wish == "cuda":
-        raise ConfigError(missing_gpu(wish, world_size, place, 0))
+    if requested_device == "cuda":
+        raise ConfigError(missing_gpu_message(requested_device, world_size, rank_env, 0))
     return "cpu"
 
 
@@ -36,14 +38,14 @@ def has_no_gpu(root: Path = Path("/")) -> bool:
     return sys.platform == "linux" and not any(any((root / "dev").glob(node)) for node in DEVICE_NODES)
 
 
-def missing_gpu(wish: str, world_size: int, place: Place | None, num_gpus: int) -> str:
+def missing_gpu_message(requested_device: str, world_size: int, rank_env: RankEnv | None, num_gpus: int) -> str:
     """Return the message for ranks without a GPU of their own."""
-    if place is None:
+    if rank_env is None:
         return (
             f"parallel.world_size={world_size} needs a GPU for each rank, and this machine shows {num_gpus}; "
             "set run.device='cpu', or fewer ranks"
         )
     return (
-        f"run.device={wish!r} needs a GPU for each rank, and local rank {place.local_rank} finds {num_gpus} on its "
+        f"run.device={requested_device!r} needs a GPU for each rank, and local rank {rank_env.local_rank} finds {num_gpus} on its "
         "machine; start as many ranks on each machine as it has GPUs, or set run.device='cpu'"
     )

@@ -7,18 +7,18 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Crew:
+class World:
     """One process of some; of one, unless a launcher started several and they have joined a process group."""
 
     rank: int = 0
     size: int = 1
 
     @property
-    def is_first(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this process does what is done once."""
         return self.rank == 0
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """What every process says, in rank order; collective. Values are pickled."""
         if self.size == 1:
             return [value]
@@ -27,6 +27,6 @@ class Crew:
         return values
 
 
-def joined_crew() -> Crew:
+def current_world() -> World:
     """The crew of the process group that this process has joined, or a crew of one."""
-    return Crew(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Crew()
+    return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()

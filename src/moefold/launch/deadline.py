@@ -4,14 +4,14 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-class NoAnswerError(Exception):
+class CallTimeoutError(Exception):
     """The call had not returned when its time was up."""
 
 
-def answer_within(limit_s: float, call: Callable[[], Answer]) -> Answer:
+def run_with_timeout(timeout_s: float, call: Callable[[], Result]) -> Result:
     """Return what `call` returns, or raise what it raises, within a limit.
 
     The call runs in a thread of its own. A client of torch's store that reaches a peer which never answers waits in
@@ -19,13 +19,13 @@ def answer_within(limit_s: float, call: Callable[[], Answer]) -> Answer:
     is given up goes on waiting until the process ends, which it does not delay.
 
     Args:
-        limit_s: seconds to wait.
+        timeout_s: seconds to wait.
         call: releases the interpreter's lock while it waits.
 
     Raises:
         NoAnswerError: the time is up.
     """
-    answers: list[Answer] = []
+    answers: list[Result] = []
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -37,9 +37,9 @@ def answer_within(limit_s: float, call: Callable[[], Answer]) -> Answer:
     thread = threading.Thread(target=run, name="bounded call", daemon=True)
     thread.start()
     # The longest time that a thread can be waited for is some 290 years.
-    thread.join(min(limit_s, threading.TIMEOUT_MAX))
+    thread.join(min(timeout_s, threading.TIMEOUT_MAX))
     if errors:
         raise errors[0]
     if not answers:
-        raise NoAnswerError
+        raise CallTimeoutError
     return answers[0]

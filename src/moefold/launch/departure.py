@@ -5,7 +5,7 @@ import sys
 from typing import NoReturn
 
 
-def leave(status: int) -> NoReturn:
+def hard_exit(status: int) -> NoReturn:
     """End this process at once, with no more than what it printed brought out.
 
     An interpreter that ends in the ordinary way kills the threads that come for its lock. One of gloo's, which still

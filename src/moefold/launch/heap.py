@@ -7,24 +7,26 @@ from collections.abc import Mapping
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of malloc.h of glibc."""
-NEVER, DEFAULT_TRIM_BYTES = -1, 1 << 17
-LARGE_BYTES = 1 << 20
-HUGE_BYTES = (1 << 30, 1 << 25)
+TRIM_DISABLED, DEFAULT_TRIM_BYTES = -1, 1 << 17
+MMAP_THRESHOLD_BYTES = 1 << 20
+MAX_MMAP_THRESHOLD_BYTES = (1 << 30, 1 << 25)
 """What is mapped by itself even where memory is kept; older versions, such as 2.31, take the second at most."""
-CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 """Variables by which a user tells glibc the same."""
-TUNABLES, PRELOADED = "GLIBC_TUNABLES", "LD_PRELOAD"
+TUNABLES_VARIABLE, PRELOAD_VARIABLE = "GLIBC_TUNABLES", "LD_PRELOAD"
 
 
 def keeps_freed_blocks(device_type: str, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether `keep_freed_blocks` does something: on a CPU, with glibc's malloc that no variable has told anything."""
-    is_told = any(name in environment for name in CHOSEN) or "glibc.malloc" in environment.get(TUNABLES, "")
+    is_told = any(name in environment for name in MALLOC_VARIABLES) or "glibc.malloc" in environment.get(
+        TUNABLES_VARIABLE, ""
+    )
     # jemalloc, tcmalloc and mimalloc go by their names.
-    is_replaced = "malloc" in environment.get(PRELOADED, "")
+    is_replaced = "malloc" in environment.get(PRELOAD_VARIABLE, "")
     return device_type == "cpu" and not (is_told or is_replaced) and _mallopt() is not None
 
 
-def memory_note(device_type: str, environment: Mapping[str, str] = os.environ) -> str:
+def malloc_message(device_type: str, environment: Mapping[str, str] = os.environ) -> str:
     """What is said of it, in a few words; empty where glibc is told nothing."""
     return "freed memory is kept" if keeps_freed_blocks(device_type, environment) else ""
 
@@ -39,8 +41,8 @@ def keep_freed_blocks(device_type: str, environment: Mapping[str, str] = os.envi
     """
     mallopt = _mallopt() if keeps_freed_blocks(device_type, environment) else None
     # A size that is refused changes nothing. Any that is taken stops glibc from raising it by itself: this one first.
-    if mallopt is not None and any(mallopt(M_MMAP_THRESHOLD, size) for size in HUGE_BYTES):
-        mallopt(M_TRIM_THRESHOLD, NEVER)
+    if mallopt is not None and any(mallopt(M_MMAP_THRESHOLD, size) for size in MAX_MMAP_THRESHOLD_BYTES):
+        mallopt(M_TRIM_THRESHOLD, TRIM_DISABLED)
 
 
 def return_large_blocks() -> None:
@@ -52,7 +54,7 @@ def return_large_blocks() -> None:
     """
     mallopt = _mallopt()
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
         mallopt(M_TRIM_THRESHOLD, DEFAULT_TRIM_BYTES)
 
 

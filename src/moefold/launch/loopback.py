@@ -19,13 +19,13 @@ def loopback_store() -> dist.TCPStore:
 
     torch by itself listens on all interfaces, whatever address it is given.
     """
-    listener = _bound(socket.AF_INET, (HOST, 0))
+    listener = _bind_and_listen(socket.AF_INET, (HOST, 0))
     port = int(listener.getsockname()[1])
     # The store owns the descriptor from here on.
     return dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def listener_at(address: str, port: int) -> socket.socket | None:
+def listen_at(address: str, port: int) -> socket.socket | None:
     """Listen at the address that the ranks meet at, if it is certain to be the one that they connect to.
 
     A number is, and so is "localhost". The name of a host may mean one interface to itself and another to the others:
@@ -37,11 +37,11 @@ def listener_at(address: str, port: int) -> socket.socket | None:
     Raises:
         OSError: something else listens at the port.
     """
-    if address != "localhost" and not _is_number(address):
+    if address != "localhost" and not _is_ip_address(address):
         return None
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     try:
-        return _bound(family, where)
+        return _bind_and_listen(family, where)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
@@ -50,10 +50,10 @@ def listener_at(address: str, port: int) -> socket.socket | None:
 
 def is_loopback(address: str) -> bool:
     """Return True for an address that only processes of this machine reach."""
-    return address == "localhost" or (_is_number(address) and ipaddress.ip_address(address).is_loopback)
+    return address == "localhost" or (_is_ip_address(address) and ipaddress.ip_address(address).is_loopback)
 
 
-def keep_to_loopback(environment: MutableMapping[str, str] = os.environ) -> None:
+def restrict_to_loopback(environment: MutableMapping[str, str] = os.environ) -> None:
     """Let gloo and NCCL connect over the loopback interface, unless the user has chosen another.
 
     gloo else takes the interface of the host's name, which may be one of the network.
@@ -65,7 +65,7 @@ def keep_to_loopback(environment: MutableMapping[str, str] = os.environ) -> None
         environment.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
-def _is_number(address: str) -> bool:
+def _is_ip_address(address: str) -> bool:
     try:
         ipaddress.ip_address(address)
     except ValueError:
@@ -73,12 +73,12 @@ def _is_number(address: str) -> bool:
     return True
 
 
-def _bound(family: int, where: tuple[object, ...]) -> socket.socket:
+def _bind_and_listen(family: int, address: tuple[object, ...]) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         # A port whose last connections are in their final wait is free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
+        listener.bind(address)
         listener.listen(BACKLOG)
     except OSError:
         listener.close()

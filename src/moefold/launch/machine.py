@@ -11,16 +11,16 @@ from typing import Literal
 import torch
 
 from moefold.errors import ConfigError
-from moefold.launch.place import Place
+from moefold.launch.place import RankEnv
 from moefold.metrics.host_memory import physical_bytes
 from moefold.plan.device import device_names, load_device
 
-MOST_CPU_RANKS = 8
+MAX_CPU_RANKS = 8
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Machine:
+class DetectedMachine:
     """Ranks and their device."""
 
     device_type: Literal["cpu", "cuda"]
@@ -36,11 +36,11 @@ class Machine:
     host: str = ""
 
 
-def weakest(machines: Sequence[Machine]) -> Machine:
+def slowest(machines: Sequence[DetectedMachine]) -> DetectedMachine:
     """A machine on which a plan is good for every rank: the device of least memory, then speed, of those there are.
 
     Args:
-        machines: as `machine_of` tells them on each rank, in the order of the ranks.
+        machines: as `detect_machine` tells them on each rank, in the order of the ranks.
 
     Raises:
         ConfigError: some ranks have GPUs and others have none.
@@ -55,36 +55,36 @@ def weakest(machines: Sequence[Machine]) -> Machine:
             )
     num_ranks = Counter(machine.host for machine in machines)
     each_gib = min(machine.memory_gib / num_ranks[machine.host] for machine in machines)
-    chosen = min(machines, key=lambda machine: _strength(machine.device))
+    chosen = min(machines, key=lambda machine: _device_capability(machine.device))
     return replace(chosen, memory_gib=each_gib * len(machines))
 
 
-def _strength(name: str) -> tuple[float, float]:
+def _device_capability(name: str) -> tuple[float, float]:
     device = load_device(name)
     return device.memory_gib, device.peak("bf16")
 
 
-def machine_of(wish: str, place: Place | None) -> Machine:
+def detect_machine(requested_device: str, rank_env: RankEnv | None) -> DetectedMachine:
     """The machine of this process, without touching a GPU.
 
     Args:
-        wish: run.device.
-        place: of this process, if a launcher started it.
+        requested_device: run.device.
+        rank_env: of this process, if a launcher started it.
 
     Raises:
         ConfigError: the planner does not know the GPU.
     """
-    num_gpus = 0 if wish == "cpu" else torch.cuda.device_count()
+    num_gpus = 0 if requested_device == "cpu" else torch.cuda.device_count()
     if num_gpus == 0:
-        ranks = place.world_size if place is not None else min(MOST_CPU_RANKS, len(os.sched_getaffinity(0)))
+        ranks = rank_env.world_size if rank_env is not None else min(MAX_CPU_RANKS, len(os.sched_getaffinity(0)))
         memory = physical_bytes() / GIB
-        return Machine("cpu", "cpu", ranks, place is not None, memory, socket.gethostname())
-    ranks = place.world_size if place is not None else num_gpus
-    name = gpu_name(torch.cuda.get_device_name(0))
-    return Machine("cuda", name, ranks, place is not None, 0.0, socket.gethostname())
+        return DetectedMachine("cpu", "cpu", ranks, rank_env is not None, memory, socket.gethostname())
+    ranks = rank_env.world_size if rank_env is not None else num_gpus
+    name = planner_gpu_name(torch.cuda.get_device_name(0))
+    return DetectedMachine("cuda", name, ranks, rank_env is not None, 0.0, socket.gethostname())
 
 
-def gpu_name(driver_name: str) -> str:
+def planner_gpu_name(driver_name: str) -> str:
     """The planner's name of a GPU that the driver calls "NVIDIA H100 80GB HBM3".
 
     Raises:

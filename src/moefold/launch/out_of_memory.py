@@ -3,12 +3,12 @@
 import errno
 import re
 
-from moefold.metrics.bytes_text import bytes_text
-from moefold.metrics.host_memory import host_room, process_room
+from moefold.metrics.bytes_text import format_bytes
+from moefold.metrics.host_memory import available_host_memory, available_process_memory
 
-NAMES = ("OutOfMemoryError", "_ArrayMemoryError")
+OOM_ERROR_NAMES = ("OutOfMemoryError", "_ArrayMemoryError")
 """Of torch and numpy."""
-WORDS = (
+OOM_MESSAGES = (
     "can't allocate memory",
     "bad_alloc",
     "bad allocation",
@@ -19,47 +19,47 @@ WORDS = (
     "Maximum allowed dimension exceeded",
 )
 """In the messages of other errors that stand for memory that is not there."""
-_ASKED = re.compile(r"allocate (\d+) bytes|[Aa]llocate (\d[\d.]* ?[KMGTP]?i?B)")
-WAY_OUT = (
+_REQUESTED_SIZE = re.compile(r"allocate (\d+) bytes|[Aa]llocate (\d[\d.]* ?[KMGTP]?i?B)")
+OOM_SUGGESTION = (
     "choose a smaller model, batch or sequence, or more ranks; for training `moefold memory RECIPE --dry` shows what "
     "takes the memory, and train.recompute, train.micro_batch_size, parallel.zero and train.offload save it"
 )
 
 
-def memory_reason(error: BaseException | None) -> str:
+def oom_reason(error: BaseException | None) -> str:
     """Return what an error of memory says in its first sentence, or "" for another error.
 
     Args:
         error: an exception; what it was raised from counts as well.
     """
     while error is not None:
-        if _is_memory(error):
+        if _is_oom_error(error):
             return str(error).strip().partition("\n")[0].partition(". GPU")[0] or type(error).__name__
         error = error.__cause__
     return ""
 
 
-def out_of_memory_text(error: BaseException) -> str:
+def oom_message(error: BaseException) -> str:
     """Return one message on an error of memory, with what was asked for and what there is; "" for another error."""
-    reason = memory_reason(error)
+    reason = oom_reason(error)
     if not reason:
         return ""
-    found = _ASKED.search(reason)
+    found = _REQUESTED_SIZE.search(reason)
     asked = ""
     if found is not None:
-        asked = f": {bytes_text(int(found[1])) if found[1] else found[2]} were asked for at once"
-    return f"out of memory{asked or f' ({reason})'}{'' if 'CUDA' in reason else _room_text()}; {WAY_OUT}"
+        asked = f": {format_bytes(int(found[1])) if found[1] else found[2]} were asked for at once"
+    return f"out of memory{asked or f' ({reason})'}{'' if 'CUDA' in reason else _available_memory_text()}; {OOM_SUGGESTION}"
 
 
-def _room_text() -> str:
-    rooms = [room for room in (host_room(), process_room()) if room is not None]
+def _available_memory_text() -> str:
+    rooms = [room for room in (available_host_memory(), available_process_memory()) if room is not None]
     least = min(rooms, key=lambda room: room.size)
-    return f", and {bytes_text(least.size)} are {least.limit}"
+    return f", and {format_bytes(least.size)} are {least.description}"
 
 
-def _is_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ in NAMES:
+def _is_oom_error(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ in OOM_ERROR_NAMES:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError | ValueError) and any(words in str(error) for words in WORDS)
+    return isinstance(error, RuntimeError | ValueError) and any(words in str(error) for words in OOM_MESSAGES)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from moefold.errors import ConfigError
 
 _FIRST_SLURM_PORT = 20000
-_SLURM_PORTS = 20000
-_LAST_PORT = 65535
+_NUM_SLURM_PORTS = 20000
+_MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
-class Place:
+class RankEnv:
     """One process of a job."""
 
     rank: int
@@ -21,14 +21,14 @@ class Place:
     world_size: int
     master_address: str
     master_port: int
-    records: tuple[str, ...] = ()
+    record_paths: tuple[str, ...] = ()
     """Files in which ranks of our own launcher leave word of what they do, one for each rank, and last the one for the
     message that ends the job; empty under other launchers."""
-    local_size: int = 1
+    local_world_size: int = 1
     """Ranks on the machine of this one."""
 
 
-def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+def read_rank_env(environment: Mapping[str, str] = os.environ) -> RankEnv | None:
     """The place that a launcher gave this process, or None if the user started it.
 
     torchrun says RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. `srun` says SLURM_PROCID,
@@ -39,55 +39,55 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
         ConfigError: a launcher's variables are incomplete or make no sense.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _from(environment, "RANK", "LOCAL_RANK", "WORLD_SIZE")
+        return _parse_env(environment, "RANK", "LOCAL_RANK", "WORLD_SIZE")
     if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
         filled = {**_slurm_master(environment), **environment}
-        return _from(filled, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+        return _parse_env(filled, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
     return None
 
 
-def check_world_size(place: Place, world_size: int) -> None:
+def check_world_size(rank_env: RankEnv, world_size: int) -> None:
     """Refuse a job with another number of processes than the recipe folds.
 
     Raises:
         ConfigError: they differ.
     """
-    if place.world_size != world_size:
+    if rank_env.world_size != world_size:
         raise ConfigError(
-            f"parallel.world_size={world_size} must equal the {place.world_size} processes that the launcher started; "
-            f"set parallel.world_size={place.world_size}, start {world_size}, or set parallel.elastic=true to follow "
+            f"parallel.world_size={world_size} must equal the {rank_env.world_size} processes that the launcher started; "
+            f"set parallel.world_size={rank_env.world_size}, start {world_size}, or set parallel.elastic=true to follow "
             "the launcher"
         )
 
 
-def _from(environment: Mapping[str, str], rank: str, local_rank: str, world_size: str) -> Place:
+def _parse_env(environment: Mapping[str, str], rank_key: str, local_rank_key: str, world_size_key: str) -> RankEnv:
     numbers = {}
-    for name in (rank, local_rank, world_size, "MASTER_PORT"):
-        text = _get(environment, name, rank)
+    for name in (rank_key, local_rank_key, world_size_key, "MASTER_PORT"):
+        text = _require_variable(environment, name, rank_key)
         if not text.isdecimal():
             raise ConfigError(f"{name}={text!r} in the environment must be a number; start ranks with torchrun or srun")
         numbers[name] = int(text)
-    if numbers[rank] >= numbers[world_size]:
+    if numbers[rank_key] >= numbers[world_size_key]:
         raise ConfigError(
-            f"{rank}={numbers[rank]} in the environment must be below {world_size}={numbers[world_size]}; "
+            f"{rank_key}={numbers[rank_key]} in the environment must be below {world_size_key}={numbers[world_size_key]}; "
             "start ranks with torchrun or srun"
         )
-    if not 0 < numbers["MASTER_PORT"] <= _LAST_PORT:
+    if not 0 < numbers["MASTER_PORT"] <= _MAX_PORT:
         raise ConfigError(
             f"MASTER_PORT={numbers['MASTER_PORT']} in the environment is no port that ranks can meet at; choose 1 to "
-            f"{_LAST_PORT}, or torchrun --standalone, which finds one"
+            f"{_MAX_PORT}, or torchrun --standalone, which finds one"
         )
-    return Place(
-        rank=numbers[rank],
-        local_rank=numbers[local_rank],
-        world_size=numbers[world_size],
-        master_address=_get(environment, "MASTER_ADDR", rank),
+    return RankEnv(
+        rank=numbers[rank_key],
+        local_rank=numbers[local_rank_key],
+        world_size=numbers[world_size_key],
+        master_address=_require_variable(environment, "MASTER_ADDR", rank_key),
         master_port=numbers["MASTER_PORT"],
-        local_size=_local_size(environment, numbers[world_size]),
+        local_world_size=_local_world_size(environment, numbers[world_size_key]),
     )
 
 
-def _local_size(environment: Mapping[str, str], world_size: int) -> int:
+def _local_world_size(environment: Mapping[str, str], world_size: int) -> int:
     """Ranks on this machine: all, where the launcher does not tell.
 
     SLURM writes "8(x2),4" for two nodes of eight and one of four; moefold's ranks are as many on every node.
@@ -97,11 +97,11 @@ def _local_size(environment: Mapping[str, str], world_size: int) -> int:
     return min(int(found[0]), world_size) if found and int(found[0]) else world_size
 
 
-def _get(environment: Mapping[str, str], name: str, rank: str) -> str:
+def _require_variable(environment: Mapping[str, str], name: str, rank_key: str) -> str:
     if name not in environment:
         raise ConfigError(
-            f"the environment has {rank} but not {name}; start ranks with torchrun or srun, "
-            f"or unset {rank} to let moefold start them"
+            f"the environment has {rank_key} but not {name}; start ranks with torchrun or srun, "
+            f"or unset {rank_key} to let moefold start them"
         )
     return environment[name]
 
@@ -111,7 +111,7 @@ def _slurm_master(environment: Mapping[str, str]) -> dict[str, str]:
     master = {}
     if "MASTER_PORT" not in environment:
         job = environment.get("SLURM_JOB_ID", "0")
-        master["MASTER_PORT"] = str(_FIRST_SLURM_PORT + (int(job) if job.isdecimal() else 0) % _SLURM_PORTS)
+        master["MASTER_PORT"] = str(_FIRST_SLURM_PORT + (int(job) if job.isdecimal() else 0) % _NUM_SLURM_PORTS)
     if "MASTER_ADDR" not in environment:
         master["MASTER_ADDR"] = _first_slurm_node(environment)
     return master

@@ -23,7 +23,7 @@ class ProcessId:
     """When, in the kernel's own unit; empty where the kernel does not say."""
 
     @classmethod
-    def own(cls) -> "ProcessId":
+    def current(cls) -> "ProcessId":
         """This process."""
         number = os.getpid()
         host = socket.gethostname()

@@ -11,62 +11,62 @@ import torch
 import torch.distributed as dist
 
 from moefold.errors import ConfigError, RunError
-from moefold.launch.accelerator import missing_gpu
-from moefold.launch.deadline import NoAnswerError, answer_within
-from moefold.launch.departure import leave
+from moefold.launch.accelerator import missing_gpu_message
+from moefold.launch.deadline import CallTimeoutError, run_with_timeout
+from moefold.launch.departure import hard_exit
 from moefold.launch.heap import keep_freed_blocks
-from moefold.launch.local_job import Ended, RankMain, run_processes
-from moefold.launch.loopback import HOST, is_loopback, keep_to_loopback, loopback_store
-from moefold.launch.meeting import meet
-from moefold.launch.place import Place
+from moefold.launch.local_job import JobResult, RankMain, run_processes
+from moefold.launch.loopback import HOST, is_loopback, loopback_store, restrict_to_loopback
+from moefold.launch.meeting import join_rendezvous
+from moefold.launch.place import RankEnv
 from moefold.launch.record_files import record_files
-from moefold.launch.relay import SignalRelay
+from moefold.launch.relay import SignalForwarder
 from moefold.launch.settings import choose_threads
 from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
-from moefold.launch.who_is_late import activity
-from moefold.launch.word import was_said
-from moefold.parallel.flight_record import group_timeout, read_record
+from moefold.launch.who_is_late import describe_activity
+from moefold.launch.word import has_report
+from moefold.parallel.flight_record import group_timeout, read_snapshot
 from moefold.printable import print_escaped
 
-JOIN_S = 1800.0
+DEFAULT_JOIN_TIMEOUT_S = 1800.0
 """So long a rank waits for the others where no recipe says it."""
 
 CONNECT_GRACE_S = 10.0
 """So long after its own timeout torch may take to give up connecting."""
 
 
-def choose_device(wish: str, world_size: int, place: Place | None) -> str:
+def choose_device(requested_device: str, world_size: int, rank_env: RankEnv | None) -> str:
     """The device type of the ranks, "cpu" or "cuda", without touching a GPU.
 
     Args:
-        wish: run.device.
+        requested_device: run.device.
         world_size: ranks of the job.
-        place: of this process, if a launcher started it; else all ranks run on this machine.
+        rank_env: of this process, if a launcher started it; else all ranks run on this machine.
 
     Raises:
         ConfigError: there are fewer GPUs than ranks on this machine.
     """
     num_gpus = torch.cuda.device_count()
-    device = wish if wish != "auto" else "cuda" if num_gpus else "cpu"
+    device = requested_device if requested_device != "auto" else "cuda" if num_gpus else "cpu"
     if device != "cuda":
         return device
-    if num_gpus < world_size if place is None else num_gpus <= place.local_rank:
-        raise ConfigError(missing_gpu(wish, world_size, place, num_gpus))
+    if num_gpus < world_size if rank_env is None else num_gpus <= rank_env.local_rank:
+        raise ConfigError(missing_gpu_message(requested_device, world_size, rank_env, num_gpus))
     return device
 
 
-def run_ranks(main: RankMain, world_size: int, device_type: str, place: Place | None) -> int:
+def run_ranks(main: RankMain, world_size: int, device_type: str, rank_env: RankEnv | None) -> int:
     """Be the rank that a launcher started, which never returns, or start all ranks on this machine and wait for them.
 
     Raises:
-        KeyboardInterrupt: as `start_ranks`.
+        KeyboardInterrupt: as `spawn_ranks`.
     """
-    if place is not None:
-        leave(main(place, device_type))
-    return start_ranks(main, world_size, device_type)
+    if rank_env is not None:
+        hard_exit(main(rank_env, device_type))
+    return spawn_ranks(main, world_size, device_type)
 
 
-def start_ranks(main: RankMain, world_size: int, device_type: str) -> int:
+def spawn_ranks(main: RankMain, world_size: int, device_type: str) -> int:
     """Run `main` on `world_size` new processes of this machine and wait for them; returns the exit status.
 
     CPU ranks are forked from this process, which has torch in memory already; GPU ranks must be spawned. Ctrl-C and
@@ -77,58 +77,61 @@ def start_ranks(main: RankMain, world_size: int, device_type: str) -> int:
         KeyboardInterrupt: Ctrl-C ended the ranks, which had nothing to save, or a second one did.
     """
     if world_size == 1:
-        return main(alone(), device_type)
+        return main(single_rank(), device_type)
     store = loopback_store()
-    with SignalRelay() as relay, record_files(world_size) as records:
-        places = [Place(rank, rank, world_size, HOST, store.port, records, world_size) for rank in range(world_size)]
+    with SignalForwarder() as relay, record_files(world_size) as records:
+        places = [RankEnv(rank, rank, world_size, HOST, store.port, records, world_size) for rank in range(world_size)]
         ended = run_processes(main, places, device_type)
-        return ended.status if ended.failed_rank is None else _failed(ended, relay, records)
+        return ended.status if ended.failed_rank is None else _failed_job_status(ended, relay, records)
 
 
-def alone() -> Place:
+def single_rank() -> RankEnv:
     """The place of the one rank of a job of one."""
-    return Place(0, 0, 1, HOST, _free_port())
+    return RankEnv(0, 0, 1, HOST, _free_port())
 
 
 @contextmanager
-def joined(
-    place: Place, device_type: str, limit_s: float = JOIN_S, on_meeting: Callable[[str], None] | None = None
+def init_distributed(
+    rank_env: RankEnv,
+    device_type: str,
+    timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
+    on_rendezvous: Callable[[str], None] | None = None,
 ) -> Iterator[torch.device]:
     """Inside, this process is a member of the job's process group and has its device.
 
     Args:
-        place: of this rank.
+        rank_env: of this rank.
         device_type: "cpu" or "cuda".
-        limit_s: so long it waits for the others.
-        on_meeting: is told the name of this start of the job when all ranks have met and have yet to connect, in which
+        timeout_s: so long it waits for the others.
+        on_rendezvous: is told the name of this start of the job when all ranks have met and have yet to connect, in which
             one that is lost leaves the others waiting for longer: `Watchdog.start` bounds it.
 
     Raises:
         RunError: not all ranks came in time, or they did not reach each other.
     """
     if device_type == "cuda":
-        device = torch.device("cuda", place.local_rank)
+        device = torch.device("cuda", rank_env.local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    choose_threads(place, device_type)
-    if is_loopback(place.master_address):
-        keep_to_loopback()
+    choose_threads(rank_env, device_type)
+    if is_loopback(rank_env.master_address):
+        restrict_to_loopback()
     keep_freed_blocks(device_type)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    store, session = meet(place, limit_s)
-    if on_meeting is not None:
-        on_meeting(session)
+    store, session = join_rendezvous(rank_env, timeout_s)
+    if on_rendezvous is not None:
+        on_rendezvous(session)
     try:
-        _connect(backend, store, place, limit_s)
-    except NoAnswerError:
+        _init_process_group(backend, store, rank_env, timeout_s)
+    except CallTimeoutError:
         raise RunError(
-            f"rank {place.rank} on {socket.gethostname()} met the others and was not connected to all of them within "
-            f"{group_timeout(limit_s).total_seconds():g} s; one may hang, or the host that keeps the store is lost"
+            f"rank {rank_env.rank} on {socket.gethostname()} met the others and was not connected to all of them within "
+            f"{group_timeout(timeout_s).total_seconds():g} s; one may hang, or the host that keeps the store is lost"
         ) from None
     except (dist.DistError, RuntimeError) as error:
         raise RunError(
-            f"rank {place.rank} on {socket.gethostname()} met the others and did not connect to all of them: "
+            f"rank {rank_env.rank} on {socket.gethostname()} met the others and did not connect to all of them: "
             f"{str(error).splitlines()[0]}; one may have ended meanwhile, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
             "must name the network between the hosts"
         ) from error
@@ -138,27 +141,27 @@ def joined(
         dist.destroy_process_group()
 
 
-def _failed(ended: Ended, relay: SignalRelay, records: tuple[str, ...]) -> int:
+def _failed_job_status(result: JobResult, forwarder: SignalForwarder, record_paths: tuple[str, ...]) -> int:
     """The exit status of a job that a rank ended; says which rank, unless the user did it or has been told why."""
-    if ended.exitcode == EXIT_USER_ERROR:
+    if result.exitcode == EXIT_USER_ERROR:
         return EXIT_USER_ERROR
-    if relay.is_impatient:
+    if forwarder.got_second_interrupt:
         raise KeyboardInterrupt
-    if relay.explains(ended.exitcode):
-        if relay.received[0] == signal.SIGINT:
+    if forwarder.explains(result.exitcode):
+        if forwarder.received[0] == signal.SIGINT:
             raise KeyboardInterrupt
-        return SIGNAL_STATUS + relay.received[0]
-    if was_said(Path(records[-1])):
+        return SIGNAL_STATUS + forwarder.received[0]
+    if has_report(Path(record_paths[-1])):
         return EXIT_FAILED
-    rank = ended.failed_rank or 0
-    last = read_record(Path(records[rank]))
-    doing = "" if last is None else f" on {socket.gethostname()} in {activity(last)}"
-    text = f"moefold: rank {rank} {_how(ended.exitcode)}{doing}, and the others were ended"
+    rank = result.failed_rank or 0
+    last = read_snapshot(Path(record_paths[rank]))
+    doing = "" if last is None else f" on {socket.gethostname()} in {describe_activity(last)}"
+    text = f"moefold: rank {rank} {_describe_exit(result.exitcode)}{doing}, and the others were ended"
     print_escaped(text, file=sys.stderr, flush=True)
     return EXIT_FAILED
 
 
-def _how(exitcode: int) -> str:
+def _describe_exit(exitcode: int) -> str:
     if exitcode == -signal.SIGKILL:
         return "was killed by SIGKILL (as happens when memory runs out)"
     if exitcode < 0:
@@ -166,21 +169,23 @@ def _how(exitcode: int) -> str:
     return f"failed (exit status {exitcode})"
 
 
-def _connect(backend: str, store: dist.Store, place: Place, limit_s: float) -> None:
+def _init_process_group(backend: str, store: dist.Store, rank_env: RankEnv, timeout_s: float) -> None:
     """Make the job's process group.
 
     Raises:
         NoAnswerError: torch waits for something that never comes.
     """
-    timeout = group_timeout(limit_s)
+    timeout = group_timeout(timeout_s)
 
     def connect() -> None:
         if "nccl" in backend:
             # A thread has a current device of its own.
-            torch.cuda.set_device(place.local_rank)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+            torch.cuda.set_device(rank_env.local_rank)
+        dist.init_process_group(
+            backend, store=store, rank=rank_env.rank, world_size=rank_env.world_size, timeout=timeout
+        )
 
-    answer_within(timeout.total_seconds() + CONNECT_GRACE_S, connect)
+    run_with_timeout(timeout.total_seconds() + CONNECT_GRACE_S, connect)
 
 
 def _free_port() -> int:

@@ -8,10 +8,10 @@ from typing import Any, Self
 
 from moefold.launch.status import SIGNAL_STATUS
 
-RELAYED = (signal.SIGINT, signal.SIGTERM)
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class SignalRelay:
+class SignalForwarder:
     """While it is entered, passes Ctrl-C and SIGTERM to the child processes. A second Ctrl-C kills them.
 
     A terminal sends Ctrl-C to the ranks as well, `kill` to this process alone: ranks must bear to get it twice.
@@ -22,33 +22,33 @@ class SignalRelay:
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        self._process = os.getpid()
-        self._before: dict[signal.Signals, Any] = {}
+        self._pid = os.getpid()
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._pass_on) for number in RELAYED}
+        self._previous_handlers = {number: signal.signal(number, self._forward) for number in FORWARDED_SIGNALS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def explains(self, exitcode: int) -> bool:
         """Whether a child that ended so (negative: by a signal) did what the signals asked of it."""
         asked = {SIGNAL_STATUS + number for number in self.received} | {-number for number in self.received}
-        if self.is_impatient:
+        if self.got_second_interrupt:
             asked.add(-signal.SIGKILL)
         return exitcode in asked
 
     @property
-    def is_impatient(self) -> bool:
+    def got_second_interrupt(self) -> bool:
         """Whether Ctrl-C came again."""
         return self.received.count(signal.SIGINT) > 1
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
             # A forked child that has not set handlers of its own yet.
             os._exit(SIGNAL_STATUS + number)
         self.received.append(number)
@@ -56,7 +56,7 @@ class SignalRelay:
         if not children:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(SIGNAL_STATUS + number)
         for child in children:
-            if self.is_impatient:
+            if self.got_second_interrupt:
                 child.kill()
             elif child.pid is not None:
                 os.kill(child.pid, number)

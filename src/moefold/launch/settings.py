@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 import torch
 
-from moefold.launch.place import Place
+from moefold.launch.place import RankEnv
 
-THREADS = "OMP_NUM_THREADS"
-NAMED = {
+OMP_THREADS_VARIABLE = "OMP_NUM_THREADS"
+LOGGED_PREFIXES = {
     "cpu": ("GLOO_", "MALLOC_", "GLIBC_TUNABLES"),
     "cuda": (
         "NCCL_",
@@ -21,16 +21,18 @@ NAMED = {
 """Beginnings of the names of variables that change how ranks of a device compute and talk."""
 
 
-def choose_threads(place: Place, device_type: str, environment: Mapping[str, str] = os.environ) -> None:
+def choose_threads(rank_env: RankEnv, device_type: str, environment: Mapping[str, str] = os.environ) -> None:
     """Give this rank its share of the cores, unless the user or a launcher has chosen.
 
     Ranks that share cores and spin on each other's threads are many times slower than one thread each.
     """
-    if place.world_size > 1 and THREADS not in environment:
-        torch.set_num_threads(threads_of(_cores(), os.cpu_count() or 1, place.local_size, device_type))
+    if rank_env.world_size > 1 and OMP_THREADS_VARIABLE not in environment:
+        torch.set_num_threads(
+            threads_per_rank(_usable_cores(), os.cpu_count() or 1, rank_env.local_world_size, device_type)
+        )
 
 
-def threads_of(cores: int, all_cores: int, local_ranks: int, device_type: str) -> int:
+def threads_per_rank(cores: int, all_cores: int, local_ranks: int, device_type: str) -> int:
     """Threads of one rank.
 
     Args:
@@ -42,21 +44,25 @@ def threads_of(cores: int, all_cores: int, local_ranks: int, device_type: str) -
     return max(1, min(cores, (all_cores if device_type == "cuda" else cores) // local_ranks))
 
 
-def settings_note(place: Place, device_type: str, environment: Mapping[str, str] = os.environ) -> str:
+def runtime_env_message(rank_env: RankEnv, device_type: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return what is set, in one line, for the log of the first rank; empty for a rank by itself."""
-    if place.world_size == 1:
+    if rank_env.world_size == 1:
         return ""
-    threads, who = torch.get_num_threads(), environment.get(THREADS)
-    found = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(NAMED[device_type])]
+    threads, who = torch.get_num_threads(), environment.get(OMP_THREADS_VARIABLE)
+    found = [
+        f"{name}={value}"
+        for name, value in sorted(environment.items())
+        if name.startswith(LOGGED_PREFIXES[device_type])
+    ]
     parts = [
-        f"{place.local_size} of {place.world_size} ranks on this machine",
-        f"{threads} thread{'s' * (threads > 1)} each on {_cores()} of {os.cpu_count()} cores",
-        f"{THREADS}={who}" if who else f"{THREADS} not set",
+        f"{rank_env.local_world_size} of {rank_env.world_size} ranks on this machine",
+        f"{threads} thread{'s' * (threads > 1)} each on {_usable_cores()} of {os.cpu_count()} cores",
+        f"{OMP_THREADS_VARIABLE}={who}" if who else f"{OMP_THREADS_VARIABLE} not set",
         *found,
     ]
     return ", ".join(parts)
 
 
-def _cores() -> int:
+def _usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moefold.launch.place import Place
-from moefold.printable import LINES, printable
+from moefold.launch.place import RankEnv
+from moefold.printable import MULTILINE_CHARS, printable
 
-PATIENCE_S = 10.0
+LOCK_TIMEOUT_S = 10.0
 """So long a rank waits for another one that is saying it."""
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
-class Word:
+class SingleReporter:
     """The right to say why the job ends. The first rank of a machine that takes it has it, for good.
 
     The kernel's lock on a file decides who is first, and a byte in the file says that the message is out. So a rank
@@ -27,71 +27,71 @@ class Word:
     by all.
 
     Args:
-        place: of this rank.
+        rank_env: of this rank.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.address = ""
+    def __init__(self, rank_env: RankEnv) -> None:
+        self.shared_path = ""
         """Where other ranks of the machine find the file of this one; empty where there is none to share."""
-        self._file = -1
-        self._turn = threading.Lock()
-        self._has_spoken = False
-        if place.records:
-            self.use(place.records[-1])
+        self._descriptor = -1
+        self._thread_lock = threading.Lock()
+        self._has_reported = False
+        if rank_env.record_paths:
+            self.use_file(rank_env.record_paths[-1])
         elif hasattr(os, "memfd_create"):
-            self.address = f"/proc/{os.getpid()}/fd/{os.memfd_create('moefold-word')}"
-            self.use(self.address)
+            self.shared_path = f"/proc/{os.getpid()}/fd/{os.memfd_create('moefold-word')}"
+            self.use_file(self.shared_path)
 
-    def use(self, address: str) -> None:
+    def use_file(self, path: str) -> None:
         """From now on the word is that of another rank's file; for good, also when that rank is gone."""
         with suppress(OSError):
-            self._file = os.open(address, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    def say(self, text: str, is_to_be_said: Callable[[], bool] = lambda: True) -> None:
+    def report_once(self, message: str, should_report: Callable[[], bool] = lambda: True) -> None:
         """Print the message on stderr, unless the machine has had one; returns once it is out, whoever says it.
 
         Args:
-            text: the message, without its last line end.
-            is_to_be_said: asked once this rank has the word: another machine may have said it.
+            message: the message, without its last line end.
+            should_report: asked once this rank has the word: another machine may have said it.
         """
-        with self._turn, self._locked():
-            if self.is_said():
+        with self._thread_lock, self._hold_lock():
+            if self.was_reported():
                 return
-            if is_to_be_said():
+            if should_report():
                 # A pipe that nobody reads any more must not keep the job from its end.
                 with suppress(OSError):
-                    sys.stderr.write(printable(text, LINES) + "\n")
+                    sys.stderr.write(printable(message, MULTILINE_CHARS) + "\n")
                     sys.stderr.flush()
-            self._has_spoken = True
-            if self._file >= 0:
-                os.pwrite(self._file, b"1", 0)
+            self._has_reported = True
+            if self._descriptor >= 0:
+                os.pwrite(self._descriptor, b"1", 0)
 
-    def is_said(self) -> bool:
+    def was_reported(self) -> bool:
         """Whether the machine has had its message."""
-        return self._has_spoken or (self._file >= 0 and os.fstat(self._file).st_size > 0)
+        return self._has_reported or (self._descriptor >= 0 and os.fstat(self._descriptor).st_size > 0)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         """Inside, no other rank says anything, unless one has the lock for too long: better a message too many."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not self.is_said() and not self._takes_lock() and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while not self.was_reported() and not self._try_lock() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         try:
             yield
         finally:
-            if self._file >= 0:
-                fcntl.flock(self._file, fcntl.LOCK_UN)
+            if self._descriptor >= 0:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def _takes_lock(self) -> bool:
-        if self._file < 0:
+    def _try_lock(self) -> bool:
+        if self._descriptor < 0:
             return True
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
         return True
 
 
-def was_said(file: Path) -> bool:
+def has_report(file: Path) -> bool:
     """Whether a rank of our own launcher has said why the job ends; the launcher then adds no message of its own."""
     return file.exists() and file.stat().st_size > 0

@@ -8,18 +8,18 @@ import numpy as np
 
 from moefold.errors import ConfigError
 from moefold.metrics.expert_counts import COUNTS_FILE, ExpertCounts, read_expert_counts
-from moefold.metrics.routing_trace import MANIFEST, TRACE_FOLDER, Trace
+from moefold.metrics.routing_trace import MANIFEST, TRACE_FOLDER, RoutingTrace
 from moefold.metrics.step import METRICS_FILE, read_records
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_MOST_VALUE = 1e300
-_LEAST = np.finfo(np.float64).tiny
-_COUNTS_AT_ONCE = 1 << 22
+_MAX_VALUE = 1e300
+_MIN_POSITIVE = np.finfo(np.float64).tiny
+_COUNTS_PER_CHUNK = 1 << 22
 """So many counts are in memory as floats, or one step of them."""
-_MOST_TRACED = 1 << 28
+_MAX_TRACED_COUNTS = 1 << 28
 """Steps times layers times experts of a trace, whose counts are in memory as 4 bytes each."""
-END_PART = 10
+END_WINDOW_DIVISOR = 10
 """What is said of the start and of the end of a run is a mean over this part of its steps: a tenth."""
 
 
@@ -50,7 +50,7 @@ class LayerSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Balance:
+class ExpertBalance:
     """The load of every MoE layer over the recorded steps."""
 
     run_dir: Path
@@ -86,7 +86,7 @@ class Balance:
     def shares(self, max_bins: int) -> Array:
         """Copies of each expert over the mean, float64 [bins, L, E], in at most `max_bins` equal spans of steps."""
         assert self.counts is not None, "a run without counts has no shares"
-        sums = [self.counts[a:b].sum(0, dtype=np.float64) for a, b in spans(len(self.steps), max_bins)]
+        sums = [self.counts[a:b].sum(0, dtype=np.float64) for a, b in split_into_bins(len(self.steps), max_bins)]
         binned: Array = np.stack(sums)
         means = binned.mean(2, keepdims=True)
         shares: Array = np.divide(binned, means, out=np.zeros_like(binned), where=means > 0)
@@ -94,7 +94,7 @@ class Balance:
 
     def summaries(self) -> list[LayerSummary]:
         """Each layer by itself."""
-        n = max(1, len(self.steps) // END_PART)
+        n = max(1, len(self.steps) // END_WINDOW_DIVISOR)
         last = (self.drop_steps >= self.steps[-n]) & (self.drop_steps <= self.steps[-1])
         return [self._summary(i, n, last) for i in range(len(self.layers))]
 
@@ -103,7 +103,7 @@ class Balance:
         end = None if self.counts is None else np.asarray(self.counts[-n:, i], dtype=np.float64)
         copies = None if end is None else end.sum(0)
         # A step without any copy has no spread, and no shares.
-        cv = None if end is None else float((end.std(1) / np.maximum(end.mean(1), _LEAST)).mean())
+        cv = None if end is None else float((end.std(1) / np.maximum(end.mean(1), _MIN_POSITIVE)).mean())
         return LayerSummary(
             layer=self.layers[i],
             load_start=float(load[:n].mean()),
@@ -114,17 +114,17 @@ class Balance:
             dead_experts=None if copies is None else tuple(np.flatnonzero(copies == 0).tolist()),
             dropped_fraction=_mean(self.dropped[last, i]),
             router_entropy=_mean(self.entropy[last, i]),
-            share=None if copies is None else tuple((copies / np.maximum(copies.mean(), _LEAST)).tolist()),
+            share=None if copies is None else tuple((copies / np.maximum(copies.mean(), _MIN_POSITIVE)).tolist()),
         )
 
 
-def spans(count: int, max_bins: int) -> list[tuple[int, int]]:
+def split_into_bins(count: int, max_bins: int) -> list[tuple[int, int]]:
     """Cut `count` things into at most `max_bins` spans (first, end) of nearly equal length."""
     bins = min(count, max_bins)
     return [(i * count // bins, (i + 1) * count // bins) for i in range(bins)]
 
 
-def read_balance(run_dir: Path) -> Balance:
+def read_balance(run_dir: Path) -> ExpertBalance:
     """Read the load of a run's experts: from expert_counts.bin, else from its trace, else from metrics.jsonl.
 
     Raises:
@@ -138,14 +138,14 @@ def read_balance(run_dir: Path) -> Balance:
         counts, source = _count_trace(run_dir), f"{TRACE_FOLDER}/"
     if counts is not None and len(counts.steps):
         steps, layers = counts.steps, counts.layers
-        at_once = max(1, _COUNTS_AT_ONCE // (counts.counts.shape[1] * counts.counts.shape[2]))
-        parts = spans(len(steps), -(-len(steps) // at_once))
-        load = np.concatenate([_load(counts.counts[a:b]) for a, b in parts])
+        at_once = max(1, _COUNTS_PER_CHUNK // (counts.counts.shape[1] * counts.counts.shape[2]))
+        parts = split_into_bins(len(steps), -(-len(steps) // at_once))
+        load = np.concatenate([_max_over_mean(counts.counts[a:b]) for a, b in parts])
     else:
         counts, source = None, METRICS_FILE
         steps, layers, load = _read_load(run_dir, records)
     drop_steps, dropped, entropy = _read_layers(records, len(layers))
-    return Balance(
+    return ExpertBalance(
         run_dir=run_dir,
         source=source,
         layers=layers,
@@ -158,10 +158,10 @@ def read_balance(run_dir: Path) -> Balance:
     )
 
 
-def _load(counts: Array) -> Array:
+def _max_over_mean(counts: Array) -> Array:
     """Max over mean of [N, L, E]."""
     whole = np.asarray(counts, dtype=np.float64)
-    load: Array = whole.max(2) / np.maximum(whole.mean(2), _LEAST)
+    load: Array = whole.max(2) / np.maximum(whole.mean(2), _MIN_POSITIVE)
     return load
 
 
@@ -169,19 +169,19 @@ def _count_trace(run_dir: Path) -> ExpertCounts | None:
     """The counts that a run's trace adds up to; None without a trace."""
     if not (run_dir / TRACE_FOLDER / MANIFEST).is_file():
         return None
-    trace = Trace(run_dir, "run")
+    trace = RoutingTrace(run_dir, "run")
     shape = trace.shape
     num_counts = len(trace.steps) * len(shape.layers) * shape.num_experts
-    if not shape.layers or num_counts > _MOST_TRACED:
+    if not shape.layers or num_counts > _MAX_TRACED_COUNTS:
         raise ConfigError(
             f"the trace of {str(run_dir)!r} has {len(trace.steps)} steps, {len(shape.layers)} layers and "
-            f"{shape.num_experts} experts, of which at least one layer and at most {_MOST_TRACED:,} counts can be shown"
+            f"{shape.num_experts} experts, of which at least one layer and at most {_MAX_TRACED_COUNTS:,} counts can be shown"
         )
     counts = np.zeros((len(trace.steps), len(shape.layers), shape.num_experts), dtype=np.uint32)
     for i, step in enumerate(trace.steps):
         for j, choices in enumerate(trace.step(step)):
             counts[i, j] = np.bincount(
-                shape.check_choices(choices, step, "the trace").ravel(), minlength=shape.num_experts
+                shape.check_expert_indices(choices, step, "the trace").ravel(), minlength=shape.num_experts
             )
     return ExpertCounts(layers=shape.layers, steps=np.array(trace.steps, dtype=np.int64), counts=counts)
 
@@ -192,12 +192,12 @@ def _read_load(run_dir: Path, records: list[dict[str, Any]]) -> tuple[Array, tup
         raise ConfigError(
             f"run {str(run_dir)!r} holds no step of training ({METRICS_FILE}); name the run.dir of a training run"
         )
-    rows = [_loads(run_dir, record) for record in records]
+    rows = [_record_loads(run_dir, record) for record in records]
     if not all(rows):
         raise ConfigError(f"run {str(run_dir)!r} is of a model without MoE layers; there are no experts to inspect")
     if len({len(row) for row in rows}) > 1:
         raise ConfigError(f"{run_dir / METRICS_FILE} is damaged: its steps have loads of different numbers of layers")
-    named = [layer.get("layer") for layer in _layers(records[-1])]
+    named = [layer.get("layer") for layer in _record_layers(records[-1])]
     numbers = [number for number in named if type(number) is int and number >= 0]
     if not len(numbers) == len(named) == len(rows[-1]):
         numbers = list(range(len(rows[-1])))
@@ -205,14 +205,14 @@ def _read_load(run_dir: Path, records: list[dict[str, Any]]) -> tuple[Array, tup
     return steps, tuple(numbers), np.array(rows)
 
 
-def _loads(run_dir: Path, record: dict[str, Any]) -> list[float]:
+def _record_loads(run_dir: Path, record: dict[str, Any]) -> list[float]:
     found = record.get("expert_load", [])
     if not isinstance(found, list):
         raise ConfigError(f"{run_dir / METRICS_FILE} is damaged: expert_load of step {record['step']} is no list")
     return [_number(load) for load in found]
 
 
-def _layers(record: dict[str, Any]) -> list[dict[str, Any]]:
+def _record_layers(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what a step says of each MoE layer; nothing where it says it in another form."""
     found = record.get("moe_layers")
     is_list = isinstance(found, list) and all(isinstance(layer, dict) for layer in found)
@@ -224,7 +224,7 @@ def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array,
     steps = np.array([record["step"] for record in records], dtype=np.int64)
     dropped, entropy = np.full((2, len(records), num_layers), np.nan)
     for i, record in enumerate(records):
-        layers = _layers(record)
+        layers = _record_layers(record)
         if len(layers) == num_layers:
             dropped[i] = [_number(layer.get("dropped_fraction")) for layer in layers]
             entropy[i] = [_number(layer.get("router_entropy")) for layer in layers]
@@ -235,7 +235,7 @@ def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array,
 
 def _number(value: Any) -> float:
     """Return a measurement; NaN for what is none, be it of another type or too large."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MOST_VALUE:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_VALUE:
         return np.nan
     return float(value)
 

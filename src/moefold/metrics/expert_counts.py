@@ -21,11 +21,11 @@ COUNTS_FILE = "expert_counts.bin"
 """Name of the counts inside the run folder."""
 FORMAT = "moefold-expert-counts-1"
 ALIGNMENT = 64
-MOST_HEADER_BYTES = 1 << 20
+MAX_HEADER_BYTES = 1 << 20
 """Of the first line: 100,000 layers have 700 KB."""
-MOST_COUNTS = 1 << 24
+MAX_COUNTS = 1 << 24
 """Of a step: 1,000 layers with 16,384 experts."""
-MOST_LOADS = 1 << 27
+MAX_LOADS = 1 << 27
 """Steps times layers: 2 million steps of 61 layers; so many numbers of 8 bytes are in memory at once."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -59,8 +59,8 @@ class ExpertCountsWriter:
     def __init__(self, run_dir: Path, layers: Sequence[int], num_experts: int, *, resume_step: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / COUNTS_FILE
-        header = _header(layers, num_experts)
-        self._record = _record_type(len(layers), num_experts)
+        header = _encode_header(layers, num_experts)
+        self._record_dtype = _make_record_dtype(len(layers), num_experts)
         truncate_expert_counts(run_dir, resume_step)
         if not path.exists() or not _starts_with(path, header):
             path.write_bytes(header)
@@ -68,7 +68,7 @@ class ExpertCountsWriter:
 
     def write(self, step: int, counts: Array) -> None:
         """Append the counts of a step, [L, E]; they are on their way to the disk when this returns."""
-        record = np.zeros((), self._record)
+        record = np.zeros((), self._record_dtype)
         record["step"], record["counts"] = step, counts
         self._file.write(record.tobytes())
         self._file.flush()
@@ -96,15 +96,15 @@ def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
     if not path.is_file():
         return None
     with open_regular(path) as file:
-        header = _read_header(file.readline(MOST_HEADER_BYTES))
+        header = _read_header(file.readline(MAX_HEADER_BYTES))
         if header is None:
             raise ConfigError(f"{path} is not a file of expert counts; remove it, or name another run")
-        record = _record_type(len(header.layers), header.num_experts)
+        record = _make_record_dtype(len(header.layers), header.num_experts)
         start = file.tell()
         whole = (os.fstat(file.fileno()).st_size - start) // record.itemsize
-    if whole * len(header.layers) > MOST_LOADS:
+    if whole * len(header.layers) > MAX_LOADS:
         raise ConfigError(
-            f"{path} has {whole:,} steps of {len(header.layers)} layers, and at most {MOST_LOADS:,} loads are read; "
+            f"{path} has {whole:,} steps of {len(header.layers)} layers, and at most {MAX_LOADS:,} loads are read; "
             "record fewer steps with metrics.expert_counts_every"
         )
     if not whole:
@@ -123,10 +123,10 @@ def truncate_expert_counts(run_dir: Path, last_step: int) -> None:
     if not path.is_file():
         return
     with path.open("r+b") as file:
-        header = _read_header(file.readline(MOST_HEADER_BYTES))
+        header = _read_header(file.readline(MAX_HEADER_BYTES))
         if header is None:
             return
-        start, record = file.tell(), _record_type(len(header.layers), header.num_experts)
+        start, record = file.tell(), _make_record_dtype(len(header.layers), header.num_experts)
         whole = (path.stat().st_size - start) // record.itemsize
         # Mapped: the counts of a long run take gigabytes, and its steps alone are read.
         steps = np.memmap(path, record, mode="r", offset=start, shape=(whole,))["step"] if whole else np.empty(0)
@@ -154,7 +154,7 @@ def _read_header(line: bytes) -> _Header | None:
     if not is_ours or not isinstance(layers, list) or type(num_experts) is not int:
         return None
     are_layers = all(type(layer) is int and 0 <= layer < 2**31 for layer in layers)
-    if not layers or not are_layers or not 0 < num_experts * len(layers) <= MOST_COUNTS:
+    if not layers or not are_layers or not 0 < num_experts * len(layers) <= MAX_COUNTS:
         return None
     return _Header(tuple(layers), num_experts)
 
@@ -164,11 +164,11 @@ def _starts_with(path: Path, header: bytes) -> bool:
         return file.read(len(header)) == header
 
 
-def _header(layers: Sequence[int], num_experts: int) -> bytes:
+def _encode_header(layers: Sequence[int], num_experts: int) -> bytes:
     text = json.dumps({"format": FORMAT, "layers": list(layers), "num_experts": num_experts})
     length = -(-(len(text) + 1) // ALIGNMENT) * ALIGNMENT
     return (text.ljust(length - 1) + "\n").encode("ascii")
 
 
-def _record_type(num_layers: int, num_experts: int) -> np.dtype[Any]:
+def _make_record_dtype(num_layers: int, num_experts: int) -> np.dtype[Any]:
     return np.dtype([("step", "<i8"), ("counts", "<u4", (num_layers, num_experts))])

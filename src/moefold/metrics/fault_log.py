@@ -19,7 +19,9 @@ FAULTS_FILE = "faults.jsonl"
 
 def log_fault(run_dir: Path, record: Mapping[str, Any]) -> None:
     """Append one fault, with the time in seconds since 1970; NaN and infinities are written as words."""
-    line = json.dumps({"time_s": round(time.time(), 3), **{key: _plain(value) for key, value in record.items()}})
+    line = json.dumps(
+        {"time_s": round(time.time(), 3), **{key: _to_json_value(value) for key, value in record.items()}}
+    )
     with (run_dir / FAULTS_FILE).open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
@@ -37,9 +39,9 @@ def read_faults(run_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: _to_json_value(part) for key, part in value.items()}
+    return [_to_json_value(part) for part in value] if isinstance(value, list | tuple) else value

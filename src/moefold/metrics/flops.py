@@ -27,7 +27,7 @@ TRAIN_TO_FORWARD = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterCount:
-    """Parameters of a whole model, by part. The fields from `embedding` to `multi_token` add up to `total`."""
+    """Parameters of a whole model, by part. The fields from `embedding` to `mtp` add up to `total`."""
 
     embedding: int
     """Token embedding, V*H."""
@@ -45,7 +45,7 @@ class ParameterCount:
     """Shared experts and their gates."""
     norms: int
     """Two norms a layer, those inside attention (queries and keys, latents) where there are any, and the final norm."""
-    multi_token: int
+    mtp: int
     """Layers of multi-token prediction: each a layer as the last one, a projection of 2*H to H and three norms."""
     active_experts: int
     """The part of `experts` that one token meets: top_k of num_experts."""
@@ -54,7 +54,7 @@ class ParameterCount:
     def total(self) -> int:
         """All parameters; shared ones count once."""
         trunk = self.attention + self.dense_mlp + self.router + self.shared_experts + self.norms
-        return self.embedding + self.head + trunk + self.experts + self.multi_token
+        return self.embedding + self.head + trunk + self.experts + self.mtp
 
     @property
     def active(self) -> int:
@@ -62,7 +62,7 @@ class ParameterCount:
 
         Those of multi-token prediction are left out, as they are after training.
         """
-        return self.total - self.multi_token - self.experts + self.active_experts
+        return self.total - self.mtp - self.experts + self.active_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,16 +83,14 @@ class FlopCount:
     """Shared experts and their gates."""
     head: int
     """Output logits."""
-    multi_token: int
+    mtp: int
     """Multi-token prediction at training: its layers, their projections, and the output logits once more for each."""
 
     @property
     def forward(self) -> int:
         """One token through the forward pass."""
         attention = self.attention_projections + self.attention_core
-        return (
-            attention + self.dense_mlp + self.router + self.experts + self.shared_experts + self.head + self.multi_token
-        )
+        return attention + self.dense_mlp + self.router + self.experts + self.shared_experts + self.head + self.mtp
 
     @property
     def total(self) -> int:
@@ -117,7 +115,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
         experts=moe_layers * model.num_experts * expert,
         shared_experts=moe_layers * _shared_experts(model),
         norms=layers * (2 * hidden + _attention_norms(model)) + hidden,
-        multi_token=_multi_token_parameters(model) if model.mtp_layers else 0,
+        mtp=_mtp_parameters(model) if model.mtp_layers else 0,
         active_experts=moe_layers * model.top_k * expert,
     )
 
@@ -131,7 +129,7 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
     """
     hidden, layers, dense_layers, moe_layers = _sizes(model)
     value_size = model.v_head_dim if model.attention == "mla" else model.head_size
-    keys = sum(_keys(window, seq_len, causal) for window in model.layer_windows)
+    keys = sum(_keys_per_token(window, seq_len, causal) for window in model.layer_windows)
     return FlopCount(
         attention_projections=2 * layers * _attention_weights(model),
         attention_core=round(2 * keys * model.num_attention_heads * (model.head_size + value_size)),
@@ -140,7 +138,7 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
         experts=2 * moe_layers * model.top_k * _swiglu(hidden, model.moe_ffn_hidden_size),
         shared_experts=2 * moe_layers * _shared_experts(model),
         head=2 * hidden * model.vocab_size,
-        multi_token=_multi_token_flops(model, seq_len, causal=causal) if model.mtp_layers else 0,
+        mtp=_mtp_flops(model, seq_len, causal=causal) if model.mtp_layers else 0,
     )
 
 
@@ -150,14 +148,14 @@ def _last_layer(model: ModelConfig) -> ModelConfig:
     return replace(model, mtp_layers=0, num_layers=1, layer_pattern=model.layer_kinds[-1], attention_pattern=pattern)
 
 
-def _multi_token_parameters(model: ModelConfig) -> int:
+def _mtp_parameters(model: ModelConfig) -> int:
     one, hidden = count_parameters(_last_layer(model)), model.hidden_size
     # The final norm of the model of one layer stands for the one behind each of these.
     layer = one.total - one.embedding - one.head
     return model.mtp_layers * (layer + 2 * hidden * hidden + 2 * hidden)
 
 
-def _multi_token_flops(model: ModelConfig, seq_len: int, *, causal: bool) -> int:
+def _mtp_flops(model: ModelConfig, seq_len: int, *, causal: bool) -> int:
     one = train_flops_per_token(_last_layer(model), seq_len, causal=causal)
     return model.mtp_layers * (one.forward + 2 * 2 * model.hidden_size**2)
 
@@ -190,7 +188,7 @@ def _attention_norms(model: ModelConfig) -> int:
     return heads * model.head_size
 
 
-def _keys(window: int, seq_len: int, causal: bool) -> float:
+def _keys_per_token(window: int, seq_len: int, causal: bool) -> float:
     """Keys that a token of one layer meets, on average over the sequence."""
     if 0 < window < seq_len:
         return window - window * window / (2 * seq_len)

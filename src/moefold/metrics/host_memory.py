@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
-UNLIMITED = 2**62
+UNLIMITED_BYTES = 2**62
 """Version 1 of control groups writes a number near 2**63 for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class AvailableMemory:
     """Bytes, and what limits them."""
 
     size: int
-    limit: str
+    description: str
     """For a message: "21.3 GiB are free"."""
 
 
@@ -25,7 +25,7 @@ def physical_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def host_room(root: Path = ROOT) -> Room:
+def available_host_memory(root: Path = ROOT) -> AvailableMemory:
     """Return what all processes of this machine, or of this container, can still get together.
 
     That is MemAvailable plus free swap, and not more than the control groups of this process leave, to which free swap
@@ -36,19 +36,22 @@ def host_room(root: Path = ROOT) -> Room:
     """
     free, swap = _free_bytes(root), 0
     if free is None:
-        return Room(physical_bytes(), "of the machine")
+        return AvailableMemory(physical_bytes(), "of the machine")
     available, swap = free
-    rooms = [Room(available + swap, "free on this machine" + (", swap included" if swap else ""))]
-    rooms += [Room(left + swap, "left by the memory limit of the control group") for left in _group_rooms(root)]
+    rooms = [AvailableMemory(available + swap, "free on this machine" + (", swap included" if swap else ""))]
+    rooms += [
+        AvailableMemory(left + swap, "left by the memory limit of the control group")
+        for left in _cgroup_headrooms(root)
+    ]
     return min(rooms, key=lambda room: room.size)
 
 
-def process_room(root: Path = ROOT) -> Room | None:
+def available_process_memory(root: Path = ROOT) -> AvailableMemory | None:
     """Return what one process can still map under its limit of address space (`ulimit -v`); None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return None
-    return Room(max(0, limit - _mapped_bytes(root)), "left by the limit of address space (ulimit -v)")
+    return AvailableMemory(max(0, limit - _mapped_bytes(root)), "left by the limit of address space (ulimit -v)")
 
 
 def _free_bytes(root: Path) -> tuple[int, int] | None:
@@ -69,7 +72,7 @@ def _mapped_bytes(root: Path) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _group_rooms(root: Path) -> Iterator[int]:
+def _cgroup_headrooms(root: Path) -> Iterator[int]:
     """What each control group over this process leaves, of version 1 and 2."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -90,15 +93,15 @@ def _group_rooms(root: Path) -> Iterator[int]:
             folder = mount / path.lstrip("/")
             folders = [folder, *folder.parents]
             for group in folders[: folders.index(mount) + 1]:
-                yield from _group_room(group, *names)
+                yield from _cgroup_headroom(group, *names)
 
 
-def _group_room(group: Path, limit_file: str, usage_file: str, cache_key: str) -> Iterator[int]:
+def _cgroup_headroom(group: Path, limit_file: str, usage_file: str, cache_key: str) -> Iterator[int]:
     try:
         limit_text = (group / limit_file).read_text(encoding="ascii").strip()
         usage = int((group / usage_file).read_text(encoding="ascii"))
         stat = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
     except (OSError, ValueError):
         return
-    if limit_text.isdecimal() and int(limit_text) < UNLIMITED:
+    if limit_text.isdecimal() and int(limit_text) < UNLIMITED_BYTES:
         yield max(0, int(limit_text) - usage + int(stat.get(cache_key, "0")))

@@ -19,29 +19,29 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from moefold.model.steps import Begun, Steps
+from moefold.model.steps import Resumable, ResumableTask
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Phase = Literal["before", "forward", "backward"]
-UNNAMED = "other"
-GATHERED = "gathered weights"
-_CAST = torch.ops.aten._to_copy.default
+UNTAGGED = "other"
+GATHERED_WEIGHTS = "gathered weights"
+_CAST_OP = torch.ops.aten._to_copy.default
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class Allocation:
     """Memory of one storage."""
 
     size: int
     part: str
     phase: Phase
-    is_settled: bool = False
+    is_tagged: bool = False
     """Whether its part is known for good: of what it was made in does not matter."""
 
 
 @dataclass(frozen=True)
-class Peak:
+class MemoryPeak:
     """The most that was in memory at once."""
 
     total: int
@@ -49,7 +49,7 @@ class Peak:
     """Bytes of each part at that moment."""
 
 
-class Ledger(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Context manager: inside, notes what every operation allocates, and when it is freed.
 
     `part` says which part of the model runs. What is made in a backward pass is workspace, unless it is found to be
@@ -59,22 +59,22 @@ class Ledger(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.phase: Phase = "before"
-        self._parts: list[str] = [UNNAMED]
-        self._alive: dict[int, Block] = {}
+        self._part_stack: list[str] = [UNTAGGED]
+        self._live: dict[int, Allocation] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._events: list[tuple[int, Block]] = []
+        self._events: list[tuple[int, Allocation]] = []
         self._freed: deque[int] = deque()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """What is made inside belongs to this part."""
-        self._parts.append(name)
+        self._part_stack.append(name)
         try:
             yield
         finally:
-            self._parts.pop()
+            self._part_stack.pop()
 
-    def labelled(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+    def scoped(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
         """The same function, whose memory belongs to a part."""
 
         @wraps(function)
@@ -84,66 +84,66 @@ class Ledger(TorchDispatchMode):
 
         return run
 
-    def labelled_steps(self, name: str, function: Callable[P, Steps[T]]) -> Callable[P, Steps[T]]:
+    def scoped_resumable(self, name: str, function: Callable[P, Resumable[T]]) -> Callable[P, Resumable[T]]:
         """The same steps, whose memory belongs to a part; what runs while they pause belongs to others."""
 
         @wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> Steps[T]:
-            begun = Begun(function(*args, **kwargs))
+        def run(*args: P.args, **kwargs: P.kwargs) -> Resumable[T]:
+            begun = ResumableTask(function(*args, **kwargs))
             while True:
                 with self.part(name):
-                    begun.go_on()
+                    begun.resume()
                 if begun.is_done:
-                    return begun.finish()
+                    return begun.run_to_end()
                 yield
 
         return run
 
-    def settle(self, name: str, tensors: Iterable[Tensor]) -> None:
+    def tag(self, name: str, tensors: Iterable[Tensor]) -> None:
         """These tensors are this part, whenever and wherever they were made."""
         for tensor in tensors:
-            block = self._block(tensor)
-            block.part, block.is_settled = name, True
+            block = self._allocation(tensor)
+            block.part, block.is_tagged = name, True
 
-    def settle_survivors(self, name: str) -> None:
+    def tag_survivors(self, name: str) -> None:
         """What a backward pass made and has left is this part."""
-        for block in self._blocks():
-            if block.phase == "backward" and block.part == UNNAMED and not block.is_settled:
-                block.part, block.is_settled = name, True
+        for block in self._live_allocations():
+            if block.phase == "backward" and block.part == UNTAGGED and not block.is_tagged:
+                block.part, block.is_tagged = name, True
 
-    def settle_unnamed(self, name: str) -> None:
+    def tag_untagged(self, name: str) -> None:
         """What has no part yet is this one."""
-        for block in self._blocks():
-            if block.part == UNNAMED and not block.is_settled:
-                block.part, block.is_settled = name, True
+        for block in self._live_allocations():
+            if block.part == UNTAGGED and not block.is_tagged:
+                block.part, block.is_tagged = name, True
 
-    def rename_alive(self, old: str, new: str) -> None:
+    def retag(self, old: str, new: str) -> None:
         """What of a part is there now belongs to another one."""
-        for block in self._blocks():
-            if block.is_settled and block.part == old:
+        for block in self._live_allocations():
+            if block.is_tagged and block.part == old:
                 block.part = new
 
     def current(self) -> dict[str, int]:
         """Bytes of each part now."""
         found: dict[str, int] = {}
-        for block in self._blocks():
-            found[self._name(block)] = found.get(self._name(block), 0) + block.size
+        for block in self._live_allocations():
+            found[self._effective_part(block)] = found.get(self._effective_part(block), 0) + block.size
         return found
 
-    def peak(self, parts: Callable[[str], bool] = lambda part: True) -> Peak:
+    def peak(self, is_counted: Callable[[str], bool] = lambda part: True) -> MemoryPeak:
         """The moment at which some parts together had most bytes."""
-        self._note_freed()
+        self._record_frees()
         now = best = 0
         best_at = 0
         for i, (change, block) in enumerate(self._events, 1):
-            if parts(self._name(block)):
+            if is_counted(self._effective_part(block)):
                 now += change
                 if now > best:
                     best, best_at = now, i
         by_part: dict[str, int] = {}
         for change, block in self._events[:best_at]:
-            by_part[self._name(block)] = by_part.get(self._name(block), 0) + change
-        return Peak(best, {part: size for part, size in by_part.items() if size})
+            by_part[self._effective_part(block)] = by_part.get(self._effective_part(block), 0) + change
+        return MemoryPeak(best, {part: size for part, size in by_part.items() if size})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
@@ -151,20 +151,21 @@ class Ledger(TorchDispatchMode):
             return NotImplemented
         if func.namespace == "fsdp" and self.phase != "backward":
             # Weights on their way: what FSDP copies them together in, and what it receives.
-            self.settle(
-                GATHERED, (x for x in tree_iter(args) if isinstance(x, Tensor) and not self._block(x).is_settled)
+            self.tag(
+                GATHERED_WEIGHTS,
+                (x for x in tree_iter(args) if isinstance(x, Tensor) and not self._allocation(x).is_tagged),
             )
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor):
-                block = self._block(leaf)
-                if func is _CAST and self._block(args[0]).part == "weights":
+                block = self._allocation(leaf)
+                if func is _CAST_OP and self._allocation(args[0]).part == "weights":
                     # One rank by itself reads its weights through casts.
-                    block.part, block.is_settled = GATHERED, True
+                    block.part, block.is_tagged = GATHERED_WEIGHTS, True
         return result
 
-    def __enter__(self) -> "Ledger":
-        self._thread = threading.get_ident()
+    def __enter__(self) -> "MemoryTracker":
+        self._thread_id = threading.get_ident()
         # FSDP frees and refills the memory of gathered weights by resizing it, which is no operation.
         self._resize = torch.UntypedStorage.resize_
         resize = self._resize
@@ -172,7 +173,7 @@ class Ledger(TorchDispatchMode):
         @wraps(resize)
         def watched(storage: torch.UntypedStorage, size: int) -> Any:
             found = resize(storage, size)
-            self._note_resize(storage, size)
+            self._record_resize(storage, size)
             return found
 
         torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign, assignment]
@@ -183,42 +184,42 @@ class Ledger(TorchDispatchMode):
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def _block(self, tensor: Tensor) -> Block:
+    def _allocation(self, tensor: Tensor) -> Allocation:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
         key = storage._cdata
-        self._note_freed()
-        if key not in self._alive:
-            block = Block(storage.nbytes(), self._parts[-1], self.phase)
-            self._alive[key] = block
+        self._record_frees()
+        if key not in self._live:
+            block = Allocation(storage.nbytes(), self._part_stack[-1], self.phase)
+            self._live[key] = block
             self._events.append((block.size, block))
             self._references[key] = weakref.ref(storage, lambda _: self._freed.append(key))
-        return self._alive[key]
+        return self._live[key]
 
-    def _blocks(self) -> list[Block]:
-        self._note_freed()
-        return list(self._alive.values())
+    def _live_allocations(self) -> list[Allocation]:
+        self._record_frees()
+        return list(self._live.values())
 
-    def _note_freed(self) -> None:
+    def _record_frees(self) -> None:
         # Other threads free what is offloaded, at any moment: they only say so, and the thread of the passes takes it
         # up before it looks anything up, so that an address that was used anew is not taken for the old one.
         while self._freed:
             key = self._freed.popleft()
-            block = self._alive.pop(key)
+            block = self._live.pop(key)
             del self._references[key]
             self._events.append((-block.size, block))
 
-    def _note_resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        if threading.get_ident() != self._thread:
+    def _record_resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        if threading.get_ident() != self._thread_id:
             # What was made in another thread is not looked after.
             return
-        self._note_freed()
-        block = self._alive.get(storage._cdata)
+        self._record_frees()
+        block = self._live.get(storage._cdata)
         if block is not None:
             self._events.append((size - block.size, block))
-            block.size, block.part, block.is_settled = size, GATHERED, True
+            block.size, block.part, block.is_tagged = size, GATHERED_WEIGHTS, True
 
-    def _name(self, block: Block) -> str:
+    def _effective_part(self, allocation: Allocation) -> str:
         # Where a part runs in a backward pass, it runs again: what it makes are activations.
-        is_workspace = block.phase == "backward" and block.part == UNNAMED and not block.is_settled
-        return "workspace" if is_workspace else block.part
+        is_workspace = allocation.phase == "backward" and allocation.part == UNTAGGED and not allocation.is_tagged
+        return "workspace" if is_workspace else allocation.part

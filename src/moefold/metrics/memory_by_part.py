@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 STATES = ("weights", "gathered weights", "gradients", "optimizer", "buffers", "batch")
-POSTPONED, PIPELINE, OFFLOADED = "postponed gradients", "pipeline", "brought back"
+DELAYED_WGRAD, PIPELINE, RELOADED = "postponed gradients", "pipeline", "brought back"
 """What a backward pass leaves for another one; what is sent; and what `train.offload` had outside of memory."""
 ACTIVATIONS = (
     "embedding",
@@ -19,9 +19,9 @@ ACTIVATIONS = (
     "experts",
     "shared experts",
     "logits",
-    POSTPONED,
+    DELAYED_WGRAD,
     PIPELINE,
-    OFFLOADED,
+    RELOADED,
 )
 NOT_ACTIVATIONS = (*STATES, "workspace", "pipeline buffers", "other")
 PARTS = (*STATES, *ACTIVATIONS, "workspace", "pipeline buffers", "other")
@@ -38,14 +38,15 @@ class MemoryByPart:
     """Behind the two passes, with all gradients, before the update."""
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[float]]) -> Self:
+    def from_ranks(cls, ranks_bytes: Sequence[Sequence[float]]) -> Self:
         """Make it of what each rank says.
 
         Args:
-            rows: for each rank the bytes of `PARTS` at the peak, and behind them those now, [ranks, 2 * parts].
+            ranks_bytes: for each rank the bytes of `PARTS` at the peak, and behind them those now, [ranks, 2 * parts].
         """
         peak, current = (
-            {part: [int(row[start + i]) for row in rows] for i, part in enumerate(PARTS)} for start in (0, len(PARTS))
+            {part: [int(row[start + i]) for row in ranks_bytes] for i, part in enumerate(PARTS)}
+            for start in (0, len(PARTS))
         )
         return cls(
             peak_bytes={part: sizes for part, sizes in peak.items() if any(sizes)},

@@ -12,14 +12,14 @@ from moefold.config.action import Slot, SlotRow
 from moefold.config.schedule_order import schedule_slots
 from moefold.config.schedules import SCHEDULES
 from moefold.config.schema import Config
-from moefold.metrics.activation_memory import ActivationFormula
-from moefold.metrics.kept_parts import CUDA, Kernels, Parts
-from moefold.metrics.moments_away import moments_away
-from moefold.metrics.pass_memory import Amount, PassFormula, Way, fullest_moment
-from moefold.metrics.state_memory import StateBytes, StateFormula
+from moefold.metrics.activation_memory import ActivationMemory
+from moefold.metrics.kept_parts import CUDA_KERNELS, BytesByPart, KernelProfile
+from moefold.metrics.moments_away import optimizer_offload_memory
+from moefold.metrics.pass_memory import OverlappedPassMemory, PassIntervals, SizedParts, overlapped_peak
+from moefold.metrics.state_memory import StateBytes, StateMemory
 from moefold.parallel.stage_plan import plan_stages
 
-WAITS_FOR_SENDS = ("gpipe", "1f1b")
+BLOCKING_SENDS = ("gpipe", "1f1b")
 """Schedules of torch that let go of what they have sent before the step ends."""
 
 
@@ -56,11 +56,11 @@ class RankMemory:
         )
 
 
-def memory_of_ranks(
+def compute_rank_memory(
     cfg: Config,
     *,
     recompute: Iterable[str] | None = None,
-    kernels: Kernels = CUDA,
+    kernels: KernelProfile = CUDA_KERNELS,
     imbalance: float = 1.0,
     states: tuple[StateBytes, ...] | None = None,
 ) -> tuple[RankMemory, ...]:
@@ -71,46 +71,46 @@ def memory_of_ranks(
         recompute: parts that run again; None takes those of the recipe.
         kernels: of the device.
         imbalance: rows of the fullest rank's experts over the mean of all ranks.
-        states: those of `StateFormula`, for a caller that asks again with other parts.
+        states: those of `StateMemory`, for a caller that asks again with other parts.
     """
-    states = StateFormula(cfg).worst if states is None else states
-    peaks = activation_peaks(ActivationFormula(cfg, recompute, kernels, imbalance), cfg)
+    states = StateMemory(cfg).max_by_pp_rank if states is None else states
+    peaks = activation_peaks(ActivationMemory(cfg, recompute, kernels, imbalance), cfg)
     found = []
-    for rank, (peak, pipeline) in enumerate(zip(peaks, pipeline_buffers(cfg), strict=True)):
-        moments = moments_away(cfg, rank)
-        mine = replace(states[rank], optimizer=states[rank].optimizer - moments.away)
+    for rank, (peak, pipeline) in enumerate(zip(peaks, pipeline_buffer_bytes(cfg), strict=True)):
+        moments = optimizer_offload_memory(cfg, rank)
+        mine = replace(states[rank], optimizer=states[rank].optimizer - moments.offloaded)
         update = max(0, moments.in_transit - peak.total - pipeline)
         found.append(RankMemory(rank, mine, peak, pipeline, update))
     return tuple(found)
 
 
-def activation_peaks(formula: ActivationFormula, cfg: Config) -> tuple[ActivationPeak, ...]:
+def activation_peaks(activation_memory: ActivationMemory, cfg: Config) -> tuple[ActivationPeak, ...]:
     """Walk through the order of work of every pipeline rank, and find the moment with most activations."""
     plan, p = plan_stages(cfg), cfg.parallel
     # Without a pipeline there is no schedule.
     splits = p.pp > 1 and SCHEDULES[p.schedule].splits_backward
-    ways, overlaps = PassFormula(formula, splits=splits), cfg.parallel.overlap_experts
+    ways, overlaps = OverlappedPassMemory(activation_memory, splits_backward=splits), cfg.parallel.overlap_experts
     passes = []
     for stage in plan.stages:
-        left = formula.postponed(stage) if splits else Parts()
+        left = activation_memory.delayed_wgrad(stage) if splits else BytesByPart()
         # All schedules but the simplest keep what they hand on, results and gradients, until the step ends.
         num_neighbours = (stage.number > 0) + (stage.number + 1 < len(plan.stages))
-        lets_go = cfg.parallel.schedule in WAITS_FOR_SENDS and not overlaps
+        lets_go = cfg.parallel.schedule in BLOCKING_SENDS and not overlaps
         num_sent = 0 if lets_go or cfg.parallel.pp == 1 else num_neighbours
-        sent = Parts(pipeline=num_sent * formula.hidden)
-        peaks = formula.forward(stage), formula.backward(stage, splits=splits)
-        both = (ways.forward(stage), ways.backward(stage)) if overlaps else ((), ())
-        passes.append(_Passes(*peaks, formula.stage(stage), left, sent, both))
-    return tuple(_peak(row, passes) for row in schedule_slots(cfg))
+        sent = BytesByPart(pipeline=num_sent * activation_memory.hidden_bytes)
+        peaks = activation_memory.forward_peak(stage), activation_memory.backward_peak(stage, splits_backward=splits)
+        both = (ways.forward_intervals(stage), ways.backward_intervals(stage)) if overlaps else ((), ())
+        passes.append(_StagePasses(*peaks, activation_memory.stage_saved(stage), left, sent, both))
+    return tuple(_rank_peak(row, passes) for row in schedule_slots(cfg))
 
 
-def pipeline_buffers(cfg: Config) -> tuple[int, ...]:
+def pipeline_buffer_bytes(cfg: Config) -> tuple[int, ...]:
     """For each pipeline rank the buffers that torch's stages have for what they get.
 
     For each micro-batch a stage has one for its input and one for the gradient of its result, where these come from
     another rank; all at once, for the whole step.
     """
-    plan, hidden = plan_stages(cfg), ActivationFormula(cfg).hidden
+    plan, hidden = plan_stages(cfg), ActivationMemory(cfg).hidden_bytes
     totals = [0] * cfg.parallel.pp
     for before, after in pairwise(plan.stages):
         if before.pp_rank != after.pp_rank:
@@ -119,82 +119,98 @@ def pipeline_buffers(cfg: Config) -> tuple[int, ...]:
     return tuple(totals)
 
 
-class _Passes:
+class _StagePasses:
     """What one micro-batch has in memory on one stage."""
 
     def __init__(
-        self, forward: Parts, backward: Parts, kept: Parts, left: Parts, sent: Parts, ways: tuple[Way, Way]
+        self,
+        forward_peak: BytesByPart,
+        backward_peak: BytesByPart,
+        saved: BytesByPart,
+        delayed_wgrad: BytesByPart,
+        sent: BytesByPart,
+        intervals: tuple[PassIntervals, PassIntervals],
     ) -> None:
-        self.forward, self.backward, self.kept, self.left, self.sent = forward, backward, kept, left, Amount(sent)
-        self.forward_bytes, self.backward_bytes = forward.total(), backward.total()
-        self.kept_bytes, self.left_bytes = kept.total(), left.total()
-        self.ways = ways
+        self.forward_peak, self.backward_peak, self.saved, self.delayed_wgrad, self.sent = (
+            forward_peak,
+            backward_peak,
+            saved,
+            delayed_wgrad,
+            SizedParts(sent),
+        )
+        self.forward_bytes, self.backward_bytes = forward_peak.total(), backward_peak.total()
+        self.saved_bytes, self.delayed_wgrad_bytes = saved.total(), delayed_wgrad.total()
+        self.intervals = intervals
         """Forward and backward, where micro-batches go in pairs."""
 
 
-class _Fullest:
+class _SlotPeaks:
     """The fullest moment of what begins together on a rank, beside other micro-batches."""
 
-    def __init__(self, passes: list[_Passes]) -> None:
+    def __init__(self, passes: list[_StagePasses]) -> None:
         self._passes = passes
-        self._pairs: dict[tuple[int, int], tuple[Amount, Amount]] = {}
+        self._pair_peaks: dict[tuple[int, int], tuple[SizedParts, SizedParts]] = {}
 
-    def bytes_of(self, slot: Slot) -> int:
-        """The total of `parts_of`, which is asked for often."""
+    def peak_bytes(self, slot: Slot) -> int:
+        """The total of `peak_parts`, which is asked for often."""
         if len(slot) > 1:
-            return sum(amount.size for amount in self._pair(slot))
+            return sum(amount.size for amount in self._pair_peak(slot))
         stage = self._passes[slot[0].stage]
         return {"F": stage.forward_bytes, "W": 0}.get(slot[0].kind, stage.backward_bytes)
 
-    def parts_of(self, slot: Slot) -> Parts:
+    def peak_parts(self, slot: Slot) -> BytesByPart:
         """By part."""
         if len(slot) > 1:
-            ahead, behind = self._pair(slot)
+            ahead, behind = self._pair_peak(slot)
             return ahead.parts + behind.parts
         stage = self._passes[slot[0].stage]
-        return {"F": stage.forward, "W": Parts()}.get(slot[0].kind, stage.backward)
+        return {"F": stage.forward_peak, "W": BytesByPart()}.get(slot[0].kind, stage.backward_peak)
 
-    def _pair(self, slot: Slot) -> tuple[Amount, Amount]:
+    def _pair_peak(self, slot: Slot) -> tuple[SizedParts, SizedParts]:
         ahead, behind = (action.stage for action in slot)
-        if (ahead, behind) not in self._pairs:
+        if (ahead, behind) not in self._pair_peaks:
             other = self._passes[behind]
-            self._pairs[ahead, behind] = fullest_moment(self._passes[ahead].ways[0], other.ways[1], other.sent)
-        return self._pairs[ahead, behind]
+            self._pair_peaks[ahead, behind] = overlapped_peak(
+                self._passes[ahead].intervals[0], other.intervals[1], other.sent
+            )
+        return self._pair_peaks[ahead, behind]
 
 
-def _peak(row: SlotRow, passes: list[_Passes]) -> ActivationPeak:
+def _rank_peak(row: SlotRow, passes: list[_StagePasses]) -> ActivationPeak:
     """Follow one rank: a forward pass keeps activations, the backward pass of inputs trades them for what is left."""
     now = most = best_at = 0
-    fullest = _Fullest(passes)
+    fullest = _SlotPeaks(passes)
     for i, slot in enumerate(row):
         # Those whose backward pass runs are counted in its moment.
-        now -= sum(passes[action.stage].kept_bytes for action in slot if action.kind in "BI")
-        full = now + fullest.bytes_of(slot)
+        now -= sum(passes[action.stage].saved_bytes for action in slot if action.kind in "BI")
+        full = now + fullest.peak_bytes(slot)
         if full > most:
             most, best_at = full, i
         for action in slot:
             stage = passes[action.stage]
             if action.kind == "F":
-                now += stage.kept_bytes
+                now += stage.saved_bytes
             elif action.kind == "W":
-                now -= stage.left_bytes
+                now -= stage.delayed_wgrad_bytes
             else:
-                now += stage.sent.size + (stage.left_bytes if action.kind == "I" else 0)
-    return _moment(row, passes, fullest.parts_of(row[best_at]), most, best_at)
+                now += stage.sent.size + (stage.delayed_wgrad_bytes if action.kind == "I" else 0)
+    return _peak_snapshot(row, passes, fullest.peak_parts(row[best_at]), most, best_at)
 
 
-def _moment(row: SlotRow, passes: list[_Passes], fullest: Parts, total: int, at: int) -> ActivationPeak:
+def _peak_snapshot(
+    row: SlotRow, passes: list[_StagePasses], peak_parts: BytesByPart, total: int, slot_index: int
+) -> ActivationPeak:
     """What is in memory at one slot of a row."""
-    done = Counter((action.stage, action.kind) for slot in row[:at] for action in slot)
-    by_part = Counter(fullest)
-    leaving = [action.stage for action in row[at] if action.kind in "BI"]
+    done = Counter((action.stage, action.kind) for slot in row[:slot_index] for action in slot)
+    by_part = Counter(peak_parts)
+    leaving = [action.stage for action in row[slot_index] if action.kind in "BI"]
     in_flight = {}
     for number in {action.stage for slot in row for action in slot}:
         forward, whole, inputs, weights = (done[number, kind] for kind in "FBIW")
         stage, in_flight[number] = passes[number], forward - whole - inputs
         for count, parts in (
-            (in_flight[number] - leaving.count(number), stage.kept),
-            (inputs - weights, stage.left),
+            (in_flight[number] - leaving.count(number), stage.saved),
+            (inputs - weights, stage.delayed_wgrad),
             (whole + inputs, stage.sent.parts),
         ):
             for part, size in parts.items():

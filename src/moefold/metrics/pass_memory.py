@@ -8,176 +8,210 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from moefold.metrics.activation_memory import ActivationFormula
-from moefold.metrics.kept_parts import Parts
-from moefold.metrics.pass_turns import AGAIN as NAMES_AGAIN
-from moefold.metrics.pass_turns import FORWARD, LayerPieces, StagePieces, run_backward, run_forward, turns
-from moefold.parallel.exchange_order import AGAIN
+from moefold.metrics.activation_memory import ActivationMemory
+from moefold.metrics.kept_parts import BytesByPart
+from moefold.metrics.pass_turns import (
+    FORWARD_POINTS,
+    LayerMemory,
+    StageMemory,
+    interleave,
+    visit_backward,
+    visit_forward,
+)
+from moefold.metrics.pass_turns import RECOMPUTE_POINTS as NAMES_AGAIN
+from moefold.parallel.exchange_order import RECOMPUTED_WITH_COMM
 from moefold.parallel.stage_plan import Stage
 
 
 @dataclass(frozen=True, slots=True)
-class Amount:
+class SizedParts:
     """Parts with their sum, which is asked for often."""
 
-    parts: Parts
+    parts: BytesByPart
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", self.parts.total())
 
 
-NOTHING = Amount(Parts())
+EMPTY = SizedParts(BytesByPart())
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class CommInterval:
     """A pass from one exchange to the next, or to its end."""
 
-    most: Amount
+    peak: SizedParts
     """At its fullest moment."""
-    rests: Amount
+    during_comm: SizedParts
     """While the exchange at its end is under way."""
 
 
-Way = tuple[Stretch, ...]
+PassIntervals = tuple[CommInterval, ...]
 
 
-class _Drawn:
+class _IntervalBuilder:
     """A pass under construction."""
 
     def __init__(self) -> None:
-        self.stretches: list[Stretch] = []
-        self._most = NOTHING
+        self.intervals: list[CommInterval] = []
+        self._peak = EMPTY
 
-    def reach(self, now: Parts) -> None:
-        if now.total() > self._most.size:
-            self._most = Amount(now)
+    def observe(self, live: BytesByPart) -> None:
+        if live.total() > self._peak.size:
+            self._peak = SizedParts(live)
 
-    def pause(self, rests: Parts) -> None:
-        self.stretches.append(Stretch(self._most, Amount(rests)))
-        self._most = NOTHING
+    def close_interval(self, during_comm: BytesByPart) -> None:
+        self.intervals.append(CommInterval(self._peak, SizedParts(during_comm)))
+        self._peak = EMPTY
 
 
-class PassFormula:
+class OverlappedPassMemory:
     """The passes of the stages of one config, with `parallel.overlap_experts`.
 
     Every exchange counts as one over all axes: what goes beside it has as many.
 
     Args:
-        formula: of the layers.
-        splits: whether the schedule splits backward passes.
+        activation_memory: of the layers.
+        splits_backward: whether the schedule splits backward passes.
     """
 
-    def __init__(self, formula: ActivationFormula, *, splits: bool) -> None:
-        self._formula, self._splits = formula, splits
-        self._layer, self._pieces = cache(self._layer_pieces), cache(self._stage_pieces)
+    def __init__(self, activation_memory: ActivationMemory, *, splits_backward: bool) -> None:
+        self._activation_memory, self._splits_backward = activation_memory, splits_backward
+        self._cached_layer, self._cached_stage = cache(self._layer_memory), cache(self._stage_memory)
 
-    def forward(self, stage: Stage) -> Way:
+    def forward_intervals(self, stage: Stage) -> PassIntervals:
         """The forward pass of a stage."""
-        drawn = _Drawn()
-        run_forward(drawn, self._pieces(stage))
-        return tuple(drawn.stretches)
+        drawn = _IntervalBuilder()
+        visit_forward(drawn, self._cached_stage(stage))
+        return tuple(drawn.intervals)
 
-    def backward(self, stage: Stage) -> Way:
+    def backward_intervals(self, stage: Stage) -> PassIntervals:
         """The backward pass of a stage, recomputation included."""
-        drawn = _Drawn()
-        run_backward(drawn, self._pieces(stage))
-        return tuple(drawn.stretches)
+        drawn = _IntervalBuilder()
+        visit_backward(drawn, self._cached_stage(stage))
+        return tuple(drawn.intervals)
 
-    def _layer_pieces(self, kind: str) -> LayerPieces[Parts]:
-        formula = self._formula
-        postponed = formula.postponed_layer(kind) if self._splits else Parts()
-        return LayerPieces(formula.layers[kind], moments_of_layer(formula, kind), postponed, kind == "M")
+    def _layer_memory(self, kind: str) -> LayerMemory[BytesByPart]:
+        formula = self._activation_memory
+        postponed = formula.delayed_wgrad_layer(kind) if self._splits_backward else BytesByPart()
+        return LayerMemory(formula.saved_by_kind[kind], layer_snapshots(formula, kind), postponed, kind == "M")
 
-    def _stage_pieces(self, stage: Stage) -> StagePieces[Parts]:
-        formula, splits, count = self._formula, self._splits, stage.parts.num_further
+    def _stage_memory(self, stage: Stage) -> StageMemory[BytesByPart]:
+        formula, splits, count = self._activation_memory, self._splits_backward, stage.parts.num_mtp_layers
         further = []
         if count:
-            postponed = formula.postponed_further() if splits else Parts()
-            further = [replace(self._layer(formula.further_kind), postponed=postponed)] * count
-        return StagePieces(
-            before=formula.before_layers(stage),
-            layers=[self._layer(kind) for kind in formula.kinds(stage)],
-            further=further,
-            further_kept=formula.further() if count else Parts(),
-            head=formula.head() if stage.is_last else Parts(),
-            logits=Parts(logits=formula.transient_logits),
-            postponed_head=Parts(logits=(1 + count) * formula.postponed_head if splits and stage.is_last else 0),
+            postponed = formula.delayed_wgrad_mtp() if splits else BytesByPart()
+            further = [replace(self._cached_layer(formula.mtp_kind), delayed_wgrad=postponed)] * count
+        return StageMemory(
+            embedding=formula.embedding_part(stage),
+            layers=[self._cached_layer(kind) for kind in formula.kinds(stage)],
+            mtp_layers=further,
+            mtp_layer_saved=formula.mtp_layer() if count else BytesByPart(),
+            head=formula.head() if stage.is_last else BytesByPart(),
+            logits=BytesByPart(logits=formula.transient_logits),
+            delayed_wgrad_head=BytesByPart(
+                logits=(1 + count) * formula.delayed_wgrad_head if splits and stage.is_last else 0
+            ),
             is_last=stage.is_last,
-            splits=splits,
-            pauses_again=pauses_again(formula.recompute),
+            splits_backward=splits,
+            recomputes_comm=recomputes_comm(formula.recompute),
         )
 
 
-def pauses_again(recompute: Iterable[str]) -> bool:
+def recomputes_comm(recompute: Iterable[str]) -> bool:
     """Whether exchanges of experts run again before the gradients, with these parts that do."""
-    return not set(AGAIN).isdisjoint(recompute)
+    return not set(RECOMPUTED_WITH_COMM).isdisjoint(recompute)
 
 
-def moments_of_layer(formula: ActivationFormula, kind: str) -> dict[str, Parts]:
+def layer_snapshots(activation_memory: ActivationMemory, kind: str) -> dict[str, BytesByPart]:
     """All that a layer of kind "D" or "M" has in memory at each of `pass_turns.MOMENTS`."""
-    whole = formula.whole
-    running = whole.layers[kind] + formula.passing_norm
+    whole = activation_memory.without_recompute
+    running = whole.saved_by_kind[kind] + activation_memory.transient_norm
     if kind == "D":
         return {"leaving": running, "gradients": running}
-    found = _forward_moments(formula, FORWARD)
-    there, gradients = formula, running
-    if pauses_again(formula.recompute):
+    found = _forward_snapshots(activation_memory, FORWARD_POINTS)
+    there, gradients = activation_memory, running
+    if recomputes_comm(activation_memory.recompute):
         there = whole
-        again = _forward_moments(whole, (*NAMES_AGAIN, "sum"))
-        gradients = _fuller(again.pop("sum"), running)
+        again = _forward_snapshots(whole, (*NAMES_AGAIN, "sum"))
+        gradients = _larger(again.pop("sum"), running)
         found |= again
-    full = there.layers[kind] - there.experts.results() - Parts({"residual stream": formula.hidden})
+    full = (
+        there.saved_by_kind[kind]
+        - there.experts.expert_outputs()
+        - BytesByPart({"residual stream": activation_memory.hidden_bytes})
+    )
     return found | {
-        "gradients": _fuller(gradients, full),
+        "gradients": _larger(gradients, full),
         "home_back": full,
-        "experts_back": full + (whole.experts.inner_values() - there.experts.inner_values()),
-        "out_back": full - there.experts.worked_on(),
-        "beside": formula.postponed_beside(kind),
-        "late": Parts(experts=formula.postponed_layer(kind)["experts"]),
+        "experts_back": full + (whole.experts.fc1_outputs() - there.experts.fc1_outputs()),
+        "out_back": full - there.experts.saved_by_experts(),
+        "beside": activation_memory.delayed_wgrad_concurrent(kind),
+        "late": BytesByPart(experts=activation_memory.delayed_wgrad_layer(kind)["experts"]),
     }
 
 
-def _forward_moments(formula: ActivationFormula, names: tuple[str, ...]) -> dict[str, Parts]:
+def _forward_snapshots(activation_memory: ActivationMemory, points: tuple[str, ...]) -> dict[str, BytesByPart]:
     """A layer with experts that runs for the first time or, with a formula that keeps everything, again."""
-    whole, experts, output = formula.whole, formula.experts, Parts({"residual stream": formula.hidden})
-    places, under_way = experts.places(), experts.rows_to_experts()
+    whole, experts, output = (
+        activation_memory.without_recompute,
+        activation_memory.experts,
+        BytesByPart({"residual stream": activation_memory.hidden_bytes}),
+    )
+    places, under_way = experts.permute_indices(), experts.dispatch_comm_buffers()
     # The shared expert runs while the rows are under way.
-    ahead = whole.layers["M"] - output - whole.experts.kept() + places + under_way + formula.passing_norm
-    keeps = not pauses_again(formula.recompute)
-    held = formula.layers["M"] - output - experts.kept() + places if keeps else _held(formula)
-    held["shared experts"] += formula.hidden if whole.layers["M"]["shared experts"] else 0
-    all_results = Parts(experts=experts.rows * experts.row)
-    worked = experts.worked_on() - places if keeps else Parts()
-    out, home = held + under_way, held + worked + experts.rows_from_experts()
-    at_work = held + whole.experts.worked_on() - places + all_results + experts.at_work()
-    summing = held + worked + experts.results() + experts.summing()
-    return dict(zip(names, (_fuller(ahead, out), out, _fuller(at_work, home), home, summing), strict=True))
+    ahead = (
+        whole.saved_by_kind["M"]
+        - output
+        - whole.experts.saved()
+        + places
+        + under_way
+        + activation_memory.transient_norm
+    )
+    keeps = not recomputes_comm(activation_memory.recompute)
+    held = (
+        activation_memory.saved_by_kind["M"] - output - experts.saved() + places
+        if keeps
+        else _live_during_dispatch(activation_memory)
+    )
+    held["shared experts"] += activation_memory.hidden_bytes if whole.saved_by_kind["M"]["shared experts"] else 0
+    all_results = BytesByPart(experts=experts.expert_tokens * experts.token_bytes)
+    worked = experts.saved_by_experts() - places if keeps else BytesByPart()
+    out, home = held + under_way, held + worked + experts.combine_comm_buffers()
+    at_work = held + whole.experts.saved_by_experts() - places + all_results + experts.expert_transient()
+    summing = held + worked + experts.expert_outputs() + experts.combine_buffer()
+    return dict(zip(points, (_larger(ahead, out), out, _larger(at_work, home), home, summing), strict=True))
 
 
-def _held(formula: ActivationFormula) -> Parts:
+def _live_during_dispatch(activation_memory: ActivationMemory) -> BytesByPart:
     """What an MoE layer that will run again has at hand while rows travel, although it keeps none of it.
 
     The result of the norm, the choices and where the rows are; where all of the layer runs again, the residual stream
     too.
     """
-    held = Parts(router=formula.whole.layers["M"]["router"])
-    if "layer" in formula.recompute:
-        return held + formula.experts.places() + Parts({"norms": formula.hidden, "residual stream": formula.hidden})
-    return held + formula.layers["M"] - Parts({"residual stream": formula.hidden})
+    held = BytesByPart(router=activation_memory.without_recompute.saved_by_kind["M"]["router"])
+    if "layer" in activation_memory.recompute:
+        return (
+            held
+            + activation_memory.experts.permute_indices()
+            + BytesByPart({"norms": activation_memory.hidden_bytes, "residual stream": activation_memory.hidden_bytes})
+        )
+    return (
+        held + activation_memory.saved_by_kind["M"] - BytesByPart({"residual stream": activation_memory.hidden_bytes})
+    )
 
 
-def _fuller(one: Parts, other: Parts) -> Parts:
+def _larger(one: BytesByPart, other: BytesByPart) -> BytesByPart:
     return one if one.total() >= other.total() else other
 
 
-def fullest_moment(forward: Way, backward: Way, sent: Amount) -> tuple[Amount, Amount]:
+def overlapped_peak(forward: PassIntervals, backward: PassIntervals, sent: SizedParts) -> tuple[SizedParts, SizedParts]:
     """The moment of a pair at which most is there: what belongs to the forward pass, and to the backward pass.
 
     Args:
-        forward: of one micro-batch; it begins at the first exchange of the other pass.
-        backward: of another one; at each of its exchanges the forward pass goes on to its own next one.
+        forward_intervals: of one micro-batch; it begins at the first exchange of the other pass.
+        backward_intervals: of another one; at each of its exchanges the forward pass goes on to its own next one.
         sent: what is left of the backward pass when it is over.
     """
-    return max(turns(forward, backward, NOTHING, sent), key=lambda both: both[0].size + both[1].size)
+    return max(interleave(forward, backward, EMPTY, sent), key=lambda both: both[0].size + both[1].size)

@@ -19,7 +19,7 @@ LOSS_PICTURE = "loss.png"
 _TRAIN = "#4c78a8"
 _EVAL = "#d1495b"
 _MEAN = "#8d99ae"
-_INK = "#333333"
+_TEXT_COLOR = "#333333"
 _SMOOTH_FROM_STEPS = 20
 """A shorter run has no noise worth smoothing."""
 
@@ -65,8 +65,8 @@ def plot_loss(run_dir: Path) -> Path:
         _style(axes)
         draw(axes, curves)
     loss_axes, side_axes = panels[0], panels[-1]
-    loss_axes.set_title(_title(run_dir, curves), loc="left", fontsize=11, color=_INK, pad=10)
-    side_axes.set_xlabel("step", color=_INK)
+    loss_axes.set_title(_title(run_dir, curves), loc="left", fontsize=11, color=_TEXT_COLOR, pad=10)
+    side_axes.set_xlabel("step", color=_TEXT_COLOR)
     side_axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
     path = run_dir / LOSS_PICTURE
     draft = run_dir / f".{LOSS_PICTURE}.tmp"
@@ -102,8 +102,8 @@ def read_curves(run_dir: Path) -> Curves:
     )
 
 
-def smooth(values: list[float], half: int) -> list[float]:
-    """Return the mean of up to `half` neighbours on each side of every value; NaN is left out of the means.
+def smooth(values: list[float], half_window: int) -> list[float]:
+    """Return the mean of up to `half_window` neighbours on each side of every value; NaN is left out of the means.
 
     Centred, so that the line does not lag behind a falling loss; where the start allows fewer neighbours before a
     value, as few are taken after it. Only at the end, where the newest values count, is the mean one-sided.
@@ -112,7 +112,7 @@ def smooth(values: list[float], half: int) -> list[float]:
     counts = list(accumulate((not isnan(value) for value in values), initial=0))
     averages = []
     for i in range(len(values)):
-        first, end = i - min(half, i), min(i + min(half, i) + 1, len(values))
+        first, end = i - min(half_window, i), min(i + min(half_window, i) + 1, len(values))
         count = counts[end] - counts[first]
         averages.append((sums[end] - sums[first]) / count if count else nan)
     return averages
@@ -134,22 +134,24 @@ def _draw_loss(axes: "Axes", curves: Curves) -> None:
         label = f"held-out loss ({curves.eval_loss[-1]:.3f})"
         line = axes.plot(curves.eval_steps, curves.eval_loss, color=_EVAL, linewidth=1.2, label=label, zorder=3)[0]
         line.set(marker="o", markersize=4.5, markeredgecolor="white", markeredgewidth=0.8)
-    axes.set_ylabel("loss, nats per token", color=_INK)
-    axes.legend(frameon=False, loc="upper right", fontsize=9, labelcolor=_INK)
+    axes.set_ylabel("loss, nats per token", color=_TEXT_COLOR)
+    axes.legend(frameon=False, loc="upper right", fontsize=9, labelcolor=_TEXT_COLOR)
 
 
 def _draw_balance(axes: "Axes", curves: Curves) -> None:
     axes.axhline(1.0, color=_MEAN, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.plot(curves.steps, curves.mean_load, color=_MEAN, linewidth=1.3, marker=_dot(curves), label="mean of layers")
-    axes.plot(curves.steps, curves.worst_load, color=_TRAIN, linewidth=1.3, marker=_dot(curves), label="worst layer")
+    axes.plot(
+        curves.steps, curves.mean_load, color=_MEAN, linewidth=1.3, marker=_marker(curves), label="mean of layers"
+    )
+    axes.plot(curves.steps, curves.worst_load, color=_TRAIN, linewidth=1.3, marker=_marker(curves), label="worst layer")
     axes.set_ylim(bottom=0.9)
-    axes.set_ylabel("expert load,\nmax / mean", color=_INK)
-    axes.legend(frameon=False, loc="upper right", fontsize=8, ncols=2, labelcolor=_INK)
+    axes.set_ylabel("expert load,\nmax / mean", color=_TEXT_COLOR)
+    axes.legend(frameon=False, loc="upper right", fontsize=8, ncols=2, labelcolor=_TEXT_COLOR)
 
 
 def _draw_gradients(axes: "Axes", curves: Curves) -> None:
     """The norm of the gradients, on a log scale, and the learning rate with an axis of its own to the right."""
-    axes.plot(curves.steps, curves.grad_norm, color=_TRAIN, linewidth=1.1, marker=_dot(curves))
+    axes.plot(curves.steps, curves.grad_norm, color=_TRAIN, linewidth=1.1, marker=_marker(curves))
     if any(norm > 0 for norm in curves.grad_norm):
         from matplotlib.ticker import LogLocator
 
@@ -159,15 +161,15 @@ def _draw_gradients(axes: "Axes", curves: Curves) -> None:
         axes.minorticks_off()
     axes.set_ylabel("grad norm", color=_TRAIN)
     rate = axes.twinx()
-    rate.plot(curves.steps, curves.lr, color=_EVAL, linewidth=1.3, marker=_dot(curves))
+    rate.plot(curves.steps, curves.lr, color=_EVAL, linewidth=1.3, marker=_marker(curves))
     rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     rate.set_ylim(bottom=0)
     rate.set_ylabel("learning rate", color=_EVAL)
-    rate.tick_params(colors=_INK, labelsize=8)
+    rate.tick_params(colors=_TEXT_COLOR, labelsize=8)
     rate.spines[:].set_visible(False)
 
 
-def _dot(curves: Curves) -> str:
+def _marker(curves: Curves) -> str:
     """A marker where a line would show nothing."""
     return "o" if len(curves.steps) == 1 else ""
 
@@ -175,7 +177,7 @@ def _dot(curves: Curves) -> str:
 def _style(axes: "Axes") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#b0b0b0")
-    axes.tick_params(colors=_INK, labelsize=9)
+    axes.tick_params(colors=_TEXT_COLOR, labelsize=9)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.margins(x=0.02)

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from moefold.metrics.step import StepMetrics
-from moefold.printable import LINES, printable
+from moefold.printable import MULTILINE_CHARS, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +25,7 @@ LIVE_INTERVAL_S = 0.1
 """The live line is drawn at most so often."""
 BAR_WIDTH = 12
 """Columns of the bar on a terminal."""
-PACE_STEPS = 50
+ETA_WINDOW_STEPS = 50
 """The time left is judged by so many of the last steps."""
 
 
@@ -60,7 +60,7 @@ class Progress:
         self._first_step = first_step
         self._stream = stream
         self._clock = clock
-        self._ends_s: deque[float] = deque(maxlen=PACE_STEPS + 1)
+        self._step_ends_s: deque[float] = deque(maxlen=ETA_WINDOW_STEPS + 1)
 
     def __enter__(self) -> Self:
         self._display = self._open_display()
@@ -73,13 +73,13 @@ class Progress:
 
     def update(self, metrics: StepMetrics) -> None:
         """Show that a step is done."""
-        self._ends_s.append(self._clock())
+        self._step_ends_s.append(self._clock())
         is_milestone = metrics.step in (self._first_step, self._steps) or metrics.eval_loss is not None
         self._display.show(metrics, self._time_left_s(metrics), is_milestone=is_milestone)
 
     def message(self, text: str) -> None:
         """Show a line of text that stays; control characters of the names in it are escaped."""
-        self._display.message(printable(text, LINES))
+        self._display.message(printable(text, MULTILINE_CHARS))
 
     def _open_display(self) -> Display:
         if self._stream.isatty():
@@ -94,8 +94,8 @@ class Progress:
 
     def _time_left_s(self, metrics: StepMetrics) -> float:
         """Seconds to the end at the pace of the last steps, with what lay between them: evaluation and saving."""
-        timed = len(self._ends_s) - 1
-        pace_s = (self._ends_s[-1] - self._ends_s[0]) / timed if timed else metrics.step_time_s
+        timed = len(self._step_ends_s) - 1
+        pace_s = (self._step_ends_s[-1] - self._step_ends_s[0]) / timed if timed else metrics.step_time_s
         return pace_s * (self._steps - metrics.step)
 
 
@@ -172,7 +172,7 @@ class LiveDisplay:
         line.add_column(width=BAR_WIDTH)
         line.add_column(no_wrap=True, overflow="crop", ratio=1)
         line.add_row(
-            ProgressBar(total=self._steps, completed=step), Text(in_lines(parts, self._console.width - BAR_WIDTH - 1))
+            ProgressBar(total=self._steps, completed=step), Text(wrap_parts(parts, self._console.width - BAR_WIDTH - 1))
         )
         return line
 
@@ -182,7 +182,7 @@ def format_step(metrics: StepMetrics, steps: int, eval_loss: float | None, time_
     return "  ".join(step_parts(metrics, steps, eval_loss, time_left_s))
 
 
-def in_lines(parts: list[str], width: int) -> str:
+def wrap_parts(parts: list[str], width: int) -> str:
     """Return parts in lines of at most `width` characters, each part whole; a part that is longer has its own line."""
     lines = [parts[0]]
     for part in parts[1:]:

@@ -10,11 +10,11 @@ from typing import Any, Self
 
 import numpy as np
 
-WINDOW, MANY, FEW = 16, 12, 4
+WINDOW_STEPS, REPORT_SLOW_STEPS, RECOVERED_SLOW_STEPS = 16, 12, 4
 """A rank that was slow in MANY of the last WINDOW steps is named; it is well again once it was in FEW at most."""
-IMPACT = 0.05
+MIN_IMPACT = 0.05
 """What makes a rank slow must be at least this part of the step: less is not worth a look at a machine."""
-OWN, DATA, WAIT = 0, 1, 2
+COMPUTE, DATA, COMM = 0, 1, 2
 """Columns of what a step knows of each rank, in seconds."""
 NUM_TIMES = 3
 
@@ -23,7 +23,7 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankTimes:
+class RankTimeMetrics:
     """Over all ranks, of one step up to its gradients; on CUDA of the step before."""
 
     own_min_s: float
@@ -42,15 +42,15 @@ class RankTimes:
         """Make them of the times of each rank, [ranks, (own, data, wait)]; None if nothing was timed."""
         if not times.any():
             return None
-        own = times[:, OWN]
+        own = times[:, COMPUTE]
         return cls(
             own_min_s=float(own.min()),
             own_median_s=float(np.median(own)),
             own_max_s=float(own.max()),
             slowest_rank=int(own.argmax()),
             data_max_s=float(times[:, DATA].max()),
-            wait_min_s=float(times[:, WAIT].min()),
-            wait_median_s=float(np.median(times[:, WAIT])),
+            wait_min_s=float(times[:, COMM].min()),
+            wait_median_s=float(np.median(times[:, COMM])),
         )
 
 
@@ -71,29 +71,29 @@ class Stragglers:
         self._factor = factor
         self._stages = [list(stage) for stage in stages]
         self._hosts = list(hosts)
-        self._slow: deque[Flags] = deque(maxlen=WINDOW)
-        self._seen: deque[Array] = deque(maxlen=WINDOW)
-        self._named: set[int] = set()
+        self._slow: deque[Flags] = deque(maxlen=WINDOW_STEPS)
+        self._window_times: deque[Array] = deque(maxlen=WINDOW_STEPS)
+        self._reported: set[int] = set()
 
     def update(self, times: Array) -> list[dict[str, Any]]:
         """Take one step, [ranks, (own, data, wait)]; returns a record of each rank that is to be named now."""
         if not times.any():
             return []
-        own, data = times[:, OWN], times[:, DATA]
+        own, data = times[:, COMPUTE], times[:, DATA]
         middle = np.zeros(len(own))
         for stage in self._stages:
             middle[stage] = np.sort(own[stage])[(len(stage) - 1) // 2]
-        is_felt = own - middle > IMPACT * (own + times[:, WAIT])
+        is_felt = own - middle > MIN_IMPACT * (own + times[:, COMM])
         self._slow.append((own > self._factor * middle) & is_felt)
-        self._seen.append(np.stack([own, data, middle], axis=1))
+        self._window_times.append(np.stack([own, data, middle], axis=1))
         counts = np.sum(self._slow, axis=0)
-        self._named -= set(np.flatnonzero(counts <= FEW).tolist())
-        new = [rank for rank in np.flatnonzero(counts >= MANY).tolist() if rank not in self._named]
-        self._named |= set(new)
+        self._reported -= set(np.flatnonzero(counts <= RECOVERED_SLOW_STEPS).tolist())
+        new = [rank for rank in np.flatnonzero(counts >= REPORT_SLOW_STEPS).tolist() if rank not in self._reported]
+        self._reported |= set(new)
         return [self._record(rank, int(counts[rank])) for rank in new]
 
     def _record(self, rank: int, slow_steps: int) -> dict[str, Any]:
-        own_s, data_s, median_s = np.median([seen[rank] for seen in self._seen], axis=0).tolist()
+        own_s, data_s, median_s = np.median([seen[rank] for seen in self._window_times], axis=0).tolist()
         return {
             "kind": "straggler",
             "action": "log",
@@ -104,11 +104,11 @@ class Stragglers:
             "median_s": median_s,
             "ranks": next(len(stage) for stage in self._stages if rank in stage),
             "slow_steps": slow_steps,
-            "steps": len(self._seen),
+            "steps": len(self._window_times),
         }
 
 
-def straggler_words(record: dict[str, Any]) -> str:
+def describe_straggler(record: dict[str, Any]) -> str:
     """A straggler for the log."""
     return (
         f"rank {record['rank']} ({record['host']}) is slow in {record['slow_steps']} of {record['steps']} steps: "

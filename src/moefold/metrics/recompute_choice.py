@@ -5,22 +5,22 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 
-from moefold.config.checks_recompute import INSIDE, lacking_part
+from moefold.config.checks_recompute import IMPLIED_BY, missing_reason
 from moefold.config.schema import RECOMPUTE_PARTS, Config, ModelConfig
 from moefold.errors import ConfigError
 from moefold.metrics.flops import train_flops_per_token
-from moefold.metrics.kept_parts import CUDA, Kernels
-from moefold.metrics.memory_formula import RankMemory, memory_of_ranks
-from moefold.metrics.state_memory import StateFormula
-from moefold.parallel.stage_plan import plan_stages, with_layout
+from moefold.metrics.kept_parts import CUDA_KERNELS, KernelProfile
+from moefold.metrics.memory_formula import RankMemory, compute_rank_memory
+from moefold.metrics.state_memory import StateMemory
+from moefold.parallel.stage_plan import plan_stages, with_explicit_layout
 
 GIB = 2**30
-DEVICE_SHARE = 0.9
+DEFAULT_MEMORY_FRACTION = 0.9
 """Of a GPU's memory, where no budget is given; the rest is for kernels' workspaces, NCCL and what the allocator cannot
 use."""
-INNER_SHARE = 2 / 3
+FC1_FLOP_FRACTION = 2 / 3
 """Of a gated layer the two inner projections: the outer one is not made again, as nobody needs its result."""
-NORM_OPERATIONS = 8
+NORM_FLOPS_PER_ELEMENT = 8
 """For each number: little, but not nothing."""
 
 
@@ -31,28 +31,28 @@ class RecomputeChoice:
     parts: tuple[str, ...]
     memory: tuple[RankMemory, ...]
     """Of each pipeline rank, with these parts."""
-    before_bytes: int
+    without_recompute_bytes: int
     """The fullest rank without any."""
-    extra: float
+    extra_flops_fraction: float
     """Operations that are done again, over those of the step, on the busiest pipeline rank."""
 
     @property
-    def worst_bytes(self) -> int:
+    def max_rank_bytes(self) -> int:
         """The fullest rank."""
         return max(rank.total for rank in self.memory)
 
-    def words(self, budget_bytes: int) -> str:
+    def describe(self, budget_bytes: int) -> str:
         """One line: what was chosen and why."""
         chosen = ", ".join(self.parts) or "nothing"
         return (
-            f"train.recompute=['auto'] makes {chosen} again: {self.worst_bytes / GIB:.3g} GiB of "
-            f"{budget_bytes / GIB:.3g} by formula ({self.before_bytes / GIB:.3g} with nothing), "
-            f"for {self.extra:.1%} more operations"
+            f"train.recompute=['auto'] makes {chosen} again: {self.max_rank_bytes / GIB:.3g} GiB of "
+            f"{budget_bytes / GIB:.3g} by formula ({self.without_recompute_bytes / GIB:.3g} with nothing), "
+            f"for {self.extra_flops_fraction:.1%} more operations"
         )
 
 
 def choose_recompute(
-    cfg: Config, budget_bytes: int, kernels: Kernels = CUDA, imbalance: float = 1.0
+    cfg: Config, budget_bytes: int, kernels: KernelProfile = CUDA_KERNELS, imbalance: float = 1.0
 ) -> RecomputeChoice:
     """Of all sets of parts whose fullest rank stays within the budget, the one with the least operations to do again.
 
@@ -67,55 +67,55 @@ def choose_recompute(
         ConfigError: no set fits; the message says how much is missing and what would help.
     """
     least: RecomputeChoice | None = None
-    before, states = 0, StateFormula(cfg).worst
-    for extra, parts in sorted((extra_work(cfg, parts), parts) for parts in legal_sets(cfg.model)):
-        memory = memory_of_ranks(cfg, recompute=parts, kernels=kernels, imbalance=imbalance, states=states)
+    before, states = 0, StateMemory(cfg).max_by_pp_rank
+    for extra, parts in sorted((recompute_overhead(cfg, parts), parts) for parts in legal_part_sets(cfg.model)):
+        memory = compute_rank_memory(cfg, recompute=parts, kernels=kernels, imbalance=imbalance, states=states)
         worst = max(rank.total for rank in memory)
         before = before or worst
         found = RecomputeChoice(parts, memory, before, extra)
         if worst <= budget_bytes:
             return found
-        if least is None or worst < least.worst_bytes:
+        if least is None or worst < least.max_rank_bytes:
             least = found
     assert least is not None, "the empty set is legal"
-    raise ConfigError(_nothing_fits(cfg, least, budget_bytes))
+    raise ConfigError(_no_fit_message(cfg, least, budget_bytes))
 
 
-def with_choice(cfg: Config, parts: tuple[str, ...]) -> Config:
+def with_recompute(cfg: Config, parts: tuple[str, ...]) -> Config:
     """A recipe with the chosen parts instead of "auto".
 
     They were chosen for the stages as they stand; an automatic layout is spelled out, as it would follow the choice.
     """
-    return replace(with_layout(cfg), train=replace(cfg.train, recompute=parts, memory_budget_gib=0.0))
+    return replace(with_explicit_layout(cfg), train=replace(cfg.train, recompute=parts, memory_budget_gib=0.0))
 
 
-def legal_sets(model: ModelConfig) -> Iterator[tuple[str, ...]]:
+def legal_part_sets(model: ModelConfig) -> Iterator[tuple[str, ...]]:
     """Every set of parts that a recipe may name for a model, the empty one first."""
-    parts = [part for part in RECOMPUTE_PARTS if not lacking_part(part, model)]
+    parts = [part for part in RECOMPUTE_PARTS if not missing_reason(part, model)]
     for count in range(len(parts) + 1):
         for chosen in combinations(parts, count):
-            if not any(inner in chosen for part in chosen for inner in INSIDE.get(part, ())):
+            if not any(inner in chosen for part in chosen for inner in IMPLIED_BY.get(part, ())):
                 yield chosen
 
 
-def extra_work(cfg: Config, parts: tuple[str, ...]) -> float:
+def recompute_overhead(cfg: Config, parts: tuple[str, ...]) -> float:
     """Operations done again over those of a step, on the pipeline rank that has most to do again."""
     plan, model = plan_stages(cfg), cfg.model
     again, all_of_it = [0.0] * cfg.parallel.pp, [1.0] * cfg.parallel.pp
     whole = train_flops_per_token(model, cfg.train.seq_len)
     for stage in plan.stages:
         kinds = [(model.layer_kinds[i], model.layer_windows[i] > 0) for i in stage.parts.layers]
-        kinds += [(model.layer_kinds[-1], model.layer_windows[-1] > 0)] * stage.parts.num_further
+        kinds += [(model.layer_kinds[-1], model.layer_windows[-1] > 0)] * stage.parts.num_mtp_layers
         for kind, has_window in kinds:
-            costs = _layer_costs(model, kind, has_window, cfg.train.seq_len)
+            costs = _recompute_flops(model, kind, has_window, cfg.train.seq_len)
             again[stage.pp_rank] += sum(costs[part] for part in parts)
             all_of_it[stage.pp_rank] += 3 * costs["layer"]
-        all_of_it[stage.pp_rank] += 3 * whole.head * (1 + stage.parts.num_further) if stage.is_last else 0
+        all_of_it[stage.pp_rank] += 3 * whole.head * (1 + stage.parts.num_mtp_layers) if stage.is_last else 0
     return max(a / b for a, b in zip(again, all_of_it, strict=True))
 
 
 @lru_cache(maxsize=256)
-def _layer_costs(model: ModelConfig, kind: str, has_window: bool, seq_len: int) -> dict[str, float]:
+def _recompute_flops(model: ModelConfig, kind: str, has_window: bool, seq_len: int) -> dict[str, float]:
     """Operations for a token to make each part of a layer again."""
     pattern = "W" if has_window else "F"
     one = replace(model, num_layers=1, mtp_layers=0, layer_pattern=kind, attention_pattern=pattern)
@@ -123,19 +123,19 @@ def _layer_costs(model: ModelConfig, kind: str, has_window: bool, seq_len: int) 
     heads, source = model.num_attention_heads, model.q_lora_rank or model.hidden_size
     up = heads * (source * model.head_size + model.kv_lora_rank * (model.qk_nope_head_dim + model.v_head_dim))
     return {
-        "norms": 2 * NORM_OPERATIONS * model.hidden_size,
+        "norms": 2 * NORM_FLOPS_PER_ELEMENT * model.hidden_size,
         "core_attention": flops.attention_core,
         "mla_up": 2 * up if model.attention == "mla" else 0,
-        "dense_mlp": INNER_SHARE * flops.dense_mlp,
-        "expert_activation": INNER_SHARE * flops.experts,
-        "shared_experts": INNER_SHARE * flops.shared_experts,
+        "dense_mlp": FC1_FLOP_FRACTION * flops.dense_mlp,
+        "expert_activation": FC1_FLOP_FRACTION * flops.experts,
+        "shared_experts": FC1_FLOP_FRACTION * flops.shared_experts,
         "moe": flops.router + flops.experts + flops.shared_experts,
         "layer": flops.forward - flops.head,
     }
 
 
-def _nothing_fits(cfg: Config, least: RecomputeChoice, budget_bytes: int) -> str:
-    fullest = max(least.memory, key=lambda rank: rank.total)
+def _no_fit_message(cfg: Config, smallest: RecomputeChoice, budget_bytes: int) -> str:
+    fullest = max(smallest.memory, key=lambda rank: rank.total)
     activations = fullest.activations.total + fullest.pipeline
     states = fullest.total - activations
     p, train = cfg.parallel, cfg.train
@@ -154,6 +154,6 @@ def _nothing_fits(cfg: Config, least: RecomputeChoice, budget_bytes: int) -> str
         budget = f"nine tenths of the smallest GPU, {budget_bytes / GIB:.4g} GiB, hold"
     return (
         f"train.recompute=['auto']: {budget} no step, whatever is made again: pipeline rank {fullest.pp_rank} needs "
-        f"{least.worst_bytes / GIB:.4g} GiB with {', '.join(least.parts) or 'nothing'}, of which {states / GIB:.4g} "
+        f"{smallest.max_rank_bytes / GIB:.4g} GiB with {', '.join(smallest.parts) or 'nothing'}, of which {states / GIB:.4g} "
         f"are not activations; {help_}"
     )

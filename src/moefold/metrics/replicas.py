@@ -27,7 +27,7 @@ class ReplicaMetrics:
     expert_grad_cosine_min: float | None
 
     @classmethod
-    def from_products(
+    def from_dot_products(
         cls, losses: NDArray[np.float64], dense: NDArray[np.float64], experts: NDArray[np.float64]
     ) -> Self:
         """Make them of what each replica has.
@@ -37,10 +37,10 @@ class ReplicaMetrics:
             dense: scalar products of the dense gradients, [dp, dp].
             experts: scalar products of the gradients of the experts, [edp, edp].
         """
-        norm, mean, least = _angles(dense)
-        expert_norm, expert_mean, expert_least = _angles(experts)
+        norm, mean, least = _gradient_agreement(dense)
+        expert_norm, expert_mean, expert_least = _gradient_agreement(experts)
         return cls(
-            loss_dispersion=_dispersion(losses),
+            loss_dispersion=_relative_deviation(losses),
             grad_norm_dispersion=norm,
             grad_cosine=mean,
             grad_cosine_min=least,
@@ -50,14 +50,14 @@ class ReplicaMetrics:
         )
 
 
-def _angles(products: NDArray[np.float64]) -> tuple[float | None, float | None, float | None]:
+def _gradient_agreement(dot_products: NDArray[np.float64]) -> tuple[float | None, float | None, float | None]:
     """Dispersion of the norms, mean and least cosine of the pairs; None where a norm is 0, as without experts."""
-    norms = np.sqrt(np.diag(products))
+    norms = np.sqrt(np.diag(dot_products))
     if len(norms) < 2 or not norms.all():
         return None, None, None
-    cosines = (products / np.outer(norms, norms))[np.triu_indices(len(norms), 1)]
-    return _dispersion(norms), float(cosines.mean()), float(cosines.min())
+    cosines = (dot_products / np.outer(norms, norms))[np.triu_indices(len(norms), 1)]
+    return _relative_deviation(norms), float(cosines.mean()), float(cosines.min())
 
 
-def _dispersion(values: NDArray[np.float64]) -> float | None:
+def _relative_deviation(values: NDArray[np.float64]) -> float | None:
     return float(values.std() / abs(values.mean())) if len(values) > 1 and values.mean() else None

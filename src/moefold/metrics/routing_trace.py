@@ -19,17 +19,17 @@ import numpy as np
 from moefold.bounded_read import read_json
 from moefold.config.schema import Config
 from moefold.data.npy_file import map_npy
-from moefold.data.shard_reader import Ids, ShardReader
+from moefold.data.shard_reader import ShardReader, TokenArraySpec
 from moefold.errors import ConfigError
 
 TRACE_FOLDER = "routing"
 """Name of the trace inside the run folder."""
 MANIFEST = "trace.json"
 FORMAT = "moefold-routing-1"
-MOST_MANIFEST_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 1 << 20
 """100,000 layers have 700 KB."""
 
-Choices = np.ndarray[Any, np.dtype[Any]]
+ExpertIndices = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,25 +50,25 @@ class TraceShape:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Type of an expert's number in the files."""
-        return choice_dtype(self.num_experts)
+        return expert_index_dtype(self.num_experts)
 
     @property
-    def array(self) -> tuple[int, int, int, int]:
+    def file_shape(self) -> tuple[int, int, int, int]:
         """Shape of the file of a step."""
         return len(self.layers), self.global_batch_size, self.seq_len, self.top_k
 
-    def check_choices(self, choices: Choices, step: int, key: str = "moe.replay") -> Choices:
+    def check_expert_indices(self, indices: ExpertIndices, step: int, key: str = "moe.replay") -> ExpertIndices:
         """A copy of some choices of a step, every one the number of an expert.
 
         Args:
-            choices: any of them.
+            indices: any of them.
             step: for the message.
             key: what the user calls the trace, for the message.
 
         Raises:
             ConfigError: a number is out of range.
         """
-        copy = np.ascontiguousarray(choices)
+        copy = np.ascontiguousarray(indices)
         if copy.size and not 0 <= copy.min() <= copy.max() < self.num_experts:
             wrong = copy.max() if copy.max() >= self.num_experts else copy.min()
             raise ConfigError(
@@ -89,7 +89,7 @@ def trace_shape(cfg: Config) -> TraceShape:
     )
 
 
-def choice_dtype(num_experts: int) -> np.dtype[Any]:
+def expert_index_dtype(num_experts: int) -> np.dtype[Any]:
     """The smallest of uint8, int16 and int32 that holds the numbers 0 to num_experts - 1."""
     for name in ("uint8", "int16"):
         if num_experts - 1 <= np.iinfo(name).max:
@@ -97,7 +97,7 @@ def choice_dtype(num_experts: int) -> np.dtype[Any]:
     return np.dtype("int32")
 
 
-class TraceWriter:
+class RoutingTraceWriter:
     """Writes a trace into a run folder, one file a step; made on one rank only.
 
     Opening it drops the steps past `resume_step`, as a resumed run repeats them; and all steps, if they are of another
@@ -114,24 +114,26 @@ class TraceWriter:
         self._folder = run_dir / TRACE_FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
         truncate_trace(run_dir, resume_step)
-        fits = _has_shape(self._folder / MANIFEST, shape)
+        fits = _manifest_matches(self._folder / MANIFEST, shape)
         self.num_dropped = 0 if fits else len(traced_steps(self._folder))
         if not fits:
             truncate_trace(run_dir, 0)
-        _replace(self._folder / MANIFEST, lambda path: path.write_text(_manifest(shape) + "\n", encoding="utf-8"))
+        _write_atomically(
+            self._folder / MANIFEST, lambda path: path.write_text(_encode_manifest(shape) + "\n", encoding="utf-8")
+        )
 
-    def write(self, step: int, layers: Iterable[Choices]) -> None:
+    def write(self, step: int, layers: Iterable[ExpertIndices]) -> None:
         """Write one step, layer after layer, so that one layer at a time is in memory.
 
         Args:
             step: 1-based.
             layers: the choices of each traced layer in order, [G, S, K] of the trace's type.
         """
-        _replace(_step_file(self._folder, step), lambda path: self._write_layers(path, layers))
+        _write_atomically(_step_file(self._folder, step), lambda path: self._write_layers(path, layers))
 
-    def _write_layers(self, path: Path, layers: Iterable[Choices]) -> None:
+    def _write_layers(self, path: Path, layers: Iterable[ExpertIndices]) -> None:
         # Written rather than mapped: on a full disk a write is an error, and a page of a map ends the process.
-        header = {"descr": self._shape.dtype.str, "fortran_order": False, "shape": self._shape.array}
+        header = {"descr": self._shape.dtype.str, "fortran_order": False, "shape": self._shape.file_shape}
         with path.open("wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
             for choices in layers:
@@ -144,14 +146,14 @@ class TracedStep:
     def __init__(self, path: Path, array: "np.memmap[Any, np.dtype[Any]]") -> None:
         """Take over where the numbers of a mapped array lie, [L, G, S, K]."""
         self._shape = array.shape
-        self._reader = ShardReader(Ids(path, str(path), array.offset, array.dtype, array.size))
+        self._reader = ShardReader(TokenArraySpec(path, str(path), array.offset, array.dtype, array.size))
 
-    def __iter__(self) -> Iterator[Choices]:
+    def __iter__(self) -> Iterator[ExpertIndices]:
         """The choices of each traced layer in order, [G, S, K], one layer in memory at a time."""
         num_layers, num_samples, *_ = self._shape
         return (self.samples(layer, 0, num_samples) for layer in range(num_layers))
 
-    def samples(self, layer: int, first: int, count: int) -> Choices:
+    def samples(self, layer: int, first: int, count: int) -> ExpertIndices:
         """The choices of some samples in a traced layer, counted from 0, [count, S, K].
 
         Raises:
@@ -163,7 +165,7 @@ class TracedStep:
         return self._reader.read(start, start + count * size).reshape(count, seq_len, top_k)
 
 
-class Trace:
+class RoutingTrace:
     """A trace that is there to be read.
 
     Args:
@@ -198,15 +200,15 @@ class Trace:
         """
         path = _step_file(self.folder, step)
         if not path.is_file():
-            raise ConfigError(f"{self._key} has no step {step}; {self._what_it_has()}")
+            raise ConfigError(f"{self._key} has no step {step}; {self._describe_steps()}")
         try:
             choices = map_npy(path)
         except ValueError as error:
             raise ConfigError(f"{self._key}: {path.name} cannot be read: {error}") from None
-        if (choices.shape, choices.dtype) != (self.shape.array, self.shape.dtype):
+        if (choices.shape, choices.dtype) != (self.shape.file_shape, self.shape.dtype):
             raise ConfigError(
                 f"{self._key}: {path.name} holds {choices.dtype} {choices.shape}, and its manifest says "
-                f"{self.shape.dtype} {self.shape.array}; trace the run anew"
+                f"{self.shape.dtype} {self.shape.file_shape}; trace the run anew"
             )
         if not isinstance(choices, np.memmap) or not choices.flags.c_contiguous:
             raise ConfigError(f"{self._key}: {path.name} is not written row by row; trace the run anew")
@@ -230,7 +232,7 @@ class Trace:
             "seq_len": "train.seq_len",
         }
         faults = [
-            f"{self._key} was traced with {key}={_brief(theirs)}, and this run has {_brief(ours)}; "
+            f"{self._key} was traced with {key}={_abbreviate(theirs)}, and this run has {_abbreviate(ours)}; "
             "replay needs the same model and batch"
             for name, key in keys.items()
             if (theirs := getattr(self.shape, name)) != (ours := getattr(run, name))
@@ -241,7 +243,7 @@ class Trace:
         if absent:
             raise ConfigError(
                 f"{self._key} must hold every step from 1 to run.steps={steps}, and step {absent[0]} is missing; "
-                f"{self._what_it_has()}; choose run.steps={max(1, absent[0] - 1)} or less, or trace with "
+                f"{self._describe_steps()}; choose run.steps={max(1, absent[0] - 1)} or less, or trace with "
                 "moe.trace_every=1"
             )
         for step in range(1, steps + 1):
@@ -255,7 +257,7 @@ class Trace:
         """
         for step in range(1, steps + 1):
             for number, choices in zip(self.shape.layers, self.step(step), strict=True):
-                ordered = self.shape.check_choices(choices, step, self._key).copy()
+                ordered = self.shape.check_expert_indices(choices, step, self._key).copy()
                 ordered.sort(axis=-1)
                 repeats = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
                 if repeats.any():
@@ -265,7 +267,7 @@ class Trace:
                         f"layer {number}: the {self.shape.top_k} choices of a token must differ; trace the run anew"
                     )
 
-    def _what_it_has(self) -> str:
+    def _describe_steps(self) -> str:
         if not self.steps:
             return "it holds no step"
         return f"it holds {len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}"
@@ -291,19 +293,19 @@ def _step_file(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.npy"
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
+def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write beside and move, so that a kill leaves the old file or the new one."""
     draft = path.with_name(f".{path.name}.tmp")
     write(draft)
     draft.replace(path)
 
 
-def _manifest(shape: TraceShape) -> str:
+def _encode_manifest(shape: TraceShape) -> str:
     return json.dumps({"format": FORMAT, **asdict(shape)})
 
 
 def _read_manifest(path: Path) -> TraceShape:
-    record = read_json(path, MOST_MANIFEST_BYTES)
+    record = read_json(path, MAX_MANIFEST_BYTES)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError("its format is another one")
     sizes = {name: record[name] for name in ("num_experts", "top_k", "global_batch_size", "seq_len")}
@@ -316,14 +318,14 @@ def _read_manifest(path: Path) -> TraceShape:
     return TraceShape(layers=tuple(layers), **sizes)
 
 
-def _has_shape(manifest: Path, shape: TraceShape) -> bool:
+def _manifest_matches(manifest: Path, shape: TraceShape) -> bool:
     try:
         return _read_manifest(manifest) == shape
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _brief(value: int | Sequence[int]) -> str:
+def _abbreviate(value: int | Sequence[int]) -> str:
     if isinstance(value, int):
         return str(value)
     return str(list(value)) if len(value) <= 8 else f"[{value[0]}, {value[1]}, ..., {value[-1]}] ({len(value)})"

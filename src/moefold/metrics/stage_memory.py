@@ -5,8 +5,8 @@ from dataclasses import replace
 from moefold.config.checks_recompute import AUTO
 from moefold.config.schedule_order import schedule_slots
 from moefold.config.schema import Config
-from moefold.metrics.activation_memory import ActivationFormula
-from moefold.metrics.state_memory import StateFormula
+from moefold.metrics.activation_memory import ActivationMemory
+from moefold.metrics.state_memory import StateMemory
 
 
 def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:
@@ -21,20 +21,20 @@ def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:
     """
     model, train = cfg.model, cfg.train
     spelled = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=""))
-    states, formula = StateFormula(spelled), ActivationFormula(cfg, () if AUTO in train.recompute else None)
+    states, formula = StateMemory(spelled), ActivationMemory(cfg, () if AUTO in train.recompute else None)
     offloads = train.offload_optimizer != "none"
     held = {name: states.unit_bytes(name, with_optimizer=not offloads) for name in ("embedding", "head", "D", "M")}
-    layers = [(held[kind], formula.layers[kind].total()) for kind in model.layer_kinds]
-    loss = held["head"] + formula.transient_logits + (held["embedding"] if model.embeds_twice else 0)
+    layers = [(held[kind], formula.saved_by_kind[kind].total()) for kind in model.layer_kinds]
+    loss = held["head"] + formula.transient_logits + (held["embedding"] if model.last_stage_needs_embedding else 0)
     kept = formula.head().total()
     if model.mtp_layers:
         loss += model.mtp_layers * states.unit_bytes("further", with_optimizer=not offloads)
-        kept += model.mtp_layers * formula.further().total()
+        kept += model.mtp_layers * formula.mtp_layer().total()
     units = [(held["embedding"], formula.embedding().total()), *layers, (loss, kept)]
-    return [[state + count * one for state, one in units] for count in most_in_flight(spelled, num_stages)]
+    return [[state + count * one for state, one in units] for count in max_in_flight(spelled, num_stages)]
 
 
-def most_in_flight(cfg: Config, num_stages: int) -> list[int]:
+def max_in_flight(cfg: Config, num_stages: int) -> list[int]:
     """Micro-batches of each stage whose forward pass has begun and whose backward pass is not over, at most."""
     now, most = [0] * num_stages, [1] * num_stages
     for row in schedule_slots(cfg):

@@ -13,14 +13,14 @@ from moefold.config.schema import Config
 from moefold.metrics.weight_shapes import (
     WeightShape,
     embedding_weight,
-    further_layer_weights,
     head_weights,
     layer_weights,
+    mtp_layer_weights,
 )
 from moefold.parallel.stage_plan import Stage, plan_stages
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-STEP_BYTES = 4
+ADAMW_STEP_BYTES = 4
 """AdamW counts the steps of each parameter in a float32."""
 
 
@@ -45,22 +45,22 @@ class StateBytes:
         return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(StateBytes)))
 
     @property
-    def resting(self) -> int:
+    def persistent(self) -> int:
         """Between two steps."""
         return self.weights + self.optimizer + self.buffers
 
 
-def master_bytes(cfg: Config) -> int:
+def master_dtype_bytes(cfg: Config) -> int:
     """Bytes of a master weight, of its gradient and of a float32 moment."""
     return 8 if cfg.run.dtype == "float64" else 4
 
 
-def compute_bytes(cfg: Config) -> int:
+def compute_dtype_bytes(cfg: Config) -> int:
     """Bytes of a number of the compute type."""
     return ITEM_BYTES[cfg.run.dtype]
 
 
-def rank_states(cfg: Config, pp_rank: int, dense_member: int = 0, expert_member: int = 0) -> StateBytes:
+def rank_state_bytes(cfg: Config, pp_rank: int, dense_dp_rank: int = 0, expert_dp_rank: int = 0) -> StateBytes:
     """What one rank holds.
 
     Members 0 of data parallelism, such as the first rank of each stage, hold the most: those behind them get what is
@@ -69,64 +69,64 @@ def rank_states(cfg: Config, pp_rank: int, dense_member: int = 0, expert_member:
     Args:
         cfg: a recipe that `check_config` passed.
         pp_rank: pipeline rank.
-        dense_member: place among the dp x cp ranks over which dense weights are cut.
-        expert_member: place among the edp ranks over which experts are cut.
+        dense_dp_rank: place among the dp x cp ranks over which dense weights are cut.
+        expert_dp_rank: place among the edp ranks over which experts are cut.
     """
-    return StateFormula(cfg).rank(pp_rank, dense_member, expert_member)
+    return StateMemory(cfg).rank_bytes(pp_rank, dense_dp_rank, expert_dp_rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holding:
+class ShardSpec:
     """How a rank holds weights: over how many ranks data parallelism cuts them, and in which types."""
 
     degrees: tuple[int, int]
     """Ranks over which dense weights are cut, and experts; 1 and 1 with zero=0."""
-    sums: bool
+    accumulates_gradients: bool
     """Whether gradients are summed over micro-batches before they are reduced."""
-    master: int
+    master_bytes: int
     """Bytes of a master weight; 0 where the weights in the compute type are the only ones."""
-    compute: int
+    compute_bytes: int
     """Bytes of a number of the compute type."""
-    moment: int
+    moment_bytes: int
     """Bytes of one moment of the optimizer."""
-    gradient: int
+    gradient_bytes: int
     """Bytes of a gradient."""
     muon_groups: tuple[str, ...] = ()
     """Parts whose matrices have one moment; all else has two, and a count of steps."""
 
-    def states(self, weights: Iterable[WeightShape], members: tuple[int, int] = (0, 0)) -> StateBytes:
+    def state_bytes(self, weights: Iterable[WeightShape], dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
         """What some weights of one rank take, which tensor and expert parallelism have cut already."""
         kept = gradients = sums = moments = 0
         for weight in weights:
-            shards = weight.shards(self.degrees[weight.is_expert])
-            kept += shards.padded_numel * self.master
-            gradients += shards.padded_numel * self.gradient
-            sums += shards.padded_numel * shards.degree * self.gradient if self.sums else 0
-            is_muons = weight.is_muons and weight.part in self.muon_groups
-            moments += shards.numel(members[weight.is_expert]) * self.moment * (1 if is_muons else 2)
-            moments += 0 if is_muons else STEP_BYTES
+            shards = weight.dp_shards(self.degrees[weight.is_expert])
+            kept += shards.padded_numel * self.master_bytes
+            gradients += shards.padded_numel * self.gradient_bytes
+            sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
+            is_muons = weight.uses_muon and weight.part in self.muon_groups
+            moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * (1 if is_muons else 2)
+            moments += 0 if is_muons else ADAMW_STEP_BYTES
         return StateBytes(weights=kept, gradients=gradients, gradient_sums=sums, optimizer=moments)
 
-    def gathered(self, weights: Iterable[WeightShape]) -> int:
+    def gathered_bytes(self, weights: Iterable[WeightShape]) -> int:
         """Their copies that the maths reads."""
         total = 0
         for weight in weights:
-            shards = weight.shards(self.degrees[weight.is_expert])
-            item = max(self.master, self.compute) if weight.part == "router" else self.compute
+            shards = weight.dp_shards(self.degrees[weight.is_expert])
+            item = max(self.master_bytes, self.compute_bytes) if weight.part == "router" else self.compute_bytes
             total += shards.padded_numel * shards.degree * item
         return total
 
 
-def holding_of(cfg: Config, degrees: tuple[int, int], *, sums: bool) -> Holding:
+def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradients: bool) -> ShardSpec:
     """How the ranks of a recipe hold weights that are cut over so many ranks."""
-    train, master = cfg.train, master_bytes(cfg)
-    return Holding(
+    train, master = cfg.train, master_dtype_bytes(cfg)
+    return ShardSpec(
         degrees=degrees,
-        sums=sums,
-        master=master,
-        compute=compute_bytes(cfg),
-        moment=2 if train.moment_dtype == "bfloat16" else master,
-        gradient=master,
+        accumulates_gradients=accumulates_gradients,
+        master_bytes=master,
+        compute_bytes=compute_dtype_bytes(cfg),
+        moment_bytes=2 if train.moment_dtype == "bfloat16" else master,
+        gradient_bytes=master,
         muon_groups=train.muon_groups if train.optimizer == "muon" else (),
     )
 
@@ -137,67 +137,72 @@ def expert_buffer_bytes(cfg: Config) -> int:
     return cfg.model.num_experts * (4 * cfg.model.expert_bias + counts)
 
 
-def rotation_bytes(cfg: Config) -> int:
+def rope_buffer_bytes(cfg: Config) -> int:
     """Cosines and sines of the rotation, which every stage has."""
-    return 2 * (cfg.train.seq_len // cfg.parallel.cp) * cfg.model.rotated_size * compute_bytes(cfg)
+    return 2 * (cfg.train.seq_len // cfg.parallel.cp) * cfg.model.rotary_dim * compute_dtype_bytes(cfg)
 
 
-class StateFormula:
+class StateMemory:
     """The states of the ranks of one config; the work grows with the stages, not with the tensors."""
 
     def __init__(self, cfg: Config) -> None:
         p = cfg.parallel
         self._cfg = cfg
-        self._plan = plan_stages(cfg)
+        self._stage_plan = plan_stages(cfg)
         self._is_fsdp = p.world_size > 1
-        self._is_cut = self._is_fsdp and p.zero > 0
-        degrees = (p.dp * p.cp if self._is_cut else 1, p.edp if self._is_cut else 1)
-        self._holding = holding_of(cfg, degrees, sums=self._is_fsdp and p.zero < 2 and cfg.num_micro_batches > 1)
-        self._known: dict[tuple[str, int, int], StateBytes] = {}
+        self._is_sharded = self._is_fsdp and p.zero > 0
+        degrees = (p.dp * p.cp if self._is_sharded else 1, p.edp if self._is_sharded else 1)
+        self._shard_spec = make_shard_spec(
+            cfg, degrees, accumulates_gradients=self._is_fsdp and p.zero < 2 and cfg.num_micro_batches > 1
+        )
+        self._unit_cache: dict[tuple[str, int, int], StateBytes] = {}
 
-    def rank(self, pp_rank: int, dense_member: int = 0, expert_member: int = 0) -> StateBytes:
-        """See `rank_states`."""
-        members = (dense_member, expert_member) if self._is_cut else (0, 0)
-        stages = self._plan.of_rank(pp_rank)
-        total = sum((self._unit(name, *members) for stage in stages for name in unit_names(self._cfg, stage)), ZERO)
-        if self._cfg.model.embeds_twice and len(stages) > 1 and stages[0].is_first and stages[-1].is_last:
+    def rank_bytes(self, pp_rank: int, dense_dp_rank: int = 0, expert_dp_rank: int = 0) -> StateBytes:
+        """See `rank_state_bytes`."""
+        members = (dense_dp_rank, expert_dp_rank) if self._is_sharded else (0, 0)
+        stages = self._stage_plan.of_rank(pp_rank)
+        total = sum(
+            (self._unit_states(name, *members) for stage in stages for name in unit_names(self._cfg, stage)),
+            ZERO_STATES,
+        )
+        if self._cfg.model.last_stage_needs_embedding and len(stages) > 1 and stages[0].is_first and stages[-1].is_last:
             # The second copy follows the first: no moments, and no gradient of its own once both are added up.
-            total += replace(ZERO, optimizer=-self._unit("embedding", *members).optimizer)
-        gathered = sum(self._gathered(stage) for stage in stages)
-        return replace(total, gathered=gathered, buffers=total.buffers + len(stages) * rotation_bytes(self._cfg))
+            total += replace(ZERO_STATES, optimizer=-self._unit_states("embedding", *members).optimizer)
+        gathered = sum(self._gathered_bytes(stage) for stage in stages)
+        return replace(total, gathered=gathered, buffers=total.buffers + len(stages) * rope_buffer_bytes(self._cfg))
 
     @cached_property
-    def worst(self) -> tuple[StateBytes, ...]:
+    def max_by_pp_rank(self) -> tuple[StateBytes, ...]:
         """The first rank of every pipeline stage, which holds as much as any of its stage."""
-        return tuple(self.rank(pp_rank) for pp_rank in range(self._cfg.parallel.pp))
+        return tuple(self.rank_bytes(pp_rank) for pp_rank in range(self._cfg.parallel.pp))
 
     def unit_bytes(self, name: str, *, with_optimizer: bool) -> int:
         """What the first rank of a stage holds in a step of one of `unit_names`."""
-        states, weights = self._unit(name, 0, 0), self._cut_weights(name)
-        gathered = self._holding.gathered(weights) if self._is_fsdp else alone_bytes(self._cfg, [name])
+        states, weights = self._unit_states(name, 0, 0), self._sharded_weights(name)
+        gathered = self._shard_spec.gathered_bytes(weights) if self._is_fsdp else cast_copy_bytes(self._cfg, [name])
         gathered = 0 if self._cfg.parallel.zero == 3 else gathered
         resting = states.weights + states.buffers + gathered + (states.optimizer if with_optimizer else 0)
         return resting + max(states.gradients, states.gradient_sums)
 
-    def _unit(self, name: str, dense_member: int, expert_member: int) -> StateBytes:
+    def _unit_states(self, name: str, dense_dp_rank: int, expert_dp_rank: int) -> StateBytes:
         """A layer, the embedding or the head."""
-        key = (name, dense_member, expert_member)
-        if key not in self._known:
-            states = self._holding.states(self._cut_weights(name), (dense_member, expert_member))
+        key = (name, dense_dp_rank, expert_dp_rank)
+        if key not in self._unit_cache:
+            states = self._shard_spec.state_bytes(self._sharded_weights(name), (dense_dp_rank, expert_dp_rank))
             has_experts = name == "M" or (name == "further" and self._cfg.model.layer_kinds[-1] == "M")
-            self._known[key] = replace(states, buffers=expert_buffer_bytes(self._cfg) if has_experts else 0)
-        return self._known[key]
+            self._unit_cache[key] = replace(states, buffers=expert_buffer_bytes(self._cfg) if has_experts else 0)
+        return self._unit_cache[key]
 
-    def _cut_weights(self, name: str) -> list[WeightShape]:
+    def _sharded_weights(self, name: str) -> list[WeightShape]:
         p = self._cfg.parallel
-        return [weight.cut(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg, name)]
+        return [weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg, name)]
 
-    def _gathered(self, stage: Stage) -> int:
+    def _gathered_bytes(self, stage: Stage) -> int:
         """The weights that the maths of a stage reads, which are copies of the master weights."""
         names = unit_names(self._cfg, stage)
         if not self._is_fsdp:
-            return alone_bytes(self._cfg, names)
-        sizes = [self._holding.gathered(self._cut_weights(name)) for name in names]
+            return cast_copy_bytes(self._cfg, names)
+        sizes = [self._shard_spec.gathered_bytes(self._sharded_weights(name)) for name in names]
         if self._cfg.parallel.zero < 3:
             return sum(sizes)
         layers = [size for name, size in zip(names, sizes, strict=True) if name not in ("embedding", "head")]
@@ -205,21 +210,21 @@ class StateFormula:
         return sum(sizes) - sum(layers) + max(layers, default=0)
 
 
-def alone_bytes(cfg: Config, names: Iterable[str]) -> int:
+def cast_copy_bytes(cfg: Config, names: Iterable[str]) -> int:
     """The copies of a rank by itself: it reads its master weights, in a narrower type if there is one."""
-    if compute_bytes(cfg) == master_bytes(cfg):
+    if compute_dtype_bytes(cfg) == master_dtype_bytes(cfg):
         return 0
     read = [name for name in names if name != "embedding" or cfg.model.tie_embeddings]
     weights = [weight for name in read for weight in unit_weights(cfg, name) if weight.part != "router"]
-    return sum(weight.numel for weight in weights) * compute_bytes(cfg)
+    return sum(weight.numel for weight in weights) * compute_dtype_bytes(cfg)
 
 
 def unit_names(cfg: Config, stage: Stage) -> list[str]:
     """What stands on a stage: "embedding", layers as "D" and "M", "head" and layers of prediction as "further"."""
     model, parts = cfg.model, stage.parts
-    names = ["embedding"] if stage.is_first or (stage.is_last and model.embeds_twice) else []
+    names = ["embedding"] if stage.is_first or (stage.is_last and model.last_stage_needs_embedding) else []
     names += [model.layer_kinds[i] for i in parts.layers]
-    return names + ["head"] + ["further"] * parts.num_further if stage.is_last else names
+    return names + ["head"] + ["further"] * parts.num_mtp_layers if stage.is_last else names
 
 
 def unit_weights(cfg: Config, name: str) -> tuple[WeightShape, ...]:
@@ -230,8 +235,8 @@ def unit_weights(cfg: Config, name: str) -> tuple[WeightShape, ...]:
         case "head":
             return head_weights(cfg.model)
         case "further":
-            return further_layer_weights(cfg.model, cfg.parallel.tp)
+            return mtp_layer_weights(cfg.model, cfg.parallel.tp)
     return layer_weights(cfg.model, name, cfg.parallel.tp)
 
 
-ZERO = StateBytes()
+ZERO_STATES = StateBytes()

@@ -12,10 +12,10 @@ from moefold.errors import ConfigError
 from moefold.metrics.memory_by_part import MemoryByPart
 from moefold.metrics.moe import MoELayerMetrics
 from moefold.metrics.offload import OffloadMetrics
-from moefold.metrics.rank_times import RankTimes
+from moefold.metrics.rank_times import RankTimeMetrics
 from moefold.metrics.replicas import ReplicaMetrics
 
-MOST_STEPS = 2**53
+MAX_STEP = 2**53
 """Steps are whole numbers that floats hold too."""
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics inside the run folder: one JSON object a line, one line a step."""
@@ -74,7 +74,7 @@ class StepMetrics:
     memory_by_part: MemoryByPart | None = None
     """Bytes by part of the model for each rank; None except on steps that metrics.memory_every measures."""
 
-    rank_times: RankTimes | None = None
+    rank_times: RankTimeMetrics | None = None
     """What ranks spend on their own work and on waiting for others; None with one rank or faults.straggler_factor=0."""
 
     @property
@@ -122,7 +122,7 @@ def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
         return [_to_plain(part, f"{name}[{i}]", nonfinite) for i, part in enumerate(value)]
     if isinstance(value, MemoryByPart):
         return asdict(value)
-    if isinstance(value, MoELayerMetrics | ReplicaMetrics | RankTimes | OffloadMetrics):
+    if isinstance(value, MoELayerMetrics | ReplicaMetrics | RankTimeMetrics | OffloadMetrics):
         return {key: _finite(part, f"{name}.{key}", nonfinite) for key, part in asdict(value).items()}
     return _finite(value, name, nonfinite)
 
@@ -140,4 +140,4 @@ def _parse(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     step = record.get("step") if isinstance(record, dict) else None
-    return record if type(step) is int and 0 <= step <= MOST_STEPS else None
+    return record if type(step) is int and 0 <= step <= MAX_STEP else None

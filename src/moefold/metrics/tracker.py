@@ -14,7 +14,7 @@ from moefold.config.schema import MetricsConfig
 from moefold.errors import ConfigError
 from moefold.metrics.step import StepMetrics
 
-EVALUATION = "eval/loss"
+EVAL_LOSS_CURVE = "eval/loss"
 GIB = 2**30
 _SCALARS = (
     ("train/loss", "loss"),
@@ -24,7 +24,7 @@ _SCALARS = (
     ("train/grad_norm", "grad_norm"),
     ("train/lr", "lr"),
     ("train/tokens", "tokens"),
-    (EVALUATION, "eval_loss"),
+    (EVAL_LOSS_CURVE, "eval_loss"),
     ("speed/step_time_s", "step_time_s"),
     ("speed/tokens_per_s", "tokens_per_s"),
     ("speed/tflops_per_rank", "tflops_per_rank"),
@@ -46,9 +46,9 @@ _LAYER_SCALARS = (
     ("expert_bias_max", "bias_max"),
 )
 """Metrics of one MoE layer, by the name of their curve."""
-_LOW_IS_BAD = ("router_entropy", "expert_bias_min")
+_MINIMUM_IS_LOGGED = ("router_entropy", "expert_bias_min")
 """Those that have their minimum over the layers shown too."""
-_TENSORBOARD_FIRST = {"train/loss": "1_loss/train", EVALUATION: "1_loss/eval", "speed/": "2_speed/"}
+_TENSORBOARD_FIRST = {"train/loss": "1_loss/train", EVAL_LOSS_CURVE: "1_loss/eval", "speed/": "2_speed/"}
 """Tags or groups that TensorBoard, which sorts groups by name, is to show first; digits sort before letters."""
 _WANDB_VARIABLES = (
     ("project", "WANDB_PROJECT"),
@@ -124,7 +124,7 @@ class TensorBoardTracker:
 
     def log_evaluation(self, step: int, eval_loss: float) -> None:
         """Take the held-out loss of a step that was taken without."""
-        self._writer.add_scalar(_tensorboard_tag(EVALUATION), eval_loss, global_step=step)
+        self._writer.add_scalar(_tensorboard_tag(EVAL_LOSS_CURVE), eval_loss, global_step=step)
 
     def close(self) -> None:
         """Write what is still buffered."""
@@ -157,7 +157,7 @@ class WandbTracker:
 
     def log_evaluation(self, step: int, eval_loss: float) -> None:
         """Take the held-out loss of a step that was taken without: a summary, as the history only grows."""
-        self._run.summary[f"{EVALUATION} of step {step}"] = eval_loss
+        self._run.summary[f"{EVAL_LOSS_CURVE} of step {step}"] = eval_loss
 
     def close(self) -> None:
         """Finish the run: upload, or complete the offline files."""
@@ -182,7 +182,7 @@ def _over_layers(curve: str, values: list[float]) -> dict[str, float]:
     if not values:
         return {}
     found = {f"moe_layers/{curve}_mean": float(np.mean(values)), f"moe_layers/{curve}_max": float(np.max(values))}
-    if curve in _LOW_IS_BAD:
+    if curve in _MINIMUM_IS_LOGGED:
         found[f"moe_layers/{curve}_min"] = float(np.min(values))
     return found
 

@@ -11,20 +11,22 @@ from typing import Literal
 
 from moefold.config.schema import ModelConfig
 
-Part = Literal["embedding", "head", "attention", "dense_mlp", "router", "experts", "shared_experts", "norms", "mtp"]
+ModelPart = Literal[
+    "embedding", "head", "attention", "dense_mlp", "router", "experts", "shared_experts", "norms", "mtp"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightShape:
     """One parameter: the whole one, or what is left of it once tensor or expert parallelism has cut it."""
 
-    part: Part
+    part: ModelPart
     shape: tuple[int, ...]
     tp_dim: int | None = None
     """Dim that tensor parallelism cuts; None: every tp rank holds it whole."""
     etp_dim: int | None = None
     """Of the routed experts, the dim that expert tensor parallelism cuts; dim 0 is cut over ep."""
-    is_muons: bool = False
+    uses_muon: bool = False
     """Whether Muon updates it if its part is one of train.muon_groups."""
 
     @property
@@ -37,7 +39,7 @@ class WeightShape:
         """Numbers in it."""
         return prod(self.shape)
 
-    def cut(self, tp: int, ep: int, etp: int) -> "WeightShape":
+    def shard(self, tp: int, ep: int, etp: int) -> "WeightShape":
         """What one rank of tensor or expert parallelism holds of it."""
         shape = list(self.shape)
         if self.is_expert:
@@ -48,17 +50,17 @@ class WeightShape:
             shape[self.tp_dim] //= tp
         return replace(self, shape=tuple(shape))
 
-    def shards(self, degree: int) -> "Shards":
+    def dp_shards(self, degree: int) -> "DataParallelShards":
         """How data parallelism over so many ranks cuts what is left: by rows, or each expert's rows if too few."""
         dim = 0
         if self.is_expert and self.shape[0] % degree and self.shape[1] % degree == 0:
             dim = 1
         rows = -(-self.shape[dim] // degree)
-        return Shards(self.shape[dim], rows, self.numel // self.shape[dim], degree)
+        return DataParallelShards(self.shape[dim], rows, self.numel // self.shape[dim], degree)
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
+class DataParallelShards:
     """A parameter cut over data-parallel ranks; the first ones hold `rows` rows, the last ones fewer or none."""
 
     total_rows: int
@@ -71,9 +73,9 @@ class Shards:
         """Numbers of a shard with its padding, on every rank: what FSDP keeps, sends and reduces."""
         return self.rows * self.row_numel
 
-    def numel(self, member: int) -> int:
+    def numel(self, dp_rank: int) -> int:
         """Numbers of the shard of one rank, without padding."""
-        return max(0, min(self.rows, self.total_rows - member * self.rows)) * self.row_numel
+        return max(0, min(self.rows, self.total_rows - dp_rank * self.rows)) * self.row_numel
 
 
 @lru_cache(maxsize=256)
@@ -81,14 +83,14 @@ def layer_weights(model: ModelConfig, kind: str, tp: int) -> tuple[WeightShape, 
     """The parameters of one layer of kind "D" or "M"; whole, `tp` only decides what can be cut."""
     hidden = model.hidden_size
     ffn = _moe(model) if kind == "M" else _swiglu("dense_mlp", hidden, model.ffn_hidden_size)
-    attention = _latent_attention(model) if model.attention == "mla" else _attention(model, tp)
+    attention = _mla(model) if model.attention == "mla" else _attention(model, tp)
     return (WeightShape("norms", (hidden,)), *attention, WeightShape("norms", (hidden,)), *ffn)
 
 
-def further_layer_weights(model: ModelConfig, tp: int) -> tuple[WeightShape, ...]:
+def mtp_layer_weights(model: ModelConfig, tp: int) -> tuple[WeightShape, ...]:
     """The parameters of one layer of multi-token prediction."""
     hidden = model.hidden_size
-    own = (WeightShape("mtp", (hidden, 2 * hidden), is_muons=True), *(WeightShape("norms", (hidden,)),) * 3)
+    own = (WeightShape("mtp", (hidden, 2 * hidden), uses_muon=True), *(WeightShape("norms", (hidden,)),) * 3)
     return (*layer_weights(model, model.layer_kinds[-1], tp), *own)
 
 
@@ -107,10 +109,10 @@ def _attention(model: ModelConfig, tp: int) -> Iterator[WeightShape]:
     hidden, head = model.hidden_size, model.head_size
     query, key_value = model.num_attention_heads * head, model.num_query_groups * head
     group_dim = 0 if model.num_query_groups % tp == 0 else None
-    yield WeightShape("attention", (query, hidden), 0, is_muons=True)
-    yield WeightShape("attention", (key_value, hidden), group_dim, is_muons=True)
-    yield WeightShape("attention", (key_value, hidden), group_dim, is_muons=True)
-    yield WeightShape("attention", (hidden, query), 1, is_muons=True)
+    yield WeightShape("attention", (query, hidden), 0, uses_muon=True)
+    yield WeightShape("attention", (key_value, hidden), group_dim, uses_muon=True)
+    yield WeightShape("attention", (key_value, hidden), group_dim, uses_muon=True)
+    yield WeightShape("attention", (hidden, query), 1, uses_muon=True)
     if model.qkv_bias:
         yield WeightShape("attention", (query,), 0)
         yield WeightShape("attention", (key_value,), group_dim)
@@ -127,29 +129,29 @@ def _attention(model: ModelConfig, tp: int) -> Iterator[WeightShape]:
         yield WeightShape("norms", (head,))
 
 
-def _latent_attention(model: ModelConfig) -> Iterator[WeightShape]:
+def _mla(model: ModelConfig) -> Iterator[WeightShape]:
     hidden, heads = model.hidden_size, model.num_attention_heads
     query, query_rank, rank = heads * model.head_size, model.q_lora_rank, model.kv_lora_rank
     if query_rank:
-        yield WeightShape("attention", (query_rank, hidden), is_muons=True)
-        yield WeightShape("attention", (query, query_rank), 0, is_muons=True)
+        yield WeightShape("attention", (query_rank, hidden), uses_muon=True)
+        yield WeightShape("attention", (query, query_rank), 0, uses_muon=True)
         yield WeightShape("norms", (query_rank,))
     else:
-        yield WeightShape("attention", (query, hidden), 0, is_muons=True)
-    yield WeightShape("attention", (rank + model.qk_rope_head_dim, hidden), is_muons=True)
-    yield WeightShape("attention", (heads * (model.qk_nope_head_dim + model.v_head_dim), rank), 0, is_muons=True)
+        yield WeightShape("attention", (query, hidden), 0, uses_muon=True)
+    yield WeightShape("attention", (rank + model.qk_rope_head_dim, hidden), uses_muon=True)
+    yield WeightShape("attention", (heads * (model.qk_nope_head_dim + model.v_head_dim), rank), 0, uses_muon=True)
     yield WeightShape("norms", (rank,))
-    yield WeightShape("attention", (hidden, heads * model.v_head_dim), 1, is_muons=True)
+    yield WeightShape("attention", (hidden, heads * model.v_head_dim), 1, uses_muon=True)
 
 
 def _moe(model: ModelConfig) -> Iterator[WeightShape]:
     hidden, ffn, experts = model.hidden_size, model.moe_ffn_hidden_size, model.num_experts
-    yield WeightShape("router", (experts, hidden), is_muons=True)
+    yield WeightShape("router", (experts, hidden), uses_muon=True)
     if model.router_bias:
         yield WeightShape("router", (experts,))
-    yield WeightShape("experts", (experts, hidden, ffn), etp_dim=2, is_muons=True)
-    yield WeightShape("experts", (experts, hidden, ffn), etp_dim=2, is_muons=True)
-    yield WeightShape("experts", (experts, ffn, hidden), etp_dim=1, is_muons=True)
+    yield WeightShape("experts", (experts, hidden, ffn), etp_dim=2, uses_muon=True)
+    yield WeightShape("experts", (experts, hidden, ffn), etp_dim=2, uses_muon=True)
+    yield WeightShape("experts", (experts, ffn, hidden), etp_dim=1, uses_muon=True)
     if model.moe_bias:
         for width in (ffn, ffn, hidden):
             yield WeightShape("experts", (experts, width), etp_dim=1)
@@ -159,7 +161,7 @@ def _moe(model: ModelConfig) -> Iterator[WeightShape]:
             yield WeightShape("shared_experts", (1, hidden))
 
 
-def _swiglu(part: Part, hidden: int, ffn: int) -> Iterator[WeightShape]:
-    yield WeightShape(part, (ffn, hidden), 0, is_muons=True)
-    yield WeightShape(part, (ffn, hidden), 0, is_muons=True)
-    yield WeightShape(part, (hidden, ffn), 1, is_muons=True)
+def _swiglu(part: ModelPart, hidden: int, ffn: int) -> Iterator[WeightShape]:
+    yield WeightShape(part, (ffn, hidden), 0, uses_muon=True)
+    yield WeightShape(part, (ffn, hidden), 0, uses_muon=True)
+    yield WeightShape(part, (hidden, ffn), 1, uses_muon=True)

@@ -67,7 +67,7 @@ class MetricsWriter:
                 line = json.dumps(record, allow_nan=False)
             lines.append(line + "\n")
         self._file.close()
-        _replace(self._path, lines)
+        _write_atomically(self._path, lines)
         self._file = self._path.open("a", encoding="utf-8")
         for tracker in self._trackers:
             tracker.log_evaluation(step, eval_loss)
@@ -104,11 +104,11 @@ def truncate_metrics(path: Path, last_step: int) -> int:
         else:
             removed += 1
     if removed or _ends_mid_line(path):
-        _replace(path, kept)
+        _write_atomically(path, kept)
     return removed
 
 
-def _replace(path: Path, lines: Sequence[str]) -> None:
+def _write_atomically(path: Path, lines: Sequence[str]) -> None:
     draft = path.with_name(path.name + ".tmp")
     with draft.open("w", encoding="utf-8") as file:
         file.writelines(lines)

@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from moefold.model.band import Band
-from moefold.model.gemm import multiplies_wide
+from moefold.model.band import BlockedWindow
+from moefold.model.gemm import is_faster_in_fp32
 
 CUDA_FLASH_MAX_HEAD_SIZE = 256
 """Largest head of the CUDA flash kernel (torch: sdp_utils.cpp, check_head_dim_size_flash)."""
@@ -23,45 +23,45 @@ CUDA_FLASH_HEAD_MULTIPLE = 8
 
 Mask = Literal["all", "causal"] | Tensor
 """Which keys the queries of a block see: all; query i keys 0..i, with Sq = Sk; or those of a bool [B or 1, Sq, Sk]."""
-Seen = Mask | Band
+BlockMask = Mask | BlockedWindow
 """The same, or the last keys before each query, with Sq = Sk."""
 
 
 class BlockKernel(Protocol):
     """One way to compute a block."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
 
 
-def attention_block(q: Tensor, k: Tensor, v: Tensor, *, seen: Seen) -> tuple[Tensor, Tensor]:
+def attention_block(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -> tuple[Tensor, Tensor]:
     """Attend from the queries to the keys of one block. Without autograd; local.
 
     Args:
         q: queries, [Sq, B, A, D].
         k: keys, [Sk, B, G, D].
         v: values, [Sk, B, G, D].
-        seen: which keys each query sees.
+        block_mask: which keys each query sees.
 
     Returns:
         (out [Sq, B, A, D] normalised over this block, lse [Sq, B, A] of the scaled scores), strides as they come. A
         query that sees nothing has out = 0 and lse = -inf.
     """
-    assert not _is_causal(seen) or q.shape[0] == k.shape[0], (q.shape, k.shape)
-    if isinstance(seen, Band):
-        q_tiles, k_tiles, v_tiles, mask = seen.cut(q, k, v)
-        out, lse = attention_block(q_tiles, k_tiles, v_tiles, seen=mask)
-        return seen.join(out, len(q)), seen.join(lse, len(q))
-    return block_kernel(q, seen).forward(unit_stride(q), unit_stride(k), unit_stride(v), seen)
+    assert not _is_causal(block_mask) or q.shape[0] == k.shape[0], (q.shape, k.shape)
+    if isinstance(block_mask, BlockedWindow):
+        q_tiles, k_tiles, v_tiles, mask = block_mask.to_blocks(q, k, v)
+        out, lse = attention_block(q_tiles, k_tiles, v_tiles, block_mask=mask)
+        return block_mask.from_blocks(out, len(q)), block_mask.from_blocks(lse, len(q))
+    return block_kernel(q, block_mask).forward(unit_stride(q), unit_stride(k), unit_stride(v), block_mask)
 
 
 def attention_block_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, seen: Seen
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, block_mask: BlockMask
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients that flow through one block. Local.
 
@@ -72,22 +72,33 @@ def attention_block_backward(
         v: values of the block, [Sk, B, G, D].
         out: final output, merged over all blocks that the queries see, [Sq, B, A, D].
         lse: log-sum-exp merged over the same blocks, [Sq, B, A]; finite.
-        seen: as in the forward pass of this block.
+        block_mask: as in the forward pass of this block.
 
     Returns:
         (dq, dk, dv): the block's share of the gradient of q; the gradients of its keys and values from these queries.
     """
-    if isinstance(seen, Band):
-        q_tiles, k_tiles, v_tiles, mask = seen.cut(q, k, v)
+    if isinstance(block_mask, BlockedWindow):
+        q_tiles, k_tiles, v_tiles, mask = block_mask.to_blocks(q, k, v)
         # Behind the run there is no gradient, so its log-sum-exp there has only to be finite.
-        given = seen.tiles(grad_out), q_tiles, k_tiles, v_tiles, seen.tiles(out), seen.tiles(lse)
-        dq, dk, dv = attention_block_backward(*given, seen=mask)
-        return seen.join(dq, len(q)), seen.join_keys(dk, len(q)), seen.join_keys(dv, len(q))
+        given = (
+            block_mask.to_query_blocks(grad_out),
+            q_tiles,
+            k_tiles,
+            v_tiles,
+            block_mask.to_query_blocks(out),
+            block_mask.to_query_blocks(lse),
+        )
+        dq, dk, dv = attention_block_backward(*given, block_mask=mask)
+        return (
+            block_mask.from_blocks(dq, len(q)),
+            block_mask.kv_grad_from_blocks(dk, len(q)),
+            block_mask.kv_grad_from_blocks(dv, len(q)),
+        )
     grad_out, q, k, v, out = (unit_stride(x) for x in (grad_out, q, k, v, out))
-    return block_kernel(q, seen).backward(grad_out, q, k, v, out, lse, seen)
+    return block_kernel(q, block_mask).backward(grad_out, q, k, v, out, lse, block_mask)
 
 
-def merge_block_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+def merge_lse_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Fold a block over further keys into the running result of the same queries, in place.
 
     Args:
@@ -100,63 +111,63 @@ def merge_block_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor)
     torch.logaddexp(lse, block_lse, out=lse)
 
 
-def block_kernel(q: Tensor, seen: Mask) -> BlockKernel:
+def block_kernel(q: Tensor, block_mask: Mask) -> BlockKernel:
     """The fastest kernel that computes exactly this device, type, head size and sight."""
     if q.device.type == "cpu" and q.is_floating_point():
         return CpuFlash()
     if (
         q.device.type == "cuda"
-        and isinstance(seen, str)
+        and isinstance(block_mask, str)
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] % CUDA_FLASH_HEAD_MULTIPLE == 0
         and q.shape[-1] <= CUDA_FLASH_MAX_HEAD_SIZE
     ):
         return CudaFlash()
-    return Plain()
+    return MathBlockAttention()
 
 
 class CpuFlash:
     """The CPU flash kernel; every floating type, no [Sq, Sk] matrix in memory."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        if multiplies_wide(q):
-            out, lse = self.forward(q.float(), k.float(), v.float(), seen)
+        if is_faster_in_fp32(q):
+            out, lse = self.forward(q.float(), k.float(), v.float(), block_mask)
             return out.to(q.dtype), lse
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         heads_first = (_heads_first(q), _heads_first(k), _heads_first(v))
-        out, lse = flash(*heads_first, 0.0, _is_causal(seen), attn_mask=_additive(seen, q.dtype))
-        if isinstance(seen, Tensor):
+        out, lse = flash(*heads_first, 0.0, _is_causal(block_mask), attn_mask=_additive_mask(block_mask, q.dtype))
+        if isinstance(block_mask, Tensor):
             # The kernel leaves 0 where a query sees nothing.
-            lse = lse.masked_fill(~seen.any(-1).unsqueeze(1), float("-inf"))
+            lse = lse.masked_fill(~block_mask.any(-1).unsqueeze(1), float("-inf"))
         return _sequence_first(out), lse.permute(2, 0, 1)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
-        if multiplies_wide(q):
-            wide = self.backward(grad_out.float(), q.float(), k.float(), v.float(), out.float(), lse, seen)
+        if is_faster_in_fp32(q):
+            wide = self.backward(grad_out.float(), q.float(), k.float(), v.float(), out.float(), lse, block_mask)
             dq, dk, dv = (x.to(q.dtype) for x in wide)
             return dq, dk, dv
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         tensors = (_heads_first(x) for x in (grad_out, q, k, v, out))
-        mask = _additive(seen, q.dtype)
-        dq, dk, dv = flash(*tensors, lse.permute(1, 2, 0), 0.0, _is_causal(seen), attn_mask=mask)
+        mask = _additive_mask(block_mask, q.dtype)
+        dq, dk, dv = flash(*tensors, lse.permute(1, 2, 0), 0.0, _is_causal(block_mask), attn_mask=mask)
         return _sequence_first(dq), _sequence_first(dk), _sequence_first(dv)
 
 
 class CudaFlash:
     """The CUDA flash kernel; bfloat16 and float16."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        out, lse, *_ = flash(_heads_first(q), _heads_first(k), _heads_first(v), 0.0, _is_causal(seen))
+        out, lse, *_ = flash(_heads_first(q), _heads_first(k), _heads_first(v), 0.0, _is_causal(block_mask))
         return _sequence_first(out), lse.permute(2, 0, 1)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -165,17 +176,17 @@ class CudaFlash:
         seed, offset = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
         lse = lse.permute(1, 2, 0).contiguous()
         lengths = (None, None, q.shape[0], k.shape[0])
-        dq, dk, dv = flash(*tensors, lse, *lengths, 0.0, _is_causal(seen), seed, offset)
+        dq, dk, dv = flash(*tensors, lse, *lengths, 0.0, _is_causal(block_mask), seed, offset)
         return _sequence_first(dq), _sequence_first(dk), _sequence_first(dv)
 
 
-class Plain:
+class MathBlockAttention:
     """The same in plain tensor maths, for every device and type; holds one [B, A, Sq, Sk] matrix."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Mask) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        q_SBGRD, k_SBGD, v_SBGD = _grouped(q, k), _wide(k), _wide(v)
-        scores = _scores(q_SBGRD, k_SBGD, seen)
+        q_SBGRD, k_SBGD, v_SBGD = _group_heads(q, k), _upcast(k), _upcast(v)
+        scores = _masked_scores(q_SBGRD, k_SBGD, block_mask)
         lse = scores.logsumexp(-1)
         # Where a query sees nothing, -inf - (-inf) would be no number.
         probs = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
@@ -183,13 +194,13 @@ class Plain:
         return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2).permute(2, 0, 1)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Mask
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
-        q_SBGRD, grad_SBGRD, k_SBGD, v_SBGD = _grouped(q, k), _grouped(grad_out, k), _wide(k), _wide(v)
+        q_SBGRD, grad_SBGRD, k_SBGD, v_SBGD = _group_heads(q, k), _group_heads(grad_out, k), _upcast(k), _upcast(v)
         lse_BGRS = lse.permute(1, 2, 0).unflatten(1, (k.shape[2], -1))
-        probs = torch.exp(_scores(q_SBGRD, k_SBGD, seen) - lse_BGRS.unsqueeze(-1))
-        delta_BGRS = (grad_SBGRD * _grouped(out, k)).sum(-1).permute(1, 2, 3, 0)
+        probs = torch.exp(_masked_scores(q_SBGRD, k_SBGD, block_mask) - lse_BGRS.unsqueeze(-1))
+        delta_BGRS = (grad_SBGRD * _group_heads(out, k)).sum(-1).permute(1, 2, 3, 0)
         grad_probs = torch.einsum("sbgrd,tbgd->bgrst", grad_SBGRD, v_SBGD)
         grad_scores = probs * (grad_probs - delta_BGRS.unsqueeze(-1)) * q.shape[-1] ** -0.5
         dq = torch.einsum("bgrst,tbgd->sbgrd", grad_scores, k_SBGD).flatten(2, 3)
@@ -203,34 +214,38 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _is_causal(seen: Seen) -> bool:
-    return isinstance(seen, str) and seen == "causal"
+def _is_causal(block_mask: BlockMask) -> bool:
+    return isinstance(block_mask, str) and block_mask == "causal"
 
 
-def _additive(seen: Mask, dtype: torch.dtype) -> Tensor | None:
+def _additive_mask(block_mask: Mask, dtype: torch.dtype) -> Tensor | None:
     """What is added to the scores, [B, 1, Sq, Sk]: 0, or -inf for a hidden key."""
-    if not isinstance(seen, Tensor):
+    if not isinstance(block_mask, Tensor):
         return None
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf")).unsqueeze(1)
+    return (
+        torch.zeros(block_mask.shape, dtype=dtype, device=block_mask.device)
+        .masked_fill_(~block_mask, float("-inf"))
+        .unsqueeze(1)
+    )
 
 
-def _scores(q_SBGRD: Tensor, k_SBGD: Tensor, seen: Mask) -> Tensor:
+def _masked_scores(q_SBGRD: Tensor, k_SBGD: Tensor, block_mask: Mask) -> Tensor:
     scores = torch.einsum("sbgrd,tbgd->bgrst", q_SBGRD * q_SBGRD.shape[-1] ** -0.5, k_SBGD)
-    if isinstance(seen, Tensor):
-        return scores.masked_fill_(~seen[:, None, None], float("-inf"))
-    if seen == "causal":
+    if isinstance(block_mask, Tensor):
+        return scores.masked_fill_(~block_mask[:, None, None], float("-inf"))
+    if block_mask == "causal":
         rows, columns = scores.shape[-2:]
         future = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill_(future, float("-inf"))
     return scores
 
 
-def _grouped(x_SBAD: Tensor, k_SBGD: Tensor) -> Tensor:
+def _group_heads(x_SBAD: Tensor, k_SBGD: Tensor) -> Tensor:
     """[S, B, A, D] -> [S, B, G, A/G, D] in the type of the sums."""
-    return _wide(x_SBAD).unflatten(2, (k_SBGD.shape[2], -1))
+    return _upcast(x_SBAD).unflatten(2, (k_SBGD.shape[2], -1))
 
 
-def _wide(x: Tensor) -> Tensor:
+def _upcast(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype))
 
 

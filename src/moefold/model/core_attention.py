@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.model.attention_block import BlockKernel, Seen, attention_block, attention_block_backward
+from moefold.model.attention_block import BlockKernel, BlockMask, attention_block, attention_block_backward
 from moefold.model.attention_sink import fold_in_sinks, sink_gradient
-from moefold.model.band import Band
-from moefold.model.gemm import multiplies_wide
-from moefold.model.sight import Sight
+from moefold.model.band import BlockedWindow
+from moefold.model.gemm import is_faster_in_fp32
+from moefold.model.sight import AttentionMaskSpec
 
-LONG_DOCUMENT = 256
+MIN_LONG_DOCUMENT_TOKENS = 256
 """Tokens of a document, in the mean, from which the CPU is faster one by one than with a mask (docs/log.md)."""
 
 
@@ -22,7 +22,7 @@ class CoreAttention(Protocol):
     """Attention over all tokens of the samples, of which this rank may hold a part."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend.
 
@@ -30,7 +30,7 @@ class CoreAttention(Protocol):
             q: queries, [S, B, A, D], any strides; S, A and G are this rank's own.
             k: keys, [S, B, G, D].
             v: values, [S, B, G, D].
-            starts: position at which the document of each token begins, int64 [S, B], of the *whole* sample on every
+            document_starts: position at which the document of each token begins, int64 [S, B], of the *whole* sample on every
                 rank; None: a sample is one document.
             sinks: a logit for each query head that takes its share of the softmax, [A]; see `attention_sink`.
 
@@ -43,7 +43,7 @@ class CoreAttention(Protocol):
 class CausalKernel(BlockKernel, Protocol):
     """A kernel of causal attention alone, of a device and a type."""
 
-    def knows(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether it computes these, [S, B, heads, D]."""
         ...
 
@@ -63,7 +63,7 @@ class CausalAttention:
         self.kernel: CausalKernel | None = None
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend.
 
@@ -71,16 +71,21 @@ class CausalAttention:
             q: queries, [S, B, A, D], any strides.
             k: keys, [S, B, G, D]; G divides A.
             v: values, [S, B, G, D].
-            starts: see `CoreAttention`; so for `sinks`.
+            document_starts: see `CoreAttention`; so for `sinks`.
 
         Returns:
             [S, B, A, D]; of the library's kernel, a view of a tensor with the batch outermost.
         """
-        if starts is not None and sinks is None and not 0 < self._window < len(q) and _has_long_documents(starts):
-            return _attend_by_document(q, k, v, starts, self.kernel)
-        seen, mask = Sight(self._window, starts).of_run(0, q.shape[0], q.device), None
-        if sinks is not None or isinstance(seen, Band):
-            return _BlockAttention.apply(q, k, v, sinks, seen, _knowing(self.kernel, seen, q, k, v))
+        if (
+            document_starts is not None
+            and sinks is None
+            and not 0 < self._window < len(q)
+            and _has_long_documents(document_starts)
+        ):
+            return _attend_per_document(q, k, v, document_starts, self.kernel)
+        seen, mask = AttentionMaskSpec(self._window, document_starts).local_mask(0, q.shape[0], q.device), None
+        if sinks is not None or isinstance(seen, BlockedWindow):
+            return _BlockAttention.apply(q, k, v, sinks, seen, _supported_kernel(self.kernel, seen, q, k, v))
         if isinstance(seen, Tensor):
             mask = seen.unsqueeze(1)
         return _attend(q, k, v, mask, self.kernel)
@@ -88,9 +93,9 @@ class CausalAttention:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: CausalKernel | None) -> Tensor:
     """`kernel`, if it knows these, or the library's, on [S, B, heads, D]; without a mask, causal."""
-    seen: Seen = "causal" if mask is None else mask.squeeze(1)
-    kernel = _knowing(kernel, seen, q, k, v)
-    if kernel is not None or multiplies_wide(q):
+    seen: BlockMask = "causal" if mask is None else mask.squeeze(1)
+    kernel = _supported_kernel(kernel, seen, q, k, v)
+    if kernel is not None or is_faster_in_fp32(q):
         # The library's widens inside of both passes, so that what lives between them is narrow.
         y: Tensor = _BlockAttention.apply(q, k, v, None, seen, kernel)
         return y
@@ -107,25 +112,34 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: Causal
     return out.permute(2, 0, 1, 3)
 
 
-def _knowing(kernel: CausalKernel | None, seen: Seen, q: Tensor, k: Tensor, v: Tensor) -> CausalKernel | None:
+def _supported_kernel(
+    kernel: CausalKernel | None, block_mask: BlockMask, q: Tensor, k: Tensor, v: Tensor
+) -> CausalKernel | None:
     """The kernel, if it computes these."""
-    is_causal = isinstance(seen, str) and seen == "causal"
-    return kernel if kernel is not None and is_causal and kernel.knows(q, k, v) else None
+    is_causal = isinstance(block_mask, str) and block_mask == "causal"
+    return kernel if kernel is not None and is_causal and kernel.supports(q, k, v) else None
 
 
-def _has_long_documents(starts: Tensor) -> bool:
+def _has_long_documents(document_starts: Tensor) -> bool:
     """Whether documents are worth a call each. Not asked of a GPU, which would have to be waited for."""
-    return starts.device.type == "cpu" and LONG_DOCUMENT * int(_begins(starts).sum()) <= starts.numel()
+    return (
+        document_starts.device.type == "cpu"
+        and MIN_LONG_DOCUMENT_TOKENS * int(_is_document_start(document_starts).sum()) <= document_starts.numel()
+    )
 
 
-def _begins(starts: Tensor) -> Tensor:
-    return starts == torch.arange(len(starts), device=starts.device)[:, None]
+def _is_document_start(document_starts: Tensor) -> Tensor:
+    return document_starts == torch.arange(len(document_starts), device=document_starts.device)[:, None]
 
 
-def _attend_by_document(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, kernel: CausalKernel | None) -> Tensor:
+def _attend_per_document(
+    q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor, kernel: CausalKernel | None
+) -> Tensor:
     """Causal attention in each document by itself: no score is computed that a mask would hide."""
     samples = []
-    for begins_S, *sample in zip(_begins(starts).t(), *(x.split(1, dim=1) for x in (q, k, v)), strict=True):
+    for begins_S, *sample in zip(
+        _is_document_start(document_starts).t(), *(x.split(1, dim=1) for x in (q, k, v)), strict=True
+    ):
         borders = [*begins_S.nonzero().flatten().tolist(), len(q)]
         lengths = [stop - start for start, stop in pairwise(borders)]
         queries, keys, values = (x.split(lengths) for x in sample)
@@ -139,12 +153,18 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Seen, kernel: BlockKernel | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        block_mask: BlockMask,
+        kernel: BlockKernel | None,
     ) -> Tensor:
-        block = attention_block(q, k, v, seen=seen) if kernel is None else kernel.forward(q, k, v, "causal")
+        block = attention_block(q, k, v, block_mask=block_mask) if kernel is None else kernel.forward(q, k, v, "causal")
         out, lse = fold_in_sinks(*block, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.seen, ctx.kernel = seen, kernel
+        ctx.block_mask, ctx.kernel = block_mask, kernel
         return out
 
     @staticmethod
@@ -153,7 +173,7 @@ class _BlockAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         saved = grad_out, q, k, v, out, lse
         if ctx.kernel is None:
-            gradients = attention_block_backward(*saved, seen=ctx.seen)
+            gradients = attention_block_backward(*saved, block_mask=ctx.block_mask)
         else:
             gradients = ctx.kernel.backward(*saved, "causal")
         return *gradients, sink_gradient(grad_out, out, lse, sinks), None, None

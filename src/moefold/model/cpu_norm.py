@@ -19,19 +19,19 @@ class NormKernel(Protocol):
         ...
 
 
-class PlainNorm:
+class TorchRMSNorm:
     """In torch's operations, of every floating type."""
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `NormKernel`."""
-        x_NH = _wide(x).reshape(-1, x.shape[-1])
+        x_NH = _upcast(x).reshape(-1, x.shape[-1])
         scale_N1 = torch.linalg.vector_norm(x_NH, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        return (x_NH * scale_N1).mul_(_wide(weight)).to(x.dtype).view(x.shape), scale_N1
+        return (x_NH * scale_N1).mul_(_upcast(weight)).to(x.dtype).view(x.shape), scale_N1
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale_N1: Tensor) -> tuple[Tensor, Tensor]:
         """See `NormKernel`."""
         size = x.shape[-1]
-        x_NH, grad_NH, wide_H = _wide(x).reshape(-1, size), _wide(grad).reshape(-1, size), _wide(weight)
+        x_NH, grad_NH, wide_H = _upcast(x).reshape(-1, size), _upcast(grad).reshape(-1, size), _upcast(weight)
         both_NH = x_NH * grad_NH
         grad_weight_H = scale_N1.squeeze(1) @ both_NH
         # The part of the gradient along x, which scaling takes out.
@@ -40,7 +40,7 @@ class PlainNorm:
         return grad_x_NH.to(x.dtype).view(x.shape), grad_weight_H.to(weight.dtype)
 
 
-PLAIN = PlainNorm()
+TORCH_RMS_NORM = TorchRMSNorm()
 
 
 def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: NormKernel | None = None) -> Tensor:
@@ -52,7 +52,7 @@ def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: NormKernel | Non
         eps: added to the mean of squares.
         kernel: what computes it; None: torch's operations.
     """
-    y: Tensor = _RMSNorm.apply(x, weight, eps, kernel or PLAIN)
+    y: Tensor = _RMSNorm.apply(x, weight, eps, kernel or TORCH_RMS_NORM)
     return y
 
 
@@ -70,5 +70,5 @@ class _RMSNorm(torch.autograd.Function):
         return *ctx.kernel.backward(grad, *ctx.saved_tensors), None, None
 
 
-def _wide(x: Tensor) -> Tensor:
+def _upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))

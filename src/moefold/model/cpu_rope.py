@@ -14,24 +14,24 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x: [S, B, heads, D].
         cos: [S, 1 or B, 1, R], whose halves are equal; so for `sin`.
     """
-    y: Tensor = _Rotated.apply(x, cos, sin)
+    y: Tensor = _RotateHalves.apply(x, cos, sin)
     return y
 
 
-class _Rotated(torch.autograd.Function):
+class _RotateHalves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.angles = cos, sin
-        return _turn(x, cos, sin, 1)
+        return _apply_rotation(x, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.angles
-        return _turn(grad, cos, sin, -1), None, None
+        return _apply_rotation(grad, cos, sin, -1), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     half = cos.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., :half]
     first, second, rest = x.tensor_split((half, 2 * half), dim=-1)

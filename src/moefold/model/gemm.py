@@ -9,7 +9,7 @@ two threads of a Zen 5). Elsewhere MKL is ahead, has no kernels to compile, and 
 against 78, and 89 against 76, on a Zen 3 with AVX2).
 
 A processor without instructions for bfloat16 emulates its products at a tenth of the speed of float32: 13 against 130
-GFLOP/s ([512, 256] x [256, 512], two threads of a Xeon with AVX-512 alone, where widening reaches 85). There `product`
+GFLOP/s ([512, 256] x [256, 512], two threads of a Xeon with AVX-512 alone, where widening reaches 85). There `matmul`
 widens its operands, multiplies in float32, as the accumulation is anyway, and rounds once.
 """
 
@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-STEPS_PER_OCTAVE = 16
+PADDED_SIZES_PER_DOUBLING = 16
 """Distinct padded row counts between n and 2n: at most 1/16 of the rows is padding, 3 % on average."""
-LEAST_ROWS = 16
-WIDE_PARTS, LEAST_WIDE_ROWS = 8, 256
+MIN_PADDED_ROWS = 16
+NUM_UPCAST_CHUNKS, MIN_UPCAST_CHUNK_ROWS = 8, 256
 """Parts in which a large weight is widened, and rows of a part at least."""
 
 
@@ -31,132 +31,132 @@ class Gemm:
     A caller asks first how operands are to come, then multiplies.
     """
 
-    def multiplies_itself(self, x: Tensor) -> bool:
-        """Whether `product` beats what torch.mm does with tensors such as x."""
-        return multiplies_wide(x) or _is_by_onednn(x)
+    def is_faster_than_torch_mm(self, x: Tensor) -> bool:
+        """Whether `matmul` beats what torch.mm does with tensors such as x."""
+        return is_faster_in_fp32(x) or _uses_onednn(x)
 
-    def widens(self, x: Tensor) -> bool:
+    def upcasts(self, x: Tensor) -> bool:
         """Whether products of tensors such as x are taken, and given, in a wider type."""
-        return multiplies_wide(x)
+        return is_faster_in_fp32(x)
 
-    def widened(self, x: Tensor) -> Tensor:
+    def upcast(self, x: Tensor) -> Tensor:
         """The same values in the type that their products are taken in: a caller with several widens once."""
-        return x.float() if self.widens(x) else x
+        return x.float() if self.upcasts(x) else x
 
-    def reads_wide(self, x: Tensor) -> bool:
-        """Whether weights that meet tensors such as x may come in float32, to be rounded one at a time by `operand`."""
-        return multiplies_wide(x)
+    def accepts_fp32_weight(self, x: Tensor) -> bool:
+        """Whether weights that meet tensors such as x may come in float32, to be rounded one at a time by `cast_weight`."""
+        return is_faster_in_fp32(x)
 
-    def operand(self, w: Tensor, dtype: torch.dtype) -> Tensor:
+    def cast_weight(self, w: Tensor, dtype: torch.dtype) -> Tensor:
         """What products read for a tensor of any width with the values that it has in `dtype`."""
-        return self.widened(w.to(dtype))
+        return self.upcast(w.to(dtype))
 
     def padded_rows(self, rows: int, like: Tensor) -> int:
         """`rows`, rounded up to a number for which a kernel is kept; unchanged where products are not by oneDNN."""
         is_by_mkl = like.dtype == torch.float64 or (
-            (like.dtype == torch.float32 or multiplies_wide(like)) and not _HAS_OWN
+            (like.dtype == torch.float32 or is_faster_in_fp32(like)) and not _USES_ONEDNN_FP32
         )
         if like.device.type != "cpu" or is_by_mkl:
             return rows
-        return rounded_rows(rows)
+        return round_up_rows(rows)
 
-    def writes_to_room(self, x: Tensor) -> bool:
-        """Whether `product` of tensors such as x can write to memory that is there already."""
-        return not self.multiplies_itself(x)
+    def supports_out(self, x: Tensor) -> bool:
+        """Whether `matmul` of tensors such as x can write to memory that is there already."""
+        return not self.is_faster_than_torch_mm(x)
 
-    def product(self, x_MK: Tensor, w_NK: Tensor, room_MN: Tensor | None = None) -> Tensor:
+    def matmul(self, x_MK: Tensor, w_NK: Tensor, out_MN: Tensor | None = None) -> Tensor:
         """The product x @ w.T, [M, N]; w may have any strides, a transposed one is as fast.
 
         Args:
-            x_MK: [M, K], of the same type as w or `widened` already; oneDNN copies it first if it is not contiguous.
+            x_MK: [M, K], of the same type as w or `upcast` already; oneDNN copies it first if it is not contiguous.
             w_NK: [N, K], whose type is that of the result.
-            room_MN: memory of that type for the result, where `writes_to_room`.
+            out_MN: memory of that type for the result, where `supports_out`.
         """
-        if multiplies_wide(w_NK):
-            return _product_by_parts(x_MK, w_NK, w_NK.dtype)
-        if _is_by_onednn(x_MK):
+        if is_faster_in_fp32(w_NK):
+            return _matmul_in_chunks(x_MK, w_NK, w_NK.dtype)
+        if _uses_onednn(x_MK):
             y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, w_NK, None, "none", [], "")
             return y_MN
-        return torch.mm(x_MK, w_NK.t(), out=room_MN)
+        return torch.mm(x_MK, w_NK.t(), out=out_MN)
 
-    def product_into(self, out_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> None:
+    def matmul_out(self, out_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> None:
         """Write x @ w.T to where it belongs; rows of x beyond those of `out` are padding."""
-        if _writes_in_place(out_MN, x_MK):
+        if _supports_mm_out(out_MN, x_MK):
             torch.mm(x_MK, w_NK.t(), out=out_MN)
         else:
-            out_MN.copy_(self.product(x_MK, w_NK)[: len(out_MN)])
+            out_MN.copy_(self.matmul(x_MK, w_NK)[: len(out_MN)])
 
-    def two_products_into(self, out_MN: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
+    def matmul_add_out(self, out_MN: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
         """The same of the sum of two products, x and w of each; it is rounded once to the type of `out`."""
-        if _writes_in_place(out_MN, first[0]):
+        if _supports_mm_out(out_MN, first[0]):
             torch.mm(first[0], first[1].t(), out=out_MN)
             out_MN.addmm_(second[0], second[1].t())
         else:
-            torch.add(self.product(*first)[: len(out_MN)], self.product(*second)[: len(out_MN)], out=out_MN)
+            torch.add(self.matmul(*first)[: len(out_MN)], self.matmul(*second)[: len(out_MN)], out=out_MN)
 
     def weight_gradient(self, x_MK: Tensor, grad_MN: Tensor) -> Tensor:
-        """The product x.T @ grad, [K, N], with operands in the order that costs least; x may be `widened` already."""
-        if multiplies_wide(grad_MN) or not _is_by_onednn(x_MK):
-            return self.product(x_MK.t(), grad_MN.t())
+        """The product x.T @ grad, [K, N], with operands in the order that costs least; x may be `upcast` already."""
+        if is_faster_in_fp32(grad_MN) or not _uses_onednn(x_MK):
+            return self.matmul(x_MK.t(), grad_MN.t())
         # oneDNN wants its first operand contiguous: the smaller of the two is cheaper to transpose.
         if grad_MN.shape[1] < x_MK.shape[1]:
-            return self.product(grad_MN.t().contiguous(), x_MK.t()).t()
-        return self.product(x_MK.t().contiguous(), grad_MN.t())
+            return self.matmul(grad_MN.t().contiguous(), x_MK.t()).t()
+        return self.matmul(x_MK.t().contiguous(), grad_MN.t())
 
-    def weight_gradient_into(self, out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
+    def weight_gradient_out(self, out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
         """Write `weight_gradient` to where it belongs."""
-        if _writes_in_place(out_KN, x_MK.t()):
+        if _supports_mm_out(out_KN, x_MK.t()):
             torch.mm(x_MK.t(), grad_MN, out=out_KN)
         else:
             out_KN.copy_(self.weight_gradient(x_MK, grad_MN))
 
     def add_weight_gradient(self, out_KN: Tensor, x_MK: Tensor, grad_MN: Tensor) -> None:
         """Add `weight_gradient` to a sum."""
-        if _writes_in_place(out_KN, x_MK.t()):
+        if _supports_mm_out(out_KN, x_MK.t()):
             out_KN.addmm_(x_MK.t(), grad_MN)
         else:
             out_KN += self.weight_gradient(x_MK, grad_MN)
 
-    def wide_product(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
-        """`product` in float32 at least: not rounded to a narrow type, unless the processor's instructions do so."""
+    def matmul_fp32(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
+        """`matmul` in float32 at least: not rounded to a narrow type, unless the processor's instructions do so."""
         is_narrow = x_MK.element_size() < torch.float32.itemsize
-        return _product_by_parts(x_MK, w_NK, torch.float32) if is_narrow else self.product(x_MK, w_NK)
+        return _matmul_in_chunks(x_MK, w_NK, torch.float32) if is_narrow else self.matmul(x_MK, w_NK)
 
 
-LIBRARY = Gemm()
+TORCH_GEMM = Gemm()
 
 
-def rounded_rows(rows: int) -> int:
+def round_up_rows(rows: int) -> int:
     """The next of few row counts."""
-    step = max(1 << (rows.bit_length() - 1), LEAST_ROWS) // STEPS_PER_OCTAVE
-    return max(-(-rows // step) * step, LEAST_ROWS)
+    step = max(1 << (rows.bit_length() - 1), MIN_PADDED_ROWS) // PADDED_SIZES_PER_DOUBLING
+    return max(-(-rows // step) * step, MIN_PADDED_ROWS)
 
 
-def multiplies_wide(x: Tensor) -> bool:
+def is_faster_in_fp32(x: Tensor) -> bool:
     """Whether the libraries' products of tensors such as x are faster in float32 than in their own type."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _EMULATES_BFLOAT16
 
 
-def libraries_use_all() -> bool:
+def torch_mm_is_fastest() -> bool:
     """Whether torch.mm has the fastest float32 product that the libraries have for this processor."""
-    return not _HAS_OWN
+    return not _USES_ONEDNN_FP32
 
 
-def _product_by_parts(x_MK: Tensor, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
+def _matmul_in_chunks(x_MK: Tensor, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
     """A part of a large w at a time: a wide copy of a whole output head takes what narrow ones save."""
-    x_MK, rows = LIBRARY.widened(x_MK), max(LEAST_WIDE_ROWS, -(-len(w_NK) // WIDE_PARTS))
+    x_MK, rows = TORCH_GEMM.upcast(x_MK), max(MIN_UPCAST_CHUNK_ROWS, -(-len(w_NK) // NUM_UPCAST_CHUNKS))
     y_MN = x_MK.new_empty(len(x_MK), len(w_NK), dtype=dtype)
     for y, w in zip(y_MN.split(rows, dim=1), w_NK.split(rows), strict=True):
-        LIBRARY.product_into(y, x_MK, LIBRARY.widened(w))
+        TORCH_GEMM.matmul_out(y, x_MK, TORCH_GEMM.upcast(w))
     return y_MN
 
 
-def _is_by_onednn(x: Tensor) -> bool:
-    return _HAS_OWN and x.dtype == torch.float32 and x.device.type == "cpu"
+def _uses_onednn(x: Tensor) -> bool:
+    return _USES_ONEDNN_FP32 and x.dtype == torch.float32 and x.device.type == "cpu"
 
 
-def _writes_in_place(out_MN: Tensor, x_MK: Tensor) -> bool:
-    return not LIBRARY.multiplies_itself(x_MK) and out_MN.dtype == x_MK.dtype and len(out_MN) == len(x_MK)
+def _supports_mm_out(out_MN: Tensor, x_MK: Tensor) -> bool:
+    return not TORCH_GEMM.is_faster_than_torch_mm(x_MK) and out_MN.dtype == x_MK.dtype and len(out_MN) == len(x_MK)
 
 
 def _has_onednn_linear() -> bool:
@@ -168,7 +168,7 @@ def _has_onednn_linear() -> bool:
     )
 
 
-def _mkl_uses_all() -> bool:
+def _mkl_uses_widest_simd() -> bool:
     """Whether MKL uses the widest instructions there are: AVX-512 on Intel's processors alone, which Linux names."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return True
@@ -183,6 +183,6 @@ def _emulates_bfloat16() -> bool:
     return is_x86 and all(known) and not any(has() for has in known if has is not None)
 
 
-_HAS_OWN = _has_onednn_linear() and not (torch.backends.mkl.is_available() and _mkl_uses_all())
+_USES_ONEDNN_FP32 = _has_onednn_linear() and not (torch.backends.mkl.is_available() and _mkl_uses_widest_simd())
 """Whether float32 is multiplied by oneDNN rather than by the library that torch.mm calls."""
 _EMULATES_BFLOAT16 = _emulates_bfloat16()

@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 from moefold.config.schema import ModelConfig
 
 EXPERT_WEIGHTS = ("experts.w_gate", "experts.w_up", "experts.w_down")
-EXPERT_PARTS = (*EXPERT_WEIGHTS, "experts.b_gate", "experts.b_up", "experts.b_down")
+EXPERT_PARAMETERS = (*EXPERT_WEIGHTS, "experts.b_gate", "experts.b_up", "experts.b_down")
 BIASES = ("bq", "bk", "bv", "bo", "bias", "b_gate", "b_up", "b_down")
 OUTPUT_WEIGHTS = ("wo", "w_down")
 
 
 @torch.no_grad()
-def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
+def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
     """Fill the local parts of all parameters, and all buffers with zeros; no communication.
 
     Buffers of whole numbers keep their type, all others are float32, whatever the type of the weights.
@@ -36,16 +36,16 @@ def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
 
 def _logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
     """(name, whole shape, my slices of it, my memory of it) of each logical tensor that I hold a part of."""
-    values, starts = local_region(parameter)
+    values, starts = local_slice(parameter)
     index = tuple(slice(start, start + size) for start, size in zip(starts, values.shape, strict=True))
-    if not name.endswith(EXPERT_PARTS):
+    if not name.endswith(EXPERT_PARAMETERS):
         return [(name, tuple(parameter.shape), index, values)]
     first = starts[0]
     whole = tuple(parameter.shape[1:])
     return [(f"{name}.{first + i}", whole, index[1:], values[i]) for i in range(values.shape[0])]
 
 
-def local_region(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def local_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """The values that this rank holds of a plain tensor or DTensor, and where they start in the logical tensor."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
@@ -65,11 +65,11 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
     if leaf in BIASES:
         return torch.zeros(shape)
     std = cfg.init_std / math.sqrt(2 * cfg.num_layers) if leaf in OUTPUT_WEIGHTS else cfg.init_std
-    generator = torch.Generator().manual_seed(named_seed(seed, name))
+    generator = torch.Generator().manual_seed(seed_for(seed, name))
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def named_seed(seed: int, name: str) -> int:
+def seed_for(seed: int, name: str) -> int:
     """63 bits for the generator of something that has a name in the whole model."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,7 +1,7 @@
 """The seam at which a pipeline schedule splits the backward pass: gradients of weights that can wait.
 
 A backward pass makes the gradient of a layer's input, which the stage before waits for, and those of its weights, which
-nobody waits for until the optimizer (arXiv:2401.10241). Where a module has a `later`, its large products hand the
+nobody waits for until the optimizer (arXiv:2401.10241). Where a module has a `wgrad_store`, its large products hand the
 second part over instead of computing it.
 """
 
@@ -14,10 +14,10 @@ from torch import Tensor
 Compute = Callable[[], Sequence[Tensor]]
 
 
-class Later(Protocol):
+class WeightGradStoreProtocol(Protocol):
     """Takes work that is to be done after the backward pass that gives it."""
 
-    def postpone(self, weights: Sequence[Tensor], compute: Compute) -> None:
+    def put(self, weights: Sequence[Tensor], compute: Compute) -> None:
         """Once it is time, call `compute` and send what it gives backward from `weights`, to their parameters.
 
         Args:
@@ -27,6 +27,6 @@ class Later(Protocol):
         ...
 
 
-def can_wait(later: Later | None, x: Tensor, weight: Tensor) -> bool:
+def should_delay(wgrad_store: WeightGradStoreProtocol | None, x: Tensor, weight: Tensor) -> bool:
     """Whether the gradient of a weight is to be postponed: there will be a backward pass, and it passes by here."""
-    return later is not None and torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+    return wgrad_store is not None and torch.is_grad_enabled() and x.requires_grad and weight.requires_grad

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.model.gemm import LIBRARY, Gemm
-from moefold.model.later import Later, can_wait
+from moefold.model.gemm import TORCH_GEMM, Gemm
+from moefold.model.later import WeightGradStoreProtocol, should_delay
 
 
-class Products(Protocol):
+class LinearBackend(Protocol):
     """The three products of a layer, where they are not those of its tensors' type; no autograd."""
 
     def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class Products(Protocol):
         ...
 
 
-class FullProducts:
+class UnquantizedLinear:
     """In the type of the tensors.
 
     Args:
@@ -38,27 +38,27 @@ class FullProducts:
         self.gemm = gemm
 
     def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
-        """See `Products`."""
-        return self.gemm.product(x_MK, w_NK)
+        """See `LinearBackend`."""
+        return self.gemm.matmul(x_MK, w_NK)
 
     def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
-        """See `Products`."""
-        return self.gemm.product(grad_MN, w_NK.t())
+        """See `LinearBackend`."""
+        return self.gemm.matmul(grad_MN, w_NK.t())
 
     def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
-        """See `Products`."""
+        """See `LinearBackend`."""
         return self.gemm.weight_gradient(grad_MN, x_MK)
 
 
-FULL = FullProducts(LIBRARY)
+UNQUANTIZED_LINEAR = UnquantizedLinear(TORCH_GEMM)
 
 
 def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    later: Later | None = None,
-    products: Products | None = None,
+    wgrad_store: WeightGradStoreProtocol | None = None,
+    linear_backend: LinearBackend | None = None,
 ) -> Tensor:
     """X @ weight.T + bias, as torch.nn.functional.linear.
 
@@ -66,16 +66,18 @@ def linear(
         x: [..., K].
         weight: [N, K].
         bias: [N].
-        later: takes the gradient of the weight; None: it is computed with that of x.
-        products: of few bits, or by others than the libraries; None: theirs, in the type of x.
+        wgrad_store: takes the gradient of the weight; None: it is computed with that of x.
+        linear_backend: of few bits, or by others than the libraries; None: theirs, in the type of x.
 
     Returns:
         [..., N].
     """
-    if can_wait(later, x, weight):
-        y: Tensor = _LaterLinear.apply(x, weight.detach(), (weight,), later, products or FULL)
-    elif products is not None or LIBRARY.multiplies_itself(x):
-        y = _Linear.apply(x, weight, products or FULL)
+    if should_delay(wgrad_store, x, weight):
+        y: Tensor = _DelayedWgradLinear.apply(
+            x, weight.detach(), (weight,), wgrad_store, linear_backend or UNQUANTIZED_LINEAR
+        )
+    elif linear_backend is not None or TORCH_GEMM.is_faster_than_torch_mm(x):
+        y = _Linear.apply(x, weight, linear_backend or UNQUANTIZED_LINEAR)
     else:
         return F.linear(x, weight, bias)
     return y if bias is None else y + bias
@@ -83,31 +85,38 @@ def linear(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, linear_backend: LinearBackend) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.products = products
-        return products.forward(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        ctx.linear_backend = linear_backend
+        return linear_backend.forward(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         grad_MN, x_MK = grad.flatten(0, -2), x.flatten(0, -2)
-        if isinstance(ctx.products, FullProducts):
+        if isinstance(ctx.linear_backend, UnquantizedLinear):
             # Once for both products.
-            grad_MN = ctx.products.gemm.widened(grad_MN)
-        grad_x = ctx.products.input_gradient(grad_MN, weight).view_as(x)
-        return grad_x, ctx.products.weight_gradient(grad_MN, x_MK), None
+            grad_MN = ctx.linear_backend.gemm.upcast(grad_MN)
+        grad_x = ctx.linear_backend.input_gradient(grad_MN, weight).view_as(x)
+        return grad_x, ctx.linear_backend.weight_gradient(grad_MN, x_MK), None
 
 
-class _LaterLinear(torch.autograd.Function):
-    """As `_Linear`; `held` has the differentiable weight, where autograd does not see it."""
+class _DelayedWgradLinear(torch.autograd.Function):
+    """As `_Linear`; `tracked_weights` has the differentiable weight, where autograd does not see it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, held: tuple[Tensor], later: Later, products: Products) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        tracked_weights: tuple[Tensor],
+        wgrad_store: WeightGradStoreProtocol,
+        linear_backend: LinearBackend,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.args = held, later, products
-        return products.forward(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        ctx.args = tracked_weights, wgrad_store, linear_backend
+        return linear_backend.forward(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable
@@ -115,5 +124,5 @@ class _LaterLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         held, later, products = ctx.args
         grad_MN = grad.flatten(0, -2)
-        later.postpone(held, lambda: (products.weight_gradient(grad_MN, x.flatten(0, -2)),))
+        later.put(held, lambda: (products.weight_gradient(grad_MN, x.flatten(0, -2)),))
         return products.input_gradient(grad_MN, weight).view_as(x), None, None, None, None

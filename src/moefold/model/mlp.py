@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from moefold.model.gated import GateKernel, gated
-from moefold.model.later import Later
-from moefold.model.linear import Products
-from moefold.model.parameter import local
-from moefold.model.seams import Tokens, WholeTokens
+from moefold.model.gated import SwiGLUKernel, swiglu
+from moefold.model.later import WeightGradStoreProtocol
+from moefold.model.linear import LinearBackend
+from moefold.model.parameter import local_param
+from moefold.model.seams import NoSequenceParallel, SequenceParallel
 
 
 class SwiGLU(nn.Module):
@@ -18,15 +18,15 @@ class SwiGLU(nn.Module):
         self.w_gate = nn.Parameter(torch.empty(ffn_hidden_size, hidden_size))
         self.w_up = nn.Parameter(torch.empty(ffn_hidden_size, hidden_size))
         self.w_down = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size))
-        self.tokens: Tokens = WholeTokens()
-        self.later: Later | None = None
-        self.products: Products | None = None
-        self.gate_kernel: GateKernel | None = None
+        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
+        self.wgrad_store: WeightGradStoreProtocol | None = None
+        self.linear_backend: LinearBackend | None = None
+        self.swiglu_kernel: SwiGLUKernel | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]."""
-        columns = [(local(weight, x.dtype), None) for weight in (self.w_gate, self.w_up)]
-        gate, up = self.tokens.gathered_products(x, columns, self.later, self.products)
-        hidden = gated(gate, up, self.gate_kernel)
-        w_down = local(self.w_down, x.dtype)
-        return self.tokens.scattered_product(hidden, w_down, self.later, self.products)
+        columns = [(local_param(weight, x.dtype), None) for weight in (self.w_gate, self.w_up)]
+        gate, up = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.linear_backend)
+        hidden = swiglu(gate, up, self.swiglu_kernel)
+        w_down = local_param(self.w_down, x.dtype)
+        return self.sequence_parallel.linear_reduce_scatter(hidden, w_down, self.wgrad_store, self.linear_backend)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefold.model.cpu_norm import NormKernel, cpu_rms_norm
-from moefold.model.parameter import local
+from moefold.model.parameter import local_param
 
 
 class RMSNorm(nn.Module):
@@ -21,9 +21,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., size]; no communication."""
-        return self.normalise(x, self.local_weight(x))[0]
+        return self.normalize(x, self.local_weight(x))[0]
 
-    def normalise(self, x: Tensor, weight: Tensor) -> tuple[Tensor]:
+    def normalize(self, x: Tensor, weight: Tensor) -> tuple[Tensor]:
         """The same as a function of its tensors alone."""
         if x.device.type == "cpu":
             return (cpu_rms_norm(x, weight, self.eps, self.kernel),)
@@ -33,10 +33,10 @@ class RMSNorm(nn.Module):
 
     def local_weight(self, x: Tensor) -> Tensor:
         """The weight in the type of x."""
-        return local(self.weight, x.dtype)
+        return local_param(self.weight, x.dtype)
 
 
-class AllHeadsNorm(nn.Module):
+class FullWidthQKNorm(nn.Module):
     """RMSNorm over all heads of a token together, weight [heads * D] (OLMoE, arXiv:2409.02060 sec. 4.2.5).
 
     `parallelize` replaces `sum_of_squares` where tensor parallelism spreads the heads over ranks.
@@ -47,20 +47,20 @@ class AllHeadsNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.size = size
         self.eps = eps
-        self.sum_of_squares: Callable[[Tensor], Tensor] = _all_mine
+        self.sum_of_squares: Callable[[Tensor], Tensor] = _identity
 
-    def forward(self, x: Tensor, rows: slice) -> Tensor:
+    def forward(self, x: Tensor, weight_slice: slice) -> Tensor:
         """Normalise [S, B, heads of this rank, D]; communicates through `sum_of_squares`.
 
         Args:
             x: queries or keys.
-            rows: those of the local weight that belong to these heads.
+            weight_slice: those of the local weight that belong to these heads.
         """
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         total = self.sum_of_squares(wide.square().sum((-2, -1), keepdim=True))
         normed = (wide * torch.rsqrt(total / self.size + self.eps)).to(x.dtype)
-        return normed * local(self.weight, x.dtype)[rows].view(x.shape[-2:])
+        return normed * local_param(self.weight, x.dtype)[weight_slice].view(x.shape[-2:])
 
 
-def _all_mine(squares: Tensor) -> Tensor:
+def _identity(squares: Tensor) -> Tensor:
     return squares

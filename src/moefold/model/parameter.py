@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The part of a parameter that this rank computes with, in the compute type.
 
     A parameter that tensor-parallel ranks hold whole gets a *part* of its gradient on each of them, because each sees
@@ -23,13 +23,13 @@ def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return weight
 
 
-def local_values(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds, to be read or changed in place without autograd."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor lies in the memory of a parameter, or of a copy that `local` made of one."""
+    """Whether a tensor lies in the memory of a parameter, or of a copy that `local_param` made of one."""
     return hasattr(tensor.untyped_storage(), _MARK)
 
 

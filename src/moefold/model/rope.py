@@ -11,23 +11,23 @@ from moefold.config.schema import ModelConfig
 from moefold.model.cpu_rope import rotate_halves
 
 
-class Turn(Protocol):
-    """What `Rotation` does, as one kernel."""
+class RopeKernel(Protocol):
+    """What `RotaryEmbedding` does, as one kernel."""
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
-        """See `Rotation`."""
+        """See `RotaryEmbedding`."""
         ...
 
 
 @dataclass(frozen=True)
-class Rotation:
+class Rope:
     """Cosines and sines of the positions of some tokens, each [S, 1 or B, 1, rotated dims]."""
 
     cos: Tensor
     sin: Tensor
     is_interleaved: bool = False
     """Pairs are neighbours."""
-    kernel: Turn | None = None
+    kernel: RopeKernel | None = None
     """Turns in one pass."""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Rotation:
         return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
 
 
-def rotation(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype, kernel: Turn | None = None) -> Rotation:
+def build_rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype, kernel: RopeKernel | None = None) -> Rope:
     """The rotation of tokens at the given positions.
 
     Args:
@@ -62,12 +62,12 @@ def rotation(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype, kernel: Tu
     angles = positions_SB.to(torch.float64)[:, :, None, None] * frequencies(cfg).to(positions.device)
     angles = torch.cat((angles, angles), dim=-1)
     scale = attention_factor(cfg)
-    return Rotation((scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype), cfg.rope_interleaved, kernel)
+    return Rope((scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype), cfg.rope_interleaved, kernel)
 
 
 def frequencies(cfg: ModelConfig) -> Tensor:
     """Angle per position of each rotated pair, float64 [rotated dims / 2], after scaling."""
-    rotated = cfg.rotated_size
+    rotated = cfg.rotary_dim
     plain = cfg.rope_theta ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     if cfg.rope_scaling == "none":
         return plain

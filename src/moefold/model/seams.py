@@ -1,6 +1,6 @@
 """Two of the seams at which `parallelize` enters the maths, and what stands there on one rank.
 
-A module sees tokens through `Tokens` and the vocabulary through `Vocabulary`; the twins that communicate are in
+A module sees tokens through `SequenceParallel` and the vocabulary through `VocabParallel`; the twins that communicate are in
 `parallel/`.
 """
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.model.cross_entropy import chunked_cross_entropy, cross_entropy
-from moefold.model.gemm import LIBRARY, Gemm
-from moefold.model.later import Later
-from moefold.model.linear import Products, linear
+from moefold.model.gemm import TORCH_GEMM, Gemm
+from moefold.model.later import WeightGradStoreProtocol
+from moefold.model.linear import LinearBackend, linear
 
 
-class Tokens(ABC):
+class SequenceParallel(ABC):
     """How the tokens of a context shard are spread over tensor-parallel ranks between the sub-layers."""
 
     @abstractmethod
@@ -28,35 +28,39 @@ class Tokens(ABC):
     def scatter(self, x: Tensor) -> Tensor:
         """Partial sums [S/cp, B, ...] of every tp rank -> my part of the sum, [S/(cp*tp), B, ...]."""
 
-    def gathered_products(
+    def all_gather_linear(
         self,
         x: Tensor,
-        columns: Sequence[tuple[Tensor, Tensor | None]],
-        later: Later | None = None,
-        products: Products | None = None,
+        weights_and_biases: Sequence[tuple[Tensor, Tensor | None]],
+        wgrad_store: WeightGradStoreProtocol | None = None,
+        linear_backend: LinearBackend | None = None,
     ) -> list[Tensor]:
         """`gather`, and some linear layers of what it gives.
 
         Args:
             x: [S/(cp*tp), B, K].
-            columns: weight [N, K] and bias [N] of each layer.
-            later: as of `linear`.
-            products: as of `linear`.
+            weights_and_biases: weight [N, K] and bias [N] of each layer.
+            wgrad_store: as of `linear`.
+            linear_backend: as of `linear`.
 
         Returns:
             [S/cp, B, N] of each.
         """
         x = self.gather(x)
-        return [linear(x, weight, bias, later, products) for weight, bias in columns]
+        return [linear(x, weight, bias, wgrad_store, linear_backend) for weight, bias in weights_and_biases]
 
-    def scattered_product(
-        self, x: Tensor, weight: Tensor, later: Later | None = None, products: Products | None = None
+    def linear_reduce_scatter(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        wgrad_store: WeightGradStoreProtocol | None = None,
+        linear_backend: LinearBackend | None = None,
     ) -> Tensor:
         """`scatter` of the product x [S/cp, B, K] @ weight.T, weight [N, K], a partial sum -> [S/(cp*tp), B, N]."""
-        return self.scatter(linear(x, weight, None, later, products))
+        return self.scatter(linear(x, weight, None, wgrad_store, linear_backend))
 
 
-class Vocabulary(Protocol):
+class VocabParallel(Protocol):
     """How the rows of the embedding and of the output head are spread over tensor-parallel ranks."""
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -68,16 +72,23 @@ class Vocabulary(Protocol):
         ...
 
     def chunked_cross_entropy(
-        self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, *, keeps: bool = False, gemm: Gemm = LIBRARY
+        self,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk: int,
+        *,
+        saves_exponentials: bool = False,
+        gemm: Gemm = TORCH_GEMM,
     ) -> Tensor:
         """The same from hidden states [..., H] and the rows of the head [V/tp, H], `chunk` tokens at a time.
 
-        `gemm` multiplies. Their logits are made again in the backward pass, unless it `keeps` the exponentials of all.
+        `gemm` multiplies. Their logits are made again in the backward pass, unless it `saves_exponentials` the exponentials of all.
         """
         ...
 
 
-class WholeTokens(Tokens):
+class NoSequenceParallel(SequenceParallel):
     """One rank holds all tokens."""
 
     def gather(self, x: Tensor) -> Tensor:
@@ -89,7 +100,7 @@ class WholeTokens(Tokens):
         return x
 
 
-class WholeVocabulary:
+class NoVocabParallel:
     """One rank holds all rows."""
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -101,7 +112,14 @@ class WholeVocabulary:
         return cross_entropy(logits, labels)
 
     def chunked_cross_entropy(
-        self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, *, keeps: bool = False, gemm: Gemm = LIBRARY
+        self,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk: int,
+        *,
+        saves_exponentials: bool = False,
+        gemm: Gemm = TORCH_GEMM,
     ) -> Tensor:
         """The same, some tokens at a time."""
-        return chunked_cross_entropy(x, weight, labels, chunk, keeps=keeps, gemm=gemm)
+        return chunked_cross_entropy(x, weight, labels, chunk, saves_exponentials=saves_exponentials, gemm=gemm)

@@ -6,11 +6,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moefold.model.band import Band
+from moefold.model.band import BlockedWindow
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionMaskSpec:
     """What limits a query beside the order of the tokens. Positions are those of the whole sample.
 
     A query at position p sees the keys at f .. p, with f the greater of the start of its document and p - window + 1.
@@ -19,14 +19,14 @@ class Sight:
 
     window: int = 0
     """Keys that a query sees at most, its own included; 0: no limit."""
-    starts: Tensor | None = None
+    document_starts: Tensor | None = None
     """Position at which the document of each token begins, int64 [S, B] for the whole sample; None: one document."""
 
-    def is_limited(self, seq_len: int) -> bool:
+    def needs_mask(self, seq_len: int) -> bool:
         """Whether any query of a sample of this length may see less than all that is before it."""
-        return self.starts is not None or 0 < self.window < seq_len
+        return self.document_starts is not None or 0 < self.window < seq_len
 
-    def of_run(self, first: int, length: int, device: torch.device) -> "Literal['causal'] | Tensor | Band":
+    def local_mask(self, first: int, length: int, device: torch.device) -> "Literal['causal'] | Tensor | BlockedWindow":
         """What the queries of a run of tokens see of the keys of that run, for `attention_block`.
 
         Args:
@@ -34,15 +34,15 @@ class Sight:
             length: number of tokens.
             device: of a mask.
         """
-        if not self.is_limited(length):
+        if not self.needs_mask(length):
             return "causal"
-        if Band.pays(self.window, length):
-            starts = None if self.starts is None else self.starts[first : first + length] - first
-            return Band(self.window, starts)
+        if BlockedWindow.is_worthwhile(self.window, length):
+            starts = None if self.document_starts is None else self.document_starts[first : first + length] - first
+            return BlockedWindow(self.window, starts)
         positions = torch.arange(first, first + length, device=device)
         return self.mask(positions, positions)
 
-    def reaches(self, distance: int) -> bool:
+    def in_window(self, distance: int) -> bool:
         """Whether a query sees the key so many positions before it, documents aside."""
         return not self.window or distance < self.window
 
@@ -50,16 +50,16 @@ class Sight:
         """Which query sees which key.
 
         Args:
-            queries: positions of the queries, int64 [Sq], on the device of `starts`.
+            queries: positions of the queries, int64 [Sq], on the device of `document_starts`.
             keys: positions of the keys, int64 [Sk].
 
         Returns:
             bool [B, Sq, Sk]; [1, Sq, Sk] where all samples are alike. A row may be empty.
         """
-        first_SB = queries[:, None] if self.starts is None else self.starts[queries]
+        first_SB = queries[:, None] if self.document_starts is None else self.document_starts[queries]
         if self.window:
             reach = queries[:, None] - (self.window - 1)
-            first_SB = reach if self.starts is None else torch.maximum(first_SB, reach)
-        elif self.starts is None:
+            first_SB = reach if self.document_starts is None else torch.maximum(first_SB, reach)
+        elif self.document_starts is None:
             first_SB = torch.zeros_like(first_SB)
         return (keys >= first_SB.t()[:, :, None]) & (keys <= queries[:, None])

@@ -1,32 +1,32 @@
 """A computation that can be left for a while: it pauses wherever an exchange is under way that another could hide.
 
 A forward pass is written once, as a generator. Who has nothing to do beside it takes all its steps one after another
-(`finish`); who has, takes them one by one.
+(`run_to_end`); who has, takes them one by one.
 """
 
 from collections.abc import Generator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
+Resumable = Generator[None, None, T]
 """Yields at each pause, and returns what was computed. Where it pauses must not depend on data."""
 
 
-def finish(steps: Steps[T]) -> T:
+def run_to_end(resumable: Resumable[T]) -> T:
     """Take all steps; what they compute."""
     while True:
         try:
-            next(steps)
+            next(resumable)
         except StopIteration as end:
             value: T = end.value
             return value
 
 
-class Begun(Generic[T]):
+class ResumableTask(Generic[T]):
     """Steps that somebody has begun to take, and others may go on with."""
 
-    def __init__(self, steps: Steps[T]) -> None:
-        self._steps = steps
+    def __init__(self, resumable: Resumable[T]) -> None:
+        self._resumable = resumable
         self._value: tuple[T] | None = None
 
     @property
@@ -34,21 +34,21 @@ class Begun(Generic[T]):
         """Whether no step is left."""
         return self._value is not None
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Take the next step, if one is left."""
         if self._value is None:
             try:
-                next(self._steps)
+                next(self._resumable)
             except StopIteration as end:
                 self._value = (end.value,)
 
-    def finish(self) -> T:
+    def run_to_end(self) -> T:
         """Take all steps that are left; what was computed."""
-        return finish(self.rest())
+        return run_to_end(self.remaining())
 
-    def rest(self) -> Steps[T]:
+    def remaining(self) -> Resumable[T]:
         """The steps that are left, as steps of somebody else; begins with the pause at which these stand."""
         while self._value is None:
             yield
-            self.go_on()
+            self.resume()
         return self._value[0]

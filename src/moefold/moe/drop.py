@@ -10,15 +10,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moefold.moe.scope import TokenScope
+from moefold.moe.scope import MicroBatchGroup
 
-TIE = {torch.float64: 2.0**-36, torch.float32: 2.0**-19}
+TIE_TOLERANCE = {torch.float64: 2.0**-36, torch.float32: 2.0**-19}
 """Relative difference up to which probabilities of each type are equal: far above what maths in that type rounds off,
 and far below what tells tokens apart."""
 
 
 @dataclass(frozen=True)
-class DropRule:
+class CapacityPolicy:
     """How much an expert takes, and what it keeps."""
 
     capacity_factor: float
@@ -29,15 +29,17 @@ class DropRule:
         """Copies that one expert takes of `num_tokens` tokens, at least 1."""
         return max(1, math.ceil(num_tokens * top_k / num_experts * self.capacity_factor))
 
-    def slots(self, num_tokens: int, top_k: int, num_experts: int, scope: TokenScope) -> int:
+    def padded_capacity(self, num_tokens: int, top_k: int, num_experts: int, group: MicroBatchGroup) -> int:
         """Most copies that an expert can keep from the `num_tokens` tokens of one rank: the length to pad to.
 
         Only where each rank decides by itself: of a capacity that ranks share, every one could need all of it.
         """
-        assert self.scope == "sub_sequence" or scope.size == 1, "config/checks_routing.py refuses it"
+        assert self.scope == "sub_sequence" or group.size == 1, "config/checks_routing.py refuses it"
         return min(self.capacity(num_tokens, top_k, num_experts), num_tokens)
 
-    def keep(self, ids_TK: Tensor, probs_TK: Tensor, keys_T: Tensor, num_experts: int, scope: TokenScope) -> Tensor:
+    def keep_mask(
+        self, ids_TK: Tensor, probs_TK: Tensor, index_T: Tensor, num_experts: int, group: MicroBatchGroup
+    ) -> Tensor:
         """Which copies of my tokens stay.
 
         `full_sequence` decides over the micro-batch, so the answer is the same for every mapping; it gathers the
@@ -46,9 +48,9 @@ class DropRule:
         Args:
             ids_TK: chosen experts, [T, K].
             probs_TK: their weights, [T, K].
-            keys_T: place of each token in the order of the micro-batch, int64 [T], no two equal.
+            index_T: place of each token in the order of the micro-batch, int64 [T], no two equal.
             num_experts: E.
-            scope: the ranks that share the micro-batch.
+            group: the ranks that share the micro-batch.
 
         Returns:
             bool [T, K].
@@ -56,26 +58,28 @@ class DropRule:
         num_tokens, top_k = ids_TK.shape
         if self.scope == "sub_sequence":
             capacity = self.capacity(num_tokens, top_k, num_experts)
-            return keep_copies(ids_TK, probs_TK.detach(), keys_T, num_experts, capacity, self.policy)
+            return keep_within_capacity(ids_TK, probs_TK.detach(), index_T, num_experts, capacity, self.policy)
         # One exchange: float64 holds ids, float32 weights and keys below 2**53 exactly.
-        packed = torch.cat([part.detach().double() for part in (ids_TK, probs_TK, keys_T.unsqueeze(1))], 1)
-        ids, probs, keys = scope.gather(packed).split([top_k, top_k, 1], 1)
+        packed = torch.cat([part.detach().double() for part in (ids_TK, probs_TK, index_T.unsqueeze(1))], 1)
+        ids, probs, keys = group.gather(packed).split([top_k, top_k, 1], 1)
         capacity = self.capacity(len(ids), top_k, num_experts)
-        kept = keep_copies(ids.long(), probs.to(probs_TK.dtype), keys.squeeze(1), num_experts, capacity, self.policy)
-        return kept[scope.rank * num_tokens : (scope.rank + 1) * num_tokens]
+        kept = keep_within_capacity(
+            ids.long(), probs.to(probs_TK.dtype), keys.squeeze(1), num_experts, capacity, self.policy
+        )
+        return kept[group.rank * num_tokens : (group.rank + 1) * num_tokens]
 
 
-def keep_copies(
+def keep_within_capacity(
     ids_TK: Tensor,
     probs_TK: Tensor,
-    keys_T: Tensor,
+    index_T: Tensor,
     num_experts: int,
     capacity: int,
     policy: Literal["probs", "position"],
 ) -> Tensor:
     """Keep `capacity` copies for each expert: the most probable (ties by key), or those with the smallest keys.
 
-    Probabilities are tied if neighbours in their order differ by no more than `TIE`. Tokens that see the same, such as
+    Probabilities are tied if neighbours in their order differ by no more than `TIE_TOLERANCE`. Tokens that see the same, such as
     padding, or the first tokens of samples, have equal probabilities in exact maths, and each mapping rounds them
     otherwise: without the bound each would keep others of them.
 
@@ -83,13 +87,13 @@ def keep_copies(
         bool [T, K].
     """
     ids, top_k = ids_TK.flatten(), ids_TK.shape[1]
-    by_key = keys_T.repeat_interleave(top_k).argsort(stable=True)
+    by_key = index_T.repeat_interleave(top_k).argsort(stable=True)
     order = by_key
     if policy == "probs":
         order = order[probs_TK.flatten()[order].argsort(descending=True, stable=True)]
     order = order[ids[order].argsort(stable=True)]
     if policy == "probs":
-        order = _ties_by_key(order, ids, probs_TK.flatten(), by_key)
+        order = _break_ties_by_index(order, ids, probs_TK.flatten(), by_key)
     sorted_ids = ids[order]
     # Place in its expert's queue = place in the sorted list - where the expert begins in it.
     first_E = torch.searchsorted(sorted_ids, torch.arange(num_experts, device=ids.device))
@@ -99,19 +103,19 @@ def keep_copies(
     return kept.view_as(ids_TK)
 
 
-def _ties_by_key(order: Tensor, ids: Tensor, probs: Tensor, by_key: Tensor) -> Tensor:
+def _break_ties_by_index(order: Tensor, ids: Tensor, probs: Tensor, by_index: Tensor) -> Tensor:
     """Sort tied copies by key.
 
     Args:
         order: of the copies, by expert and falling probability.
         ids: of all copies, as `probs`.
         probs: their weights.
-        by_key: their order by key.
+        by_index: their order by key.
     """
     sorted_ids, sorted_probs = ids[order], probs[order]
     gaps = sorted_probs[:-1] - sorted_probs[1:]
-    is_apart = (gaps > TIE[probs.dtype] * sorted_probs[:-1].abs()) | (sorted_ids[1:] != sorted_ids[:-1])
+    is_apart = (gaps > TIE_TOLERANCE[probs.dtype] * sorted_probs[:-1].abs()) | (sorted_ids[1:] != sorted_ids[:-1])
     tie = nn.functional.pad(is_apart.long().cumsum(0), (1, 0))
-    place = torch.empty_like(by_key)
-    place[by_key] = torch.arange(len(by_key), device=by_key.device)
-    return order[(tie * len(by_key) + place[order]).argsort()]
+    place = torch.empty_like(by_index)
+    place[by_index] = torch.arange(len(by_index), device=by_index.device)
+    return order[(tie * len(by_index) + place[order]).argsort()]

@@ -10,41 +10,41 @@ from torch.nn import functional as F
 from moefold.config.schema import ModelConfig
 
 
-class Gate(Protocol):
+class ExpertActivation(Protocol):
     """hidden = gate(g, u), elementwise, with g = x w_gate and u = x w_up."""
 
-    def forward(self, g: Tensor, u: Tensor, room: Tensor | None = None) -> Tensor:
-        """The hidden values; differentiable without `room`, memory that they may be written to."""
+    def forward(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        """The hidden values; differentiable without `out`, memory that they may be written to."""
         ...
 
     def backward(
-        self, grad: Tensor, g: Tensor, u: Tensor, rooms: tuple[Tensor, Tensor] | None = None
+        self, grad: Tensor, g: Tensor, u: Tensor, outs: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(hidden values, gradient of g, gradient of u) from the gradient of the hidden values, without autograd.
 
         All have the type of `grad`; g and u may be narrower.
-        `grad` may be overwritten, and `rooms`, memory for two of the results, may be used.
+        `grad` may be overwritten, and `outs`, memory for two of the results, may be used.
         """
         ...
 
 
 @dataclass(frozen=True)
-class SiluGate:
+class SwiGLUActivation:
     """SwiGLU: silu(g) * u (arXiv:2002.05202)."""
 
-    def forward(self, g: Tensor, u: Tensor, room: Tensor | None = None) -> Tensor:
-        """See `Gate`."""
-        if room is not None:
-            return torch.ops.aten.silu.out(g, out=room).mul_(u)
+    def forward(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `ExpertActivation`."""
+        if out is not None:
+            return torch.ops.aten.silu.out(g, out=out).mul_(u)
         silu = F.silu(g)
         return silu * u if silu.requires_grad else silu.mul_(u)
 
     def backward(
-        self, grad: Tensor, g: Tensor, u: Tensor, rooms: tuple[Tensor, Tensor] | None = None
+        self, grad: Tensor, g: Tensor, u: Tensor, outs: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Gate`."""
+        """See `ExpertActivation`."""
         g, u = g.to(grad.dtype), u.to(grad.dtype)
-        hidden, silu = rooms or (torch.empty_like(g), torch.empty_like(g))
+        hidden, silu = outs or (torch.empty_like(g), torch.empty_like(g))
         torch.ops.aten.silu.out(g, out=silu)
         torch.mul(silu, u, out=hidden)
         grad_u = silu.mul_(grad)
@@ -53,7 +53,7 @@ class SiluGate:
 
 
 @dataclass(frozen=True)
-class ClampedGate:
+class ClampedSwiGLUActivation:
     """SwiGLU of gpt-oss (arXiv:2508.10925): (clamp(u, -limit, limit) + 1) * c * sigmoid(alpha * c), c = min(g, limit).
 
     What the clamps cut off has no gradient.
@@ -62,15 +62,15 @@ class ClampedGate:
     alpha: float
     limit: float
 
-    def forward(self, g: Tensor, u: Tensor, room: Tensor | None = None) -> Tensor:
-        """See `Gate`."""
+    def forward(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `ExpertActivation`."""
         clamped = g.clamp(max=self.limit)
         return (u.clamp(-self.limit, self.limit) + 1) * clamped * torch.sigmoid(self.alpha * clamped)
 
     def backward(
-        self, grad: Tensor, g: Tensor, u: Tensor, rooms: tuple[Tensor, Tensor] | None = None
+        self, grad: Tensor, g: Tensor, u: Tensor, outs: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Gate`."""
+        """See `ExpertActivation`."""
         g, u = g.to(grad.dtype), u.to(grad.dtype)
         clamped, factor = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit) + 1
         share = torch.sigmoid(self.alpha * clamped)
@@ -81,8 +81,8 @@ class ClampedGate:
         return factor * swish, grad_g, grad_u
 
 
-def expert_gate(model: ModelConfig) -> Gate:
+def expert_activation(model: ModelConfig) -> ExpertActivation:
     """The gate of the routed experts."""
     if model.moe_activation == "clamped_swiglu":
-        return ClampedGate(model.swiglu_alpha, model.swiglu_limit)
-    return SiluGate()
+        return ClampedSwiGLUActivation(model.swiglu_alpha, model.swiglu_limit)
+    return SwiGLUActivation()

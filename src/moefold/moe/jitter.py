@@ -9,14 +9,14 @@ _MIX_B = 0x94D049BB133111EB
 """Of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), as `data.random_bits` has them."""
 
 
-CPU_CHUNK, GPU_CHUNK = 1 << 15, 1 << 22
+CPU_CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS = 1 << 15, 1 << 22
 """So many numbers are made at a time: on a CPU what stays in a core's cache, on a GPU what keeps it busy."""
 
 
 def uniform_noise(
     seed: int,
     step: int,
-    samples_B: Tensor,
+    sample_ids_B: Tensor,
     positions_S: Tensor,
     width: int,
     *,
@@ -31,7 +31,7 @@ def uniform_noise(
     Args:
         seed: 64 bits, another for each layer.
         step: of the optimizer.
-        samples_B: place of each sample in the global batch.
+        sample_ids_B: place of each sample in the global batch.
         positions_S: of the tokens in their sample.
         width: features of a token.
         scale: of the numbers.
@@ -41,13 +41,13 @@ def uniform_noise(
     Returns:
         [S*B, width], sequence-first, on the device of samples_B.
     """
-    device = samples_B.device
+    device = sample_ids_B.device
     features = torch.arange(1, width + 1, device=device) * _signed(_GOLDEN)
     key = torch.full((), _signed(seed), dtype=torch.int64, device=device)
-    key_B = _mix(_mix(key + _signed(step * _GOLDEN)) + samples_B * _signed(_GOLDEN))
+    key_B = _mix(_mix(key + _signed(step * _GOLDEN)) + sample_ids_B * _signed(_GOLDEN))
     key_T = _mix(key_B + (positions_S.unsqueeze(1) + 1) * _signed(_GOLDEN)).flatten()
     noise = torch.empty(len(key_T), width, dtype=dtype, device=device)
-    rows = max(1, (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK) // max(1, width))
+    rows = max(1, (CPU_CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS) // max(1, width))
     for chunk, out in zip(key_T.split(rows), noise.split(rows), strict=True):
         bits = _shift_(_mix(chunk.unsqueeze(1) + features), 11)
         # A power of two scales without rounding.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 
-def load_balancing_part(
-    scores_TE: Tensor, routed_XE: Tensor, num_tokens: int, score_sums_E: Tensor | None = None
+def local_load_balancing_loss(
+    scores_TE: Tensor, tokens_per_expert_XE: Tensor, num_tokens: int, score_sums_E: Tensor | None = None
 ) -> Tensor:
     """My part of E * sum_e f_e P_e (arXiv:2101.03961 eq. 4); 1 where the load is even.
 
@@ -21,22 +21,22 @@ def load_balancing_part(
 
     Args:
         scores_TE: scores of all experts, which sum to 1, of my tokens; those of a sample are X rows apart.
-        routed_XE: copies that chose each expert, [1, E] over all tokens that count together (of the micro-batch or of
+        tokens_per_expert_XE: copies that chose each expert, [1, E] over all tokens that count together (of the micro-batch or of
             more), or [B, E] of each sample.
         num_tokens: tokens of the micro-batch.
         score_sums_E: the scores summed over my tokens, if somebody did; used where all tokens count together.
     """
     num_experts = scores_TE.shape[1]
-    routed_XE = routed_XE.to(scores_TE.dtype)
-    share_XE = routed_XE / routed_XE.sum(-1, keepdim=True)
-    if score_sums_E is not None and len(routed_XE) == 1:
+    tokens_per_expert_XE = tokens_per_expert_XE.to(scores_TE.dtype)
+    share_XE = tokens_per_expert_XE / tokens_per_expert_XE.sum(-1, keepdim=True)
+    if score_sums_E is not None and len(tokens_per_expert_XE) == 1:
         scores_XE = score_sums_E.unsqueeze(0)
     else:
-        scores_XE = scores_TE.unflatten(0, (-1, len(routed_XE))).sum(0)
+        scores_XE = scores_TE.unflatten(0, (-1, len(tokens_per_expert_XE))).sum(0)
     return num_experts / num_tokens * (share_XE * scores_XE).sum()
 
 
-def count_copies(ids_TK: Tensor, num_experts: int, num_samples: int = 1) -> Tensor:
+def count_tokens_per_expert(ids_TK: Tensor, num_experts: int, num_samples: int = 1) -> Tensor:
     """How many of my copies chose each expert.
 
     Args:
@@ -53,47 +53,47 @@ def count_copies(ids_TK: Tensor, num_experts: int, num_samples: int = 1) -> Tens
     return counts.scatter_add_(0, cells, torch.ones_like(cells)).view(num_samples, num_experts)
 
 
-def even_if_none(counts_E: Tensor) -> Tensor:
+def uniform_if_empty(counts_E: Tensor) -> Tensor:
     """The counts, or one for each expert where all are 0, as before the first step; waits for no device."""
     return torch.where(counts_E.any(), counts_E, torch.ones_like(counts_E))
 
 
-class RunningLoad:
+class GlobalBatchLoad:
     """The load of a step so far: the counts of each round of micro-batches, kept by round (arXiv:2501.11873 sec. 2).
 
     Kept by round and not as a sum, so that a recomputed forward pass, even after later rounds, finds what it found.
 
     Args:
-        rounds: micro-batches that a rank works through in a step.
+        micro_batches_per_rank: micro-batches that a rank works through in a step.
         num_experts: E.
     """
 
-    def __init__(self, rounds: int, num_experts: int) -> None:
-        self._counts_NE = torch.zeros(rounds, num_experts, dtype=torch.int64, device="cpu")
+    def __init__(self, micro_batches_per_rank: int, num_experts: int) -> None:
+        self._counts_NE = torch.zeros(micro_batches_per_rank, num_experts, dtype=torch.int64, device="cpu")
 
-    def include(self, counts_1E: Tensor, round_: Tensor) -> Tensor:
+    def add_micro_batch(self, counts_1E: Tensor, micro_batch: Tensor) -> Tensor:
         """Keep the counts of a round, 0-dim int64 and 0-based, and return those up to and with it, [1, E]."""
         if self._counts_NE.device != counts_1E.device:
             self._counts_NE = self._counts_NE.to(counts_1E.device)
-        self._counts_NE.index_copy_(0, round_.view(1), counts_1E)
-        is_past_N = torch.arange(len(self._counts_NE), device=round_.device) <= round_
+        self._counts_NE.index_copy_(0, micro_batch.view(1), counts_1E)
+        is_past_N = torch.arange(len(self._counts_NE), device=micro_batch.device) <= micro_batch
         return (self._counts_NE * is_past_N.unsqueeze(1)).sum(0, keepdim=True)
 
 
-def z_part(logits_TE: Tensor, num_tokens: int) -> Tensor:
+def local_z_loss(logits_TE: Tensor, num_tokens: int) -> Tensor:
     """My part of the mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5)."""
     return logits_TE.logsumexp(-1).square().sum() / num_tokens
 
 
-def attach(x: Tensor, loss: Tensor) -> Tensor:
+def attach_aux_loss(x: Tensor, loss: Tensor) -> Tensor:
     """`x` unchanged, but whoever differentiates through it adds `loss` to what is minimised.
 
     A loss of any layer thus takes part without a way to the last pipeline stage.
     """
-    return _Attach.apply(x, loss)
+    return _AttachAuxLoss.apply(x, loss)
 
 
-class _Attach(torch.autograd.Function):
+class _AttachAuxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         ctx.loss_options = {"dtype": loss.dtype, "device": loss.device}

@@ -8,28 +8,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefold.config.schema import ModelConfig, MoEConfig
-from moefold.model.parameter import local
+from moefold.model.parameter import local_param
 from moefold.moe.choice import (
-    choose_experts,
-    limit_to_groups,
+    mask_to_top_groups,
     quantile_thresholds,
     round_robin,
     sinkhorn_offsets,
     skewed,
+    topk_experts,
 )
 from moefold.moe.jitter import uniform_noise
-from moefold.moe.scope import TokenPlaces
-from moefold.moe.trace import Choices
+from moefold.moe.scope import TokenPositions
+from moefold.moe.trace import RouterOverride
 
-SMALLEST_SUM = 1e-20
+SCORE_SUM_EPS = 1e-20
 """Added to a sum of scores before dividing by it, as DeepSeek-V3 does."""
 
 
 @dataclass(frozen=True)
-class RoutingSums:
+class RouterLossSums:
     """Sums over my tokens, by who made the choices in one pass."""
 
-    copies_E: Tensor
+    tokens_per_expert_E: Tensor
     """Copies that chose each expert, int64 [E]."""
     scores_E: Tensor
     """Scores of each expert, [E]."""
@@ -48,7 +48,7 @@ class RoutingKernel(Protocol):
 
 
 @dataclass(frozen=True)
-class Routing:
+class RoutingDecision:
     """What the router decided for the T tokens of this rank. No weight is below float32."""
 
     ids_TK: Tensor
@@ -61,7 +61,7 @@ class Routing:
     """[T, E]."""
     thresholds_E: Tensor | None = None
     """What quantile balancing took off the scores in this micro-batch, [E]."""
-    sums: RoutingSums | None = None
+    sums: RouterLossSums | None = None
     """What was summed up on the way."""
 
 
@@ -83,49 +83,49 @@ class Router(nn.Module):
         # Zeros come with the initial weights: a model is built on the meta device.
         bias_E = torch.zeros(model.num_experts, dtype=torch.float32) if model.expert_bias else None
         self.register_buffer("expert_bias", bias_E)
-        self.choices: Choices | None = None
+        self.override: RouterOverride | None = None
         self.kernel: RoutingKernel | None = None
         self.step = 1
         """Of the optimizer; the noise depends on it."""
         self._model = model
         self._moe = moe
         self._jitter_seed = jitter_seed
-        self._least_dtype = torch.float64 if moe.router_dtype == "float64" else torch.float32
+        self._min_dtype = torch.float64 if moe.router_dtype == "float64" else torch.float32
 
-    def forward(self, x_TH: Tensor, places: TokenPlaces) -> Routing:
-        """Route [T, H]; communicates through the scope of `places` where the choice looks at the whole micro-batch.
+    def forward(self, x_TH: Tensor, token_positions: TokenPositions) -> RoutingDecision:
+        """Route [T, H]; communicates through the scope of `token_positions` where the choice looks at the whole micro-batch.
 
-        At training `choices` has the last word. `parallelize` sets `kernel`, where one knows this router.
+        At training `override` has the last word. `parallelize` sets `kernel`, where one knows this router.
         """
-        dtype = torch.promote_types(x_TH.dtype, self._least_dtype)
-        logits_TE = self._jittered(x_TH.to(dtype), places) @ local(self.weight, dtype).t()
+        dtype = torch.promote_types(x_TH.dtype, self._min_dtype)
+        logits_TE = self._apply_jitter(x_TH.to(dtype), token_positions) @ local_param(self.weight, dtype).t()
         if self.bias is not None:
-            logits_TE = logits_TE + local(self.bias, dtype)
+            logits_TE = logits_TE + local_param(self.bias, dtype)
         if self.kernel is not None and dtype == torch.float32:
-            return self._fused(self.kernel, logits_TE)
+            return self._route_fused(self.kernel, logits_TE)
         raw_TE = self._score(logits_TE)
         thresholds_E = None
         if self._moe.choice == "quantile" and self.training:
-            thresholds_E = quantile_thresholds(raw_TE.detach(), self._model.top_k, places.scope)
-        ids_TK = self._choose(logits_TE.detach(), raw_TE.detach(), thresholds_E, places)
-        if self.choices is not None and self.training:
-            ids_TK = self.choices.settle(ids_TK, places.samples_B)
-        probs_TK = self._weigh(logits_TE, raw_TE, ids_TK).to(torch.promote_types(x_TH.dtype, torch.float32))
+            thresholds_E = quantile_thresholds(raw_TE.detach(), self._model.top_k, token_positions.group)
+        ids_TK = self._select_experts(logits_TE.detach(), raw_TE.detach(), thresholds_E, token_positions)
+        if self.override is not None and self.training:
+            ids_TK = self.override.apply(ids_TK, token_positions.sample_ids_B)
+        probs_TK = self._routing_probs(logits_TE, raw_TE, ids_TK).to(torch.promote_types(x_TH.dtype, torch.float32))
         is_softmax = self._model.router_score == "softmax"
-        scores_TE = raw_TE if is_softmax else raw_TE / (raw_TE.sum(-1, keepdim=True) + SMALLEST_SUM)
-        return Routing(ids_TK, probs_TK, scores_TE, logits_TE, thresholds_E)
+        scores_TE = raw_TE if is_softmax else raw_TE / (raw_TE.sum(-1, keepdim=True) + SCORE_SUM_EPS)
+        return RoutingDecision(ids_TK, probs_TK, scores_TE, logits_TE, thresholds_E)
 
-    def _fused(self, kernel: RoutingKernel, logits_TE: Tensor) -> Routing:
+    def _route_fused(self, kernel: RoutingKernel, logits_TE: Tensor) -> RoutingDecision:
         r = kernel(logits_TE, self.expert_bias)
-        sums = RoutingSums(r.copies_E, r.score_sums_E, r.z_sum, r.entropy)
-        return Routing(r.ids_TK, r.probs_TK, r.scores_TE, logits_TE, sums=sums)
+        sums = RouterLossSums(r.tokens_per_expert_E, r.score_sums_E, r.z_sum, r.entropy)
+        return RoutingDecision(r.ids_TK, r.probs_TK, r.scores_TE, logits_TE, sums=sums)
 
     @torch.no_grad()
-    def update_bias(self, copies_E: Tensor, thresholds_E: Tensor) -> None:
+    def update_bias(self, tokens_per_expert_E: Tensor, thresholds_E: Tensor) -> None:
         """Balance the bias after a step.
 
         Args:
-            copies_E: copies of the whole global batch that chose each expert.
+            tokens_per_expert_E: copies of the whole global batch that chose each expert.
             thresholds_E: of quantile balancing, the mean over the micro-batches of the global batch.
         """
         if self.expert_bias is None:
@@ -134,18 +134,18 @@ class Router(nn.Module):
             self.expert_bias.copy_(-thresholds_E)
             return
         # E * count against the sum of counts: whole numbers, so that an even load is seen as even.
-        lack_E = copies_E.sum() - copies_E * len(copies_E)
+        lack_E = tokens_per_expert_E.sum() - tokens_per_expert_E * len(tokens_per_expert_E)
         self.expert_bias.add_(lack_E.sign().to(self.expert_bias), alpha=self._moe.bias_update_rate)
 
-    def _jittered(self, x_TH: Tensor, places: TokenPlaces) -> Tensor:
+    def _apply_jitter(self, x_TH: Tensor, token_positions: TokenPositions) -> Tensor:
         width = self._moe.input_jitter
         if width == 0 or not self.training:
             return x_TH
         noise_TH = uniform_noise(
             self._jitter_seed,
             self.step,
-            places.samples_B,
-            places.positions(),
+            token_positions.sample_ids_B,
+            token_positions.positions(),
             x_TH.shape[1],
             scale=2 * width,
             shift=1 - width,
@@ -163,15 +163,19 @@ class Router(nn.Module):
                 # The root has no gradient at 0, where softplus of a very negative logit ends.
                 return F.softplus(logits_TE).clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
 
-    def _choose(self, logits_TE: Tensor, raw_TE: Tensor, thresholds_E: Tensor | None, places: TokenPlaces) -> Tensor:
+    def _select_experts(
+        self, logits_TE: Tensor, raw_TE: Tensor, thresholds_E: Tensor | None, token_positions: TokenPositions
+    ) -> Tensor:
         model, moe = self._model, self._moe
         if moe.choice == "round_robin":
-            return round_robin(places.keys(), model.top_k, model.num_experts)
+            return round_robin(token_positions.global_index(), model.top_k, model.num_experts)
         if moe.choice == "skewed":
-            return skewed(places.keys(), model.top_k, model.num_experts, moe.skew)
+            return skewed(token_positions.global_index(), model.top_k, model.num_experts, moe.skew)
         if moe.choice == "sinkhorn":
-            offsets_E = sinkhorn_offsets(logits_TE, moe.sinkhorn_iterations, places.scope) if self.training else 0
-            return choose_experts(logits_TE + offsets_E, model.top_k)
+            offsets_E = (
+                sinkhorn_offsets(logits_TE, moe.sinkhorn_iterations, token_positions.group) if self.training else 0
+            )
+            return topk_experts(logits_TE + offsets_E, model.top_k)
         # Softmax keeps the order of the logits, and the logits are the finer of the two.
         values_TE = logits_TE if model.router_score == "softmax" else raw_TE
         if thresholds_E is not None:
@@ -180,15 +184,15 @@ class Router(nn.Module):
             values_TE = raw_TE + self.expert_bias
         if model.num_groups > 1:
             sums_two = model.router_score != "softmax"
-            values_TE = limit_to_groups(values_TE, model.num_groups, model.top_groups, sums_two=sums_two)
-        return choose_experts(values_TE, model.top_k)
+            values_TE = mask_to_top_groups(values_TE, model.num_groups, model.top_groups, sums_top2=sums_two)
+        return topk_experts(values_TE, model.top_k)
 
-    def _weigh(self, logits_TE: Tensor, raw_TE: Tensor, ids_TK: Tensor) -> Tensor:
+    def _routing_probs(self, logits_TE: Tensor, raw_TE: Tensor, ids_TK: Tensor) -> Tensor:
         model = self._model
         if model.router_score == "softmax" and model.router_softmax == "post":
             probs_TK = logits_TE.gather(1, ids_TK).softmax(-1)
         else:
             probs_TK = raw_TE.gather(1, ids_TK)
             if model.router_score != "softmax" and model.router_normalize:
-                probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + SMALLEST_SUM)
+                probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + SCORE_SUM_EPS)
         return probs_TK if model.router_scaling_factor == 1 else probs_TK * model.router_scaling_factor

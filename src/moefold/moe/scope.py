@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class TokenScope(Protocol):
+class MicroBatchGroup(Protocol):
     """cp x tp ranks with equally many tokens each. Nothing here has a gradient."""
 
     @property
@@ -26,7 +26,7 @@ class TokenScope(Protocol):
         ...
 
     @property
-    def num_parallel(self) -> int:
+    def data_parallel_size(self) -> int:
         """Micro-batches that go through the layer at the same time, each in a scope of its own: dp."""
         ...
 
@@ -34,7 +34,7 @@ class TokenScope(Protocol):
         """Sum over the ranks."""
         ...
 
-    def sum_parallel(self, x: Tensor) -> Tensor:
+    def sum_over_data_parallel(self, x: Tensor) -> Tensor:
         """Sum over the ranks of all scopes that are at work at the same time: dp x cp x tp."""
         ...
 
@@ -43,19 +43,19 @@ class TokenScope(Protocol):
         ...
 
 
-class LocalScope:
+class LocalMicroBatch:
     """One rank holds whole micro-batches."""
 
     size = 1
     rank = 0
     positions = None
-    num_parallel = 1
+    data_parallel_size = 1
 
     def sum(self, x: Tensor) -> Tensor:
         """Nothing to add."""
         return x
 
-    def sum_parallel(self, x: Tensor) -> Tensor:
+    def sum_over_data_parallel(self, x: Tensor) -> Tensor:
         """Nothing to add."""
         return x
 
@@ -65,22 +65,22 @@ class LocalScope:
 
 
 @dataclass(frozen=True)
-class TokenPlaces:
+class TokenPositions:
     """Where the T = S/(cp*tp) * B tokens of this rank stand in their micro-batch and in the global batch."""
 
-    scope: TokenScope
+    group: MicroBatchGroup
     num_positions: int
     """S/(cp*tp)."""
-    samples_B: Tensor
+    sample_ids_B: Tensor
     """Place of each sample in the global batch, int64 [B]."""
 
     def positions(self) -> Tensor:
         """Position of each of my rows in its sample, int64 [S/(cp*tp)]."""
-        positions, device = self.scope.positions, self.samples_B.device
+        positions, device = self.group.positions, self.sample_ids_B.device
         return torch.arange(self.num_positions, device=device) if positions is None else positions.to(device)
 
-    def keys(self) -> Tensor:
+    def global_index(self) -> Tensor:
         """The place of each token in the micro-batch, position * B + b, int64 [T]: the same under every mapping."""
-        batch_size = len(self.samples_B)
-        places_B = torch.arange(batch_size, device=self.samples_B.device)
+        batch_size = len(self.sample_ids_B)
+        places_B = torch.arange(batch_size, device=self.sample_ids_B.device)
         return (self.positions().unsqueeze(1) * batch_size + places_B).flatten()

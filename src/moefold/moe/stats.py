@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-class RoutingTotals:
+class RouterStats:
     """Sums over the micro-batches of a step, for the tokens of this rank; on the device, never waited for.
 
     A micro-batch is counted when its gradient passes the layer: once, also where its forward pass is recomputed, and
@@ -14,7 +14,7 @@ class RoutingTotals:
     def __init__(self, num_experts: int) -> None:
         self.tokens_per_expert_E = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         """Copies routed to each expert of the model, before any is dropped."""
-        self.copies = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.routed_tokens = torch.zeros((), dtype=torch.int64, device="cpu")
         """Copies routed in all."""
         self.dropped = torch.zeros((), dtype=torch.int64, device="cpu")
         """Copies dropped."""
@@ -38,9 +38,9 @@ class RoutingTotals:
         thresholds_E: Tensor | None,
     ) -> None:
         """Count one micro-batch; None counts as zero."""
-        self._follow(tokens_per_expert_E.device)
+        self._move_to(tokens_per_expert_E.device)
         self.tokens_per_expert_E += tokens_per_expert_E
-        self.copies += tokens_per_expert_E.sum()
+        self.routed_tokens += tokens_per_expert_E.sum()
         self.entropy += entropy
         if dropped is not None:
             self.dropped += dropped
@@ -56,7 +56,7 @@ class RoutingTotals:
         for total in vars(self).values():
             total.zero_()
 
-    def _follow(self, device: torch.device) -> None:
-        if self.copies.device != device:
+    def _move_to(self, device: torch.device) -> None:
+        if self.routed_tokens.device != device:
             for name, total in vars(self).items():
                 setattr(self, name, total.to(device))

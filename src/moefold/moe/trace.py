@@ -6,21 +6,21 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Choices(Protocol):
+class RouterOverride(Protocol):
     """Has the last word on which experts the tokens of a micro-batch go to, at training."""
 
-    def settle(self, ids_TK: Tensor, samples_B: Tensor) -> Tensor:
+    def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
         """The experts to use, int64 [T, K].
 
         Args:
             ids_TK: what the router chose, int64 [T, K]; token s*B + b is position s of sample b.
-            samples_B: place of each sample of the micro-batch in the global batch, int64 [B].
+            sample_ids_B: place of each sample of the micro-batch in the global batch, int64 [B].
         """
         ...
 
 
 @dataclass
-class StepChoices:
+class ReplayedRouting:
     """The choices of one layer in one step, of this rank's tokens: replayed, recorded, or both.
 
     Both are stored by sample. So the order of micro-batches does not matter, and a recomputed forward pass finds the
@@ -34,12 +34,12 @@ class StepChoices:
     recorded_NSK: Tensor | None = None
     """Where to keep what is used, in the same order; None keeps nothing."""
 
-    def settle(self, ids_TK: Tensor, samples_B: Tensor) -> Tensor:
+    def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
         """Replace the choices, then keep them."""
-        rows_B = samples_B - self.first_sample
+        rows_B = sample_ids_B - self.first_sample
         if self.replayed_NSK is not None:
             ids_TK = self.replayed_NSK[rows_B].transpose(0, 1).reshape(ids_TK.shape).to(ids_TK.dtype)
         if self.recorded_NSK is not None:
-            ids_SBK = ids_TK.reshape(-1, len(samples_B), ids_TK.shape[1])
+            ids_SBK = ids_TK.reshape(-1, len(sample_ids_B), ids_TK.shape[1])
             self.recorded_NSK[rows_B] = ids_SBK.transpose(0, 1).to(self.recorded_NSK.dtype)
         return ids_TK

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-FORGETTING = 1.5
+STALE_GROWTH_FACTOR = 1.5
 """In a step that carried nothing an old measurement is believed less by this factor, so that it is tried again."""
 
 
-class Pace:
+class BandwidthMeter:
     """Bytes and busy time of one direction; for any number of threads.
 
     Several jobs at once share what the direction carries, so what counts is the time in which at least one ran.
@@ -18,8 +18,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running = 0
-        self._since_s = 0.0
+        self._num_running = 0
+        self._busy_since_s = 0.0
         self._busy_s = 0.0
         self._bytes = 0
         self._bytes_per_s = math.inf
@@ -31,30 +31,30 @@ class Pace:
             return self._bytes / self._busy_s if self._bytes and self._busy_s else self._bytes_per_s
 
     @contextmanager
-    def carrying(self, num_bytes: int) -> Iterator[None]:
+    def measure_transfer(self, num_bytes: int) -> Iterator[None]:
         """Inside, one job carries so many bytes; they do not count if it fails."""
         with self._lock:
-            if self._running == 0:
-                self._since_s = time.perf_counter()
-            self._running += 1
+            if self._num_running == 0:
+                self._busy_since_s = time.perf_counter()
+            self._num_running += 1
         carried = 0
         try:
             yield
             carried = num_bytes
         finally:
             with self._lock:
-                self._running -= 1
+                self._num_running -= 1
                 self._bytes += carried
-                if self._running == 0:
-                    self._busy_s += time.perf_counter() - self._since_s
+                if self._num_running == 0:
+                    self._busy_s += time.perf_counter() - self._busy_since_s
 
-    def take_step(self) -> tuple[int, float]:
+    def end_step(self) -> tuple[int, float]:
         """Bytes and busy seconds since the last call; what follows belongs to the next step."""
         with self._lock:
             measured = self._bytes, self._busy_s
             if self._bytes and self._busy_s:
                 self._bytes_per_s = self._bytes / self._busy_s
             else:
-                self._bytes_per_s *= FORGETTING
+                self._bytes_per_s *= STALE_GROWTH_FACTOR
             self._bytes, self._busy_s = 0, 0.0
             return measured

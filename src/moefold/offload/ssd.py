@@ -11,12 +11,12 @@ import numpy as np
 from torch import Tensor
 
 from moefold.errors import ConfigError, RunError
-from moefold.offload.extents import Extent, Extents
-from moefold.offload.tier import Link
+from moefold.offload.extents import Extent, FileAllocator
+from moefold.offload.tier import CopyEngine
 
 
 @dataclass(frozen=True)
-class _Written:
+class _StoredExtent:
     """Bytes in the file."""
 
     extent: Extent
@@ -32,7 +32,7 @@ class SsdFile:
     was cut or a disk that forgets ends the run instead of making a gradient.
 
     Args:
-        link: to the device.
+        copy_engine: to the device.
         folder: on the disk; made if there is none.
         limit_bytes: largest size of the file.
 
@@ -40,39 +40,39 @@ class SsdFile:
         ConfigError: there can be no file in that folder.
     """
 
-    def __init__(self, link: Link, folder: Path, limit_bytes: float = math.inf) -> None:
-        self.link = link
+    def __init__(self, copy_engine: CopyEngine, folder: Path, limit_bytes: float = math.inf) -> None:
+        self.copy_engine = copy_engine
         self.name = f"train.offload_dir={str(folder)!r}"
-        self._extents = Extents(limit_bytes)
+        self._allocator = FileAllocator(limit_bytes)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder, prefix="moefold-", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"{self.name} cannot be written: {error.strerror}; choose another") from None
 
-    def store(self, data: Tensor, ready: Any) -> _Written | None:
+    def store(self, data: Tensor, ready: Any) -> _StoredExtent | None:
         """See `Tier.store`."""
-        extent = self._extents.take(data.numel())
+        extent = self._allocator.allocate(data.numel())
         if extent is None:
             return None
         host = data
-        if self.link.device.type != "cpu":
-            host = self.link.to_host(data, ready, self.link.room_on_host(data.numel()))
+        if self.copy_engine.device.type != "cpu":
+            host = self.copy_engine.to_host(data, ready, self.copy_engine.allocate_host(data.numel()))
         try:
             self._write(host, extent.start)
         except OSError:
-            self._extents.stop_at(extent.start)
+            self._allocator.limit_to(extent.start)
             raise
-        return _Written(extent, data.numel(), checksum(host))
+        return _StoredExtent(extent, data.numel(), checksum(host))
 
-    def load(self, stored: _Written, out: Tensor, ready: Any) -> Any:
+    def load(self, stored: _StoredExtent, out: Tensor, ready: Any) -> Any:
         """See `Tier.load`."""
-        is_cpu = self.link.device.type == "cpu"
-        host = out if is_cpu else self.link.room_on_host(stored.num_bytes)
+        is_cpu = self.copy_engine.device.type == "cpu"
+        host = out if is_cpu else self.copy_engine.allocate_host(stored.num_bytes)
         self._read(host, stored.extent.start)
         if checksum(host) != stored.checksum:
             raise RunError(f"{self.name}: what was offloaded is not what was written; the disk or the file is damaged")
-        return None if is_cpu else self.link.to_device(host, out, ready)
+        return None if is_cpu else self.copy_engine.to_device_async(host, out, ready)
 
     def _write(self, host: Tensor, offset: int) -> None:
         rest = host.numpy().data

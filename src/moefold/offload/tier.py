@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 
-class Tier(Protocol):
+class OffloadBackend(Protocol):
     """A place for bytes. `store` and `load` run on threads beside training, several at a time."""
 
     name: str
     """For messages."""
 
     @property
-    def link(self) -> "Link":
+    def copy_engine(self) -> "CopyEngine":
         """The way between the device and the host."""
         ...
 
@@ -27,7 +27,7 @@ class Tier(Protocol):
 
         Args:
             data: uint8 [bytes] on the device.
-            ready: what `Link.mark` gave when the data was made.
+            ready: what `CopyEngine.mark` gave when the data was made.
 
         Returns:
             What `load` wants; the room is free again once nobody holds it. None: there is no room.
@@ -43,10 +43,10 @@ class Tier(Protocol):
         Args:
             stored: what `store` gave.
             out: uint8 [bytes] on the device, to be filled.
-            ready: what `Link.mark` gave when `out` was made.
+            ready: what `CopyEngine.mark` gave when `out` was made.
 
         Returns:
-            What `Link.wait` wants before `out` is read.
+            What `CopyEngine.wait` wants before `out` is read.
 
         Raises:
             RunError: they are lost, or not what was stored.
@@ -54,7 +54,7 @@ class Tier(Protocol):
         ...
 
 
-class Link:
+class CopyEngine:
     """Copies between the memory of a device and that of the host, beside what the device computes.
 
     On CUDA each direction has a stream of its own. On the CPU the two are one memory, and there is nothing to wait for.
@@ -63,120 +63,120 @@ class Link:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._is_cuda = device.type == "cuda"
-        self._out, self._in = (torch.cuda.Stream(device) if self._is_cuda else None for _ in range(2))
+        self._d2h_stream, self._h2d_stream = (torch.cuda.Stream(device) if self._is_cuda else None for _ in range(2))
 
-    def enter_thread(self) -> None:
+    def init_thread(self) -> None:
         """Let this thread work for the device: host memory is locked for the current one, which is another at first."""
         if self._is_cuda:
             torch.cuda.set_device(self.device)
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """Everything that the device was told so far."""
         return torch.cuda.current_stream(self.device).record_event() if self._is_cuda else None
 
-    def taken_on_host(self, num_bytes: int) -> int:
+    def host_allocation_bytes(self, num_bytes: int) -> int:
         """What room for so many bytes takes."""
-        return page_locked_bytes(num_bytes) if self._is_cuda else num_bytes
+        return pinned_allocation_bytes(num_bytes) if self._is_cuda else num_bytes
 
-    def room_on_host(self, num_bytes: int) -> Tensor:
+    def allocate_host(self, num_bytes: int) -> Tensor:
         """Uint8 [bytes] of host memory that the device can reach by itself."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
 
-    def room_on_device(self, num_bytes: int) -> Tensor:
+    def allocate_device(self, num_bytes: int) -> Tensor:
         """Uint8 [bytes] of device memory; called by the thread that will use it."""
         room = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        if self._in is not None:
-            room.record_stream(self._in)
+        if self._h2d_stream is not None:
+            room.record_stream(self._h2d_stream)
         return room
 
     def to_host(self, data: Tensor, ready: Any, host: Tensor) -> Tensor:
         """Fill `host`; returns once it is filled."""
-        self.wait_on_host(self.begin_to_host(data, ready, host))
+        self.synchronize(self.to_host_async(data, ready, host))
         return host
 
-    def begin_to_host(self, data: Tensor, ready: Any, host: Tensor) -> Any:
-        """Begin to fill `host`; returns what `wait_on_host` wants. Until then `data` must be held."""
-        if self._out is None:
+    def to_host_async(self, data: Tensor, ready: Any, host: Tensor) -> Any:
+        """Begin to fill `host`; returns what `synchronize` wants. Until then `data` must be held."""
+        if self._d2h_stream is None:
             host.copy_(data)
             return None
-        with torch.cuda.stream(self._out):
-            self._out.wait_event(ready)
+        with torch.cuda.stream(self._d2h_stream):
+            self._d2h_stream.wait_event(ready)
             host.copy_(data, non_blocking=True)
-            return self._out.record_event()
+            return self._d2h_stream.record_event()
 
-    def wait_on_host(self, event: Any) -> None:
-        """Returns once what `begin_to_host` began is done."""
+    def synchronize(self, event: Any) -> None:
+        """Returns once what `to_host_async` began is done."""
         if event is not None:
             event.synchronize()
 
-    def to_device(self, host: Tensor, out: Tensor, ready: Any) -> Any:
+    def to_device_async(self, host: Tensor, out: Tensor, ready: Any) -> Any:
         """Begin to fill `out`; returns what to wait for."""
-        if self._in is None:
+        if self._h2d_stream is None:
             out.copy_(host)
             return None
-        with torch.cuda.stream(self._in):
-            self._in.wait_event(ready)
+        with torch.cuda.stream(self._h2d_stream):
+            self._h2d_stream.wait_event(ready)
             out.copy_(host, non_blocking=True)
-            return self._in.record_event()
+            return self._h2d_stream.record_event()
 
-    def wait(self, event: Any) -> None:
+    def wait_event(self, event: Any) -> None:
         """What the device is told from now on finds the copy done."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
-def page_locked_bytes(num_bytes: int) -> int:
+def pinned_allocation_bytes(num_bytes: int) -> int:
     """What torch takes for so many bytes: a power of two (ATen/core/CachingHostAllocator.h, `allocate`)."""
     return 1 << (num_bytes - 1).bit_length()
 
 
 @dataclass(frozen=True)
-class _Buffer:
+class _PinnedBuffer:
     """Bytes in host memory, which count until nobody holds this object."""
 
     host: Tensor
-    num_taken: int
+    allocated_bytes: int
     """With what the allocator rounds up."""
-    _returned: deque[int]
+    _freed: deque[int]
 
     def __del__(self) -> None:
-        self._returned.append(self.num_taken)
+        self._freed.append(self.allocated_bytes)
 
 
 class HostMemory:
     """Memory of the host; on CUDA page-locked, in which copies run beside the computation.
 
     Args:
-        link: to the device.
+        copy_engine: to the device.
         limit_bytes: most that is held at a time, with what the allocator rounds up.
     """
 
     name = "host memory"
 
-    def __init__(self, link: Link, limit_bytes: float = math.inf) -> None:
-        self.link = link
+    def __init__(self, copy_engine: CopyEngine, limit_bytes: float = math.inf) -> None:
+        self.copy_engine = copy_engine
         self._limit_bytes = limit_bytes
-        self._held_bytes = 0
-        self._returned: deque[int] = deque()
+        self._used_bytes = 0
+        self._freed: deque[int] = deque()
         self._lock = threading.Lock()
 
-    def store(self, data: Tensor, ready: Any) -> _Buffer | None:
-        """See `Tier.store`."""
-        num_taken = self.link.taken_on_host(data.numel())
+    def store(self, data: Tensor, ready: Any) -> _PinnedBuffer | None:
+        """See `OffloadBackend.store`."""
+        num_taken = self.copy_engine.host_allocation_bytes(data.numel())
         with self._lock:
-            while self._returned:
-                self._held_bytes -= self._returned.popleft()
-            if self._held_bytes + num_taken > self._limit_bytes:
+            while self._freed:
+                self._used_bytes -= self._freed.popleft()
+            if self._used_bytes + num_taken > self._limit_bytes:
                 return None
             try:
-                buffer = _Buffer(self.link.room_on_host(data.numel()), num_taken, self._returned)
+                buffer = _PinnedBuffer(self.copy_engine.allocate_host(data.numel()), num_taken, self._freed)
             except RuntimeError as error:
-                self._limit_bytes = self._held_bytes
+                self._limit_bytes = self._used_bytes
                 raise OSError(errno.ENOMEM, str(error).partition("\n")[0]) from error
-            self._held_bytes += num_taken
-        self.link.to_host(data, ready, buffer.host)
+            self._used_bytes += num_taken
+        self.copy_engine.to_host(data, ready, buffer.host)
         return buffer
 
-    def load(self, stored: _Buffer, out: Tensor, ready: Any) -> Any:
-        """See `Tier.load`."""
-        return self.link.to_device(stored.host, out, ready)
+    def load(self, stored: _PinnedBuffer, out: Tensor, ready: Any) -> Any:
+        """See `OffloadBackend.load`."""
+        return self.copy_engine.to_device_async(stored.host, out, ready)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from moefold.model.transformer import Transformer, loss_terms
+from moefold.model.transformer import Transformer, num_loss_terms
 
-TARGETS = ("labels", "weights", "samples", "further_labels", "further_weights", "starts")
+TARGETS = ("labels", "weights", "sample_ids", "mtp_labels", "mtp_weights", "document_starts")
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Batch:
     tokens: Tensor
     labels: Tensor
     weights: Tensor
-    samples: Tensor
-    further_labels: Tensor | None = None
-    further_weights: Tensor | None = None
-    starts: Tensor | None = None
+    sample_ids: Tensor
+    mtp_labels: Tensor | None = None
+    mtp_weights: Tensor | None = None
+    document_starts: Tensor | None = None
 
     def targets(self) -> dict[str, Any]:
         """All but the tokens, by the names that the model knows them by."""
@@ -53,7 +53,7 @@ class Accumulation:
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Add the gradients of the batch to the parameters; returns the terms of the loss of my tokens, [terms]."""
-        total = batch.weights.new_zeros(loss_terms(self._model.cfg.model))
+        total = batch.weights.new_zeros(num_loss_terms(self._model.cfg.model))
         for i, (tokens, targets) in enumerate(self._micro_batches(batch)):
             self._prepare_backward(is_last=i == self._num_micro_batches - 1)
             loss = self._model(tokens, **targets)
@@ -64,7 +64,7 @@ class Accumulation:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """The terms of the loss of my tokens, [terms], without gradients."""
-        total = batch.weights.new_zeros(loss_terms(self._model.cfg.model))
+        total = batch.weights.new_zeros(num_loss_terms(self._model.cfg.model))
         for tokens, targets in self._micro_batches(batch):
             total += self._model(tokens, **targets)
         return total

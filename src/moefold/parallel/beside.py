@@ -11,30 +11,30 @@ from typing import Any
 
 import torch
 
-from moefold.model.steps import Begun
+from moefold.model.steps import ResumableTask
 
 
-class Beside:
+class BackwardOverlap:
     """What a rank has to do while an exchange of a backward pass is under way; one for all its groups."""
 
     def __init__(self) -> None:
-        self._begun: Begun[Any] | None = None
+        self._forward_task: ResumableTask[Any] | None = None
 
     @contextmanager
-    def backward(self, begun: Begun[Any]) -> Iterator[None]:
-        """Inside, a backward pass runs, beside which `begun` goes on; steps may be left over."""
-        assert self._begun is None, "one forward pass at a time"
-        self._begun = begun
+    def backward(self, forward_task: ResumableTask[Any]) -> Iterator[None]:
+        """Inside, a backward pass runs, beside which `forward_task` goes on; steps may be left over."""
+        assert self._forward_task is None, "one forward pass at a time"
+        self._forward_task = forward_task
         try:
             # With threads of its own, autograd would run the exchanges of CUDA tensors there, and forward passes with
             # them: nodes made in different threads have no common age, by which autograd orders those that are ready.
             with torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
-            self._begun = None
+            self._forward_task = None
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Take the next step of what is beside; nothing where there is none."""
-        if self._begun is not None:
+        if self._forward_task is not None:
             with torch.enable_grad():
-                self._begun.go_on()
+                self._forward_task.resume()

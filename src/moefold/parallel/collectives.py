@@ -30,7 +30,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _ReduceScatter.apply(x, group)
 
 
-def all_to_all(x: Tensor, group: Group, send_rows: Sequence[int], receive_rows: Sequence[int]) -> Tensor:
+def all_to_all(x: Tensor, group: Group, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
     """Send the first send_rows[0] rows to member 0 and so on; receive receive_rows[i] rows from member i.
 
     Adjoint: the same with the counts exchanged. Counts may be zero; both ends must agree on them.
@@ -38,28 +38,28 @@ def all_to_all(x: Tensor, group: Group, send_rows: Sequence[int], receive_rows: 
     Args:
         x: rows to send, in the order of their destinations, [sum(send_rows), ...].
         group: the members.
-        send_rows: one count for each member.
-        receive_rows: one count for each member.
+        input_splits: one count for each member.
+        output_splits: one count for each member.
 
     Returns:
         The received rows in the order of their sources, [sum(receive_rows), ...].
     """
     if group.size == 1:
         return x
-    return _AllToAll.apply(x, group, list(send_rows), list(receive_rows))
+    return _AllToAll.apply(x, group, list(input_splits), list(output_splits))
 
 
-def all_gather_rows(x: Tensor, group: Group, rows: Sequence[int]) -> Tensor:
+def all_gather_uneven(x: Tensor, group: Group, split_sizes: Sequence[int]) -> Tensor:
     """Concatenate tensors of different lengths: member i brings rows[i] rows. Adjoint: reduce_scatter_rows."""
-    return x if group.size == 1 else _AllGatherRows.apply(x, group, list(rows))
+    return x if group.size == 1 else _AllGatherUneven.apply(x, group, list(split_sizes))
 
 
-def reduce_scatter_rows(x: Tensor, group: Group, rows: Sequence[int]) -> Tensor:
+def reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: Sequence[int]) -> Tensor:
     """Sum [sum(rows), ...] over the members; member i keeps its rows[i] rows. Adjoint: all_gather_rows."""
-    return x if group.size == 1 else _ReduceScatterRows.apply(x, group, list(rows))
+    return x if group.size == 1 else _ReduceScatterUneven.apply(x, group, list(split_sizes))
 
 
-def swap_dims(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
+def shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
     """All-to-all that cuts `split_dim` over the members and concatenates `concat_dim` (Ulysses, arXiv:2309.14509).
 
     Args:
@@ -70,26 +70,26 @@ def swap_dims(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tenso
     """
     if group.size == 1:
         return x
-    return _SwapDims.apply(x, group, split_dim % x.dim(), concat_dim % x.dim())
+    return _ShardDimAllToAll.apply(x, group, split_dim % x.dim(), concat_dim % x.dim())
 
 
-def sum_over(x: Tensor, group: Group) -> Tensor:
+def differentiable_all_reduce(x: Tensor, group: Group) -> Tensor:
     """The sum over the members, on each of them. Adjoint: the same, as each member's use of the sum counts."""
-    return x if group.size == 1 else _SumOver.apply(x, group)
+    return x if group.size == 1 else _AllReduce.apply(x, group)
 
 
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     """The sum over the members, without a gradient; `x` is left as it is."""
     total = x.detach().clone()
     if group.size > 1:
-        add_up(total, group)
+        all_reduce_sum_(total, group)
     return total
 
 
-def add_up(x: Tensor, group: Group) -> None:
+def all_reduce_sum_(x: Tensor, group: Group) -> None:
     """Replace `x` by the sum over the members; without a gradient, and without a copy."""
-    group.note("all_reduce", x)
-    with group.clock.waiting():
+    group.record_collective("all_reduce", x)
+    with group.comm_timer.waiting():
         dist.all_reduce(x, group=group.handle)
 
 
@@ -97,24 +97,22 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     """The maximum over the members, without a gradient; `x` is left as it is."""
     top = x.detach().clone()
     if group.size > 1:
-        group.note("all_reduce", x)
-        with group.clock.waiting():
+        group.record_collective("all_reduce", x)
+        with group.comm_timer.waiting():
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
     return top
 
 
-def all_gather_into(
-    out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, asynchronous: bool = False
-) -> dist.Work | None:
+def all_gather_into(out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
     """Concatenate what the members of a process group have along dim 0 into `out`. No gradient."""
-    return _all_gather(out, x, group=handle, async_op=asynchronous)
+    return _all_gather(out, x, group=handle, async_op=async_op)
 
 
 def reduce_scatter_into(
-    out: Tensor, x: Tensor, handle: dist.ProcessGroup, op: Any, *, asynchronous: bool = False
+    out: Tensor, x: Tensor, handle: dist.ProcessGroup, op: Any, *, async_op: bool = False
 ) -> dist.Work | None:
     """Reduce `x` over the members of a process group and write my part of it into `out`. No gradient."""
-    return _reduce_scatter(out, x, op=op, group=handle, async_op=asynchronous)
+    return _reduce_scatter(out, x, op=op, group=handle, async_op=async_op)
 
 
 def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
@@ -122,7 +120,7 @@ def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
     x = x.detach().contiguous()
     if group.size == 1:
         return x.unsqueeze(0)
-    group.note("gather", x)
+    group.record_collective("gather", x)
     if group.rank:
         dist.gather(x, None, group=group.handle, group_dst=0)
         return None
@@ -135,7 +133,7 @@ def broadcast(x: Tensor, group: Group, source: int) -> Tensor:
     """The tensor of member `source` on every member; `x` says shape and type elsewhere. No gradient."""
     x = x.detach().contiguous()
     if group.size > 1:
-        group.note("broadcast", x)
+        group.record_collective("broadcast", x)
         dist.broadcast(x, group.ranks[source], group=group.handle)
     return x
 
@@ -144,83 +142,83 @@ def broadcast_object(value: T, group: Group, source: int) -> T:
     """What member `source` gives, on every member; anything that can be pickled."""
     held = [value]
     if group.size > 1:
-        group.record.begin("broadcast of an object", group.number, ())
+        group.recorder.record_collective("broadcast of an object", group.group_id, ())
         dist.broadcast_object_list(held, src=group.ranks[source], group=group.handle)
     return held[0]
 
 
-def start_send(x: Tensor, group: Group, member: int) -> dist.Work | None:
+def isend(x: Tensor, group: Group, member: int) -> dist.Work | None:
     """Begin to send a tensor to a member; leave it alone until the work is done. None where there is nothing in it."""
     return dist.isend(x, group.ranks[member], group=group.handle) if x.numel() else None
 
 
-def receive(x: Tensor, group: Group, member: int) -> Tensor:
+def recv(x: Tensor, group: Group, member: int) -> Tensor:
     """Fill a tensor with what a member sends; waits for it. Without elements nothing is sent."""
     if x.numel():
         dist.recv(x, group.ranks[member], group=group.handle)
     return x
 
 
-def begin_all_gather(x: Tensor, group: Group, *, asynchronous: bool = True) -> tuple[Tensor, dist.Work | None]:
+def begin_all_gather(x: Tensor, group: Group, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
     """Concatenate equal-shaped tensors along dim 0; if asynchronous, the result is there once the work is done.
 
     Like the other `begin_*` without a gradient.
     """
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    group.note("all_gather", x)
-    return out, _all_gather(out, x.contiguous(), group=group.handle, async_op=asynchronous)
+    group.record_collective("all_gather", x)
+    return out, _all_gather(out, x.contiguous(), group=group.handle, async_op=async_op)
 
 
-def begin_reduce(x: Tensor, group: Group, *, asynchronous: bool = True) -> tuple[Tensor, dist.Work | None]:
+def begin_reduce_scatter(x: Tensor, group: Group, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
     """Sum tensors, of which I keep my part along dim 0."""
     assert x.shape[0] % group.size == 0, (x.shape, group.size)
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    group.note("reduce_scatter", x)
-    return out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=asynchronous)
+    group.record_collective("reduce_scatter", x)
+    return out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=async_op)
 
 
-def begin_exchange(
-    x: Tensor, group: Group, send_rows: list[int], receive_rows: list[int], *, asynchronous: bool = True
+def begin_all_to_all(
+    x: Tensor, group: Group, input_splits: list[int], output_splits: list[int], *, async_op: bool = True
 ) -> tuple[Tensor, dist.Work | None]:
     """All-to-all of rows."""
-    out = x.new_empty((sum(receive_rows), *x.shape[1:]))
-    counts = receive_rows, send_rows
-    group.note("all_to_all", x)
-    return out, dist.all_to_all_single(out, x.contiguous(), *counts, group=group.handle, async_op=asynchronous)
+    out = x.new_empty((sum(output_splits), *x.shape[1:]))
+    counts = output_splits, input_splits
+    group.record_collective("all_to_all", x)
+    return out, dist.all_to_all_single(out, x.contiguous(), *counts, group=group.handle, async_op=async_op)
 
 
-def _gather(x: Tensor, group: Group) -> Tensor:
-    with group.clock.waiting():
-        return begin_all_gather(x, group, asynchronous=False)[0]
+def _sync_all_gather(x: Tensor, group: Group) -> Tensor:
+    with group.comm_timer.waiting():
+        return begin_all_gather(x, group, async_op=False)[0]
 
 
-def _reduce(x: Tensor, group: Group) -> Tensor:
-    with group.clock.waiting():
-        return begin_reduce(x, group, asynchronous=False)[0]
+def _sync_reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    with group.comm_timer.waiting():
+        return begin_reduce_scatter(x, group, async_op=False)[0]
 
 
-def _exchange(x: Tensor, group: Group, send_rows: list[int], receive_rows: list[int]) -> Tensor:
-    with group.clock.waiting():
-        return begin_exchange(x, group, send_rows, receive_rows, asynchronous=False)[0]
+def _sync_all_to_all(x: Tensor, group: Group, input_splits: list[int], output_splits: list[int]) -> Tensor:
+    with group.comm_timer.waiting():
+        return begin_all_to_all(x, group, input_splits, output_splits, async_op=False)[0]
 
 
-def _gather_rows(x: Tensor, group: Group, rows: list[int]) -> Tensor:
+def _sync_all_gather_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
     # An all-to-all in which everybody sends all it has: exact lengths, no padding to the longest.
     sent = x.repeat(group.size, *[1] * (x.dim() - 1))
-    return _exchange(sent, group, [x.shape[0]] * group.size, rows)
+    return _sync_all_to_all(sent, group, [x.shape[0]] * group.size, split_sizes)
 
 
-def _reduce_rows(x: Tensor, group: Group, rows: list[int]) -> Tensor:
-    mine = rows[group.rank]
-    parts = _exchange(x, group, rows, [mine] * group.size)
+def _sync_reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
+    mine = split_sizes[group.rank]
+    parts = _sync_all_to_all(x, group, split_sizes, [mine] * group.size)
     return parts.view(group.size, mine, *x.shape[1:]).sum(0)
 
 
-def _swap(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
+def _sync_shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
     sent = torch.stack(x.chunk(group.size, split_dim))
     received = torch.empty_like(sent)
-    group.note("all_to_all", sent)
-    with group.clock.waiting():
+    group.record_collective("all_to_all", sent)
+    with group.comm_timer.waiting():
         dist.all_to_all_single(received, sent, group=group.handle)
     return torch.cat(received.unbind(0), concat_dim)
 
@@ -229,25 +227,25 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _gather(x, group)
+        return _sync_all_gather(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce(grad, ctx.group), None
+        return _sync_reduce_scatter(grad, ctx.group), None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _reduce(x, group)
+        return _sync_reduce_scatter(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
+        return _sync_all_gather(grad, ctx.group), None
 
 
-class _SumOver(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -260,44 +258,44 @@ class _SumOver(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, send_rows: list[int], receive_rows: list[int]) -> Tensor:
-        ctx.args = group, send_rows, receive_rows
-        return _exchange(x, group, send_rows, receive_rows)
+    def forward(ctx: Any, x: Tensor, group: Group, input_splits: list[int], output_splits: list[int]) -> Tensor:
+        ctx.args = group, input_splits, output_splits
+        return _sync_all_to_all(x, group, input_splits, output_splits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         group, send_rows, receive_rows = ctx.args
-        return _exchange(grad, group, receive_rows, send_rows), None, None, None
+        return _sync_all_to_all(grad, group, receive_rows, send_rows), None, None, None
 
 
-class _AllGatherRows(torch.autograd.Function):
+class _AllGatherUneven(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, rows: list[int]) -> Tensor:
-        ctx.args = group, rows
-        return _gather_rows(x, group, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_rows(grad.contiguous(), *ctx.args), None, None
-
-
-class _ReduceScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, rows: list[int]) -> Tensor:
-        ctx.args = group, rows
-        return _reduce_rows(x, group, rows)
+    def forward(ctx: Any, x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
+        ctx.args = group, split_sizes
+        return _sync_all_gather_uneven(x, group, split_sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_rows(grad.contiguous(), *ctx.args), None, None
+        return _sync_reduce_scatter_uneven(grad.contiguous(), *ctx.args), None, None
 
 
-class _SwapDims(torch.autograd.Function):
+class _ReduceScatterUneven(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
+        ctx.args = group, split_sizes
+        return _sync_reduce_scatter_uneven(x, group, split_sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _sync_all_gather_uneven(grad.contiguous(), *ctx.args), None, None
+
+
+class _ShardDimAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
         ctx.args = group, concat_dim, split_dim
-        return _swap(x, group, split_dim, concat_dim)
+        return _sync_shard_dim_all_to_all(x, group, split_dim, concat_dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _swap(grad, *ctx.args), None, None, None
+        return _sync_shard_dim_all_to_all(grad, *ctx.args), None, None, None

@@ -15,23 +15,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.model.attention_block import (
-    Seen,
+    BlockMask,
     accumulation_dtype,
     attention_block,
     attention_block_backward,
-    merge_block_,
+    merge_lse_,
 )
 from moefold.model.attention_sink import fold_in_sinks, sink_gradient
 from moefold.model.core_attention import CausalAttention, CoreAttention
-from moefold.model.sight import Sight
-from moefold.parallel.collectives import all_gather, reduce_scatter, swap_dims
+from moefold.model.sight import AttentionMaskSpec
+from moefold.parallel.collectives import all_gather, reduce_scatter, shard_dim_all_to_all
 from moefold.parallel.groups import Group
-from moefold.parallel.ring import SUMS, await_all, pass_on, travel
+from moefold.parallel.ring import SUM_TAG, ring_pass, send_recv, wait_all
 
 ContextKind = Literal["ring", "allgather", "ulysses"]
 
 
-def context_attention(kind: ContextKind, cp: Group, window: int = 0) -> CoreAttention:
+def context_parallel_attention(kind: ContextKind, cp: Group, window: int = 0) -> CoreAttention:
     """The attention core of a context-parallel rank; the plain one where cp is 1.
 
     Args:
@@ -87,10 +87,12 @@ class RingAttention:
         self._window = window
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend; see the module for the shapes. Communicates with the neighbours in cp."""
-        return _RingFunction.apply(q, torch.stack((k, v), 1), sinks, self._cp, Sight(self._window, starts))
+        return _RingFunction.apply(
+            q, torch.stack((k, v), 1), sinks, self._cp, AttentionMaskSpec(self._window, document_starts)
+        )
 
 
 class AllGatherAttention:
@@ -105,10 +107,12 @@ class AllGatherAttention:
         self._window = window
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend; see the module for the shapes. Communicates over cp."""
-        return _AllGatherFunction.apply(q, torch.stack((k, v), 1), sinks, self._cp, Sight(self._window, starts))
+        return _AllGatherFunction.apply(
+            q, torch.stack((k, v), 1), sinks, self._cp, AttentionMaskSpec(self._window, document_starts)
+        )
 
 
 class UlyssesAttention:
@@ -119,10 +123,10 @@ class UlyssesAttention:
 
     def __init__(self, cp: Group, window: int = 0) -> None:
         self._cp = cp
-        self._attend = CausalAttention(window)
+        self._core_attention = CausalAttention(window)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend; see the module for the shapes. Two all-to-alls over cp."""
         cp, kv_heads = self._cp, k.shape[2]
@@ -132,95 +136,100 @@ class UlyssesAttention:
         # One message: the query, key and value heads of one destination side by side.
         heads = torch.cat([x.unflatten(2, (cp.size, -1)) for x in (q, k, v)], 3).flatten(2, 3)
         sizes = [x.shape[2] // cp.size for x in (q, k, v)]
-        q, k, v = swap_dims(heads, cp, 2, 0).split(sizes, 2)
+        q, k, v = shard_dim_all_to_all(heads, cp, 2, 0).split(sizes, 2)
         sinks = None if sinks is None else sinks.chunk(cp.size)[cp.rank]
-        out = self._attend(q, k, v, starts, sinks)
-        return swap_dims(out, cp, 0, 2)
+        out = self._core_attention(q, k, v, document_starts, sinks)
+        return shard_dim_all_to_all(out, cp, 0, 2)
 
 
-class _Blocks:
+class _CausalBlocks:
     """Which (query, key) pairs of the chunks of the sequence this rank computes, and what of them is seen."""
 
-    def __init__(self, q: Tensor, cp: Group, sight: Sight) -> None:
-        self.own_chunks = _zigzag(cp.size, cp.rank)
-        self._size = q.shape[0] // 2
-        self._sight = sight
+    def __init__(self, q: Tensor, cp: Group, mask_spec: AttentionMaskSpec) -> None:
+        self.local_chunks = _zigzag(cp.size, cp.rank)
+        self._chunk_size = q.shape[0] // 2
+        self._mask_spec = mask_spec
         self._device = q.device
-        self._is_limited = sight.is_limited(q.shape[0] * cp.size)
+        self._needs_mask = mask_spec.needs_mask(q.shape[0] * cp.size)
 
-    def own(self) -> list[tuple[slice, Seen]]:
+    def local_blocks(self) -> list[tuple[slice, BlockMask]]:
         """Blocks over my own keys: their rows, and what each sees of itself; with a window each chunk by itself.
 
-        With two blocks, what the second sees of the first is in `before(own_chunks)`.
+        With two blocks, what the second sees of the first is in `past_blocks(local_chunks)`.
         """
-        if not self._is_limited:
+        if not self._needs_mask:
             return [(slice(None), "causal")]
-        if not self._sight.window:
-            positions = self._positions(self.own_chunks)
-            return [(slice(None), self._sight.mask(positions, positions))]
-        halves = (slice(self._size), slice(self._size, None))
-        runs = [self._sight.of_run(chunk * self._size, self._size, self._device) for chunk in self.own_chunks]
+        if not self._mask_spec.window:
+            positions = self._positions(self.local_chunks)
+            return [(slice(None), self._mask_spec.mask(positions, positions))]
+        halves = (slice(self._chunk_size), slice(self._chunk_size, None))
+        runs = [
+            self._mask_spec.local_mask(chunk * self._chunk_size, self._chunk_size, self._device)
+            for chunk in self.local_chunks
+        ]
         return list(zip(halves, runs, strict=True))
 
-    def before(self, chunks: Sequence[int]) -> Iterator[tuple[slice, slice, Seen]]:
+    def past_blocks(self, chunks: Sequence[int]) -> Iterator[tuple[slice, slice, BlockMask]]:
         """Blocks over the keys of some chunks of other ranks, ascending, that hold every pair that is seen.
 
         Yields:
             (rows of my queries, rows of the keys of `chunks`, which of the pairs are seen)
         """
-        spans = [self._span(mine, chunks) for mine in self.own_chunks]
-        if not self._sight.window and spans[0] == spans[1]:
-            blocks = [(slice(2 * self._size), spans[0])]
+        spans = [self._visible_chunks(mine, chunks) for mine in self.local_chunks]
+        if not self._mask_spec.window and spans[0] == spans[1]:
+            blocks = [(slice(2 * self._chunk_size), spans[0])]
         else:
-            blocks = [(slice(i * self._size, (i + 1) * self._size), span) for i, span in enumerate(spans)]
+            blocks = [(slice(i * self._chunk_size, (i + 1) * self._chunk_size), span) for i, span in enumerate(spans)]
         for rows, span in blocks:
             if span:
-                yield self._block(rows, span, chunks)
+                yield self._visible_block(rows, span, chunks)
 
-    def _block(self, rows: slice, span: range, chunks: Sequence[int]) -> tuple[slice, slice, Seen]:
+    def _visible_block(self, rows: slice, span: range, chunks: Sequence[int]) -> tuple[slice, slice, BlockMask]:
         """Of the rows of one chunk, or of all mine, those that see any key of a span, and of these keys those seen."""
-        keys, window = slice(span.start * self._size, span.stop * self._size), self._sight.window
-        if not self._is_limited:
+        keys, window = slice(span.start * self._chunk_size, span.stop * self._chunk_size), self._mask_spec.window
+        if not self._needs_mask:
             return rows, keys, "all"
-        queries, positions = self._positions(self.own_chunks), self._positions(chunks)
+        queries, positions = self._positions(self.local_chunks), self._positions(chunks)
         if window:
-            first_query = self.own_chunks[rows.start // self._size] * self._size
-            last_key = (chunks[span.stop - 1] + 1) * self._size - 1
+            first_query = self.local_chunks[rows.start // self._chunk_size] * self._chunk_size
+            last_key = (chunks[span.stop - 1] + 1) * self._chunk_size - 1
             rows = slice(rows.start, min(rows.stop, rows.start + last_key + window - first_query))
-            unseen = max(0, first_query - window + 1 - chunks[span.start] * self._size)
+            unseen = max(0, first_query - window + 1 - chunks[span.start] * self._chunk_size)
             keys = slice(keys.start + unseen, keys.stop)
-        return rows, keys, self._sight.mask(queries[rows], positions[keys])
+        return rows, keys, self._mask_spec.mask(queries[rows], positions[keys])
 
-    def _span(self, mine: int, chunks: Sequence[int]) -> range:
+    def _visible_chunks(self, local_chunk: int, chunks: Sequence[int]) -> range:
         """The places in `chunks` of those that a chunk of mine looks back to: neighbours, as chunks ascend."""
         places = [
             i
             for i, chunk in enumerate(chunks)
-            if chunk < mine and self._sight.reaches((mine - chunk - 1) * self._size + 1)
+            if chunk < local_chunk and self._mask_spec.in_window((local_chunk - chunk - 1) * self._chunk_size + 1)
         ]
         return range(places[0], places[-1] + 1) if places else range(0)
 
     def _positions(self, chunks: Sequence[int]) -> Tensor:
-        return torch.cat([torch.arange(i * self._size, (i + 1) * self._size, device=self._device) for i in chunks])
+        return torch.cat(
+            [torch.arange(i * self._chunk_size, (i + 1) * self._chunk_size, device=self._device) for i in chunks]
+        )
 
 
-class _Attended:
+class _OnlineSoftmax:
     """Local queries and what they have gathered so far, beginning with the local keys and values."""
 
-    def __init__(self, q: Tensor, kv: Tensor, blocks: _Blocks) -> None:
-        own = blocks.own()
-        parts = [attention_block(q[rows], kv[rows, 0], kv[rows, 1], seen=seen) for rows, seen in own]
+    def __init__(self, q: Tensor, kv: Tensor, blocks: _CausalBlocks) -> None:
+        own = blocks.local_blocks()
+        parts = [attention_block(q[rows], kv[rows, 0], kv[rows, 1], block_mask=seen) for rows, seen in own]
         out, self.lse = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         self.q, self.out = q, out.to(accumulation_dtype(q.dtype))
         self._blocks = blocks
         if len(own) > 1:
-            self.see(kv, blocks.own_chunks)
+            self.accumulate(kv, blocks.local_chunks)
 
-    def see(self, kv: Tensor, chunks: Sequence[int]) -> None:
+    def accumulate(self, kv: Tensor, chunks: Sequence[int]) -> None:
         """Attend to the keys of some chunks of other ranks."""
-        for rows, keys, seen in self._blocks.before(chunks):
-            out, lse = attention_block(self.q[rows], kv[keys, 0], kv[keys, 1], seen=seen)
-            merge_block_(self.out[rows], self.lse[rows], out, lse)
+        for rows, keys, seen in self._blocks.past_blocks(chunks):
+            out, lse = attention_block(self.q[rows], kv[keys, 0], kv[keys, 1], block_mask=seen)
+            merge_lse_(self.out[rows], self.lse[rows], out, lse)
 
     def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out in the type of the queries, lse), both with the sinks, which come in once."""
@@ -228,28 +237,28 @@ class _Attended:
         return out.to(self.q.dtype), lse
 
 
-class _Gradients:
+class _BlockGradients:
     """The gradient of the local queries summed over blocks, beginning with the local keys and values."""
 
-    def __init__(self, given: tuple[Tensor, Tensor, Tensor, Tensor], kv: Tensor, blocks: _Blocks) -> None:
-        self._given = given
+    def __init__(self, query_tensors: tuple[Tensor, Tensor, Tensor, Tensor], kv: Tensor, blocks: _CausalBlocks) -> None:
+        self._query_tensors = query_tensors
         self._blocks = blocks
-        own, parts = blocks.own(), []
+        own, parts = blocks.local_blocks(), []
         for rows, seen in own:
-            grad_out, q, out, lse = (x[rows] for x in given)
-            parts.append(attention_block_backward(grad_out, q, kv[rows, 0], kv[rows, 1], out, lse, seen=seen))
+            grad_out, q, out, lse = (x[rows] for x in query_tensors)
+            parts.append(attention_block_backward(grad_out, q, kv[rows, 0], kv[rows, 1], out, lse, block_mask=seen))
         dq, dk, dv = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         self.dq = dq.to(accumulation_dtype(q.dtype))
-        self.own_dkv = torch.stack((dk, dv), 1)
+        self.local_dkv = torch.stack((dk, dv), 1)
         if len(own) > 1:
-            self.own_dkv = self.own_dkv.to(self.dq.dtype)
-            _add_shares(self.own_dkv, self.through(kv, blocks.own_chunks))
+            self.local_dkv = self.local_dkv.to(self.dq.dtype)
+            _accumulate_kv_grads(self.local_dkv, self.block_grads(kv, blocks.local_chunks))
 
-    def through(self, kv: Tensor, chunks: Sequence[int]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def block_grads(self, kv: Tensor, chunks: Sequence[int]) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Add the share of each block to dq; yield (rows of kv, dk, dv) from the local queries."""
-        for rows, keys, seen in self._blocks.before(chunks):
-            grad_out, q, out, lse = (x[rows] for x in self._given)
-            dq, dk, dv = attention_block_backward(grad_out, q, kv[keys, 0], kv[keys, 1], out, lse, seen=seen)
+        for rows, keys, seen in self._blocks.past_blocks(chunks):
+            grad_out, q, out, lse = (x[rows] for x in self._query_tensors)
+            dq, dk, dv = attention_block_backward(grad_out, q, kv[keys, 0], kv[keys, 1], out, lse, block_mask=seen)
             self.dq[rows] += dq
             yield keys, dk, dv
 
@@ -258,16 +267,18 @@ class _RingFunction(torch.autograd.Function):
     """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D], sinks [A] or None) -> [S/cp, B, A, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, cp: Group, sight: Sight) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, cp: Group, mask_spec: AttentionMaskSpec
+    ) -> Tensor:
         kv = kv.contiguous()
-        arriving = travel(kv, cp)
+        arriving = ring_pass(kv, cp)
         next(arriving)
-        attended = _Attended(q, kv, _Blocks(q, cp, sight))
+        attended = _OnlineSoftmax(q, kv, _CausalBlocks(q, cp, mask_spec))
         for source, held in arriving:
-            attended.see(held, _zigzag(cp.size, source))
+            attended.accumulate(held, _zigzag(cp.size, source))
         out, lse = attended.result(sinks)
         ctx.save_for_backward(q, kv, out, lse, sinks)
-        ctx.args = cp, sight
+        ctx.args = cp, mask_spec
         return out
 
     @staticmethod
@@ -275,19 +286,19 @@ class _RingFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         q, kv, out, lse, sinks = ctx.saved_tensors
         cp, sight = ctx.args
-        arriving = travel(kv, cp)
+        arriving = ring_pass(kv, cp)
         next(arriving)
-        gradients = _Gradients((grad_out, q, out, lse), kv, _Blocks(q, cp, sight))
-        dkv = gradients.own_dkv.to(gradients.dq.dtype)
+        gradients = _BlockGradients((grad_out, q, out, lse), kv, _CausalBlocks(q, cp, sight))
+        dkv = gradients.local_dkv.to(gradients.dq.dtype)
         incoming = torch.empty_like(dkv)
-        under_way = pass_on(dkv, incoming, cp, SUMS)
+        under_way = send_recv(dkv, incoming, cp, SUM_TAG)
         for source, held in arriving:
-            shares = list(gradients.through(held, _zigzag(cp.size, source)))
-            await_all(under_way, cp)
+            shares = list(gradients.block_grads(held, _zigzag(cp.size, source)))
+            wait_all(under_way, cp)
             dkv, incoming = incoming, dkv
-            _add_shares(dkv, shares)
-            under_way = pass_on(dkv, incoming, cp, SUMS)
-        await_all(under_way, cp)
+            _accumulate_kv_grads(dkv, shares)
+            under_way = send_recv(dkv, incoming, cp, SUM_TAG)
+        wait_all(under_way, cp)
         return gradients.dq.to(q.dtype), incoming.to(kv.dtype), sink_gradient(grad_out, out, lse, sinks), None, None
 
 
@@ -295,14 +306,16 @@ class _AllGatherFunction(torch.autograd.Function):
     """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D], sinks [A] or None) -> [S/cp, B, A, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, cp: Group, sight: Sight) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, cp: Group, mask_spec: AttentionMaskSpec
+    ) -> Tensor:
         chunks = _gather_chunks(kv, cp)
-        attended = _Attended(q, kv, _Blocks(q, cp, sight))
-        for seen in _seen_chunks(cp):
-            attended.see(torch.cat([chunks[i] for i in seen]), seen)
+        attended = _OnlineSoftmax(q, kv, _CausalBlocks(q, cp, mask_spec))
+        for seen in _past_chunks(cp):
+            attended.accumulate(torch.cat([chunks[i] for i in seen]), seen)
         out, lse = attended.result(sinks)
         ctx.save_for_backward(q, kv, out, lse, sinks)
-        ctx.args = cp, sight
+        ctx.args = cp, mask_spec
         return out
 
     @staticmethod
@@ -312,16 +325,16 @@ class _AllGatherFunction(torch.autograd.Function):
         cp, sight = ctx.args
         size = kv.shape[0] // 2
         chunks = _gather_chunks(kv, cp)
-        gradients = _Gradients((grad_out, q, out, lse), kv, _Blocks(q, cp, sight))
-        grads = dict(zip(_zigzag(cp.size, cp.rank), gradients.own_dkv.split(size), strict=True))
-        for seen in _seen_chunks(cp):
+        gradients = _BlockGradients((grad_out, q, out, lse), kv, _CausalBlocks(q, cp, sight))
+        grads = dict(zip(_zigzag(cp.size, cp.rank), gradients.local_dkv.split(size), strict=True))
+        for seen in _past_chunks(cp):
             held = torch.cat([chunks[i] for i in seen])
-            shares = list(gradients.through(held, seen))
+            shares = list(gradients.block_grads(held, seen))
             if len(shares) == 1 and len(shares[0][1]) == len(held):
                 dkv = torch.stack(shares[0][1:], 1)
             else:
                 dkv = torch.zeros_like(held, dtype=gradients.dq.dtype)
-                _add_shares(dkv, shares)
+                _accumulate_kv_grads(dkv, shares)
             grads |= zip(seen, dkv.split(size), strict=True)
         unseen = torch.zeros_like(kv[:size])
         by_rank = [grads.get(i, unseen) for rank in range(cp.size) for i in _zigzag(cp.size, rank)]
@@ -329,8 +342,8 @@ class _AllGatherFunction(torch.autograd.Function):
         return gradients.dq.to(q.dtype), dkv.to(kv.dtype), sink_gradient(grad_out, out, lse, sinks), None, None
 
 
-def _add_shares(dkv: Tensor, shares: Iterable[tuple[slice, Tensor, Tensor]]) -> None:
-    for rows, dk, dv in shares:
+def _accumulate_kv_grads(dkv: Tensor, block_grads: Iterable[tuple[slice, Tensor, Tensor]]) -> None:
+    for rows, dk, dv in block_grads:
         dkv[rows, 0] += dk
         dkv[rows, 1] += dv
 
@@ -347,7 +360,7 @@ def _gather_chunks(kv: Tensor, cp: Group) -> dict[int, Tensor]:
     return dict(zip(numbers, parts, strict=True))
 
 
-def _seen_chunks(cp: Group) -> list[range]:
+def _past_chunks(cp: Group) -> list[range]:
     """The chunks of other ranks that lie before my queries: those that both of mine see, those that the second does."""
     first, second = _zigzag(cp.size, cp.rank)
     return [seen for seen in (range(first), range(first + 1, second)) if seen]

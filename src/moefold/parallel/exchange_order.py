@@ -10,49 +10,49 @@ from dataclasses import dataclass
 from itertools import chain
 
 from moefold.config.action import Action
-from moefold.config.paired_schedule import Pair, WorkRow
+from moefold.config.paired_schedule import ForwardBackward, ScheduleItemRow
 from moefold.config.schema import Config
 from moefold.parallel.layout import Layout
 from moefold.parallel.stage_plan import Stage
 
-AGAIN = ("moe", "layer")
+RECOMPUTED_WITH_COMM = ("moe", "layer")
 """Parts of `train.recompute` whose exchanges run again."""
 
 
 @dataclass(frozen=True)
-class Begin:
+class CollectiveStart:
     """One exchange that a rank begins."""
 
     stage: int
     micro_batch: int
     layer: int
     """Number in the whole model."""
-    way: str
+    phase: str
     """F of the forward pass, B of the gradients, R of what runs again before them."""
-    over: str
+    op: str
     """dispatch or combine, and the axis."""
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.way}{self.micro_batch} layer {self.layer} {self.over}"
+        return f"{self.stage}{self.phase}{self.micro_batch} layer {self.layer} {self.op}"
 
 
-Program = tuple[Begin, ...]
+CollectiveSequence = tuple[CollectiveStart, ...]
 
 
-def stage_exchanges(cfg: Config, stage: Stage, kind: str, micro_batch: int) -> Iterator[Begin]:
+def stage_collectives(cfg: Config, stage: Stage, kind: str, micro_batch: int) -> Iterator[CollectiveStart]:
     """The exchanges of one pass of a stage, F or the gradients, in order."""
     first = cfg.model.num_layers
-    numbers = [*stage.parts.layers, *range(first, first + stage.parts.num_further)]
+    numbers = [*stage.parts.layers, *range(first, first + stage.parts.num_mtp_layers)]
     layers = [number for number in numbers if cfg.model.all_layer_kinds[number] == "M"]
-    over = _layer_exchanges(cfg)
-    runs_again = any(part in cfg.train.recompute for part in AGAIN)
+    over = _layer_collectives(cfg)
+    runs_again = any(part in cfg.train.recompute for part in RECOMPUTED_WITH_COMM)
     for layer in layers if kind == "F" else reversed(layers):
         for way in ("F",) if kind == "F" else ("R", "B") if runs_again else ("B",):
             for exchange in reversed(over) if way == "B" else over:
-                yield Begin(stage.number, micro_batch, layer, way, exchange)
+                yield CollectiveStart(stage.number, micro_batch, layer, way, exchange)
 
 
-def program(cfg: Config, stages: Mapping[int, Stage], row: WorkRow) -> Program:
+def collective_sequence(cfg: Config, stages: Mapping[int, Stage], row: ScheduleItemRow) -> CollectiveSequence:
     """The exchanges of a rank in one step.
 
     Args:
@@ -61,15 +61,15 @@ def program(cfg: Config, stages: Mapping[int, Stage], row: WorkRow) -> Program:
         row: its work.
     """
 
-    def of(action: Action) -> Iterator[Begin]:
+    def of(action: Action) -> Iterator[CollectiveStart]:
         # What is left of a backward pass for later exchanges nothing.
         if action.kind == "W":
             return iter(())
-        return stage_exchanges(cfg, stages[action.stage], action.kind, action.micro_batch)
+        return stage_collectives(cfg, stages[action.stage], action.kind, action.micro_batch)
 
-    begun: list[Begin] = []
+    begun: list[CollectiveStart] = []
     for work in row:
-        if not isinstance(work, Pair):
+        if not isinstance(work, ForwardBackward):
             begun += of(work)
             continue
         forward = of(work.forward)
@@ -81,26 +81,26 @@ def program(cfg: Config, stages: Mapping[int, Stage], row: WorkRow) -> Program:
     return tuple(begun)
 
 
-def disagreements(programs: Sequence[Program], layout: Layout) -> Iterator[str]:
+def order_mismatches(sequences: Sequence[CollectiveSequence], layout: Layout) -> Iterator[str]:
     """Ranks of a group that do not begin the same exchanges in the same order, one phrase each.
 
     Args:
-        programs: of every rank of the world.
+        sequences: of every rank of the world.
         layout: the folding.
     """
     attention, moe = layout.attention, layout.moe
     groups = chain(attention.groups("dp", "cp", "tp"), moe.groups("edp", "ep", "etp"))
     for group in dict.fromkeys(tuple(sorted(group)) for group in groups):
-        mine = programs[group[0]]
+        mine = sequences[group[0]]
         for rank in group[1:]:
-            if programs[rank] != mine:
-                both = zip(mine, programs[rank], strict=False)
-                place = next((i for i, (a, b) in enumerate(both) if a != b), min(len(mine), len(programs[rank])))
-                words = [str(found[place]) if place < len(found) else "nothing" for found in (mine, programs[rank])]
+            if sequences[rank] != mine:
+                both = zip(mine, sequences[rank], strict=False)
+                place = next((i for i, (a, b) in enumerate(both) if a != b), min(len(mine), len(sequences[rank])))
+                words = [str(found[place]) if place < len(found) else "nothing" for found in (mine, sequences[rank])]
                 yield f"ranks {group[0]} and {rank} share a group, and exchange {place} is {words[0]} and {words[1]}"
 
 
-def _layer_exchanges(cfg: Config) -> tuple[str, ...]:
+def _layer_collectives(cfg: Config) -> tuple[str, ...]:
     p = cfg.parallel
     if p.dispatcher == "allgather":
         return "dispatch over ep x etp", "combine over ep x etp"

@@ -21,7 +21,7 @@ _PHASE_BYTES = FILE_BYTES - _EVENT.size
 
 
 @dataclass(frozen=True)
-class Sighting:
+class FlightSnapshot:
     """One look at a record."""
 
     step: int
@@ -46,93 +46,95 @@ class Sighting:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Sighting":
+    def from_json(cls, data: dict[str, Any]) -> "FlightSnapshot":
         """Out of `to_json`."""
         return cls(**{**data, "shape": tuple(data["shape"])})
 
 
-class FlightRecord:
+class FlightRecorder:
     """Written by the thread that trains, read by any other.
 
     Args:
-        limit_s: so long a record may stand still before the job counts as stuck; 0: for ever.
+        hang_timeout_s: so long a record may stand still before the job counts as stuck; 0: for ever.
         file: where to keep it as well, for other processes of this machine.
     """
 
-    def __init__(self, limit_s: float = 0.0, file: Path | None = None) -> None:
-        self.limit_s = limit_s
+    def __init__(self, hang_timeout_s: float = 0.0, file: Path | None = None) -> None:
+        self.hang_timeout_s = hang_timeout_s
         self.step = 0
         self._phase = "starting"
         self._phase_number = 0
         self._event: tuple[str, int, Sequence[int]] = ("", -1, ())
-        self._moved_s = time.monotonic()
+        self._last_event_s = time.monotonic()
         self._groups: list[str] = []
         self._counts: list[int] = []
-        self._map = None if file is None else _open_map(file)
+        self._mmap = None if file is None else _open_mmap(file)
         self._write_phase()
 
     def add_group(self, axes: str, ranks: Sequence[int]) -> int:
-        """Make a group known; returns its number for `begin`."""
-        self._groups.append(f"{axes} ({rank_list(ranks)})")
+        """Make a group known; returns its number for `record_collective`."""
+        self._groups.append(f"{axes} ({format_ranks(ranks)})")
         self._counts.append(0)
         return len(self._groups) - 1
 
     def begin_step(self, step: int, phase: str) -> None:
         """All that follows belongs to this optimizer step."""
         self.step, self._phase_number = step, 0
-        self.enter(phase)
+        self.set_phase(phase)
 
-    def enter(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """A phase begins, and the one before is over."""
         self._phase = phase
         self._phase_number += 1
-        self._moved_s = time.monotonic()
+        self._last_event_s = time.monotonic()
         self._write_phase()
 
-    def begin(self, collective: str, group: int, shape: Sequence[int]) -> None:
+    def record_collective(self, collective: str, group: int, shape: Sequence[int]) -> None:
         """A collective begins on a group."""
         self._counts[group] += 1
         self._event = collective, group, shape
-        self._moved_s = now_s = time.monotonic()
-        if self._map is not None:
+        self._last_event_s = now_s = time.monotonic()
+        if self._mmap is not None:
             sizes = (*shape, -1, -1, -1, -1)[:4]
             name, axes = collective.encode(), self._groups[group].encode()
-            _EVENT.pack_into(self._map, 0, self._counts[group], name, axes, *sizes, now_s)
+            _EVENT.pack_into(self._mmap, 0, self._counts[group], name, axes, *sizes, now_s)
 
-    def still_s(self) -> float:
+    def idle_s(self) -> float:
         """How long ago the record last changed."""
-        return time.monotonic() - self._moved_s
+        return time.monotonic() - self._last_event_s
 
-    def look(self) -> Sighting:
+    def snapshot(self) -> FlightSnapshot:
         """What it says now."""
         collective, group, shape = self._event
-        return Sighting(
+        return FlightSnapshot(
             step=self.step,
             phase=self._phase,
             phase_number=self._phase_number,
             collective=collective,
             group=self._groups[group] if collective else "",
             shape=tuple(shape),
-            moved_s=time.time() - self.still_s(),
+            moved_s=time.time() - self.idle_s(),
             counts=dict(zip(self._groups, self._counts, strict=False)),
         )
 
     def _write_phase(self) -> None:
-        if self._map is None:
+        if self._mmap is None:
             return
-        text = json.dumps([self.step, self._phase, self._phase_number, self._moved_s, time.time() - time.monotonic()])
-        self._map[_EVENT.size :] = text.encode().ljust(_PHASE_BYTES, b"\0")
+        text = json.dumps(
+            [self.step, self._phase, self._phase_number, self._last_event_s, time.time() - time.monotonic()]
+        )
+        self._mmap[_EVENT.size :] = text.encode().ljust(_PHASE_BYTES, b"\0")
 
 
-def read_record(file: Path) -> Sighting | None:
+def read_snapshot(file: Path) -> FlightSnapshot | None:
     """What a rank of this machine, maybe gone, wrote last into the file of its record; None if it wrote nothing."""
     try:
-        return decode_record(file.read_bytes())
+        return decode_snapshot(file.read_bytes())
     except OSError:
         return None
 
 
-def decode_record(content: bytes) -> Sighting | None:
+def decode_snapshot(content: bytes) -> FlightSnapshot | None:
     """What the file of a record says; None if its rank wrote nothing. Counts are not in it."""
     try:
         _, name, axes, *sizes, event_s = _EVENT.unpack_from(content)
@@ -140,7 +142,7 @@ def decode_record(content: bytes) -> Sighting | None:
     except (ValueError, struct.error):
         return None
     collective, group = (part.rstrip(b"\0").decode(errors="replace") for part in (name, axes))
-    return Sighting(
+    return FlightSnapshot(
         step=step,
         phase=phase,
         phase_number=phase_number,
@@ -152,12 +154,12 @@ def decode_record(content: bytes) -> Sighting | None:
     )
 
 
-def group_timeout(limit_s: float) -> timedelta:
+def group_timeout(hang_timeout_s: float) -> timedelta:
     """When torch itself gives a collective up: long after this, as its traceback names nobody."""
-    return timedelta(seconds=2 * limit_s + 60)
+    return timedelta(seconds=2 * hang_timeout_s + 60)
 
 
-def rank_list(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ascending ranks in few words: "ranks 0-3", "ranks 0, 2, 4", "ranks 0, 8 ... 1016"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -168,7 +170,7 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"ranks {ranks[0]}, {ranks[1]} ... {ranks[-1]}"
 
 
-def _open_map(file: Path) -> mmap.mmap:
+def _open_mmap(file: Path) -> mmap.mmap:
     with file.open("w+b") as opened:
         opened.truncate(FILE_BYTES)
         return mmap.mmap(opened.fileno(), FILE_BYTES)

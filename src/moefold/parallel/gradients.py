@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefold.parallel.collectives import add_up
+from moefold.parallel.collectives import all_reduce_sum_
 from moefold.parallel.groups import Group
 
-SMALLEST_NORM = 1e-6
+NORM_EPS = 1e-6
 """Added to the norm that gradients are divided by, as torch.nn.utils.clip_grad_norm_ does."""
 
 
@@ -23,17 +23,17 @@ def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], tp: Group) 
     """
     if tp.size == 1:
         return
-    grads = [_local(p.grad) for p in parameters.values() if p.grad is not None and _is_whole_on_tp(p.grad)]
+    grads = [_to_local(p.grad) for p in parameters.values() if p.grad is not None and _is_tp_replicated(p.grad)]
     if not grads:
         # A stage of the embedding or of the output head alone has none, on every rank of the group.
         return
     flat = torch.cat([grad.flatten() for grad in grads])
-    add_up(flat, tp)
+    all_reduce_sum_(flat, tp)
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))
 
 
-def squared_norm_share(parameters: Mapping[str, nn.Parameter], *, skip: frozenset[str] = frozenset()) -> Tensor:
+def local_norm_sq(parameters: Mapping[str, nn.Parameter], *, skip: frozenset[str] = frozenset()) -> Tensor:
     """My part of the squared Euclidean norm of the gradient of the whole model; no communication.
 
     A gradient that n ranks hold alike contributes 1/n of its square on each of them: summed over the world, each
@@ -49,7 +49,7 @@ def squared_norm_share(parameters: Mapping[str, nn.Parameter], *, skip: frozense
     shares: dict[int, list[Tensor]] = {}
     for name, parameter in parameters.items():
         if name not in skip and parameter.grad is not None:
-            shares.setdefault(_copies(parameter.grad), []).append(_local(parameter.grad))
+            shares.setdefault(_num_replicas(parameter.grad), []).append(_to_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=next(iter(parameters.values())).device)
     for copies, grads in shares.items():
         norms = torch.stack(torch._foreach_norm(grads)).double()
@@ -57,27 +57,27 @@ def squared_norm_share(parameters: Mapping[str, nn.Parameter], *, skip: frozense
     return total
 
 
-def exceeds(norm: float, limit: float) -> bool:
+def needs_clip(norm: float, max_norm: float) -> bool:
     """Whether `clip_gradients` would change anything: where the host knows the norm, a pass over all gradients less."""
-    return not norm + SMALLEST_NORM <= limit
+    return not norm + NORM_EPS <= max_norm
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Mapping[str, nn.Parameter], norm: Tensor, limit: float) -> None:
+def clip_gradients(parameters: Mapping[str, nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients by limit/norm where norm exceeds the limit; a limit of 0 leaves them."""
-    if limit <= 0:
+    if max_norm <= 0:
         return
-    grads = [_local(p.grad) for p in parameters.values() if p.grad is not None]
+    grads = [_to_local(p.grad) for p in parameters.values() if p.grad is not None]
     # No host sync is needed.
-    factor = (limit / (norm + SMALLEST_NORM)).clamp(max=1.0)
+    factor = (max_norm / (norm + NORM_EPS)).clamp(max=1.0)
     torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
 
-def _local(grad: Tensor) -> Tensor:
+def _to_local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def _is_whole_on_tp(grad: Tensor) -> bool:
+def _is_tp_replicated(grad: Tensor) -> bool:
     if not isinstance(grad, DTensor):
         return False
     names = grad.device_mesh.mesh_dim_names
@@ -85,7 +85,7 @@ def _is_whole_on_tp(grad: Tensor) -> bool:
     return names[-1] == "tp" and grad.placements[-1].is_replicate()
 
 
-def _copies(grad: Tensor) -> int:
+def _num_replicas(grad: Tensor) -> int:
     """Ranks of the gradient's mesh that hold the same values."""
     if not isinstance(grad, DTensor):
         return 1

@@ -8,32 +8,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moefold.parallel.beside import Beside
-from moefold.parallel.flight_record import FlightRecord, group_timeout
+from moefold.parallel.beside import BackwardOverlap
+from moefold.parallel.flight_record import FlightRecorder, group_timeout
 from moefold.parallel.layout import Layout, View
-from moefold.parallel.wait_clock import WaitClock
+from moefold.parallel.wait_clock import CommTimer
 
 
 @dataclass(frozen=True)
 class Group:
     """Ranks that communicate with each other, and my place among them. A group of one rank is a real group.
 
-    `ranks` ascend, so member i of the process group is `ranks[i]`. `record` is told of collectives, under `number`.
+    `ranks` ascend, so member i of the process group is `ranks[i]`. `recorder` is told of collectives, under `group_id`.
     """
 
     ranks: tuple[int, ...]
     rank: int
     handle: dist.ProcessGroup
-    record: FlightRecord = field(compare=False, repr=False)
-    number: int = field(compare=False, repr=False)
+    recorder: FlightRecorder = field(compare=False, repr=False)
+    group_id: int = field(compare=False, repr=False)
 
-    def note(self, collective: str, x: torch.Tensor) -> None:
+    def record_collective(self, collective: str, x: torch.Tensor) -> None:
         """Write into the record that a collective begins, to which this rank brings `x`."""
-        self.record.begin(collective, self.number, x.shape)
+        self.recorder.record_collective(collective, self.group_id, x.shape)
 
-    clock: WaitClock = field(default_factory=WaitClock, compare=False, repr=False)
+    comm_timer: CommTimer = field(default_factory=CommTimer, compare=False, repr=False)
     """Counts the time that this rank spends in collectives."""
-    beside: Beside = field(default_factory=Beside, compare=False, repr=False)
+    backward_overlap: BackwardOverlap = field(default_factory=BackwardOverlap, compare=False, repr=False)
     """What this rank computes while an exchange of a backward pass is under way."""
 
     @property
@@ -75,7 +75,7 @@ class ParallelGroups:
     """Every communicator of one rank, and the two device meshes of its pipeline stage.
 
     `dense_mesh` has the axes (dp_cp, one, tp), `expert_mesh` (edp, one, ep, etp); both hold the ranks of this
-    pipeline stage. `one` has one rank: it is the shard axis where data parallelism replicates.
+    pipeline stage. `single_rank_group` has one rank: it is the shard axis where data parallelism replicates.
     """
 
     layout: Layout
@@ -87,13 +87,13 @@ class ParallelGroups:
     world: Group
     dense_mesh: DeviceMesh
     expert_mesh: DeviceMesh
-    record: FlightRecord
+    recorder: FlightRecorder
     """What this rank is doing; all groups write into it."""
-    beside: Beside
+    backward_overlap: BackwardOverlap
     """What it computes while exchanges of a backward pass are under way."""
 
     @classmethod
-    def create(cls, layout: Layout, device: torch.device, record: FlightRecord | None = None) -> "ParallelGroups":
+    def create(cls, layout: Layout, device: torch.device, recorder: FlightRecorder | None = None) -> "ParallelGroups":
         """Create the communicators of this rank. Collective: every rank of the world calls it.
 
         Groups with the same ranks are created once and shared.
@@ -101,7 +101,7 @@ class ParallelGroups:
         Args:
             layout: the folding.
             device: of this rank.
-            record: what a watchdog reads; None for one that nobody does.
+            recorder: what a watchdog reads; None for one that nobody does.
 
         Raises:
             ValueError: the default process group is missing or has another size than the layout.
@@ -109,19 +109,19 @@ class ParallelGroups:
         if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
             raise ValueError(f"ParallelGroups.create needs a process group of {layout.world_size} ranks")
         rank = dist.get_rank()
-        record = record or FlightRecord()
-        record.enter("making the process groups")
+        recorder = recorder or FlightRecorder()
+        recorder.set_phase("making the process groups")
         made: dict[tuple[int, ...], Group] = {}
         attention, moe = layout.attention, layout.moe
         names = _group_names(layout, rank)
-        clock, beside = WaitClock(is_cuda=device.type == "cuda"), Beside()
+        clock, beside = CommTimer(is_cuda=device.type == "cuda"), BackwardOverlap()
 
         def group(view: View, *axes: str) -> Group:
             ranks = tuple(sorted(view.group(rank, *axes)))
             if ranks not in made:
-                handle = _process_group(ranks, record.limit_s)
-                number = record.add_group(names[ranks], ranks)
-                made[ranks] = Group(ranks, ranks.index(rank), handle, record, number, clock, beside)
+                handle = _process_group(ranks, recorder.hang_timeout_s)
+                number = recorder.add_group(names[ranks], ranks)
+                made[ranks] = Group(ranks, ranks.index(rank), handle, recorder, number, clock, beside)
             return made[ranks]
 
         attn_groups = AttentionGroups(
@@ -141,7 +141,9 @@ class ParallelGroups:
             expert_coordinates=tuple((moe.coordinate(r, "ep"), moe.coordinate(r, "etp")) for r in experts.ranks),
         )
         everyone = tuple(range(layout.world_size))
-        world = Group(everyone, rank, _process_group(everyone, 0), record, record.add_group("world", everyone), clock)
+        world = Group(
+            everyone, rank, _process_group(everyone, 0), recorder, recorder.add_group("world", everyone), clock
+        )
         return cls(
             layout=layout,
             rank=rank,
@@ -152,19 +154,19 @@ class ParallelGroups:
             world=world,
             dense_mesh=_dense_mesh(layout, attn_groups, group(attention), device),
             expert_mesh=_expert_mesh(layout, rank, moe_groups, group(attention), device),
-            record=record,
-            beside=beside,
+            recorder=recorder,
+            backward_overlap=beside,
         )
 
-    def beside_training(self) -> Group:
+    def create_background_group(self) -> Group:
         """All ranks, for work on the CPU that runs beside training in a thread of its own. Collective.
 
         Collectives of two threads must not share a group: their order would differ between ranks.
         """
         ranks = self.world.ranks
-        handle = dist.new_group(list(ranks), backend="gloo", timeout=_timeout(self.record.limit_s))
+        handle = dist.new_group(list(ranks), backend="gloo", timeout=_timeout(self.recorder.hang_timeout_s))
         # A record of its own: the order of the two threads' collectives differs between ranks.
-        record = FlightRecord()
+        record = FlightRecorder()
         return Group(ranks, self.rank, handle, record, record.add_group("beside training", ranks))
 
 
@@ -194,32 +196,37 @@ def _group_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
     return {ranks: " / ".join(found) for ranks, found in names.items()}
 
 
-def _timeout(limit_s: float) -> timedelta | None:
-    return group_timeout(limit_s) if limit_s else None
+def _timeout(hang_timeout_s: float) -> timedelta | None:
+    return group_timeout(hang_timeout_s) if hang_timeout_s else None
 
 
-def _process_group(ranks: tuple[int, ...], limit_s: float) -> dist.ProcessGroup:
+def _process_group(ranks: tuple[int, ...], hang_timeout_s: float) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         handle = dist.group.WORLD
     else:
         # Only the members meet: other ranks need not enumerate groups that are not theirs.
-        handle = dist.new_group(list(ranks), use_local_synchronization=True, timeout=_timeout(limit_s))
+        handle = dist.new_group(list(ranks), use_local_synchronization=True, timeout=_timeout(hang_timeout_s))
     assert isinstance(handle, dist.ProcessGroup)
     return handle
 
 
-def _dense_mesh(layout: Layout, groups: AttentionGroups, one: Group, device: torch.device) -> DeviceMesh:
+def _dense_mesh(layout: Layout, groups: AttentionGroups, single_rank_group: Group, device: torch.device) -> DeviceMesh:
     ranks = [[layout.attention.group(r, "tp")] for r in groups.dp_cp.ranks]
     return DeviceMesh.from_group(
-        [groups.dp_cp.handle, one.handle, groups.tp.handle], device.type, ranks, mesh_dim_names=("dp_cp", "one", "tp")
+        [groups.dp_cp.handle, single_rank_group.handle, groups.tp.handle],
+        device.type,
+        ranks,
+        mesh_dim_names=("dp_cp", "one", "tp"),
     )
 
 
-def _expert_mesh(layout: Layout, rank: int, groups: MoEGroups, one: Group, device: torch.device) -> DeviceMesh:
+def _expert_mesh(
+    layout: Layout, rank: int, groups: MoEGroups, single_rank_group: Group, device: torch.device
+) -> DeviceMesh:
     view = layout.moe
     ranks = [[[view.group(r, "etp") for r in view.group(s, "ep")]] for s in view.group(rank, "edp")]
     return DeviceMesh.from_group(
-        [groups.edp.handle, one.handle, groups.ep.handle, groups.etp.handle],
+        [groups.edp.handle, single_rank_group.handle, groups.ep.handle, groups.etp.handle],
         device.type,
         ranks,
         mesh_dim_names=("edp", "one", "ep", "etp"),

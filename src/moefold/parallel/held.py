@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
-class HeldParameters:
+class UnshardedParams:
     """Those of the stages of a rank, under zero 0 to 2.
 
     Args:
@@ -22,44 +22,44 @@ class HeldParameters:
 
     def __init__(self, stages: Sequence[nn.Module], zero: int) -> None:
         self._stages = stages
-        self._reduces_each = zero == 2
-        for part in self._parts():
+        self._reduces_each_micro_batch = zero == 2
+        for part in self._fsdp_modules():
             state = fully_shard.state(part)  # type: ignore[attr-defined]
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def unsharded(self) -> Iterator[None]:
         """Inside, the stages can compute. Collective over the data-parallel ranks, like all here."""
         for stage in self._stages:
             # Parts must learn from the stage who they are before they do anything.
             fully_shard.state(stage)._lazy_init()  # type: ignore[attr-defined]
-        for part in self._parts():
+        for part in self._fsdp_modules():
             part.unshard()
         yield
-        for part in self._parts():
+        for part in self._fsdp_modules():
             part.reshard()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Inside, micro-batches go forward and backward; behind it their gradients are reduced."""
-        with self.gathered():
-            for part in self._parts():
+        with self.unsharded():
+            for part in self._fsdp_modules():
                 part.set_reshard_after_backward(False, recurse=False)
-                part.set_requires_gradient_sync(self._reduces_each, recurse=False)
+                part.set_requires_gradient_sync(self._reduces_each_micro_batch, recurse=False)
             yield
-            if not self._reduces_each:
-                for part in self._parts():
+            if not self._reduces_each_micro_batch:
+                for part in self._fsdp_modules():
                     part.set_requires_gradient_sync(True, recurse=False)
                 for stage in self._stages:
-                    self.settle(stage)
+                    self.finish_backward(stage)
 
-    def settle(self, stage: nn.Module) -> None:
+    def finish_backward(self, stage: nn.Module) -> None:
         """A backward pass of a stage is over: its gradients are added up in the type of reduction, or reduced."""
         # torch calls it in the same way where a pipeline schedule reduces gradients.
         fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
-    def _parts(self) -> Iterator[FSDPModule]:
+    def _fsdp_modules(self) -> Iterator[FSDPModule]:
         for stage in self._stages:
             for part in stage.modules():
                 if isinstance(part, FSDPModule):

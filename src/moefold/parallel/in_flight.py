@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from moefold.model.steps import Steps
-from moefold.parallel.collectives import begin_all_gather, begin_exchange, begin_reduce
+from moefold.model.steps import Resumable
+from moefold.parallel.collectives import begin_all_gather, begin_all_to_all, begin_reduce_scatter
 from moefold.parallel.groups import Group
 
-Begin = Callable[[Tensor], tuple[Tensor, dist.Work | None]]
+CollectiveLauncher = Callable[[Tensor], tuple[Tensor, dist.Work | None]]
 """Begins an exchange of a tensor; returns what will hold the result, and what to wait for."""
 
 
 @dataclass(frozen=True)
-class Form:
+class WireFormat:
     """What rows are on their way, where not what they were before. Their gradients travel as they are."""
 
     pack: Callable[[Tensor], Tensor]
@@ -38,141 +38,153 @@ class Form:
     """Makes the gradient of the rows of those of what was sent, which are as wide as the rows."""
 
 
-AS_IT_IS = Form(lambda rows: rows, lambda rows: rows)
+IDENTITY = WireFormat(lambda rows: rows, lambda rows: rows)
 
 
 @dataclass
-class _Exchange:
+class _AsyncCollective:
     """Both directions of one exchange, and what is under way of them."""
 
     group: Group
-    forward: Begin
-    backward: Begin
-    form: Form
-    under_way: tuple[Tensor, dist.Work | None] | None = None
+    forward: CollectiveLauncher
+    backward: CollectiveLauncher
+    wire_format: WireFormat
+    pending: tuple[Tensor, dist.Work | None] | None = None
 
     def wait(self) -> Tensor:
         """What was exchanged, which is forgotten here."""
-        assert self.under_way is not None, "begun before it is awaited, and awaited once"
-        buffer, work = self.under_way
-        self.under_way = None
+        assert self.pending is not None, "begun before it is awaited, and awaited once"
+        buffer, work = self.pending
+        self.pending = None
         if work is not None:
-            with self.group.clock.waiting():
+            with self.group.comm_timer.waiting():
                 work.wait()
         return buffer
 
 
 @dataclass(frozen=True)
-class InFlight:
+class AsyncResult:
     """An exchange under way."""
 
-    _ticket: Tensor
-    _exchange: _Exchange | None
-    _finish: Callable[[Tensor], Tensor] | None = None
+    _dependency: Tensor
+    _collective: _AsyncCollective | None
+    _postprocess: Callable[[Tensor], Tensor] | None = None
     """What is to be done with what arrives."""
 
     def wait(self) -> Tensor:
         """The result; to be asked for once."""
-        if self._exchange is None:
-            return self._ticket
-        received: Tensor = _Await.apply(self._ticket, self._exchange)
-        return received if self._finish is None else self._finish(received)
+        if self._collective is None:
+            return self._dependency
+        received: Tensor = _WaitCollective.apply(self._dependency, self._collective)
+        return received if self._postprocess is None else self._postprocess(received)
 
-    def landing(self) -> Steps[Tensor]:
+    def wait_resumable(self) -> Resumable[Tensor]:
         """The result, after a pause; none in a group of one, where nothing is under way."""
-        if self._exchange is not None:
+        if self._collective is not None:
             yield
         return self.wait()
 
 
-def start_all_to_all(
-    x: Tensor, group: Group, send_rows: Sequence[int], receive_rows: Sequence[int], form: Form = AS_IT_IS
-) -> InFlight:
+def async_all_to_all(
+    x: Tensor,
+    group: Group,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    wire_format: WireFormat = IDENTITY,
+) -> AsyncResult:
     """Begin `collectives.all_to_all`; `x` must not change before the wait.
 
     Args:
         x: rows to send; with a form, the rows to make them of.
         group: the members.
-        send_rows: of the rows that are sent, one count for each member.
-        receive_rows: one count for each member.
-        form: of the rows on their way; not used in a group of one.
+        input_splits: of the rows that are sent, one count for each member.
+        output_splits: one count for each member.
+        wire_format: of the rows on their way; not used in a group of one.
     """
-    sent, received = list(send_rows), list(receive_rows)
-    return _start(
+    sent, received = list(input_splits), list(output_splits)
+    return _launch(
         x,
         group,
-        lambda rows: begin_exchange(form.pack(rows), group, sent, received),
-        lambda grad: begin_exchange(grad, group, received, sent),
-        form,
+        lambda rows: begin_all_to_all(wire_format.pack(rows), group, sent, received),
+        lambda grad: begin_all_to_all(grad, group, received, sent),
+        wire_format,
     )
 
 
-def start_all_gather(x: Tensor, group: Group, form: Form = AS_IT_IS) -> InFlight:
+def async_all_gather(x: Tensor, group: Group, wire_format: WireFormat = IDENTITY) -> AsyncResult:
     """Begin `collectives.all_gather`; `x` must not change before the wait."""
-    return _start(
+    return _launch(
         x,
         group,
-        lambda rows: begin_all_gather(form.pack(rows), group),
-        lambda grad: begin_reduce(grad, group),
-        form,
+        lambda rows: begin_all_gather(wire_format.pack(rows), group),
+        lambda grad: begin_reduce_scatter(grad, group),
+        wire_format,
     )
 
 
-def start_reduce_scatter(x: Tensor, group: Group) -> InFlight:
+def async_reduce_scatter(x: Tensor, group: Group) -> AsyncResult:
     """Begin `collectives.reduce_scatter`; `x` must not change before the wait."""
-    return _start(x, group, lambda rows: begin_reduce(rows, group), lambda grad: begin_all_gather(grad, group))
+    return _launch(x, group, lambda rows: begin_reduce_scatter(rows, group), lambda grad: begin_all_gather(grad, group))
 
 
-def start_all_gather_rows(x: Tensor, group: Group, rows: Sequence[int], form: Form = AS_IT_IS) -> InFlight:
+def async_all_gather_uneven(
+    x: Tensor, group: Group, split_sizes: Sequence[int], wire_format: WireFormat = IDENTITY
+) -> AsyncResult:
     """Begin `collectives.all_gather_rows`; `x` must not change before the wait."""
     # Not x itself: the graph has the form, and would keep it.
     num_rows, repeats = x.shape[0], (group.size, *[1] * (x.dim() - 1))
-    to_all = Form(
-        lambda rows: form.pack(rows).repeat(repeats),
-        form.unpack,
-        lambda grad: form.adjoint(grad.view(group.size, num_rows, *grad.shape[1:]).sum(0)),
+    to_all = WireFormat(
+        lambda rows: wire_format.pack(rows).repeat(repeats),
+        wire_format.unpack,
+        lambda grad: wire_format.adjoint(grad.view(group.size, num_rows, *grad.shape[1:]).sum(0)),
     )
-    return start_all_to_all(x, group, [num_rows] * group.size, rows, to_all)
+    return async_all_to_all(x, group, [num_rows] * group.size, split_sizes, to_all)
 
 
-def start_reduce_scatter_rows(x: Tensor, group: Group, rows: Sequence[int]) -> InFlight:
+def async_reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: Sequence[int]) -> AsyncResult:
     """Begin `collectives.reduce_scatter_rows`; `x` must not change before the wait."""
     if group.size == 1:
-        return InFlight(x, None)
-    mine = rows[group.rank]
-    in_flight = start_all_to_all(x, group, rows, [mine] * group.size)
-    return replace(in_flight, _finish=lambda parts: parts.view(group.size, mine, *parts.shape[1:]).sum(0))
+        return AsyncResult(x, None)
+    mine = split_sizes[group.rank]
+    in_flight = async_all_to_all(x, group, split_sizes, [mine] * group.size)
+    return replace(in_flight, _postprocess=lambda parts: parts.view(group.size, mine, *parts.shape[1:]).sum(0))
 
 
-def _start(x: Tensor, group: Group, forward: Begin, backward: Begin, form: Form = AS_IT_IS) -> InFlight:
+def _launch(
+    x: Tensor,
+    group: Group,
+    forward: CollectiveLauncher,
+    backward: CollectiveLauncher,
+    wire_format: WireFormat = IDENTITY,
+) -> AsyncResult:
     if group.size == 1:
-        return InFlight(x, None)
-    exchange = _Exchange(group, forward, backward, form)
-    return InFlight(_Begin.apply(x, exchange), exchange)
+        return AsyncResult(x, None)
+    exchange = _AsyncCollective(group, forward, backward, wire_format)
+    return AsyncResult(_LaunchCollective.apply(x, exchange), exchange)
 
 
-class _Begin(Function):
+class _LaunchCollective(Function):
     """Gives an empty tensor, the ticket, which ties the two nodes together: the gradient has another shape."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        exchange.under_way = exchange.forward(x)
+    def forward(ctx: Any, x: Tensor, collective: _AsyncCollective) -> Tensor:
+        ctx.collective = collective
+        collective.pending = collective.forward(x)
         return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.exchange.group.beside.go_on()
-        return ctx.exchange.form.adjoint(ctx.exchange.wait()), None
+        ctx.collective.group.backward_overlap.resume()
+        return ctx.collective.wire_format.adjoint(ctx.collective.wait()), None
 
 
-class _Await(Function):
+class _WaitCollective(Function):
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.form.unpack(exchange.wait())
+    def forward(ctx: Any, dependency: Tensor, collective: _AsyncCollective) -> Tensor:
+        ctx.collective = collective
+        return collective.wire_format.unpack(collective.wait())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.exchange.under_way = ctx.exchange.backward(grad)
+        ctx.collective.pending = ctx.collective.backward(grad)
         return grad.new_empty(0), None

@@ -8,10 +8,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from moefold.model.later import Compute
 
-Run = Callable[[], None]
+WeightGradTask = Callable[[], None]
 
 
-class LateGradients:
+class WeightGradStore:
     """What the backward pass of one stage has postponed; also what `PipelineStage` knows as a `dw_builder`.
 
     Each backward pass of a micro-batch is followed by one call of this object, which gives what is to be run for it.
@@ -22,31 +22,31 @@ class LateGradients:
     Args:
         stage: the module.
         reduces: gradients are reduced over data-parallel ranks with each micro-batch (zero 2 and 3), not at the end.
-        has_hooks: FSDP follows the backward passes of the stage by itself; not so with `HeldParameters`.
+        has_hooks: FSDP follows the backward passes of the stage by itself; not so with `UnshardedParams`.
     """
 
-    left: Run | None = None
+    on_backward_end: WeightGradTask | None = None
     """Called when a backward pass has postponed all that it will, before any of it is computed."""
 
-    def __init__(self, stage: nn.Module, *, reduces: bool, has_hooks: bool = True) -> None:
+    def __init__(self, stage: nn.Module, *, reduces_each_micro_batch: bool, has_hooks: bool = True) -> None:
         self._stage = stage
-        self._reduces = reduces
+        self._reduces_each_micro_batch = reduces_each_micro_batch
         self._has_hooks = has_hooks
-        self._postponed: list[tuple[tuple[Tensor, ...], Compute]] = []
-        self._reduce_with_backward(False)
+        self._pending: list[tuple[tuple[Tensor, ...], Compute]] = []
+        self._set_gradient_sync(False)
 
-    def postpone(self, weights: Sequence[Tensor], compute: Compute) -> None:
-        """See `Later`."""
-        self._postponed.append((tuple(weights), compute))
+    def put(self, weights: Sequence[Tensor], compute: Compute) -> None:
+        """See `WeightGradStoreProtocol`."""
+        self._pending.append((tuple(weights), compute))
 
-    def __call__(self) -> Run:
+    def __call__(self) -> WeightGradTask:
         """What the backward pass that just ended has postponed, to be run once."""
-        postponed, self._postponed = self._postponed, []
-        if self.left is not None:
-            self.left()
+        postponed, self._pending = self._pending, []
+        if self.on_backward_end is not None:
+            self.on_backward_end()
         if not self._has_hooks and isinstance(self._stage, FSDPModule):
-            self._reduce_with_backward(False)
-            _end_backward(self._stage)
+            self._set_gradient_sync(False)
+            _run_fsdp_post_backward(self._stage)
 
         def run() -> None:
             while postponed:
@@ -54,33 +54,33 @@ class LateGradients:
                 with torch.no_grad():
                     gradients = compute()
                 torch.autograd.backward(weights, gradients)
-            self._settle()
+            self._finish_fsdp_backward()
 
         return run
 
-    def _settle(self) -> None:
+    def _finish_fsdp_backward(self) -> None:
         """Let FSDP take up gradients that came behind its backward pass, and reduce them if it is time."""
         if not isinstance(self._stage, FSDPModule):
             return
-        self._reduce_with_backward(True)
-        if self._reduces:
-            _reduce_in_one_type(self._stage)
-        _end_backward(self._stage)
-        self._reduce_with_backward(False)
+        self._set_gradient_sync(True)
+        if self._reduces_each_micro_batch:
+            _reduce_param_groups(self._stage)
+        _run_fsdp_post_backward(self._stage)
+        self._set_gradient_sync(False)
 
-    def _reduce_with_backward(self, reduces: bool) -> None:
+    def _set_gradient_sync(self, is_enabled: bool) -> None:
         # With zero 0 and 1 the schedule itself decides when gradients are reduced.
-        if self._reduces and isinstance(self._stage, FSDPModule):
-            self._stage.set_requires_gradient_sync(reduces)
+        if self._reduces_each_micro_batch and isinstance(self._stage, FSDPModule):
+            self._stage.set_requires_gradient_sync(is_enabled)
 
 
-def _end_backward(stage: FSDPModule) -> None:
+def _run_fsdp_post_backward(stage: FSDPModule) -> None:
     """Let FSDP end a backward pass: each group of parameters accumulates in the type of reduction, or reduces."""
     # torch calls it in the same way where a schedule reduces gradients.
     fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
-def _reduce_in_one_type(stage: FSDPModule) -> None:
+def _reduce_param_groups(stage: FSDPModule) -> None:
     """Reduce the gradients of a stage, one group of parameters after another.
 
     Those that came with a backward pass without reduction are in the type of reduction already, and postponed ones in
@@ -96,8 +96,8 @@ def _reduce_in_one_type(stage: FSDPModule) -> None:
             group.post_backward()
 
 
-def postpone_weight_gradients(stage: nn.Module, later: LateGradients) -> None:
+def install_wgrad_store(stage: nn.Module, wgrad_store: WeightGradStore) -> None:
     """Give every module of a stage that can compute its weight gradients later the place to leave them."""
     for module in stage.modules():
-        if hasattr(module, "later"):
-            module.later = later  # type: ignore[assignment]
+        if hasattr(module, "wgrad_store"):
+            module.wgrad_store = wgrad_store  # type: ignore[assignment]

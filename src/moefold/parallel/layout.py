@@ -149,8 +149,8 @@ def fold(
     dp = _divide("cp", cp, rows, "world_size/(tp*pp)", multiple)
     moe_rows = _divide("etp", etp, stage, "world_size/pp", multiple)
     edp = _divide("ep", ep, moe_rows, "world_size/(etp*pp)", multiple)
-    attention = _view("order", order, {"tp": tp, "cp": cp, "dp": dp, "pp": pp})
-    moe = _view("moe_order", moe_order, {"etp": etp, "ep": ep, "edp": edp, "pp": pp})
+    attention = _parse_view("order", order, {"tp": tp, "cp": cp, "dp": dp, "pp": pp})
+    moe = _parse_view("moe_order", moe_order, {"etp": etp, "ep": ep, "edp": edp, "pp": pp})
     layout = Layout(attention, moe)
     _check_pipeline_groups(layout)
     return layout
@@ -184,7 +184,7 @@ def _divide(key: str, value: int, whole: int, name: str, multiple: int) -> int:
     )
 
 
-def _view(key: str, order: str, degrees: dict[str, int]) -> View:
+def _parse_view(key: str, order: str, degrees: dict[str, int]) -> View:
     axes = tuple(order.split("-"))
     if sorted(axes) != sorted(degrees):
         default = DEFAULT_ORDER if key == "order" else DEFAULT_MOE_ORDER
@@ -202,20 +202,20 @@ def _check_pipeline_groups(layout: Layout) -> None:
     if layout.pp == 1 or inside == moe_inside:
         return
     order, moe_order = "-".join(attention.axes), "-".join(moe.axes)
-    ways = [f"ep={ep} with etp={etp}" for ep, etp in _fitting_experts(layout)[:3]]
+    ways = [f"ep={ep} with etp={etp}" for ep, etp in _compatible_ep_etp(layout)[:3]]
     ways.append(f"order={DEFAULT_ORDER!r} with moe_order={DEFAULT_MOE_ORDER!r}")
     raise ConfigError(
         f"parallel.order={order!r} with parallel.moe_order={moe_order!r} give different pp groups: pp has stride "
-        f"{inside} in attention ({_behind_pp(attention)}) but {moe_inside} in the MoE view ({_behind_pp(moe)}), "
+        f"{inside} in attention ({_axes_after_pp(attention)}) but {moe_inside} in the MoE view ({_axes_after_pp(moe)}), "
         f"and a rank has one stage; choose {', or '.join(ways)}"
     )
 
 
-def _behind_pp(view: View) -> str:
+def _axes_after_pp(view: View) -> str:
     return "*".join(view.axes[view.axes.index("pp") + 1 :]) or "nothing behind pp"
 
 
-def _fitting_experts(layout: Layout) -> list[tuple[int, int]]:
+def _compatible_ep_etp(layout: Layout) -> list[tuple[int, int]]:
     """The (ep, etp) that fold under the given orders, nearest first."""
     stage = layout.world_size // layout.pp
     fitting = []

@@ -10,24 +10,24 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from moefold.config.schedules import SCHEDULES
-from moefold.metrics.ledger import Ledger
-from moefold.metrics.memory_by_part import OFFLOADED, PARTS, PIPELINE, POSTPONED
+from moefold.metrics.ledger import MemoryTracker
+from moefold.metrics.memory_by_part import DELAYED_WGRAD, PARTS, PIPELINE, RELOADED
 from moefold.model.attention import Attention
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.mlp import SwiGLU
-from moefold.model.norm import AllHeadsNorm, RMSNorm
-from moefold.model.steps import Begun, Steps
+from moefold.model.norm import FullWidthQKNorm, RMSNorm
+from moefold.model.steps import Resumable, ResumableTask
 from moefold.model.transformer import Block, Embedding, Head, Transformer
 from moefold.moe.experts import Experts
 from moefold.moe.layer import MoELayer
 from moefold.moe.router import Router
-from moefold.parallel.late_gradients import LateGradients
-from moefold.parallel.moments import states_in_memory
+from moefold.parallel.late_gradients import WeightGradStore
+from moefold.parallel.moments import states_on_device
 from moefold.parallel.parallelize import ParallelModel
 
-METHODS: tuple[tuple[type, str, str], ...] = (
-    (RMSNorm, "normalise", "norms"),
-    (AllHeadsNorm, "forward", "norms"),
+TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
+    (RMSNorm, "normalize", "norms"),
+    (FullWidthQKNorm, "forward", "norms"),
     (Attention, "forward", "attention"),
     (LatentAttention, "forward", "attention"),
     (SwiGLU, "forward", "dense MLP"),
@@ -38,21 +38,23 @@ METHODS: tuple[tuple[type, str, str], ...] = (
     (Head, "logits", "logits"),
 )
 """Methods whose memory belongs to a part; inside, other parts may have theirs."""
-STEPS: tuple[tuple[type, str], ...] = ((Block, "residual stream"), (MoELayer, "router"))
+TRACKED_RESUMABLES: tuple[tuple[type, str], ...] = ((Block, "residual stream"), (MoELayer, "router"))
 """The same for the steps of modules that may pause."""
 DISPATCH_PART = "dispatch buffers"
-DISPATCHES = (
+DISPATCH_METHODS = (
     "dispatch_preprocess",
     "dispatch_postprocess",
     "combine_preprocess",
     "combine_postprocess",
-    "take_weights",
+    "dispatch_probs",
 )
-EXCHANGES = ("dispatch_steps", "combine_steps")
+ASYNC_DISPATCH_METHODS = ("dispatch_async", "combine_async")
 
 
 @contextmanager
-def watched_passes(model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Iterable[Tensor]) -> Iterator[Ledger]:
+def track_memory(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Iterable[Tensor]
+) -> Iterator[MemoryTracker]:
     """A ledger of the forward and backward passes of a step, which are to run inside.
 
     Args:
@@ -60,65 +62,65 @@ def watched_passes(model: ParallelModel, optimizer: torch.optim.Optimizer, batch
         optimizer: its moments.
         batch: tensors that were there before.
     """
-    stages, ledger = model.stages, Ledger()
-    settle_states(ledger, stages, optimizer, batch)
-    with ledger, _named_parts(model, ledger):
+    stages, ledger = model.stages, MemoryTracker()
+    tag_states(ledger, stages, optimizer, batch)
+    with ledger, _label_parts(model, ledger):
         yield ledger
         # FSDP replaces shards by padded ones at its first step.
-        settle_states(ledger, stages, optimizer)
-        settle_gradients(ledger, stages)
-        ledger.rename_alive(POSTPONED, PIPELINE)
+        tag_states(ledger, stages, optimizer)
+        tag_gradients(ledger, stages)
+        ledger.retag(DELAYED_WGRAD, PIPELINE)
 
 
-def bytes_by_part(ledger: Ledger) -> list[int]:
+def bytes_by_part(tracker: MemoryTracker) -> list[int]:
     """A rank's row of `MemoryByPart`: the bytes of each part at the peak, and those now."""
-    both = ledger.peak().by_part, ledger.current()
+    both = tracker.peak().by_part, tracker.current()
     assert all(found.keys() <= set(PARTS) for found in both), both
     return [found.get(part, 0) for found in both for part in PARTS]
 
 
 @contextmanager
-def _named_parts(model: ParallelModel, ledger: Ledger) -> Iterator[None]:
+def _label_parts(model: ParallelModel, tracker: MemoryTracker) -> Iterator[None]:
     """Inside, the ledger knows which part of the stages runs, and in which pass."""
     undo: list[tuple[Any, str, Any]] = []
-    queues: list[LateGradients] = []
+    queues: list[WeightGradStore] = []
 
     def replace(owner: Any, method: str, by: Callable[[Any], Any]) -> None:
         undo.append((owner, method, vars(owner).get(method)))
         object.__setattr__(owner, method, by(getattr(owner, method)))
 
-    def label(owner: Any, method: str, part: str, labelled: Any = ledger.labelled) -> None:
+    def label(owner: Any, method: str, part: str, labelled: Any = tracker.scoped) -> None:
         replace(owner, method, partial(labelled, part))
 
     dispatchers: dict[int, Any] = {}
     for stage in model.stages:
-        queues += _watch_postponed(stage, ledger)
-        replace(stage, "steps", partial(_watched_steps, stage, ledger))
+        queues += _track_delayed_wgrad(stage, tracker)
+        replace(stage, "forward_resumable", partial(_track_forward, stage, tracker))
         for module in stage.modules():
-            for kind, method, part in METHODS:
+            for kind, method, part in TRACKED_METHODS:
                 if isinstance(module, kind):
                     label(module, method, part)
-            for kind, part in STEPS:
+            for kind, part in TRACKED_RESUMABLES:
                 if isinstance(module, kind):
-                    label(module, "steps", part, ledger.labelled_steps)
+                    label(module, "forward_resumable", part, tracker.scoped_resumable)
             if isinstance(module, Attention | LatentAttention):
-                label(module, "core", "core attention")
+                label(module, "core_attention", "core attention")
             if isinstance(module, MoELayer):
                 dispatchers[id(module.dispatcher)] = module.dispatcher
                 if module.shared is not None:
                     label(module.shared, "forward", "shared experts")
     for dispatcher in dispatchers.values():
-        for method in DISPATCHES:
+        for method in DISPATCH_METHODS:
             label(dispatcher, method, DISPATCH_PART)
-        for method in EXCHANGES:
-            label(dispatcher, method, DISPATCH_PART, ledger.labelled_steps)
+        for method in ASYNC_DISPATCH_METHODS:
+            label(dispatcher, method, DISPATCH_PART, tracker.scoped_resumable)
     if model.offload is not None:
-        label(model.offload.link, "room_on_device", OFFLOADED)
+        label(model.offload.copy_engine, "allocate_device", RELOADED)
     try:
         yield
     finally:
         for queue in queues:
-            queue.left = None
+            queue.on_backward_end = None
         for owner, method, before in reversed(undo):
             if before is None:
                 object.__delattr__(owner, method)
@@ -126,57 +128,59 @@ def _named_parts(model: ParallelModel, ledger: Ledger) -> Iterator[None]:
                 object.__setattr__(owner, method, before)
 
 
-def settle_states(
-    ledger: Ledger, stages: list[Transformer], optimizer: torch.optim.Optimizer, others: Iterable[Tensor] = ()
+def tag_states(
+    tracker: MemoryTracker, stages: list[Transformer], optimizer: torch.optim.Optimizer, others: Iterable[Tensor] = ()
 ) -> None:
     """Tell the ledger of what is there before a step: weights, moments, and other tensors that stay."""
     for stage in stages:
-        ledger.settle("weights", stage.parameters())
-        ledger.settle("buffers", stage.buffers())
-        if stage.rotation is not None:
-            ledger.settle("buffers", (stage.rotation.cos, stage.rotation.sin))
-    ledger.settle("optimizer", states_in_memory(optimizer))
-    ledger.settle("batch", others)
+        tracker.tag("weights", stage.parameters())
+        tracker.tag("buffers", stage.buffers())
+        if stage.rope is not None:
+            tracker.tag("buffers", (stage.rope.cos, stage.rope.sin))
+    tracker.tag("optimizer", states_on_device(optimizer))
+    tracker.tag("batch", others)
 
 
-def settle_gradients(ledger: Ledger, stages: list[Transformer]) -> None:
+def tag_gradients(tracker: MemoryTracker, stages: list[Transformer]) -> None:
     """Tell the ledger which of the memory is gradients: reduced ones, and sums over micro-batches that are not yet."""
     for stage in stages:
-        ledger.settle("gradients", (p.grad for p in stage.parameters() if p.grad is not None))
+        tracker.tag("gradients", (p.grad for p in stage.parameters() if p.grad is not None))
         for module in stage.modules():
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
             for one in () if group is None else group.fsdp_params:
                 unsharded = getattr(one, "_unsharded_param", None)
-                ledger.settle(
+                tracker.tag(
                     "gradients",
                     (p.grad for p in (one.sharded_param, unsharded) if p is not None and p.grad is not None),
                 )
                 if one.unsharded_accumulated_grad is not None:
-                    ledger.settle("gradients", (one.unsharded_accumulated_grad,))
+                    tracker.tag("gradients", (one.unsharded_accumulated_grad,))
 
 
-def _watched_steps(stage: Transformer, ledger: Ledger, steps: Callable[..., Steps[Tensor]]) -> Callable[..., Any]:
+def _track_forward(
+    stage: Transformer, tracker: MemoryTracker, forward_resumable: Callable[..., Resumable[Tensor]]
+) -> Callable[..., Any]:
     """The steps of a stage; the ledger learns when they run, and when the gradient of their result comes."""
 
     def before_backward(grad: Tensor) -> None:
-        _settle_left(stage, ledger)
+        _tag_survivors(stage, tracker)
 
-    def run(*args: Any, **kwargs: Any) -> Steps[Tensor]:
-        if ledger.phase == "before":
+    def run(*args: Any, **kwargs: Any) -> Resumable[Tensor]:
+        if tracker.phase == "before":
             # Torch's stages make room for all that they will get before the first of them runs.
-            ledger.settle_unnamed("pipeline buffers")
+            tracker.tag_untagged("pipeline buffers")
         # Beside the backward pass of another micro-batch, what that one has made so far is not what it leaves.
         if torch._C._current_graph_task_id() == -1:
-            _settle_left(stage, ledger)
-        begun = Begun(steps(*args, **kwargs))
+            _tag_survivors(stage, tracker)
+        begun = ResumableTask(forward_resumable(*args, **kwargs))
         while True:
-            ledger.phase = "forward"
-            begun.go_on()
-            ledger.phase = "backward"
+            tracker.phase = "forward"
+            begun.resume()
+            tracker.phase = "backward"
             if begun.is_done:
                 break
             yield
-        output = begun.finish()
+        output = begun.run_to_end()
         if output.requires_grad:
             output.register_hook(before_backward)
         return output
@@ -184,21 +188,21 @@ def _watched_steps(stage: Transformer, ledger: Ledger, steps: Callable[..., Step
     return run
 
 
-def _watch_postponed(stage: Transformer, ledger: Ledger) -> list[LateGradients]:
+def _track_delayed_wgrad(stage: Transformer, tracker: MemoryTracker) -> list[WeightGradStore]:
     """Name what a backward pass leaves for its weight gradients at its end: a schedule may take it up at once."""
-    found: list[LateGradients] = []
+    found: list[WeightGradStore] = []
     for module in stage.modules():
-        queue: Any = getattr(module, "later", None)
-        if isinstance(queue, LateGradients) and queue not in found:
-            queue.left = partial(_settle_left, stage, ledger)
+        queue: Any = getattr(module, "wgrad_store", None)
+        if isinstance(queue, WeightGradStore) and queue not in found:
+            queue.on_backward_end = partial(_tag_survivors, stage, tracker)
             found.append(queue)
     return found
 
 
-def _settle_left(stage: Transformer, ledger: Ledger) -> None:
+def _tag_survivors(stage: Transformer, tracker: MemoryTracker) -> None:
     """What the passes up to now have left is gradients, or waits for another pass."""
-    settle_gradients(ledger, [stage])
+    tag_gradients(tracker, [stage])
     p = stage.cfg.parallel
     if p.pp > 1:
         # What is left without a split backward pass is on its way to the stage before.
-        ledger.settle_survivors(POSTPONED if SCHEDULES[p.schedule].splits_backward else PIPELINE)
+        tracker.tag_survivors(DELAYED_WGRAD if SCHEDULES[p.schedule].splits_backward else PIPELINE)

@@ -13,8 +13,8 @@ from moefold.model.transformer import Block, Transformer
 from moefold.moe.layer import MoELayer
 from moefold.offload.activations import GIB, ActivationOffload
 from moefold.offload.ssd import SsdFile
-from moefold.offload.tier import HostMemory, Link
-from moefold.parallel.moments import FileHome, HostHome, MomentHome
+from moefold.offload.tier import CopyEngine, HostMemory
+from moefold.parallel.moments import MmapStore, PinnedStore, StateStore
 
 
 def open_offload(train: TrainConfig, device: torch.device, rank: int) -> ActivationOffload | None:
@@ -25,22 +25,24 @@ def open_offload(train: TrainConfig, device: torch.device, rank: int) -> Activat
     """
     if not train.offload:
         return None
-    link, limit_bytes = Link(device), train.offload_limit_gib * GIB or math.inf
+    link, limit_bytes = CopyEngine(device), train.offload_limit_gib * GIB or math.inf
     if train.offload_to == "ssd":
         tier: SsdFile | HostMemory = SsdFile(link, Path(train.offload_dir), limit_bytes)
     else:
         tier = HostMemory(link, limit_bytes)
-    return ActivationOffload(tier, min_bytes=train.offload_min_kib * 2**10, waits=train.offload_waits, rank=rank)
+    return ActivationOffload(
+        tier, min_bytes=train.offload_min_kib * 2**10, is_synchronous=train.offload_waits, rank=rank
+    )
 
 
-def open_moment_home(train: TrainConfig, device: torch.device) -> MomentHome | None:
+def open_state_store(train: TrainConfig, device: torch.device) -> StateStore | None:
     """Where the moments of the optimizer live, if that is not beside the weights."""
-    link, min_bytes = Link(device), train.offload_min_kib * 2**10
+    link, min_bytes = CopyEngine(device), train.offload_min_kib * 2**10
     match train.offload_optimizer:
         case "host":
-            return HostHome(link, min_bytes)
+            return PinnedStore(link, min_bytes)
         case "ssd":
-            return FileHome(link, Path(train.offload_dir), min_bytes)
+            return MmapStore(link, Path(train.offload_dir), min_bytes)
     return None
 
 
@@ -52,28 +54,28 @@ def apply_offload(stage: Transformer, parts: Sequence[str], offload: ActivationO
     for block in stage.layers.values():
         assert isinstance(block, Block)
         for part in parts:
-            _give_away(block, part, offload)
+            _offload_part(block, part, offload)
 
     def lasting() -> tuple[Tensor, ...]:
-        return () if stage.rotation is None else (stage.rotation.cos, stage.rotation.sin)
+        return () if stage.rope is None else (stage.rope.cos, stage.rope.sin)
 
-    stage.steps = offload.around_stage(stage.steps, lasting)  # type: ignore[method-assign]
+    stage.forward_resumable = offload.wrap_stage(stage.forward_resumable, lasting)  # type: ignore[method-assign]
 
 
-def _give_away(block: Block, part: str, offload: ActivationOffload) -> None:
+def _offload_part(block: Block, part: str, offload: ActivationOffload) -> None:
     attention, ffn = block.attention, block.ffn
     match part:
         case "norms":
-            block.recall = offload.around_recall(block.recall)
+            block.norm_checkpoint = offload.wrap_output_checkpoint(block.norm_checkpoint)
         case "core_attention":
-            attention.core = offload.around(attention.core)
+            attention.core_attention = offload.wrap(attention.core_attention)
         case "dense_mlp" if isinstance(ffn, SwiGLU):
-            ffn.forward = offload.around(ffn.forward)  # type: ignore[method-assign]
+            ffn.forward = offload.wrap(ffn.forward)  # type: ignore[method-assign]
         case "moe" if isinstance(ffn, MoELayer):
-            ffn.steps = offload.around_steps(ffn.steps)  # type: ignore[method-assign]
+            ffn.forward_resumable = offload.wrap_resumable(ffn.forward_resumable)  # type: ignore[method-assign]
         case "shared_experts" if isinstance(ffn, MoELayer) and ffn.shared is not None:
-            ffn.shared.forward = offload.around(ffn.shared.forward)
+            ffn.shared.forward = offload.wrap(ffn.shared.forward)
         case "expert_activation" if isinstance(ffn, MoELayer):
-            ffn.experts.forward = offload.around(ffn.experts.forward)  # type: ignore[method-assign]
+            ffn.experts.forward = offload.wrap(ffn.experts.forward)  # type: ignore[method-assign]
         case "layer":
-            block.steps = offload.around_steps(block.steps)  # type: ignore[method-assign]
+            block.forward_resumable = offload.wrap_resumable(block.forward_resumable)  # type: ignore[method-assign]

@@ -14,129 +14,137 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 
-from moefold.config.paired_schedule import paired_rows
+from moefold.config.paired_schedule import overlapped_rows
 from moefold.config.schedules import SCHEDULES
 from moefold.config.schema import Config
-from moefold.model.transformer import Transformer, loss_terms
+from moefold.model.transformer import Transformer, num_loss_terms
 from moefold.parallel.accumulate import Batch
-from moefold.parallel.flight_record import FlightRecord
+from moefold.parallel.flight_record import FlightRecorder
 from moefold.parallel.groups import Group, ParallelGroups
-from moefold.parallel.held import HeldParameters
-from moefold.parallel.late_gradients import LateGradients, postpone_weight_gradients
-from moefold.parallel.paired import PairedSchedule, SteppedStage
+from moefold.parallel.held import UnshardedParams
+from moefold.parallel.late_gradients import WeightGradStore, install_wgrad_store
+from moefold.parallel.paired import OverlappedSchedule, ResumableStage
 from moefold.parallel.schedule import Schedule, evaluation_schedule, training_schedule
 from moefold.parallel.stage_plan import StagePlan
-from moefold.parallel.wait_clock import WaitClock
+from moefold.parallel.wait_clock import CommTimer
 
 
-class Pipeline:
+class PipelineRunner:
     """Runs the stages of this rank under a schedule.
 
     Args:
         stages: of this rank, in the order of the model.
-        plan: the stages of all ranks.
+        stage_plan: the stages of all ranks.
         groups: the communicators.
         cfg: the recipe.
     """
 
-    def __init__(self, stages: list[Transformer], plan: StagePlan, groups: ParallelGroups, cfg: Config) -> None:
+    def __init__(self, stages: list[Transformer], stage_plan: StagePlan, groups: ParallelGroups, cfg: Config) -> None:
         self._is_last = stages[-1].is_last
         self._is_first = stages[0].is_first
-        self._modules = stages
-        self._num_terms = loss_terms(cfg.model)
-        self._terms: list[Tensor] = []
+        self._stages = stages
+        self._num_loss_terms = num_loss_terms(cfg.model)
+        self._loss_terms: list[Tensor] = []
         zero, schedule = cfg.parallel.zero, cfg.parallel.schedule
-        self._clock = groups.pp.clock
+        self._comm_timer = groups.pp.comm_timer
         layout = groups.layout
         shape = (cfg.train.seq_len // (layout.cp * layout.tp), cfg.train.micro_batch_size, cfg.model.hidden_size)
         hidden = torch.empty(shape, dtype=stages[0].dtype, device="meta", requires_grad=True)
         tokens = torch.empty(
             (cfg.train.micro_batch_size, cfg.train.seq_len // layout.cp), dtype=torch.int64, device="meta"
         )
-        loss = torch.empty(self._num_terms, dtype=_loss_dtype(stages[0].dtype), device="meta", requires_grad=True)
-        late: list[LateGradients | None] = [None] * len(stages)
-        self._held = HeldParameters(stages, zero) if cfg.parallel.overlap_experts else None
+        loss = torch.empty(self._num_loss_terms, dtype=_loss_dtype(stages[0].dtype), device="meta", requires_grad=True)
+        late: list[WeightGradStore | None] = [None] * len(stages)
+        self._unsharded_params = UnshardedParams(stages, zero) if cfg.parallel.overlap_experts else None
         for i, module in enumerate(stages):
             if zero == 2 and isinstance(module, FSDPModule):
                 # Gradients are reduced with each micro-batch, but parameters stay until the step is through.
                 module.set_reshard_after_backward(False)
             if SCHEDULES[schedule].splits_backward:
-                late[i] = queue = LateGradients(module, reduces=zero >= 2, has_hooks=self._held is None)
-                postpone_weight_gradients(module, queue)
+                late[i] = queue = WeightGradStore(
+                    module, reduces_each_micro_batch=zero >= 2, has_hooks=self._unsharded_params is None
+                )
+                install_wgrad_store(module, queue)
 
         def build() -> list[_PipelineStageBase]:
             return [
-                _Stage(
-                    groups.pp.clock,
-                    None if self._held is None or queue is not None else partial(self._held.settle, module),
-                    self._called(module, zero, groups.record),
+                _TimedStage(
+                    groups.pp.comm_timer,
+                    None
+                    if self._unsharded_params is None or queue is not None
+                    else partial(self._unsharded_params.finish_backward, module),
+                    self._stage_module(module, zero, groups.recorder),
                     stage.number,
-                    len(plan.stages),
+                    len(stage_plan.stages),
                     groups.device,
                     input_args=(tokens if module.is_first else hidden,),
                     output_args=(loss if module.is_last else hidden,),
                     group=groups.pp.handle,
                     dw_builder=queue,
                 )
-                for stage, module, queue in zip(plan.of_rank(groups.pp.rank), stages, late, strict=True)
+                for stage, module, queue in zip(stage_plan.of_rank(groups.pp.rank), stages, late, strict=True)
             ]
 
         # Each schedule has stages of its own: torch 2.11 decides once, when a schedule first runs, whether what its
         # stages receive needs gradients. An evaluation on the stages of training would switch them off for good.
-        self._schedule: Schedule
-        if self._held is None:
-            self._schedule = training_schedule(cfg, build(), self._total)
+        self._train_schedule: Schedule
+        if self._unsharded_params is None:
+            self._train_schedule = training_schedule(cfg, build(), self._loss_fn)
         else:
             p, count = cfg.parallel, cfg.num_micro_batches
-            rows = paired_rows(p.schedule, p.pp, p.virtual_stages, count)
-            beside, record = groups.beside, groups.record
-            self._schedule = PairedSchedule(build(), count, self._total, rows, beside=beside, record=record)
-        self._evaluation = evaluation_schedule(cfg, plan, build(), self._total)
+            rows = overlapped_rows(p.schedule, p.pp, p.virtual_stages, count)
+            beside, record = groups.backward_overlap, groups.recorder
+            self._train_schedule = OverlappedSchedule(
+                build(), count, self._loss_fn, rows, backward_overlap=beside, recorder=record
+            )
+        self._eval_schedule = evaluation_schedule(cfg, stage_plan, build(), self._loss_fn)
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Add the gradients of the batch to the parameters; returns the terms of my loss, 0 off the last stage."""
-        self._terms.clear()
-        update_local_copies(self._modules)
+        self._loss_terms.clear()
+        sync_tied_embedding(self._stages)
         # The schedule waits for other stages wherever it is not in a chunk of its own.
-        with self._held.step() if self._held else nullcontext(), self._clock.waiting():
-            self._schedule.step(*self._inputs(batch), target=batch.labels, return_outputs=False, **batch.targets())
-        for module in self._modules:
+        with self._unsharded_params.step() if self._unsharded_params else nullcontext(), self._comm_timer.waiting():
+            self._train_schedule.step(
+                *self._inputs(batch), target=batch.labels, return_outputs=False, **batch.targets()
+            )
+        for module in self._stages:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
-        return self._sum(batch)
+        return self._sum_loss_terms(batch)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """The terms of the loss of my tokens, [terms], without gradients; 0 off the last stage."""
-        self._terms.clear()
-        update_local_copies(self._modules)
-        with self._held.gathered() if self._held else nullcontext():
-            self._evaluation.eval(*self._inputs(batch), target=batch.labels, **batch.targets())
-        return self._sum(batch)
+        self._loss_terms.clear()
+        sync_tied_embedding(self._stages)
+        with self._unsharded_params.unsharded() if self._unsharded_params else nullcontext():
+            self._eval_schedule.eval(*self._inputs(batch), target=batch.labels, **batch.targets())
+        return self._sum_loss_terms(batch)
 
-    def _called(self, module: Transformer, zero: int, record: FlightRecord) -> nn.Module:
+    def _stage_module(self, module: Transformer, zero: int, recorder: FlightRecorder) -> nn.Module:
         """What a schedule calls in place of a stage."""
-        if self._held is not None:
-            return SteppedStage(module, record)
-        return _OwnReduction(module) if zero >= 2 else module
+        if self._unsharded_params is not None:
+            return ResumableStage(module, recorder)
+        return _HideFSDP(module) if zero >= 2 else module
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         return (batch.tokens,) if self._is_first else ()
 
-    def _sum(self, batch: Batch) -> Tensor:
+    def _sum_loss_terms(self, batch: Batch) -> Tensor:
         if not self._is_last:
-            return batch.weights.new_zeros(self._num_terms)
-        return torch.stack(self._terms).sum(0)
+            return batch.weights.new_zeros(self._num_loss_terms)
+        return torch.stack(self._loss_terms).sum(0)
 
-    def _total(self, output: Tensor, target: Tensor) -> Tensor:
+    def _loss_fn(self, output: Tensor, target: Tensor) -> Tensor:
         """The last stage has computed its terms already: keep them, and give the schedule their sum to minimise."""
-        self._terms.append(output.detach())
+        self._loss_terms.append(output.detach())
         return output.sum()
 
 
 @torch.no_grad()
-def update_local_copies(stages: list[Transformer]) -> None:
+def sync_tied_embedding(stages: list[Transformer]) -> None:
     """Make the embedding of the last stage that of the first again, where one rank has both.
 
     The optimizer and the checkpoints know the first alone. Call it while no parameter is gathered.
@@ -146,13 +154,13 @@ def update_local_copies(stages: list[Transformer]) -> None:
 
 
 @torch.no_grad()
-def share_embedding_gradient(stages: list[Transformer], plan: StagePlan, pp: Group) -> None:
+def allreduce_tied_embedding_grad(stages: list[Transformer], stage_plan: StagePlan, pp: Group) -> None:
     """Add the gradients of the two copies of an embedding that the first and the last stage hold.
 
     Where they stand on different ranks, both get the sum; collective over these two. Where they stand on one, the first
     gets it.
     """
-    ends = plan.embedding_ranks
+    ends = stage_plan.embedding_ranks
     if pp.size == 1 or pp.rank not in ends:
         return
     copies = _embeddings(stages)
@@ -168,12 +176,12 @@ def share_embedding_gradient(stages: list[Transformer], plan: StagePlan, pp: Gro
     mine = copy.grad.to_local()
     theirs = torch.empty_like(mine)
     peer = pp.ranks[ends[1] if pp.rank == ends[0] else ends[0]]
-    pp.record.enter("adding up the two copies of the embedding's gradient")
+    pp.recorder.set_phase("adding up the two copies of the embedding's gradient")
     operations = [
         dist.P2POp(dist.isend, mine, peer, pp.handle),
         dist.P2POp(dist.irecv, theirs, peer, pp.handle),
     ]
-    with pp.clock.waiting():
+    with pp.comm_timer.waiting():
         for work in dist.batch_isend_irecv(operations):
             work.wait()
     mine += theirs
@@ -183,37 +191,39 @@ def _embeddings(stages: list[Transformer]) -> list[nn.Parameter]:
     return [stage.embedding.weight for stage in stages if hasattr(stage, "embedding")]
 
 
-class _Stage(PipelineStage):
+class _TimedStage(PipelineStage):
     """A stage whose own work is told from the waiting around it.
 
-    It opens no channel to a neighbour on its own rank: gloo has none, and nothing would go through it. `settle`, if
+    It opens no channel to a neighbour on its own rank: gloo has none, and nothing would go through it. `on_backward_end`, if
     any, is called behind each backward pass.
     """
 
-    def __init__(self, clock: WaitClock, settle: Callable[[], None] | None, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, comm_timer: CommTimer, on_backward_end: Callable[[], None] | None, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._clock = clock
-        self._settle = settle
+        self._comm_timer = comm_timer
+        self._on_backward_end = on_backward_end
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._clock.working():
+        with self._comm_timer.working():
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self._clock.working():
+        with self._comm_timer.working():
             super().backward_one_chunk(*args, **kwargs)
-            if self._settle is not None:
-                self._settle()
+            if self._on_backward_end is not None:
+                self._on_backward_end()
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._clock.working():
+        with self._comm_timer.working():
             return super().backward_weight_one_chunk(*args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
-class _OwnReduction(nn.Module):
+class _HideFSDP(nn.Module):
     """Hides that a stage is an FSDP module, so that FSDP and not the schedule decides when gradients are reduced."""
 
     def __init__(self, stage: nn.Module) -> None:

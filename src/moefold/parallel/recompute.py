@@ -6,19 +6,19 @@ import torch
 
 from moefold.config.checks_recompute import AUTO
 from moefold.config.schema import Config
-from moefold.metrics.kept_parts import KERNELS
-from moefold.metrics.recompute_choice import DEVICE_SHARE, GIB, choose_recompute, with_choice
+from moefold.metrics.kept_parts import KERNEL_PROFILES
+from moefold.metrics.recompute_choice import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
 from moefold.model.latent_attention import LatentAttention
 from moefold.model.mlp import SwiGLU
-from moefold.model.recall import recalled, recomputed, recomputed_steps
+from moefold.model.recall import checkpoint_resumable, checkpoint_without_output, checkpoint_wrapper
 from moefold.model.transformer import Block, Transformer
 from moefold.moe.layer import MoELayer
-from moefold.parallel.beside import Beside
+from moefold.parallel.beside import BackwardOverlap
 from moefold.parallel.collectives import all_reduce_max
 from moefold.parallel.groups import ParallelGroups
 
 
-def settle_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> tuple[Config, str]:
+def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> tuple[Config, str]:
     """What `train.recompute = ["auto"]` stands for, and a line that says why; others stay as they are.
 
     Ranks that made different parts again would wait for each other's exchanges for ever, so all must come to the same
@@ -37,18 +37,18 @@ def settle_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> 
     budget_bytes = round(cfg.train.memory_budget_gib * GIB)
     if not budget_bytes:
         smallest = -all_reduce_max(torch.tensor(-device_bytes, device=groups.device), groups.world)
-        budget_bytes = round(DEVICE_SHARE * int(smallest))
+        budget_bytes = round(DEFAULT_MEMORY_FRACTION * int(smallest))
         assert budget_bytes, "a CPU has a budget"
-    choice = choose_recompute(cfg, budget_bytes, KERNELS[groups.device.type])
-    return with_choice(cfg, choice.parts), choice.words(budget_bytes)
+    choice = choose_recompute(cfg, budget_bytes, KERNEL_PROFILES[groups.device.type])
+    return with_recompute(cfg, choice.parts), choice.describe(budget_bytes)
 
 
-def memory_of(device: torch.device) -> int:
+def device_memory(device: torch.device) -> int:
     """Bytes of a GPU; 0 of a CPU, whose memory belongs to no rank."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
-def apply_recompute(stage: Transformer, parts: Sequence[str], beside: Beside | None = None) -> None:
+def apply_recompute(stage: Transformer, parts: Sequence[str], backward_overlap: BackwardOverlap | None = None) -> None:
     """Let those parts of every layer of a stage forget; after the axes are applied and before FSDP.
 
     What is beside a backward pass goes on at the pauses of what runs again, too.
@@ -60,26 +60,26 @@ def apply_recompute(stage: Transformer, parts: Sequence[str], beside: Beside | N
     for block in stage.layers.values():
         assert isinstance(block, Block)
         for part in parts:
-            _forget(block, part, beside or Beside())
+            _checkpoint_part(block, part, backward_overlap or BackwardOverlap())
 
 
-def _forget(block: Block, part: str, beside: Beside) -> None:
+def _checkpoint_part(block: Block, part: str, backward_overlap: BackwardOverlap) -> None:
     attention, ffn = block.attention, block.ffn
     match part:
         case "norms":
-            block.recall = recalled
+            block.norm_checkpoint = checkpoint_without_output
         case "core_attention":
-            attention.core = recomputed(attention.core)
+            attention.core_attention = checkpoint_wrapper(attention.core_attention)
         case "mla_up":
             assert isinstance(attention, LatentAttention)
-            attention.recall = recalled
+            attention.up_proj_checkpoint = checkpoint_without_output
         case "dense_mlp" if isinstance(ffn, SwiGLU):
-            ffn.forward = recomputed(ffn.forward)  # type: ignore[method-assign]
+            ffn.forward = checkpoint_wrapper(ffn.forward)  # type: ignore[method-assign]
         case "moe" if isinstance(ffn, MoELayer):
-            ffn.steps = recomputed_steps(ffn.steps, beside.go_on)  # type: ignore[method-assign]
+            ffn.forward_resumable = checkpoint_resumable(ffn.forward_resumable, backward_overlap.resume)  # type: ignore[method-assign]
         case "shared_experts" if isinstance(ffn, MoELayer) and ffn.shared is not None:
-            ffn.shared.forward = recomputed(ffn.shared.forward)
+            ffn.shared.forward = checkpoint_wrapper(ffn.shared.forward)
         case "expert_activation" if isinstance(ffn, MoELayer):
-            ffn.experts.keeps_inner = False
+            ffn.experts.saves_fc1 = False
         case "layer":
-            block.steps = recomputed_steps(block.steps, beside.go_on)  # type: ignore[method-assign]
+            block.forward_resumable = checkpoint_resumable(block.forward_resumable, backward_overlap.resume)  # type: ignore[method-assign]

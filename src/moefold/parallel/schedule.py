@@ -19,16 +19,16 @@ from moefold.config.schema import Config
 from moefold.parallel.stage_plan import StagePlan
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-FORWARD_WORK = (
+StageLossFn = Callable[[Tensor, Tensor], Tensor]
+FORWARD_ACTIONS = (
     torch_schedules.FORWARD,
     torch_schedules.SEND_F,
     torch_schedules.RECV_F,
     torch_schedules.UNSHARD,
     torch_schedules.RESHARD,
 )
-SINGLE = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-SEVERAL = {
+SINGLE_STAGE = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+MULTI_STAGE = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero-bubble": torch_schedules.ScheduleInterleavedZeroBubble,
     "zbv": torch_schedules.ScheduleZBVZeroBubble,
@@ -36,13 +36,13 @@ SEVERAL = {
 }
 
 
-def training_schedule(cfg: Config, stages: list[_PipelineStageBase], loss_fn: LossFunction) -> Schedule:
+def training_schedule(cfg: Config, stages: list[_PipelineStageBase], loss_fn: StageLossFn) -> Schedule:
     """The recipe's schedule over the stages of this rank."""
     p, count = cfg.parallel, cfg.num_micro_batches
-    if p.schedule in SINGLE:
-        return SINGLE[p.schedule](stages[0], count, loss_fn=loss_fn, scale_grads=False)
-    if p.schedule in SEVERAL:
-        return SEVERAL[p.schedule](stages, count, loss_fn=loss_fn, scale_grads=False)
+    if p.schedule in SINGLE_STAGE:
+        return SINGLE_STAGE[p.schedule](stages[0], count, loss_fn=loss_fn, scale_grads=False)
+    if p.schedule in MULTI_STAGE:
+        return MULTI_STAGE[p.schedule](stages, count, loss_fn=loss_fn, scale_grads=False)
     read = read_schedule(p.schedule_csv, p.pp, p.virtual_stages, count)
     schedule = _PipelineScheduleRuntime(stages, count, loss_fn=loss_fn, scale_grads=False)
     schedule._prepare_schedule_with_comms(
@@ -52,19 +52,19 @@ def training_schedule(cfg: Config, stages: list[_PipelineStageBase], loss_fn: Lo
 
 
 def evaluation_schedule(
-    cfg: Config, plan: StagePlan, stages: list[_PipelineStageBase], loss_fn: LossFunction
+    cfg: Config, stage_plan: StagePlan, stages: list[_PipelineStageBase], loss_fn: StageLossFn
 ) -> Schedule:
     """A schedule whose `eval` runs the stages of this rank."""
     if not SCHEDULES[cfg.parallel.schedule].splits_backward:
         return training_schedule(cfg, stages, loss_fn)
-    return _ForwardOnly(stages, cfg.num_micro_batches, loss_fn, plan.ranks)
+    return _EvalSchedule(stages, cfg.num_micro_batches, loss_fn, stage_plan.ranks)
 
 
-class _ForwardOnly(_PipelineScheduleRuntime):
+class _EvalSchedule(_PipelineScheduleRuntime):
     """Every micro-batch through one stage after another: torch's split schedules cannot evaluate."""
 
     def __init__(
-        self, stages: list[_PipelineStageBase], num_micro_batches: int, loss_fn: LossFunction, ranks: Sequence[int]
+        self, stages: list[_PipelineStageBase], num_micro_batches: int, loss_fn: StageLossFn, ranks: Sequence[int]
     ) -> None:
         super().__init__(stages, num_micro_batches, loss_fn=loss_fn, scale_grads=False)
         numbers = range(len(ranks))
@@ -75,6 +75,6 @@ class _ForwardOnly(_PipelineScheduleRuntime):
         # torch wants to see whole passes before it adds the communication; the second half goes out again.
         self._prepare_schedule_with_comms(actions)
         self.pipeline_order_with_comms = {
-            rank: [action for action in row if action.computation_type in FORWARD_WORK]
+            rank: [action for action in row if action.computation_type in FORWARD_ACTIONS]
             for rank, row in self.pipeline_order_with_comms.items()
         }

@@ -12,7 +12,7 @@ from torch.export import register_dataclass
 from moefold.config.schema import Config, ModelConfig
 from moefold.model.transformer import TORCH_DTYPES, Transformer
 from moefold.moe.layer import MoELayer
-from moefold.moe.router import Routing
+from moefold.moe.router import RoutingDecision
 from moefold.parallel.groups import ParallelGroups
 
 DENSE_SHARDED_DIM = {
@@ -28,10 +28,10 @@ DENSE_SHARDED_DIM = {
 }
 """Dim of each dense parameter that tensor parallelism cuts, by the last part of its name."""
 
-KEY_VALUE = ("wk", "wv", "bk", "bv")
-ALL_HEADS_NORMS = ("attention.query_norm.weight", "attention.key_norm.weight")
+KEY_VALUE_PARAMS = ("wk", "wv", "bk", "bv")
+FULL_WIDTH_QK_NORMS = ("attention.query_norm.weight", "attention.key_norm.weight")
 """Where they span all heads they are cut as a bias of these heads."""
-VOCABULARY = ("embedding.weight", "head.weight")
+VOCAB_PARAMS = ("embedding.weight", "head.weight")
 EXPERT_PLACEMENTS: dict[str, tuple[Placement, Placement]] = {
     "w_gate": (Shard(0), Shard(2)),
     "w_up": (Shard(0), Shard(2)),
@@ -44,7 +44,7 @@ EXPERT_PLACEMENTS: dict[str, tuple[Placement, Placement]] = {
 
 # FSDP gathers parameters for the backward pass when a gradient of the module's output arrives: it must find the tensors
 # in what the router returns. torch 2.13 looks into every dataclass for them, 2.11 only into registered ones.
-register_dataclass(Routing)
+register_dataclass(RoutingDecision)
 
 
 def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
@@ -72,7 +72,7 @@ def shard_data_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config)
     dense = groups.dense_mesh["dp_cp", "one"] if replicates else groups.dense_mesh["dp_cp"]
     experts = groups.expert_mesh["edp", "one"] if replicates else groups.expert_mesh["edp"]
     compute = TORCH_DTYPES[cfg.run.dtype]
-    master = master_dtype(cfg)
+    master = master_weight_dtype(cfg)
     reshard = cfg.parallel.zero == 3
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute, reduce_dtype=master, cast_forward_inputs=False
@@ -97,17 +97,17 @@ def shard_data_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def master_dtype(cfg: Config) -> torch.dtype:
+def master_weight_dtype(cfg: Config) -> torch.dtype:
     """Type of the master weights, gradients and moments: float32, or float64 where the maths is."""
     return TORCH_DTYPES["float64" if cfg.run.dtype == "float64" else "float32"]
 
 
 def _dense_placement(name: str, leaf: str, cfg: ModelConfig, tp: int) -> Placement:
-    if name in VOCABULARY:
+    if name in VOCAB_PARAMS:
         return Shard(0)
-    if cfg.qk_norm_width == "all_heads" and name.endswith(ALL_HEADS_NORMS):
-        leaf = "bq" if name.endswith(ALL_HEADS_NORMS[0]) else "bk"
-    if leaf in KEY_VALUE and cfg.num_query_groups % tp == 0:
+    if cfg.qk_norm_width == "all_heads" and name.endswith(FULL_WIDTH_QK_NORMS):
+        leaf = "bq" if name.endswith(FULL_WIDTH_QK_NORMS[0]) else "bk"
+    if leaf in KEY_VALUE_PARAMS and cfg.num_query_groups % tp == 0:
         return Shard(0)
     return Shard(DENSE_SHARDED_DIM[leaf]) if leaf in DENSE_SHARDED_DIM else Replicate()
 

@@ -9,21 +9,21 @@ from moefold.config.pipeline_layout import StageParts
 from moefold.config.schema import Config, ModelConfig
 from moefold.metrics.flops import count_parameters, train_flops_per_token
 
-MOST_SLOWER = 10
+MAX_SLOWDOWN_PCT = 10
 """Per cent of operations that the busiest stage may have above the least possible."""
 
 
 @dataclass(frozen=True)
-class Load:
+class StageCost:
     """What a part of the model costs."""
 
     flops: int
     """Of one token through the forward pass; the backward pass is twice that everywhere."""
-    weights: int
+    num_parameters: int
     """Parameters of one rank: dense ones over tp, experts over ep*etp."""
 
-    def __add__(self, other: "Load") -> "Load":
-        return Load(self.flops + other.flops, self.weights + other.weights)
+    def __add__(self, other: "StageCost") -> "StageCost":
+        return StageCost(self.flops + other.flops, self.num_parameters + other.num_parameters)
 
 
 @lru_cache(maxsize=256)
@@ -33,7 +33,7 @@ def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
     The embedding, each layer, and the loss with the layers of multi-token prediction are the units. The best cut has
     the least product of p * p and b: p are the operations of the busiest stage, which sets the pace of all, b the bytes
     of the fullest stage as `metrics/stage_memory.py` counts them. So a cut that is 1 % slower must save 2 % of memory.
-    None is slower than the fastest one by more than `MOST_SLOWER`. Of equals the faster one is taken.
+    None is slower than the fastest one by more than `MAX_SLOWDOWN_PCT`. Of equals the faster one is taken.
 
     It follows from the recipe alone, so that all ranks have the same.
     """
@@ -41,8 +41,8 @@ def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
     from moefold.metrics.stage_memory import unit_bytes
 
     num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
-    flops = [load.flops for load in _unit_loads(cfg)]
-    return _stages(cfg, _best_bounds(flops, unit_bytes(cfg, num_stages), MOST_SLOWER))
+    flops = [load.flops for load in _unit_costs(cfg)]
+    return _stages_between(cfg, _best_bounds(flops, unit_bytes(cfg, num_stages), MAX_SLOWDOWN_PCT))
 
 
 def fastest_stages(cfg: Config) -> tuple[StageParts, ...]:
@@ -50,103 +50,103 @@ def fastest_stages(cfg: Config) -> tuple[StageParts, ...]:
 
     For the planner, which compares mappings before it knows what is in flight, and counts their memory itself.
     """
-    loads, num_stages = _unit_loads(cfg), cfg.parallel.pp * cfg.parallel.virtual_stages
-    flops, weights = [load.flops for load in loads], [load.weights for load in loads]
-    return _stages(cfg, _best_bounds(flops, [weights] * num_stages, 0))
+    loads, num_stages = _unit_costs(cfg), cfg.parallel.pp * cfg.parallel.virtual_stages
+    flops, weights = [load.flops for load in loads], [load.num_parameters for load in loads]
+    return _stages_between(cfg, _best_bounds(flops, [weights] * num_stages, 0))
 
 
-def _unit_loads(cfg: Config) -> list[Load]:
-    return [embedding_load(cfg), *_layer_loads(cfg), loss_load(cfg)]
+def _unit_costs(cfg: Config) -> list[StageCost]:
+    return [embedding_cost(cfg), *_layer_costs(cfg), loss_cost(cfg)]
 
 
-def _stages(cfg: Config, bounds: Sequence[int]) -> tuple[StageParts, ...]:
+def _stages_between(cfg: Config, bounds: Sequence[int]) -> tuple[StageParts, ...]:
     """The stages between bounds among the units."""
     last = cfg.model.num_layers + 1
     return tuple(
         StageParts(
             has_embedding=first == 0,
             layers=range(max(first - 1, 0), min(stop, last) - 1),
-            num_further=cfg.model.mtp_layers if stop > last else 0,
+            num_mtp_layers=cfg.model.mtp_layers if stop > last else 0,
             has_loss=stop > last,
         )
         for first, stop in zip(bounds, bounds[1:], strict=False)
     )
 
 
-def stage_load(cfg: Config, parts: StageParts) -> Load:
+def stage_cost(cfg: Config, parts: StageParts) -> StageCost:
     """What a stage costs."""
-    load = Load(0, 0)
+    load = StageCost(0, 0)
     if parts.has_embedding:
-        load += embedding_load(cfg)
+        load += embedding_cost(cfg)
     for i in parts.layers:
-        load += layer_load(cfg, i)
-    return load + loss_load(cfg) if parts.has_loss else load
+        load += layer_cost(cfg, i)
+    return load + loss_cost(cfg) if parts.has_loss else load
 
 
-def embedding_load(cfg: Config) -> Load:
+def embedding_cost(cfg: Config) -> StageCost:
     """A look-up costs no products."""
-    return Load(0, cfg.model.vocab_size * cfg.model.hidden_size // cfg.parallel.tp)
+    return StageCost(0, cfg.model.vocab_size * cfg.model.hidden_size // cfg.parallel.tp)
 
 
-def _layer_loads(cfg: Config) -> list[Load]:
+def _layer_costs(cfg: Config) -> list[StageCost]:
     """Of every layer, in order; layers that are alike are counted once."""
     numbers: dict[tuple[str, int], int] = {}
     alike = list(zip(cfg.model.layer_kinds, cfg.model.layer_windows, strict=True))
     for number, kind in enumerate(alike):
         numbers.setdefault(kind, number)
-    loads = {kind: layer_load(cfg, number) for kind, number in numbers.items()}
+    loads = {kind: layer_cost(cfg, number) for kind, number in numbers.items()}
     return [loads[kind] for kind in alike]
 
 
-def layer_load(cfg: Config, number: int) -> Load:
+def layer_cost(cfg: Config, number: int) -> StageCost:
     """One layer, of its kind and with its window."""
     model = cfg.model
-    one = _alone(model, model.layer_kinds[number], model.layer_windows[number])
+    one = _single_layer(model, model.layer_kinds[number], model.layer_windows[number])
     count, p = count_parameters(one), cfg.parallel
     dense = count.total - count.embedding - count.head - count.experts
     flops = train_flops_per_token(one, cfg.train.seq_len)
-    return Load(flops.forward - flops.head, dense // p.tp + count.experts // (p.ep * p.etp))
+    return StageCost(flops.forward - flops.head, dense // p.tp + count.experts // (p.ep * p.etp))
 
 
-def loss_load(cfg: Config) -> Load:
+def loss_cost(cfg: Config) -> StageCost:
     """The output head, with the layers of multi-token prediction, each of which uses it once more."""
     model, p = cfg.model, cfg.parallel
     flops = train_flops_per_token(model, cfg.train.seq_len)
-    load = Load(flops.head + flops.multi_token, model.vocab_size * model.hidden_size // p.tp)
+    load = StageCost(flops.head + flops.mtp, model.vocab_size * model.hidden_size // p.tp)
     if model.mtp_layers == 0:
         return load
-    further = layer_load(cfg, model.num_layers - 1)
-    own = model.mtp_layers * (further.weights + 2 * model.hidden_size**2)
+    further = layer_cost(cfg, model.num_layers - 1)
+    own = model.mtp_layers * (further.num_parameters + 2 * model.hidden_size**2)
     copy = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size // p.tp
-    return Load(load.flops, load.weights + own + copy)
+    return StageCost(load.flops, load.num_parameters + own + copy)
 
 
-def _alone(model: ModelConfig, kind: str, window: int) -> ModelConfig:
+def _single_layer(model: ModelConfig, kind: str, window: int) -> ModelConfig:
     pattern = "W" if window else "F"
     return replace(model, mtp_layers=0, num_layers=1, layer_pattern=kind, attention_pattern=pattern)
 
 
-def _best_bounds(flops: Sequence[int], sizes: Sequence[Sequence[int]], most_slower: int) -> list[int]:
+def _best_bounds(flops: Sequence[int], sizes: Sequence[Sequence[int]], max_slowdown_pct: int) -> list[int]:
     """Bounds of the cut with the least product of operations squared and size.
 
     Args:
         flops: of the units.
         sizes: of the units on each stage.
-        most_slower: per cent above the fastest cut that are allowed.
+        max_slowdown_pct: per cent above the fastest cut that are allowed.
     """
-    fastest = _best_cut([flops] * len(sizes), flops, sum(flops))[0]
+    fastest = _min_max_partition([flops] * len(sizes), flops, sum(flops))[0]
     sums = [0, *accumulate(flops)]
     paces = {stop - first for i, first in enumerate(sums) for stop in sums[i + 1 :]}
     best: tuple[int, list[int]] | None = None
-    for pace in sorted(pace for pace in paces if fastest <= pace <= fastest * (100 + most_slower) // 100):
-        fullest, bounds = _best_cut(sizes, flops, pace)
+    for pace in sorted(pace for pace in paces if fastest <= pace <= fastest * (100 + max_slowdown_pct) // 100):
+        fullest, bounds = _min_max_partition(sizes, flops, pace)
         if best is None or pace * pace * fullest < best[0]:
             best = pace * pace * fullest, bounds
     assert best is not None, "the fastest cut has its own pace"
     return best[1]
 
 
-def _best_cut(costs: Sequence[Sequence[int]], limited: Sequence[int], limit: int) -> tuple[int, list[int]]:
+def _min_max_partition(costs: Sequence[Sequence[int]], limited: Sequence[int], limit: int) -> tuple[int, list[int]]:
     """The least that the largest cost of a stage can be, and bounds of consecutive stages with it, none empty.
 
     Args:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from moefold.config.pipeline_layout import StageParts, even_stages, read_layout, write_layout
+from moefold.config.pipeline_layout import StageParts, even_stages, format_layout, parse_layout
 from moefold.config.schedules import stage_ranks
 from moefold.config.schema import Config
 from moefold.parallel.stage_balance import balanced_stages
@@ -37,7 +37,7 @@ class StagePlan:
     @property
     def layout(self) -> str:
         """As `parallel.pipeline_layout` spells it."""
-        return write_layout(tuple(stage.parts for stage in self.stages))
+        return format_layout(tuple(stage.parts for stage in self.stages))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class StagePlan:
     def rank_of_layers(self, num_layers: int) -> dict[int, int]:
         """The pipeline rank of every layer by its number, those of multi-token prediction behind the `num_layers`."""
         owners = {i: stage.pp_rank for stage in self.stages for i in stage.parts.layers}
-        further = [stage.pp_rank for stage in self.stages for _ in range(stage.parts.num_further)]
+        further = [stage.pp_rank for stage in self.stages for _ in range(stage.parts.num_mtp_layers)]
         return owners | {num_layers + i: rank for i, rank in enumerate(further)}
 
 
@@ -71,7 +71,7 @@ def plan_stages(cfg: Config) -> StagePlan:
     return StagePlan(tuple(Stage(i, rank, part) for i, (rank, part) in enumerate(zip(ranks, parts, strict=True))))
 
 
-def with_layout(cfg: Config) -> Config:
+def with_explicit_layout(cfg: Config) -> Config:
     """The recipe with an automatic layout spelled out, for a change that must not move the stages."""
     if cfg.parallel.pipeline_layout != "auto":
         return cfg
@@ -85,4 +85,4 @@ def stage_parts(cfg: Config) -> tuple[StageParts, ...]:
         return even_stages(model.num_layers, model.mtp_layers, p.pp * p.virtual_stages)
     if p.pipeline_layout == "auto":
         return balanced_stages(cfg)
-    return read_layout(p.pipeline_layout)
+    return parse_layout(p.pipeline_layout)

@@ -15,71 +15,83 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.model.gemm import Gemm
-from moefold.model.later import Later, can_wait
-from moefold.model.linear import FULL, FullProducts, Products
+from moefold.model.later import WeightGradStoreProtocol, should_delay
+from moefold.model.linear import UNQUANTIZED_LINEAR, LinearBackend, UnquantizedLinear
 from moefold.parallel.groups import Group
-from moefold.parallel.ring import sum_round, travel
-from moefold.parallel.tensor import ShardedTokens
+from moefold.parallel.ring import ring_pass, ring_reduce_scatter
+from moefold.parallel.tensor import SequenceParallelTokens
 
 
-class TravellingTokens(ShardedTokens):
-    """As `ShardedTokens`, where exchanges next to products hide behind them. For products in the type of their tensors.
+class AsyncTensorParallel(SequenceParallelTokens):
+    """As `SequenceParallelTokens`, where exchanges next to products hide behind them. For products in the type of their tensors.
 
-    Results differ from those of `ShardedTokens` by rounding: sums over tp are added in the order of the ring.
+    Results differ from those of `SequenceParallelTokens` by rounding: sums over tp are added in the order of the ring.
     """
 
-    def gathered_products(
+    def all_gather_linear(
         self,
         x: Tensor,
-        columns: Sequence[tuple[Tensor, Tensor | None]],
-        later: Later | None = None,
-        products: Products | None = None,
+        weights_and_biases: Sequence[tuple[Tensor, Tensor | None]],
+        wgrad_store: WeightGradStoreProtocol | None = None,
+        linear_backend: LinearBackend | None = None,
     ) -> list[Tensor]:
-        """See `Tokens`."""
-        weights = [weight for weight, _ in columns]
-        later, given = _postponed(later, x, weights)
-        outs = _GatheredProducts.apply(x, self._tp, later, weights, _gemm(products), *given)
-        return [out if bias is None else out + bias for out, (_, bias) in zip(outs, columns, strict=True)]
+        """See `SequenceParallel`."""
+        weights = [weight for weight, _ in weights_and_biases]
+        wgrad_store, given = _delay_weight_grads(wgrad_store, x, weights)
+        outs = _AllGatherLinear.apply(x, self._tp, wgrad_store, weights, _gemm(linear_backend), *given)
+        return [out if bias is None else out + bias for out, (_, bias) in zip(outs, weights_and_biases, strict=True)]
 
-    def scattered_product(
-        self, x: Tensor, weight: Tensor, later: Later | None = None, products: Products | None = None
+    def linear_reduce_scatter(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        wgrad_store: WeightGradStoreProtocol | None = None,
+        linear_backend: LinearBackend | None = None,
     ) -> Tensor:
-        """See `Tokens`."""
-        later, given = _postponed(later, x, [weight])
-        out: Tensor = _ScatteredProduct.apply(x, self._tp, later, [weight], _gemm(products), *given)
+        """See `SequenceParallel`."""
+        wgrad_store, given = _delay_weight_grads(wgrad_store, x, [weight])
+        out: Tensor = _LinearReduceScatter.apply(x, self._tp, wgrad_store, [weight], _gemm(linear_backend), *given)
         return out
 
 
-def _gemm(products: Products | None) -> Gemm:
+def _gemm(linear_backend: LinearBackend | None) -> Gemm:
     """Who multiplies."""
-    products = products or FULL
-    assert isinstance(products, FullProducts), "a config check refuses products of few bits"
-    return products.gemm
+    linear_backend = linear_backend or UNQUANTIZED_LINEAR
+    assert isinstance(linear_backend, UnquantizedLinear), "a config check refuses products of few bits"
+    return linear_backend.gemm
 
 
-def _postponed(later: Later | None, x: Tensor, weights: Sequence[Tensor]) -> tuple[Later | None, list[Tensor]]:
+def _delay_weight_grads(
+    wgrad_store: WeightGradStoreProtocol | None, x: Tensor, weights: Sequence[Tensor]
+) -> tuple[WeightGradStoreProtocol | None, list[Tensor]]:
     """Where gradients of weights go that wait, and the weights as autograd is to see them: then not at all."""
-    if any(can_wait(later, x, weight) for weight in weights):
-        return later, [weight.detach() for weight in weights]
+    if any(should_delay(wgrad_store, x, weight) for weight in weights):
+        return wgrad_store, [weight.detach() for weight in weights]
     return None, list(weights)
 
 
-class _GatheredProducts(torch.autograd.Function):
+class _AllGatherLinear(torch.autograd.Function):
     """(x [S/n, B, K], weights [N, K]) -> [S, B, N] of each, n = tp."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tp: Group, later: Later | None, held: list[Tensor], gemm: Gemm, *weights: Tensor
+        ctx: Any,
+        x: Tensor,
+        tp: Group,
+        wgrad_store: WeightGradStoreProtocol | None,
+        tracked_weights: list[Tensor],
+        gemm: Gemm,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         whole = x.new_empty((tp.size, *x.shape))
         whole[tp.rank] = x
         rows = x.shape[:-1].numel()
         outs = [x.new_empty(tp.size, rows, len(weight)) for weight in weights]
-        for source, block in travel(whole[tp.rank], tp, whole.unbind()):
+        for source, block in ring_pass(whole[tp.rank], tp, whole.unbind()):
             for out, weight in zip(outs, weights, strict=True):
-                gemm.product_into(out[source], block.flatten(0, -2), weight)
+                gemm.matmul_out(out[source], block.flatten(0, -2), weight)
         ctx.save_for_backward(whole.flatten(0, 1), *weights)
-        ctx.args = tp, later, held, gemm
+        ctx.args = tp, wgrad_store, tracked_weights, gemm
         return tuple(out.view(tp.size * x.shape[0], *x.shape[1:-1], -1) for out in outs)
 
     @staticmethod
@@ -89,31 +101,37 @@ class _GatheredProducts(torch.autograd.Function):
         tp, later, held, gemm = ctx.args
         x_MK = whole.flatten(0, -2)
         grads_MN = [grad.flatten(0, -2) for grad in grads]
-        wide = [gemm.widened(grad) for grad in grads_MN]
+        wide = [gemm.upcast(grad) for grad in grads_MN]
         parts = [grad.unflatten(0, (tp.size, -1)) for grad in wide]
 
         def share(member: int) -> Tensor:
-            shares = (gemm.product(part[member], w.t()) for part, w in zip(parts, weights, strict=True))
+            shares = (gemm.matmul(part[member], w.t()) for part, w in zip(parts, weights, strict=True))
             return reduce(Tensor.add_, shares)
 
-        grad_x = sum_round(share, tp).view(len(whole) // tp.size, *whole.shape[1:])
+        grad_x = ring_reduce_scatter(share, tp).view(len(whole) // tp.size, *whole.shape[1:])
         if later is not None:
-            later.postpone(held, lambda: [gemm.weight_gradient(grad, x_MK) for grad in grads_MN])
+            later.put(held, lambda: [gemm.weight_gradient(grad, x_MK) for grad in grads_MN])
             return grad_x, None, None, None, None, *[None] * len(weights)
         return grad_x, None, None, None, None, *(gemm.weight_gradient(grad, x_MK) for grad in wide)
 
 
-class _ScatteredProduct(torch.autograd.Function):
+class _LinearReduceScatter(torch.autograd.Function):
     """(x [S, B, K], weight [N, K]) -> [S/n, B, N], n = tp."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tp: Group, later: Later | None, held: list[Tensor], gemm: Gemm, weight: Tensor
+        ctx: Any,
+        x: Tensor,
+        tp: Group,
+        wgrad_store: WeightGradStoreProtocol | None,
+        tracked_weights: list[Tensor],
+        gemm: Gemm,
+        weight: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.args = tp, later, held, gemm
+        ctx.args = tp, wgrad_store, tracked_weights, gemm
         parts = x.flatten(0, -2).unflatten(0, (tp.size, -1))
-        total = sum_round(lambda member: gemm.product(parts[member], weight), tp)
+        total = ring_reduce_scatter(lambda member: gemm.matmul(parts[member], weight), tp)
         return total.view(len(x) // tp.size, *x.shape[1:-1], -1)
 
     @staticmethod
@@ -125,10 +143,10 @@ class _ScatteredProduct(torch.autograd.Function):
         whole = grad.new_empty((tp.size, *grad.shape))
         whole[tp.rank] = grad
         grad_x = x.new_empty(tp.size, len(x_MK) // tp.size, x.shape[-1])
-        for source, block in travel(whole[tp.rank], tp, whole.unbind()):
-            gemm.product_into(grad_x[source], block.flatten(0, -2), weight.t())
+        for source, block in ring_pass(whole[tp.rank], tp, whole.unbind()):
+            gemm.matmul_out(grad_x[source], block.flatten(0, -2), weight.t())
         grad_MN = whole.flatten(0, -2)
         if later is not None:
-            later.postpone(held, lambda: [gemm.weight_gradient(grad_MN, x_MK)])
+            later.put(held, lambda: [gemm.weight_gradient(grad_MN, x_MK)])
             return grad_x.view_as(x), None, None, None, None, None
         return grad_x.view_as(x), None, None, None, None, gemm.weight_gradient(grad_MN, x_MK)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-Stamp = float | torch.cuda.Event
+Timestamp = float | torch.cuda.Event
 """A moment: seconds of the host's clock, or an event of the current stream."""
 
 
 @dataclass
-class WaitClock:
+class CommTimer:
     """One for all groups of a rank. Between `start` and `read` it adds up what is spent in `waiting`.
 
     `working` inside of `waiting` is a rank's own time again: a pipeline schedule waits wherever it does not compute.
@@ -28,15 +28,15 @@ class WaitClock:
 
     is_on: bool = False
     is_cuda: bool = False
-    waits: bool = False
-    _spans: list[tuple[int, Stamp, Stamp]] = field(default_factory=list)
-    _began: Stamp | None = None
-    _before: tuple[list[tuple[int, Stamp, Stamp]], Stamp, Stamp] | None = None
+    is_waiting: bool = False
+    _spans: list[tuple[int, Timestamp, Timestamp]] = field(default_factory=list)
+    _span_start: Timestamp | None = None
+    _previous_span: tuple[list[tuple[int, Timestamp, Timestamp]], Timestamp, Timestamp] | None = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside, the rank waits for others."""
-        before = self.enter(waits=True)
+        before = self.enter(is_waiting=True)
         try:
             yield
         finally:
@@ -45,45 +45,45 @@ class WaitClock:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Inside, the rank computes."""
-        before = self.enter(waits=False)
+        before = self.enter(is_waiting=False)
         try:
             yield
         finally:
             self.leave(before)
 
-    def enter(self, *, waits: bool) -> Stamp | None:
+    def enter(self, *, is_waiting: bool) -> Timestamp | None:
         """Begin to wait or to work; returns what `leave` wants."""
-        if not self.is_on or self.waits == waits:
+        if not self.is_on or self.is_waiting == is_waiting:
             return None
-        self.waits = waits
+        self.is_waiting = is_waiting
         return self._now()
 
-    def leave(self, entered: Stamp | None) -> None:
-        """Do again what was done before the `enter` that gave `entered`."""
-        if entered is not None:
-            self._spans.append((1 if self.waits else -1, entered, self._now()))
-            self.waits = not self.waits
+    def leave(self, entered_at: Timestamp | None) -> None:
+        """Do again what was done before the `enter` that gave `entered_at`."""
+        if entered_at is not None:
+            self._spans.append((1 if self.is_waiting else -1, entered_at, self._now()))
+            self.is_waiting = not self.is_waiting
 
     def start(self) -> None:
         """Begin a span; one that has begun goes on."""
-        if self.is_on and self._began is None:
+        if self.is_on and self._span_start is None:
             self._spans.clear()
-            self._began = self._now()
+            self._span_start = self._now()
 
     def read(self) -> tuple[float, float]:
         """End the span; returns its whole time and that spent waiting, in seconds; zeros where none is known yet."""
-        if self._began is None:
+        if self._span_start is None:
             return 0.0, 0.0
-        ended = (list(self._spans), self._began, self._now())
-        self._began = None
+        ended = (list(self._spans), self._span_start, self._now())
+        self._span_start = None
         self._spans.clear()
-        known, self._before = (self._before, ended) if self.is_cuda else (ended, None)
+        known, self._previous_span = (self._previous_span, ended) if self.is_cuda else (ended, None)
         if known is None:
             return 0.0, 0.0
         spans, first, last = known
-        return _apart_s(first, last), sum(sign * _apart_s(start, end) for sign, start, end in spans)
+        return _elapsed_s(first, last), sum(sign * _elapsed_s(start, end) for sign, start, end in spans)
 
-    def _now(self) -> Stamp:
+    def _now(self) -> Timestamp:
         if not self.is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -91,7 +91,7 @@ class WaitClock:
         return event
 
 
-def _apart_s(first: Stamp, last: Stamp) -> float:
+def _elapsed_s(first: Timestamp, last: Timestamp) -> float:
     if isinstance(first, float):
         assert isinstance(last, float)
         return last - first

@@ -11,21 +11,21 @@ from pathlib import Path
 from moefold.parallel.layout import divisors
 from moefold.plan.device import load_device
 from moefold.plan.flop_count import train_flops
-from moefold.plan.mapping import Mapping
-from moefold.plan.memory import Memory
-from moefold.plan.model_name import read_shape
-from moefold.plan.published import OUT_OF_MEMORY, Case, Row, SkipRowError, case_of, read_rows
-from moefold.plan.shape import ModelShape
-from moefold.plan.space import UNCUT
-from moefold.plan.step_time import Pricer
-from moefold.plan.workload import StateTypes, Workload
+from moefold.plan.mapping import ParallelMapping
+from moefold.plan.memory import MemoryModel
+from moefold.plan.model_name import load_model_spec
+from moefold.plan.published import OUT_OF_MEMORY, PublishedCase, PublishedRow, SkipRowError, parse_case, read_rows
+from moefold.plan.shape import ModelSpec
+from moefold.plan.space import NON_LAYER_STAGE_PARTS
+from moefold.plan.step_time import CostModel
+from moefold.plan.workload import BytesPerParam, TrainingWorkload
 
 MICRO_BATCHES = (1, 2, 4, 8)
-MOST_VIRTUAL_STAGES = 24
-SELECTIVE = ("norms", "expert_activation", "mla_up", "dense_mlp", "shared_experts")
+MAX_VIRTUAL_STAGES = 24
+SELECTIVE_RECOMPUTE_PARTS = ("norms", "expert_activation", "mla_up", "dense_mlp", "shared_experts")
 """What authors who do not print their recomputation may have run again, cheapest first."""
 
-STATES = (StateTypes(4, 4, 4), StateTypes(4, 4, 2), StateTypes(0, 2, 2))
+STATE_BYTES_CANDIDATES = (BytesPerParam(4, 4, 4), BytesPerParam(4, 4, 2), BytesPerParam(0, 2, 2))
 """Types of the states, where a source does not print its optimizer's precision: the first that fits of float32,
 bfloat16 moments, all bfloat16."""
 
@@ -34,11 +34,11 @@ bfloat16 moments, all bfloat16."""
 class Prediction:
     """One row, measured and predicted; a number, or OOM."""
 
-    row: Row
+    row: PublishedRow
     measured: float | str
     predicted: float | str
-    mapping: Mapping
-    workload: Workload
+    mapping: ParallelMapping
+    workload: TrainingWorkload
     """With the types of the states that the mapping was found to fit with."""
 
     @property
@@ -100,7 +100,7 @@ def mean_abs_error_pct(predictions: Sequence[Prediction]) -> float | None:
     return sum(errors) / len(errors) if errors else None
 
 
-def judge(path: Path) -> Accuracy:
+def validate_predictions(path: Path) -> Accuracy:
     """Predict every row of a table that has a complete mapping.
 
     Raises:
@@ -109,21 +109,21 @@ def judge(path: Path) -> Accuracy:
     predictions, skipped = [], Counter[str]()
     for row in read_rows(path):
         try:
-            predictions.append(predict(case_of(row)))
+            predictions.append(predict(parse_case(row)))
         except SkipRowError as reason:
             skipped[str(reason)] += 1
     return Accuracy(predictions=tuple(predictions), skipped=dict(skipped.most_common()))
 
 
-def predict(case: Case) -> Prediction:
+def predict(case: PublishedCase) -> Prediction:
     """Price one case, with the best of what its source leaves open.
 
     Raises:
         SkipRowError: no choice of what is open divides the batch, or the value is no number.
     """
-    shape, measured = read_shape(case.model), _measured(case.row["value"])
-    found = _best(shape, case)
-    predicted: float | str = OUT_OF_MEMORY if found is None else _metric(shape, case, found[0])
+    shape, measured = load_model_spec(case.model), _parse_measured(case.row["value"])
+    found = _fastest_fitting(shape, case)
+    predicted: float | str = OUT_OF_MEMORY if found is None else _predicted_metric(shape, case, found[0])
     mapping, workload = found or (case.mapping, case.workload)
     return Prediction(
         row=case.row,
@@ -134,22 +134,24 @@ def predict(case: Case) -> Prediction:
     )
 
 
-def _measured(value: str) -> float | str:
-    if value.upper() == OUT_OF_MEMORY:
+def _parse_measured(text: str) -> float | str:
+    if text.upper() == OUT_OF_MEMORY:
         return OUT_OF_MEMORY
     try:
-        number = float(value)
+        number = float(text)
     except ValueError:
-        raise SkipRowError(f"value {value!r} is no number") from None
+        raise SkipRowError(f"value {text!r} is no number") from None
     if not 0 < number < inf:
-        raise SkipRowError(f"value {value!r} is no speed: it must be a number above 0, or {OUT_OF_MEMORY}")
+        raise SkipRowError(f"value {text!r} is no speed: it must be a number above 0, or {OUT_OF_MEMORY}")
     return number
 
 
-def _metric(shape: ModelShape, case: Case, mapping: Mapping) -> float:
-    tokens = _pricer(shape.name, case.gpu, case.workload).step_time(mapping).tokens_per_s_per_gpu
+def _predicted_metric(model_spec: ModelSpec, case: PublishedCase, mapping: ParallelMapping) -> float:
+    tokens = _cost_model(model_spec.name, case.gpu, case.workload).step_time(mapping).tokens_per_s_per_gpu
     w = case.workload
-    flops = case.printed_flops or train_flops(shape, w.seq_len, causal=w.causal, router=False, mtp=w.with_mtp)
+    flops = case.published_flops_per_token or train_flops(
+        model_spec, w.seq_len, causal=w.counts_causal_attention, router=False, mtp=w.runs_mtp
+    )
     if case.row["metric"] == "tokens_per_s_per_gpu":
         return tokens
     if case.row["metric"] == "tflops_per_gpu":
@@ -158,48 +160,54 @@ def _metric(shape: ModelShape, case: Case, mapping: Mapping) -> float:
 
 
 @lru_cache(maxsize=512)
-def _pricer(model: str, gpu: str, workload: Workload) -> Pricer:
-    return Pricer(read_shape(model), load_device(gpu), workload)
+def _cost_model(model: str, gpu: str, workload: TrainingWorkload) -> CostModel:
+    return CostModel(load_model_spec(model), load_device(gpu), workload)
 
 
 @lru_cache(maxsize=1024)
-def _memory(model: str, gpu: str, workload: Workload) -> Memory:
-    return Memory(read_shape(model), workload, load_device(gpu))
+def _memory_model(model: str, gpu: str, workload: TrainingWorkload) -> MemoryModel:
+    return MemoryModel(load_model_spec(model), workload, load_device(gpu))
 
 
-def _best(shape: ModelShape, case: Case) -> tuple[Mapping, Workload] | None:
+def _fastest_fitting(model_spec: ModelSpec, case: PublishedCase) -> tuple[ParallelMapping, TrainingWorkload] | None:
     """The fastest of the open choices that fits; None where none does."""
-    pricer = _pricer(shape.name, case.gpu, case.workload)
-    fitting = [found for choice in _choices(shape, case) if (found := _fitted(shape, case, choice)) is not None]
+    pricer = _cost_model(model_spec.name, case.gpu, case.workload)
+    fitting = [
+        found
+        for choice in _open_mappings(model_spec, case)
+        if (found := _first_fitting(model_spec, case, choice)) is not None
+    ]
     return min(fitting, key=lambda found: pricer.step_time(found[0]).total_s) if fitting else None
 
 
-def _choices(shape: ModelShape, case: Case) -> list[Mapping]:
+def _open_mappings(model_spec: ModelSpec, case: PublishedCase) -> list[ParallelMapping]:
     m, batch = case.mapping, case.workload.global_batch_size
     local = batch // m.dp
     sizes = [m.mbs] if m.mbs else [size for size in MICRO_BATCHES if local % size == 0]
     if m.mbs and local % m.mbs:
         raise SkipRowError(f"micro-batches of {m.mbs} do not divide {local} samples of a rank")
-    if m.pp * max(1, m.vpp) > len(shape.layers) + len(UNCUT):
-        raise SkipRowError(f"pp={m.pp} with vpp={m.vpp} is more stages than {len(shape.layers)} layers make")
-    most = min(MOST_VIRTUAL_STAGES, len(shape.layers) // m.pp)
-    stages = [m.vpp] if m.vpp else [1, *(v for v in divisors(max(1, len(shape.layers) // m.pp)) if 1 < v <= most)]
+    if m.pp * max(1, m.vpp) > len(model_spec.layers) + len(NON_LAYER_STAGE_PARTS):
+        raise SkipRowError(f"pp={m.pp} with vpp={m.vpp} is more stages than {len(model_spec.layers)} layers make")
+    most = min(MAX_VIRTUAL_STAGES, len(model_spec.layers) // m.pp)
+    stages = [m.vpp] if m.vpp else [1, *(v for v in divisors(max(1, len(model_spec.layers) // m.pp)) if 1 < v <= most)]
     return [replace(m, mbs=size, vpp=vpp) for size, vpp in product(sizes, stages)]
 
 
-def _fitted(shape: ModelShape, case: Case, mapping: Mapping) -> tuple[Mapping, Workload] | None:
+def _first_fitting(
+    model_spec: ModelSpec, case: PublishedCase, mapping: ParallelMapping
+) -> tuple[ParallelMapping, TrainingWorkload] | None:
     """The mapping with the least sharding, the least recomputation and the widest optimizer under which it fits."""
-    ways = [SELECTIVE[:i] for i in range(len(SELECTIVE) + 1)]
-    if not case.is_complete:
+    ways = [SELECTIVE_RECOMPUTE_PARTS[:i] for i in range(len(SELECTIVE_RECOMPUTE_PARTS) + 1)]
+    if not case.is_fully_specified:
         ways += [("norms", "moe"), ("layer",)]
     if case.recompute is not None:
         ways.insert(0, case.recompute)
-    all_states = STATES[:1] if case.is_complete else STATES
-    zeros = (mapping.zero,) if case.is_complete or mapping.pp > 1 else dict.fromkeys((mapping.zero, 3))
+    all_states = STATE_BYTES_CANDIDATES[:1] if case.is_fully_specified else STATE_BYTES_CANDIDATES
+    zeros = (mapping.zero,) if case.is_fully_specified or mapping.pp > 1 else dict.fromkeys((mapping.zero, 3))
     for zero, parts, states in product(zeros, ways, all_states):
         tried = replace(mapping, recompute=parts, zero=zero)
-        workload = replace(case.workload, states=states)
-        if _memory(shape.name, case.gpu, workload).estimate(tried).fits:
+        workload = replace(case.workload, state_bytes=states)
+        if _memory_model(model_spec.name, case.gpu, workload).estimate(tried).fits:
             return tried, workload
     return None
 

@@ -7,20 +7,20 @@ from moefold.config.checks_recompute import AUTO
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.plan.device import Device, load_device
-from moefold.plan.legality import AXES
-from moefold.plan.margin import MARGIN, default_reserve_gib
-from moefold.plan.planner import Planner, Question, name_of
-from moefold.plan.precision import PLANNER_NAMES, WIDE, dtype_fault, simulation_fault
+from moefold.plan.legality import AXIS_KEYS
+from moefold.plan.margin import RESERVE_FRACTION, default_reserve_gib
+from moefold.plan.planner import Planner, PlanRequest, format_mapping
+from moefold.plan.precision import BF16, PLANNER_NAMES, dtype_unsupported_reason, matrix_unit_unsupported_reason
 from moefold.plan.restriction import Restriction
-from moefold.plan.search import Plan
-from moefold.plan.shape import shape_of
-from moefold.plan.workload import workload_of
+from moefold.plan.search import PlannedMapping
+from moefold.plan.shape import model_spec_from_config
+from moefold.plan.workload import workload_from_config
 
-PROCESS_GIB = 0.5
+PROCESS_OVERHEAD_GIB = 0.5
 """A process with torch and gloo before it has a model."""
 
 
-class Machine(Protocol):
+class MachineProtocol(Protocol):
     """Ranks and their device; see `launch.machine`."""
 
     @property
@@ -49,7 +49,7 @@ class Machine(Protocol):
         ...
 
 
-def plan_mapping(cfg: Config, given: frozenset[str], machine: Machine) -> tuple[Config, str]:
+def plan_mapping(cfg: Config, given: frozenset[str], machine: MachineProtocol) -> tuple[Config, str]:
     """The recipe with the fastest mapping that fits, and what was chosen and why, in words.
 
     Args:
@@ -61,7 +61,7 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: Machine) -> tuple[
         ConfigError: nothing is legal, or nothing fits.
     """
     p = cfg.parallel
-    fixed = {axis: getattr(getattr(cfg, s), key) for axis, (s, key) in AXES.items() if f"{s}.{key}" in given}
+    fixed = {axis: getattr(getattr(cfg, s), key) for axis, (s, key) in AXIS_KEYS.items() if f"{s}.{key}" in given}
     if fixed.get("dispatcher") == "auto":
         del fixed["dispatcher"]
     if AUTO in cfg.train.recompute:
@@ -75,44 +75,46 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: Machine) -> tuple[
     if not says_ranks and not machine.is_launched:
         # Not all numbers of devices divide all models and batches.
         counts = list(range(machine.num_ranks, 0, -1))
-    planners = (Planner(_question(base, num_ranks, machine, fixed)) for num_ranks in counts)
+    planners = (Planner(_plan_request(base, num_ranks, machine, fixed)) for num_ranks in counts)
     legal = next((planner for planner in planners if planner.space.folds), None)
     # Where nothing is legal the answer is why not on all devices.
-    planner = legal or Planner(_question(base, counts[0], machine, fixed))
+    planner = legal or Planner(_plan_request(base, counts[0], machine, fixed))
     best = planner.best()
-    planned = replace(planner.config_of(best), run=cfg.run)
-    simulated = simulation_fault(cfg, PLANNER_NAMES[cfg.train.precision], planner.question.device)
-    notes, priced = [], planner.question.workload.product_words
+    planned = replace(planner.config_for(best), run=cfg.run)
+    simulated = matrix_unit_unsupported_reason(cfg, PLANNER_NAMES[cfg.train.precision], planner.request.device)
+    notes, priced = [], planner.request.workload.gemm_precision
     if simulated:
         said = f"train.precision={cfg.train.precision!r} is simulated, at the speed of float32 at best"
         notes.append(f"\n  priced in {priced}: {said}, as {simulated}")
-    if lack := dtype_fault(cfg, planner.question.device):
+    if lack := dtype_unsupported_reason(cfg, planner.request.device):
         notes.append(f"\n  priced in {priced}: run.dtype={cfg.run.dtype!r} has no price, as {lack}")
-    return planned, _words(planner, best) + "".join(notes)
+    return planned, _describe(planner, best) + "".join(notes)
 
 
-def _question(base: Config, num_ranks: int, machine: Machine, fixed: dict[str, object]) -> Question:
+def _plan_request(base: Config, num_ranks: int, machine: MachineProtocol, fixed: dict[str, object]) -> PlanRequest:
     cfg = replace(base, parallel=replace(base.parallel, world_size=num_ranks))
-    train, device = cfg.train, _device(machine, num_ranks)
+    train, device = cfg.train, _device_with_memory(machine, num_ranks)
     precision = PLANNER_NAMES[train.precision]
-    known = replace(cfg, run=replace(cfg.run, dtype="bfloat16")) if dtype_fault(cfg, device) else cfg
-    return Question(
-        base=cfg,
-        shape=replace(shape_of(cfg.model), name=cfg.model.preset or "the model"),
+    known = replace(cfg, run=replace(cfg.run, dtype="bfloat16")) if dtype_unsupported_reason(cfg, device) else cfg
+    return PlanRequest(
+        base_config=cfg,
+        model_spec=replace(model_spec_from_config(cfg.model), name=cfg.model.preset or "the model"),
         device=device,
         # Every mapping simulates the same products, or has the same type: their order is that of others, and the answer
         # says so.
-        workload=workload_of(known, WIDE if simulation_fault(cfg, precision, device) else precision),
+        workload=workload_from_config(
+            known, BF16 if matrix_unit_unsupported_reason(cfg, precision, device) else precision
+        ),
         restriction=Restriction(fixed),
         reserve_gib=default_reserve_gib(device),
     )
 
 
-def _device(machine: Machine, num_ranks: int) -> Device:
+def _device_with_memory(machine: MachineProtocol, num_ranks: int) -> Device:
     device = load_device(machine.device)
     if not machine.memory_gib:
         return device
-    memory = machine.memory_gib / num_ranks - PROCESS_GIB
+    memory = machine.memory_gib / num_ranks - PROCESS_OVERHEAD_GIB
     if memory <= 0:
         raise ConfigError(
             f"parallel.world_size={num_ranks} leaves {machine.memory_gib / num_ranks:.2f} GiB for each process; "
@@ -121,14 +123,14 @@ def _device(machine: Machine, num_ranks: int) -> Device:
     return replace(device, memory_gib=memory)
 
 
-def _words(planner: Planner, best: Plan) -> str:
-    q, lines = planner.question, []
+def _describe(planner: Planner, best: PlannedMapping) -> str:
+    q, lines = planner.request, []
     lines.append(
-        f"parallel = auto: {name_of(best)} on {q.num_gpus} x {q.device.name}, of {planner.space.count():,} legal "
-        f"mappings; predicted {best.time.total_s:.3g} s a step, bound by {best.binding}; "
-        f"{q.reserve_gib:.1f} of {q.device.memory_gib:.1f} GiB ({MARGIN:.0%}) are left free"
+        f"parallel = auto: {format_mapping(best)} on {q.num_gpus} x {q.device.name}, of {planner.space.count():,} legal "
+        f"mappings; predicted {best.time.total_s:.3g} s a step, bound by {best.bottleneck}; "
+        f"{q.reserve_gib:.1f} of {q.device.memory_gib:.1f} GiB ({RESERVE_FRACTION:.0%}) are left free"
     )
-    for plan in planner.first(3)[1:]:
+    for plan in planner.top_plans(3)[1:]:
         slower = plan.time.total_s / best.time.total_s - 1
-        lines.append(f"  {slower:.1%} slower: {name_of(plan)}, bound by {plan.binding}")
+        lines.append(f"  {slower:.1%} slower: {format_mapping(plan)}, bound by {plan.bottleneck}")
     return "\n".join(lines)

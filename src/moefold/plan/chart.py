@@ -7,7 +7,7 @@ from math import floor, log2, log10
 from markupsafe import Markup, escape
 
 from moefold.plan.timeline import Span, Timeline
-from moefold.plan.timeline_window import overlaps, windows_of, zoom_words
+from moefold.plan.timeline_window import choose_windows, describe_windows, intersects
 
 PALETTE = (
     "#1e4ba5",
@@ -66,10 +66,10 @@ MEMORY_COLOURS = {
 INK, FAINT, GRID = "#1c2430", "#6b7685", "#e3e7ec"
 PASS_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 PASS_COLOURS = {"F": "#7fa8d9", "B": "#8fbf8f", "I": "#a9d3a0", "W": "#e3b778"}
-CLOSING_NAMES = {"dp_comm": "gradients over dp", "optimizer": "optimizer"}
-CLOSING_COLOURS = {"dp_comm": "#c9a0c9", "optimizer": "#9a9aa8"}
-EXPOSED = "#d0574f"
-MOST_TOLD = 8000
+STEP_TAIL_NAMES = {"dp_comm": "gradients over dp", "optimizer": "optimizer"}
+STEP_TAIL_COLOURS = {"dp_comm": "#c9a0c9", "optimizer": "#9a9aa8"}
+EXPOSED_COLOUR = "#d0574f"
+MAX_PASS_TOOLTIPS = 8000
 """Passes that say what they are where the pointer is; of more, the page would be too large."""
 
 
@@ -84,24 +84,24 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
+class StackedBar:
     """One row of stacked bars."""
 
     name: str
-    note: str
+    subtitle: str
     """In small letters below the name."""
     parts: Mapping[str, float]
-    level: str = ""
+    limit_level: str = ""
     """`near` or `over` a limit, as the sum is then coloured."""
 
 
 def stacked_bars(
-    bars: Sequence[Bar],
+    bars: Sequence[StackedBar],
     unit: str,
     colours: Mapping[str, str],
     *,
     limits: Sequence[tuple[float, str]] = (),
-    text: Callable[[float], str],
+    format_value: Callable[[float], str],
 ) -> Markup:
     """A bar for each row, cut into parts that have one colour in all rows; a legend above, the sums to the right.
 
@@ -110,25 +110,25 @@ def stacked_bars(
         unit: behind the sums.
         colours: of the parts.
         limits: where lines are drawn, in the unit, and what they are.
-        text: of an amount.
+        format_value: of an amount.
     """
     names = [name for name in colours if any(bar.parts.get(name, 0) > 0 for bar in bars)]
     largest = max([sum(bar.parts.values()) for bar in bars] + [limit for limit, _ in limits])
     legend = _legend([(colours[name], name.replace("_", " ")) for name in names])
     form = Markup('<span class="limit {}">{}</span>')
     lines = [form.format(_limit_kind(i, limits), words) for i, (_, words) in enumerate(limits)]
-    rows = Markup("").join(_bar(bar, (unit, text), colours, largest, limits) for bar in bars)
+    rows = Markup("").join(_bar(bar, (unit, format_value), colours, largest, limits) for bar in bars)
     return Markup('<p class="legend">{}{}</p><div class="bars">{}</div>').format(legend, Markup("").join(lines), rows)
 
 
 def _bar(
-    bar: Bar,
-    words: tuple[str, Callable[[float], str]],
+    bar: StackedBar,
+    unit_and_format: tuple[str, Callable[[float], str]],
     colours: Mapping[str, str],
     largest: float,
     limits: Sequence[tuple[float, str]],
 ) -> Markup:
-    unit, text = words
+    unit, text = unit_and_format
     pieces = []
     for name, colour in colours.items():
         value = bar.parts.get(name, 0.0)
@@ -144,7 +144,7 @@ def _bar(
         '<span class="track">{}</span><span class="sum {}">{} {}</span></div>'
     )
     total = text(sum(bar.parts.values()))
-    return row.format(bar.name, bar.note, Markup("").join(pieces), bar.level, total, unit)
+    return row.format(bar.name, bar.subtitle, Markup("").join(pieces), bar.limit_level, total, unit)
 
 
 def _limit_kind(i: int, limits: Sequence[tuple[float, str]]) -> str:
@@ -152,12 +152,14 @@ def _limit_kind(i: int, limits: Sequence[tuple[float, str]]) -> str:
     return "hard" if i == len(limits) - 1 else "soft"
 
 
-def round_ticks(top: float, most: int = 5) -> list[float]:
+def round_ticks(top: float, max_ticks: int = 5) -> list[float]:
     """Return round numbers from 0 to the first that is not below `top`: multiples of 1, 2, 2.5 or 5 times 10**k."""
     if top <= 0:
         return [0.0, 1.0]
-    size = 10.0 ** floor(log10(top / most))
-    step = next(step for step in (size, 2 * size, 2.5 * size, 5 * size, 10 * size) if step * most >= top * (1 - 1e-9))
+    size = 10.0 ** floor(log10(top / max_ticks))
+    step = next(
+        step for step in (size, 2 * size, 2.5 * size, 5 * size, 10 * size) if step * max_ticks >= top * (1 - 1e-9)
+    )
     count = 1
     while count * step < top * (1 - 1e-9):
         count += 1
@@ -191,7 +193,7 @@ def line_chart(
     for y in ticks if xs else ():
         at = place(xs[0], y)[1]
         pieces.append(_line((left, at), (right, at), "grid"))
-        pieces.append(_text(left - 7, at, short_number(y), size=11, kind="faint", anchor="end"))
+        pieces.append(_text(left - 7, at, format_si(y), size=11, kind="faint", anchor="end"))
     for x in xs:
         pieces.append(_text(place(x, 0)[0], foot + 15, f"{x:g}", size=11, kind="faint", anchor="middle"))
     pieces.append(_text((left + right) / 2, foot + 33, x_name, size=11.5, kind="faint", anchor="middle"))
@@ -203,12 +205,12 @@ def line_chart(
     return _svg(width, height, pieces, title)
 
 
-def _curve(curve: Curve, spots: Sequence[tuple[float, float]], y_name: str) -> list[Markup]:
+def _curve(curve: Curve, positions: Sequence[tuple[float, float]], y_name: str) -> list[Markup]:
     dash = Markup(' stroke-dasharray="5 4"') if curve.is_dashed else Markup("")
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
     line = Markup('<polyline class="curve" points="{}" fill="none" stroke="{}" stroke-width="2"{}/>')
     pieces = [line.format(path, curve.colour, dash)]
-    for (x, y), (value, result) in zip(spots, curve.points, strict=True):
+    for (x, y), (value, result) in zip(positions, curve.points, strict=True):
         label = f"{curve.name}: {result:.4g} {y_name} at {value:g}"
         form = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="4" fill="{}"><title>{}</title></circle>')
         pieces.append(form.format(x, y, curve.colour, label))
@@ -217,33 +219,33 @@ def _curve(curve: Curve, spots: Sequence[tuple[float, float]], y_name: str) -> l
 
 def pipeline_chart(timeline: Timeline) -> Markup:
     """The passes of every pipeline rank over time, with the end of the step; a long step in three windows."""
-    windows = windows_of(timeline)
-    shown = [event for event in timeline.events if any(overlaps((event.start_s, event.end_s), w) for w in windows)]
+    windows = choose_windows(timeline)
+    shown = [event for event in timeline.events if any(intersects((event.start_s, event.end_s), w) for w in windows)]
     kinds = {event.action.kind for event in shown if event.action is not None}
     closing = {event.part for event in shown if event.action is None}
     entries = [(PASS_COLOURS[kind], name) for kind, name in PASS_NAMES.items() if kind in kinds]
-    entries += [(CLOSING_COLOURS[part], name) for part, name in CLOSING_NAMES.items() if part in closing]
+    entries += [(STEP_TAIL_COLOURS[part], name) for part, name in STEP_TAIL_NAMES.items() if part in closing]
     width, lane, left, gap = 1160.0, 26.0, 78.0, 18.0
     each = (width - left - 4 - gap * (len(windows) - 1)) / len(windows)
     pieces = [
         _text(0, rank * lane + lane / 2, f"pp rank {rank}", size=12, kind="ink") for rank in range(timeline.num_ranks)
     ]
     for i, window in enumerate(windows):
-        pieces += _window(timeline, window, (left + i * (each + gap), each), lane)
+        pieces += _draw_window(timeline, window, (left + i * (each + gap), each), lane)
     chart = _svg(width, timeline.num_ranks * lane + 22, pieces, "passes of each pipeline rank")
-    words = zoom_words(timeline, windows)
+    words = describe_windows(timeline, windows)
     note = (
         Markup("<p>This shows {}; <code>--timeline step.json</code> has all of it.</p>").format(words) if words else ""
     )
     return Markup('<p class="legend">{}</p><div class="scroll wide">{}</div>{}').format(_legend(entries), chart, note)
 
 
-def _window(timeline: Timeline, window: Span, columns: tuple[float, float], lane: float) -> list[Markup]:
+def _draw_window(timeline: Timeline, window: Span, extent: tuple[float, float], lane: float) -> list[Markup]:
     """The lanes of all ranks for some seconds, from a place of the page on and so wide."""
-    left, width = columns
+    left, width = extent
     scale = width / (window[1] - window[0])
-    halved = timeline.overlaps
-    told = sum(1 for rank in range(timeline.num_ranks) for _ in timeline.actions(rank)) <= MOST_TOLD
+    halved = timeline.has_overlapping_passes
+    told = sum(1 for rank in range(timeline.num_ranks) for _ in timeline.actions(rank)) <= MAX_PASS_TOOLTIPS
 
     def box(span: Span, y: float, height: float) -> tuple[float, float, float, float]:
         start, end = max(span[0], window[0]), min(span[1], window[1])
@@ -254,7 +256,7 @@ def _window(timeline: Timeline, window: Span, columns: tuple[float, float], lane
         y = rank * lane
         pieces.append(_rect((left, y + 2, width, lane - 4), "var(--tray)", ""))
         for action, span in timeline.actions(rank):
-            if not overlaps(span, window):
+            if not intersects(span, window):
                 continue
             # Where passes overlap, the forward ones have the upper half.
             low, high = (
@@ -264,11 +266,11 @@ def _window(timeline: Timeline, window: Span, columns: tuple[float, float], lane
             title += f": {span[0]:.4f} s to {span[1]:.4f} s"
             drawn = box(span, y + low, high - low)
             pieces.append(_rect(drawn, PASS_COLOURS[action.kind], title if told else "", kind="pass"))
-        for event in timeline.of(rank, "compute", "communication"):
+        for event in timeline.events_of(rank, "compute", "communication"):
             span = event.start_s, event.end_s
-            if event.action is None and overlaps(span, window):
-                title = f"{CLOSING_NAMES[event.part]}: {event.end_s - event.start_s:.4f} s"
-                pieces.append(_rect(box(span, y + 2, lane - 4), CLOSING_COLOURS[event.part], title))
+            if event.action is None and intersects(span, window):
+                title = f"{STEP_TAIL_NAMES[event.part]}: {event.end_s - event.start_s:.4f} s"
+                pieces.append(_rect(box(span, y + 2, lane - 4), STEP_TAIL_COLOURS[event.part], title))
     foot = timeline.num_ranks * lane
     for i, anchor in ((0, "start"), (1, "middle"), (2, "end")):
         seconds = window[0] + (window[1] - window[0]) * i / 2
@@ -283,9 +285,9 @@ def _legend(entries: Sequence[tuple[str, str]]) -> Markup:
     return Markup("").join(form.format(colour, name) for colour, name in entries)
 
 
-def _svg(width: float, height: float, pieces: Sequence[Markup], label: str) -> Markup:
+def _svg(width: float, height: float, elements: Sequence[Markup], label: str) -> Markup:
     head = Markup('<svg viewBox="0 0 {:.0f} {:.0f}" role="img" aria-label="{}">').format(width, height, label)
-    return head + Markup("").join(pieces) + Markup("</svg>")
+    return head + Markup("").join(elements) + Markup("</svg>")
 
 
 def _rect(box: tuple[float, float, float, float], fill: str, title: str, *, kind: str = "") -> Markup:
@@ -310,7 +312,7 @@ def _text(
     return Markup(form).format(x, y, size, kind, anchor, weight, escape(text))
 
 
-def short_number(value: float) -> str:
+def format_si(value: float) -> str:
     """Return a round number in few letters, such as `250 k`."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:

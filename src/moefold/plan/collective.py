@@ -9,18 +9,18 @@ within a pod, and uplinks that are fewer.
 from dataclasses import dataclass
 from math import comb, log2
 
-from moefold.plan.device import Device, Link
+from moefold.plan.device import Device, NetworkLink
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks `first + i * stride`, i < size."""
 
     size: int
     stride: int
 
 
-def ranks_inside(group: Group, link: Link) -> int:
+def ranks_per_unit(group: RankGroup, link: NetworkLink) -> int:
     """Ranks of the group that one unit of a level holds: the largest divisor of its size that fits."""
     if link.gpus == 0 or group.size * group.stride <= link.gpus:
         return group.size
@@ -30,32 +30,34 @@ def ranks_inside(group: Group, link: Link) -> int:
     return inside
 
 
-def gather_s(device: Device, group: Group, whole_bytes: float) -> float:
-    """All-gather to `whole_bytes` on each rank, or reduce-scatter from them: rings in each level at once."""
+def all_gather_s(device: Device, group: RankGroup, full_bytes: float) -> float:
+    """All-gather to `full_bytes` on each rank, or reduce-scatter from them: rings in each level at once."""
     if group.size == 1:
         return 0.0
     slowest, latency, below, on_cards = 0.0, 0.0, 1, 0.0
     for link in device.links:
-        inside = ranks_inside(group, link)
+        inside = ranks_per_unit(group, link)
         if inside > below:
             units = inside // below
             # All of it passes every link of a ring; a unit's ranks each bring their own card to the ring of this level.
-            share = whole_bytes * (units - 1) / units / below
+            share = full_bytes * (units - 1) / units / below
             latency += link.latency_s * (log2(units) + (not (link.is_uplink and on_cards)))
             on_cards = share + (on_cards if link.is_uplink else 0.0)
-            slowest = max(slowest, _passed_s(link, share, on_cards))
+            slowest = max(slowest, _transfer_s(link, share, on_cards))
             below = inside
         if inside == group.size:
             break
     return slowest + latency
 
 
-def all_reduce_s(device: Device, group: Group, whole_bytes: float) -> float:
+def all_reduce_s(device: Device, group: RankGroup, full_bytes: float) -> float:
     """Reduce-scatter and all-gather."""
-    return 2.0 * gather_s(device, group, whole_bytes)
+    return 2.0 * all_gather_s(device, group, full_bytes)
 
 
-def exchange_s(device: Device, group: Group, sent_bytes: float, *, routing: "Routing | None" = None) -> float:
+def all_to_all_s(
+    device: Device, group: RankGroup, sent_bytes: float, *, routing: "GroupLimitedRouting | None" = None
+) -> float:
     """All-to-all, of `sent_bytes` on each rank with those that stay.
 
     Args:
@@ -69,16 +71,16 @@ def exchange_s(device: Device, group: Group, sent_bytes: float, *, routing: "Rou
         return 0.0
     slowest, latency, below, on_cards, cards = 0.0, 0.0, 1, 0.0, 1
     for link in device.links:
-        inside = ranks_inside(group, link)
+        inside = ranks_per_unit(group, link)
         if inside > below:
             units, all_units = inside // below, group.size // below
             if not (link.is_uplink and on_cards):
                 # A token that goes to several units of a pod goes there one by one, over the spine too.
                 on_cards, cards = 0.0, below
-                sent = sent_bytes * (routing.reached(all_units) / routing.copies if routing else 1.0)
+                sent = sent_bytes * (routing.expected_units(all_units) / routing.top_k if routing else 1.0)
             away = sent * (units - 1) / all_units
             on_cards += away
-            slowest = max(slowest, _passed_s(link, away, on_cards))
+            slowest = max(slowest, _transfer_s(link, away, on_cards))
             latency = max(latency, link.latency_s * (1 + log2(inside // cards)))
             below = inside
         if inside == group.size:
@@ -86,38 +88,38 @@ def exchange_s(device: Device, group: Group, sent_bytes: float, *, routing: "Rou
     return slowest + latency
 
 
-def _passed_s(link: Link, passed_bytes: float, on_cards_bytes: float) -> float:
+def _transfer_s(link: NetworkLink, link_bytes: float, nic_bytes: float) -> float:
     """Seconds of what passes a level for each rank, and of all that passes the rank's card there and on the way up."""
-    seconds = passed_bytes / (link.bytes_per_s * link.fraction)
+    seconds = link_bytes / (link.bytes_per_s * link.fraction)
     if not link.is_uplink:
         return seconds
-    return max(seconds, on_cards_bytes / (link.bytes_per_s * link.oversubscription * link.fraction))
+    return max(seconds, nic_bytes / (link.bytes_per_s * link.oversubscription * link.fraction))
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
-    """Where the copies of one token go: `copies` experts, at random in `top_groups` of `num_groups` groups."""
+class GroupLimitedRouting:
+    """Where the copies of one token go: `top_k` experts, at random in `top_groups` of `num_groups` groups."""
 
-    copies: int
+    top_k: int
     num_groups: int = 1
     top_groups: int = 1
 
-    def reached(self, units: int) -> float:
+    def expected_units(self, units: int) -> float:
         """How many of `units` equal parts of the experts a token has copies in, on average."""
         chosen, groups = self.top_groups, self.num_groups
         if units < groups and groups % units == 0:
             each = groups // units
             return units * (1.0 - comb(groups - each, chosen) / comb(groups, chosen))
         open_units = units * chosen / groups
-        return open_units * (1.0 - (1.0 - 1.0 / open_units) ** self.copies) if open_units > 1 else open_units
+        return open_units * (1.0 - (1.0 - 1.0 / open_units) ** self.top_k) if open_units > 1 else open_units
 
 
-def send_s(device: Device, stride: int, sent_bytes: float) -> float:
+def p2p_s(device: Device, stride: int, sent_bytes: float) -> float:
     """From one rank to one that is `stride` away."""
     link = link_between(device, stride)
     return link.latency_s + sent_bytes / (link.bytes_per_s * link.fraction)
 
 
-def link_between(device: Device, stride: int) -> Link:
+def link_between(device: Device, stride: int) -> NetworkLink:
     """The level over which ranks at a distance talk."""
     return next((link for link in device.links if link.gpus == 0 or stride < link.gpus), device.links[-1])

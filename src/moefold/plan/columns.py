@@ -5,73 +5,73 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.metrics.pass_turns import MOMENTS
-from moefold.plan.shape import ModelShape
+from moefold.metrics.pass_turns import SNAPSHOT_POINTS
+from moefold.plan.shape import ModelSpec
 
 Counts = NDArray[np.float64]
-AT_ONCE = 32
+COMPARE_BLOCK_ROWS = 32
 """Rows that others are compared with at a time."""
 
 
 @dataclass(frozen=True)
-class Columns:
+class MemoryColumns:
     """Places of what is counted, for a model of so many kinds of layers."""
 
-    kinds: int
-    routed: tuple[int, ...] = ()
+    num_kinds: int
+    moe_kinds: tuple[int, ...] = ()
     """Those of them that have experts."""
 
     @property
-    def kept(self) -> int:
+    def saved(self) -> int:
         """First of the columns of layers that keep their activations, by kind."""
         return 0
 
     @property
-    def passing(self) -> int:
+    def transient(self) -> int:
         """First of those of layers that run now."""
-        return self.kinds
+        return self.num_kinds
 
     @property
-    def again(self) -> int:
+    def recompute_peak(self) -> int:
         """First of those of layers that run again now."""
-        return 2 * self.kinds
+        return 2 * self.num_kinds
 
     @property
-    def postponed(self) -> int:
+    def delayed_wgrad(self) -> int:
         """First of those whose weights' gradients wait."""
-        return 3 * self.kinds
+        return 3 * self.num_kinds
 
-    def at(self, moment: str) -> int:
+    def at_snapshot_point(self, point: str) -> int:
         """First of those of layers at one of `pass_turns.MOMENTS`, beside another pass."""
-        return (4 + MOMENTS.index(moment)) * self.kinds
+        return (4 + SNAPSHOT_POINTS.index(point)) * self.num_kinds
 
     @property
-    def ends(self) -> int:
+    def first_end(self) -> int:
         """First of `END_COLUMNS`."""
-        return (4 + len(MOMENTS)) * self.kinds
+        return (4 + len(SNAPSHOT_POINTS)) * self.num_kinds
 
-    def end(self, name: str) -> int:
+    def end_column(self, name: str) -> int:
         """Column of one of `END_COLUMNS`."""
-        return self.ends + END_COLUMNS.index(name)
+        return self.first_end + END_COLUMNS.index(name)
 
     @property
     def size(self) -> int:
         """Columns of activations."""
-        return self.ends + len(END_COLUMNS)
+        return self.first_end + len(END_COLUMNS)
 
     @property
     def state_size(self) -> int:
         """Columns of states: layers by kind, `STATE_COLUMNS`, and stages by the set of their layers."""
-        return self.kinds + len(STATE_COLUMNS) + (2 << self.kinds)
+        return self.num_kinds + len(STATE_COLUMNS) + (2 << self.num_kinds)
 
-    def state(self, name: str) -> int:
+    def state_column(self, name: str) -> int:
         """Column of one of `STATE_COLUMNS`."""
-        return self.kinds + STATE_COLUMNS.index(name)
+        return self.num_kinds + STATE_COLUMNS.index(name)
 
     @property
-    def sets(self) -> int:
+    def first_kind_set(self) -> int:
         """First of the columns of stages by the set of kinds of their layers, as bits; the last bit: further ones."""
-        return self.kinds + len(STATE_COLUMNS)
+        return self.num_kinds + len(STATE_COLUMNS)
 
 
 END_COLUMNS = (
@@ -81,20 +81,20 @@ END_COLUMNS = (
 STATE_COLUMNS = ("embedding", "head", "further", "second_embedding", "following_embedding", "stage")
 
 
-def columns_of(shape: ModelShape) -> Columns:
+def build_columns(model_spec: ModelSpec) -> MemoryColumns:
     """Those of a model."""
-    kinds = shape.kinds
+    kinds = model_spec.kinds
     routed = (i for i, kind in enumerate(kinds) if kind.feed_forward is not None and kind.feed_forward.kind == "moe")
-    return Columns(len(kinds), tuple(routed))
+    return MemoryColumns(len(kinds), tuple(routed))
 
 
-def undominated(rows: Counts) -> Counts:
+def drop_dominated(rows: Counts) -> Counts:
     """Leave out rows that nowhere have more than another one, [rows, columns]."""
     # Those with most first: only one before it can outdo a row. Columns in which all have the same decide nothing.
     rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
     left, at, start = rows.T[(rows != rows[0]).any(axis=0)], np.arange(len(rows)), 0
     while start < len(at):
-        block, rest = left[:, start : start + AT_ONCE], left[:, start:]
+        block, rest = left[:, start : start + COMPARE_BLOCK_ROWS], left[:, start:]
         is_before = np.arange(rest.shape[1])[:, None] > np.arange(block.shape[1])
         stays = ~((rest[:, :, None] <= block[:, None, :]).all(axis=0) & is_before).any(axis=1)
         left = np.concatenate([left[:, :start], rest[:, stays]], axis=1)

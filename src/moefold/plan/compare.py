@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 from moefold.errors import ConfigError
 from moefold.plan.device import Device
-from moefold.plan.mapping import Mapping
-from moefold.plan.planner import Planner, Question
-from moefold.plan.restriction import COUPLED, METHODS, UNFOLDED, Restriction
-from moefold.plan.search import Plan
+from moefold.plan.mapping import ParallelMapping
+from moefold.plan.planner import Planner, PlanRequest
+from moefold.plan.restriction import COUPLED, COUPLED_WITH_CP, METHODS, Restriction
+from moefold.plan.search import PlannedMapping
 
-MakePlanner = Callable[[Question], Planner]
+MakePlanner = Callable[[PlanRequest], Planner]
 
-LEAST_GAIN = 5e-4
+MIN_GAIN = 5e-4
 """Of a step; mappings that differ by less are called equally fast."""
 
 REASONS = {
@@ -42,7 +42,7 @@ REASONS = {
 }
 """What it means that a part of a step shrinks, by the names of `step_time.PARTS`."""
 
-AXES = {
+AXIS_OF_PART = {
     "attention": "tp", "tp_comm": "tp", "cp_comm": "cp", "experts": "etp", "etp_comm": "etp", "ep_comm": "ep",
     "pp_comm": "pp", "bubble": "pp", "permute": "ep", "dp_comm": "zero",
 }  # fmt: skip
@@ -50,23 +50,23 @@ AXES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class FoldingComparison:
     """The best mappings for one length of samples."""
 
     seq_len: int
     global_batch_size: int
     device: Device
-    folded: Plan | None
+    folded: PlannedMapping | None
     """Of all mappings; None where none fits."""
-    coupled: Plan | None
+    coupled: PlannedMapping | None
     """Of those of method `coupled+cp`."""
-    within_dp: Plan | None
+    within_dp: PlannedMapping | None
     """Of those of method `coupled`."""
-    why_none: str = ""
+    infeasible_reason: str = ""
     """Why there is no folded mapping, in the words of the planner."""
 
     @property
-    def is_same(self) -> bool:
+    def is_same_mapping(self) -> bool:
         """Return True if the best mapping needs no folding."""
         return self.folded is not None and self.coupled is not None and self.folded.mapping == self.coupled.mapping
 
@@ -92,100 +92,110 @@ class Comparison:
     def reason(self) -> str:
         """Return in words what folding gains, or why it gains nothing."""
         if self.folded is None:
-            return self.why_none
+            return self.infeasible_reason
         if self.coupled is None:
             return "without folding nothing fits"
-        if self.is_same:
+        if self.is_same_mapping:
             m = self.folded.mapping
             return f"the best mapping has tp={m.tp} etp={m.etp}: attention and experts are cut alike"
-        if (self.gain or 0.0) < LEAST_GAIN:
+        if (self.gain or 0.0) < MIN_GAIN:
             return "another mapping, as fast"
         part, seconds = max(self.saved_s.items(), key=lambda item: item[1])
-        return f"{self._words(part)} ({seconds:.3g} s less)"
+        return f"{self._describe_part(part)} ({seconds:.3g} s less)"
 
-    def _words(self, part: str) -> str:
+    def _describe_part(self, part: str) -> str:
         assert self.folded is not None
         assert self.coupled is not None
-        if part == "ep_comm" and self._leaves_node(self.coupled.mapping) and not self._leaves_node(self.folded.mapping):
+        if (
+            part == "ep_comm"
+            and self._ep_crosses_nodes(self.coupled.mapping)
+            and not self._ep_crosses_nodes(self.folded.mapping)
+        ):
             return "the EP all-to-all moves into the node"
-        axis = AXES.get(part, "")
+        axis = AXIS_OF_PART.get(part, "")
         degrees = [getattr(plan.mapping, axis) for plan in (self.coupled, self.folded)] if axis else []
         return REASONS[part] + (f", {axis} {degrees[0]} -> {degrees[1]}" if axis and degrees[0] != degrees[1] else "")
 
-    def _leaves_node(self, m: Mapping) -> bool:
-        return m.ep > 1 and m.ep * m.etp > self.device.domain
+    def _ep_crosses_nodes(self, mapping: ParallelMapping) -> bool:
+        return mapping.ep > 1 and mapping.ep * mapping.etp > self.device.nvlink_domain_size
 
 
-def compare(question: Question, lengths: Sequence[int], make: MakePlanner = Planner) -> tuple[Comparison, ...]:
+def compare_by_seq_len(
+    request: PlanRequest, lengths: Sequence[int], make_planner: MakePlanner = Planner
+) -> tuple[FoldingComparison, ...]:
     """Return the comparison for each length of samples, with as many tokens a step.
 
     Args:
-        question: the model, the GPUs, and the batch at the question's own length; its method does not count.
+        request: the model, the GPUs, and the batch at the question's own length; its method does not count.
         lengths: tokens of a sample.
-        make: what answers a question.
+        make_planner: what answers a question.
 
     Raises:
         ConfigError: a length does not divide the tokens of a step, or nothing fits with any length.
     """
-    found = tuple(_compare(asked, make) for asked in [_at(question, length) for length in lengths])
+    found = tuple(
+        _compare_methods(asked, make_planner) for asked in [_with_seq_len(request, length) for length in lengths]
+    )
     if all(one.folded is None for one in found):
-        raise ConfigError(found[0].why_none)
+        raise ConfigError(found[0].infeasible_reason)
     return found
 
 
-def _at(question: Question, seq_len: int) -> Question:
+def _with_seq_len(request: PlanRequest, seq_len: int) -> PlanRequest:
     """Return the question for another length, with the tokens of a step unchanged."""
-    tokens = question.workload.seq_len * question.workload.global_batch_size
+    tokens = request.workload.seq_len * request.workload.global_batch_size
     if seq_len < 1 or tokens % seq_len:
         raise ConfigError(
             f"--compare-folding {seq_len} must divide the {tokens} tokens of a step (--seq-len x --global-batch-size), "
             "which stay the same for all lengths; choose another length or batch"
         )
     batch = tokens // seq_len
-    train = replace(question.base.train, seq_len=seq_len, global_batch_size=batch)
+    train = replace(request.base_config.train, seq_len=seq_len, global_batch_size=batch)
     return replace(
-        question,
-        base=replace(question.base, train=train),
-        workload=replace(question.workload, seq_len=seq_len, global_batch_size=batch),
+        request,
+        base_config=replace(request.base_config, train=train),
+        workload=replace(request.workload, seq_len=seq_len, global_batch_size=batch),
     )
 
 
-def _compare(question: Question, make: MakePlanner) -> Comparison:
-    folded, why_none = _best(question, make)
-    return Comparison(
-        seq_len=question.workload.seq_len,
-        global_batch_size=question.workload.global_batch_size,
-        device=question.device,
+def _compare_methods(request: PlanRequest, make_planner: MakePlanner) -> FoldingComparison:
+    folded, why_none = _best_or_reason(request, make_planner)
+    return FoldingComparison(
+        seq_len=request.workload.seq_len,
+        global_batch_size=request.workload.global_batch_size,
+        device=request.device,
         folded=folded,
-        coupled=_best_of(UNFOLDED, folded, question, make),
-        within_dp=_best_of(COUPLED, folded, question, make),
-        why_none=why_none,
+        coupled=_best_of_method(COUPLED_WITH_CP, folded, request, make_planner),
+        within_dp=_best_of_method(COUPLED, folded, request, make_planner),
+        infeasible_reason=why_none,
     )
 
 
-def _best_of(method: str, folded: Plan | None, question: Question, make: MakePlanner) -> Plan | None:
+def _best_of_method(
+    method: str, folded: PlannedMapping | None, request: PlanRequest, make_planner: MakePlanner
+) -> PlannedMapping | None:
     """Return the fastest mapping of a method."""
     if folded is None:
         return None
     # The best of all is the best of a part that it lies in, if it is priced alike there.
-    is_alike = METHODS[method].folds_cp or folded.mapping.cp == 1
-    if is_alike and METHODS[method].folds(folded.mapping):
+    is_alike = METHODS[method].ep_may_span_cp or folded.mapping.cp == 1
+    if is_alike and METHODS[method].accepts(folded.mapping):
         return folded
-    planner = make(replace(question, restriction=Restriction(question.restriction.fixed, method)))
+    planner = make_planner(replace(request, restriction=Restriction(request.restriction.fixed, method)))
     # Not `best`: to find out what would fit takes longer than the search, and is not told here.
-    plan = planner.first(1)[0] if planner.num_folds else None
+    plan = planner.top_plans(1)[0] if planner.num_folds else None
     return plan if plan is not None and plan.memory.fits else None
 
 
-def _gain(folded: Plan | None, other: Plan | None) -> float | None:
-    if folded is None or other is None:
+def _gain(folded: PlannedMapping | None, unfolded: PlannedMapping | None) -> float | None:
+    if folded is None or unfolded is None:
         return None
-    return other.time.total_s / folded.time.total_s - 1
+    return unfolded.time.total_s / folded.time.total_s - 1
 
 
-def _best(question: Question, make: MakePlanner) -> tuple[Plan | None, str]:
+def _best_or_reason(request: PlanRequest, make_planner: MakePlanner) -> tuple[PlannedMapping | None, str]:
     """Return the fastest mapping that fits, or why there is none."""
     try:
-        return make(question).best(), ""
+        return make_planner(request).best(), ""
     except ConfigError as error:
         return None, str(error)

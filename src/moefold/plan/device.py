@@ -11,8 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from moefold.bounded_read import RECIPE_BYTES, parse_toml, read_text
-from moefold.config.keys import nearest
+from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
+from moefold.config.keys import closest_match
 from moefold.errors import ConfigError
 
 GIB = 2**30
@@ -23,7 +23,7 @@ pod's uplinks; and latency of a message between pods. A device has none by itsel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class NetworkLink:
     """One level of the network: what `gpus` neighbouring ranks have between them."""
 
     level: str
@@ -87,16 +87,16 @@ class Device:
     """Idle time of the device where the host waits for a number of its: until the next kernels are launched."""
     host_bytes_per_s: float
     """To and from host memory, for offloading."""
-    links: tuple[Link, ...]
+    links: tuple[NetworkLink, ...]
     """From the fastest and smallest level to the slowest and largest."""
 
     @property
     def memory_bytes(self) -> float:
-        """`memory_gib` in bytes."""
+        """`memory_parts_gib` in bytes."""
         return self.memory_gib * GIB
 
     @property
-    def domain(self) -> int:
+    def nvlink_domain_size(self) -> int:
         """Ranks of the innermost link, an NVLink domain."""
         return self.links[0].gpus
 
@@ -104,7 +104,7 @@ class Device:
         """Peak operations a second; those of bf16 where the device has no faster unit for a precision."""
         return self.peak_flops.get(precision, self.peak_flops["bf16"])
 
-    def slowdown(self, dtype: str) -> float:
+    def dtype_slowdown(self, dtype: str) -> float:
         """How many times as long products of a compute type take as those of bfloat16.
 
         Raises:
@@ -136,35 +136,36 @@ def load_device(name_or_path: str) -> Device:
     if name_or_path.endswith(".toml"):
         path = Path(name_or_path)
         try:
-            text = read_text(path, RECIPE_BYTES)
+            text = read_text(path, MAX_RECIPE_BYTES)
         except OSError as error:
             raise ConfigError(f"--gpu {name_or_path}: cannot be read ({error.strerror or error})") from None
         except UnicodeDecodeError as error:
             raise ConfigError(f"--gpu {name_or_path}: not UTF-8 ({error}); save it as UTF-8 text") from None
-        return _device_of(text, name_or_path)
+        return _parse_device(text, name_or_path)
     name = name_or_path.lower()
     if name not in device_names():
-        guess = nearest(name, device_names(), cutoff=0.5)
+        guess = closest_match(name, device_names(), cutoff=0.5)
         hint = f"did you mean {guess!r}? The" if guess else "the"
         raise ConfigError(
             f"--gpu {name_or_path!r} is unknown; {hint} devices are {', '.join(device_names())}, or name a FILE.toml"
         )
-    return _device_of((_folder() / f"{name}.toml").read_text(encoding="utf-8"), name)
+    return _parse_device((_folder() / f"{name}.toml").read_text(encoding="utf-8"), name)
 
 
 def _folder() -> Any:
     return files("moefold.plan") / "devices"
 
 
-def _device_of(text: str, where: str) -> Device:
-    tree = _tree_of(text, where)
+def _parse_device(text: str, where: str) -> Device:
+    tree = _read_device_table(text, where)
     spine = tree.pop(SPINE, None)
     known = {f.name for f in fields(Device)}
     for key in tree:
         if key not in known:
-            guess = nearest(key, known | {SPINE}, cutoff=0.5)
+            guess = closest_match(key, known | {SPINE}, cutoff=0.5)
             raise ConfigError(
-                f"{where}: unknown key {key!r}; " + (f"did you mean {guess!r}?" if guess else _all(known | {SPINE}))
+                f"{where}: unknown key {key!r}; "
+                + (f"did you mean {guess!r}?" if guess else _list_keys(known | {SPINE}))
             )
     tree.setdefault("wide_flops", {})
     lacking = [f.name for f in fields(Device) if f.name not in tree]
@@ -173,13 +174,13 @@ def _device_of(text: str, where: str) -> Device:
             f"{where}: {', '.join(lacking)} missing; give them, or start from a device with base = 'h100'"
         )
     for f in fields(Device):
-        tree[f.name] = _checked(where, f.name, tree[f.name])
+        tree[f.name] = _check_field(where, f.name, tree[f.name])
     if spine is not None:
         tree["links"] = _with_spine(where, tree["links"], spine)
     return Device(**tree)
 
 
-def _tree_of(text: str, where: str) -> dict[str, Any]:
+def _read_device_table(text: str, where: str) -> dict[str, Any]:
     try:
         tree = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
@@ -189,48 +190,50 @@ def _tree_of(text: str, where: str) -> dict[str, Any]:
         return tree
     if base not in device_names():
         raise ConfigError(f"{where}: base={base!r} is unknown; the devices are {', '.join(device_names())}")
-    below = _tree_of((_folder() / f"{base}.toml").read_text(encoding="utf-8"), base)
+    below = _read_device_table((_folder() / f"{base}.toml").read_text(encoding="utf-8"), base)
     return {
         key: value | tree[key] if isinstance(value, dict) and isinstance(tree.get(key), dict) else tree.get(key, value)
         for key, value in (below | {key: tree[key] for key in tree if key not in below}).items()
     }
 
 
-WIDE_TYPES = ("float32", "float64")
-_TABLES = ("peak_flops", "gemm_fraction", "quantize_passes")
+HIGH_PRECISION_DTYPES = ("float32", "float64")
+_PRECISION_TABLES = ("peak_flops", "gemm_fraction", "quantize_passes")
 
 
-def _checked(where: str, key: str, value: Any) -> Any:
+def _check_field(where: str, key: str, value: Any) -> Any:
     if key == "name":
         if not isinstance(value, str):
             raise ConfigError(f"{where}: name={value!r} must be text")
         return value
     if key == "links":
-        return _links(where, value)
+        return _check_links(where, value)
     if key == "wide_flops":
-        if not isinstance(value, dict) or not set(value) <= set(WIDE_TYPES):
-            raise ConfigError(f"{where}: [{key}] must be a table of numbers by type, of {' and '.join(WIDE_TYPES)}")
-        return {dtype: _number(where, f"{key}.{dtype}", number) for dtype, number in value.items()}
-    if key in _TABLES:
+        if not isinstance(value, dict) or not set(value) <= set(HIGH_PRECISION_DTYPES):
+            raise ConfigError(
+                f"{where}: [{key}] must be a table of numbers by type, of {' and '.join(HIGH_PRECISION_DTYPES)}"
+            )
+        return {dtype: _check_number(where, f"{key}.{dtype}", number) for dtype, number in value.items()}
+    if key in _PRECISION_TABLES:
         if not isinstance(value, dict) or "bf16" not in value and key != "quantize_passes":
             raise ConfigError(f"{where}: [{key}] must be a table of numbers by precision with at least bf16")
-        check = _part if key == "gemm_fraction" else _number
+        check = _check_fraction if key == "gemm_fraction" else _check_number
         return {precision: check(where, f"{key}.{precision}", number) for precision, number in value.items()}
     if key in ("multiprocessors", "tile_rows", "tile_columns"):
-        return _whole(where, key, value, least=1)
-    return _part(where, key, value) if key == "hbm_fraction" else _number(where, key, value)
+        return _check_integer(where, key, value, minimum=1)
+    return _check_fraction(where, key, value) if key == "hbm_fraction" else _check_number(where, key, value)
 
 
-def _links(where: str, value: Any) -> tuple[Link, ...]:
-    known = {f.name for f in fields(Link)} - {"oversubscription"}
+def _check_links(where: str, value: Any) -> tuple[NetworkLink, ...]:
+    known = {f.name for f in fields(NetworkLink)} - {"oversubscription"}
     if not isinstance(value, list) or not value or any(not isinstance(row, dict) or set(row) != known for row in value):
         raise ConfigError(f"{where}: links must be a list of [[links]] tables with {', '.join(sorted(known))}")
     links = tuple(
-        Link(
+        NetworkLink(
             level=str(row["level"]),
-            gpus=_whole(where, "links.gpus", row["gpus"], least=0),
-            fraction=_part(where, "links.fraction", row["fraction"]),
-            **{key: _number(where, f"links.{key}", row[key]) for key in ("bytes_per_s", "latency_s")},
+            gpus=_check_integer(where, "links.gpus", row["gpus"], minimum=0),
+            fraction=_check_fraction(where, "links.fraction", row["fraction"]),
+            **{key: _check_number(where, f"links.{key}", row[key]) for key in ("bytes_per_s", "latency_s")},
         )
         for row in value
     )
@@ -239,40 +242,40 @@ def _links(where: str, value: Any) -> tuple[Link, ...]:
     return links
 
 
-def _with_spine(where: str, links: tuple[Link, ...], value: Any) -> tuple[Link, ...]:
+def _with_spine(where: str, links: tuple[NetworkLink, ...], value: Any) -> tuple[NetworkLink, ...]:
     """The links with the last level cut into pods, and what joins these."""
     if not isinstance(value, dict) or set(value) != set(SPINE_KEYS):
         raise ConfigError(f"{where}: [{SPINE}] must be a table of {', '.join(SPINE_KEYS)}")
     cards = links[-1]
     inner = links[-2].gpus if len(links) > 1 else 1
-    pod = _whole(where, f"{SPINE}.pod_gpus", value["pod_gpus"], least=1)
+    pod = _check_integer(where, f"{SPINE}.pod_gpus", value["pod_gpus"], minimum=1)
     if pod <= inner or pod % inner:
         raise ConfigError(f"{where}: {SPINE}.pod_gpus={pod} must be a multiple of {inner}, and several times as many")
-    times = _number(where, f"{SPINE}.oversubscription", value["oversubscription"])
+    times = _check_number(where, f"{SPINE}.oversubscription", value["oversubscription"])
     if times < 1:
         raise ConfigError(
             f"{where}: {SPINE}.oversubscription={times:g} must be at least 1: the cards of a pod over its uplinks"
         )
-    uplinks = Link(
+    uplinks = NetworkLink(
         level=SPINE,
         gpus=0,
         bytes_per_s=cards.bytes_per_s / times,
-        latency_s=_number(where, f"{SPINE}.latency_s", value["latency_s"]),
+        latency_s=_check_number(where, f"{SPINE}.latency_s", value["latency_s"]),
         fraction=cards.fraction,
         oversubscription=times,
     )
     return (*links[:-1], replace(cards, gpus=pod), uplinks)
 
 
-def _number(where: str, key: str, value: Any) -> float:
+def _check_number(where: str, key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-12 <= value < float("inf"):
         raise ConfigError(f"{where}: {key}={value!r} must be a number above 0")
     return float(value)
 
 
-def _part(where: str, key: str, value: Any) -> float:
+def _check_fraction(where: str, key: str, value: Any) -> float:
     """A part of what the vendor prints: above it nothing runs."""
-    number = _number(where, key, value)
+    number = _check_number(where, key, value)
     if number > 1:
         raise ConfigError(
             f"{where}: {key}={value!r} must be above 0 and at most 1, the part that is reached; 0.8 is 80 %"
@@ -280,11 +283,11 @@ def _part(where: str, key: str, value: Any) -> float:
     return number
 
 
-def _whole(where: str, key: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{where}: {key}={value!r} must be a whole number of at least {least}")
+def _check_integer(where: str, key: str, value: Any, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{where}: {key}={value!r} must be a whole number of at least {minimum}")
     return value
 
 
-def _all(known: set[str]) -> str:
+def _list_keys(known: set[str]) -> str:
     return f"the keys are {', '.join(sorted(known))}"

@@ -7,22 +7,22 @@ Sizes are those of each model's config.json; where a source prints its operation
 from dataclasses import replace
 
 from moefold.config.schema import ModelConfig
-from moefold.plan.shape import FeedForward, LayerKind, Mixer, ModelShape, gqa_mixer, shape_of
+from moefold.plan.shape import FeedForward, LayerKind, ModelSpec, TokenMixer, gqa_mixer, model_spec_from_config
 
 
-def foreign_names() -> tuple[str, ...]:
+def unsupported_model_names() -> tuple[str, ...]:
     """All of them."""
     return tuple(sorted((*_HYBRIDS, *_CONFIGS)))
 
 
-def foreign_shape(name: str) -> ModelShape:
-    """The shape of one of `foreign_names`."""
+def unsupported_model_spec(name: str) -> ModelSpec:
+    """The shape of one of `unsupported_model_names`."""
     if name in _HYBRIDS:
         return _HYBRIDS[name]()
-    return replace(shape_of(_CONFIGS[name]), name=name)
+    return replace(model_spec_from_config(_CONFIGS[name]), name=name)
 
 
-def _dense(layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig:
+def _dense_config(layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig:
     return ModelConfig(
         num_layers=layers,
         hidden_size=hidden,
@@ -34,41 +34,41 @@ def _dense(layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig:
     )
 
 
-def _qwen3_next() -> ModelShape:
+def _qwen3_next() -> ModelSpec:
     """Qwen/Qwen3-Next-80B-A3B: three gated delta-rule layers (16 key and 32 value heads of 128) to one of attention."""
     hidden, keys, values = 2048, 16 * 128, 32 * 128
     width = 2 * keys + 2 * values + 2 * 32
-    linear = Mixer(
+    linear = TokenMixer(
         kind="linear",
-        weights=hidden * (width + values),
+        num_params=hidden * (width + values),
         sharded_width=width,
         output_width=values,
         state_flops=8 * 32 * 128 * 128,
     )
     full = gqa_mixer(hidden, 16, 2, 256)
     # The queries come with a gate of the same width.
-    full = replace(full, weights=full.weights + hidden * 4096, sharded_width=full.sharded_width + 4096)
+    full = replace(full, num_params=full.num_params + hidden * 4096, sharded_width=full.sharded_width + 4096)
     moe = FeedForward(kind="moe", width=512, num_experts=512, top_k=10, shared_width=512)
     kinds = (LayerKind(mixer=linear, feed_forward=moe), LayerKind(mixer=full, feed_forward=moe))
-    return ModelShape(
+    return ModelSpec(
         name="qwen3-next-80b-a3b", hidden_size=hidden, vocab_size=151936, kinds=kinds, layers=(0, 0, 0, 1) * 12
     )
 
 
-def _mamba(hidden: int, heads: int) -> Mixer:
+def _mamba(hidden: int, heads: int) -> TokenMixer:
     """Mamba-2 with heads of 64, a state of 128 and 8 groups; the state's operations as Megatron-Bridge counts them."""
     inner = heads * 64
     width = 2 * inner + 2 * 8 * 128 + heads
-    return Mixer(
+    return TokenMixer(
         kind="mamba",
-        weights=hidden * (width + inner),
+        num_params=hidden * (width + inner),
         sharded_width=width,
         output_width=inner,
         state_flops=46 * inner * 128,
     )
 
 
-def _nemotron(name: str, hidden: int, counts: tuple[int, int, int], heads: int, moe: FeedForward) -> ModelShape:
+def _nemotron(name: str, hidden: int, counts: tuple[int, int, int], heads: int, moe: FeedForward) -> ModelSpec:
     """A hybrid whose layers are a Mamba-2 mixer, attention or experts, each by itself."""
     mamba, attention, experts = counts
     kinds = (
@@ -85,21 +85,21 @@ def _nemotron(name: str, hidden: int, counts: tuple[int, int, int], heads: int, 
         layers += pair
         if i % step == step - 1 and layers.count(1) < attention:
             layers.append(1)
-    return ModelShape(name=name, hidden_size=hidden, vocab_size=131072, kinds=kinds, layers=tuple(layers))
+    return ModelSpec(name=name, hidden_size=hidden, vocab_size=131072, kinds=kinds, layers=tuple(layers))
 
 
-def _nemotron_nano() -> ModelShape:
+def _nemotron_nano() -> ModelSpec:
     """nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B: 23 Mamba-2, 6 attention and 23 MoE layers."""
-    moe = FeedForward(kind="moe", width=1856, num_experts=128, top_k=6, shared_width=3712, matrices=2)
+    moe = FeedForward(kind="moe", width=1856, num_experts=128, top_k=6, shared_width=3712, num_matrices=2)
     return _nemotron("nemotron-3-nano", 2688, (23, 6, 23), 64, moe)
 
 
-def _nemotron_super() -> ModelShape:
+def _nemotron_super() -> ModelSpec:
     """nvidia/NVIDIA-Nemotron-3-Super-120B-A12B: 40 Mamba-2, 8 attention and 40 MoE layers with latent experts."""
     moe = FeedForward(
-        kind="moe", width=2688, num_experts=512, top_k=22, shared_width=5376, matrices=2, expert_input=1024
+        kind="moe", width=2688, num_experts=512, top_k=22, shared_width=5376, num_matrices=2, expert_hidden_size=1024
     )
-    return replace(_nemotron("nemotron-3-super", 4096, (40, 8, 40), 128, moe), mtp_layers=1, mtp_kind=3)
+    return replace(_nemotron("nemotron-3-super", 4096, (40, 8, 40), 128, moe), mtp_layers=1, mtp_kind_override=3)
 
 
 _HYBRIDS = {
@@ -108,9 +108,9 @@ _HYBRIDS = {
     "nemotron-3-super": _nemotron_super,
 }
 _CONFIGS = {
-    "llama3-8b": _dense(32, 4096, 32, 14336),
-    "llama3-70b": _dense(80, 8192, 64, 28672),
-    "llama3-405b": _dense(126, 16384, 128, 53248),
+    "llama3-8b": _dense_config(32, 4096, 32, 14336),
+    "llama3-70b": _dense_config(80, 8192, 64, 28672),
+    "llama3-405b": _dense_config(126, 16384, 128, 53248),
     # Its rotary scaling has equal bounds, which the runtime refuses; times and sizes do not depend on it.
     "kimi-k2": ModelConfig(
         num_layers=61,

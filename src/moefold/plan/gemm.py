@@ -4,39 +4,39 @@ from math import ceil
 
 from moefold.errors import ConfigError
 from moefold.plan.device import Device
-from moefold.plan.workload import Workload
+from moefold.plan.workload import TrainingWorkload
 
-MASTER_GRADIENT_BYTES = 8
+WGRAD_ACCUMULATION_BYTES = 8
 """A weight gradient is added to float32: read and written, 4 bytes each."""
 
 
-LONELY_WAVES = 0.351
+UNFILLED_WAVE_FRACTION = 0.351
 """Part of the last waves of separate kernels that the next kernel, on another stream, does not fill."""
 
 
-class Products:
+class GemmCost:
     """Prices products on one device in one precision.
 
     Raises:
         ConfigError: the device has no units for it, or nobody has said how fast it is.
     """
 
-    def __init__(self, device: Device, workload: Workload) -> None:
+    def __init__(self, device: Device, workload: TrainingWorkload) -> None:
         precision = workload.precision
         if precision not in device.peak_flops:
             raise ConfigError(f"{device.name} has matrix units for {', '.join(device.peak_flops)}, not for {precision}")
         self.device = device
-        self.fraction = device.gemm_fraction.get(precision, device.gemm_fraction["bf16"])
-        slowdown = 1.0 if workload.is_low_precision else device.slowdown(workload.dtype)
-        self.rate = device.peak(precision) * self.fraction / slowdown
+        self.peak_fraction = device.gemm_fraction.get(precision, device.gemm_fraction["bf16"])
+        slowdown = 1.0 if workload.is_low_precision else device.dtype_slowdown(workload.dtype)
+        self.flops_per_s = device.peak(precision) * self.peak_fraction / slowdown
         self.bytes_per_s = device.hbm_bytes_per_s * device.hbm_fraction
         self.value_bytes = workload.value_bytes
         self.element_bytes = {"bf16": float(self.value_bytes), "nvfp4": 0.5625}.get(precision, 1.0)
-        self.gradient_bytes = max(MASTER_GRADIENT_BYTES, 2 * self.value_bytes)
+        self.wgrad_bytes = max(WGRAD_ACCUMULATION_BYTES, 2 * self.value_bytes)
         self.quantize_bytes = 0.0 if precision == "bf16" else device.quantize_passes.get(precision, 4.0)
-        self.fuses = workload.fused_experts and precision == "mxfp8"
+        self.fuses_grouped_gemm = workload.fused_experts and precision == "mxfp8"
 
-    def product_s(self, rows: float, columns: int, depth: float, *, groups: int = 1, fused: bool = False) -> float:
+    def matmul_s(self, rows: float, columns: int, depth: float, *, groups: int = 1, fused: bool = False) -> float:
         """One product of [rows, depth] and [depth, columns], or `groups` of them in one kernel, each of rows/groups.
 
         Tiles of a wave that is not full are counted as half a wave, what a product meets on average.
@@ -44,11 +44,9 @@ class Products:
         moved = self.element_bytes * (rows * depth + groups * depth * columns) + self.value_bytes * rows * columns
         return self._tiled_s((rows / groups, columns, depth), groups, moved, fused=fused)
 
-    def weight_gradient_s(
-        self, rows: float, columns: int, depth: int, *, groups: int = 1, fused: bool = False
-    ) -> float:
+    def wgrad_s(self, rows: float, columns: int, depth: int, *, groups: int = 1, fused: bool = False) -> float:
         """The gradient of a weight of [depth, columns] from `rows` tokens, added to its float32 sum."""
-        moved = self.element_bytes * rows * (depth + columns) + self.gradient_bytes * groups * depth * columns
+        moved = self.element_bytes * rows * (depth + columns) + self.wgrad_bytes * groups * depth * columns
         return self._tiled_s((depth, columns, rows / groups), groups, moved, fused=fused)
 
     def _tiled_s(self, sizes: tuple[float, float, float], groups: int, moved_bytes: float, *, fused: bool) -> float:
@@ -58,21 +56,21 @@ class Products:
             return 0.0
         tiles = groups * ceil(rows / device.tile_rows) * ceil(columns / device.tile_columns)
         work = 2.0 * device.tile_rows * device.tile_columns * (inner + device.half_depth) * tiles
-        rate = self.rate * device.grouped_fraction if groups > 1 else self.rate
-        return max(work * self._wave(tiles, 1 if fused else groups) / rate, moved_bytes / self.bytes_per_s)
+        rate = self.flops_per_s * device.grouped_fraction if groups > 1 else self.flops_per_s
+        return max(work * self._wave_factor(tiles, 1 if fused else groups) / rate, moved_bytes / self.bytes_per_s)
 
-    def _wave(self, tiles: int, groups: int) -> float:
+    def _wave_factor(self, tiles: int, groups: int) -> float:
         """How much longer than full waves a product takes: the last wave is half empty on average.
 
         Experts' products that are kernels of their own each end with such a wave, of which streams fill a part.
         """
-        kernels = 1.0 if groups == 1 else max(1.0, groups * LONELY_WAVES)
+        kernels = 1.0 if groups == 1 else max(1.0, groups * UNFILLED_WAVE_FRACTION)
         return 1.0 + 0.5 * self.device.multiprocessors * kernels / tiles
 
     def quantize_s(self, elements: float, *, fused: bool = False) -> float:
         """Casting operands below 16 bits; nothing where the products do it themselves."""
         return 0.0 if fused else elements * self.quantize_bytes / self.bytes_per_s
 
-    def pass_s(self, moved_bytes: float) -> float:
+    def memory_bound_s(self, moved_bytes: float) -> float:
         """A kernel that only moves bytes."""
         return moved_bytes / self.bytes_per_s

@@ -11,206 +11,245 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schema import Config
-from moefold.metrics.moments_away import sizes_away
+from moefold.metrics.moments_away import offloaded_moment_sizes
 from moefold.metrics.state_memory import (
-    Holding,
-    alone_bytes,
-    compute_bytes,
+    ShardSpec,
+    cast_copy_bytes,
+    compute_dtype_bytes,
     expert_buffer_bytes,
-    holding_of,
-    rotation_bytes,
+    make_shard_spec,
+    rope_buffer_bytes,
     unit_weights,
 )
 from moefold.metrics.weight_shapes import WeightShape
-from moefold.plan.columns import Columns
+from moefold.plan.columns import MemoryColumns
 from moefold.plan.flop_count import expert_parameters, layer_parameters
-from moefold.plan.mapping import Mapping
-from moefold.plan.shape import ModelShape
-from moefold.plan.workload import Workload
+from moefold.plan.mapping import ParallelMapping
+from moefold.plan.shape import ModelSpec
+from moefold.plan.workload import TrainingWorkload
 
 STATE_PARTS = ("weights", "gathered", "gradients", "optimizer", "buffers")
-Prices = NDArray[np.float64]
+ByteTable = NDArray[np.float64]
 
 
-class HeldStates:
+class StateMemoryTable:
     """The states of the units of one model.
 
     Args:
-        shape: the model.
+        model_spec: the model.
         workload: whose types of gradients and moments count, where they are not those of the recipe.
         cfg: the recipe; of its mapping nothing counts.
     """
 
-    def __init__(self, shape: ModelShape, workload: Workload, cfg: Config, columns: Columns) -> None:
-        self.shape, self.workload, self.cfg, self.columns = shape, workload, cfg, columns
-        self._units: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
-        self._prices: dict[tuple[object, ...], Prices] = {}
-        self._rotations: dict[int, int] = {}
-        self._totals: dict[tuple[object, ...], Prices] = {}
+    def __init__(self, model_spec: ModelSpec, workload: TrainingWorkload, cfg: Config, columns: MemoryColumns) -> None:
+        self.model_spec, self.workload, self.cfg, self.columns = model_spec, workload, cfg, columns
+        self._unit_bytes_cache: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
+        self._bytes_by_part: dict[tuple[object, ...], ByteTable] = {}
+        self._rope_bytes_by_cp: dict[int, int] = {}
+        self._total_bytes: dict[tuple[object, ...], ByteTable] = {}
         self._weights: dict[tuple[str | int, int], tuple[WeightShape, ...]] = {}
 
-    def prices(self, m: Mapping, *, sums: bool) -> Prices:
+    def bytes_by_part(self, mapping: ParallelMapping, *, accumulates_gradients: bool) -> ByteTable:
         """Bytes of one of each state column, [parts, columns].
 
         Args:
-            m: the mapping.
-            sums: whether it has several micro-batches, whose gradients are added up.
+            mapping: the mapping.
+            accumulates_gradients: whether it has several micro-batches, whose gradients are added up.
         """
-        key = self._key(m, sums)
-        if key not in self._prices:
-            self._prices[key] = self._table(m, self.degrees(m), key[0], "optimizer" in m.offload)
-        return self._prices[key]
+        key = self._cache_key(mapping, accumulates_gradients)
+        if key not in self._bytes_by_part:
+            self._bytes_by_part[key] = self._build_table(
+                mapping, self.sharding_degrees(mapping), key[0], "optimizer" in mapping.offload
+            )
+        return self._bytes_by_part[key]
 
-    def totals(self, m: Mapping, *, sums: bool) -> Prices:
+    def total_bytes(self, mapping: ParallelMapping, *, accumulates_gradients: bool) -> ByteTable:
         """The same without parts, [columns]."""
-        key = self._key(m, sums)
-        if key not in self._totals:
-            self._totals[key] = self.prices(m, sums=sums).sum(axis=0)
-        return self._totals[key]
+        key = self._cache_key(mapping, accumulates_gradients)
+        if key not in self._total_bytes:
+            self._total_bytes[key] = self.bytes_by_part(mapping, accumulates_gradients=accumulates_gradients).sum(
+                axis=0
+            )
+        return self._total_bytes[key]
 
     def units(self) -> list[tuple[int, str | int]]:
         """(column, name) of each unit: kinds of layers, both ends, and layers of multi-token prediction."""
-        kinds, columns = range(self.columns.kinds), self.columns
-        names = ("embedding", "head", *(("further",) if self.shape.mtp_layers else ()))
-        return [*((kind, kind) for kind in kinds), *((columns.state(name), name) for name in names)]
+        kinds, columns = range(self.columns.num_kinds), self.columns
+        names = ("embedding", "head", *(("further",) if self.model_spec.mtp_layers else ()))
+        return [*((kind, kind) for kind in kinds), *((columns.state_column(name), name) for name in names)]
 
-    def sizes_away(self, name: str | int, m: Mapping) -> list[int]:
+    def offloaded_sizes(self, name: str | int, mapping: ParallelMapping) -> list[int]:
         """Bytes of the moments of each weight of a unit that leave memory where moments do."""
-        degrees = self.degrees(m)
-        weights = (weight.cut(m.tp, m.ep, m.etp) for weight in self.weights(name, m.tp))
-        return list(sizes_away(self._holding(degrees, sums=False), weights, self.cfg.train.offload_min_kib))
+        degrees = self.sharding_degrees(mapping)
+        weights = (weight.shard(mapping.tp, mapping.ep, mapping.etp) for weight in self.weights(name, mapping.tp))
+        return list(
+            offloaded_moment_sizes(
+                self._shard_spec(degrees, accumulates_gradients=False), weights, self.cfg.train.offload_min_kib
+            )
+        )
 
-    def _key(self, m: Mapping, sums: bool) -> tuple[bool, *tuple[object, ...]]:
-        sums = sums and m.zero < 2 and m.world_size > 1
-        cut = self.degrees(m)
-        return (sums, m.tp, m.cp, m.ep, m.etp, *cut, m.zero, m.world_size == 1, "optimizer" in m.offload)
+    def _cache_key(self, mapping: ParallelMapping, accumulates_gradients: bool) -> tuple[bool, *tuple[object, ...]]:
+        accumulates_gradients = accumulates_gradients and mapping.zero < 2 and mapping.world_size > 1
+        cut = self.sharding_degrees(mapping)
+        return (
+            accumulates_gradients,
+            mapping.tp,
+            mapping.cp,
+            mapping.ep,
+            mapping.etp,
+            *cut,
+            mapping.zero,
+            mapping.world_size == 1,
+            "optimizer" in mapping.offload,
+        )
 
-    def degrees(self, m: Mapping) -> tuple[int, int]:
+    def sharding_degrees(self, mapping: ParallelMapping) -> tuple[int, int]:
         """Ranks that share the states of dense weights and of experts."""
-        if m.zero == 0 or m.world_size == 1:
+        if mapping.zero == 0 or mapping.world_size == 1:
             return 1, 1
-        if self.workload.shards_over_dp_alone:
-            return m.dp, max(1, m.edp // m.cp)
-        return m.dp * m.cp, m.edp
+        if self.workload.shards_over_dp_only:
+            return mapping.dp, max(1, mapping.edp // mapping.cp)
+        return mapping.dp * mapping.cp, mapping.edp
 
-    def _table(self, m: Mapping, degrees: tuple[int, int], sums: bool, is_away: bool) -> Prices:
+    def _build_table(
+        self, mapping: ParallelMapping, degrees: tuple[int, int], accumulates_gradients: bool, is_offloaded: bool
+    ) -> ByteTable:
         columns, gathered = self.columns, {}
         table = np.zeros((len(STATE_PARTS), columns.state_size))
         for column, name in self.units():
-            weights, copies, summed, moments, buffers = self._unit(name, m, degrees, sums=sums, away=is_away)
+            weights, copies, summed, moments, buffers = self._unit_bytes(
+                name, mapping, degrees, accumulates_gradients=accumulates_gradients, is_offloaded=is_offloaded
+            )
             table[:, column] = weights, copies, summed, moments, buffers
             gathered[name] = copies
-        if self.shape.embeds_twice:
+        if self.model_spec.has_second_embedding:
             for name in ("second_embedding", "following_embedding"):
-                table[:, columns.state(name)] = table[:, columns.state("embedding")]
-            table[STATE_PARTS.index("optimizer"), columns.state("following_embedding")] = 0
-        table[STATE_PARTS.index("buffers"), columns.state("stage")] = self._rotation(m)
-        if is_away and self.workload.is_megatron:
+                table[:, columns.state_column(name)] = table[:, columns.state_column("embedding")]
+            table[STATE_PARTS.index("optimizer"), columns.state_column("following_embedding")] = 0
+        table[STATE_PARTS.index("buffers"), columns.state_column("stage")] = self._rope_bytes(mapping)
+        if is_offloaded and self.workload.is_megatron:
             # Megatron-Core updates on the host, where the master weights are too.
             table[STATE_PARTS.index("weights")] = table[STATE_PARTS.index("optimizer")] = 0
-        if m.zero == 3 and m.world_size > 1:
-            self._free_layers(table, gathered)
+        if mapping.zero == 3 and mapping.world_size > 1:
+            self._keep_largest_gathered_layer(table, gathered)
         return table
 
-    def _free_layers(self, table: Prices, gathered: dict[str | int, int]) -> None:
+    def _keep_largest_gathered_layer(self, table: ByteTable, gathered: dict[str | int, int]) -> None:
         """With ZeRO-3 the layers of a stage are there one after another: the largest of them counts."""
         row, columns = table[STATE_PARTS.index("gathered")], self.columns
-        layers = [*range(columns.kinds), "further"]
+        layers = [*range(columns.num_kinds), "further"]
         for kind, name in enumerate(layers):
-            row[kind if name != "further" else columns.state("further")] = 0
+            row[kind if name != "further" else columns.state_column("further")] = 0
             size = gathered.get(name, 0)
             for bits in range(2 ** len(layers)):
                 if bits >> kind & 1:
-                    row[columns.sets + bits] = max(row[columns.sets + bits], size)
+                    row[columns.first_kind_set + bits] = max(row[columns.first_kind_set + bits], size)
 
-    def _unit(
-        self, name: str | int, m: Mapping, degrees: tuple[int, int], *, sums: bool, away: bool
+    def _unit_bytes(
+        self,
+        name: str | int,
+        mapping: ParallelMapping,
+        degrees: tuple[int, int],
+        *,
+        accumulates_gradients: bool,
+        is_offloaded: bool,
     ) -> tuple[int, ...]:
-        if m.world_size == 1:
-            return self._alone(name, away=away)
-        holding = self._holding(degrees, sums)
+        if mapping.world_size == 1:
+            return self._single_rank_bytes(name, is_offloaded=is_offloaded)
+        holding = self._shard_spec(degrees, accumulates_gradients)
         total = (0, 0, 0, 0)
-        for is_expert, cut in ((False, (m.tp, degrees[0])), (True, (m.ep, m.etp, degrees[1]))):
-            key = (name, is_expert, *cut, sums, away)
-            if key not in self._units:
-                weights = [w.cut(m.tp, m.ep, m.etp) for w in self.weights(name, m.tp) if w.is_expert == is_expert]
-                self._units[key] = self._counted(holding, weights, holding.gathered(weights), away=away)
-            total = _sum(total, self._units[key])
-        return (*total, self._buffers(name))
+        for is_expert, cut in ((False, (mapping.tp, degrees[0])), (True, (mapping.ep, mapping.etp, degrees[1]))):
+            key = (name, is_expert, *cut, accumulates_gradients, is_offloaded)
+            if key not in self._unit_bytes_cache:
+                weights = [
+                    w.shard(mapping.tp, mapping.ep, mapping.etp)
+                    for w in self.weights(name, mapping.tp)
+                    if w.is_expert == is_expert
+                ]
+                self._unit_bytes_cache[key] = self._sharded_bytes(
+                    holding, weights, holding.gathered_bytes(weights), is_offloaded=is_offloaded
+                )
+            total = _add(total, self._unit_bytes_cache[key])
+        return (*total, self._buffer_bytes(name))
 
-    def _alone(self, name: str | int, *, away: bool) -> tuple[int, ...]:
+    def _single_rank_bytes(self, name: str | int, *, is_offloaded: bool) -> tuple[int, ...]:
         weights = self.weights(name, 1)
-        if self.shape.config is not None:
-            copies = alone_bytes(self.cfg, [self._unit_name(name)])
+        if self.model_spec.config is not None:
+            copies = cast_copy_bytes(self.cfg, [self._unit_name(name)])
         else:
-            copies = compute_bytes(self.cfg) * sum(w.numel for w in weights)
-        counted = self._counted(self._holding((1, 1), sums=False), weights, copies, away=away)
-        return (*counted, self._buffers(name))
+            copies = compute_dtype_bytes(self.cfg) * sum(w.numel for w in weights)
+        counted = self._sharded_bytes(
+            self._shard_spec((1, 1), accumulates_gradients=False), weights, copies, is_offloaded=is_offloaded
+        )
+        return (*counted, self._buffer_bytes(name))
 
-    def _counted(
-        self, holding: Holding, weights: Sequence[WeightShape], copies: int, *, away: bool
+    def _sharded_bytes(
+        self, shard_spec: ShardSpec, weights: Sequence[WeightShape], gathered_bytes: int, *, is_offloaded: bool
     ) -> tuple[int, int, int, int]:
-        states = holding.states(weights)
+        states = shard_spec.state_bytes(weights)
         optimizer = states.optimizer
-        if away:
-            optimizer -= sum(sizes_away(holding, weights, self.cfg.train.offload_min_kib))
-        return states.weights, copies, max(states.gradients, states.gradient_sums), optimizer
+        if is_offloaded:
+            optimizer -= sum(offloaded_moment_sizes(shard_spec, weights, self.cfg.train.offload_min_kib))
+        return states.weights, gathered_bytes, max(states.gradients, states.gradient_sums), optimizer
 
-    def _holding(self, degrees: tuple[int, int], sums: bool) -> Holding:
-        holding, states = holding_of(self.cfg, degrees, sums=sums), self.workload.states
+    def _shard_spec(self, degrees: tuple[int, int], accumulates_gradients: bool) -> ShardSpec:
+        holding, states = (
+            make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients),
+            self.workload.state_bytes,
+        )
         if states is None:
             return holding
-        return replace(holding, master=states.master, moment=states.moment, gradient=states.gradient)
+        return replace(holding, master_bytes=states.master, moment_bytes=states.moment, gradient_bytes=states.gradient)
 
     def _unit_name(self, name: str | int) -> str:
-        return name if isinstance(name, str) else letter_of(self.shape, name)
+        return name if isinstance(name, str) else layer_letter(self.model_spec, name)
 
-    def _buffers(self, name: str | int) -> int:
-        if self.shape.config is None:
+    def _buffer_bytes(self, name: str | int) -> int:
+        if self.model_spec.config is None:
             return 0
         letter = self._unit_name(name)
         has_experts = letter == "M" or (letter == "further" and self.cfg.model.layer_kinds[-1] == "M")
         return expert_buffer_bytes(self.cfg) if has_experts else 0
 
-    def _rotation(self, m: Mapping) -> int:
-        if self.shape.config is None:
+    def _rope_bytes(self, mapping: ParallelMapping) -> int:
+        if self.model_spec.config is None:
             return 0
-        if m.cp not in self._rotations:
-            cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, cp=m.cp))
-            self._rotations[m.cp] = rotation_bytes(cfg)
-        return self._rotations[m.cp]
+        if mapping.cp not in self._rope_bytes_by_cp:
+            cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, cp=mapping.cp))
+            self._rope_bytes_by_cp[mapping.cp] = rope_buffer_bytes(cfg)
+        return self._rope_bytes_by_cp[mapping.cp]
 
     def weights(self, name: str | int, tp: int) -> tuple[WeightShape, ...]:
         """The whole weights of a unit: a kind of layers, or "embedding", "head", "further"."""
         key = (name, tp)
         if key not in self._weights:
-            if self.shape.config is not None:
+            if self.model_spec.config is not None:
                 cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, tp=tp))
                 self._weights[key] = unit_weights(cfg, self._unit_name(name))
             else:
-                self._weights[key] = _foreign_weights(self.shape, name)
+                self._weights[key] = _unsupported_model_weights(self.model_spec, name)
         return self._weights[key]
 
 
-def letter_of(shape: ModelShape, kind: int) -> str:
+def layer_letter(model_spec: ModelSpec, kind: int) -> str:
     """The runtime's name of a kind of layers."""
-    layer = shape.kinds[kind].feed_forward
+    layer = model_spec.kinds[kind].feed_forward
     return "M" if layer is not None and layer.kind == "moe" else "D"
 
 
-def _sum(left: tuple[int, int, int, int], right: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+def _add(left: tuple[int, int, int, int], right: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     return left[0] + right[0], left[1] + right[1], left[2] + right[2], left[3] + right[3]
 
 
-def _foreign_weights(shape: ModelShape, name: str | int) -> tuple[WeightShape, ...]:
+def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[WeightShape, ...]:
     """Those of a model that the runtime does not know: one matrix for all that is cut alike."""
-    hidden = shape.hidden_size
+    hidden = model_spec.hidden_size
     if name in ("embedding", "head"):
-        return (WeightShape("embedding", (shape.vocab_size, hidden), tp_dim=0),)
-    kind = shape.further_kind if isinstance(name, str) else name
-    dense, experts = layer_parameters(shape, kind)
+        return (WeightShape("embedding", (model_spec.vocab_size, hidden), tp_dim=0),)
+    kind = model_spec.mtp_layer_kind if isinstance(name, str) else name
+    dense, experts = layer_parameters(model_spec, kind)
     found = [WeightShape("attention", (dense // hidden, hidden), tp_dim=0)]
-    layer = shape.kinds[kind].feed_forward
+    layer = model_spec.kinds[kind].feed_forward
     if experts and layer is not None:
         rows = expert_parameters(layer, hidden)
         found.append(WeightShape("experts", (layer.num_experts, rows), etp_dim=1))

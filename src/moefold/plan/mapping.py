@@ -4,12 +4,12 @@ from dataclasses import dataclass, fields
 
 from moefold.config.schema import Config
 
-OPTIMIZER = "optimizer"
-"""Of `Mapping.offload`: the moments."""
+OFFLOADED_OPTIMIZER = "optimizer"
+"""Of `ParallelMapping.offload`: the moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mapping:
+class ParallelMapping:
     """The degrees of both views, the micro-batch and how a step is run; names as in a recipe."""
 
     tp: int = 1
@@ -57,10 +57,10 @@ class Mapping:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-def mapping_of(cfg: Config) -> Mapping:
+def mapping_from_config(cfg: Config) -> ParallelMapping:
     """The mapping of a recipe."""
     p, train = cfg.parallel, cfg.train
-    return Mapping(
+    return ParallelMapping(
         tp=p.tp,
         cp=p.cp,
         dp=p.dp,
@@ -72,7 +72,7 @@ def mapping_of(cfg: Config) -> Mapping:
         mbs=train.micro_batch_size,
         zero=p.zero,
         recompute=train.recompute,
-        offload=(*train.offload, *((OPTIMIZER,) if train.offload_optimizer == "host" else ())),
+        offload=(*train.offload, *((OFFLOADED_OPTIMIZER,) if train.offload_optimizer == "host" else ())),
         overlap=p.overlap_experts,
         dispatcher="alltoall" if p.dispatcher == "auto" else p.dispatcher,
         schedule=p.schedule,

@@ -2,11 +2,11 @@
 
 from moefold.plan.device import Device
 
-MARGIN = 0.05
+RESERVE_FRACTION = 0.05
 """Share of the device's memory that a planned mapping leaves free: for fragmentation of the allocator and for what the
 formulas have too little. The constants of `plan.memory` (context, NCCL, libraries) are counted separately."""
 
 
 def default_reserve_gib(device: Device) -> float:
     """Return the memory that `moefold plan` and `parallel = "auto"` leave free on a device by default."""
-    return MARGIN * device.memory_gib
+    return RESERVE_FRACTION * device.memory_gib

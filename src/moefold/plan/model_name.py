@@ -6,15 +6,15 @@ from functools import lru_cache
 from pathlib import Path
 
 from moefold.config.hub_name import download_advice
-from moefold.config.keys import nearest
+from moefold.config.keys import closest_match
 from moefold.config.load import load_config
 from moefold.config.presets import preset_names
 from moefold.convert.hf_config import read_model_config
 from moefold.errors import ConfigError
-from moefold.plan.foreign_shape import foreign_names, foreign_shape
-from moefold.plan.shape import ModelShape, shape_of
+from moefold.plan.foreign_shape import unsupported_model_names, unsupported_model_spec
+from moefold.plan.shape import ModelSpec, model_spec_from_config
 
-_ASIDE = re.compile(r"\(.*?\)")
+_PARENTHESES = re.compile(r"\(.*?\)")
 _SYNONYMS = {
     "nemotron3nano30ba3b": "nemotron-3-nano",
     "nemotron3super120b": "nemotron-3-super",
@@ -49,7 +49,7 @@ _SYNONYMS = {
 
 
 @lru_cache(maxsize=64)
-def read_shape(name: str) -> ModelShape:
+def load_model_spec(name: str) -> ModelSpec:
     """The shape of a preset, a recipe, a Hugging Face config.json (or its folder), or another model known by name.
 
     Raises:
@@ -57,42 +57,45 @@ def read_shape(name: str) -> ModelShape:
     """
     path = Path(name)
     if path.suffix == ".toml":
-        return shape_of(load_config(path).model)
+        return model_spec_from_config(load_config(path).model)
     if path.name == "config.json" or path.is_dir():
-        return shape_of(read_model_config(path.parent if path.name == "config.json" else path))
-    known = known_name(name)
+        return model_spec_from_config(read_model_config(path.parent if path.name == "config.json" else path))
+    known = find_model_name(name)
     if known is None and path.is_file():
         raise ConfigError(
             f"model {name!r} is a file and neither a recipe ending in .toml nor a config.json; give it one of these "
             "names if it is one, or name a preset"
         )
     if known is None:
-        names = plannable_names()
-        guess = nearest(name.lower(), names, cutoff=0.5)
+        names = plannable_model_names()
+        guess = closest_match(name.lower(), names, cutoff=0.5)
         hint = f"did you mean {guess!r}? The" if guess else "the"
         if advice := download_advice(name):
-            namesake = known_name(name.rpartition("/")[2])
+            namesake = find_model_name(name.rpartition("/")[2])
             hint = f"{f'{namesake!r} is known by its name; or, as ' if namesake else ''}{advice}; the"
         raise ConfigError(
             f"model {name!r} is unknown; {hint} models are {', '.join(sorted(names))}; "
             "or name a recipe.toml, or a folder with a config.json"
         )
-    if known in foreign_names():
-        return foreign_shape(known)
-    return replace(shape_of(load_config(None, [f"model.preset={known}"]).model), name=known)
+    if known in unsupported_model_names():
+        return unsupported_model_spec(known)
+    return replace(model_spec_from_config(load_config(None, [f"model.preset={known}"]).model), name=known)
 
 
-def plannable_names() -> tuple[str, ...]:
+def plannable_model_names() -> tuple[str, ...]:
     """Models by name that the runtime can train: of others `moefold plan-accuracy` prices given mappings alone."""
-    return (*preset_names(), *(name for name in foreign_names() if foreign_shape(name).config is not None))
+    return (
+        *preset_names(),
+        *(name for name in unsupported_model_names() if unsupported_model_spec(name).config is not None),
+    )
 
 
-def known_name(name: str) -> str | None:
+def find_model_name(name: str) -> str | None:
     """The model that a spelling means ("Qwen3_30B_a3B (tokendrop)" is qwen3-30b-a3b), or None."""
-    plain = _plain(_ASIDE.sub("", name))
-    names = {_plain(known): known for known in (*preset_names(), *foreign_names())}
+    plain = _normalise_name(_PARENTHESES.sub("", name))
+    names = {_normalise_name(known): known for known in (*preset_names(), *unsupported_model_names())}
     return names.get(plain) or _SYNONYMS.get(plain)
 
 
-def _plain(name: str) -> str:
+def _normalise_name(name: str) -> str:
     return "".join(char for char in name.lower() if char.isalnum())

@@ -12,207 +12,216 @@ from functools import lru_cache
 import numpy as np
 
 from moefold.config.action import SlotRow
-from moefold.config.paired_schedule import paired_row, slots
+from moefold.config.paired_schedule import overlapped_row, to_slot_row
 from moefold.config.schedule_order import rank_row
-from moefold.config.schedule_walk import alone
+from moefold.config.schedule_walk import one_per_slot
 from moefold.config.schedules import SCHEDULES
-from moefold.metrics.memory_formula import WAITS_FOR_SENDS
-from moefold.plan.columns import Columns, Counts, undominated
-from moefold.plan.pair_counts import Pairing, pair_rows
-from moefold.plan.stage_split import Chunk
+from moefold.metrics.memory_formula import BLOCKING_SENDS
+from moefold.plan.columns import Counts, MemoryColumns, drop_dominated
+from moefold.plan.pair_counts import OverlapSpec, overlap_snapshots
+from moefold.plan.stage_split import ModelChunk
 
-STEADY_ROUNDS = 3
-"""Micro-batches for each rank behind which nothing new happens until the way out; see `Order.shortest`."""
+STEADY_MICRO_BATCHES_PER_RANK = 3
+"""Micro-batches for each rank behind which nothing new happens until the way out; see `ScheduleSpec.shortest`."""
 
 
-Running = tuple[int, int]
+RunningChunks = tuple[int, int]
 """Numbers of what the stages hold that run forward and backward; -1: none does."""
 
 
 @dataclass(frozen=True)
-class Moments:
+class MemorySnapshots:
     """Rows of counts, one for each moment of some rank that no other one outdoes."""
 
-    held: Counts
-    """What of the model the rank has, [moments, `Columns.state_size`]."""
-    active: Counts
-    """What is there of activations, [moments, `Columns.size`]."""
-    occurs: Counts
+    states: Counts
+    """What of the model the rank has, [moments, `MemoryColumns.state_size`]."""
+    activations: Counts
+    """What is there of activations, [moments, `MemoryColumns.size`]."""
+    occurrence: Counts
     """1 where there is such a moment if no exchange of experts runs again, and if some do, [moments, 2]."""
-    messages: Counts
+    messages_per_micro_batch: Counts
     """Hidden states that each further micro-batch adds, [moments]: sent and kept, or awaited."""
 
-    def with_further(self, count: int, columns: Columns) -> "Moments":
+    def with_more_micro_batches(self, count: int, columns: MemoryColumns) -> "MemorySnapshots":
         """The same with so many more micro-batches in the steady phase."""
-        active = self.active.copy()
-        active[:, columns.end("hidden")] += count * self.messages
-        return replace(self, active=active)
+        active = self.activations.copy()
+        active[:, columns.end_column("hidden")] += count * self.messages_per_micro_batch
+        return replace(self, activations=active)
 
 
 @dataclass(frozen=True)
-class Order:
+class ScheduleSpec:
     """How a step is ordered."""
 
     schedule: str
     pp: int
     vpp: int
-    micro_batches: int
+    num_micro_batches: int
     overlap: bool = False
-    keeps_messages: bool = True
+    keeps_sent_messages: bool = True
     """Whether what is sent stays until the step ends, and room for all that comes is made when it begins."""
 
     @property
-    def shortest(self) -> "Order":
+    def shortest_equivalent(self) -> "ScheduleSpec":
         """With as many micro-batches as have all moments of a step: more only repeat the steady phase, and send."""
-        n, most = self.micro_batches, STEADY_ROUNDS * self.pp
+        n, most = self.num_micro_batches, STEADY_MICRO_BATCHES_PER_RANK * self.pp
         if n <= most or self.schedule == "gpipe" and self.pp > 1:
             return self
         # Rounds of another length than pp would change with their number.
         per_round = n // max(1, n // self.pp)
         repeats = per_round == self.pp or self.schedule in ("1f1b", "zbv", "dualpipev") and self.vpp < 3
-        return replace(self, micro_batches=most) if repeats else self
+        return replace(self, num_micro_batches=most) if repeats else self
 
 
-def moments_of(
-    order: Order,
-    chunks: Sequence[Chunk],
-    placed: Sequence[Sequence[int]],
-    columns: Columns,
-) -> Moments:
+def find_snapshots(
+    schedule_spec: ScheduleSpec,
+    chunks: Sequence[ModelChunk],
+    stages_by_rank: Sequence[Sequence[int]],
+    columns: MemoryColumns,
+) -> MemorySnapshots:
     """The moments that count.
 
     Args:
-        order: of the step.
+        schedule_spec: of the step.
         chunks: what each stage holds, in the order of the model.
-        placed: for each pipeline rank the numbers of its stages.
+        stages_by_rank: for each pipeline rank the numbers of its stages.
         columns: for the kinds of the model.
     """
-    walk = _walk(order, chunks, placed, columns, is_whole=True)
+    walk = _make_rank_walker(schedule_spec, chunks, stages_by_rank, columns, finds_all=True)
     found = []
-    for rank, stages in enumerate(placed):
-        rows = walk.moments(row_of(order, rank), stages)
-        found.append(np.hstack([np.tile(_held(chunks, stages, columns), (len(rows), 1)), rows]))
+    for rank, stages in enumerate(stages_by_rank):
+        rows = walk.snapshots(schedule_row(schedule_spec, rank), stages)
+        found.append(np.hstack([np.tile(_state_counts(chunks, stages, columns), (len(rows), 1)), rows]))
     active = columns.state_size + columns.size
-    rows = undominated(np.concatenate(found))
-    return Moments(rows[:, : columns.state_size], rows[:, columns.state_size : active], rows[:, active:-1], rows[:, -1])
+    rows = drop_dominated(np.concatenate(found))
+    return MemorySnapshots(
+        rows[:, : columns.state_size], rows[:, columns.state_size : active], rows[:, active:-1], rows[:, -1]
+    )
 
 
-def heaviest_of(order: Order, chunks: Sequence[Chunk], placed: Sequence[Sequence[int]], columns: Columns) -> Moments:
+def find_peak_candidates(
+    schedule_spec: ScheduleSpec,
+    chunks: Sequence[ModelChunk],
+    stages_by_rank: Sequence[Sequence[int]],
+    columns: MemoryColumns,
+) -> MemorySnapshots:
     """One moment of the first rank and one of the last, with most layers in flight: cheap, and below what is needed.
 
     Of pairs it is the one before they begin, which does not depend on what runs again.
 
     Args:
-        order: as for `moments_of`.
+        schedule_spec: as for `find_snapshots`.
         chunks: the same.
-        placed: the same.
+        stages_by_rank: the same.
         columns: the same.
     """
-    walk = _walk(order, chunks, placed, columns, is_whole=False)
+    walk = _make_rank_walker(schedule_spec, chunks, stages_by_rank, columns, finds_all=False)
     held, found = [], []
-    for rank in (0, len(placed) - 1):
-        rows = walk.moments(row_of(order, rank), placed[rank])
+    for rank in (0, len(stages_by_rank) - 1):
+        rows = walk.snapshots(schedule_row(schedule_spec, rank), stages_by_rank[rank])
         # Of those with as many layers in flight the one with most beside them.
-        layers, beside = rows[:, : columns.kinds].sum(axis=1), rows[:, columns.kinds : columns.size].sum(axis=1)
+        layers, beside = rows[:, : columns.num_kinds].sum(axis=1), rows[:, columns.num_kinds : columns.size].sum(axis=1)
         found.append(rows[np.lexsort((beside, layers))[-1]])
-        held.append(_held(chunks, placed[rank], columns))
+        held.append(_state_counts(chunks, stages_by_rank[rank], columns))
     rows = np.array(found)
-    return Moments(np.array(held), rows[:, : columns.size], np.ones((len(held), 2)), rows[:, -1])
+    return MemorySnapshots(np.array(held), rows[:, : columns.size], np.ones((len(held), 2)), rows[:, -1])
 
 
 @lru_cache(maxsize=16384)
-def row_of(order: Order, rank: int) -> SlotRow:
+def schedule_row(schedule_spec: ScheduleSpec, rank: int) -> SlotRow:
     """The work of a pipeline rank."""
-    count = order.micro_batches
-    if order.overlap:
-        return slots(paired_row(order.schedule, rank, order.pp, order.vpp, count))
-    if order.pp == 1:
-        return alone(rank_row("1f1b", 0, 1, 1, count))
-    name = "interleaved" if order.schedule == "1f1b" and order.vpp > 1 else order.schedule
-    return alone(rank_row(name, rank, order.pp, order.vpp, count))
+    count = schedule_spec.num_micro_batches
+    if schedule_spec.overlap:
+        return to_slot_row(overlapped_row(schedule_spec.schedule, rank, schedule_spec.pp, schedule_spec.vpp, count))
+    if schedule_spec.pp == 1:
+        return one_per_slot(rank_row("1f1b", 0, 1, 1, count))
+    name = "interleaved" if schedule_spec.schedule == "1f1b" and schedule_spec.vpp > 1 else schedule_spec.schedule
+    return one_per_slot(rank_row(name, rank, schedule_spec.pp, schedule_spec.vpp, count))
 
 
-def _walk(
-    order: Order,
-    chunks: Sequence[Chunk],
-    placed: Sequence[Sequence[int]],
-    columns: Columns,
+def _make_rank_walker(
+    schedule_spec: ScheduleSpec,
+    chunks: Sequence[ModelChunk],
+    stages_by_rank: Sequence[Sequence[int]],
+    columns: MemoryColumns,
     *,
-    is_whole: bool,
-) -> "_RankWalk":
-    rank_of = {stage: rank for rank, stages in enumerate(placed) for stage in stages}
-    return _RankWalk(order, chunks, rank_of, columns, is_whole=is_whole)
+    finds_all: bool,
+) -> "_RankWalker":
+    rank_of = {stage: rank for rank, stages in enumerate(stages_by_rank) for stage in stages}
+    return _RankWalker(schedule_spec, chunks, rank_of, columns, finds_all=finds_all)
 
 
-class _RankWalk:
+class _RankWalker:
     """Follows one rank through its step.
 
     Args:
-        order: of the step.
+        schedule_spec: of the step.
         chunks: what each stage holds.
         rank_of: of each stage.
         columns: for the kinds of the model.
-        is_whole: whether all moments of pairs count, or only that before they begin.
+        finds_all: whether all moments of pairs count, or only that before they begin.
     """
 
     def __init__(
         self,
-        order: Order,
-        chunks: Sequence[Chunk],
+        schedule_spec: ScheduleSpec,
+        chunks: Sequence[ModelChunk],
         rank_of: dict[int, int],
-        columns: Columns,
+        columns: MemoryColumns,
         *,
-        is_whole: bool,
+        finds_all: bool,
     ) -> None:
-        self.order, self.chunks, self.rank_of, self.columns = order, chunks, rank_of, columns
-        self.splits = order.pp > 1 and SCHEDULES[order.schedule].splits_backward
+        self.schedule_spec, self.chunks, self.rank_of, self.columns = schedule_spec, chunks, rank_of, columns
+        self.splits_backward = schedule_spec.pp > 1 and SCHEDULES[schedule_spec.schedule].splits_backward
         # Stages that hold the same are counted together.
-        known: dict[Chunk, int] = {}
-        self._class_of = [known.setdefault(chunk, len(known)) for chunk in chunks]
-        self._classes = list(known)
-        self._whole = np.array([self._kept(chunk) for chunk in known])
-        self._late = np.array([self._postponed(chunk) for chunk in known])
-        self._is_whole = is_whole
-        self._runs: dict[Running, Counts] = {}
+        known: dict[ModelChunk, int] = {}
+        self._chunk_class = [known.setdefault(chunk, len(known)) for chunk in chunks]
+        self._distinct_chunks = list(known)
+        self._saved_by_class = np.array([self._saved(chunk) for chunk in known])
+        self._delayed_wgrad_by_class = np.array([self._delayed_wgrad(chunk) for chunk in known])
+        self._finds_all = finds_all
+        self._running_cache: dict[RunningChunks, Counts] = {}
 
-    def moments(self, row: SlotRow, stages: Sequence[int]) -> Counts:
+    def snapshots(self, row: SlotRow, stages: Sequence[int]) -> Counts:
         """The counts at the start of every slot that differs from those before.
 
         Returns:
-            [moments, `Columns.size` + 3]: behind the counts `Moments.occurs` and `Moments.messages` of them.
+            [moments, `MemoryColumns.size` + 3]: behind the counts `MemorySnapshots.occurs` and `MemorySnapshots.messages` of them.
         """
-        order, columns = self.order, self.columns
-        awaited = self._awaited(stages) if order.keeps_messages else 0
-        sent = {stage: self._sent(stage) for stage in stages}
-        states = self._states(row, sent)
+        order, columns = self.schedule_spec, self.columns
+        awaited = self._num_recv_buffers(stages) if order.keeps_sent_messages else 0
+        sent = {stage: self._num_sent(stage) for stage in stages}
+        states = self._slot_states(row, sent)
         flying, left, running = zip(*states, strict=True)
         base = np.zeros((len(states), columns.size + 3))
-        base[:, : columns.size] = np.array(flying) @ self._whole + np.array(left) @ self._late
+        base[:, : columns.size] = (
+            np.array(flying) @ self._saved_by_class + np.array(left) @ self._delayed_wgrad_by_class
+        )
         messages, is_steady = np.array(list(states.values())).T
-        base[:, columns.end("hidden")] += messages + awaited * order.micro_batches
+        base[:, columns.end_column("hidden")] += messages + awaited * order.num_micro_batches
         base[:, -1] = is_steady * sum(sent.values()) + awaited
-        runs = [self._run(which) for which in running]
+        runs = [self._running_snapshots(which) for which in running]
         found: Counts = np.repeat(base, [len(run) for run in runs], axis=0)
         found[:, :-1] += np.concatenate(runs)
         return found
 
-    def _states(
+    def _slot_states(
         self, row: SlotRow, sent: dict[int, int]
-    ) -> dict[tuple[tuple[int, ...], tuple[int, ...], Running], tuple[int, bool]]:
+    ) -> dict[tuple[tuple[int, ...], tuple[int, ...], RunningChunks], tuple[int, bool]]:
         """What is in flight and postponed as a slot begins, with what runs.
 
         Of each, the most that was sent by then, and whether what is left out of the steady phase was sent before it.
         """
-        flying, left, messages = [0] * len(self._classes), [0] * len(self._classes), 0
-        is_steady = not self.order.overlap
-        found: dict[tuple[tuple[int, ...], tuple[int, ...], Running], tuple[int, bool]] = {}
+        flying, left, messages = [0] * len(self._distinct_chunks), [0] * len(self._distinct_chunks), 0
+        is_steady = not self.schedule_spec.overlap
+        found: dict[tuple[tuple[int, ...], tuple[int, ...], RunningChunks], tuple[int, bool]] = {}
         for slot in row:
             ahead = behind = -1
             if len(slot) > 1:
                 # The steady phase begins: what was there only before it, as a first backward pass alone, was sent less.
                 is_steady = True
             for action in slot:
-                own, kind = self._class_of[action.stage], action.kind
+                own, kind = self._chunk_class[action.stage], action.kind
                 if kind == "F":
                     ahead = own
                 elif kind == "W":
@@ -231,86 +240,96 @@ class _RankWalk:
                 left[behind] += slot[-1].kind == "I"
         return found
 
-    def _run(self, running: Running) -> Counts:
-        """The moments of what runs at once, with `Moments.occurs` behind them, [moments, `Columns.size` + 2]."""
-        if running not in self._runs:
-            ahead, behind = (None if own < 0 else self._classes[own] for own in running)
+    def _running_snapshots(self, running: RunningChunks) -> Counts:
+        """The moments of what runs at once, with `MemorySnapshots.occurs` behind them, [moments, `MemoryColumns.size` + 2]."""
+        if running not in self._running_cache:
+            ahead, behind = (None if own < 0 else self._distinct_chunks[own] for own in running)
             if ahead and behind:
-                self._runs[running] = self._pair(ahead, behind)
+                self._running_cache[running] = self._overlap_snapshots(ahead, behind)
             else:
-                run = np.array(list(self._forward(ahead) if ahead else self._backward(behind) if behind else ()))
+                run = np.array(
+                    list(
+                        self._forward_snapshots(ahead) if ahead else self._backward_snapshots(behind) if behind else ()
+                    )
+                )
                 # Of two micro-batches at a time, one is on its way out and the other on its way back.
-                run[:, self.columns.end("in_transit")] += 2.0 if self.order.overlap else 1.0
-                self._runs[running] = _with_occurs(run, 1.0, 1.0)
-        return self._runs[running]
+                run[:, self.columns.end_column("in_transit")] += 2.0 if self.schedule_spec.overlap else 1.0
+                self._running_cache[running] = _with_occurs(run, 1.0, 1.0)
+        return self._running_cache[running]
 
-    def _pair(self, ahead: Chunk, behind: Chunk) -> Counts:
-        if not self._is_whole:
-            before = self._kept(behind)
-            before[self.columns.end("in_transit")] += 2.0
+    def _overlap_snapshots(self, forward_chunk: ModelChunk, backward_chunk: ModelChunk) -> Counts:
+        if not self._finds_all:
+            before = self._saved(backward_chunk)
+            before[self.columns.end_column("in_transit")] += 2.0
             return _with_occurs(before[None], 1.0, 1.0)
-        plain, paused = (Pairing(self.columns, self.splits, again, self._keeps_sent()) for again in (False, True))
-        runs = (pair_rows(plain, ahead, behind), pair_rows(paused, ahead, behind))
+        plain, paused = (
+            OverlapSpec(self.columns, self.splits_backward, again, self._keeps_sent_messages())
+            for again in (False, True)
+        )
+        runs = (
+            overlap_snapshots(plain, forward_chunk, backward_chunk),
+            overlap_snapshots(paused, forward_chunk, backward_chunk),
+        )
         return np.concatenate([_with_occurs(runs[0], 1.0, 0.0), _with_occurs(runs[1], 0.0, 1.0)])
 
-    def _forward(self, chunk: Chunk) -> Iterator[Counts]:
+    def _forward_snapshots(self, chunk: ModelChunk) -> Iterator[Counts]:
         """The end of the forward pass, and the last layer of each kind at work."""
-        whole = self._kept(chunk)
+        whole = self._saved(chunk)
         if chunk.has_loss:
-            whole[self.columns.end("logits")] += 1
+            whole[self.columns.end_column("logits")] += 1
         yield whole
         for i in _last_of_each(chunk.kinds):
-            now = self._before(chunk, i + 1)
-            now[self.columns.passing + chunk.kinds[i]] += 1
+            now = self._saved_before(chunk, i + 1)
+            now[self.columns.transient + chunk.kinds[i]] += 1
             yield now
 
-    def _backward(self, chunk: Chunk) -> Iterator[Counts]:
+    def _backward_snapshots(self, chunk: ModelChunk) -> Iterator[Counts]:
         """The last layer of each kind at work, and, where those behind have postponed something, the first of each."""
-        now = self._before(chunk, 0)
-        yield now + (self._postponed(chunk) if self.splits else 0)
+        now = self._saved_before(chunk, 0)
+        yield now + (self._delayed_wgrad(chunk) if self.splits_backward else 0)
         last = _last_of_each(chunk.kinds)
-        first = [chunk.kinds.index(kind) for kind in set(chunk.kinds)] if self.splits else []
+        first = [chunk.kinds.index(kind) for kind in set(chunk.kinds)] if self.splits_backward else []
         for i in sorted({*last, *first}):
-            now = self._before(chunk, i + 1)
-            now[self.columns.passing + chunk.kinds[i]] += 1
-            now[self.columns.again + chunk.kinds[i]] += 1
-            now[self.columns.at("beside") + chunk.kinds[i]] += self.splits
-            yield now + (self._postponed(chunk, i + 1) if self.splits else 0)
+            now = self._saved_before(chunk, i + 1)
+            now[self.columns.transient + chunk.kinds[i]] += 1
+            now[self.columns.recompute_peak + chunk.kinds[i]] += 1
+            now[self.columns.at_snapshot_point("beside") + chunk.kinds[i]] += self.splits_backward
+            yield now + (self._delayed_wgrad(chunk, i + 1) if self.splits_backward else 0)
 
-    def _before(self, chunk: Chunk, layers: int) -> Counts:
+    def _saved_before(self, chunk: ModelChunk, num_layers: int) -> Counts:
         """The embedding and the first so many layers."""
         row = np.zeros(self.columns.size)
-        row[self.columns.end("embedding")] += chunk.has_embedding
-        for kind in chunk.kinds[:layers]:
-            row[self.columns.kept + kind] += 1
+        row[self.columns.end_column("embedding")] += chunk.has_embedding
+        for kind in chunk.kinds[:num_layers]:
+            row[self.columns.saved + kind] += 1
         return row
 
-    def _kept(self, chunk: Chunk) -> Counts:
-        row = self._before(chunk, len(chunk.kinds))
+    def _saved(self, chunk: ModelChunk) -> Counts:
+        row = self._saved_before(chunk, len(chunk.kinds))
         if chunk.has_loss:
-            row[self.columns.end("head")] += 1
-            row[self.columns.end("further")] += chunk.num_further
+            row[self.columns.end_column("head")] += 1
+            row[self.columns.end_column("further")] += chunk.num_mtp_layers
         return row
 
-    def _postponed(self, chunk: Chunk, behind: int = 0) -> Counts:
+    def _delayed_wgrad(self, chunk: ModelChunk, first_layer: int = 0) -> Counts:
         row = np.zeros(self.columns.size)
-        for kind in chunk.kinds[behind:]:
-            row[self.columns.postponed + kind] += 1
+        for kind in chunk.kinds[first_layer:]:
+            row[self.columns.delayed_wgrad + kind] += 1
         if chunk.has_loss:
-            row[self.columns.end("postponed_head")] += 1 + chunk.num_further
-            row[self.columns.end("postponed_further")] += chunk.num_further
+            row[self.columns.end_column("postponed_head")] += 1 + chunk.num_mtp_layers
+            row[self.columns.end_column("postponed_further")] += chunk.num_mtp_layers
         return row
 
-    def _sent(self, stage: int) -> int:
+    def _num_sent(self, stage: int) -> int:
         """Hidden states and gradients that a micro-batch leaves behind."""
-        return (stage > 0) + (stage + 1 < len(self.chunks)) if self._keeps_sent() else 0
+        return (stage > 0) + (stage + 1 < len(self.chunks)) if self._keeps_sent_messages() else 0
 
-    def _keeps_sent(self) -> bool:
-        order = self.order
-        lets_go = order.schedule in WAITS_FOR_SENDS and order.vpp == 1 and not order.overlap
-        return order.keeps_messages and order.pp > 1 and not lets_go
+    def _keeps_sent_messages(self) -> bool:
+        order = self.schedule_spec
+        lets_go = order.schedule in BLOCKING_SENDS and order.vpp == 1 and not order.overlap
+        return order.keeps_sent_messages and order.pp > 1 and not lets_go
 
-    def _awaited(self, stages: Iterable[int]) -> int:
+    def _num_recv_buffers(self, stages: Iterable[int]) -> int:
         """Buffers for each micro-batch: one for each neighbour of a stage on another rank."""
         return sum(
             neighbour in self.rank_of and self.rank_of[neighbour] != self.rank_of[stage]
@@ -319,28 +338,28 @@ class _RankWalk:
         )
 
 
-def _with_occurs(rows: Counts, plain: float, again: float) -> Counts:
-    return np.hstack([rows, np.tile([plain, again], (len(rows), 1))])
+def _with_occurs(rows: Counts, without_recompute: float, with_recompute: float) -> Counts:
+    return np.hstack([rows, np.tile([without_recompute, with_recompute], (len(rows), 1))])
 
 
 def _last_of_each(kinds: Sequence[int]) -> list[int]:
     return sorted({kind: i for i, kind in enumerate(kinds)}.values())
 
 
-def _held(chunks: Sequence[Chunk], stages: Sequence[int], columns: Columns) -> Counts:
+def _state_counts(chunks: Sequence[ModelChunk], stages: Sequence[int], columns: MemoryColumns) -> Counts:
     row = np.zeros(columns.state_size)
     own = [chunks[stage] for stage in stages]
-    row[columns.state("stage")] = len(own)
+    row[columns.state_column("stage")] = len(own)
     for chunk in own:
-        row[columns.state("embedding")] += chunk.has_embedding
-        row[columns.state("head")] += chunk.has_loss
-        row[columns.state("further")] += chunk.num_further
+        row[columns.state_column("embedding")] += chunk.has_embedding
+        row[columns.state_column("head")] += chunk.has_loss
+        row[columns.state_column("further")] += chunk.num_mtp_layers
         for kind in chunk.kinds:
             row[kind] += 1
-        bits = sum(1 << kind for kind in set(chunk.kinds)) | (1 << columns.kinds if chunk.num_further else 0)
-        row[columns.sets + bits] += 1
+        bits = sum(1 << kind for kind in set(chunk.kinds)) | (1 << columns.num_kinds if chunk.num_mtp_layers else 0)
+        row[columns.first_kind_set + bits] += 1
     if own and own[-1].has_loss and not own[-1].has_embedding:
         # The second copy of the embedding, if the model needs one, follows a first one on the same rank.
         name = "following_embedding" if own[0].has_embedding else "second_embedding"
-        row[columns.state(name)] += 1
+        row[columns.state_column(name)] += 1
     return row

@@ -7,23 +7,23 @@ from pathlib import Path
 from moefold.errors import ConfigError
 
 
-def check_output(option: str, path: Path, endings: tuple[str, ...]) -> None:
+def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> None:
     """Refuse a file that cannot be written, before anything is worked out; nothing is created.
 
     Args:
         option: what names it.
         path: the file.
-        endings: those that it may have, in small letters.
+        suffixes: those that it may have, in small letters.
 
     Raises:
         ConfigError: it has another ending, its folder is not there, or the place may not be written to.
     """
-    if path.suffix.lower() not in endings:
-        raise ConfigError(f"{option} {path} must end in {' or '.join(endings)}")
-    check_place(option, path)
+    if path.suffix.lower() not in suffixes:
+        raise ConfigError(f"{option} {path} must end in {' or '.join(suffixes)}")
+    check_writable(option, path)
 
 
-def refuse_existing(option: str, path: Path, *, force: bool) -> None:
+def reject_existing(option: str, path: Path, *, force: bool) -> None:
     """Refuse a file that exists, unless it is to be replaced.
 
     Raises:
@@ -33,18 +33,18 @@ def refuse_existing(option: str, path: Path, *, force: bool) -> None:
         raise ConfigError(f"{option} {path} exists already; add --force to replace it, or name another file")
 
 
-def check_place(option: str, path: Path) -> None:
+def check_writable(option: str, path: Path) -> None:
     """The same without the ending.
 
     Raises:
         ConfigError: the folder is not there, or the place may not be written to.
     """
-    fault = _fault(path)
+    fault = _write_errno(path)
     if fault:
         raise ConfigError(f"{option} {path} cannot be written: {os.strerror(fault)}")
 
 
-def _fault(path: Path) -> int:
+def _write_errno(path: Path) -> int:
     if path.is_dir():
         return errno.EISDIR
     if not path.parent.exists():

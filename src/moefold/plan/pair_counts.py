@@ -9,91 +9,99 @@ from functools import lru_cache
 
 import numpy as np
 
-from moefold.metrics.pass_turns import MOMENTS, WITH_SPLITS, LayerPieces, StagePieces, run_backward, run_forward, turns
-from moefold.plan.columns import Columns, Counts, undominated
-from moefold.plan.stage_split import Chunk
+from moefold.metrics.pass_turns import (
+    SNAPSHOT_POINTS,
+    SPLIT_BACKWARD_POINTS,
+    LayerMemory,
+    StageMemory,
+    interleave,
+    visit_backward,
+    visit_forward,
+)
+from moefold.plan.columns import Counts, MemoryColumns, drop_dominated
+from moefold.plan.stage_split import ModelChunk
 
 
 @dataclass(frozen=True)
-class Pairing:
+class OverlapSpec:
     """How the passes of a pair run."""
 
-    columns: Columns
-    splits: bool
+    columns: MemoryColumns
+    splits_backward: bool
     """Whether the schedule splits backward passes."""
-    pauses_again: bool
+    recomputes_comm: bool
     """Whether exchanges run again before the gradients."""
-    sends: bool
+    keeps_sent_messages: bool
     """Whether what a backward pass has sent stays."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
-    most: Counts
+class _SnapshotInterval:
+    peak: Counts
     """All that may be most, [moments, columns]."""
-    rests: Counts
+    during_comm: Counts
     """[1, columns]"""
 
 
-class _Drawn:
+class _SnapshotIntervalBuilder:
     """A pass under construction."""
 
     def __init__(self) -> None:
-        self.stretches: list[_Stretch] = []
-        self._moments: list[Counts] = []
+        self.intervals: list[_SnapshotInterval] = []
+        self._snapshots: list[Counts] = []
 
-    def reach(self, now: Counts) -> None:
-        self._moments.append(now)
+    def observe(self, live: Counts) -> None:
+        self._snapshots.append(live)
 
-    def pause(self, rests: Counts) -> None:
-        self.stretches.append(_Stretch(np.array(self._moments), rests[None]))
-        self._moments = []
+    def close_interval(self, during_comm: Counts) -> None:
+        self.intervals.append(_SnapshotInterval(np.array(self._snapshots), during_comm[None]))
+        self._snapshots = []
 
 
 @lru_cache(maxsize=4096)
-def pair_rows(pairing: Pairing, ahead: Chunk, behind: Chunk) -> Counts:
+def overlap_snapshots(spec: OverlapSpec, forward_chunk: ModelChunk, backward_chunk: ModelChunk) -> Counts:
     """The moments of a pair that no other one outdoes, [moments, columns].
 
     Args:
-        pairing: how they run.
-        ahead: what runs forward.
-        behind: what runs backward.
+        spec: how they run.
+        forward_chunk: what runs forward.
+        backward_chunk: what runs backward.
     """
-    columns = pairing.columns
-    nothing = _Units(columns).row(in_transit=1.0)
+    columns = spec.columns
+    nothing = _UnitRows(columns).row(in_transit=1.0)
     sent = nothing.copy()
-    if pairing.sends:
-        sent[columns.end("hidden")] += (not behind.has_embedding) + (not behind.has_loss)
-    forward, backward = _forward(pairing, ahead), _backward(pairing, behind)
-    found = [one + other for one, other in turns(forward, backward, nothing[None], sent[None])]
-    return undominated(np.unique(np.concatenate(found), axis=0))
+    if spec.keeps_sent_messages:
+        sent[columns.end_column("hidden")] += (not backward_chunk.has_embedding) + (not backward_chunk.has_loss)
+    forward, backward = _forward_intervals(spec, forward_chunk), _backward_intervals(spec, backward_chunk)
+    found = [one + other for one, other in interleave(forward, backward, nothing[None], sent[None])]
+    return drop_dominated(np.unique(np.concatenate(found), axis=0))
 
 
 @lru_cache(maxsize=1024)
-def _forward(pairing: Pairing, chunk: Chunk) -> tuple[_Stretch, ...]:
-    drawn = _Drawn()
-    run_forward(drawn, _pieces(pairing, chunk))
-    return tuple(drawn.stretches)
+def _forward_intervals(spec: OverlapSpec, chunk: ModelChunk) -> tuple[_SnapshotInterval, ...]:
+    drawn = _SnapshotIntervalBuilder()
+    visit_forward(drawn, _stage_rows(spec, chunk))
+    return tuple(drawn.intervals)
 
 
 @lru_cache(maxsize=1024)
-def _backward(pairing: Pairing, chunk: Chunk) -> tuple[_Stretch, ...]:
-    drawn = _Drawn()
-    run_backward(drawn, _pieces(pairing, chunk))
-    return tuple(drawn.stretches)
+def _backward_intervals(spec: OverlapSpec, chunk: ModelChunk) -> tuple[_SnapshotInterval, ...]:
+    drawn = _SnapshotIntervalBuilder()
+    visit_backward(drawn, _stage_rows(spec, chunk))
+    return tuple(drawn.intervals)
 
 
-class _Units:
+class _UnitRows:
     """Rows with one of something."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: MemoryColumns) -> None:
         self._columns = columns
 
     def row(self, **ends: float) -> Counts:
         """So many of some end columns."""
         found = np.zeros(self._columns.size)
         for name, count in ends.items():
-            found[self._columns.end(name)] = count
+            found[self._columns.end_column(name)] = count
         return found
 
     def layer(self, first: int, kind: int, in_transit: float = 0.0) -> Counts:
@@ -102,34 +110,37 @@ class _Units:
         found[first + kind] = 1.0
         return found
 
-    def pieces(self, kind: int, postponed: Counts) -> LayerPieces[Counts]:
+    def layer_rows(self, kind: int, delayed_wgrad: Counts) -> LayerMemory[Counts]:
         """A layer. At work it is there as a whole: of offloaded parts one run less is in transit, half of its two."""
         columns = self._columns
-        at = {name: self.layer(columns.at(name), kind, 0.0 if name in WITH_SPLITS else -0.5) for name in MOMENTS}
-        return LayerPieces(self.layer(columns.kept, kind), at, postponed, kind in columns.routed)
+        at = {
+            name: self.layer(columns.at_snapshot_point(name), kind, 0.0 if name in SPLIT_BACKWARD_POINTS else -0.5)
+            for name in SNAPSHOT_POINTS
+        }
+        return LayerMemory(self.layer(columns.saved, kind), at, delayed_wgrad, kind in columns.moe_kinds)
 
 
-def _pieces(pairing: Pairing, chunk: Chunk) -> StagePieces[Counts]:
-    columns, units = pairing.columns, _Units(pairing.columns)
-    nothing, splits = units.row(), pairing.splits
+def _stage_rows(spec: OverlapSpec, chunk: ModelChunk) -> StageMemory[Counts]:
+    columns, units = spec.columns, _UnitRows(spec.columns)
+    nothing, splits = units.row(), spec.splits_backward
     known = {
-        kind: units.pieces(kind, units.layer(columns.postponed, kind) if splits else nothing)
+        kind: units.layer_rows(kind, units.layer(columns.delayed_wgrad, kind) if splits else nothing)
         for kind in set(chunk.kinds)
     }
     further = []
-    if chunk.num_further:
+    if chunk.num_mtp_layers:
         postponed = units.row(postponed_further=1.0) if splits else nothing
-        further = [units.pieces(chunk.further_kind, postponed)] * chunk.num_further
-    postponed_heads = chunk.has_loss * splits * (1.0 + chunk.num_further)
-    return StagePieces(
-        before=units.row(embedding=float(chunk.has_embedding), in_transit=1.0),
+        further = [units.layer_rows(chunk.mtp_layer_kind, postponed)] * chunk.num_mtp_layers
+    postponed_heads = chunk.has_loss * splits * (1.0 + chunk.num_mtp_layers)
+    return StageMemory(
+        embedding=units.row(embedding=float(chunk.has_embedding), in_transit=1.0),
         layers=[known[kind] for kind in chunk.kinds],
-        further=further,
-        further_kept=units.row(further=1.0),
+        mtp_layers=further,
+        mtp_layer_saved=units.row(further=1.0),
         head=units.row(head=float(chunk.has_loss)),
         logits=units.row(logits=1.0),
-        postponed_head=units.row(postponed_head=postponed_heads),
+        delayed_wgrad_head=units.row(postponed_head=postponed_heads),
         is_last=chunk.has_loss,
-        splits=splits,
-        pauses_again=pairing.pauses_again,
+        splits_backward=splits,
+        recomputes_comm=spec.recomputes_comm,
     )

@@ -5,16 +5,18 @@ from typing import Any
 import numpy as np
 
 
-def bubble_s(forward_s: Any, backward_s: Any, weight_s: Any, *, pp: int, vpp: Any, n: int, schedule: str) -> Any:
+def bubble_s(
+    forward_s: Any, backward_s: Any, wgrad_s: Any, *, pp: int, vpp: Any, num_micro_batches: int, schedule: str
+) -> Any:
     """Idle seconds of a rank in one step.
 
     Args:
         forward_s: a number, or an array as all that is measured may be: one micro-batch through all chunks of one rank.
         backward_s: the same backward, weights' gradients included.
-        weight_s: the part of `backward_s` that makes weights' gradients.
+        wgrad_s: the part of `backward_s` that makes weights' gradients.
         pp: pipeline ranks.
         vpp: chunks on each rank.
-        n: micro-batches of a step. With fewer than pp no schedule keeps all ranks busy: one goes from rank to rank.
+        num_micro_batches: micro-batches of a step. With fewer than pp no schedule keeps all ranks busy: one goes from rank to rank.
         schedule: as in a recipe; "1f1b" with vpp of 2 or more is the interleaved form (arXiv:2104.04473).
 
     Returns:
@@ -29,23 +31,23 @@ def bubble_s(forward_s: Any, backward_s: Any, weight_s: Any, *, pp: int, vpp: An
         return 0.0
     both = forward_s + backward_s
     if schedule == "zero-bubble":
-        few, without = min(n, pp), both - weight_s
-        in_turn = pp * without + ((few - 1) * without + weight_s) / vpp - few * both
-        filled = (pp - 1) * larger(both - 2 * weight_s, both / 3) / vpp + (pp - few) * weight_s
-        return larger(in_turn, filled)
+        few, without = min(num_micro_batches, pp), both - wgrad_s
+        in_turn = pp * without + ((few - 1) * without + wgrad_s) / vpp - few * both
+        filled = (pp - 1) * elementwise_max(both - 2 * wgrad_s, both / 3) / vpp + (pp - few) * wgrad_s
+        return elementwise_max(in_turn, filled)
     if schedule == "zbv":
-        alone = (pp - 1) * (both - weight_s)
-        filled = larger(alone - (min(n, pp) - 1) * weight_s, (pp - 1) * both / 3)
-        share = min(1.0, (n - 1) / (2 * pp - 2))
+        alone = (pp - 1) * (both - wgrad_s)
+        filled = elementwise_max(alone - (min(num_micro_batches, pp) - 1) * wgrad_s, (pp - 1) * both / 3)
+        share = min(1.0, (num_micro_batches - 1) / (2 * pp - 2))
         return (1 - share) * alone + share * filled / 2
     if schedule == "dualpipev":
-        return (pp - 1) * larger(forward_s + 2 * backward_s - 3 * weight_s, 0.0) / 2
-    if schedule == "gpipe" or n >= pp:
+        return (pp - 1) * elementwise_max(forward_s + 2 * backward_s - 3 * wgrad_s, 0.0) / 2
+    if schedule == "gpipe" or num_micro_batches >= pp:
         return (pp - 1) * both / vpp
-    return both * ((pp - n) + (n - 1) / vpp)
+    return both * ((pp - num_micro_batches) + (num_micro_batches - 1) / vpp)
 
 
-def larger(left: Any, right: Any) -> Any:
+def elementwise_max(left: Any, right: Any) -> Any:
     """The larger of two numbers, or of each pair of two arrays."""
     return (
         np.maximum(left, right) if isinstance(left, np.ndarray) or isinstance(right, np.ndarray) else max(left, right)

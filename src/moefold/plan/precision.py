@@ -7,10 +7,10 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.plan.device import Device
 
-WIDE = "bf16"
+BF16 = "bf16"
 RecipePrecision = Literal["dtype", "fp8-blockwise", "mxfp8", "nvfp4"]
 RECIPE_NAMES: dict[str, RecipePrecision] = {
-    WIDE: "dtype",
+    BF16: "dtype",
     "fp8-blockwise": "fp8-blockwise",
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
@@ -19,7 +19,7 @@ RECIPE_NAMES: dict[str, RecipePrecision] = {
 PLANNER_NAMES: dict[str, str] = {name: priced for priced, name in RECIPE_NAMES.items()}
 
 
-def settled_precision(cfg: Config, given: str | None, device: Device) -> tuple[Config, str]:
+def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[Config, str]:
     """The recipe with the precision that is priced, and the planner's name of it.
 
     Args:
@@ -32,34 +32,34 @@ def settled_precision(cfg: Config, given: str | None, device: Device) -> tuple[C
             type is there.
     """
     precision = PLANNER_NAMES[cfg.train.precision] if given is None else given
-    if given == WIDE and cfg.run.dtype != "bfloat16":
+    if given == BF16 and cfg.run.dtype != "bfloat16":
         raise ConfigError(
-            f"--precision {WIDE} and run.dtype={cfg.run.dtype!r} differ: a recipe's products are of its compute type; "
+            f"--precision {BF16} and run.dtype={cfg.run.dtype!r} differ: a recipe's products are of its compute type; "
             "leave --precision out, or choose run.dtype='bfloat16'"
         )
-    if lack := dtype_fault(cfg, device):
+    if lack := dtype_unsupported_reason(cfg, device):
         raise ConfigError(
             f"run.dtype={cfg.run.dtype!r} has no price here, as {lack}; choose run.dtype='bfloat16', or a FILE.toml "
             f"with base = '{device.name}' and a rate for {cfg.run.dtype} in [wide_flops]"
         )
-    fault = simulation_fault(cfg, precision, device)
+    fault = matrix_unit_unsupported_reason(cfg, precision, device)
     if fault:
         said = f"train.precision={cfg.train.precision!r}" if given is None else f"--precision {given}"
         raise ConfigError(
             f"{said} has no price here, as {fault}: moefold would simulate it, at the speed of float32 at best; "
-            f"choose {fitting(cfg, device)}"
+            f"choose {format_precision_options(cfg, device)}"
         )
     # Rules that read the precision see the one that is priced; a recipe of fp8 is refused where it would be written.
-    narrow = RECIPE_NAMES.get(precision, RECIPE_NAMES[WIDE])
+    narrow = RECIPE_NAMES.get(precision, RECIPE_NAMES[BF16])
     return replace(cfg, train=replace(cfg.train, precision=narrow)), precision
 
 
-def simulation_fault(cfg: Config, precision: str, device: Device) -> str:
+def matrix_unit_unsupported_reason(cfg: Config, precision: str, device: Device) -> str:
     """Why products of a precision do not run on the matrix units of a device; empty if they do.
 
     The runtime's reasons, in `kernels/select.py`, with the device's table in place of its compute capability.
     """
-    if precision == WIDE:
+    if precision == BF16:
         return ""
     if precision not in device.peak_flops:
         return f"{device.name} has matrix units for {', '.join(device.peak_flops)} alone"
@@ -70,20 +70,20 @@ def simulation_fault(cfg: Config, precision: str, device: Device) -> str:
     return ""
 
 
-def dtype_fault(cfg: Config, device: Device) -> str:
+def dtype_unsupported_reason(cfg: Config, device: Device) -> str:
     """Why the compute type has no price on a device; empty if it has one."""
     if cfg.run.dtype == "bfloat16" or cfg.run.dtype in device.wide_flops:
         return ""
     return f"nothing is known of {device.name} in {cfg.run.dtype}"
 
 
-def fitting(cfg: Config, device: Device) -> str:
+def format_precision_options(cfg: Config, device: Device) -> str:
     """The precisions that a recipe can have on a device, as options."""
-    names = [name for name in device.peak_flops if not simulation_fault(cfg, name, device)]
+    names = [name for name in device.peak_flops if not matrix_unit_unsupported_reason(cfg, name, device)]
     return " or ".join(f"--precision {name}" for name in names)
 
 
-def check_trainable(precision: str, device: Device) -> None:
+def check_recipe_precision(precision: str, device: Device) -> None:
     """A recipe can say the precision that is priced.
 
     Raises:

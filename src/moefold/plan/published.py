@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moefold.bounded_read import TABLE_BYTES, read_bytes
+from moefold.bounded_read import MAX_TABLE_BYTES, read_bytes
 from moefold.errors import ConfigError
 from moefold.plan.device import device_names, load_device
-from moefold.plan.mapping import Mapping
-from moefold.plan.model_name import known_name
-from moefold.plan.workload import NATURAL_IMBALANCE, CudaGraphs, Workload
+from moefold.plan.mapping import ParallelMapping
+from moefold.plan.model_name import find_model_name
+from moefold.plan.workload import NATURAL_IMBALANCE, CudaGraphs, TrainingWorkload
 
-_SAID = ("source", "model", "gpu", "n_gpus", "precision", "seq_len", "gbs")
-_MAPPING = ("mbs", "tp", "etp", "cp", "ep", "pp", "vpp")
-COLUMNS = (*_SAID, *_MAPPING, "metric", "value", "method", "note")
+_RUN_COLUMNS = ("source", "model", "gpu", "n_gpus", "precision", "seq_len", "gbs")
+_MAPPING_COLUMNS = ("mbs", "tp", "etp", "cp", "ep", "pp", "vpp")
+COLUMNS = (*_RUN_COLUMNS, *_MAPPING_COLUMNS, "metric", "value", "method", "note")
 METRICS = ("mfu_pct", "tflops_per_gpu", "tokens_per_s_per_gpu")
 OUT_OF_MEMORY = "OOM"
-NOT_PRINTED = ("", "-", "n/a", "na", "none")
+EMPTY_CELLS = ("", "-", "n/a", "na", "none")
 
 PAPER = "arXiv:2504.14960"
 BASELINES = {"FSDP": 3, "FSDP+EP": 3, "TP+EP+DP": 1, "MCore": 1}
@@ -48,7 +48,7 @@ _RECOMPUTE = {
 _OFFLOAD = {r"optimizer offload": "optimizer", r"activation\w* offload": "expert_activation"}
 """Activations that are offloaded are those of the experts, where a source says which."""
 _BLACKWELL = ("b200", "b300", "gb200", "gb300")
-_RACKS = ("gb200", "gb300")
+_RACK_SCALE = ("gb200", "gb300")
 
 
 class SkipRowError(ValueError):
@@ -56,7 +56,7 @@ class SkipRowError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PublishedRow:
     """One line of a table, as text."""
 
     cells: dict[str, str]
@@ -64,9 +64,9 @@ class Row:
     def __getitem__(self, column: str) -> str:
         return self.cells[column].strip()
 
-    def number(self, column: str) -> int | None:
+    def positive_int(self, column: str) -> int | None:
         """The whole number of a cell; None where it is empty."""
-        text = "" if self[column].lower() in NOT_PRINTED else self[column]
+        text = "" if self[column].lower() in EMPTY_CELLS else self[column]
         if text and not text.isdecimal():
             raise SkipRowError(f"{column}={text!r} is no whole number")
         if text and int(text) < 1:
@@ -74,7 +74,7 @@ class Row:
         return int(text) if text else None
 
     @property
-    def words(self) -> str:
+    def method_and_note(self) -> str:
         """Method and note, lower case."""
         return f"{self['method']} {self['note']}".lower()
 
@@ -86,51 +86,51 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class PublishedCase:
     """A row that can be priced: one mapping, but for what the planner is to choose."""
 
-    row: Row
+    row: PublishedRow
     model: str
     gpu: str
-    mapping: Mapping
+    mapping: ParallelMapping
     """With mbs or vpp of 0 where the source does not print them."""
-    workload: Workload
+    workload: TrainingWorkload
     recompute: tuple[str, ...] | None
     """None where the source does not print it."""
-    is_complete: bool = False
+    is_fully_specified: bool = False
     """Whether states are known to be float32 and no whole layer runs again: the paper's methods are compared so."""
-    printed_flops: float = 0.0
+    published_flops_per_token: float = 0.0
     """Operations for a token by the source's own formula, where it is not one of the two conventions; 0: it is."""
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[PublishedRow]:
     """The rows of a table.
 
     Raises:
         ConfigError: the file cannot be read or lacks a column.
     """
     try:
-        text = read_bytes(path, TABLE_BYTES).decode("utf-8")
+        text = read_bytes(path, MAX_TABLE_BYTES).decode("utf-8")
         reader = csv.DictReader(io.StringIO(text, newline=""))
         lacking = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
         if lacking:
             raise ConfigError(f"{path}: lacks the columns {', '.join(lacking)}; see `moefold plan-accuracy --help`")
-        return [Row({column: line[column] or "" for column in COLUMNS}) for line in reader]
+        return [PublishedRow({column: line[column] or "" for column in COLUMNS}) for line in reader]
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read as CSV: {error}") from None
 
 
-def case_of(row: Row) -> Case:
+def parse_case(row: PublishedRow) -> PublishedCase:
     """What a row says.
 
     Raises:
         SkipRowError: it does not say enough, or speaks of a model or device that the planner does not know.
     """
-    if "lora" in row.words:
+    if "lora" in row.method_and_note:
         raise SkipRowError("LoRA trains other weights than the model's")
-    model, gpu = known_name(row["model"]), _device_name(row["gpu"])
+    model, gpu = find_model_name(row["model"]), _device_name(row["gpu"])
     if model is None:
         raise SkipRowError(f"model {row['model']!r} is not known")
     if gpu is None:
@@ -140,15 +140,15 @@ def case_of(row: Row) -> Case:
     mapping = _mapping(row, gpu)
     workload = _workload(row, gpu, mapping)
     recompute = _recompute(row)
-    return Case(
+    return PublishedCase(
         row=row,
         model=model,
         gpu=gpu,
         mapping=replace(mapping, recompute=recompute or ()),
         workload=workload,
         recompute=recompute,
-        is_complete=row["source"].startswith(PAPER),
-        printed_flops=27.15e9 if model == "gpt-oss-120b" and (0, 0) < row.release < (26, 6) else 0.0,
+        is_fully_specified=row["source"].startswith(PAPER),
+        published_flops_per_token=27.15e9 if model == "gpt-oss-120b" and (0, 0) < row.release < (26, 6) else 0.0,
     )
 
 
@@ -158,11 +158,11 @@ def _device_name(text: str) -> str | None:
     return named[0] if len(named) == 1 else None
 
 
-def _mapping(row: Row, gpu: str) -> Mapping:
+def _mapping(row: PublishedRow, gpu: str) -> ParallelMapping:
     """The degrees, those that other words of the row say included."""
     method = row["method"]
     is_baseline = row["source"].startswith(PAPER) and method in BASELINES
-    known = {axis: row.number(axis) for axis in ("tp", "etp", "cp", "ep", "pp", "n_gpus")}
+    known = {axis: row.positive_int(axis) for axis in ("tp", "etp", "cp", "ep", "pp", "n_gpus")}
     if known["pp"] is None and (is_baseline and method != "MCore"):
         known["pp"] = 1
     if known["ep"] is None and (_is_dense(row) or (is_baseline and method == "FSDP")):
@@ -174,8 +174,8 @@ def _mapping(row: Row, gpu: str) -> Mapping:
     etp = known["etp"] or (tp if is_baseline else 1)
     if n % (tp * cp * pp) or n % (etp * ep * pp):
         raise SkipRowError(f"the degrees do not divide {n} GPUs")
-    has_fsdp = "fsdp" in row.words
-    return Mapping(
+    has_fsdp = "fsdp" in row.method_and_note
+    return ParallelMapping(
         tp=tp,
         cp=cp,
         pp=pp,
@@ -183,37 +183,41 @@ def _mapping(row: Row, gpu: str) -> Mapping:
         etp=etp,
         dp=n // (tp * cp * pp),
         edp=n // (etp * ep * pp),
-        vpp=1 if pp == 1 else row.number("vpp") or 0,
-        mbs=row.number("mbs") or (1 if row["source"].startswith(PAPER) else 0),
+        vpp=1 if pp == 1 else row.positive_int("vpp") or 0,
+        mbs=row.positive_int("mbs") or (1 if row["source"].startswith(PAPER) else 0),
         zero=3 if has_fsdp else 1,
         dispatcher=_dispatcher(row, gpu),
         overlap=_overlaps(row, gpu, ep * etp),
-        offload=tuple(what for words, what in _OFFLOAD.items() if re.search(words, row.words)),
+        offload=tuple(what for words, what in _OFFLOAD.items() if re.search(words, row.method_and_note)),
     )
 
 
-def _overlaps(row: Row, gpu: str, ranks: int) -> bool:
+def _overlaps(row: PublishedRow, gpu: str, num_expert_ranks: int) -> bool:
     """Said by the row; Megatron-Bridge's recipes turn it on where the experts' exchange leaves the NVLink domain."""
-    if "overlap" in row.words:
-        return "no overlap" not in row.words
-    return "Megatron-Bridge" in row["method"] and row.release >= (26, 0) and ranks > load_device(gpu).domain
+    if "overlap" in row.method_and_note:
+        return "no overlap" not in row.method_and_note
+    return (
+        "Megatron-Bridge" in row["method"]
+        and row.release >= (26, 0)
+        and num_expert_ranks > load_device(gpu).nvlink_domain_size
+    )
 
 
-def _dispatcher(row: Row, gpu: str) -> str:
+def _dispatcher(row: PublishedRow, gpu: str) -> str:
     for name in ("hybridep", "deepep"):
-        if name in row.words:
+        if name in row.method_and_note:
             return name
     if "Megatron-Bridge" not in row["method"] or row.release < (26, 0):
         return "alltoall"
-    return "hybridep" if gpu in _RACKS else "deepep"
+    return "hybridep" if gpu in _RACK_SCALE else "deepep"
 
 
-def _is_dense(row: Row) -> bool:
+def _is_dense(row: PublishedRow) -> bool:
     return "llama3" in "".join(char for char in row["model"].lower() if char.isalnum()) and "8x" not in row["model"]
 
 
-def _workload(row: Row, gpu: str, mapping: Mapping) -> Workload:
-    seq_len, batch = row.number("seq_len"), row.number("gbs")
+def _workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> TrainingWorkload:
+    seq_len, batch = row.positive_int("seq_len"), row.positive_int("gbs")
     if seq_len is None:
         raise SkipRowError("seq_len not printed")
     if batch is None:
@@ -222,30 +226,30 @@ def _workload(row: Row, gpu: str, mapping: Mapping) -> Workload:
         batch = mapping.mbs * mapping.dp
     if batch % mapping.dp:
         raise SkipRowError(f"a batch of {batch} does not divide over dp={mapping.dp}")
-    is_paper, words = row["source"].startswith(PAPER), row.words
+    is_paper, words = row["source"].startswith(PAPER), row.method_and_note
     drops = is_paper or "token-drop" in words or "tokendrop" in row["model"].lower()
     is_new = gpu in _BLACKWELL and row.release >= (26, 6)
     graphs: CudaGraphs = "partial" if "cuda graph" in words or row.release >= (26, 0) else "none"
-    return Workload(
+    return TrainingWorkload(
         seq_len=seq_len,
         global_batch_size=batch,
-        precision=_units(_precision(row, gpu), gpu),
+        precision=_check_matrix_units(_precision(row, gpu), gpu),
         capacity_factor=1.0 if drops else 0.0,
         imbalance=NATURAL_IMBALANCE if "natural routing" in words else 1.0,
         cuda_graphs="full" if is_new else graphs,
         fused_experts=is_new,
-        causal=not is_paper and not (0, 0) < row.release < (25, 6),
-        coupled=is_paper and row["method"] in BASELINES and mapping.dp % mapping.ep == 0,
-        overlaps_gathers=not is_paper,
-        shards_over_dp_alone=is_paper,
-        overlaps_tensor="Megatron-Bridge" in row["method"] and _is_dense(row),
+        counts_causal_attention=not is_paper and not (0, 0) < row.release < (25, 6),
+        is_coupled=is_paper and row["method"] in BASELINES and mapping.dp % mapping.ep == 0,
+        overlaps_dp_comm=not is_paper,
+        shards_over_dp_only=is_paper,
+        overlaps_tp_comm="Megatron-Bridge" in row["method"] and _is_dense(row),
         reduce_bytes=2.0 if mapping.zero == 3 else 4.0,
         is_megatron=not any(name in row["source"].lower() for name in OTHER_SOFTWARE),
-        with_mtp="w/o mtp" not in row["model"].lower(),
+        runs_mtp="w/o mtp" not in row["model"].lower(),
     )
 
 
-def _precision(row: Row, gpu: str) -> str:
+def _precision(row: PublishedRow, gpu: str) -> str:
     text = row["precision"].upper().rstrip("?").replace("FP16", "BF16")
     is_fine = "parenthesised" in row["note"]
     if text in ("BF16", "NVFP4", "MXFP8"):
@@ -259,14 +263,14 @@ def _precision(row: Row, gpu: str) -> str:
     raise SkipRowError(f"precision {row['precision']!r} is not known")
 
 
-def _units(precision: str, gpu: str) -> str:
+def _check_matrix_units(precision: str, gpu: str) -> str:
     if precision not in load_device(gpu).peak_flops:
         raise SkipRowError(f"{gpu} has no matrix units for {precision}")
     return precision
 
 
-def _recompute(row: Row) -> tuple[str, ...] | None:
-    words = row.words
+def _recompute(row: PublishedRow) -> tuple[str, ...] | None:
+    words = row.method_and_note
     if "no recompute" in words or "no ac" in words:
         return ()
     if "full ac" in words:
@@ -276,10 +280,10 @@ def _recompute(row: Row) -> tuple[str, ...] | None:
         return None
     if listed[1]:
         return ("layer",)
-    return tuple(_parts(listed[2]))
+    return tuple(_recompute_parts(listed[2]))
 
 
-def _parts(text: str) -> Iterator[str]:
+def _recompute_parts(text: str) -> Iterator[str]:
     for pattern, part in _RECOMPUTE.items():
         if re.search(pattern, text.replace("_", " ")):
             yield part

@@ -9,21 +9,21 @@ from typing import Any
 from moefold.config.checks import check_config
 from moefold.config.keys import default_of, sections
 from moefold.config.load import load_config
-from moefold.config.pipeline_layout import write_layout
+from moefold.config.pipeline_layout import format_layout
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.plan.legality import Legality
-from moefold.plan.mapping import OPTIMIZER, Mapping
-from moefold.plan.shape import shape_of
+from moefold.plan.legality import MappingConstraints
+from moefold.plan.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
+from moefold.plan.shape import model_spec_from_config
 from moefold.plan.space import HOST
-from moefold.plan.stages import RecipeSplit
+from moefold.plan.stages import RecipeStageSplitter
 
-DERIVED_DISPATCHERS = {"deepep": "auto", "hybridep": "auto"}
+RECIPE_DISPATCHERS = {"deepep": "auto", "hybridep": "auto"}
 """The recipe leaves kernels that may not be installed to the run: auto takes them where they can run."""
-ALWAYS = ("parallel.world_size", "train.seq_len", "train.micro_batch_size", "train.global_batch_size")
+ALWAYS_WRITTEN = ("parallel.world_size", "train.seq_len", "train.micro_batch_size", "train.global_batch_size")
 """Keys that a planned recipe says even where they are the default."""
-FILL_IN = {
+PLACEHOLDER_COMMENTS = {
     "run.dir": "your folder for metrics and checkpoints",
     "run.steps": "your tokens / (seq_len * global_batch_size)",
     "train.lr": "your peak learning rate, for this model and batch",
@@ -35,14 +35,14 @@ FILL_IN = {
 """Keys that a bare model says nothing about, each with a comment on what to change."""
 
 
-def config_under(legality: Legality, mapping: Mapping) -> Config:
+def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMapping) -> Config:
     """The recipe under a mapping. Stages that are not even are balanced, as they were priced.
 
     Raises:
         ConfigError: the runtime refuses it.
     """
     m = mapping
-    cfg = legality.config_of(
+    cfg = constraints.config_of(
         {
             "tp": m.tp,
             "cp": m.cp,
@@ -53,18 +53,18 @@ def config_under(legality: Legality, mapping: Mapping) -> Config:
             "schedule": m.schedule,
             "vpp": m.vpp,
             "zero": m.zero,
-            "dispatcher": DERIVED_DISPATCHERS.get(m.dispatcher, m.dispatcher),
+            "dispatcher": RECIPE_DISPATCHERS.get(m.dispatcher, m.dispatcher),
             "recompute": m.recompute,
             "overlap": m.overlap,
-            "offload": tuple(part for part in m.offload if part != OPTIMIZER),
-            "moments": HOST if OPTIMIZER in m.offload else "none",
+            "offload": tuple(part for part in m.offload if part != OFFLOADED_OPTIMIZER),
+            "moments": HOST if OFFLOADED_OPTIMIZER in m.offload else "none",
         }
     )
     uneven = cfg.model.num_layers % (m.pp * m.vpp) or cfg.model.mtp_layers
     if m.pp > 1 and (uneven or cfg.parallel.pipeline_layout == "auto"):
         # The very stages that were priced: "auto" also looks at what tp and ep leave of the weights.
-        parts = RecipeSplit(legality.base, shape_of(cfg.model)).parts(m.pp * m.vpp)
-        cfg = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=write_layout(parts)))
+        parts = RecipeStageSplitter(constraints.base_config, model_spec_from_config(cfg.model)).parts(m.pp * m.vpp)
+        cfg = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=format_layout(parts)))
     if cfg.train.offload:
         # Memory was counted as if all that leaves had left.
         cfg = replace(cfg, train=replace(cfg.train, offload_waits=True))
@@ -72,8 +72,8 @@ def config_under(legality: Legality, mapping: Mapping) -> Config:
     return cfg
 
 
-def with_run(cfg: Config, name: str) -> Config:
-    """Return the config of a bare model with a run, a schedule and a place for data, which `FILL_IN` explains.
+def with_run_defaults(cfg: Config, name: str) -> Config:
+    """Return the config of a bare model with a run, a schedule and a place for data, which `PLACEHOLDER_COMMENTS` explains.
 
     Args:
         cfg: a model under a mapping; the rest is the default.
@@ -88,13 +88,13 @@ def with_run(cfg: Config, name: str) -> Config:
     )
 
 
-def write_recipe(cfg: Config, path: Path, remarks: list[str], comments: dict[str, str]) -> None:
+def write_recipe(cfg: Config, path: Path, header_comments: list[str], comments: dict[str, str]) -> None:
     """Write a recipe, and make sure that it says what the config says.
 
     Args:
         cfg: a config that passes `check_config`.
         path: the file, ending in .toml.
-        remarks: comments at its top.
+        header_comments: comments at its top.
         comments: comments on its keys, by "section.key"; these keys are written even where they are the default.
 
     Raises:
@@ -103,15 +103,15 @@ def write_recipe(cfg: Config, path: Path, remarks: list[str], comments: dict[str
     if path.suffix != ".toml":
         raise ConfigError(f"--recipe {path} must end in .toml")
     try:
-        path.write_text(recipe_text(cfg, remarks, comments), encoding="utf-8")
+        path.write_text(render_recipe(cfg, header_comments, comments), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--recipe {path} cannot be written: {error.strerror}") from None
     check_config(load_config(path))
 
 
-def recipe_text(cfg: Config, remarks: list[str], comments: dict[str, str]) -> str:
+def render_recipe(cfg: Config, header_comments: list[str], comments: dict[str, str]) -> str:
     """Return the keys that differ from the defaults, or from the preset, and those that have a comment."""
-    lines = [f"# {remark}".rstrip() for remark in remarks]
+    lines = [f"# {remark}".rstrip() for remark in header_comments]
     for section in sections():
         lines += _section_lines(cfg, section, comments)
     return "\n".join(lines) + "\n"
@@ -125,12 +125,12 @@ def _section_lines(cfg: Config, section: str, comments: dict[str, str]) -> list[
         value = getattr(part, key)
         name = f"{section}.{key}"
         if name in comments:
-            lines.append(f"{key} = {_toml(value)}  # {comments[name]}")
-        elif name in ALWAYS or value != preset.get(key, default_of(section, key)):
-            lines.append(f"{key} = {_toml(value)}")
+            lines.append(f"{key} = {_format_toml(value)}  # {comments[name]}")
+        elif name in ALWAYS_WRITTEN or value != preset.get(key, default_of(section, key)):
+            lines.append(f"{key} = {_format_toml(value)}")
     return ["", f"[{section}]", *lines] if lines else []
 
 
-def _toml(value: Any) -> str:
+def _format_toml(value: Any) -> str:
     """Strings, numbers, booleans and lists of them are spelled in TOML as in JSON."""
     return json.dumps(list(value) if isinstance(value, tuple) else value)

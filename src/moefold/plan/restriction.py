@@ -40,24 +40,24 @@ class Degrees(Protocol):
 
 
 @dataclass(frozen=True)
-class Method:
+class MappingMethod:
     """A way of mapping that others have, as a part of the space."""
 
     summary: str
-    folds: Callable[[Degrees], bool]
+    accepts: Callable[[Degrees], bool]
     zero: int | None = None
     """What it shards over the data-parallel ranks; None: any."""
-    folds_cp: bool = False
+    ep_may_span_cp: bool = False
     """Whether ep may take ranks of cp, so that ep neighbours are etp apart; else those of tp and cp lie between."""
 
 
-def _is_coupled(d: Degrees) -> bool:
+def _is_coupled(degrees: Degrees) -> bool:
     """Experts are cut as attention is, and ep lies within dp: what there was before folding."""
-    return d.etp == d.tp and d.dp % d.ep == 0
+    return degrees.etp == degrees.tp and degrees.dp % degrees.ep == 0
 
 
-def _is_bound_to_tp(d: Degrees) -> bool:
-    return d.etp == d.tp and (d.dp * d.cp) % d.ep == 0
+def _is_coupled_with_cp(degrees: Degrees) -> bool:
+    return degrees.etp == degrees.tp and (degrees.dp * degrees.cp) % degrees.ep == 0
 
 
 FOLDED = "folding"
@@ -66,21 +66,23 @@ FOLDED = "folding"
 COUPLED = "coupled"
 """Without folding, as arXiv:2504.14960 describes its baselines."""
 
-UNFOLDED = "coupled+cp"
+COUPLED_WITH_CP = "coupled+cp"
 """The largest space without folding: the baselines that arXiv:2504.14960 measured with context parallelism, where EP4
 stands on DP2 x CP4, which `coupled` cannot express."""
 
 METHODS = {
-    FOLDED: Method("any ep and etp that fold over the ranks of a stage", lambda d: True, folds_cp=True),
-    COUPLED: Method("etp = tp, and ep divides dp (Megatron-Core without folding)", _is_coupled),
-    UNFOLDED: Method("etp = tp, and ep divides dp*cp (without folding, as measured)", _is_bound_to_tp, folds_cp=True),
-    "fsdp": Method("pp = ep = 1, etp = tp, zero = 3", lambda d: _is_coupled(d) and d.pp == d.ep == 1, 3),
-    "fsdp+ep": Method(
+    FOLDED: MappingMethod("any ep and etp that fold over the ranks of a stage", lambda d: True, ep_may_span_cp=True),
+    COUPLED: MappingMethod("etp = tp, and ep divides dp (Megatron-Core without folding)", _is_coupled),
+    COUPLED_WITH_CP: MappingMethod(
+        "etp = tp, and ep divides dp*cp (without folding, as measured)", _is_coupled_with_cp, ep_may_span_cp=True
+    ),
+    "fsdp": MappingMethod("pp = ep = 1, etp = tp, zero = 3", lambda d: _is_coupled(d) and d.pp == d.ep == 1, 3),
+    "fsdp+ep": MappingMethod(
         "pp = 1, ep of 2 or more divides dp, etp = tp, zero = 3",
         lambda d: _is_coupled(d) and d.pp == 1 and d.ep > 1,
         3,
     ),
-    "tp+ep+dp": Method("pp = 1, ep divides dp, etp = tp, zero = 1", lambda d: _is_coupled(d) and d.pp == 1, 1),
+    "tp+ep+dp": MappingMethod("pp = 1, ep divides dp, etp = tp, zero = 1", lambda d: _is_coupled(d) and d.pp == 1, 1),
 }
 """By the name that `moefold plan --method` takes. As far as the paper describes its baselines (sec. 4.1)."""
 
@@ -96,16 +98,16 @@ class Restriction:
     method: str = FOLDED
     """A key of `METHODS`."""
 
-    def wants_fold(self, degrees: Degrees) -> bool:
+    def allows_fold(self, degrees: Degrees) -> bool:
         """Whether the degrees are as fixed, and the method's."""
         fixed = self._fixed_degrees
-        return all(getattr(degrees, axis) == degree for axis, degree in fixed) and METHODS[self.method].folds(degrees)
+        return all(getattr(degrees, axis) == degree for axis, degree in fixed) and METHODS[self.method].accepts(degrees)
 
     @property
     def _fixed_degrees(self) -> list[tuple[str, Any]]:
         return [(axis, self.fixed[axis]) for axis in DEGREES if axis in self.fixed]
 
-    def wants(self, axis: str, value: Any) -> bool:
+    def allows(self, axis: str, value: Any) -> bool:
         """Whether another axis may have a value."""
         method = METHODS[self.method]
         if axis == "zero" and method.zero not in (None, value):

@@ -6,10 +6,10 @@ import numpy as np
 
 from moefold.config.schema import ModelConfig
 from moefold.errors import ConfigError
-from moefold.metrics.routing_trace import Trace
+from moefold.metrics.routing_trace import RoutingTrace
 
 
-class RoutingLoad:
+class RecordedRouting:
     """The recorded choices of a run, as loads of expert-parallel ranks.
 
     Args:
@@ -21,7 +21,7 @@ class RoutingLoad:
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
-        self._trace = Trace(folder, "--trace")
+        self._trace = RoutingTrace(folder, "--trace")
         shape = self._trace.shape
         if (shape.num_experts, shape.top_k) != (model.num_experts, model.top_k):
             raise ConfigError(
@@ -31,7 +31,7 @@ class RoutingLoad:
         if not self._trace.steps:
             raise ConfigError(f"--trace={str(folder)!r} holds no step; run with moe.trace_every at least once")
         self.num_steps = len(self._trace.steps)
-        self._known: dict[int, float] = {}
+        self._imbalance_by_ep: dict[int, float] = {}
 
     def imbalance(self, ep: int) -> float:
         """Copies of the busiest ep rank over the mean, averaged over steps, layers and exchanges.
@@ -39,18 +39,18 @@ class RoutingLoad:
         One exchange is of ep samples, or of the whole batch where it has fewer: a sample for each rank, as with
         micro-batches of one and attention that is not cut.
         """
-        if ep not in self._known:
-            steps = [self._of_step(step, ep) for step in self._trace.steps]
-            self._known[ep] = float(np.mean(steps))
-        return self._known[ep]
+        if ep not in self._imbalance_by_ep:
+            steps = [self._step_imbalance(step, ep) for step in self._trace.steps]
+            self._imbalance_by_ep[ep] = float(np.mean(steps))
+        return self._imbalance_by_ep[ep]
 
-    def _of_step(self, step: int, ep: int) -> float:
+    def _step_imbalance(self, step: int, ep: int) -> float:
         shape = self._trace.shape
         samples = min(ep, shape.global_batch_size)
         ratios = []
         for choices in self._trace.step(step):
             for first in range(0, shape.global_batch_size - samples + 1, samples):
-                some = shape.check_choices(choices[first : first + samples], step, "--trace")
+                some = shape.check_expert_indices(choices[first : first + samples], step, "--trace")
                 copies = np.bincount(some.ravel(), minlength=shape.num_experts)
                 loads = copies.reshape(ep, -1).sum(1)
                 ratios.append(loads.max() / loads.mean())

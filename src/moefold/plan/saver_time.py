@@ -2,7 +2,7 @@
 
 What a search asks of one fold with one micro-batch size and dispatcher is the same sum with other numbers for each
 pipeline (schedule and virtual stages) and each saver (parts that run again or leave memory), so it is taken once, over
-arrays of [pipelines, savers]. It says of each what `Pricer.step_time` says of it by itself; a test compares the two.
+arrays of [pipelines, savers]. It says of each what `CostModel.step_time` says of it by itself; a test compares the two.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.plan.kept import Savers
-from moefold.plan.mapping import Mapping
+from moefold.plan.kept import MemoryStrategies
+from moefold.plan.mapping import ParallelMapping
 from moefold.plan.pipeline_time import bubble_s
-from moefold.plan.space import Pipeline
-from moefold.plan.step_time import STEP_S, Pricer, Seconds
+from moefold.plan.space import PipelineVariant
+from moefold.plan.step_time import STEP_OVERHEAD_S, CostModel, Seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class PassTimes:
     """What micro-batches take under some pipelines, data parallelism and the optimizer left out."""
 
     seconds: Seconds
@@ -28,21 +28,21 @@ class Passes:
     forward: Seconds
     """Of one micro-batch on that rank, [pipelines, savers]."""
     backward: Seconds
-    beside: Seconds
+    sends_and_bubble: Seconds
     """Of a step, [pipelines, savers]: sends and the bubble alone."""
 
-    def of(self, which: int) -> "Passes":
+    def of_pipeline(self, index: int) -> "PassTimes":
         """Those of one pipeline, [savers]."""
-        return Passes(self.seconds[which], self.forward[which], self.backward[which], self.beside[which])
+        return PassTimes(self.seconds[index], self.forward[index], self.backward[index], self.sends_and_bubble[index])
 
-    def at(self, which: NDArray[np.intp]) -> "Passes":
+    def select(self, indices: NDArray[np.intp]) -> "PassTimes":
         """With some of the savers."""
-        every = (self.seconds, self.forward, self.backward, self.beside)
-        return Passes(*(seconds[..., which] for seconds in every))
+        every = (self.seconds, self.forward, self.backward, self.sends_and_bubble)
+        return PassTimes(*(seconds[..., indices] for seconds in every))
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranks:
+class _RankContents:
     """What the ranks of some pipelines have, those that have the same counted together."""
 
     counts: Seconds
@@ -51,134 +51,157 @@ class _Ranks:
     """Of the ranks, that have these contents, [pipelines, 1, contents]."""
 
 
-class SaverTimes:
-    """Prices mappings of one `Pricer` with all savers at once."""
+class StrategyCosts:
+    """Prices mappings of one `CostModel` with all savers at once."""
 
-    def __init__(self, pricer: Pricer) -> None:
-        self.pricer = pricer
-        self._num_layers = [pricer.shape.layers.count(kind) for kind in range(len(pricer.shape.kinds))]
-        self._layers: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
-        self._ranks: dict[tuple[int, tuple[Pipeline, ...]], _Ranks] = {}
-        self._parameters: dict[tuple[object, ...], tuple[float, ...]] = {}
+    def __init__(self, cost_model: CostModel) -> None:
+        self.cost_model = cost_model
+        self._num_layers = [
+            cost_model.model_spec.layers.count(kind) for kind in range(len(cost_model.model_spec.kinds))
+        ]
+        self._layer_cache: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
+        self._rank_contents_cache: dict[tuple[int, tuple[PipelineVariant, ...]], _RankContents] = {}
+        self._min_parameters: dict[tuple[object, ...], tuple[float, ...]] = {}
 
-    def layers(self, kind: int, m: Mapping, savers: Savers) -> tuple[Seconds, Seconds]:
-        """Seconds of one layer forward and backward with each of some savers, of which `m` has none; [savers] each."""
-        key = (kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher, m.overlap)
-        if key not in self._layers:
-            self._layers[key] = self.pricer.saved_layers(kind, m, savers)
-        return self._layers[key]
+    def layer_times(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> tuple[Seconds, Seconds]:
+        """Seconds of one layer forward and backward with each of some savers, of which `mapping` has none; [savers] each."""
+        key = (kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher, mapping.overlap)
+        if key not in self._layer_cache:
+            self._layer_cache[key] = self.cost_model.layers_with_strategies(kind, mapping, strategies)
+        return self._layer_cache[key]
 
-    def least_passes(self, m: Mapping, savers: Savers) -> Seconds:
+    def lower_bound_passes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
         """Seconds at least of the micro-batches of a step on the busiest pipeline rank, whatever the pipeline."""
-        pricer = self.pricer
-        seconds = np.full(len(savers), sum(pricer.ends(m.tp, m.cp, m.mbs)))
+        pricer = self.cost_model
+        seconds = np.full(len(strategies), sum(pricer.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)))
         for kind, count in enumerate(self._num_layers):
-            seconds += count * sum(self.layers(kind, m, savers))
-        return m.num_micro_batches(pricer.workload.global_batch_size) / m.pp * seconds
+            seconds += count * sum(self.layer_times(kind, mapping, strategies))
+        return mapping.num_micro_batches(pricer.workload.global_batch_size) / mapping.pp * seconds
 
-    def passes(
-        self, m: Mapping, pipelines: tuple[Pipeline, ...], savers: Savers, which: NDArray[np.intp] | None = None
-    ) -> Passes:
+    def pass_times(
+        self,
+        mapping: ParallelMapping,
+        pipelines: tuple[PipelineVariant, ...],
+        strategies: MemoryStrategies,
+        indices: NDArray[np.intp] | None = None,
+    ) -> PassTimes:
         """Price the pipelines.
 
         Args:
-            m: the mapping; its schedule and virtual stages do not count.
+            mapping: the mapping; its schedule and virtual stages do not count.
             pipelines: that are legal with it.
-            savers: the same ones for all mappings with or without overlap.
+            strategies: the same ones for all mappings with or without overlap.
             which: numbers of those that are priced; None: all.
         """
-        layers = [self.layers(kind, m, savers) for kind in range(len(self._num_layers))]
-        if which is not None:
-            layers = [(ahead[which], behind[which]) for ahead, behind in layers]
-        return self._passes(m, pipelines, np.array(layers))
+        layers = [self.layer_times(kind, mapping, strategies) for kind in range(len(self._num_layers))]
+        if indices is not None:
+            layers = [(ahead[indices], behind[indices]) for ahead, behind in layers]
+        return self._price_passes(mapping, pipelines, np.array(layers))
 
-    def plain_passes(self, m: Mapping, pipelines: tuple[Pipeline, ...]) -> Passes:
+    def plain_pass_times(self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...]) -> PassTimes:
         """With each of some pipelines where nothing saves activations, [pipelines, 1].
 
         Whatever does makes passes longer, and no sum of them shorter.
         """
-        layers = np.array([self.pricer.plain_layer(kind, m) for kind in range(len(self._num_layers))])
-        return self._passes(m, pipelines, layers[:, :, None])
+        layers = np.array([self.cost_model.plain_layer(kind, mapping) for kind in range(len(self._num_layers))])
+        return self._price_passes(mapping, pipelines, layers[:, :, None])
 
-    def _passes(self, m: Mapping, pipelines: tuple[Pipeline, ...], layers: Seconds) -> Passes:
+    def _price_passes(
+        self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...], layers: Seconds
+    ) -> PassTimes:
         """Price the pipelines from their layers of each kind, forward and backward, [kinds, 2, savers]."""
-        pricer, times = self.pricer, self.pricer.times
-        n = m.num_micro_batches(pricer.workload.global_batch_size)
-        ranks, head = self._contents(m.pp, pipelines), pricer.ends(m.tp, m.cp, m.mbs)
+        pricer, times = self.cost_model, self.cost_model.layer_costs
+        n = mapping.num_micro_batches(pricer.workload.global_batch_size)
+        ranks, head = (
+            self._rank_contents(mapping.pp, pipelines),
+            pricer.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs),
+        )
         counts, has_loss = ranks.counts[:, :, :-1], ranks.counts[:, :, -1:]
         forward = counts @ layers[:, 0] + has_loss * head[0]
         backward = counts @ layers[:, 1] + has_loss * head[1]
-        slowest = _busiest(forward, backward)
+        slowest = _slowest_rank(forward, backward)
         weights = [
-            times.mixer(kind, m.tp, m.cp, m.mbs).weight_s
-            + times.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher).weight_s
+            times.mixer(kind, mapping.tp, mapping.cp, mapping.mbs).wgrad_s
+            + times.feed_forward(
+                kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
+            ).wgrad_s
             for kind in range(len(layers))
         ]
         weight = (ranks.shares @ (counts @ np.array(weights))[:, :, None])[:, 0]
         mean = [(ranks.shares @ seconds)[:, 0] for seconds in (forward, backward)]
-        sends, send_back = pricer.sends(m, np.array([[pipeline.vpp] for pipeline in pipelines]), n)
-        beside = sends + _bubbles((mean[0] + send_back, mean[1] + send_back, weight), m.pp, n, pipelines)
-        return Passes(n * (slowest[0] + slowest[1]) + beside, slowest[0], slowest[1], beside)
+        sends, send_back = pricer.exposed_p2p_s(mapping, np.array([[pipeline.vpp] for pipeline in pipelines]), n)
+        beside = sends + _bubbles((mean[0] + send_back, mean[1] + send_back, weight), mapping.pp, n, pipelines)
+        return PassTimes(n * (slowest[0] + slowest[1]) + beside, slowest[0], slowest[1], beside)
 
-    def with_replicas(self, passes: Passes, m: Mapping, n: int) -> Seconds:
+    def add_data_parallel_s(self, pass_times: PassTimes, mapping: ParallelMapping, num_micro_batches: int) -> Seconds:
         """Seconds of a step in all, [savers].
 
         Args:
-            passes: of one pipeline.
-            m: a mapping with that pipeline, with what is sharded and the home of its moments.
-            n: micro-batches.
+            pass_times: of one pipeline.
+            mapping: a mapping with that pipeline, with what is sharded and the home of its moments.
+            num_micro_batches: micro-batches.
         """
-        replicas = self.pricer.replicas(m)
-        shown = self.pricer.shown_replicas_s(m, replicas, passes.forward, passes.backward, n)
-        seconds: Seconds = passes.seconds + shown + replicas.optimizer_s + STEP_S
+        replicas = self.cost_model.data_parallel_cost(mapping)
+        shown = self.cost_model.exposed_data_parallel_s(
+            mapping, replicas, pass_times.forward, pass_times.backward, num_micro_batches
+        )
+        seconds: Seconds = pass_times.seconds + shown + replicas.optimizer_s + STEP_OVERHEAD_S
         return seconds
 
-    def least_replicas_s(self, m: Mapping, pipelines: tuple[Pipeline, ...], n: int) -> float:
-        """Seconds of a step at least that data parallelism and the optimizer add to `passes`, whatever the pipeline.
+    def lower_bound_data_parallel_s(
+        self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...], num_micro_batches: int
+    ) -> float:
+        """Seconds of a step at least that data parallelism and the optimizer add to `pass_times`, whatever the pipeline.
 
         Args:
-            m: a mapping with what is sharded and the home of its moments; its pipeline does not count.
+            mapping: a mapping with what is sharded and the home of its moments; its pipeline does not count.
             pipelines: of which it has one.
-            n: micro-batches.
+            num_micro_batches: micro-batches.
         """
-        key = (m.tp, m.ep * m.etp, m.pp, pipelines)
-        if key not in self._parameters:
-            sizes = [self.pricer.parameters(replace(m, schedule=p.schedule, vpp=p.vpp)) for p in pipelines]
-            self._parameters[key] = tuple(map(min, zip(*sizes, strict=True)))
-        least = self.pricer.least_replicas(m, self._parameters[key])
+        key = (mapping.tp, mapping.ep * mapping.etp, mapping.pp, pipelines)
+        if key not in self._min_parameters:
+            sizes = [
+                self.cost_model.max_parameters(replace(mapping, schedule=p.schedule, vpp=p.vpp)) for p in pipelines
+            ]
+            self._min_parameters[key] = tuple(map(min, zip(*sizes, strict=True)))
+        least = self.cost_model.lower_bound_data_parallel_cost(mapping, self._min_parameters[key])
         # As if there was time without end to hide them.
-        return least.optimizer_s + float(self.pricer.shown_replicas_s(m, least, inf, inf, n))
+        return least.optimizer_s + float(
+            self.cost_model.exposed_data_parallel_s(mapping, least, inf, inf, num_micro_batches)
+        )
 
-    def step_times(self, m: Mapping, savers: Savers) -> Seconds:
-        """Seconds of a step with each of some savers, of which `m` has none: what `step_time` says of each."""
-        passes = self.passes(m, (Pipeline(m.schedule, m.vpp),), savers).of(0)
-        return self.with_replicas(passes, m, m.num_micro_batches(self.pricer.workload.global_batch_size))
+    def step_times(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
+        """Seconds of a step with each of some savers, of which `mapping` has none: what `step_time` says of each."""
+        passes = self.pass_times(mapping, (PipelineVariant(mapping.schedule, mapping.vpp),), strategies).of_pipeline(0)
+        return self.add_data_parallel_s(
+            passes, mapping, mapping.num_micro_batches(self.cost_model.workload.global_batch_size)
+        )
 
-    def _contents(self, pp: int, pipelines: tuple[Pipeline, ...]) -> _Ranks:
+    def _rank_contents(self, pp: int, pipelines: tuple[PipelineVariant, ...]) -> _RankContents:
         key = (pp, pipelines)
-        if key not in self._ranks:
-            self._ranks[key] = self._counted(pp, pipelines)
-        return self._ranks[key]
+        if key not in self._rank_contents_cache:
+            self._rank_contents_cache[key] = self._count_rank_contents(pp, pipelines)
+        return self._rank_contents_cache[key]
 
-    def _counted(self, pp: int, pipelines: Sequence[Pipeline]) -> _Ranks:
+    def _count_rank_contents(self, pp: int, pipelines: Sequence[PipelineVariant]) -> _RankContents:
         every: list[dict[tuple[int, ...], int]] = []
         for pipeline in pipelines:
             found: dict[tuple[int, ...], int] = {}
-            for layers, _, has_loss in self.pricer.contents_of_ranks(pp, pipeline.vpp, pipeline.schedule):
+            for layers, _, has_loss in self.cost_model.rank_contents(pp, pipeline.vpp, pipeline.schedule):
                 row = (*layers, int(has_loss))
                 found[row] = found.get(row, 0) + 1
             every.append(found)
-        most, width = max(map(len, every)), len(self.pricer.shape.kinds) + 1
+        most, width = max(map(len, every)), len(self.cost_model.model_spec.kinds) + 1
         # Rows that are left over have nothing and are no rank's.
         counts: Seconds = np.zeros((len(every), most, width))
         shares: Seconds = np.zeros((len(every), 1, most))
         for i, contents in enumerate(every):
             counts[i, : len(contents)] = list(contents)
             shares[i, 0, : len(contents)] = [number / pp for number in contents.values()]
-        return _Ranks(counts, shares)
+        return _RankContents(counts, shares)
 
 
-def _busiest(forward: Seconds, backward: Seconds) -> tuple[Seconds, Seconds]:
+def _slowest_rank(forward: Seconds, backward: Seconds) -> tuple[Seconds, Seconds]:
     """Of ranks [pipelines, contents, savers] those that take longest, the first of equal ones, [pipelines, savers]."""
     # One content after another: contents are few, and argmax over an inner axis is many times slower.
     ahead, behind, both = forward[:, 0].copy(), backward[:, 0].copy(), forward + backward
@@ -190,12 +213,16 @@ def _busiest(forward: Seconds, backward: Seconds) -> tuple[Seconds, Seconds]:
     return ahead, behind
 
 
-def _bubbles(mean: tuple[Seconds, Seconds, Seconds], pp: int, n: int, pipelines: tuple[Pipeline, ...]) -> Seconds:
+def _bubbles(
+    mean: tuple[Seconds, Seconds, Seconds], pp: int, num_micro_batches: int, pipelines: tuple[PipelineVariant, ...]
+) -> Seconds:
     """Idle seconds of a rank in a step, [pipelines, savers]."""
     found = np.zeros_like(mean[0])
     for schedule in dict.fromkeys(p.schedule for p in pipelines):
         which = [i for i, p in enumerate(pipelines) if p.schedule == schedule]
         vpp = np.array([[pipelines[i].vpp] for i in which])
         forward, backward, weight = (seconds[which] for seconds in mean)
-        found[which] = bubble_s(forward, backward, weight, pp=pp, vpp=vpp, n=n, schedule=schedule)
+        found[which] = bubble_s(
+            forward, backward, weight, pp=pp, vpp=vpp, num_micro_batches=num_micro_batches, schedule=schedule
+        )
     return found

@@ -29,19 +29,19 @@ from math import inf
 from typing import cast
 
 from moefold.plan.fold_search import FoldSearch
-from moefold.plan.mapping import Mapping
-from moefold.plan.memory import MEMORY_PARTS, Memory, MemoryEstimate
-from moefold.plan.pipeline_choice import Base, FoldPrices, PipelineChoice, Timed, mapping_of
-from moefold.plan.saver_time import SaverTimes
-from moefold.plan.space import AttentionView, Fold, MappingSpace, Pipeline
-from moefold.plan.step_time import Pricer, StepTime
+from moefold.plan.mapping import ParallelMapping
+from moefold.plan.memory import MEMORY_PARTS, MemoryEstimate, MemoryModel
+from moefold.plan.pipeline_choice import FoldCosts, MicroBatchChoice, PipelineChoice, TimedMapping, build_mapping
+from moefold.plan.saver_time import StrategyCosts
+from moefold.plan.space import AttentionView, Fold, MappingSpace, PipelineVariant
+from moefold.plan.step_time import CostModel, StepTime
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlannedMapping:
     """A mapping with its price."""
 
-    mapping: Mapping
+    mapping: ParallelMapping
     time: StepTime
     memory: MemoryEstimate
 
@@ -51,19 +51,19 @@ class Plan:
         return {part: getattr(self.memory, part) for part in MEMORY_PARTS}
 
     @property
-    def order(self) -> tuple[bool, float, float]:
+    def sort_key(self) -> tuple[bool, float, float]:
         """Sorts plans best first: what fits, then what is fast, then what needs little."""
         return not self.memory.fits, self.time.total_s, self.memory.total
 
     @property
-    def binding(self) -> str:
+    def bottleneck(self) -> str:
         """What the step is bound by: the part that takes longest, and memory where it asked for a price in time."""
         pays = "memory" if self.mapping.recompute or self.mapping.zero > 1 else ""
-        return " + ".join(filter(None, (self.time.binding.replace("_", " "), pays)))
+        return " + ".join(filter(None, (self.time.bottleneck.replace("_", " "), pays)))
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerSums:
+class _LayerTotals:
     """All layers and the head for one micro-batch, nothing made again."""
 
     forward_s: float
@@ -71,7 +71,7 @@ class _LayerSums:
     kinds: tuple[float, ...]
     """One layer of each kind, forward and backward."""
 
-    def is_no_faster_than(self, other: "_LayerSums") -> bool:
+    def is_no_faster_than(self, other: "_LayerTotals") -> bool:
         """Whether no part of it takes less time."""
         mine = (self.forward_s, self.backward_s, *self.kinds)
         return all(a >= b for a, b in zip(mine, (other.forward_s, other.backward_s, *other.kinds), strict=True))
@@ -82,65 +82,67 @@ class Search:
 
     Args:
         space: the legal mappings.
-        pricer: their times.
-        memory: their memory.
+        cost_model: their times.
+        memory_model: their memory.
     """
 
-    def __init__(self, space: MappingSpace, pricer: Pricer, memory: Memory) -> None:
-        self.space, self.pricer, self.memory = space, pricer, memory
-        self.prices = FoldPrices(space, SaverTimes(pricer), memory)
-        self._batch = pricer.workload.global_batch_size
-        self._layers: dict[tuple[object, ...], _LayerSums] = {}
-        self._least_layers: dict[tuple[int, ...], float] = {}
-        self._overlapped: dict[tuple[object, ...], tuple[Pipeline, ...]] = {}
-        self._counts = [pricer.shape.layers.count(kind) for kind in range(len(pricer.shape.kinds))]
-        self._known_bases: dict[Fold, tuple[Base, ...]] = {}
-        self._found: dict[Fold, Timed | None] = {}
-        self._has_experts = any(k.feed_forward and k.feed_forward.kind == "moe" for k in pricer.shape.kinds)
+    def __init__(self, space: MappingSpace, cost_model: CostModel, memory_model: MemoryModel) -> None:
+        self.space, self.cost_model, self.memory_model = space, cost_model, memory_model
+        self.fold_costs = FoldCosts(space, StrategyCosts(cost_model), memory_model)
+        self._global_batch_size = cost_model.workload.global_batch_size
+        self._layer_totals_cache: dict[tuple[object, ...], _LayerTotals] = {}
+        self._lower_bound_layers: dict[tuple[int, ...], float] = {}
+        self._overlapped_pipelines: dict[tuple[object, ...], tuple[PipelineVariant, ...]] = {}
+        self._kind_counts = [
+            cost_model.model_spec.layers.count(kind) for kind in range(len(cost_model.model_spec.kinds))
+        ]
+        self._micro_batch_choice_cache: dict[Fold, tuple[MicroBatchChoice, ...]] = {}
+        self._best_by_fold: dict[Fold, TimedMapping | None] = {}
+        self._has_experts = any(k.feed_forward and k.feed_forward.kind == "moe" for k in cost_model.model_spec.kinds)
 
-    def ranked(self) -> list[Plan]:
+    def rank_all(self) -> list[PlannedMapping]:
         """The best mapping of every fold, best first; those that do not fit stand behind the others."""
-        return sorted((self.best(fold, view) for fold, view in self.space.folds), key=lambda plan: plan.order)
+        return sorted((self.best(fold, view) for fold, view in self.space.folds), key=lambda plan: plan.sort_key)
 
-    def first(self, count: int) -> list[Plan]:
-        """The first so many of `ranked`, or fewer if fewer fit."""
-        best = islice(self._ascending(), count)
-        return sorted((self.price(mapping) for _, mapping in best), key=lambda plan: plan.order)
+    def top_plans(self, count: int) -> list[PlannedMapping]:
+        """The first so many of `rank_all`, or fewer if fewer fit."""
+        best = islice(self._fastest_mappings(), count)
+        return sorted((self.price(mapping) for _, mapping in best), key=lambda plan: plan.sort_key)
 
     def num_faster(self, seconds: float) -> int:
         """Folds whose best mapping that fits takes less."""
-        near = {view for view in self.space.views if self._view_floor(view) < seconds}
+        near = {view for view in self.space.views if self._view_lower_bound_s(view) < seconds}
         return sum(
-            self._search_of(fold, view).finish(seconds, is_enough=True) is not None
+            self._fold_search(fold, view).finish(seconds, stop_at_first=True) is not None
             for fold, view in self.space.folds
-            if view in near and self._fold_floor(fold, view) < seconds
+            if view in near and self._fold_lower_bound_s(fold, view) < seconds
         )
 
-    def best(self, fold: Fold, view: AttentionView) -> Plan:
+    def best(self, fold: Fold, view: AttentionView) -> PlannedMapping:
         """The fastest mapping of a fold that fits, or, if none does, one that needs little memory."""
-        if fold not in self._found:
-            self._found[fold] = self._search_of(fold, view).finish()
-        best = self._found[fold]
-        return self.price(best[1]) if best is not None else self._leanest(fold, view)
+        if fold not in self._best_by_fold:
+            self._best_by_fold[fold] = self._fold_search(fold, view).finish()
+        best = self._best_by_fold[fold]
+        return self.price(best[1]) if best is not None else self._min_memory_plan(fold, view)
 
-    def price(self, mapping: Mapping) -> Plan:
+    def price(self, mapping: ParallelMapping) -> PlannedMapping:
         """The price of any mapping."""
-        return Plan(mapping, self.pricer.step_time(mapping), self.memory.estimate(mapping))
+        return PlannedMapping(mapping, self.cost_model.step_time(mapping), self.memory_model.estimate(mapping))
 
     def can_fit(self, fold: Fold, view: AttentionView) -> bool:
         """Whether any mapping of a fold fits."""
-        return self._leanest(fold, view).memory.fits
+        return self._min_memory_plan(fold, view).memory.fits
 
-    def _search_of(self, fold: Fold, view: AttentionView) -> FoldSearch:
-        return FoldSearch(self.prices, fold, self._bases_of(fold, view))
+    def _fold_search(self, fold: Fold, view: AttentionView) -> FoldSearch:
+        return FoldSearch(self.fold_costs, fold, self._micro_batch_choices_of(fold, view))
 
-    def _ascending(self) -> Iterator[Timed]:
+    def _fastest_mappings(self) -> Iterator[TimedMapping]:
         """The fastest mappings of the folds that have one, fastest first.
 
         The folds come by the least time of attention, with experts at the speed of large products; then they are
         looked into, always that one further which may be the fastest.
         """
-        floors = {view: self._view_floor(view) for view in self.space.views}
+        floors = {view: self._view_lower_bound_s(view) for view in self.space.views}
         searches: dict[int, FoldSearch] = {}
         queue = [(floors[view], i, False) for i, (_, view) in enumerate(self.space.folds)]
         heapify(queue)
@@ -148,120 +150,133 @@ class Search:
             floor, i, is_known = heappop(queue)
             fold, view = self.space.folds[i]
             if not is_known:
-                heappush(queue, (max(floor, self._fold_floor(fold, view)), i, True))
+                heappush(queue, (max(floor, self._fold_lower_bound_s(fold, view)), i, True))
                 continue
             if i not in searches:
-                searches[i] = self._search_of(fold, view)
-            elif searches[i].best and searches[i].is_through:
-                yield cast(Timed, searches.pop(i).best)
+                searches[i] = self._fold_search(fold, view)
+            elif searches[i].best and searches[i].is_finished:
+                yield cast(TimedMapping, searches.pop(i).best)
                 continue
             else:
                 searches[i].advance()
-            heappush(queue, (max(floor, searches[i].least_s), i, True))
+            heappush(queue, (max(floor, searches[i].lower_bound_s), i, True))
 
-    def _view_floor(self, view: AttentionView) -> float:
+    def _view_lower_bound_s(self, view: AttentionView) -> float:
         """Seconds of a step at least, whatever the degrees of the experts."""
-        pricer, least = self.pricer, inf
-        for size, _ in view.batches:
-            seconds = sum(pricer.ends(view.tp, view.cp, size))
-            for kind, count in enumerate(self._counts):
-                seconds += count * pricer.least_layer_s(kind, view.tp, view.cp, size)
-            least = min(least, self._batch // (size * view.dp) * seconds / view.pp)
+        pricer, least = self.cost_model, inf
+        for size, _ in view.pipelines_by_mbs:
+            seconds = sum(pricer.head_and_loss_s(view.tp, view.cp, size))
+            for kind, count in enumerate(self._kind_counts):
+                seconds += count * pricer.lower_bound_layer_s(kind, view.tp, view.cp, size)
+            least = min(least, self._global_batch_size // (size * view.dp) * seconds / view.pp)
         return least
 
-    def _fold_floor(self, fold: Fold, view: AttentionView) -> float:
+    def _fold_lower_bound_s(self, fold: Fold, view: AttentionView) -> float:
         """Seconds of a step at least, with the experts as they are cut."""
         return (
-            min(self._batch // (size * fold.dp) * self._least_layers_s(fold, size) for size, _ in view.batches)
+            min(
+                self._global_batch_size // (size * fold.dp) * self._lower_bound_layers_s(fold, size)
+                for size, _ in view.pipelines_by_mbs
+            )
             / fold.pp
         )
 
-    def _least_layers_s(self, fold: Fold, size: int) -> float:
+    def _lower_bound_layers_s(self, fold: Fold, mbs: int) -> float:
         """Seconds of all layers and the head for one micro-batch, with the fastest dispatcher."""
-        key = (fold.tp, fold.cp, size, fold.ep, fold.etp)
-        if key not in self._least_layers:
-            ways = product(self._dispatchers(fold, size), (False, True))
-            every = [self._layer_sums(fold, size, dispatcher, overlap) for dispatcher, overlap in ways]
-            self._least_layers[key] = min((layers.forward_s + layers.backward_s for layers in every), default=inf)
-        return self._least_layers[key]
+        key = (fold.tp, fold.cp, mbs, fold.ep, fold.etp)
+        if key not in self._lower_bound_layers:
+            ways = product(self._dispatchers(fold, mbs), (False, True))
+            every = [self._layer_totals(fold, mbs, dispatcher, overlap) for dispatcher, overlap in ways]
+            self._lower_bound_layers[key] = min((layers.forward_s + layers.backward_s for layers in every), default=inf)
+        return self._lower_bound_layers[key]
 
-    def _bases_of(self, fold: Fold, view: AttentionView) -> tuple[Base, ...]:
-        if fold not in self._known_bases:
-            self._known_bases[fold] = tuple(self._bases(fold, view))
-        return self._known_bases[fold]
+    def _micro_batch_choices_of(self, fold: Fold, view: AttentionView) -> tuple[MicroBatchChoice, ...]:
+        if fold not in self._micro_batch_choice_cache:
+            self._micro_batch_choice_cache[fold] = tuple(self._micro_batch_choices(fold, view))
+        return self._micro_batch_choice_cache[fold]
 
-    def _bases(self, fold: Fold, view: AttentionView) -> Iterator[Base]:
+    def _micro_batch_choices(self, fold: Fold, view: AttentionView) -> Iterator[MicroBatchChoice]:
         """Every micro-batch size and dispatcher, plain and overlapped, with the pipelines that go with them."""
-        for size, pipelines in view.batches:
-            n = self._batch // (size * fold.dp)
+        for size, pipelines in view.pipelines_by_mbs:
+            n = self._global_batch_size // (size * fold.dp)
             # Without a pipeline all schedules take as long.
             plain = tuple(p for p in pipelines if fold.pp == 1 and p.schedule == "1f1b")
             for overlap in (False, True):
-                fastest: list[_LayerSums] = []
+                fastest: list[_LayerTotals] = []
                 for dispatcher in self._dispatchers(fold, size):
-                    legal = self._legal(fold, size, plain or pipelines, dispatcher, overlap)
-                    layers = self._layer_sums(fold, size, dispatcher, overlap) if legal else None
+                    legal = self._legal_pipelines(fold, size, plain or pipelines, dispatcher, overlap)
+                    layers = self._layer_totals(fold, size, dispatcher, overlap) if legal else None
                     if layers is None:
                         continue
-                    base = Base(n * (layers.forward_s + layers.backward_s) / fold.pp, size, dispatcher, overlap, legal)
+                    base = MicroBatchChoice(
+                        n * (layers.forward_s + layers.backward_s) / fold.pp, size, dispatcher, overlap, legal
+                    )
                     # All keep the same rows, so the one whose parts are all faster stands for others; not allgather.
-                    if self._is_apart(fold, base) or not any(map(layers.is_no_faster_than, fastest)):
+                    if self._may_need_less_memory(fold, base) or not any(map(layers.is_no_faster_than, fastest)):
                         fastest += [] if dispatcher == "allgather" else [layers]
                         yield base
 
-    def _is_apart(self, fold: Fold, base: Base) -> bool:
+    def _may_need_less_memory(self, fold: Fold, choice: MicroBatchChoice) -> bool:
         """Whether its dispatcher may be the one that fits: with few ranks and many copies, or a capacity below 1."""
-        m = mapping_of(fold, base, base.pipelines[0])
-        return base.dispatcher == "allgather" and self.memory.kept.gathers_for_less(m)
+        m = build_mapping(fold, choice, choice.pipelines[0])
+        return choice.dispatcher == "allgather" and self.memory_model.activation_memory.allgather_may_need_less(m)
 
-    def _legal(
-        self, fold: Fold, size: int, pipelines: tuple[Pipeline, ...], dispatcher: str, overlap: bool
-    ) -> tuple[Pipeline, ...]:
+    def _legal_pipelines(
+        self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], dispatcher: str, overlap: bool
+    ) -> tuple[PipelineVariant, ...]:
         """Those of some pipelines that go with a dispatcher and overlap."""
         if not overlap:
-            return pipelines if self.space.zeros_of(fold, size, "", dispatcher, overlap) else ()
-        key = (fold.ep, fold.etp, fold.dp, fold.pp, size, dispatcher)
-        if key not in self._overlapped:
+            return pipelines if self.space.legal_zero_stages(fold, mbs, "", dispatcher, overlap) else ()
+        key = (fold.ep, fold.etp, fold.dp, fold.pp, mbs, dispatcher)
+        if key not in self._overlapped_pipelines:
             zeros = {
-                schedule: self.space.zeros_of(fold, size, schedule, dispatcher, overlap)
+                schedule: self.space.legal_zero_stages(fold, mbs, schedule, dispatcher, overlap)
                 for schedule in {pipeline.schedule for pipeline in pipelines}
             }
-            self._overlapped[key] = tuple(pipeline for pipeline in pipelines if zeros[pipeline.schedule])
-        return self._overlapped[key]
+            self._overlapped_pipelines[key] = tuple(pipeline for pipeline in pipelines if zeros[pipeline.schedule])
+        return self._overlapped_pipelines[key]
 
-    def _dispatchers(self, fold: Fold, size: int) -> tuple[str, ...]:
+    def _dispatchers(self, fold: Fold, mbs: int) -> tuple[str, ...]:
         """The legal ones, without those that are priced as another one."""
-        found = self.space.dispatchers(fold, size)
+        found = self.space.dispatchers(fold, mbs)
         if fold.ep * fold.etp == 1 or not self._has_experts:
             return found[:1]
         return tuple(name for name in reversed(found) if name != "leastloaded" or "alltoall" not in found)
 
-    def _leanest(self, fold: Fold, view: AttentionView) -> Plan:
+    def _min_memory_plan(self, fold: Fold, view: AttentionView) -> PlannedMapping:
         """The mapping of least memory, with the smallest micro-batches and the first dispatcher that are legal."""
-        for size, pipelines in view.batches:
+        for size, pipelines in view.pipelines_by_mbs:
             for dispatcher in self.space.dispatchers(fold, size):
-                leanest: list[tuple[float, Mapping]] = []
+                leanest: list[tuple[float, ParallelMapping]] = []
                 for overlap in (False, True):
-                    legal = [p for p in pipelines if self.space.zeros_of(fold, size, p.schedule, dispatcher, overlap)]
+                    legal = [
+                        p
+                        for p in pipelines
+                        if self.space.legal_zero_stages(fold, size, p.schedule, dispatcher, overlap)
+                    ]
                     if legal:
-                        opened = self.prices.open(fold, Base(0.0, size, dispatcher, overlap, tuple(legal)))
-                        leanest += [PipelineChoice(self.prices, fold, opened, i).leanest() for i in range(len(legal))]
+                        opened = self.fold_costs.price_choice(
+                            fold, MicroBatchChoice(0.0, size, dispatcher, overlap, tuple(legal))
+                        )
+                        leanest += [
+                            PipelineChoice(self.fold_costs, fold, opened, i).min_memory() for i in range(len(legal))
+                        ]
                 if leanest:
                     return self.price(min(leanest, key=lambda entry: entry[0])[1])
         raise AssertionError(f"{fold} is a fold of no legal mapping")
 
-    def _layer_sums(self, fold: Fold, size: int, dispatcher: str, overlap: bool) -> _LayerSums:
-        key = (fold.tp, fold.cp, size, fold.ep, fold.etp, dispatcher, overlap)
-        if key not in self._layers:
-            probe = Mapping(
-                tp=fold.tp, cp=fold.cp, mbs=size, ep=fold.ep, etp=fold.etp, dispatcher=dispatcher, overlap=overlap
+    def _layer_totals(self, fold: Fold, mbs: int, dispatcher: str, overlap: bool) -> _LayerTotals:
+        key = (fold.tp, fold.cp, mbs, fold.ep, fold.etp, dispatcher, overlap)
+        if key not in self._layer_totals_cache:
+            probe = ParallelMapping(
+                tp=fold.tp, cp=fold.cp, mbs=mbs, ep=fold.ep, etp=fold.etp, dispatcher=dispatcher, overlap=overlap
             )
-            forward, backward = self.pricer.ends(fold.tp, fold.cp, size)
+            forward, backward = self.cost_model.head_and_loss_s(fold.tp, fold.cp, mbs)
             kinds = []
-            for kind, count in enumerate(self._counts):
-                ahead, behind = self.pricer.plain_layer(kind, probe)
+            for kind, count in enumerate(self._kind_counts):
+                ahead, behind = self.cost_model.plain_layer(kind, probe)
                 kinds.append(ahead + behind)
                 forward += count * ahead
                 backward += count * behind
-            self._layers[key] = _LayerSums(forward, backward, tuple(kinds))
-        return self._layers[key]
+            self._layer_totals_cache[key] = _LayerTotals(forward, backward, tuple(kinds))
+        return self._layer_totals_cache[key]

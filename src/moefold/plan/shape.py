@@ -5,20 +5,20 @@ from functools import lru_cache
 
 from moefold.config.schema import ModelConfig
 
-BYTES = 2
+BF16_BYTES = 2
 """Of a weight or an activation of a bfloat16 run."""
 
-CLAMPED_PASSES = 14.6
+CLAMPED_SWIGLU_PASSES = 14.6
 """Passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are not one kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mixer:
+class TokenMixer:
     """What lets tokens of a sequence see each other: attention, or a recurrence."""
 
     kind: str
     """gqa, mla, linear (gated delta rule) or mamba."""
-    weights: int
+    num_params: int
     """Of the projections of one layer, each of which a token meets once."""
     sharded_width: int
     """Columns of the projections into the heads, which tp shares out."""
@@ -28,13 +28,13 @@ class Mixer:
     """Columns of the down-projections to latents, which every tp rank makes whole (mla)."""
     latent_rank: int = 0
     """Mean width of the latents from which the heads are made (mla); 0: from the hidden state."""
-    heads: int = 0
+    num_heads: int = 0
     """Query heads of the softmax; 0 for a recurrence."""
-    key_heads: int = 0
+    num_kv_heads: int = 0
     """Heads of keys and values that context parallelism exchanges."""
     head_size: int = 0
     """Width of a query and key head."""
-    value_size: int = 0
+    value_head_size: int = 0
     """Width of a value head."""
     window: int = 0
     """Tokens that a token sees; 0: all before it."""
@@ -54,11 +54,11 @@ class FeedForward:
     top_k: int = 0
     shared_width: int = 0
     """Inner width of the expert that sees every token; 0 means none."""
-    matrices: int = 3
+    num_matrices: int = 3
     """3 with a gate (SwiGLU), 2 without."""
-    passes: float = 1.0
+    activation_passes: float = 1.0
     """How often the activation reads and writes its rows: 1 for a fused SwiGLU."""
-    expert_input: int = 0
+    expert_hidden_size: int = 0
     """Width in which experts work, where it is not that of the residual stream (latent experts); 0: the same."""
     num_groups: int = 1
     top_groups: int = 1
@@ -68,12 +68,12 @@ class FeedForward:
 class LayerKind:
     """One kind of layer. Either half may be missing in models that alternate them."""
 
-    mixer: Mixer | None
+    mixer: TokenMixer | None
     feed_forward: FeedForward | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShape:
+class ModelSpec:
     """A model as the cost model sees it."""
 
     name: str
@@ -85,23 +85,23 @@ class ModelShape:
     """The kind of each layer in order, an index into `kinds`."""
     mtp_layers: int = 0
     """Layers of multi-token prediction, each as the last layer."""
-    mtp_kind: int = -1
+    mtp_kind_override: int = -1
     """The kind of those layers where it is another; -1: that of the last layer."""
     tie_embeddings: bool = False
     config: ModelConfig | None = None
     """The model as the runtime knows it; None where it cannot run it."""
 
     @property
-    def embeds_twice(self) -> bool:
+    def has_second_embedding(self) -> bool:
         """Whether the last pipeline stage needs the embedding as well as the first."""
         return self.tie_embeddings or self.mtp_layers > 0
 
     @property
-    def further_kind(self) -> int:
+    def mtp_layer_kind(self) -> int:
         """The kind of the layers of multi-token prediction."""
-        return self.layers[-1] if self.mtp_kind < 0 else self.mtp_kind
+        return self.layers[-1] if self.mtp_kind_override < 0 else self.mtp_kind_override
 
-    def counts(self, layers: range) -> tuple[int, ...]:
+    def count_kinds(self, layers: range) -> tuple[int, ...]:
         """How many layers of each kind there are among those of a range."""
         found = [0] * len(self.kinds)
         for i in layers:
@@ -110,14 +110,14 @@ class ModelShape:
 
 
 @lru_cache(maxsize=64)
-def shape_of(model: ModelConfig) -> ModelShape:
+def model_spec_from_config(model: ModelConfig) -> ModelSpec:
     """The shape of a model that the runtime knows."""
     layers = []
     kinds: dict[LayerKind, int] = {}
     for kind, window in zip(model.layer_kinds, model.layer_windows, strict=True):
-        layer = LayerKind(mixer=_mixer_of(model, window), feed_forward=_feed_forward_of(model, kind))
+        layer = LayerKind(mixer=_mixer_from_config(model, window), feed_forward=_feed_forward_from_config(model, kind))
         layers.append(kinds.setdefault(layer, len(kinds)))
-    return ModelShape(
+    return ModelSpec(
         name=model.preset or "model",
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
@@ -129,7 +129,7 @@ def shape_of(model: ModelConfig) -> ModelShape:
     )
 
 
-def _mixer_of(model: ModelConfig, window: int) -> Mixer:
+def _mixer_from_config(model: ModelConfig, window: int) -> TokenMixer:
     if model.attention == "gqa":
         return gqa_mixer(
             model.hidden_size, model.num_attention_heads, model.num_query_groups, model.head_size, window=window
@@ -138,38 +138,38 @@ def _mixer_of(model: ModelConfig, window: int) -> Mixer:
     up_q, up_kv = heads * model.head_size, heads * (model.qk_nope_head_dim + model.v_head_dim)
     down = rank + model.kv_lora_rank + model.qk_rope_head_dim
     up = (rank or hidden) * up_q + model.kv_lora_rank * up_kv
-    return Mixer(
+    return TokenMixer(
         kind="mla",
-        weights=hidden * down + up + heads * model.v_head_dim * hidden,
+        num_params=hidden * down + up + heads * model.v_head_dim * hidden,
         sharded_width=up_q + up_kv,
         output_width=heads * model.v_head_dim,
         latent_width=down,
         latent_rank=up // (up_q + up_kv),
-        heads=heads,
-        key_heads=heads,
+        num_heads=heads,
+        num_kv_heads=heads,
         head_size=model.head_size,
-        value_size=model.v_head_dim,
+        value_head_size=model.v_head_dim,
         window=window,
     )
 
 
-def gqa_mixer(hidden_size: int, heads: int, groups: int, head_size: int, *, window: int = 0) -> Mixer:
+def gqa_mixer(hidden_size: int, heads: int, groups: int, head_size: int, *, window: int = 0) -> TokenMixer:
     """Attention whose groups of heads share keys and values."""
     width = (heads + 2 * groups) * head_size
-    return Mixer(
+    return TokenMixer(
         kind="gqa",
-        weights=hidden_size * (width + heads * head_size),
+        num_params=hidden_size * (width + heads * head_size),
         sharded_width=width,
         output_width=heads * head_size,
-        heads=heads,
-        key_heads=groups,
+        num_heads=heads,
+        num_kv_heads=groups,
         head_size=head_size,
-        value_size=head_size,
+        value_head_size=head_size,
         window=window,
     )
 
 
-def _feed_forward_of(model: ModelConfig, kind: str) -> FeedForward:
+def _feed_forward_from_config(model: ModelConfig, kind: str) -> FeedForward:
     if kind == "D":
         return FeedForward(kind="dense", width=model.ffn_hidden_size)
     return FeedForward(
@@ -178,7 +178,7 @@ def _feed_forward_of(model: ModelConfig, kind: str) -> FeedForward:
         num_experts=model.num_experts,
         top_k=model.top_k,
         shared_width=model.shared_expert_ffn_hidden_size,
-        passes=CLAMPED_PASSES if model.moe_activation == "clamped_swiglu" or model.moe_bias else 1.0,
+        activation_passes=CLAMPED_SWIGLU_PASSES if model.moe_activation == "clamped_swiglu" or model.moe_bias else 1.0,
         num_groups=model.num_groups,
         top_groups=model.top_groups,
     )

@@ -5,10 +5,10 @@ The order of the actions is that of `config.schedule_order` and, where exchanges
 """
 
 from moefold.config.action import SlotRow
-from moefold.config.paired_schedule import PAIRED_SCHEDULES, paired_rows, slots
+from moefold.config.paired_schedule import OVERLAPPED_SCHEDULES, overlapped_rows, to_slot_row
 from moefold.config.schedule_file import read_schedule
 from moefold.config.schedule_order import rank_row
-from moefold.config.schedule_walk import alone
+from moefold.config.schedule_walk import one_per_slot
 from moefold.errors import ConfigError
 
 
@@ -29,15 +29,15 @@ def slot_rows(
         ConfigError: the file is wrong, or the schedule has no pairs.
     """
     if overlap:
-        if schedule not in PAIRED_SCHEDULES:
-            legal = ", ".join(map(repr, PAIRED_SCHEDULES))
+        if schedule not in OVERLAPPED_SCHEDULES:
+            legal = ", ".join(map(repr, OVERLAPPED_SCHEDULES))
             raise ConfigError(f"overlap needs a schedule of pairs, and {schedule!r} has none; choose one of {legal}")
-        return tuple(map(slots, paired_rows(schedule, pp, virtual_stages, num_micro_batches)))
+        return tuple(map(to_slot_row, overlapped_rows(schedule, pp, virtual_stages, num_micro_batches)))
     if schedule == "csv":
-        return tuple(alone(row) for row in read_schedule(path, pp, virtual_stages, num_micro_batches).rows)
+        return tuple(one_per_slot(row) for row in read_schedule(path, pp, virtual_stages, num_micro_batches).rows)
     if pp == 1:
-        return (alone(rank_row("1f1b", 0, 1, 1, num_micro_batches)),)
+        return (one_per_slot(rank_row("1f1b", 0, 1, 1, num_micro_batches)),)
     if schedule == "dualpipev":
-        return tuple(map(slots, paired_rows(schedule, pp, virtual_stages, num_micro_batches)))
+        return tuple(map(to_slot_row, overlapped_rows(schedule, pp, virtual_stages, num_micro_batches)))
     name = "interleaved" if schedule == "1f1b" and virtual_stages > 1 else schedule
-    return tuple(alone(rank_row(name, rank, pp, virtual_stages, num_micro_batches)) for rank in range(pp))
+    return tuple(one_per_slot(rank_row(name, rank, pp, virtual_stages, num_micro_batches)) for rank in range(pp))

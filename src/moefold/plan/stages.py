@@ -8,58 +8,58 @@ from moefold.config.schedules import stage_ranks
 from moefold.config.schema import Config, ParallelConfig
 from moefold.parallel.stage_balance import fastest_stages
 from moefold.parallel.stage_plan import stage_parts
-from moefold.plan.shape import ModelShape
-from moefold.plan.stage_split import Chunk, chunk_of, split_stages
+from moefold.plan.shape import ModelSpec
+from moefold.plan.stage_split import ModelChunk, build_chunk, split_stages
 
-Split = Callable[[int], tuple[Chunk, ...]]
+StageSplitter = Callable[[int], tuple[ModelChunk, ...]]
 """The chunks of a pipeline of so many, in the order of the model."""
 
 
-def split_of(shape: ModelShape, seq_len: int) -> Split:
+def make_stage_splitter(model_spec: ModelSpec, seq_len: int) -> StageSplitter:
     """The cut of a model of which no recipe is known."""
-    return lambda chunks: split_stages(shape, chunks, seq_len)
+    return lambda chunks: split_stages(model_spec, chunks, seq_len)
 
 
-class RecipeSplit:
+class RecipeStageSplitter:
     """The cut of a recipe by its `parallel.pipeline_layout`; even where layers divide, else balanced, if it has none.
 
     Args:
         cfg: the recipe; of its mapping only the layout counts.
-        shape: its model.
+        model_spec: its model.
     """
 
-    def __init__(self, cfg: Config, shape: ModelShape) -> None:
-        self._cfg, self._shape = cfg, shape
-        self._known: dict[int, tuple[Chunk, ...]] = {}
+    def __init__(self, cfg: Config, model_spec: ModelSpec) -> None:
+        self._cfg, self._model_spec = cfg, model_spec
+        self._cache: dict[int, tuple[ModelChunk, ...]] = {}
 
-    def __call__(self, chunks: int) -> tuple[Chunk, ...]:
+    def __call__(self, num_chunks: int) -> tuple[ModelChunk, ...]:
         """The chunks of so many."""
-        if chunks not in self._known:
-            self._known[chunks] = tuple(
-                chunk_of(
-                    self._shape,
+        if num_chunks not in self._cache:
+            self._cache[num_chunks] = tuple(
+                build_chunk(
+                    self._model_spec,
                     parts.layers,
                     has_embedding=parts.has_embedding,
                     has_loss=parts.has_loss,
-                    num_further=parts.num_further,
+                    num_mtp_layers=parts.num_mtp_layers,
                 )
-                for parts in self.parts(chunks)
+                for parts in self.parts(num_chunks)
             )
-        return self._known[chunks]
+        return self._cache[num_chunks]
 
-    def parts(self, chunks: int) -> tuple[StageParts, ...]:
+    def parts(self, num_chunks: int) -> tuple[StageParts, ...]:
         """The same in the words of the runtime. Weights are balanced as those of the whole model, not of a shard."""
         cfg = self._cfg
         layout = cfg.parallel.pipeline_layout
-        if not layout and (cfg.model.num_layers % chunks or cfg.model.mtp_layers):
+        if not layout and (cfg.model.num_layers % num_chunks or cfg.model.mtp_layers):
             layout = "auto"
-        if layout in ("", "auto") and chunks == 1:
+        if layout in ("", "auto") and num_chunks == 1:
             layout = ""
-        uncut = replace(cfg, parallel=ParallelConfig(world_size=chunks, pp=chunks, pipeline_layout=layout))
+        uncut = replace(cfg, parallel=ParallelConfig(world_size=num_chunks, pp=num_chunks, pipeline_layout=layout))
         return fastest_stages(uncut) if layout == "auto" else stage_parts(uncut)
 
 
-def chunks_of_rank(chunks: tuple[Chunk, ...], schedule: str, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
+def chunks_of_rank(chunks: tuple[ModelChunk, ...], schedule: str, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
     """For each pipeline rank the numbers of its chunks."""
     # The file of a schedule from one says where it has its stages; its price is that of a loop.
     name = "interleaved" if schedule == "csv" or (schedule == "1f1b" and vpp > 1) else schedule

@@ -42,7 +42,7 @@ class Timeline:
     total_s: float
     """Until the end of the step."""
 
-    def of(self, rank: int, *streams: str) -> tuple[Event, ...]:
+    def events_of(self, rank: int, *streams: str) -> tuple[Event, ...]:
         """The events of some streams of a rank, in the order of their start."""
         return tuple(event for event in self._by_rank[rank] if event.stream in streams)
 
@@ -81,11 +81,11 @@ class Timeline:
 
     def exposed_s(self, rank: int) -> float:
         """Seconds in which a rank's collectives run and its compute does not, the end of the step included."""
-        collectives = merged((event.start_s, event.end_s) for event in self.of(rank, COMMUNICATION))
-        compute = merged((event.start_s, event.end_s) for event in self.of(rank, COMPUTE))
-        return sum(end - start for start, end in collectives) - shared_s(collectives, compute)
+        collectives = merge_spans((event.start_s, event.end_s) for event in self.events_of(rank, COMMUNICATION))
+        compute = merge_spans((event.start_s, event.end_s) for event in self.events_of(rank, COMPUTE))
+        return sum(end - start for start, end in collectives) - intersection_s(collectives, compute)
 
-    def most_in_flight(self, rank: int) -> int:
+    def max_in_flight(self, rank: int) -> int:
         """The most forward passes of one stage that are kept for a backward pass, that of the weights included."""
         steps: list[tuple[float, int]] = []
         for action, (start, end) in self.actions(rank):
@@ -100,7 +100,7 @@ class Timeline:
         return most
 
     @property
-    def overlaps(self) -> bool:
+    def has_overlapping_passes(self) -> bool:
         """Whether some rank works on two actions at a time."""
         return any(
             after < end * (1 - 1e-12)
@@ -111,18 +111,18 @@ class Timeline:
     def actions(self, rank: int) -> Iterator[tuple[Action, Span]]:
         """The actions of a rank with their first start and last end, in the order of their start."""
         spans: dict[Action, Span] = {}
-        for event in self.of(rank, COMPUTE, COMMUNICATION):
+        for event in self.events_of(rank, COMPUTE, COMMUNICATION):
             if event.action is not None:
                 start, end = spans.get(event.action, (event.start_s, event.end_s))
                 spans[event.action] = min(start, event.start_s), max(end, event.end_s)
         yield from spans.items()
 
     def _work(self, rank: int) -> list[Span]:
-        events = self.of(rank, COMPUTE, COMMUNICATION)
-        return merged((event.start_s, event.end_s) for event in events if event.action is not None)
+        events = self.events_of(rank, COMPUTE, COMMUNICATION)
+        return merge_spans((event.start_s, event.end_s) for event in events if event.action is not None)
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
     """The union of some spans, in order."""
     found: list[Span] = []
     for start, end in sorted(spans):
@@ -133,7 +133,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def shared_s(left: list[Span], right: list[Span]) -> float:
+def intersection_s(left: list[Span], right: list[Span]) -> float:
     """Seconds that lie in both of two unions."""
     total, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from moefold.config.action import Action
 from moefold.errors import ConfigError
-from moefold.plan.chart import CLOSING_COLOURS, CLOSING_NAMES, EXPOSED, FAINT, INK, PASS_COLOURS, PASS_NAMES
-from moefold.plan.output_file import check_place
+from moefold.plan.chart import EXPOSED_COLOUR, FAINT, INK, PASS_COLOURS, PASS_NAMES, STEP_TAIL_COLOURS, STEP_TAIL_NAMES
+from moefold.plan.output_file import check_writable
 from moefold.plan.timeline import COMMUNICATION, COMPUTE, SEND, Event, Span, Timeline
-from moefold.plan.timeline_window import overlaps, windows_of, zoom_words
+from moefold.plan.timeline_window import choose_windows, describe_windows, intersects
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 PICTURES = (".png", ".svg", ".pdf")
 TRACKS = ("forward", "backward", COMPUTE, COMMUNICATION, SEND)
 """Lines of a rank in a trace: what pass it is at, and what its streams do."""
-IDLE = "#f1f3f6"
-HIDDEN, SHOWN = "hidden communication", "exposed communication"
+IDLE_COLOUR = "#f1f3f6"
+HIDDEN_COMM, EXPOSED_COMM = "hidden communication", "exposed communication"
 LEGEND = (
     {kind: (PASS_COLOURS[kind], name) for kind, name in PASS_NAMES.items()}
-    | {SHOWN: (EXPOSED, SHOWN), HIDDEN: (FAINT, HIDDEN)}
-    | {part: (CLOSING_COLOURS[part], name) for part, name in CLOSING_NAMES.items()}
+    | {EXPOSED_COMM: (EXPOSED_COLOUR, EXPOSED_COMM), HIDDEN_COMM: (FAINT, HIDDEN_COMM)}
+    | {part: (STEP_TAIL_COLOURS[part], name) for part, name in STEP_TAIL_NAMES.items()}
 )
 """Colour and name of all that a picture may show."""
 WIDTH, LANE, DPI = 16.0, 0.42, 150
-SMALLEST_LABELLED = 0.012
+MIN_LABELLED_FRACTION = 0.012
 """Part of the picture's width that a number of a micro-batch needs."""
 
 
@@ -41,7 +41,7 @@ def write_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
     check_timeline_file(path)
     try:
         if path.suffix.lower() == ".json":
-            path.write_text(json.dumps(trace(timeline)))
+            path.write_text(json.dumps(chrome_trace(timeline)))
         else:
             _draw(timeline, path, title)
     except OSError as error:
@@ -56,12 +56,12 @@ def check_timeline_file(path: Path) -> None:
     """
     if path.suffix.lower() not in (".json", *PICTURES):
         raise ConfigError(f"--timeline {path} must end in .json, for Perfetto, or in .png, .svg or .pdf, for a picture")
-    check_place("--timeline", path)
+    check_writable("--timeline", path)
 
 
-def trace(timeline: Timeline) -> dict[str, Any]:
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """The step in the trace event format: a process for each pipeline rank, microseconds, arrows for messages."""
-    return {"traceEvents": [*_names(timeline), *_slices(timeline), *_arrows(timeline)], "displayTimeUnit": "ms"}
+    return {"traceEvents": [*_names(timeline), *_slices(timeline), *_message_arrows(timeline)], "displayTimeUnit": "ms"}
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -97,7 +97,7 @@ def _slice(rank: int, track: int, name: str, span: tuple[float, float], action: 
     }
 
 
-def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _message_arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """From each message to the pass that reads it."""
     begins = {
         (rank, action.stage, "F" if action.kind == "F" else "B", action.micro_batch): (start, _track(action))
@@ -130,13 +130,13 @@ def _draw(timeline: Timeline, path: Path, title: str) -> None:
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
     unit, scale = ("s", 1.0) if timeline.total_s >= 1 else ("ms", 1e3)
-    windows, names = windows_of(timeline), [f"pp rank {rank}" for rank in range(timeline.num_ranks)]
+    windows, names = choose_windows(timeline), [f"pp rank {rank}" for rank in range(timeline.num_ranks)]
     left, right, gap, drawn = 0.055, 0.99, 0.012, set()
     width = (right - left - gap * (len(windows) - 1)) / len(windows)
     for i, window in enumerate(windows):
         axes = figure.add_axes((left + i * (width + gap), 0.55 / height, width, 1 - 1.35 / height))
         for rank in range(timeline.num_ranks):
-            axes.broken_barh([(0, timeline.total_s * scale)], (rank - 0.44, 0.88), facecolor=IDLE)
+            axes.broken_barh([(0, timeline.total_s * scale)], (rank - 0.44, 0.88), facecolor=IDLE_COLOUR)
             drawn |= _draw_passes(axes, timeline, rank, (window, len(windows)), scale)
             drawn |= _draw_streams(axes, timeline, rank, window, scale)
         axes.set(xlim=(window[0] * scale, window[1] * scale), ylim=(timeline.num_ranks - 0.5, -0.5))
@@ -145,15 +145,15 @@ def _draw(timeline: Timeline, path: Path, title: str) -> None:
         axes.tick_params(colors=FAINT, labelsize=9, length=0)
         for spine in axes.spines.values():
             spine.set_visible(False)
-    figure.text(0.008, 1 - 0.3 / height, title or summary(timeline), fontsize=12, fontweight="bold", color=INK)
+    figure.text(0.008, 1 - 0.3 / height, title or format_summary(timeline), fontsize=12, fontweight="bold", color=INK)
     faint: dict[str, Any] = {"color": FAINT, "fontsize": 9, "ha": "right"}
-    figure.text(right, 1 - 0.3 / height, summary(timeline) if title else "", **faint)
-    figure.text(right, 1 - 0.6 / height, zoom_words(timeline, windows), va="center", **faint)
+    figure.text(right, 1 - 0.3 / height, format_summary(timeline) if title else "", **faint)
+    figure.text(right, 1 - 0.6 / height, describe_windows(timeline, windows), va="center", **faint)
     _draw_legend(figure, height, drawn)
     figure.savefig(path)
 
 
-def summary(timeline: Timeline) -> str:
+def format_summary(timeline: Timeline) -> str:
     """The step in one line."""
     exposed = max(timeline.exposed_s(rank) for rank in range(timeline.num_ranks)) / timeline.total_s
     return (
@@ -162,14 +162,18 @@ def summary(timeline: Timeline) -> str:
     )
 
 
-def _draw_passes(axes: "Axes", timeline: Timeline, rank: int, shown: tuple[Span, int], scale: float) -> set[str]:
+def _draw_passes(
+    axes: "Axes", timeline: Timeline, rank: int, window_and_count: tuple[Span, int], scale: float
+) -> set[str]:
     """Draw the passes of a rank within one of so many windows; returns what kinds there are."""
-    window, num_windows = shown
-    least = SMALLEST_LABELLED * num_windows * (window[1] - window[0])
-    spans = {action: span for action, span in timeline.actions(rank) if overlaps(span, window)}
+    window, num_windows = window_and_count
+    least = MIN_LABELLED_FRACTION * num_windows * (window[1] - window[0])
+    spans = {action: span for action, span in timeline.actions(rank) if intersects(span, window)}
     for kind, colour in PASS_COLOURS.items():
         # Where passes overlap, the forward ones have the upper half of the lane.
-        low, high = (-0.4, 0.4) if not timeline.overlaps else (-0.4, -0.02) if kind == "F" else (0.02, 0.4)
+        low, high = (
+            (-0.4, 0.4) if not timeline.has_overlapping_passes else (-0.4, -0.02) if kind == "F" else (0.02, 0.4)
+        )
         chosen = [(action, span) for action, span in spans.items() if action.kind == kind]
         bars = [(start * scale, (end - start) * scale) for _, (start, end) in chosen]
         axes.broken_barh(bars, (rank + low, high - low), facecolor=colour, edgecolor="white", linewidth=0.3)
@@ -183,24 +187,24 @@ def _draw_passes(axes: "Axes", timeline: Timeline, rank: int, shown: tuple[Span,
 
 def _draw_streams(axes: "Axes", timeline: Timeline, rank: int, window: Span, scale: float) -> set[str]:
     """Draw collectives as a thin line at the foot of the lane, red where no compute runs beside them; returns which."""
-    compute = [(e.start_s, e.end_s) for e in timeline.of(rank, COMPUTE)]
-    pieces: dict[str, list[Span]] = {HIDDEN: [], SHOWN: []}
+    compute = [(e.start_s, e.end_s) for e in timeline.events_of(rank, COMPUTE)]
+    pieces: dict[str, list[Span]] = {HIDDEN_COMM: [], EXPOSED_COMM: []}
     drawn = set()
-    for event in timeline.of(rank, COMMUNICATION):
-        for start, end, is_hidden in split_by(event, compute):
-            if overlaps((start, end), window):
-                pieces[HIDDEN if is_hidden else SHOWN].append((start * scale, (end - start) * scale))
-    axes.broken_barh(pieces[HIDDEN], (rank + 0.34, 0.09), facecolor=FAINT)
-    axes.broken_barh(pieces[SHOWN], (rank + 0.34, 0.09), facecolor=EXPOSED)
-    for event in timeline.of(rank, COMPUTE, COMMUNICATION):
-        if event.action is None and overlaps((event.start_s, event.end_s), window):
+    for event in timeline.events_of(rank, COMMUNICATION):
+        for start, end, is_hidden in split_by_overlap(event, compute):
+            if intersects((start, end), window):
+                pieces[HIDDEN_COMM if is_hidden else EXPOSED_COMM].append((start * scale, (end - start) * scale))
+    axes.broken_barh(pieces[HIDDEN_COMM], (rank + 0.34, 0.09), facecolor=FAINT)
+    axes.broken_barh(pieces[EXPOSED_COMM], (rank + 0.34, 0.09), facecolor=EXPOSED_COLOUR)
+    for event in timeline.events_of(rank, COMPUTE, COMMUNICATION):
+        if event.action is None and intersects((event.start_s, event.end_s), window):
             bar = (event.start_s * scale, (event.end_s - event.start_s) * scale)
-            axes.broken_barh([bar], (rank - 0.4, 0.72), facecolor=CLOSING_COLOURS[event.part])
+            axes.broken_barh([bar], (rank - 0.4, 0.72), facecolor=STEP_TAIL_COLOURS[event.part])
             drawn.add(event.part)
     return drawn | {kind for kind, spans in pieces.items() if spans}
 
 
-def split_by(event: Event, compute: list[tuple[float, float]]) -> Iterator[tuple[float, float, bool]]:
+def split_by_overlap(event: Event, compute: list[tuple[float, float]]) -> Iterator[tuple[float, float, bool]]:
     """The pieces of an event in which one of some ordered spans runs too, and those in which none does."""
     at = event.start_s
     first = max(0, bisect_right(compute, (at, float("inf"))) - 1)

@@ -2,18 +2,18 @@
 
 from moefold.plan.timeline import Span, Timeline
 
-MOST_PASSES = 160
+MAX_PASSES = 160
 """Passes of a rank that one picture shows side by side."""
-ZOOMED_PASSES = 20
+PASSES_PER_WINDOW = 20
 """Passes of a rank in each window of a longer step."""
 
 
-def windows_of(timeline: Timeline) -> tuple[Span, ...]:
+def choose_windows(timeline: Timeline) -> tuple[Span, ...]:
     """Return the seconds that a picture shows: the whole step, or its start, a steady-state window and its end."""
     passes = max(sum(1 for _ in timeline.actions(rank)) for rank in range(timeline.num_ranks))
-    if passes <= MOST_PASSES:
+    if passes <= MAX_PASSES:
         return ((0.0, timeline.total_s),)
-    seconds = timeline.span_s * ZOOMED_PASSES / passes
+    seconds = timeline.span_s * PASSES_PER_WINDOW / passes
     middle = timeline.span_s / 2
     # Sums of gradients and the update follow the last pass; some passes are shown before them.
     closing = timeline.total_s - timeline.span_s
@@ -24,12 +24,12 @@ def windows_of(timeline: Timeline) -> tuple[Span, ...]:
     )
 
 
-def overlaps(span: Span, window: Span) -> bool:
+def intersects(span: Span, window: Span) -> bool:
     """Return True if some of a span lies within a window."""
     return span[0] < window[1] and span[1] > window[0]
 
 
-def zoom_words(timeline: Timeline, windows: tuple[Span, ...]) -> str:
+def describe_windows(timeline: Timeline, windows: tuple[Span, ...]) -> str:
     """Say which parts are shown; empty where all of the step is."""
     if len(windows) == 1:
         return ""

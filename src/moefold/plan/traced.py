@@ -3,37 +3,37 @@
 from dataclasses import replace
 from functools import cached_property
 
-from moefold.plan.planner import Planner, Question
+from moefold.plan.planner import Planner, PlanRequest
 from moefold.plan.restriction import Restriction
-from moefold.plan.routing_load import RoutingLoad
-from moefold.plan.search import Plan
-from moefold.plan.step_time import Pricer
+from moefold.plan.routing_load import RecordedRouting
+from moefold.plan.search import PlannedMapping
+from moefold.plan.step_time import CostModel
 
 
 class TracedPlanner(Planner):
     """Answers a question under recorded routing.
 
     Args:
-        question: the question; its imbalance is replaced by what was recorded.
-        load: the recorded routing.
+        request: the question; its imbalance is replaced by what was recorded.
+        routing: the recorded routing.
     """
 
-    def __init__(self, question: Question, load: RoutingLoad) -> None:
-        super().__init__(question)
-        self.load = load
+    def __init__(self, request: PlanRequest, routing: RecordedRouting) -> None:
+        super().__init__(request)
+        self.routing = routing
 
     @cached_property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[PlannedMapping]:
         """As of the planner; every fold with the imbalance of its ep."""
         if not self.space.folds:
             return super().plans
-        q = self.question
-        found: list[Plan] = []
+        q = self.request
+        found: list[PlannedMapping] = []
         for ep in sorted({fold.ep for fold, _ in self.space.folds}):
-            found += Planner(self.question_at(ep, q.restriction)).plans
-        return sorted(found, key=lambda plan: plan.order)
+            found += Planner(self.request_for_ep(ep, q.restriction)).plans
+        return sorted(found, key=lambda plan: plan.sort_key)
 
-    def first(self, count: int) -> list[Plan]:
+    def top_plans(self, count: int) -> list[PlannedMapping]:
         """As of the planner."""
         return self.plans[:count]
 
@@ -41,16 +41,16 @@ class TracedPlanner(Planner):
         """As of the planner."""
         return sum(plan.memory.fits and plan.time.total_s < seconds for plan in self.plans)
 
-    def pricer_of(self, plan: Plan) -> Pricer:
+    def cost_model_for(self, plan: PlannedMapping) -> CostModel:
         """As of the planner; that of the plan's ep."""
-        return Planner(self.question_at(plan.mapping.ep, self.question.restriction)).search.pricer
+        return Planner(self.request_for_ep(plan.mapping.ep, self.request.restriction)).search.cost_model
 
-    def on(self, num_gpus: int) -> "TracedPlanner":
+    def with_num_gpus(self, num_gpus: int) -> "TracedPlanner":
         """As of the planner, under the same routing."""
-        return TracedPlanner(self.question.on(num_gpus), self.load)
+        return TracedPlanner(self.request.with_num_gpus(num_gpus), self.routing)
 
-    def question_at(self, ep: int, restriction: Restriction) -> Question:
+    def request_for_ep(self, ep: int, restriction: Restriction) -> PlanRequest:
         """The question for one ep."""
-        workload = replace(self.question.workload, imbalance=max(1.0, self.load.imbalance(ep)))
+        workload = replace(self.request.workload, imbalance=max(1.0, self.routing.imbalance(ep)))
         fixed = replace(restriction, fixed={**restriction.fixed, "ep": ep})
-        return replace(self.question, workload=workload, restriction=fixed)
+        return replace(self.request, workload=workload, restriction=fixed)

@@ -9,7 +9,7 @@ from markupsafe import Markup
 from moefold.parallel.layout import Layout, View
 
 CELL, GAP, HEAD = 24, 2, 15
-NARROW = 4
+SMALL_NODE_CELLS_PER_ROW = 4
 """Cells in a row of a node of up to twice as many; larger nodes have rows of twice as many."""
 
 
@@ -18,24 +18,24 @@ class DrawnView:
     """A view, and its axes as a reader knows them: an axis of degrees that other axes lie between is several of it."""
 
     view: View
-    spans: Mapping[str, tuple[str, ...]]
+    parts_of_axis: Mapping[str, tuple[str, ...]]
     """By the name of an axis, slowest to fastest, the axes of the view that it is made of."""
 
     def degree(self, axis: str) -> int:
         """Size of one axis."""
-        return prod(self.view.degree(part) for part in self.spans[axis])
+        return prod(self.view.degree(part) for part in self.parts_of_axis[axis])
 
     def group_indices(self, axis: str) -> tuple[int, ...]:
         """For each rank the number of its group."""
-        index = {rank: i for i, group in enumerate(self.view.groups(*self.spans[axis])) for rank in group}
+        index = {rank: i for i, group in enumerate(self.view.groups(*self.parts_of_axis[axis])) for rank in group}
         return tuple(index[rank] for rank in range(self.view.world_size))
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Position of a rank in its group."""
-        return self.view.group(rank, *self.spans[axis]).index(rank)
+        return self.view.group(rank, *self.parts_of_axis[axis]).index(rank)
 
 
-def drawn_views(layout: Layout, *, coupled: bool = False) -> tuple[DrawnView, DrawnView]:
+def build_drawn_views(layout: Layout, *, coupled: bool = False) -> tuple[DrawnView, DrawnView]:
     """Attention and experts; those of a coupled method lie within data parallelism, so that cp cuts edp in two."""
     experts = layout.moe
     spans: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in experts.axes}
@@ -55,8 +55,11 @@ def view_chart(name: str, drawn: DrawnView, gpus_per_node: int) -> Markup:
         drawn: the view.
         gpus_per_node: cells of a node.
     """
-    view, groups = drawn.view, {axis: drawn.group_indices(axis) for axis in drawn.spans}
-    in_row = min(NARROW if gpus_per_node <= 2 * NARROW else 2 * NARROW, gpus_per_node)
+    view, groups = drawn.view, {axis: drawn.group_indices(axis) for axis in drawn.parts_of_axis}
+    in_row = min(
+        SMALL_NODE_CELLS_PER_ROW if gpus_per_node <= 2 * SMALL_NODE_CELLS_PER_ROW else 2 * SMALL_NODE_CELLS_PER_ROW,
+        gpus_per_node,
+    )
     pieces = []
     for node in range(-(-view.world_size // gpus_per_node)):
         ranks = range(node * gpus_per_node, min((node + 1) * gpus_per_node, view.world_size))
@@ -80,6 +83,6 @@ def view_chart(name: str, drawn: DrawnView, gpus_per_node: int) -> Markup:
 
 def axis_choices(drawn: DrawnView) -> tuple[list[tuple[str, int]], str]:
     """The axes of a view with their degrees, and the axis that is shown first: ep, or the fastest that cuts."""
-    axes = [(axis, drawn.degree(axis)) for axis in drawn.spans]
+    axes = [(axis, drawn.degree(axis)) for axis in drawn.parts_of_axis]
     cutting = [axis for axis, degree in axes if degree > 1]
     return axes, "ep" if "ep" in cutting else (cutting or [axes[-1][0]])[-1]

@@ -8,12 +8,12 @@ from torch import Tensor
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
-SMALLEST_AMAX = 1e-30
+MIN_AMAX = 1e-30
 """Scale of a block of zeros: any will do, and none may be 0."""
 
 
 @dataclass(frozen=True)
-class Recipe:
+class QuantFormat:
     """A number format and the blocks that share a scale.
 
     Every operand has its blocks along the dim that the product sums over: a scale multiplies a whole partial sum, and a
@@ -21,101 +21,101 @@ class Recipe:
     """
 
     name: str
-    largest: float
+    max_value: float
     """Of the format."""
-    to_format: Callable[[Tensor], Tensor]
+    round_values: Callable[[Tensor], Tensor]
     """Rounds scaled values to the format, to the nearest and ties to even; gives them in the type they came in."""
-    block: int
+    block_size: int
     """Values of an activation or a gradient that share a scale."""
-    weight_rows: int
+    weight_block_rows: int
     """Rows of a weight that share a scale; its blocks are as long as those of activations."""
-    to_scale: Callable[[Tensor, Tensor], Tensor]
+    round_scale: Callable[[Tensor, Tensor], Tensor]
     """(largest / format's largest of each block, the same of all) -> the scales as they are stored."""
 
 
-def rounded(x_MK: Tensor, recipe: Recipe, rows: int = 1) -> Tensor:
+def fake_quantize(x_MK: Tensor, quant_format: QuantFormat, block_rows: int = 1) -> Tensor:
     """The values that the hardware would multiply: quantised in blocks [rows, recipe.block] and scaled back.
 
     Blocks begin at the first row and column; the last ones may be cut off.
 
     Args:
         x_MK: [M, K].
-        recipe: format and block length.
-        rows: rows of a block.
+        quant_format: format and block length.
+        block_rows: rows of a block.
 
     Returns:
         [M, K] in float32, or float64 if that came.
     """
-    blocks, scale = scaled_blocks(x_MK, recipe, rows)
-    values = recipe.to_format(blocks) * scale
+    blocks, scale = scale_blocks(x_MK, quant_format, block_rows)
+    values = quant_format.round_values(blocks) * scale
     return values.flatten(2, 3).flatten(0, 1)[: x_MK.shape[0], : x_MK.shape[1]]
 
 
-def scaled_blocks(x_MK: Tensor, recipe: Recipe, rows: int = 1) -> tuple[Tensor, Tensor]:
+def scale_blocks(x_MK: Tensor, quant_format: QuantFormat, block_rows: int = 1) -> tuple[Tensor, Tensor]:
     """What is left to be rounded to the format, and the scales to multiply it with afterwards.
 
     Args:
         x_MK: [M, K].
-        recipe: format and block length.
-        rows: rows of a block.
+        quant_format: format and block length.
+        block_rows: rows of a block.
 
     Returns:
         (values [M/rows, rows, K/block, block], filled up with zeros; scales [M/rows, 1, K/block, 1]), in float32, or
         float64 if that came.
     """
     wide = x_MK.to(torch.promote_types(x_MK.dtype, torch.float32))
-    padding = (0, -wide.shape[1] % recipe.block, 0, -wide.shape[0] % rows)
+    padding = (0, -wide.shape[1] % quant_format.block_size, 0, -wide.shape[0] % block_rows)
     blocks = torch.nn.functional.pad(wide, padding) if any(padding) else wide
-    blocks = blocks.unflatten(1, (-1, recipe.block)).unflatten(0, (-1, rows))
+    blocks = blocks.unflatten(1, (-1, quant_format.block_size)).unflatten(0, (-1, block_rows))
     if blocks.numel() == 0:
         return blocks, blocks[..., :1]
-    amax = blocks.abs().amax((1, 3), keepdim=True).clamp(min=SMALLEST_AMAX) / recipe.largest
-    scale = recipe.to_scale(amax, amax.max())
-    return (blocks / scale).clamp(-recipe.largest, recipe.largest), scale
+    amax = blocks.abs().amax((1, 3), keepdim=True).clamp(min=MIN_AMAX) / quant_format.max_value
+    scale = quant_format.round_scale(amax, amax.max())
+    return (blocks / scale).clamp(-quant_format.max_value, quant_format.max_value), scale
 
 
-def to_e4m3(x: Tensor) -> Tensor:
+def round_to_e4m3(x: Tensor) -> Tensor:
     """Round to 4 bits of exponent and 3 of mantissa."""
     return x.to(torch.float8_e4m3fn).to(x.dtype)
 
 
-def to_e2m1(x: Tensor) -> Tensor:
+def round_to_e2m1(x: Tensor) -> Tensor:
     """Round to 0, 0.5, 1, 1.5, 2, 3, 4 or 6 and a sign."""
     # The distance of neighbours is 0.5 below 2, 1 from 2 to 4, and 2 beyond.
     step = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0)).to(x.dtype)
     return (x / step).round() * step
 
 
-def float32_scale(amax: Tensor, whole: Tensor) -> Tensor:
+def float32_scale(amax: Tensor, tensor_amax: Tensor) -> Tensor:
     """Any scale: the largest value of a block is the largest of the format."""
     return amax.to(torch.float32).to(amax.dtype)
 
 
-def power_of_two(amax: Tensor, whole: Tensor) -> Tensor:
+def power_of_two_scale(amax: Tensor, tensor_amax: Tensor) -> Tensor:
     """The next power of two, e8m0: nothing is cut off (arXiv:2506.08027 sec. 3.1)."""
     return torch.exp2(torch.ceil(torch.log2(amax)))
 
 
-def nested_scale(amax: Tensor, whole: Tensor) -> Tensor:
+def two_level_scale(amax: Tensor, tensor_amax: Tensor) -> Tensor:
     """Scales in e4m3 under one for the whole tensor, a power of two here.
 
     With another outer scale the scales of the blocks would be rounded elsewhere, so that a tensor cut over ranks, whose
     parts have outer scales of their own, would be quantised in another way. A power of two changes nothing but which
     blocks are too small for a scale of e4m3: those below 2**-15 of the largest.
     """
-    outer = torch.exp2(torch.ceil(torch.log2(whole / E4M3_MAX)))
+    outer = torch.exp2(torch.ceil(torch.log2(tensor_amax / E4M3_MAX)))
     # Where the scale was rounded down the largest value of the block is cut off, by at most 1/16.
-    return to_e4m3(amax / outer).clamp(min=2.0**-9) * outer
+    return round_to_e4m3(amax / outer).clamp(min=2.0**-9) * outer
 
 
-RECIPES = {
+QUANT_FORMATS = {
     recipe.name: recipe
     for recipe in (
         # DeepSeek-V3: e4m3 for all operands, 1 x 128 and 128 x 128 blocks (arXiv:2412.19437 sec. 3.3.2).
-        Recipe("fp8-blockwise", E4M3_MAX, to_e4m3, 128, 128, float32_scale),
+        QuantFormat("fp8-blockwise", E4M3_MAX, round_to_e4m3, 128, 128, float32_scale),
         # OCP microscaling formats, with 32 values to a scale (arXiv:2310.10537).
-        Recipe("mxfp8", E4M3_MAX, to_e4m3, 32, 1, power_of_two),
+        QuantFormat("mxfp8", E4M3_MAX, round_to_e4m3, 32, 1, power_of_two_scale),
         # 16 values to a scale, weights in squares (arXiv:2509.25149 sec. 4.3).
-        Recipe("nvfp4", E2M1_MAX, to_e2m1, 16, 16, nested_scale),
+        QuantFormat("nvfp4", E2M1_MAX, round_to_e2m1, 16, 16, two_level_scale),
     )
 }

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from moefold.parallel.flight_record import FlightRecord
+from moefold.parallel.flight_record import FlightRecorder
 from moefold.parallel.groups import Group
 
 
-def group_of(ranks: Sequence[int], rank: int, handle: Any) -> Group:
+def make_group(ranks: Sequence[int], rank: int, handle: Any) -> Group:
     """A group with a flight record of its own.
 
     Args:
@@ -15,5 +15,5 @@ def group_of(ranks: Sequence[int], rank: int, handle: Any) -> Group:
         rank: my place among them.
         handle: the process group; None for a group of one.
     """
-    record = FlightRecord()
+    record = FlightRecorder()
     return Group(tuple(ranks), rank, handle, record, record.add_group("test", ranks))

@@ -12,19 +12,19 @@ from torch.utils._pytree import tree_leaves
 T = TypeVar("T")
 
 
-def kept_bytes(run: Callable[[], T]) -> tuple[T, int]:
+def measure_saved_bytes(run: Callable[[], T]) -> tuple[T, int]:
     """Run something; its result, and the bytes of all memory made meanwhile that is alive with it, its own included."""
-    with _Watch() as watch:
+    with _StorageTracker() as watch:
         result = run()
     return result, watch.alive_bytes()
 
 
-class _Watch(TorchDispatchMode):
+class _StorageTracker(TorchDispatchMode):
     """Notes the memory of every tensor that an operation makes, without holding it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._created: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -32,9 +32,9 @@ class _Watch(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
                 storage = leaf.untyped_storage()
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._created[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
     def alive_bytes(self) -> int:
         """Of what was made, what is not freed."""
-        return sum(size for reference, size in self._made.values() if not reference.expired())
+        return sum(size for reference, size in self._created.values() if not reference.expired())

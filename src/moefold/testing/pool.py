@@ -30,14 +30,14 @@ import torch
 import torch.distributed as dist
 
 from moefold.errors import ConfigError
-from moefold.launch.child import end_with_parent, signals_held_back
-from moefold.launch.loopback import HOST, keep_to_loopback, loopback_store
+from moefold.launch.child import block_signals, signal_on_parent_death
+from moefold.launch.loopback import HOST, loopback_store, restrict_to_loopback
 from moefold.launch.stale_folder import claim_folder, remove_stale_folders
-from moefold.work_progress import say_nothing
+from moefold.work_progress import ignore_progress
 
-MAX_TEMP_DIR = 70
+MAX_TEMP_DIR_BYTES = 70
 """Bytes that the path of the temporary folder may have: that of a socket in it has 32 more, of 103 (macOS) or 107."""
-GRACE_S = 2.0
+FAILURE_GRACE_S = 2.0
 """After one rank failed, the others get this long to report before they are ended."""
 
 
@@ -95,7 +95,7 @@ class WorkerPool:
         try:
             for _, connection in ranks:
                 connection.send((function, args, on_progress is not None))
-            return _collect([connection for _, connection in ranks], timeout_s, on_progress or say_nothing)
+            return _collect([connection for _, connection in ranks], timeout_s, on_progress or ignore_progress)
         finally:
             for process, connection in ranks:
                 connection.close()
@@ -106,11 +106,13 @@ class WorkerPool:
     def _fork(self, task: int, rank: int, world_size: int, timeout_s: float) -> tuple[BaseProcess, Connection]:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
-            target=_serve, args=(theirs, f"task{task}", self._store.port, rank, world_size, timeout_s), daemon=True
+            target=_worker_main,
+            args=(theirs, f"task{task}", self._store.port, rank, world_size, timeout_s),
+            daemon=True,
         )
-        with _one_thread():
+        with _single_omp_thread():
             # The fork server ignores Ctrl-C once it has imported torch.
-            with signals_held_back([signal.SIGINT], starts_python=True):
+            with block_signals([signal.SIGINT], starts_python=True):
                 forkserver.ensure_running()
             process.start()
         theirs.close()
@@ -119,15 +121,15 @@ class WorkerPool:
 
 def _check_temp_dir() -> None:
     folder = tempfile.gettempdir()
-    if len(os.fsencode(folder)) > MAX_TEMP_DIR:
+    if len(os.fsencode(folder)) > MAX_TEMP_DIR_BYTES:
         raise ConfigError(
             f"the temporary folder {folder} has a path of {len(os.fsencode(folder))} bytes, and the ranks' sockets in "
-            f"it need one of at most {MAX_TEMP_DIR}; set TMPDIR to a shorter one, as in TMPDIR=/tmp"
+            f"it need one of at most {MAX_TEMP_DIR_BYTES}; set TMPDIR to a shorter one, as in TMPDIR=/tmp"
         )
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _single_omp_thread() -> Iterator[None]:
     """Inside, a fork server that starts inherits OMP_NUM_THREADS=1: ranks that share cores must not spin on threads."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -162,7 +164,7 @@ def _collect(connections: list[Connection], timeout_s: float, on_progress: Calla
                 results[rank] = value
             else:
                 failures[rank] = value
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
     if failures or waiting:
         raise WorkerError(_report(failures, sorted(waiting.values()), timeout_s))
     return [results[rank] for rank in range(len(connections))]
@@ -177,11 +179,11 @@ def _report(failures: dict[int, str], silent: list[int], timeout_s: float) -> st
     return "\n".join(lines)
 
 
-def _serve(connection: Connection, task: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
+def _worker_main(connection: Connection, task: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
     # Ctrl-C reaches every process of a terminal: the one that the user started ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(signal.SIGKILL)
-    keep_to_loopback()
+    signal_on_parent_death(signal.SIGKILL)
+    restrict_to_loopback()
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0), file=sys.stderr)
 
@@ -192,7 +194,7 @@ def _serve(connection: Connection, task: str, port: int, rank: int, world_size: 
     answer: tuple[bool, Any]
     try:
         function, args, takes_say = connection.recv()
-        threading.Thread(target=_end_with_caller, args=(connection,), daemon=True).start()
+        threading.Thread(target=_exit_with_caller, args=(connection,), daemon=True).start()
         timeout = timedelta(seconds=timeout_s)
         store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
         dist.init_process_group(
@@ -208,7 +210,7 @@ def _serve(connection: Connection, task: str, port: int, rank: int, world_size: 
         connection.send_bytes(pickle.dumps(answer))
 
 
-def _end_with_caller(connection: Connection) -> None:
+def _exit_with_caller(connection: Connection) -> None:
     """End this rank when the process that called `run` is gone: the fork server lives as long as one of its ranks."""
     with suppress(EOFError, OSError):
         connection.recv_bytes()

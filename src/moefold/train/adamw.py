@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from moefold.model.parameter import local_values
-from moefold.parallel.moments import MomentHome
+from moefold.model.parameter import local_tensor
+from moefold.parallel.moments import StateStore
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class AdamWOverShards(torch.optim.AdamW):
+class LocalShardAdamW(torch.optim.AdamW):
     """torch.optim.AdamW over the local shards: to that optimizer a DTensor, and of one mesh with all of its group.
 
     An update takes no notice of its neighbours, so the numbers are the same, and a step asks nobody how the operands
@@ -26,13 +26,13 @@ class AdamWOverShards(torch.optim.AdamW):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in parameters]
-            first, second = ([local_values(state[name]) for state in states] for name in MOMENTS)
+            first, second = ([local_tensor(state[name]) for state in states] for name in MOMENTS)
             counts = [state["step"] for state in states]
-            grads = [local_values(p.grad) for p in parameters]
-            _fused([local_values(p) for p in parameters], grads, first, second, counts, group)
+            grads = [local_tensor(p.grad) for p in parameters]
+            _fused_adamw([local_tensor(p) for p in parameters], grads, first, second, counts, group)
 
 
-class AdamWByParameter(torch.optim.Optimizer):
+class OffloadableAdamW(torch.optim.Optimizer):
     """As torch.optim.AdamW, one parameter after the other, with moments of any type in any place.
 
     In the type of the weights it is that optimizer, bit for bit. With narrower moments a step widens them, updates
@@ -41,20 +41,20 @@ class AdamWByParameter(torch.optim.Optimizer):
 
     Args:
         groups: as of torch.optim.AdamW, each with lr, weight_decay, betas and eps.
-        dtype: of the moments; None: as each parameter.
-        home: where they live.
+        moment_dtype: of the moments; None: as each parameter.
+        state_store: where they live.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], dtype: torch.dtype | None, home: MomentHome) -> None:
+    def __init__(self, groups: list[dict[str, Any]], moment_dtype: torch.dtype | None, state_store: StateStore) -> None:
         super().__init__(groups, {})
-        self.home = home
+        self.state_store = state_store
         for group in self.param_groups:
             for parameter in group["params"]:
-                kind = dtype or parameter.dtype
+                kind = moment_dtype or parameter.dtype
                 counter = parameter.device if kind == parameter.dtype else "cpu"
                 self.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=counter),
-                    **{name: home.zeros(parameter, kind) for name in MOMENTS},
+                    **{name: state_store.zeros(parameter, kind) for name in MOMENTS},
                 }
 
     @torch.no_grad()
@@ -62,19 +62,19 @@ class AdamWByParameter(torch.optim.Optimizer):
         """Update every parameter that has a gradient; local."""
         assert closure is None
         pairs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        visited = self.home.visit([[self.state[p][name] for name in MOMENTS] for p, _ in pairs])
+        visited = self.state_store.prefetch([[self.state[p][name] for name in MOMENTS] for p, _ in pairs])
         for (parameter, group), moments in zip(pairs, visited, strict=True):
-            weight, grad = local_values(parameter), local_values(parameter.grad)
-            update = _update if moments[0].dtype == weight.dtype else _update_narrow
+            weight, grad = local_tensor(parameter), local_tensor(parameter.grad)
+            update = _update if moments[0].dtype == weight.dtype else _update_low_precision
             update(weight, grad, moments, self.state[parameter]["step"], group)
 
 
 def _update(weight: Tensor, grad: Tensor, moments: list[Tensor], count: Tensor, group: dict[str, Any]) -> None:
     first, second = moments
-    _fused([weight], [grad], [first], [second], [count], group)
+    _fused_adamw([weight], [grad], [first], [second], [count], group)
 
 
-def _fused(
+def _fused_adamw(
     weights: list[Tensor],
     grads: list[Tensor],
     first: list[Tensor],
@@ -82,7 +82,7 @@ def _fused(
     counts: list[Tensor],
     group: dict[str, Any],
 ) -> None:
-    assert all(_lie_alike(w, g) for w, g in zip(weights, grads, strict=True))
+    assert all(_have_same_strides(w, g) for w, g in zip(weights, grads, strict=True))
     beta1, beta2 = group["betas"]
     rates = {key: group[key] for key in ("lr", "weight_decay", "eps")}
     adamw(
@@ -101,13 +101,15 @@ def _fused(
     )
 
 
-def _lie_alike(weight: Tensor, grad: Tensor) -> bool:
+def _have_same_strides(weight: Tensor, grad: Tensor) -> bool:
     """Whether a kernel that reads memory as it lies meets the values of one place in both."""
     strides = zip(weight.shape, weight.stride(), grad.stride(), strict=True)
     return all(size < 2 or of_weight == of_grad for size, of_weight, of_grad in strides)
 
 
-def _update_narrow(weight: Tensor, grad: Tensor, moments: list[Tensor], count: Tensor, group: dict[str, Any]) -> None:
+def _update_low_precision(
+    weight: Tensor, grad: Tensor, moments: list[Tensor], count: Tensor, group: dict[str, Any]
+) -> None:
     count += 1
     rate, decay, eps = (group[key] for key in ("lr", "weight_decay", "eps"))
     beta1, beta2 = group["betas"]

@@ -1,35 +1,35 @@
 """The first lines of a run's log: folder, model, data, batch, ranks and saves, before the first step. Torch-free."""
 
 from moefold.config.schema import Config
-from moefold.data.sampling import SampleRow
+from moefold.data.sampling import Sampler
 from moefold.metrics.flops import count_parameters
 from moefold.metrics.progress import format_count
 
-ENDLESS_SAMPLES = 2**39
+MIN_UNBOUNDED_SAMPLES = 2**39
 """A row of at least so many samples is a stream or made up: nothing is known of its length."""
 
 
-def banner(cfg: Config, device_type: str, train: SampleRow, held_out: SampleRow) -> list[str]:
+def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validation_sampler: Sampler) -> list[str]:
     """Return the lines that say what is about to run.
 
     Args:
         cfg: the recipe, as it runs.
         device_type: "cpu" or "cuda".
-        train: the samples to train on.
-        held_out: those to evaluate on; may be empty.
+        train_sampler: the samples to train on.
+        validation_sampler: those to evaluate on; may be empty.
     """
     return [
         f"run    {cfg.run.dir}, {cfg.run.steps:,} steps",
-        f"model  {_model(cfg)}",
-        f"data   {_data(cfg, train, held_out)}",
+        f"model  {_describe_model(cfg)}",
+        f"data   {_describe_data(cfg, train_sampler, validation_sampler)}",
         f"batch  {cfg.train.global_batch_size} x {cfg.train.seq_len} = {cfg.tokens_per_step:,} tokens a step, "
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {cfg.train.optimizer}",
-        f"ranks  {_ranks(cfg, device_type)}",
-        f"saves  {_saves(cfg)}",
+        f"ranks  {_describe_ranks(cfg, device_type)}",
+        f"saves  {_describe_saves(cfg)}",
     ]
 
 
-def _model(cfg: Config) -> str:
+def _describe_model(cfg: Config) -> str:
     model, count = cfg.model, count_parameters(cfg.model)
     name = f"{model.preset}, " if model.preset else ""
     active = f", {format_count(count.active)} active for each token" if count.active != count.total else ""
@@ -37,19 +37,23 @@ def _model(cfg: Config) -> str:
     return f"{name}{format_count(count.total)} parameters{active}; {model.num_layers} layers{experts}"
 
 
-def _data(cfg: Config, train: SampleRow, held_out: SampleRow) -> str:
+def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Sampler) -> str:
     data, seq_len = cfg.data, cfg.train.seq_len
     paths = data.path if isinstance(data.path, str) else ", ".join(data.path)
     parts = [f"{data.kind} {paths}".strip()]
-    if len(train) < ENDLESS_SAMPLES:
-        parts.append(f"{format_count(len(train) * seq_len)} tokens to train on")
-        parts.append(f"{format_count(len(held_out) * seq_len)} held out" if len(held_out) else "none held out")
-        epochs = cfg.run.steps * cfg.train.global_batch_size / len(train)
+    if len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
+        parts.append(f"{format_count(len(train_sampler) * seq_len)} tokens to train on")
+        parts.append(
+            f"{format_count(len(validation_sampler) * seq_len)} held out"
+            if len(validation_sampler)
+            else "none held out"
+        )
+        epochs = cfg.run.steps * cfg.train.global_batch_size / len(train_sampler)
         parts.append(f"{epochs:.2f} epochs in all" if epochs >= 0.01 else "less than 0.01 epochs in all")
     return ", ".join(parts)
 
 
-def _ranks(cfg: Config, device_type: str) -> str:
+def _describe_ranks(cfg: Config, device_type: str) -> str:
     parallel = cfg.parallel
     where = f"{parallel.world_size} on {device_type}, {cfg.run.dtype}"
     if parallel.world_size == 1:
@@ -60,7 +64,7 @@ def _ranks(cfg: Config, device_type: str) -> str:
     return f"{where}; attention {attention}, experts {experts}"
 
 
-def _saves(cfg: Config) -> str:
+def _describe_saves(cfg: Config) -> str:
     checkpoint = cfg.checkpoint
     if not checkpoint.saves:
         return "no model is saved (checkpoint.every=0, checkpoint.at_end=false)"

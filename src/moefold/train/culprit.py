@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefold.errors import some
-from moefold.launch.crew import joined_crew
+from moefold.errors import format_list
+from moefold.launch.crew import current_world
 
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_LAYER_PATTERN = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class RankFinding:
+class RankNonFinite:
     """What one rank sees of it."""
 
     rank: int
@@ -27,15 +27,15 @@ class RankFinding:
     """Parameters whose reduced gradient has a value that is not finite in this rank's part of it, in model order."""
     has_bad_gradient: bool
     """Computed once more, its own gradient was not finite before it was added to those of other ranks."""
-    is_bad_again: bool
+    is_bad_on_rerun: bool
     """Computed once more, something of it was not finite."""
 
 
 @dataclass(frozen=True)
-class Culprit:
+class NonFiniteReport:
     """What all ranks together see; the same on every rank."""
 
-    findings: tuple[RankFinding, ...]
+    findings: tuple[RankNonFinite, ...]
 
     @property
     def loss_ranks(self) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ class Culprit:
     @property
     def parameters(self) -> tuple[str, ...]:
         """All parameters whose gradient is not finite, in model order."""
-        return tuple(sorted({name for f in self.findings for name in f.bad_parameters}, key=_depth))
+        return tuple(sorted({name for f in self.findings for name in f.bad_parameters}, key=_forward_order))
 
     @property
     def gradient_ranks(self) -> tuple[int, ...]:
@@ -53,45 +53,49 @@ class Culprit:
         return () if self.loss_ranks else tuple(f.rank for f in self.findings if f.has_bad_gradient)
 
     @property
-    def is_lasting(self) -> bool:
+    def is_reproducible(self) -> bool:
         """Whether it was not finite again when it was computed once more; else the batch is not at fault."""
-        return any(finding.is_bad_again for finding in self.findings)
+        return any(finding.is_bad_on_rerun for finding in self.findings)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Ranks and parameters, for a message."""
         found = []
         if self.loss_ranks:
-            found.append(f"the loss on {self._named(self.loss_ranks)}")
+            found.append(f"the loss on {self._format_ranks(self.loss_ranks)}")
         if self.gradient_ranks:
-            found.append(f"the gradients that {self._named(self.gradient_ranks)} computed")
+            found.append(f"the gradients that {self._format_ranks(self.gradient_ranks)} computed")
         if names := self.parameters:
             # The backward pass comes from the last parameter of the model and carries the fault on to the first.
             first = names[-1]
             holders = tuple(f.rank for f in self.findings if first in f.bad_parameters)
             rest = f", and of {len(names) - 1} more up to {names[0]}" if len(names) > 1 else ""
-            found.append(f"the reduced gradient of {first} on {self._named(holders)}{rest}")
+            found.append(f"the reduced gradient of {first} on {self._format_ranks(holders)}{rest}")
         again = (
-            "so again when computed anew" if self.is_lasting else "but finite when computed anew, as of a bad machine"
+            "so again when computed anew"
+            if self.is_reproducible
+            else "but finite when computed anew, as of a bad machine"
         )
         return f"not finite: {'; '.join([*found, again])}"
 
-    def _named(self, ranks: tuple[int, ...]) -> str:
-        return some([f"rank {f.rank} ({f.host})" for f in self.findings if f.rank in ranks])
+    def _format_ranks(self, ranks: tuple[int, ...]) -> str:
+        return format_list([f"rank {f.rank} ({f.host})" for f in self.findings if f.rank in ranks])
 
 
-def tell_ranks(bad_loss: bool, bad_parameters: tuple[str, ...], has_bad_gradient: bool, is_bad_again: bool) -> Culprit:
-    """Put together what all ranks have found; collective over all of them. The arguments are those of `RankFinding`."""
-    crew = joined_crew()
-    mine = RankFinding(crew.rank, socket.gethostname(), bad_loss, bad_parameters, has_bad_gradient, is_bad_again)
-    return Culprit(tuple(crew.gather(mine)))
+def gather_findings(
+    bad_loss: bool, bad_parameters: tuple[str, ...], has_bad_gradient: bool, is_bad_on_rerun: bool
+) -> NonFiniteReport:
+    """Put together what all ranks have found; collective over all of them. The arguments are those of `RankNonFinite`."""
+    crew = current_world()
+    mine = RankNonFinite(crew.rank, socket.gethostname(), bad_loss, bad_parameters, has_bad_gradient, is_bad_on_rerun)
+    return NonFiniteReport(tuple(crew.all_gather_object(mine)))
 
 
-def not_finite(parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+def nonfinite_parameters(parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
     """Those whose gradient, or this rank's part of it, is not finite, in model order."""
     bad = (
         name for name, parameter in parameters.items() if parameter.grad is not None and not is_finite(parameter.grad)
     )
-    return tuple(sorted(bad, key=_depth))
+    return tuple(sorted(bad, key=_forward_order))
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -100,9 +104,9 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(local).all())
 
 
-def _depth(name: str) -> tuple[int, int, str]:
+def _forward_order(name: str) -> tuple[int, int, str]:
     """Place of a parameter in the way of the data: embedding, layers by number, the rest."""
-    layer = _LAYER.search(name)
+    layer = _LAYER_PATTERN.search(name)
     if layer is not None:
         return 1, int(layer[1]), name
     return (0, 0, name) if name.startswith("embedding") else (2, 0, name)

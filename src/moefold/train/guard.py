@@ -10,23 +10,23 @@ from typing import Any, Literal
 from moefold.config.schema import FaultsConfig
 from moefold.errors import ConfigError
 
-Action = Literal["update", "log", "skip", "rollback", "stop"]
+FaultAction = Literal["update", "log", "skip", "rollback", "stop"]
 
-NORMAL_MAD = 1.4826
+MAD_TO_STD = 1.4826
 """Standard deviation of a normal distribution over its median distance from the median: 1 / Phi^-1(3/4)."""
-LEAST_SPREAD = 0.01
+MIN_RELATIVE_SPREAD = 0.01
 """A row of equal values has no spread; it counts as so much of the median at least."""
-WATCHED = ("loss", "gradient norm")
+SPIKE_METRICS = ("loss", "gradient norm")
 """The numbers whose spikes are looked for."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepDecision:
     """What becomes of a step."""
 
-    action: Action
+    action: FaultAction
     reason: Literal["", "nonfinite", "spike"] = ""
-    what: str = ""
+    description: str = ""
     """What was seen, in words; empty if nothing was."""
 
     @property
@@ -35,7 +35,7 @@ class Verdict:
         return self.action in ("update", "log")
 
 
-class Guard:
+class StepGuard:
     """Judges the steps of a run, one after another, and remembers what it needs for the next ones.
 
     A spike is a value above median + factor * 1.4826 * MAD of the last `spike_window` values, MAD their median distance
@@ -47,49 +47,49 @@ class Guard:
 
     def __init__(self, cfg: FaultsConfig) -> None:
         self._cfg = cfg
-        self._last = {name: deque[float](maxlen=cfg.spike_window) for name in WATCHED}
-        self._skips_in_row = 0
+        self._recent_values = {name: deque[float](maxlen=cfg.spike_window) for name in SPIKE_METRICS}
+        self._consecutive_skips = 0
         self._rollbacks = 0
-        self._left_out: list[tuple[int, int]] = []
+        self._skipped_ranges: list[tuple[int, int]] = []
         self.num_skipped = 0
         """Steps since the start of the run that changed nothing."""
 
-    def judge(self, numbers: Mapping[str, float]) -> Verdict:
+    def decide(self, metrics: Mapping[str, float]) -> StepDecision:
         """Decide about a step.
 
         Args:
-            numbers: of the whole global batch, the same on every rank, by their names in a message: those of `WATCHED`
+            metrics: of the whole global batch, the same on every rank, by their names in a message: those of `SPIKE_METRICS`
                 and whatever else must be finite.
         """
-        verdict = self._limited(self._first_verdict(numbers))
+        verdict = self._apply_limits(self._initial_decision(metrics))
         if verdict.updates:
-            self._skips_in_row = 0
-            for name, values in self._last.items():
-                values.append(numbers[name])
+            self._consecutive_skips = 0
+            for name, values in self._recent_values.items():
+                values.append(metrics[name])
         elif verdict.action == "skip":
-            self._skips_in_row += 1
+            self._consecutive_skips += 1
             self.num_skipped += 1
         elif verdict.action == "rollback":
             self._rollbacks += 1
         return verdict
 
-    def leave_out(self, first: int, end: int) -> None:
+    def skip_samples(self, first: int, end: int) -> None:
         """Remember that samples first .. end - 1 of the run are not to be taken again."""
-        self._left_out.append((first, end))
+        self._skipped_ranges.append((first, end))
 
     @property
-    def left_out(self) -> tuple[range, ...]:
+    def skipped_ranges(self) -> tuple[range, ...]:
         """The samples of the run that are not to be taken."""
-        return tuple(range(start, end) for start, end in self._left_out)
+        return tuple(range(start, end) for start, end in self._skipped_ranges)
 
     def state(self) -> dict[str, Any]:
         """All that is remembered, as JSON keeps it."""
         return {
-            "last": {name: list(values) for name, values in self._last.items()},
-            "skips_in_row": self._skips_in_row,
+            "last": {name: list(values) for name, values in self._recent_values.items()},
+            "skips_in_row": self._consecutive_skips,
             "num_skipped": self.num_skipped,
             "rollbacks": self._rollbacks,
-            "left_out": [list(part) for part in self._left_out],
+            "left_out": [list(part) for part in self._skipped_ranges],
         }
 
     def restore(self, state: Any) -> None:
@@ -100,49 +100,49 @@ class Guard:
         Raises:
             ConfigError: it is no such state.
         """
-        state = Guard(self._cfg).state() if state is None else state
+        state = StepGuard(self._cfg).state() if state is None else state
         try:
-            last = {name: [float(value) for value in state["last"][name]] for name in WATCHED}
+            last = {name: [float(value) for value in state["last"][name]] for name in SPIKE_METRICS}
             counts = [int(state[name]) for name in ("skips_in_row", "num_skipped", "rollbacks")]
             left_out = [(int(start), int(end)) for start, end in state["left_out"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"the checkpoint's memory of faults is broken: {error!r}") from None
         for name, values in last.items():
-            self._last[name].clear()
-            self._last[name].extend(values)
-        self._skips_in_row, self.num_skipped, rollbacks = counts
+            self._recent_values[name].clear()
+            self._recent_values[name].extend(values)
+        self._consecutive_skips, self.num_skipped, rollbacks = counts
         self._rollbacks = max(self._rollbacks, rollbacks)
-        self._left_out = list(dict.fromkeys(left_out + self._left_out))
+        self._skipped_ranges = list(dict.fromkeys(left_out + self._skipped_ranges))
 
-    def _first_verdict(self, numbers: Mapping[str, float]) -> Verdict:
+    def _initial_decision(self, metrics: Mapping[str, float]) -> StepDecision:
         """What the recipe wants of this step, whatever came before."""
         cfg = self._cfg
-        if wrong := [f"the {name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]:
-            return Verdict(cfg.nonfinite, "nonfinite", " and ".join(wrong))
+        if wrong := [f"the {name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]:
+            return StepDecision(cfg.nonfinite, "nonfinite", " and ".join(wrong))
         if cfg.spike == "ignore":
-            return Verdict("update")
-        high = [words for name in WATCHED if (words := self._spike(name, numbers[name]))]
-        return Verdict(cfg.spike, "spike", " and ".join(high)) if high else Verdict("update")
+            return StepDecision("update")
+        high = [words for name in SPIKE_METRICS if (words := self._describe_spike(name, metrics[name]))]
+        return StepDecision(cfg.spike, "spike", " and ".join(high)) if high else StepDecision("update")
 
-    def _spike(self, name: str, value: float) -> str:
+    def _describe_spike(self, name: str, value: float) -> str:
         """How far a value is above the last ones, in words; empty if it is none to speak of."""
-        values = self._last[name]
+        values = self._recent_values[name]
         if len(values) < self._cfg.spike_window:
             return ""
         middle = median(values)
-        spread = max(NORMAL_MAD * median(abs(x - middle) for x in values), LEAST_SPREAD * abs(middle))
+        spread = max(MAD_TO_STD * median(abs(x - middle) for x in values), MIN_RELATIVE_SPREAD * abs(middle))
         if value <= middle + self._cfg.spike_factor * spread:
             return ""
         above = f", {(value - middle) / spread:.3g} deviations above," if spread else ""
         return f"the {name} is {value:.6g}{above} after a median of {middle:.6g} over {len(values)} steps"
 
-    def _limited(self, verdict: Verdict) -> Verdict:
+    def _apply_limits(self, decision: StepDecision) -> StepDecision:
         """The verdict, or that to stop if the recipe's patience is at its end."""
         cfg = self._cfg
-        if verdict.action == "skip" and self._skips_in_row == cfg.max_skips:
+        if decision.action == "skip" and self._consecutive_skips == cfg.max_skips:
             after = f"after {cfg.max_skips} skipped steps in a row (faults.max_skips)"
-        elif verdict.action == "rollback" and self._rollbacks == cfg.max_rollbacks:
+        elif decision.action == "rollback" and self._rollbacks == cfg.max_rollbacks:
             after = f"after {cfg.max_rollbacks} rollbacks (faults.max_rollbacks)"
         else:
-            return verdict
-        return Verdict("stop", verdict.reason, f"{verdict.what}, {after}")
+            return decision
+        return StepDecision("stop", decision.reason, f"{decision.description}, {after}")

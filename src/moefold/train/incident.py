@@ -5,20 +5,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moefold.checkpoint.folder import checkpoint_folder, named_checkpoints, quick_faults
+from moefold.checkpoint.folder import checkpoint_folder, named_checkpoints, quick_validate
 from moefold.config.schema import Config
-from moefold.data import SampleRow
-from moefold.errors import some
-from moefold.launch.crew import joined_crew
+from moefold.data import Sampler
+from moefold.errors import format_list
+from moefold.launch.crew import current_world
 from moefold.parallel.layout import Layout
 from moefold.train.step import StepResult
 
-LISTED_SAMPLES = 64
+MAX_LISTED_SAMPLES = 64
 """So many samples of a batch have their origin in faults.jsonl; the range of the batch is there in any case."""
 
 
 @dataclass(frozen=True)
-class Incident:
+class StepFault:
     """What became of a step that is not finite, or a spike."""
 
     step: int
@@ -27,20 +27,20 @@ class Incident:
     result: StepResult
     cfg: Config
     layout: Layout
-    row: SampleRow
+    sampler: Sampler
 
     @property
     def end_sample(self) -> int:
         """Where the run goes on behind the batch."""
         return self.samples[-1] + 1
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """What was seen, where, and in which samples."""
-        parts = [f"step {self.step}: {self.result.verdict.what}"]
-        if self.result.culprit is not None:
-            parts.append(self.result.culprit.words())
-        suspects = self._suspects()
-        origins = some([self.row.origin(sample) for sample in suspects])
+        parts = [f"step {self.step}: {self.result.decision.description}"]
+        if self.result.nonfinite_report is not None:
+            parts.append(self.result.nonfinite_report.describe())
+        suspects = self._suspect_samples()
+        origins = format_list([self.sampler.origin(sample) for sample in suspects])
         size = len(self.samples)
         which = "" if len(suspects) == size else f", of which these ranks read {len(suspects)}"
         among = "" if self.end_sample - self.samples[0] == size else f"{size} among the "
@@ -49,40 +49,42 @@ class Incident:
 
     def stop_message(self) -> str:
         """Why the run ends, what is safe, and the way out; collective over all ranks, of which one looks."""
-        verdict, crew = self.result.verdict, joined_crew()
-        safe = crew.gather(_what_is_safe(checkpoint_folder(self.cfg)) if crew.is_first else "")[0]
+        verdict, crew = self.result.decision, current_world()
+        safe = crew.all_gather_object(
+            _describe_intact_checkpoint(checkpoint_folder(self.cfg)) if crew.is_rank0 else ""
+        )[0]
         key = f"faults.{verdict.reason}"
         others = "'skip' or 'rollback'" if 0 < self.cfg.checkpoint.every < self.cfg.run.steps else "'skip'"
         wish = getattr(self.cfg.faults, verdict.reason)
         way_out = (
             f"set {key}={others} to go on without such a batch" if wish == "stop" else "look at that data and rank"
         )
-        return f"{self.words()}; nothing of the step was applied, and {safe}; {way_out}"
+        return f"{self.describe()}; nothing of the step was applied, and {safe}; {way_out}"
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """What faults.jsonl keeps."""
-        result, suspects = self.result, self._suspects()
+        result, suspects = self.result, self._suspect_samples()
         record: dict[str, Any] = {
             "step": self.step,
-            "kind": result.verdict.reason,
-            "action": result.verdict.action,
-            "what": result.verdict.what,
+            "kind": result.decision.reason,
+            "action": result.decision.action,
+            "what": result.decision.description,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "batch": [self.samples[0], self.end_sample],
             "samples": suspects,
-            "origins": [self.row.origin(sample) for sample in suspects[:LISTED_SAMPLES]],
+            "origins": [self.sampler.origin(sample) for sample in suspects[:MAX_LISTED_SAMPLES]],
         }
-        if (culprit := result.culprit) is not None:
+        if (culprit := result.nonfinite_report) is not None:
             record["loss_ranks"], record["gradient_ranks"] = list(culprit.loss_ranks), list(culprit.gradient_ranks)
-            record["is_lasting"] = culprit.is_lasting
+            record["is_lasting"] = culprit.is_reproducible
             record["parameters"] = {f.rank: list(f.bad_parameters) for f in culprit.findings if f.bad_parameters}
         return record
 
-    def _suspects(self) -> list[int]:
+    def _suspect_samples(self) -> list[int]:
         """Samples of the batch that can be at fault: those that the ranks at fault read, or all."""
         size = len(self.samples)
-        culprit = self.result.culprit
+        culprit = self.result.nonfinite_report
         ranks = culprit.loss_ranks or culprit.gradient_ranks if culprit else ()
         replicas = {self.layout.attention.coordinate(rank, "dp") for rank in ranks}
         count = size // self.cfg.parallel.dp
@@ -90,14 +92,14 @@ class Incident:
         return [self.samples[place] for place in places]
 
 
-def _what_is_safe(folder: Path) -> str:
+def _describe_intact_checkpoint(folder: Path) -> str:
     """The newest checkpoint of a folder that sizes of files find nothing wrong with, and later ones, in words."""
     damaged: list[str] = []
     for path in reversed(named_checkpoints(folder)):
-        if not (faults := quick_faults(path)):
+        if not (faults := quick_validate(path)):
             which, later = "the last checkpoint", ""
             if damaged:
-                which, later = "the last sound checkpoint", f" ({some(damaged)})"
+                which, later = "the last sound checkpoint", f" ({format_list(damaged)})"
             return f"{which}, {str(path)!r}, is intact as far as sizes of files tell{later}"
-        damaged.append(f"{path.name} is damaged: {some(faults)}")
-    return f"no checkpoint is intact ({some(damaged)})" if damaged else "there is no checkpoint yet"
+        damaged.append(f"{path.name} is damaged: {format_list(faults)}")
+    return f"no checkpoint is intact ({format_list(damaged)})" if damaged else "there is no checkpoint yet"

@@ -35,12 +35,12 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
     peak_step = max(train.warmup_steps, 1)
     match train.lr_schedule:
         case "cosine":
-            return _between(train, (1 + math.cos(math.pi * _progress(step, peak_step, steps))) / 2)
+            return _interpolate(train, (1 + math.cos(math.pi * _progress(step, peak_step, steps))) / 2)
         case "linear":
-            return _between(train, 1 - _progress(step, peak_step, steps))
+            return _interpolate(train, 1 - _progress(step, peak_step, steps))
         case "wsd":
             decay_steps = train.decay_steps or max(1, steps // 10)
-            return _between(train, 1 - _progress(step, max(peak_step, steps - decay_steps), steps))
+            return _interpolate(train, 1 - _progress(step, max(peak_step, steps - decay_steps), steps))
         case "constant":
             return train.lr
 
@@ -50,6 +50,6 @@ def _progress(step: int, first: int, last: int) -> float:
     return (step - first) / (last - first) if step > first else 0.0
 
 
-def _between(train: TrainConfig, height: float) -> float:
+def _interpolate(train: TrainConfig, fraction: float) -> float:
     """min_lr at height 0 and lr at height 1, both exactly."""
-    return train.lr if height == 1 else train.min_lr + (train.lr - train.min_lr) * height
+    return train.lr if fraction == 1 else train.min_lr + (train.lr - train.min_lr) * fraction

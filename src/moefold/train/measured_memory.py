@@ -6,16 +6,16 @@ import torch
 
 from moefold.config.schema import Config
 from moefold.data import open_dataset
-from moefold.metrics.ledger import GATHERED, Ledger
+from moefold.metrics.ledger import GATHERED_WEIGHTS, MemoryTracker
 from moefold.metrics.memory_by_part import NOT_ACTIVATIONS
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
-from moefold.parallel.memory_parts import watched_passes
+from moefold.parallel.memory_parts import track_memory
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchLoader
+from moefold.train.batch import BatchSharder
 from moefold.train.step import TrainingStep
-from moefold.work_progress import Say, say_nothing
+from moefold.work_progress import ProgressCallback, ignore_progress
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class MeasuredMemory:
     """Copies of this rank's tokens that the router sent to each expert, all its layers together."""
 
 
-def measure_rank(cfg: Config, say: Say = say_nothing) -> MeasuredMemory:
+def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> MeasuredMemory:
     """Train one step on this rank of the default process group, on the CPU; collective."""
-    say("building the model")
+    report("building the model")
     p = cfg.parallel
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
@@ -50,8 +50,8 @@ def measure_rank(cfg: Config, say: Say = say_nothing) -> MeasuredMemory:
     groups = ParallelGroups.create(layout, torch.device("cpu"))
     training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    batch = BatchLoader(data.train, cfg, groups, training.model.positions).batch(0)
-    say(f"one step on {groups.world.size} ranks")
+    batch = BatchSharder(data.train, cfg, groups, training.model.positions).batch(0)
+    report(f"one step on {groups.world.size} ranks")
     ledger = measure_step(training, batch)
     everything = ledger.peak()
     activations = ledger.peak(lambda part: part not in NOT_ACTIVATIONS)
@@ -64,7 +64,7 @@ def measure_rank(cfg: Config, say: Say = say_nothing) -> MeasuredMemory:
         peak=everything.by_part,
         activations=activations.total,
         activation_peak=kept,
-        gathered=activations.by_part.get(GATHERED, 0),
+        gathered=activations.by_part.get(GATHERED_WEIGHTS, 0),
         after=ledger.current(),
         routed=[
             sum(counts)
@@ -76,9 +76,9 @@ def measure_rank(cfg: Config, say: Say = say_nothing) -> MeasuredMemory:
     )
 
 
-def measure_step(training: TrainingStep, batch: Batch) -> Ledger:
+def measure_step(training: TrainingStep, batch: Batch) -> MemoryTracker:
     """Run the forward and backward passes of step 1 under a ledger; collective."""
-    with watched_passes(training.model, training.optimizer, batch.tensors()) as ledger:
-        training.begin(1)
+    with track_memory(training.model, training.optimizer, batch.tensors()) as ledger:
+        training.begin_step(1)
         training.model.forward_backward(batch)
     return ledger

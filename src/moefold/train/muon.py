@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.schema import Config, ModelConfig, TrainConfig
-from moefold.model.parameter import local_values
+from moefold.model.parameter import local_tensor
 from moefold.parallel.groups import Group
-from moefold.parallel.matrix_exchange import MatrixExchange, MatrixKey
-from moefold.parallel.moments import MomentHome
+from moefold.parallel.matrix_exchange import MatrixKey, MatrixRedistributor
+from moefold.parallel.moments import StateStore
 from moefold.train.optimizer import MOMENTUM, build_optimizer
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration (Keller Jordan): steep at 0, and from 0.7 to 1.2 in the end, not exactly 1."""
-SMALLEST_NORM = 1e-7
-RMS = 0.2
+MIN_NORM = 1e-7
+UPDATE_RMS = 0.2
 """Root mean square of AdamW's updates in practice (arXiv:2502.16982 sec. 2.2)."""
 GROUP_PATTERNS = {
     "attention": r"\.attention\.w\w+$",
@@ -32,10 +32,10 @@ GROUP_PATTERNS = {
     "mtp": r"\.projection$",
 }
 
-Split = Callable[[str, Tensor], Sequence[Tensor]]
+SplitMatrices = Callable[[str, Tensor], Sequence[Tensor]]
 
 
-def is_muons(name: str, groups: Sequence[str]) -> bool:
+def uses_muon(name: str, groups: Sequence[str]) -> bool:
     """Whether a parameter is one of those matrices."""
     return any(re.search(GROUP_PATTERNS[group], name) for group in groups)
 
@@ -58,18 +58,18 @@ def logical_matrices(model: ModelConfig, name: str, matrix: Tensor) -> list[Tens
     return [matrix]
 
 
-def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
+def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
     """The nearest matrix with orthonormal rows or columns, roughly: its singular values end near 1.
 
     Args:
         matrix: of two dims.
-        steps: of the Newton-Schulz iteration.
+        num_steps: of the Newton-Schulz iteration.
     """
-    a, b, c = COEFFICIENTS
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.t() if is_tall else matrix
-    x = x / (torch.linalg.matrix_norm(x) + SMALLEST_NORM)
-    for _ in range(steps):
+    x = x / (torch.linalg.matrix_norm(x) + MIN_NORM)
+    for _ in range(num_steps):
         square = x @ x.t()
         x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.t() if is_tall else x
@@ -79,75 +79,75 @@ class Muon(torch.optim.Optimizer):
     """Muon for some matrices and another optimizer for all other parameters, under one learning rate.
 
     Every rank of the stage has its part of the momentum, cut as the parameter is. Whole matrices come together on one
-    rank each (`MatrixExchange`), so that the update is that of the unsharded parameter and no rank repeats another's
+    rank each (`MatrixRedistributor`), so that the update is that of the unsharded parameter and no rank repeats another's
     work.
 
     Args:
         matrices: the parameters of Muon by name; two dims, or one matrix after the other along the first of three.
-        rest: optimizer of all other parameters.
+        fallback: optimizer of all other parameters.
         cfg: momentum, steps and weight decay.
         split: the logical matrices of a whole one, as views.
         stage: the ranks that hold the parameters between them; collective over them to make, and to step.
-        home: where the momenta live.
+        state_store: where the momenta live.
     """
 
     def __init__(
         self,
         matrices: Mapping[str, nn.Parameter],
-        rest: torch.optim.Optimizer,
+        fallback: torch.optim.Optimizer,
         cfg: TrainConfig,
-        split: Split,
+        split: SplitMatrices,
         stage: Group,
-        home: MomentHome,
+        state_store: StateStore,
     ) -> None:
         mine = {"params": list(matrices.values()), "weight_decay": cfg.weight_decay, "lr": cfg.lr}
         # The groups of the other optimizer are shared, so that whoever sets a rate here sets it there.
-        super().__init__([mine, *rest.param_groups], {})
-        self._matrices, self._rest, self._cfg, self._split = dict(matrices), rest, cfg, split
-        self._exchange = MatrixExchange(stage, self._matrices)
-        self.home = home
-        self.state.update(rest.state)
+        super().__init__([mine, *fallback.param_groups], {})
+        self._matrices, self._fallback, self._cfg, self._split = dict(matrices), fallback, cfg, split
+        self._redistribution = MatrixRedistributor(stage, self._matrices)
+        self.state_store = state_store
+        self.state.update(fallback.state)
         for parameter in matrices.values():
             dtype = torch.bfloat16 if cfg.moment_dtype == "bfloat16" else parameter.dtype
-            self.state[parameter] = {MOMENTUM: home.zeros(parameter, dtype)}
+            self.state[parameter] = {MOMENTUM: state_store.zeros(parameter, dtype)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters; every one of Muon's has a gradient. Collective over the stage."""
         assert closure is None
-        self._rest.step()
+        self._fallback.step()
         group = self.param_groups[0]
-        weights = {name: local_values(p) for name, p in self._matrices.items()}
+        weights = {name: local_tensor(p) for name, p in self._matrices.items()}
         gradients = {}
-        visited = self.home.visit([[self.state[p][MOMENTUM]] for p in self._matrices.values()])
+        visited = self.state_store.prefetch([[self.state[p][MOMENTUM]] for p in self._matrices.values()])
         decay = self._cfg.muon_momentum
         for (name, parameter), (momentum,) in zip(self._matrices.items(), visited, strict=True):
             assert parameter.grad is not None, name
-            gradient = gradients[name] = local_values(parameter.grad)
+            gradient = gradients[name] = local_tensor(parameter.grad)
             weights[name].mul_(1 - group["lr"] * group["weight_decay"])
             momentum.copy_(momentum.to(gradient.dtype).mul_(decay).add_(gradient))
             # What looks ahead takes the place of the gradient, of which nothing else is wanted.
             gradient.add_(momentum, alpha=decay)
 
         def ahead(key: MatrixKey, place: int) -> Tensor:
-            return _matrix(gradients[key.name], place)
+            return _select_matrix(gradients[key.name], place)
 
         def apply(key: MatrixKey, place: int, update: Tensor) -> None:
-            _matrix(weights[key.name], place).sub_(update, alpha=group["lr"])
+            _select_matrix(weights[key.name], place).sub_(update, alpha=group["lr"])
 
-        self._exchange.run(ahead, self._update, apply)
+        self._redistribution.run(ahead, self._compute_update, apply)
 
-    def _update(self, key: MatrixKey, whole: Tensor) -> Tensor:
+    def _compute_update(self, key: MatrixKey, full_matrix: Tensor) -> Tensor:
         """What a learning rate of 1 takes off a whole parameter; overwrites it."""
-        for part in self._split(key.name, whole):
+        for part in self._split(key.name, full_matrix):
             rows = part.flatten(0, -2)
-            factor = RMS * max(rows.shape) ** 0.5
-            part.copy_(orthogonalise(rows, self._cfg.muon_ns_steps).mul_(factor).view(part.shape))
-        return whole
+            factor = UPDATE_RMS * max(rows.shape) ** 0.5
+            part.copy_(newton_schulz(rows, self._cfg.muon_ns_steps).mul_(factor).view(part.shape))
+        return full_matrix
 
 
 def build_muon(
-    parameters: Mapping[str, nn.Parameter], cfg: Config, stage: Group, home: MomentHome | None = None
+    parameters: Mapping[str, nn.Parameter], cfg: Config, stage: Group, state_store: StateStore | None = None
 ) -> Muon:
     """The optimizer of a recipe with `train.optimizer = "muon"`; collective over the stage.
 
@@ -155,17 +155,17 @@ def build_muon(
         parameters: of this rank, by name.
         cfg: the recipe.
         stage: the ranks that hold them between them.
-        home: where the moments live; None: beside the weights.
+        state_store: where the moments live; None: beside the weights.
     """
     groups = cfg.train.muon_groups
-    matrices = {name: p for name, p in parameters.items() if is_muons(name, groups)}
-    rest = build_optimizer({name: p for name, p in parameters.items() if name not in matrices}, cfg.train, home)
+    matrices = {name: p for name, p in parameters.items() if uses_muon(name, groups)}
+    rest = build_optimizer({name: p for name, p in parameters.items() if name not in matrices}, cfg.train, state_store)
 
     def split(name: str, matrix: Tensor) -> list[Tensor]:
         return logical_matrices(cfg.model, name, matrix)
 
-    return Muon(matrices, rest, cfg.train, split, stage, home or MomentHome())
+    return Muon(matrices, rest, cfg.train, split, stage, state_store or StateStore())
 
 
-def _matrix(tensor: Tensor, place: int) -> Tensor:
-    return tensor if tensor.dim() == 2 else tensor[place]
+def _select_matrix(tensor: Tensor, index: int) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor[index]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.schema import TrainConfig
-from moefold.parallel.moments import MomentHome
-from moefold.train.adamw import MOMENTS, AdamWByParameter, AdamWOverShards
+from moefold.parallel.moments import StateStore
+from moefold.train.adamw import MOMENTS, LocalShardAdamW, OffloadableAdamW
 
 EXPERT_BIASES = ("experts.b_gate", "experts.b_up", "experts.b_down")
 MOMENTUM = "momentum"
@@ -16,7 +16,7 @@ MOMENTUM = "momentum"
 
 
 def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], cfg: TrainConfig, home: MomentHome | None = None
+    parameters: Mapping[str, nn.Parameter], cfg: TrainConfig, state_store: StateStore | None = None
 ) -> torch.optim.Optimizer:
     """AdamW of two groups: weight decay skips norms, sinks and biases.
 
@@ -25,7 +25,7 @@ def build_optimizer(
     Args:
         parameters: of this rank, by name.
         cfg: the recipe's.
-        home: where the moments live; None: beside the weights.
+        state_store: where the moments live; None: beside the weights.
 
     Raises:
         ConfigError: there is no room for them.
@@ -41,9 +41,9 @@ def build_optimizer(
         for decays, params in groups.items()
     ]
     dtype = torch.bfloat16 if cfg.moment_dtype == "bfloat16" else None
-    if dtype or home:
-        return AdamWByParameter(described, dtype, home or MomentHome())
-    optimizer = AdamWOverShards(described)
+    if dtype or state_store:
+        return OffloadableAdamW(described, dtype, state_store or StateStore())
+    optimizer = LocalShardAdamW(described)
     for parameter in parameters.values():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.data_files import SKIPPED
-from moefold.checkpoint.folder import CheckpointMeta, other_order
+from moefold.checkpoint.folder import CheckpointMeta, data_order_change
 from moefold.config.schema import Config
-from moefold.data import SampleRow, open_dataset
-from moefold.data.shard_reader import BrokenShardError, StrangeIdError
-from moefold.data.shards import Shards
-from moefold.errors import some
-from moefold.launch.crew import joined_crew
+from moefold.data import Sampler, open_dataset
+from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
+from moefold.data.shards import TokenFileSet
+from moefold.errors import format_list
+from moefold.launch.crew import current_world
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.collectives import all_reduce_sum
 from moefold.parallel.groups import ParallelGroups
-from moefold.train.batch import BatchLoader, Part
-from moefold.train.data_files import agree_on_files, agree_on_shards, goes_on
+from moefold.train.batch import BatchSharder, WeightedSamples
+from moefold.train.data_files import continues_data, resolve_data_files, resolve_token_files
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class LostFile:
+class DroppedFile:
     """A file that is left out."""
 
     name: str
@@ -40,13 +40,13 @@ class LostFile:
     found_by: str = ""
     """The rank that could not read it, and its host; empty for what was known before ranks read."""
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """What happened, for the log."""
         share = f"; {self.num_samples} of the {self.epoch_samples} samples of an epoch are left out"
         why = f"{self.reason}; found by {self.found_by}" if self.found_by else self.reason
         return f"left out data file {self.name} ({why}){share if self.num_samples else ''}"
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """What faults.jsonl keeps."""
         return {
             "kind": "data",
@@ -60,28 +60,28 @@ class LostFile:
 
 
 @dataclass(frozen=True)
-class LostEvaluation:
+class DroppedEvaluation:
     """No sample is left to evaluate on."""
 
     num_samples: int
     """How many there were."""
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """What happened, for the log."""
         return f"evaluation is skipped: all {self.num_samples} validation samples are of files that are left out"
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """What faults.jsonl keeps."""
         return {"kind": "data", "action": "evaluation skipped", "lost_samples": self.num_samples}
 
 
-class RunData:
+class DataLoader:
     """Gives this rank its part of each batch. A file that breaks under data.corrupt="skip" is left out on all ranks."""
 
-    row: SampleRow
+    train_sampler: Sampler
     """The training samples; there once it is open, as are those to evaluate on."""
-    held_out: SampleRow
-    batches: BatchLoader
+    validation_sampler: Sampler
+    train_sharder: BatchSharder
 
     def __init__(self, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
         """Look at the files; collective.
@@ -92,18 +92,18 @@ class RunData:
         self._cfg = cfg
         self._groups = groups
         self._positions = positions
-        self._seen = agree_on_files(cfg.data, joined_crew())
-        self.files = self._seen.looks
+        self._data_files = resolve_data_files(cfg.data, current_world())
+        self.fingerprints = self._data_files.by_name
         """What the files look like now."""
-        self._then = self._seen.looks
-        self._shards: Shards | None = None
-        self._is_evaluation_told = False
-        self.news: list[LostFile | LostEvaluation] = []
+        self._initial_fingerprints = self._data_files.by_name
+        self._shards: TokenFileSet | None = None
+        self._is_dropped_evaluation_reported = False
+        self.events: list[DroppedFile | DroppedEvaluation] = []
         """What was left out, and nobody has logged yet."""
-        self.note = ""
+        self.message = ""
         """What was left out before, or why the data begins anew; empty if neither is so."""
         # Other data has no files that could be left out while it is read.
-        self._may_lose = cfg.data.kind == "tokens" and cfg.data.corrupt == "skip"
+        self._can_drop_files = cfg.data.kind == "tokens" and cfg.data.corrupt == "skip"
 
     def open(self, meta: CheckpointMeta | None) -> None:
         """Open the samples of a run, that of a checkpoint if its data is the same; collective.
@@ -112,46 +112,52 @@ class RunData:
             ConfigError: as `open_dataset`; all files are lost.
         """
         cfg = self._cfg
-        before = meta if goes_on(cfg, meta, self.files) else None
-        self._shards = agree_on_shards(cfg, self._seen, before, joined_crew())
+        before = meta if continues_data(cfg, meta, self.fingerprints) else None
+        self._shards = resolve_token_files(cfg, self._data_files, before, current_world())
         data = open_dataset(
             cfg.data,
             seq_len=cfg.train.seq_len,
             vocab_size=cfg.model.vocab_size,
             seed=cfg.run.seed,
-            shards=self._shards,
+            token_file_set=self._shards,
         )
-        self.row, self.held_out = data.train, data.validation
-        self.batches = BatchLoader(data.train, cfg, self._groups, self._positions)
-        self._held_out = BatchLoader(data.validation, cfg, self._groups, self._positions)
+        self.train_sampler, self.validation_sampler = data.train, data.validation
+        self.train_sharder = BatchSharder(data.train, cfg, self._groups, self._positions)
+        self._validation_sharder = BatchSharder(data.validation, cfg, self._groups, self._positions)
         known = {} if before is None else before.data_lost
         if meta is not None and before is None:
-            self.note = f"the data begins anew, at sample 0: {other_order(meta, cfg, self.files)}"
+            self.message = f"the data begins anew, at sample 0: {data_order_change(meta, cfg, self.fingerprints)}"
         if before is not None:
-            self._then = before.data_files
+            self._initial_fingerprints = before.data_files
         if known:
-            self.note = f"still left out: {some([f'data file {name} ({why})' for name, why in known.items()])}"
-        lost = {} if self._shards is None else self._shards.lost
+            self.message = (
+                f"still left out: {format_list([f'data file {name} ({why})' for name, why in known.items()])}"
+            )
+        lost = {} if self._shards is None else self._shards.dropped
         skipped = {
-            name: self._seen.faults.get(name, "it cannot be read")
-            for name, look in self.files.items()
+            name: self._data_files.skip_reasons.get(name, "it cannot be read")
+            for name, look in self.fingerprints.items()
             if look == SKIPPED
         }
-        if before is None and self._may_lose:
+        if before is None and self._can_drop_files:
             lost = skipped | {**lost}
-        self._report({name: why for name, why in lost.items() if name not in known})
+        self._add_events({name: why for name, why in lost.items() if name not in known})
 
-    def position(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the files: fields of `Position`."""
-        shards = self._shards or Shards()
-        return {"data_files": dict(self._then), "data_tokens": dict(shards.tokens), "data_lost": dict(shards.lost)}
+    def data_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the files: fields of `TrainState`."""
+        shards = self._shards or TokenFileSet()
+        return {
+            "data_files": dict(self._initial_fingerprints),
+            "data_tokens": dict(shards.num_tokens),
+            "data_lost": dict(shards.dropped),
+        }
 
-    def next_batch(self, first: int, left_out: Sequence[range]) -> tuple[Batch, Sequence[int]]:
+    def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
         """This rank's part of the next global batch, and the samples of the run that it is; collective.
 
         Args:
             first: where the run stands.
-            left_out: samples that are not to be taken.
+            skipped_ranges: samples that are not to be taken.
 
         Raises:
             BrokenShardError, StrangeIdError: a file cannot be read, and may not be left out.
@@ -162,74 +168,84 @@ class RunData:
 
         def read() -> Any:
             nonlocal samples
-            samples = self.row.next_samples(first, size, left_out)
-            return self.batches.read(samples)
+            samples = self.train_sampler.next_sample_indices(first, size, skipped_ranges)
+            return self.train_sharder.read(samples)
 
-        part = self._read_alike(read)
-        return self.batches.batch_of(part), samples
+        part = self._read_consistently(read)
+        return self.train_sharder.to_batch(part), samples
 
-    def evaluation(self) -> list[Batch]:
+    def eval_batches(self) -> list[Batch]:
         """This rank's part of the samples to evaluate on, none if all are lost; collective. Raises as `next_batch`."""
 
-        def read() -> tuple[list[Part], int]:
-            if self.held_out.is_all_lost:
+        def read() -> tuple[list[WeightedSamples], int]:
+            if self.validation_sampler.is_all_dropped:
                 return [], 0
-            return self._held_out.read_evaluation(self._cfg.train.eval_samples)
+            return self._validation_sharder.read_eval_samples(self._cfg.train.eval_samples)
 
-        parts, count = self._read_alike(read)
+        parts, count = self._read_consistently(read)
         if not parts:
             return []
-        return self._held_out.evaluation_of(parts, count)
+        return self._validation_sharder.to_eval_batches(parts, count)
 
-    def _read_alike(self, read: Callable[[], T]) -> T:
+    def _read_consistently(self, read: Callable[[], T]) -> T:
         """Read, and read anew without the files that break meanwhile on any rank; collective where files may."""
         while True:
-            fault: BrokenShardError | StrangeIdError | None = None
+            fault: BrokenShardError | OutOfVocabError | None = None
             found: T | None = None
             try:
                 found = read()
-            except (BrokenShardError, StrangeIdError) as error:
-                if not self._may_lose or not error.shard:
-                    step = self._groups.record.step
-                    raise error.found_by(f"{_seat(self._groups.rank)}, step {step}") from error
+            except (BrokenShardError, OutOfVocabError) as error:
+                if not self._can_drop_files or not error.shard:
+                    step = self._groups.recorder.step
+                    raise error.with_reporter(f"{_rank_and_host(self._groups.rank)}, step {step}") from error
                 fault = error
-            lost = self._agree_on_loss(fault) if self._may_lose else {}
+            lost = self._gather_unreadable_files(fault) if self._can_drop_files else {}
             if not lost:
                 assert found is not None
                 return found
-            self._lose(lost)
+            self._drop_files(lost)
 
-    def _agree_on_loss(self, fault: BrokenShardError | StrangeIdError | None) -> dict[str, tuple[str, str]]:
+    def _gather_unreadable_files(self, fault: BrokenShardError | OutOfVocabError | None) -> dict[str, tuple[str, str]]:
         """The files that any rank could not read: what the first that could not says, and who it is; collective."""
         world = self._groups.world
         raised = torch.full((1,), float(fault is not None), device=self._groups.device)
         if not float(all_reduce_sum(raised, world)):
             return {}
         lost: dict[str, tuple[str, str]] = {}
-        mine_alone = {} if fault is None else {fault.shard: (fault.cause, _seat(self._groups.rank))}
-        for mine in joined_crew().gather(mine_alone):
+        mine_alone = {} if fault is None else {fault.shard: (fault.cause, _rank_and_host(self._groups.rank))}
+        for mine in current_world().all_gather_object(mine_alone):
             lost = mine | lost
         return lost
 
-    def _lose(self, found: dict[str, tuple[str, str]]) -> None:
+    def _drop_files(self, found: dict[str, tuple[str, str]]) -> None:
         assert self._shards is not None
         lost = {name: why for name, (why, _) in found.items()}
         self._shards = self._shards.without(lost)
-        for row in (self.row, self.held_out):
-            row.lose(lost)
-        self._report(lost, {name: who for name, (_, who) in found.items()})
+        for row in (self.train_sampler, self.validation_sampler):
+            row.drop_files(lost)
+        self._add_events(lost, {name: who for name, (_, who) in found.items()})
 
-    def _report(self, lost: dict[str, str], found_by: Mapping[str, str] = MappingProxyType({})) -> None:
-        read = self._shards.tokens if self._shards is not None else {}
-        self.news += [
-            LostFile(name, reason, self.row.num_lost if name in read else 0, len(self.row), found_by.get(name, ""))
-            for name, reason in lost.items()
+    def _add_events(self, dropped: dict[str, str], found_by: Mapping[str, str] = MappingProxyType({})) -> None:
+        read = self._shards.num_tokens if self._shards is not None else {}
+        self.events += [
+            DroppedFile(
+                name,
+                reason,
+                self.train_sampler.num_dropped if name in read else 0,
+                len(self.train_sampler),
+                found_by.get(name, ""),
+            )
+            for name, reason in dropped.items()
         ]
-        if self._cfg.train.eval_every and self.held_out.is_all_lost and not self._is_evaluation_told:
-            self._is_evaluation_told = True
-            self.news.append(LostEvaluation(len(self.held_out)))
+        if (
+            self._cfg.train.eval_every
+            and self.validation_sampler.is_all_dropped
+            and not self._is_dropped_evaluation_reported
+        ):
+            self._is_dropped_evaluation_reported = True
+            self.events.append(DroppedEvaluation(len(self.validation_sampler)))
 
 
-def _seat(rank: int) -> str:
+def _rank_and_host(rank: int) -> str:
     """A rank and its machine, for a message."""
     return f"rank {rank} (host {socket.gethostname()})"

@@ -20,9 +20,9 @@ from typing import Self
 from moefold.errors import ConfigError
 
 LOCK_FILE = ".lock"
-LONGEST_WAIT_S = 100.0
+MAX_LOCK_WAIT_S = 100.0
 """A job that was given up may take so long to end; NFS keeps the locks of a host that is lost for 90 s (its lease)."""
-_LOOK_EVERY_S = 0.2
+_POLL_INTERVAL_S = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class RunLock:
         self._key = key
         self._wait_s = wait_s
         self._file: FileIO | None = None
-        self._made: list[Path] = []
+        self._created_folders: list[Path] = []
 
     def __enter__(self) -> Self:
         """Take the lock.
@@ -73,13 +73,13 @@ class RunLock:
             ConfigError: another process still holds it after the wait, or the folder cannot be written.
         """
         path = self._folder / LOCK_FILE
-        self._made = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
+        self._created_folders = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         self._file = self._open(path)
         deadline_s = time.monotonic() + self._wait_s
         says_so = True
-        while not self._take(path):
+        while not self._try_acquire(path):
             if time.monotonic() >= deadline_s:
-                holder = self._holder()
+                holder = self._describe_owner()
                 self._file.close()
                 raise ConfigError(
                     f"{self._key}={str(self._folder)!r} is in use by another job ({holder}), which did not end within "
@@ -87,14 +87,14 @@ class RunLock:
                     f"good, remove {str(path)!r})"
                 )
             if says_so:
-                logger.warning("%s=%r is in use (%s): waiting", self._key, str(self._folder), self._holder())
+                logger.warning("%s=%r is in use (%s): waiting", self._key, str(self._folder), self._describe_owner())
             says_so = False
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
         try:
-            self._sign()
+            self._write_owner()
         except OSError as error:
             self._file.close()
-            raise self._unwritable(error) from error
+            raise self._unwritable_error(error) from error
         return self
 
     def __exit__(
@@ -103,11 +103,15 @@ class RunLock:
         """Let others in."""
         if self._file is None:
             return
-        if kind is not None and self._made and [entry.name for entry in self._folder.iterdir()] == [LOCK_FILE]:
+        if (
+            kind is not None
+            and self._created_folders
+            and [entry.name for entry in self._folder.iterdir()] == [LOCK_FILE]
+        ):
             (self._folder / LOCK_FILE).unlink()
             # As far up as nobody else has put anything there.
             with suppress(OSError):
-                for folder in self._made:
+                for folder in self._created_folders:
                     folder.rmdir()
         self._file.close()
 
@@ -116,9 +120,9 @@ class RunLock:
             self._folder.mkdir(parents=True, exist_ok=True)
             return path.open("a+b", buffering=0)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self._unwritable_error(error) from error
 
-    def _take(self, path: Path) -> bool:
+    def _try_acquire(self, path: Path) -> bool:
         assert self._file is not None
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,7 +139,7 @@ class RunLock:
             )
         return True
 
-    def _sign(self) -> None:
+    def _write_owner(self) -> None:
         assert self._file is not None
         word = {
             "host": socket.gethostname(),
@@ -146,12 +150,12 @@ class RunLock:
             self._file.truncate(0)
         self._file.write(json.dumps(word).encode() + b"\n")
 
-    def _unwritable(self, error: OSError) -> ConfigError:
+    def _unwritable_error(self, error: OSError) -> ConfigError:
         return ConfigError(
             f"{self._key}={str(self._folder)!r} cannot be written: {error.strerror}; choose another, or make room"
         )
 
-    def _holder(self) -> str:
+    def _describe_owner(self) -> str:
         """Who holds it, as far as that has been written."""
         assert self._file is not None
         self._file.seek(0)

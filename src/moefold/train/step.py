@@ -10,30 +10,30 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moefold.config.schema import Config
-from moefold.metrics.ledger import Ledger
+from moefold.metrics.ledger import MemoryTracker
 from moefold.metrics.memory import peak_memory_gib
 from moefold.metrics.memory_by_part import PARTS, MemoryByPart
 from moefold.metrics.moe import MoELayerMetrics
 from moefold.metrics.offload import OffloadMetrics
-from moefold.metrics.rank_times import DATA, NUM_TIMES, OWN, WAIT
+from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.replicas import ReplicaMetrics
 from moefold.parallel.accumulate import Batch
 from moefold.parallel.collectives import all_reduce_sum
-from moefold.parallel.fsdp_comms import FSDPComms, watch_fsdp
-from moefold.parallel.gradients import clip_gradients, exceeds, squared_norm_share
-from moefold.parallel.memory_parts import bytes_by_part, watched_passes
-from moefold.parallel.offload import open_moment_home
+from moefold.parallel.fsdp_comms import FSDPCommHooks, install_comm_hooks
+from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
+from moefold.parallel.memory_parts import bytes_by_part, track_memory
+from moefold.parallel.offload import open_state_store
 from moefold.parallel.parallelize import ParallelModel
-from moefold.parallel.replicas import Divergence, Replicas, Said
-from moefold.parallel.routing_tape import RoutingTape
-from moefold.train.culprit import Culprit, is_finite, not_finite, tell_ranks
-from moefold.train.guard import Guard, Verdict
+from moefold.parallel.replicas import Divergence, HostFact, ReplicaCheck
+from moefold.parallel.routing_tape import RouterReplayBuffer
+from moefold.train.culprit import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
+from moefold.train.guard import StepDecision, StepGuard
 from moefold.train.lr_schedule import learning_rate
 from moefold.train.muon import build_muon
 from moefold.train.optimizer import build_optimizer, named_moments, set_learning_rate
 
-Flags = Callable[[], Sequence[bool]]
-ASK_EVERY = 8
+StopFlags = Callable[[], Sequence[bool]]
+STOP_POLL_EVERY = 8
 """Batches of an evaluation between two questions whether to stop: each is an all-reduce that the host waits for."""
 
 
@@ -61,9 +61,9 @@ class StepResult:
     """Largest peak memory of a rank since it started, up to the gradients of this step."""
     rank_times: np.ndarray = field(default_factory=lambda: np.zeros((0, NUM_TIMES)))
     """Own work, data and waiting of each rank in seconds, float64 [ranks, 3]; see `metrics.rank_times`."""
-    verdict: Verdict = Verdict("update")
+    decision: StepDecision = StepDecision("update")
     """Whether weights, moments, expert bias and the counts of the last step took this one."""
-    culprit: Culprit | None = None
+    nonfinite_report: NonFiniteReport | None = None
     """Where a step went wrong that is not finite."""
     replicas: ReplicaMetrics | None = None
     """How the replicas differ; None unless the step was checked."""
@@ -76,21 +76,21 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class _Totals:
+class ReducedMetrics:
     """What the one all-reduce of a step brings, on the host; the same on every rank."""
 
-    terms: Tensor
+    losses: Tensor
     """Language-model loss, and the losses of the further tokens."""
-    norm: Tensor
+    device_grad_norm: Tensor
     """Gradient norm, 0-dim on the device, so that clipping waits for nothing."""
     grad_norm: float
     flags: tuple[int, ...]
     peak_memory_gib: float
-    times: Tensor
+    rank_times: Tensor
     """Own work, data and waiting of each rank in seconds, [ranks, 3]; zeros where nothing is timed."""
-    scalars: Tensor
+    layer_scalars: Tensor
     """Aux loss, z loss, copies, drops and entropy of each MoE layer, [MoE layers, 5]."""
-    counts: Tensor
+    expert_counts: Tensor
     """[MoE layers, E], as are thresholds and biases."""
     thresholds: Tensor
     biases: Tensor
@@ -99,19 +99,19 @@ class _Totals:
     memory: Tensor
     """Bytes by part at the peak and now, [ranks, 2 * parts]; of a step that is not measured [ranks, 0]."""
 
-    def watched(self) -> dict[str, float]:
+    def guarded_metrics(self) -> dict[str, float]:
         """What must be finite, by its name in a message."""
-        aux, z = self.scalars[:, :2].sum(0).tolist()
-        losses = {"loss": float(self.terms[0]), "balance loss": aux, "z loss": z}
-        if len(self.terms) > 1:
-            losses["loss of the further tokens"] = float(self.terms[1:].sum())
+        aux, z = self.layer_scalars[:, :2].sum(0).tolist()
+        losses = {"loss": float(self.losses[0]), "balance loss": aux, "z loss": z}
+        if len(self.losses) > 1:
+            losses["loss of the further tokens"] = float(self.losses[1:].sum())
         return {**losses, "gradient norm": self.grad_norm}
 
 
 class TrainingStep:
     """Runs optimizer steps on a parallel model; `guard` decides whether a step changes anything.
 
-    `parameters` and `buffers` are what a checkpoint has to hold of the model; `tape` records and replays its routing,
+    `parameters` and `buffers` are what a checkpoint has to hold of the model; `router_replay` records and replays its routing,
     where the recipe asks for that.
     """
 
@@ -119,36 +119,38 @@ class TrainingStep:
         self.model = model
         self.parameters = model.named_parameters
         self.buffers = model.named_buffers
-        self.optimizer = _optimizer(model, cfg)
-        self.guard = Guard(cfg.faults)
-        self.tape = RoutingTape(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
-        self._clock = model.groups.world.clock
-        self._comms: FSDPComms | None = None
-        self._replicas: Replicas | None = None
+        self.optimizer = _make_optimizer(model, cfg)
+        self.guard = StepGuard(cfg.faults)
+        self.router_replay = RouterReplayBuffer(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
+        self._comm_timer = model.groups.world.comm_timer
+        self._fsdp_hooks: FSDPCommHooks | None = None
+        self._replica_checker: ReplicaCheck | None = None
         faults, zero = cfg.faults, cfg.parallel.zero
         if cfg.parallel.world_size > 1:
-            self._clock.is_on = faults.straggler_factor > 0
-            self._comms = watch_fsdp(model.stages, model.groups, zero)
+            self._comm_timer.is_on = faults.straggler_factor > 0
+            self._fsdp_hooks = install_comm_hooks(model.stages, model.groups, zero)
             if faults.replica_check_every:
-                self._replicas = Replicas(model, named_moments(self.optimizer, self.parameters), zero, self._comms)
+                self._replica_checker = ReplicaCheck(
+                    model, named_moments(self.optimizer, self.parameters), zero, self._fsdp_hooks
+                )
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
         groups = model.groups
-        self._not_counted = model.counted_elsewhere
-        self._speaks_for_tp = groups.attn.tp.rank == 0
-        self._speaks_for_stage = groups.attn.stage.rank == 0
+        self._duplicate_params = model.duplicate_params
+        self._is_first_in_tp = groups.attn.tp.rank == 0
+        self._is_first_in_stage = groups.attn.stage.rank == 0
 
     def start_clock(self) -> None:
         """Count what follows as part of the next step; else it begins with `run`."""
-        self._clock.start()
+        self._comm_timer.start()
 
     def run(
         self,
         batch: Batch,
         step: int,
-        flags: Flags = lambda: (),
+        flags: StopFlags = lambda: (),
         data_s: float = 0.0,
-        said: Callable[[], Sequence[Said]] = tuple,
+        host_facts: Callable[[], Sequence[HostFact]] = tuple,
     ) -> StepResult:
         """Train on this rank's part of a global batch.
 
@@ -159,77 +161,85 @@ class TrainingStep:
             step: number of this step, 1-based.
             flags: asked once the gradients are there for wishes of this rank (to stop, say); all ranks learn them.
             data_s: time that this rank took to load the batch.
-            said: what a check of replicas compares beside what the step itself holds.
+            host_facts: what a check of replicas compares beside what the step itself holds.
         """
         self.start_clock()
-        self.begin(step)
-        replicas = None if self._replicas is None or step % self._cfg.faults.replica_check_every else self._replicas
+        self.begin_step(step)
+        replicas = (
+            None
+            if self._replica_checker is None or step % self._cfg.faults.replica_check_every
+            else self._replica_checker
+        )
         if replicas is not None:
-            replicas.arm()
-        loss, ledger = self._measured_passes(batch, step)
-        record = self.model.groups.record
-        record.enter("summing up the step")
-        totals = self._agree(loss, flags(), data_s, ledger)
-        metrics = None if replicas is None else replicas.metrics(self._my_share(loss.detach())[0])
-        verdict = self.guard.judge(totals.watched())
-        record.enter("optimizer")
+            replicas.enable()
+        loss, ledger = self._tracked_forward_backward(batch, step)
+        record = self.model.groups.recorder
+        record.set_phase("summing up the step")
+        totals = self._all_reduce_metrics(loss, flags(), data_s, ledger)
+        metrics = None if replicas is None else replicas.metrics(self._tp_dedup(loss.detach())[0])
+        verdict = self.guard.decide(totals.guarded_metrics())
+        record.set_phase("optimizer")
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
         culprit = None
         if verdict.updates:
-            if exceeds(totals.grad_norm, self._cfg.train.clip_grad):
-                clip_gradients(self.parameters, totals.norm, self._cfg.train.clip_grad)
+            if needs_clip(totals.grad_norm, self._cfg.train.clip_grad):
+                clip_gradients(self.parameters, totals.device_grad_norm, self._cfg.train.clip_grad)
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
-            self._balance(totals.counts, totals.thresholds)
+            self._update_routers(totals.expert_counts, totals.thresholds)
         elif verdict.reason == "nonfinite":
-            culprit = self._find_culprit(batch, step, loss)
+            culprit = self._locate_nonfinite(batch, step, loss)
         self.optimizer.zero_grad(set_to_none=True)
         result = self._result(totals, rate, verdict, culprit)
         if replicas is None:
             return result
-        return replace(result, replicas=metrics, divergences=self.divergences(batch, step, rate, said()))
+        return replace(result, replicas=metrics, divergences=self.divergences(batch, step, rate, host_facts()))
 
     @property
     def checks_replicas(self) -> bool:
         """Whether the recipe asks for checks, and there are ranks to compare."""
-        return self._replicas is not None
+        return self._replica_checker is not None
 
-    def divergences(self, batch: Batch, step: int, rate: float, said: Sequence[Said]) -> tuple[Divergence, ...]:
+    def divergences(
+        self, batch: Batch, step: int, rate: float, host_facts: Sequence[HostFact]
+    ) -> tuple[Divergence, ...]:
         """What ranks should hold alike after a step and do not; nothing unless the recipe asks for checks. Collective.
 
         Args:
             batch: this rank's part of the step's batch.
             step: number of the step.
             rate: its learning rate.
-            said: as of `run`.
+            host_facts: as of `run`.
         """
-        if self._replicas is None:
+        if self._replica_checker is None:
             return ()
         words = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state())}"
-        return self._replicas.divergences(batch, (Said("the position of the run", words, ("world",)), *said))
+        return self._replica_checker.find_divergences(
+            batch, (HostFact("the position of the run", words, ("world",)), *host_facts)
+        )
 
-    def _measured_passes(self, batch: Batch, step: int) -> tuple[Tensor, Ledger | None]:
+    def _tracked_forward_backward(self, batch: Batch, step: int) -> tuple[Tensor, MemoryTracker | None]:
         """Run both passes, under a ledger where the recipe wants it."""
         every = self._cfg.metrics.memory_every
         if not every or step % every:
             return self.model.forward_backward(batch), None
-        with watched_passes(self.model, self.optimizer, batch.tensors()) as ledger:
+        with track_memory(self.model, self.optimizer, batch.tensors()) as ledger:
             return self.model.forward_backward(batch), ledger
 
-    def _find_culprit(self, batch: Batch, step: int, loss: Tensor) -> Culprit:
+    def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> NonFiniteReport:
         """See where it is not finite, and compute it once more, with an eye on what each rank brings to the sums."""
         device = self.model.groups.device
-        bad_loss, bad_parameters = not is_finite(loss), not_finite(self.parameters)
+        bad_loss, bad_parameters = not is_finite(loss), nonfinite_parameters(self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
-        self.begin(step)
-        if self._comms is not None:
-            self._comms.arm()
+        self.begin_step(step)
+        if self._fsdp_hooks is not None:
+            self._fsdp_hooks.enable()
         loss_again = self.model.forward_backward(batch)
-        has_bad_gradient = self._comms is not None and not self._comms.are_mine_finite(device)
-        again = has_bad_gradient or not is_finite(loss_again) or bool(not_finite(self.parameters))
-        return tell_ranks(bad_loss, bad_parameters, has_bad_gradient, again)
+        has_bad_gradient = self._fsdp_hooks is not None and not self._fsdp_hooks.are_local_grads_finite(device)
+        again = has_bad_gradient or not is_finite(loss_again) or bool(nonfinite_parameters(self.parameters))
+        return gather_findings(bad_loss, bad_parameters, has_bad_gradient, again)
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Prepare the routers: what follows, up to the next call, belongs to step `step`.
 
         Raises:
@@ -237,8 +247,8 @@ class TrainingStep:
         """
         for layer in self.model.moe_layers().values():
             layer.begin_step(step)
-        if self.tape is not None:
-            self.tape.begin(step)
+        if self.router_replay is not None:
+            self.router_replay.begin_step(step)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Weighted sum of the cross-entropies of held-out tokens, in nats; collective."""
@@ -246,12 +256,14 @@ class TrainingStep:
         assert loss is not None
         return loss
 
-    def evaluate_or_stop(self, batches: Sequence[Batch], flags: Flags | None) -> tuple[float | None, tuple[int, ...]]:
+    def evaluate_or_stop(
+        self, batches: Sequence[Batch], flags: StopFlags | None
+    ) -> tuple[float | None, tuple[int, ...]]:
         """As `evaluate`, unless a rank wishes to stop; collective.
 
         Args:
             batches: this rank's parts.
-            flags: as of `run`, asked before the first batch and every `ASK_EVERY` of them; None: nobody is asked.
+            flags: as of `run`, asked before the first batch and every `STOP_POLL_EVERY` of them; None: nobody is asked.
 
         Returns:
             The loss, None where the evaluation was given up; and how many ranks raised each flag then.
@@ -260,7 +272,7 @@ class TrainingStep:
         losses: list[Tensor] = []
         raised: tuple[int, ...] = ()
         for i, batch in enumerate(batches):
-            if flags is not None and i % ASK_EVERY == 0:
+            if flags is not None and i % STOP_POLL_EVERY == 0:
                 raised = self._count_flags(flags())
             if any(raised):
                 break
@@ -269,7 +281,7 @@ class TrainingStep:
         if any(raised):
             return None, raised
         total = torch.stack(losses).sum(0)
-        return float(all_reduce_sum(self._my_share(total.double()), self.model.groups.world)), raised
+        return float(all_reduce_sum(self._tp_dedup(total.double()), self.model.groups.world)), raised
 
     def _count_flags(self, flags: Sequence[bool]) -> tuple[int, ...]:
         """How many ranks raise each flag; collective."""
@@ -277,96 +289,104 @@ class TrainingStep:
         raised = torch.tensor(flags, dtype=torch.float32, device=groups.device)
         return tuple(int(count) for count in all_reduce_sum(raised, groups.world).tolist())
 
-    def _my_share(self, loss: Tensor) -> Tensor:
+    def _tp_dedup(self, loss: Tensor) -> Tensor:
         """Tensor-parallel ranks compute the same token losses: one of them speaks for all."""
-        return loss if self._speaks_for_tp else torch.zeros_like(loss)
+        return loss if self._is_first_in_tp else torch.zeros_like(loss)
 
-    def _agree(self, loss: Tensor, flags: Sequence[bool], data_s: float, ledger: Ledger | None) -> _Totals:
+    def _all_reduce_metrics(
+        self, loss: Tensor, flags: Sequence[bool], data_s: float, memory_tracker: MemoryTracker | None
+    ) -> ReducedMetrics:
         """Sum everything that is counted over the ranks, in one all-reduce."""
         world, device = self.model.groups.world, loss.device
-        mine = self._my_share(loss.detach().double())
-        squares = squared_norm_share(self.parameters, skip=self._not_counted).view(1)
+        mine = self._tp_dedup(loss.detach().double())
+        squares = local_norm_sq(self.parameters, skip=self._duplicate_params).view(1)
         raised = torch.tensor(flags, dtype=torch.float64, device=device)
         # A slot for each rank turns a maximum into a sum.
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
         memory[world.rank] = peak_memory_gib(device.type)
-        rows = self._routing_rows(device)
-        total_s, waited_s = self._clock.read()
+        rows = self._local_router_stats(device)
+        total_s, waited_s = self._comm_timer.read()
         times = torch.zeros(world.size, NUM_TIMES, dtype=torch.float64, device=device)
         if total_s:
             # One by one: a list would make the device wait for the host.
-            times[world.rank, OWN], times[world.rank, DATA] = total_s - waited_s, data_s
-            times[world.rank, WAIT] = waited_s
-        by_part = torch.zeros(world.size, 2 * len(PARTS) if ledger else 0, dtype=torch.float64, device=device)
-        if ledger is not None:
-            by_part[world.rank] = torch.tensor(bytes_by_part(ledger), dtype=torch.float64, device=device)
-        offload = self._offload_numbers(device)
+            times[world.rank, COMPUTE], times[world.rank, DATA] = total_s - waited_s, data_s
+            times[world.rank, COMM] = waited_s
+        by_part = torch.zeros(world.size, 2 * len(PARTS) if memory_tracker else 0, dtype=torch.float64, device=device)
+        if memory_tracker is not None:
+            by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
+        offload = self._offload_metrics(device)
         parts = (mine, squares, raised, memory, rows.flatten(), times.flatten(), offload, by_part.flatten())
         total = all_reduce_sum(torch.cat(parts), world)
         norm = total[len(mine)].sqrt()
         on_host = total.cpu().split([part.numel() for part in parts])
         num_experts = self._cfg.model.num_experts
         scalars, counts, thresholds, biases = on_host[4].view_as(rows).split([5, *[num_experts] * 3], 1)
-        return _Totals(
-            terms=on_host[0],
-            norm=norm,
+        return ReducedMetrics(
+            losses=on_host[0],
+            device_grad_norm=norm,
             grad_norm=float(on_host[1].sqrt()),
             flags=tuple(int(count) for count in on_host[2].tolist()),
             peak_memory_gib=float(on_host[3].max()),
-            times=on_host[5].view_as(times),
-            scalars=scalars,
-            counts=counts,
+            rank_times=on_host[5].view_as(times),
+            layer_scalars=scalars,
+            expert_counts=counts,
             thresholds=thresholds,
             biases=biases,
             offload=tuple(on_host[6].tolist()),
             memory=on_host[7].view_as(by_part),
         )
 
-    def _result(self, totals: _Totals, rate: float, verdict: Verdict, culprit: Culprit | None) -> StepResult:
-        aux, z, copies, dropped, _ = totals.scalars.sum(0).tolist()
-        layers = self._layer_metrics(totals.scalars.tolist(), totals.counts.tolist(), totals.biases.tolist())
+    def _result(
+        self, totals: ReducedMetrics, rate: float, decision: StepDecision, nonfinite_report: NonFiniteReport | None
+    ) -> StepResult:
+        aux, z, copies, dropped, _ = totals.layer_scalars.sum(0).tolist()
+        layers = self._layer_metrics(
+            totals.layer_scalars.tolist(), totals.expert_counts.tolist(), totals.biases.tolist()
+        )
         return StepResult(
-            loss=float(totals.terms[0]),
+            loss=float(totals.losses[0]),
             aux_loss=aux,
             z_loss=z,
-            mtp_loss=float(totals.terms[1:].sum()),
+            mtp_loss=float(totals.losses[1:].sum()),
             grad_norm=totals.grad_norm,
             lr=rate,
             expert_load=tuple(layer.load for layer in layers),
-            expert_counts=totals.counts.long().numpy(),
+            expert_counts=totals.expert_counts.long().numpy(),
             dropped_fraction=dropped / copies if copies else 0.0,
             moe_layers=layers,
             flags=totals.flags,
             peak_memory_gib=totals.peak_memory_gib,
-            rank_times=totals.times.numpy(),
-            memory_by_part=MemoryByPart.from_rows(totals.memory.tolist()) if totals.memory.numel() else None,
-            offload=OffloadMetrics.from_sums(totals.offload, len(totals.times)) if totals.offload else None,
-            verdict=verdict,
-            culprit=culprit,
+            rank_times=totals.rank_times.numpy(),
+            memory_by_part=MemoryByPart.from_ranks(totals.memory.tolist()) if totals.memory.numel() else None,
+            offload=OffloadMetrics.from_sums(totals.offload, len(totals.rank_times)) if totals.offload else None,
+            decision=decision,
+            nonfinite_report=nonfinite_report,
         )
 
-    def _offload_numbers(self, device: torch.device) -> Tensor:
+    def _offload_metrics(self, device: torch.device) -> Tensor:
         """What this rank did with its activations, [4], or [0] where it keeps all."""
         numbers = () if self.model.offload is None else astuple(self.model.offload.end_step())
         return torch.tensor(numbers, dtype=torch.float64, device=device)
 
-    def _routing_rows(self, device: torch.device) -> Tensor:
+    def _local_router_stats(self, device: torch.device) -> Tensor:
         """My part of the totals of every MoE layer of the model: five scalars, then counts, thresholds and biases."""
         num_experts = self._cfg.model.num_experts
         rows = torch.zeros(len(self._moe_numbers), 5 + 3 * num_experts, dtype=torch.float64, device=device)
         for number, layer in self.model.moe_layers().items():
             stats, bias_E = layer.stats, layer.router.expert_bias
             parts = [
-                torch.stack([x.double() for x in (stats.aux, stats.z, stats.copies, stats.dropped, stats.entropy)])
+                torch.stack(
+                    [x.double() for x in (stats.aux, stats.z, stats.routed_tokens, stats.dropped, stats.entropy)]
+                )
             ]
             parts += [stats.tokens_per_expert_E.double(), stats.thresholds_E]
-            if bias_E is not None and self._speaks_for_stage:
+            if bias_E is not None and self._is_first_in_stage:
                 parts.append(bias_E.double())
             row = torch.cat(parts)
             rows[self._moe_numbers.index(number), : len(row)] = row
         return rows
 
-    def _balance(self, counts: Tensor, thresholds: Tensor) -> None:
+    def _update_routers(self, counts: Tensor, thresholds: Tensor) -> None:
         """Tell every MoE layer its totals of the global batch, [MoE layers, E]."""
         num_micro_batches = self._cfg.train.global_batch_size // self._cfg.train.micro_batch_size
         for number, layer in self.model.moe_layers().items():
@@ -391,13 +411,13 @@ class TrainingStep:
         )
 
 
-def _optimizer(model: ParallelModel, cfg: Config) -> torch.optim.Optimizer:
-    home = open_moment_home(cfg.train, model.groups.device)
+def _make_optimizer(model: ParallelModel, cfg: Config) -> torch.optim.Optimizer:
+    home = open_state_store(cfg.train, model.groups.device)
     if cfg.train.optimizer == "muon":
         return build_muon(model.named_parameters, cfg, model.groups.attn.stage, home)
     return build_optimizer(model.named_parameters, cfg.train, home)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The logical tensor of a shard, on every rank of its mesh; collective over that mesh."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-SAME_PRESS_S = 1.0
+DUPLICATE_SIGNAL_S = 1.0
 """A terminal sends Ctrl-C to every process, and launchers pass theirs on: what comes so soon after is the same one."""
 
 NOTICE = b"\nmoefold: finishing the step; press Ctrl-C again to abandon it\n"
@@ -23,30 +23,30 @@ class StopSignals:
 
     def __init__(self, *, announces: bool = False) -> None:
         self._announces = announces
-        self._came_s: dict[int, float] = {}
-        self._before: dict[signal.Signals, Any] = {}
+        self._received_s: dict[int, float] = {}
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     @property
     def flags(self) -> tuple[bool, ...]:
         """Whether each of SIGNALS came."""
-        return tuple(number in self._came_s for number in SIGNALS)
+        return tuple(number in self._received_s for number in SIGNALS)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
-        first_s = self._came_s.setdefault(number, now_s)
+        first_s = self._received_s.setdefault(number, now_s)
         if number != signal.SIGINT:
             return
-        if now_s - first_s > SAME_PRESS_S:
+        if now_s - first_s > DUPLICATE_SIGNAL_S:
             raise KeyboardInterrupt
         if self._announces and first_s == now_s:
             # A handler may stand inside a print: only the plain system call is safe here.

@@ -17,16 +17,16 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from moefold.checkpoint.folder import Position, read_meta
+from moefold.checkpoint.folder import TrainState, read_meta
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
-from moefold.checkpoint.store import Resume, agree_on_resume, checkpoint_state, load_checkpoint
+from moefold.checkpoint.store import Resume, checkpoint_state, load_checkpoint, resolve_resume
 from moefold.config.checks_model import has_moe_layers
 from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import CheckpointConfig, Config
-from moefold.convert.start import start_weights
-from moefold.errors import RunError, some
-from moefold.launch.crew import joined_crew
-from moefold.launch.failure import is_consequence
+from moefold.convert.start import load_initial_weights
+from moefold.errors import RunError, format_list
+from moefold.launch.crew import current_world
+from moefold.launch.failure import is_collective_error
 from moefold.launch.status import SIGNAL_STATUS
 from moefold.metrics.expert_counts import ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.fault_log import log_fault
@@ -34,64 +34,64 @@ from moefold.metrics.flops import train_flops_per_token
 from moefold.metrics.peak import peak_bf16_tflops
 from moefold.metrics.plot import plot_loss
 from moefold.metrics.progress import Progress
-from moefold.metrics.rank_times import RankTimes, Stragglers, straggler_words
-from moefold.metrics.routing_trace import TRACE_FOLDER, TraceWriter, trace_shape, truncate_trace
+from moefold.metrics.rank_times import RankTimeMetrics, Stragglers, describe_straggler
+from moefold.metrics.routing_trace import TRACE_FOLDER, RoutingTraceWriter, trace_shape, truncate_trace
 from moefold.metrics.step import StepMetrics
 from moefold.metrics.writer import MetricsWriter
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
-from moefold.parallel.replicas import Divergence, Said
-from moefold.train.banner import banner
-from moefold.train.data_files import goes_on
-from moefold.train.farewell import farewell
-from moefold.train.incident import Incident
+from moefold.parallel.replicas import Divergence, HostFact
+from moefold.train.banner import startup_lines
+from moefold.train.data_files import continues_data
+from moefold.train.farewell import closing_lines
+from moefold.train.incident import StepFault
 from moefold.train.optimizer import set_step_count
-from moefold.train.run_data import LostEvaluation, LostFile, RunData
+from moefold.train.run_data import DataLoader, DroppedEvaluation, DroppedFile
 from moefold.train.step import StepResult, TrainingStep
 from moefold.train.stop import SIGNALS, StopSignals
 
-LAST_SAVE_S = 60.0
+SAVE_DRAIN_S = 60.0
 """So long a run that fails waits for a save beside training to end."""
-LOST_SAVE_S = 5.0
+SAVE_DRAIN_LOST_RANK_S = 5.0
 """The same where another rank is gone."""
 
 
 class Trainer:
     """One rank's part in a run. Everything that ranks must agree on is decided from values equal on all of them."""
 
-    def __init__(self, cfg: Config, groups: ParallelGroups, notes: Sequence[str] = ()) -> None:
+    def __init__(self, cfg: Config, groups: ParallelGroups, messages: Sequence[str] = ()) -> None:
         """Build the model and look at the data; collective.
 
         Args:
             cfg: the recipe.
             groups: this rank's.
-            notes: lines for the log, before all others.
+            messages: lines for the log, before all others.
         """
         self._cfg = cfg
-        self._first_notes = tuple(notes)
+        self._initial_messages = tuple(messages)
         self._groups = groups
-        self._record = groups.record
+        self._flight_recorder = groups.recorder
         # Nothing here draws from torch's own generator; what else does, draws alike on all ranks and in every run.
         torch.manual_seed(cfg.run.seed)
-        self._record.enter("building the model")
+        self._flight_recorder.set_phase("building the model")
         model = parallelize(cfg, groups)
-        self._training = TrainingStep(model, cfg)
-        self._record.enter("opening the data")
-        self._data = RunData(cfg, groups, model.positions)
+        self._train_step = TrainingStep(model, cfg)
+        self._flight_recorder.set_phase("opening the data")
+        self._data_loader = DataLoader(cfg, groups, model.positions)
         self._step = self._samples = self._tokens = 0
         self._flops_per_token = train_flops_per_token(cfg.model, cfg.train.seq_len).total
         # The peaks that are known are those of bfloat16.
         self._peak_tflops = cfg.metrics.peak_tflops or (
-            _device_peak(groups.device) if cfg.run.dtype == "bfloat16" else None
+            _device_peak_tflops(groups.device) if cfg.run.dtype == "bfloat16" else None
         )
         self._is_first_rank = groups.rank == 0
         self._saver = CheckpointSaver(cfg)
         if cfg.checkpoint.async_save:
-            group = groups.beside_training().handle
+            group = groups.create_background_group().handle
             self._saver = BackgroundSaver(cfg, group, is_on_gpu=groups.device.type == "cuda")
-        self._save_s = self._saves_s = 0.0
-        self._start = ""
-        self._saved_dp: int | None = None
+        self._save_s = self._total_save_s = 0.0
+        self._init_message = ""
+        self._checkpoint_dp: int | None = None
         self._checked_step: int | None = None
         self._resumed_from: Path | None = None
         self._has_saved = False
@@ -109,87 +109,99 @@ class Trainer:
         """
         resume = self._resume()
         status, first_step = 0, self._step + 1
-        self._watch_ranks()
+        self._init_stragglers()
         with ExitStack() as stack:
             stack.enter_context(stop)
-            stack.enter_context(_named_if_full(self._cfg.run.dir))
+            stack.enter_context(_explain_disk_full(self._cfg.run.dir))
             report = None
             if self._is_first_rank:
-                report = stack.enter_context(_Report(self._cfg, first_step, resume, self._notes()))
-            self._tell_losses(report, first_step)
+                report = stack.enter_context(RunLog(self._cfg, first_step, resume, self._startup_messages()))
+            self._log_dropped_files(report, first_step)
             try:
-                status = self._make_up_evaluation(resume, report, stop)
+                status = self._run_missed_evaluation(resume, report, stop)
                 while self._step < self._cfg.run.steps and status == 0:
                     status = self._one_step(report, stop)
-                self._record.enter("ending the last save")
+                self._flight_recorder.set_phase("ending the last save")
                 self._finish_saves()
             except Exception as error:
                 # The last checkpoint may be all but written; one that waits for a rank that is gone never will be.
-                self._saver.settle(LOST_SAVE_S if is_consequence(error) else LAST_SAVE_S)
+                self._saver.drain_with_timeout(SAVE_DRAIN_LOST_RANK_S if is_collective_error(error) else SAVE_DRAIN_S)
                 raise
             if report is not None:
-                report.end(status, self._step, self._saves_s)
+                report.log_end(status, self._step, self._total_save_s)
         return status
 
     def _resume(self) -> Resume:
-        self._record.enter("loading what it starts from")
-        resume = agree_on_resume(self._cfg, self._data.files)
+        self._flight_recorder.set_phase("loading what it starts from")
+        resume = resolve_resume(self._cfg, self._data_loader.fingerprints)
         self._resumed_from = resume.path
-        self._data.open(None if resume.path is None else read_meta(resume.path))
+        self._data_loader.open(None if resume.path is None else read_meta(resume.path))
         if resume.path is not None:
             self._load(resume.path)
         else:
-            self._start = start_weights(self._cfg, self._training.model, is_first_rank=self._is_first_rank)
+            self._init_message = load_initial_weights(
+                self._cfg, self._train_step.model, is_first_rank=self._is_first_rank
+            )
         return resume
 
     def _load(self, path: Path) -> None:
         """Be where a checkpoint was; collective."""
-        training = self._training
+        training = self._train_step
         meta = load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
         self._step, self._tokens, self._samples = meta.step, meta.tokens, 0
         guard = meta.guard
         # A checkpoint that was named may be continued on other data, from its start.
-        if goes_on(self._cfg, meta, self._data.files):
+        if continues_data(self._cfg, meta, self._data_loader.fingerprints):
             self._samples = meta.samples
-            self._data.row.restore(meta.stream)
+            self._data_loader.train_sampler.restore(meta.stream)
         elif isinstance(guard, dict):
             guard = guard | {"left_out": []}
         training.guard.restore(guard)
         set_step_count(training.optimizer, meta.step - training.guard.num_skipped)
-        self._saved_dp, self._checked_step = meta.dp, meta.checked_step
+        self._checkpoint_dp, self._checked_step = meta.dp, meta.checked_step
 
-    def _notes(self) -> tuple[str, ...]:
+    def _startup_messages(self) -> tuple[str, ...]:
         """What the log is to say before the first step."""
         moe, dp = self._cfg.moe, self._cfg.parallel.dp
-        notes = [*self._first_notes, *banner(self._cfg, self._groups.device.type, self._data.row, self._data.held_out)]
-        notes += [note for note in (self._training.model.note, self._start, self._data.note) if note]
+        notes = [
+            *self._initial_messages,
+            *startup_lines(
+                self._cfg,
+                self._groups.device.type,
+                self._data_loader.train_sampler,
+                self._data_loader.validation_sampler,
+            ),
+        ]
+        notes += [
+            note for note in (self._train_step.model.message, self._init_message, self._data_loader.message) if note
+        ]
         looks_at_dp = moe.aux_coefficient > 0 and moe.aux_kind == "global_batch" and has_moe_layers(self._cfg.model)
-        if looks_at_dp and self._saved_dp not in (None, dp):
+        if looks_at_dp and self._checkpoint_dp not in (None, dp):
             notes.append(
-                f"moe.aux_kind='global_batch' depends on dp, which was {self._saved_dp} and is {dp}: the loss "
+                f"moe.aux_kind='global_batch' depends on dp, which was {self._checkpoint_dp} and is {dp}: the loss "
                 "goes on from other rounds; 'last_global_batch' does not depend on it"
             )
         return tuple(notes)
 
-    def _watch_ranks(self) -> None:
+    def _init_stragglers(self) -> None:
         """Get to know the hosts of all ranks, to name those that are slow; collective."""
         factor, layout = self._cfg.faults.straggler_factor, self._groups.layout
         if factor and layout.world_size > 1:
-            hosts = joined_crew().gather(socket.gethostname())
+            hosts = current_world().all_gather_object(socket.gethostname())
             self._stragglers = Stragglers(factor, layout.attention.groups("dp", "cp", "tp"), hosts)
 
-    def _one_step(self, report: "_Report | None", stop: StopSignals) -> int:
+    def _one_step(self, run_log: "RunLog | None", stop: StopSignals) -> int:
         """Train, evaluate and save as the recipe says; returns the exit status if the run is to end, else 0."""
         started_s = time.perf_counter()
-        self._record.begin_step(self._step + 1, "loading data")
-        self._training.start_clock()
-        batch, samples = self._data.next_batch(self._samples, self._training.guard.left_out)
-        self._tell_losses(report, self._step + 1)
+        self._flight_recorder.begin_step(self._step + 1, "loading data")
+        self._train_step.start_clock()
+        batch, samples = self._data_loader.next_batch(self._samples, self._train_step.guard.skipped_ranges)
+        self._log_dropped_files(run_log, self._step + 1)
         data_s = time.perf_counter() - started_s
-        result = self._training.run(batch, self._step + 1, lambda: stop.flags, data_s, self._said)
+        result = self._train_step.run(batch, self._step + 1, lambda: stop.flags, data_s, self._host_facts)
         step_time_s = time.perf_counter() - started_s
         self._saver.check()
-        if result.verdict.reason and not self._goes_on(result, samples, report):
+        if result.decision.reason and not self._handle_fault(result, samples, run_log):
             return 0
         self._step += 1
         self._samples = samples[-1] + 1
@@ -199,22 +211,22 @@ class Trainer:
         eval_loss, is_eval_due = None, self._is_evaluation_due()
         is_evaluated = not is_eval_due
         if is_eval_due and not raised:
-            eval_loss, raised = self._evaluate(report, stop)
+            eval_loss, raised = self._evaluate(run_log, stop)
             is_evaluated = eval_loss is not None or not raised
-        tape = self._training.tape
+        tape = self._train_step.router_replay
         if tape is not None and tape.is_due(self._step):
-            tape.save(self._step, None if report is None else report.trace)
-        self._record.enter("writing metrics")
-        if report is not None:
-            report.write(self._metrics(result, step_time_s, eval_loss), result.expert_counts)
-            report.name_slow_ranks(self._step, self._stragglers.update(result.rank_times) if self._stragglers else [])
+            tape.save(self._step, None if run_log is None else run_log.trace_writer)
+        self._flight_recorder.set_phase("writing metrics")
+        if run_log is not None:
+            run_log.write(self._metrics(result, step_time_s, eval_loss), result.expert_counts)
+            run_log.log_stragglers(self._step, self._stragglers.update(result.rank_times) if self._stragglers else [])
         is_save_due = _is_save_due(self._cfg.checkpoint, self._step, is_last=is_last, is_stopped=bool(raised))
         found, is_checked = result.divergences, result.replicas is not None
-        if is_save_due and not is_checked and self._training.checks_replicas:
+        if is_save_due and not is_checked and self._train_step.checks_replicas:
             # A resume makes all replicas alike: weights that have drifted apart would never be noticed again.
-            self._record.enter("comparing replicas")
-            found, is_checked = self._training.divergences(batch, self._step, result.lr, self._said()), True
-        self._refuse_divergence(found, report)
+            self._flight_recorder.set_phase("comparing replicas")
+            found, is_checked = self._train_step.divergences(batch, self._step, result.lr, self._host_facts()), True
+        self._raise_on_divergence(found, run_log)
         self._checked_step = self._step if is_checked else self._checked_step
         self._save_s = 0.0
         if is_save_due:
@@ -224,132 +236,136 @@ class Trainer:
     def _is_evaluation_due(self) -> bool:
         return _is_due(self._cfg.train.eval_every, self._step, self._step == self._cfg.run.steps)
 
-    def _evaluate(self, report: "_Report | None", stop: StopSignals) -> tuple[float | None, list[Signals]]:
+    def _evaluate(self, run_log: "RunLog | None", stop: StopSignals) -> tuple[float | None, list[Signals]]:
         """The loss of held-out tokens, and the signals that came meanwhile; collective.
 
         The loss is None where signals came before it was known, and where all held-out samples are lost.
         """
-        batches = self._data.evaluation()
-        self._tell_losses(report, self._step)
+        batches = self._data_loader.eval_batches()
+        self._log_dropped_files(run_log, self._step)
         if not batches:
             return None, []
-        eval_loss, flags = self._training.evaluate_or_stop(batches, lambda: stop.flags)
+        eval_loss, flags = self._train_step.evaluate_or_stop(batches, lambda: stop.flags)
         return eval_loss, [number for number, count in zip(SIGNALS, flags, strict=bool(flags)) if count]
 
-    def _make_up_evaluation(self, resume: Resume, report: "_Report | None", stop: StopSignals) -> int:
+    def _run_missed_evaluation(self, resume: Resume, run_log: "RunLog | None", stop: StopSignals) -> int:
         """Evaluate where a signal kept the run from it that it goes on from; collective.
 
         Returns:
             The exit status if another signal came, else 0.
         """
-        is_lost = report is not None and report.lacks_evaluation(self._step)
-        if resume.path is None or not self._is_evaluation_due() or not any(joined_crew().gather(is_lost)):
+        is_lost = run_log is not None and run_log.lacks_evaluation(self._step)
+        if resume.path is None or not self._is_evaluation_due() or not any(current_world().all_gather_object(is_lost)):
             return 0
-        for layer in self._training.model.moe_layers().values():
+        for layer in self._train_step.model.moe_layers().values():
             layer.begin_step(self._step)
-        eval_loss, raised = self._evaluate(report, stop)
-        if report is not None and eval_loss is not None:
-            report.add_evaluation(self._step, eval_loss)
+        eval_loss, raised = self._evaluate(run_log, stop)
+        if run_log is not None and eval_loss is not None:
+            run_log.add_evaluation(self._step, eval_loss)
         return SIGNAL_STATUS + raised[0] if raised and eval_loss is None else 0
 
-    def _said(self) -> list[Said]:
+    def _host_facts(self) -> list[HostFact]:
         """What ranks draw and read by, for a check of replicas. It stands where the step found it."""
-        routers = [layer.router.step for layer in self._training.model.moe_layers().values()]
+        routers = [layer.router.step for layer in self._train_step.model.moe_layers().values()]
         device = self._groups.device
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
         drawn = [hashlib.sha256(state.numpy().tobytes()).hexdigest() for state in states]
-        data = self._data
+        data = self._data_loader
         return [
-            Said("the random number generators", f"{self._cfg.run.seed} {routers} {drawn}", ("stage",)),
-            Said("the place in the data", f"{self._samples} {json.dumps(data.position())}", ("world",)),
+            HostFact("the random number generators", f"{self._cfg.run.seed} {routers} {drawn}", ("stage",)),
+            HostFact("the place in the data", f"{self._samples} {json.dumps(data.data_state())}", ("world",)),
             # Replicas read other samples, and may have come to another block of a stream.
-            Said("the place in the stream", json.dumps(data.row.state(self._samples)), ("tp", "cp", "pp")),
+            HostFact(
+                "the place in the stream", json.dumps(data.train_sampler.state(self._samples)), ("tp", "cp", "pp")
+            ),
         ]
 
-    def _tell_losses(self, report: "_Report | None", step: int) -> None:
+    def _log_dropped_files(self, run_log: "RunLog | None", step: int) -> None:
         """Log the files that were left out, each once, at the step that goes without them."""
-        if report is not None:
-            for lost in self._data.news:
-                report.lose(step, lost)
-        self._data.news.clear()
+        if run_log is not None:
+            for lost in self._data_loader.events:
+                run_log.log_dropped_file(step, lost)
+        self._data_loader.events.clear()
 
-    def _goes_on(self, result: StepResult, samples: Sequence[int], report: "_Report | None") -> bool:
+    def _handle_fault(self, result: StepResult, samples: Sequence[int], run_log: "RunLog | None") -> bool:
         """Answer a step that is not finite or a spike; returns False if the run has gone back. Collective.
 
         Raises:
             RunError: it is to stop.
         """
-        action = result.verdict.action
-        incident = Incident(self._step + 1, samples, result, self._cfg, self._groups.layout, self._data.row)
-        if report is not None:
-            report.fault(incident)
+        action = result.decision.action
+        incident = StepFault(
+            self._step + 1, samples, result, self._cfg, self._groups.layout, self._data_loader.train_sampler
+        )
+        if run_log is not None:
+            run_log.log_step_fault(incident)
         if action in ("log", "skip"):
             return True
         self._saver.drain()
         if action == "stop":
             raise RunError(incident.stop_message())
-        self._roll_back(incident, report)
+        self._roll_back(incident, run_log)
         return False
 
-    def _refuse_divergence(self, found: Sequence[Divergence], report: "_Report | None") -> None:
+    def _raise_on_divergence(self, divergences: Sequence[Divergence], run_log: "RunLog | None") -> None:
         """End the run where replicas hold different bytes, before it saves them; collective."""
-        if not found:
+        if not divergences:
             return
-        if report is not None:
+        if run_log is not None:
             log_fault(
                 Path(self._cfg.run.dir),
-                {"step": self._step, "kind": "divergence"} | {"found": list(map(asdict, found))},
+                {"step": self._step, "kind": "divergence"} | {"found": list(map(asdict, divergences))},
             )
         self._saver.drain()
-        hosts = joined_crew().gather(socket.gethostname())
-        odd = sorted({rank for one in found for rank in one.ranks})
+        hosts = current_world().all_gather_object(socket.gethostname())
+        odd = sorted({rank for one in divergences for rank in one.ranks})
         last = "nothing tells since when, as no check came before: resume from a checkpoint that you trust"
         if self._checked_step is not None:
             last = f"all were alike at the check of step {self._checked_step}: resume from a checkpoint up to there"
         raise RunError(
-            f"step {self._step}: replicas have diverged: {some([one.words() for one in found])}; look at "
-            f"{some([f'rank {rank} ({hosts[rank]})' for rank in odd])}; {last} (checkpoint.resume=PATH)"
+            f"step {self._step}: replicas have diverged: {format_list([one.describe() for one in divergences])}; look at "
+            f"{format_list([f'rank {rank} ({hosts[rank]})' for rank in odd])}; {last} (checkpoint.resume=PATH)"
         )
 
-    def _roll_back(self, incident: Incident, report: "_Report | None") -> None:
+    def _roll_back(self, step_fault: StepFault, run_log: "RunLog | None") -> None:
         """Load the newest sound checkpoint, and leave the batch out from there on; collective."""
         found = Resume(self._resumed_from)
         if self._has_saved:
             own = replace(self._cfg.checkpoint, resume="auto")
-            found = agree_on_resume(replace(self._cfg, checkpoint=own), self._data.files)
+            found = resolve_resume(replace(self._cfg, checkpoint=own), self._data_loader.fingerprints)
         if found.path is None:
             raise RunError(
-                f"{incident.words()}; nothing of the step was applied, and there is no checkpoint yet to go back to: "
+                f"{step_fault.describe()}; nothing of the step was applied, and there is no checkpoint yet to go back to: "
                 "set checkpoint.every lower, or skip such steps"
             )
         self._load(found.path)
-        self._training.guard.leave_out(incident.samples[0], incident.end_sample)
-        if report is not None:
-            report.go_back(found, self._step)
+        self._train_step.guard.skip_samples(step_fault.samples[0], step_fault.end_sample)
+        if run_log is not None:
+            run_log.rewind(found, self._step)
 
     def _save(self) -> None:
-        self._record.enter("saving a checkpoint")
-        training = self._training
+        self._flight_recorder.set_phase("saving a checkpoint")
+        training = self._train_step
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-        stream = self._data.row.state(self._samples)
-        position = Position(
+        stream = self._data_loader.train_sampler.state(self._samples)
+        position = TrainState(
             step=self._step,
             samples=self._samples,
             tokens=self._tokens,
             stream=stream,
             guard=training.guard.state(),
             checked_step=self._checked_step,
-            **self._data.position(),
+            **self._data_loader.data_state(),
         )
         waited_s = self._saver.save(state, position)
         self._save_s += waited_s
-        self._saves_s += waited_s
+        self._total_save_s += waited_s
         self._has_saved = True
 
     def _finish_saves(self) -> None:
         started_s = time.perf_counter()
         self._saver.finish()
-        self._saves_s += time.perf_counter() - started_s
+        self._total_save_s += time.perf_counter() - started_s
 
     def _metrics(self, result: StepResult, step_time_s: float, eval_loss: float | None) -> StepMetrics:
         tokens_per_s = self._cfg.tokens_per_step / step_time_s
@@ -376,13 +392,13 @@ class Trainer:
             replicas=result.replicas,
             offload=result.offload,
             memory_by_part=result.memory_by_part,
-            rank_times=RankTimes.from_ranks(result.rank_times),
-            skipped=result.verdict.reason if result.verdict.action == "skip" else None,
+            rank_times=RankTimeMetrics.from_ranks(result.rank_times),
+            skipped=result.decision.reason if result.decision.action == "skip" else None,
         )
 
 
 @contextmanager
-def _named_if_full(run_dir: str) -> Iterator[None]:
+def _explain_disk_full(run_dir: str) -> Iterator[None]:
     """Say it in one message if the files of the run can no longer be written: metrics, counts, traces.
 
     Raises:
@@ -399,19 +415,19 @@ def _named_if_full(run_dir: str) -> Iterator[None]:
         ) from error
 
 
-class _Report:
+class RunLog:
     """The run folder and the progress line, on the one rank that keeps them."""
 
-    def __init__(self, cfg: Config, first_step: int, resume: Resume, notes: tuple[str, ...]) -> None:
+    def __init__(self, cfg: Config, first_step: int, resume: Resume, messages: tuple[str, ...]) -> None:
         self._cfg = cfg
         self._dir = Path(cfg.run.dir)
         self._first_step = first_step
         self._resume = resume
-        self._notes = notes
+        self._messages = messages
         self._stack = ExitStack()
         self._writers = ExitStack()
         self._counts: ExpertCountsWriter | None = None
-        self.trace: TraceWriter | None = None
+        self.trace_writer: RoutingTraceWriter | None = None
         """Writes the routing of traced steps; None where the recipe traces nothing."""
 
     def __enter__(self) -> Self:
@@ -423,9 +439,9 @@ class _Report:
             stack.callback(lambda: self._writers.close())
             removed_lines = self._open_writers(done)
             self._progress = stack.enter_context(Progress(cfg.run.steps, self._first_step, sys.stdout))
-            for note in self._notes:
+            for note in self._messages:
                 self._progress.message(note)
-            self._say_where(self._resume, "resumed from", done, removed_lines)
+            self._log_resume(self._resume, "resumed from", done, removed_lines)
             self._stack = stack.pop_all()
         return self
 
@@ -450,44 +466,44 @@ class _Report:
         self._writer.add_evaluation(step, eval_loss)
         self._progress.message(f"step {step}: eval {eval_loss:.4f}, which a signal had kept the run from")
 
-    def fault(self, incident: Incident) -> None:
+    def log_step_fault(self, step_fault: StepFault) -> None:
         """Log a step that went wrong."""
-        log_fault(self._dir, incident.record())
-        verdict = incident.result.verdict
+        log_fault(self._dir, step_fault.to_record())
+        verdict = step_fault.result.decision
         if verdict.action != "stop":
             done = {"log": "trained on", "skip": "skipped", "rollback": "going back"}[verdict.action]
-            self._progress.message(f"{incident.words()}; {done}, as faults.{verdict.reason} says")
+            self._progress.message(f"{step_fault.describe()}; {done}, as faults.{verdict.reason} says")
 
-    def lose(self, step: int, lost: LostFile | LostEvaluation) -> None:
+    def log_dropped_file(self, step: int, dropped: DroppedFile | DroppedEvaluation) -> None:
         """Log what the data goes without from a step on."""
-        log_fault(self._dir, {"step": step} | lost.record())
-        self._progress.message(f"step {step}: {lost.words()}, as data.corrupt says")
+        log_fault(self._dir, {"step": step} | dropped.to_record())
+        self._progress.message(f"step {step}: {dropped.describe()}, as data.corrupt says")
 
-    def name_slow_ranks(self, step: int, records: list[dict[str, Any]]) -> None:
+    def log_stragglers(self, step: int, records: list[dict[str, Any]]) -> None:
         """Log ranks that have been slow for a while."""
         for record in records:
             log_fault(self._dir, {"step": step} | record)
-            self._progress.message(straggler_words(record))
+            self._progress.message(describe_straggler(record))
 
-    def go_back(self, found: Resume, step: int) -> None:
+    def rewind(self, resume: Resume, step: int) -> None:
         """Drop what was logged past `step`, from which the run goes on."""
         self._writers.close()
-        self._say_where(found, "back at", step, self._open_writers(step))
+        self._log_resume(resume, "back at", step, self._open_writers(step))
 
-    def end(self, status: int, step: int, saves_s: float) -> None:
+    def log_end(self, status: int, step: int, total_save_s: float) -> None:
         """Say how the run ended and for how long saving kept it waiting, the last save included; draw what it wrote."""
         if step >= self._first_step:
             plot_loss(self._dir)
-        if saves_s > 0:
-            self._progress.message(f"checkpointing blocked training for {saves_s:.2f} s in total")
-        for line in farewell(self._cfg, status, step):
+        if total_save_s > 0:
+            self._progress.message(f"checkpointing blocked training for {total_save_s:.2f} s in total")
+        for line in closing_lines(self._cfg, status, step):
             self._progress.message(line)
 
-    def _say_where(self, found: Resume, verb: str, step: int, removed_lines: int) -> None:
-        for skipped in found.skipped:
+    def _log_resume(self, resume: Resume, verb: str, step: int, removed_lines: int) -> None:
+        for skipped in resume.skipped:
             self._progress.message(f"skipped a damaged checkpoint, {skipped}")
-        if found.path is not None:
-            self._progress.message(f"{verb} {found.path} at step {step}{_repeats(removed_lines)}")
+        if resume.path is not None:
+            self._progress.message(f"{verb} {resume.path} at step {step}{_format_removed_lines(removed_lines)}")
 
     def _open_writers(self, resume_step: int) -> int:
         """Begin or go on with all that is written step by step; what the folder holds past `resume_step` goes.
@@ -506,17 +522,17 @@ class _Report:
                 counts = ExpertCountsWriter(self._dir, shape.layers, shape.num_experts, resume_step=resume_step)
                 self._counts = stack.enter_context(counts)
             if cfg.moe.trace_every:
-                self.trace = TraceWriter(self._dir, shape, resume_step=resume_step)
-                if count := self.trace.num_dropped:
+                self.trace_writer = RoutingTraceWriter(self._dir, shape, resume_step=resume_step)
+                if count := self.trace_writer.num_dropped:
                     steps = f"{count} step{'s' if count > 1 else ''}"
-                    self._notes += (
+                    self._messages += (
                         f"removed {steps} from {TRACE_FOLDER}/: of another batch, sequence length or model",
                     )
             self._writers = stack.pop_all()
         return writer.removed_lines
 
 
-def _repeats(removed_lines: int) -> str:
+def _format_removed_lines(removed_lines: int) -> str:
     if not removed_lines:
         return ""
     return f"; {removed_lines} line{'s' if removed_lines > 1 else ''} of metrics.jsonl beyond it removed"
@@ -532,5 +548,5 @@ def _is_save_due(checkpoint: CheckpointConfig, step: int, *, is_last: bool, is_s
     return is_end or _is_due(checkpoint.every, step, False)
 
 
-def _device_peak(device: torch.device) -> float | None:
+def _device_peak_tflops(device: torch.device) -> float | None:
     return peak_bf16_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
-from moefold.data import SampleRow, open_dataset
+from moefold.data import Sampler, open_dataset
 from moefold.metrics.moe import MoELayerMetrics
-from moefold.model.init import initialise
+from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.context import sequence_positions
-from moefold.verify.mapping import MappingRecord
+from moefold.verify.mapping import DistributedRecord
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
-from moefold.work_progress import Say, say_nothing
+from moefold.work_progress import ProgressCallback, ignore_progress
 
 
 @dataclass(frozen=True)
@@ -30,33 +30,33 @@ class OracleRecord:
 
 
 @dataclass(frozen=True)
-class Difference:
+class NamedError:
     """Largest relative error of one number or tensor."""
 
     name: str
     error: float
 
 
-def run_oracle(cfg: Config, num_steps: int, say: Say = say_nothing) -> OracleRecord:
+def run_oracle(cfg: Config, num_steps: int, on_progress: ProgressCallback = ignore_progress) -> OracleRecord:
     """Train `num_steps` steps in float64 on this process."""
-    say("oracle, building the model")
+    on_progress("oracle, building the model")
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     model = build_model(cfg)
-    initialise(model, cfg.model, cfg.run.seed)
+    init_weights(model, cfg.model, cfg.run.seed)
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
     oracle = Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg))
     initial |= {name: buffer.clone() for name, buffer in oracle.router.buffers().items()}
     steps = []
     for i in range(num_steps):
-        say(f"oracle, step {i + 1} of {num_steps}")
-        steps.append(oracle.step(_samples(data.train, cfg, i)))
-    say("oracle, evaluation")
-    eval_loss = oracle.evaluate(_samples(data.validation, cfg, 0))
+        on_progress(f"oracle, step {i + 1} of {num_steps}")
+        steps.append(oracle.step(_oracle_batch(data.train, cfg, i)))
+    on_progress("oracle, evaluation")
+    eval_loss = oracle.evaluate(_oracle_batch(data.validation, cfg, 0))
     weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.buffers()
     return OracleRecord(initial, steps[0].gradients, weights, tuple(steps), eval_loss)
 
 
-def differences(oracle: OracleRecord, ranks: Sequence[MappingRecord]) -> list[Difference]:
+def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) -> list[NamedError]:
     """Every number and tensor of the mapping against the oracle, worst first.
 
     The error of a tensor is its largest absolute deviation over the largest magnitude of the oracle's tensor; of a
@@ -67,11 +67,11 @@ def differences(oracle: OracleRecord, ranks: Sequence[MappingRecord]) -> list[Di
         for i, (mine, theirs) in enumerate(zip(record.steps, oracle.steps, strict=True)):
             for term in ("loss", "aux_loss", "z_loss", "mtp_loss", "grad_norm"):
                 name = f"step {i + 1} {term} (rank {rank})"
-                found.append(Difference(name, _relative(getattr(mine, term), getattr(theirs, term))))
-            found += _layer_differences(f"step {i + 1}", f"(rank {rank})", mine.moe_layers, theirs.moe_layers)
-        found.append(Difference(f"eval_loss (rank {rank})", _relative(record.eval_loss, oracle.eval_loss)))
+                found.append(NamedError(name, _relative_error(getattr(mine, term), getattr(theirs, term))))
+            found += _layer_errors(f"step {i + 1}", f"(rank {rank})", mine.moe_layers, theirs.moe_layers)
+        found.append(NamedError(f"eval_loss (rank {rank})", _relative_error(record.eval_loss, oracle.eval_loss)))
     for part in ("initial", "gradients", "weights"):
-        found += _tensor_differences(part, getattr(oracle, part), [getattr(record, part) for record in ranks])
+        found += _tensor_errors(part, getattr(oracle, part), [getattr(record, part) for record in ranks])
     return sorted(found, key=lambda difference: -difference.error)
 
 
@@ -85,11 +85,11 @@ def token_chunks(cfg: Config) -> list[list[int]]:
     return chunks
 
 
-def _samples(split: SampleRow, cfg: Config, index: int) -> OracleBatch:
+def _oracle_batch(split: Sampler, cfg: Config, index: int) -> OracleBatch:
     """A global batch, sample by sample."""
     size, length = cfg.train.global_batch_size, cfg.train.seq_len
-    samples = [split.marked_sample(index * size + i) for i in range(size)]
-    documents = [np.zeros(length + 1) if sample.documents is None else sample.documents for sample in samples]
+    samples = [split.annotated_sample(index * size + i) for i in range(size)]
+    documents = [np.zeros(length + 1) if sample.document_ids is None else sample.document_ids for sample in samples]
     weights = [np.ones(length) if sample.weights is None else sample.weights for sample in samples]
     return OracleBatch(
         torch.from_numpy(np.stack([sample.tokens for sample in samples])),
@@ -98,46 +98,50 @@ def _samples(split: SampleRow, cfg: Config, index: int) -> OracleBatch:
     )
 
 
-def _layer_differences(
-    step: str, rank: str, mine: Sequence[MoELayerMetrics], theirs: Sequence[MoELayerMetrics]
-) -> list[Difference]:
+def _layer_errors(
+    step: str, rank: str, layers: Sequence[MoELayerMetrics], oracle_layers: Sequence[MoELayerMetrics]
+) -> list[NamedError]:
     """Every number that the metrics say of each MoE layer."""
     found = []
-    for ours, expected in zip(mine, theirs, strict=True):
+    for ours, expected in zip(layers, oracle_layers, strict=True):
         for field in fields(expected):
             a, b = getattr(ours, field.name), getattr(expected, field.name)
             if a is None or b is None:
                 error = 0.0 if a is b else float("inf")
             else:
-                error = _relative(a, b)
-            found.append(Difference(f"{step} layer {expected.layer} {field.name} {rank}", error))
+                error = _relative_error(a, b)
+            found.append(NamedError(f"{step} layer {expected.layer} {field.name} {rank}", error))
     return found
 
 
-def _tensor_differences(part: str, expected: Weights, given: Sequence[Weights]) -> list[Difference]:
+def _tensor_errors(part: str, expected: Weights, actual: Sequence[Weights]) -> list[NamedError]:
     found = []
-    names = set(expected).union(*given)
+    names = set(expected).union(*actual)
     for name in sorted(names):
-        copies = [tensors[name] for tensors in given if name in tensors]
+        copies = [tensors[name] for tensors in actual if name in tensors]
         if not copies or name not in expected:
-            found.append(Difference(f"{part} {name} (missing on one side)", float("inf")))
-        found += [Difference(f"{part} {name}", _largest(copy, expected[name])) for copy in copies if name in expected]
+            found.append(NamedError(f"{part} {name} (missing on one side)", float("inf")))
+        found += [
+            NamedError(f"{part} {name}", _max_relative_error(copy, expected[name]))
+            for copy in copies
+            if name in expected
+        ]
     return found
 
 
-def _largest(mine: Tensor, theirs: Tensor) -> float:
-    if mine.shape != theirs.shape:
+def _max_relative_error(actual: Tensor, expected: Tensor) -> float:
+    if actual.shape != expected.shape:
         return float("inf")
-    scale = float(theirs.abs().max())
-    deviation = float((mine.double() - theirs).abs().max())
-    return _ratio(deviation, scale)
+    scale = float(expected.abs().max())
+    deviation = float((actual.double() - expected).abs().max())
+    return _error_ratio(deviation, scale)
 
 
-def _relative(mine: float, theirs: float) -> float:
-    return _ratio(abs(mine - theirs), abs(theirs))
+def _relative_error(actual: float, expected: float) -> float:
+    return _error_ratio(abs(actual - expected), abs(expected))
 
 
-def _ratio(deviation: float, scale: float) -> float:
+def _error_ratio(deviation: float, scale: float) -> float:
     if deviation != deviation:
         return float("inf")
     return deviation / scale if scale > 0 else (0.0 if deviation == 0 else float("inf"))

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.metrics.moe import MoELayerMetrics
-from moefold.verify.oracle_latent import latent_heads, score_scale
+from moefold.verify.oracle_latent import mla_heads, softmax_scale
 from moefold.verify.oracle_optimizer import OracleOptimizer
-from moefold.verify.oracle_rotation import rotate
-from moefold.verify.oracle_rounding import sent_in_8_bits
-from moefold.verify.oracle_routing import Moment, OracleRouter, RoutedBatch
+from moefold.verify.oracle_rotation import apply_rope
+from moefold.verify.oracle_rounding import fp8_round_trip
+from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
 
 Weights = dict[str, Tensor]
 
@@ -51,18 +51,18 @@ class OracleBatch:
 
 
 @dataclass(frozen=True)
-class _Terms:
+class _LossTerms:
     """The terms of the loss over a global batch, and what routed it: for each MoE layer its micro-batches."""
 
     lm: Tensor
     aux: dict[int, Tensor]
     z: dict[int, Tensor]
-    further: Tensor
+    mtp: Tensor
     routed: dict[int, list[RoutedBatch]]
 
     def total(self) -> Tensor:
         """What is optimised."""
-        return torch.stack([self.lm, self.further, *self.aux.values(), *self.z.values()]).sum()
+        return torch.stack([self.lm, self.mtp, *self.aux.values(), *self.z.values()]).sum()
 
 
 class Oracle:
@@ -100,9 +100,9 @@ class Oracle:
             loss=float(terms.lm.detach()),
             aux_loss=sum(layer.aux_loss for layer in layers),
             z_loss=sum(layer.z_loss for layer in layers),
-            mtp_loss=float(terms.further.detach()),
+            mtp_loss=float(terms.mtp.detach()),
             grad_norm=norm,
-            dropped=sum(batch.dropped for batches in terms.routed.values() for batch in batches),
+            dropped=sum(batch.num_dropped for batches in terms.routed.values() for batch in batches),
             gradients=gradients,
             moe_layers=tuple(layers),
         )
@@ -112,48 +112,49 @@ class Oracle:
         with torch.no_grad():
             return float(self.loss(batch, is_training=False).lm)
 
-    def loss(self, batch: OracleBatch, *, is_training: bool) -> _Terms:
+    def loss(self, batch: OracleBatch, *, is_training: bool) -> _LossTerms:
         """The terms of the loss, each as docs/notation.md defines it."""
         size = self.cfg.train.micro_batch_size
         lm = further = torch.zeros((), dtype=torch.float64)
         routed: dict[int, list[RoutedBatch]] = {}
-        shares = [self._shares(batch, depth) for depth in range(1 + self.cfg.model.mtp_layers)]
+        shares = [self._target_weights(batch, depth) for depth in range(1 + self.cfg.model.mtp_layers)]
         for number, micro in enumerate(batch.tokens.split(size)):
             mine = slice(number * size, (number + 1) * size)
-            moment = Moment(self._steps + 1, number * size, is_training)
+            moment = RoutingContext(self._steps + 1, number * size, is_training)
             documents = batch.documents[mine, :-1]
-            hidden = self._hidden(micro[:, :-1], documents, moment, routed)
+            hidden = self._hidden_states(micro[:, :-1], documents, moment, routed)
             lm = lm - (self._target_log_probs(hidden, micro[:, 1:]) * shares[0][mine]).sum()
             if is_training:
-                further = further + self._further(
+                further = further + self._mtp_loss(
                     micro, documents, hidden, [share[mine] for share in shares], moment, routed
                 )
         aux = {
-            layer: self.cfg.moe.aux_coefficient * self.router.aux(layer, batches) for layer, batches in routed.items()
+            layer: self.cfg.moe.aux_coefficient * self.router.aux_loss(layer, batches)
+            for layer, batches in routed.items()
         }
         z = {
             layer: self.cfg.moe.z_loss * torch.stack([b.logits.logsumexp(-1).square().mean() for b in batches]).mean()
             for layer, batches in routed.items()
         }
-        return _Terms(lm, aux, z, further, routed)
+        return _LossTerms(lm, aux, z, further, routed)
 
-    def _shares(self, batch: OracleBatch, depth: int) -> Tensor:
+    def _target_weights(self, batch: OracleBatch, depth: int) -> Tensor:
         """What each position's target `depth` places behind the next token counts, [n, S - depth]; they sum to 1."""
         is_within = batch.documents[:, : -1 - depth] == batch.documents[:, 1 + depth :]
         weights = torch.where(is_within, batch.weights[:, depth:], 0.0)
         return weights / weights.sum()
 
-    def _hidden(
-        self, tokens: Tensor, documents: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]
+    def _hidden_states(
+        self, tokens: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
         """[B, S] -> [B, S, H] behind the last norm; adds what each MoE layer decided."""
         x = self.weights["embedding.weight"][tokens]
         for i in range(self.cfg.model.num_layers):
-            x = self._layer(i, x, documents, moment, routed)
+            x = self._layer(i, x, documents, context, routed)
         return self._norm("head.norm", x)
 
     def _layer(
-        self, i: int, x: Tensor, documents: Tensor, moment: Moment, routed: dict[int, list[RoutedBatch]]
+        self, i: int, x: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
         name = f"layers.{i}"
         x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x), documents, i)
@@ -161,7 +162,7 @@ class Oracle:
         if self.cfg.model.all_layer_kinds[i] == "D":
             return x + self._swiglu(f"{name}.ffn", normed)
         weight, bias = self.weights[f"{name}.ffn.router.weight"], self.weights.get(f"{name}.ffn.router.bias")
-        batch = self.router.route(i, normed, weight, bias, moment)
+        batch = self.router.route(i, normed, weight, bias, context)
         routed.setdefault(i, []).append(batch)
         return x + self._moe(f"{name}.ffn", normed, batch)
 
@@ -170,13 +171,13 @@ class Oracle:
         head = "embedding.weight" if self.cfg.model.tie_embeddings else "head.weight"
         return (hidden @ self.weights[head].T).log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
 
-    def _further(
+    def _mtp_loss(
         self,
         micro: Tensor,
         documents: Tensor,
         hidden: Tensor,
-        shares: Sequence[Tensor],
-        moment: Moment,
+        target_weights: Sequence[Tensor],
+        context: RoutingContext,
         routed: dict[int, list[RoutedBatch]],
     ) -> Tensor:
         """A micro-batch's part of the loss of multi-token prediction; tokens are int64 [B, S+1]."""
@@ -189,10 +190,10 @@ class Oracle:
             embedded = self._norm(f"{name}.embedding_norm", self.weights["embedding.weight"][read])
             both = torch.cat((embedded, self._norm(f"{name}.hidden_norm", hidden)), -1)
             projected = both @ self.weights[f"{name}.projection"].T
-            hidden = self._layer(model.num_layers + depth - 1, projected, documents, moment, routed)
+            hidden = self._layer(model.num_layers + depth - 1, projected, documents, context, routed)
             hidden = self._norm(f"{name}.output_norm", hidden)
             chosen = self._target_log_probs(hidden[:, : length - depth], micro[:, depth + 1 :])
-            total = total - (chosen * shares[depth]).sum()
+            total = total - (chosen * target_weights[depth]).sum()
         return total * self.cfg.train.mtp_loss / max(1, model.mtp_layers)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -218,13 +219,13 @@ class Oracle:
             return self._norm(f"{name}.{norm}", y) if norm and model.qk_norm_width == "head" else y
 
         if model.attention == "mla":
-            query, key, value = latent_heads(model, self.weights, name, x)
+            query, key, value = mla_heads(model, self.weights, name, x)
         else:
             norms = ("query_norm", "key_norm") if model.qk_norm else ("", "")
-            query = rotate(model, heads("q", model.num_attention_heads, norms[0]), model.rotated_size)
-            key = rotate(model, heads("k", model.num_query_groups, norms[1]), model.rotated_size)
+            query = apply_rope(model, heads("q", model.num_attention_heads, norms[0]), model.rotary_dim)
+            key = apply_rope(model, heads("k", model.num_query_groups, norms[1]), model.rotary_dim)
             value = heads("v", model.num_query_groups)
-        scale = score_scale(model)
+        scale = softmax_scale(model)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         if model.all_layer_windows[layer]:
             hidden = hidden | torch.ones(length, length, dtype=torch.bool).tril(-model.all_layer_windows[layer])
@@ -245,7 +246,7 @@ class Oracle:
     def _moe(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
         y = torch.zeros_like(x)
-        sent = x if self.cfg.moe.dispatch_precision == "dtype" else sent_in_8_bits(x)
+        sent = x if self.cfg.moe.dispatch_precision == "dtype" else fp8_round_trip(x)
         for expert in range(model.num_experts):
             gate, up, down = (self.weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
             gated, raised = sent @ gate, sent @ up

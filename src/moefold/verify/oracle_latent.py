@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import ModelConfig
-from moefold.verify.oracle_rotation import rotate, temperature
+from moefold.verify.oracle_rotation import apply_rope, yarn_mscale
 
 
-def latent_heads(
-    model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def mla_heads(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys [B, S, A, nope + rope] and values [B, S, A, v] of [B, S, H]."""
     plain, turned, rank = model.qk_nope_head_dim, model.qk_rope_head_dim, model.kv_lora_rank
 
@@ -28,12 +26,14 @@ def latent_heads(
         compressed, to_query = x, weights[f"{name}.wq"]
     joint = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wkv_down"])
     latent = norm(joint[..., :rank], "key_value_norm")
-    shared = rotate(model, joint[..., None, rank:], turned)[:, :, 0]
+    shared = apply_rope(model, joint[..., None, rank:], turned)[:, :, 0]
     queries, keys, values = [], [], []
     for head in range(model.num_attention_heads):
         rows = to_query[head * (plain + turned) : (head + 1) * (plain + turned)]
         query = compressed @ rows.T
-        queries.append(torch.cat((query[..., :plain], rotate(model, query[..., None, plain:], turned)[:, :, 0]), -1))
+        queries.append(
+            torch.cat((query[..., :plain], apply_rope(model, query[..., None, plain:], turned)[:, :, 0]), -1)
+        )
         width = plain + model.v_head_dim
         rows = weights[f"{name}.wkv_up"][head * width : (head + 1) * width]
         keys.append(torch.cat((latent @ rows[:plain].T, shared), -1))
@@ -41,9 +41,9 @@ def latent_heads(
     return torch.stack(queries, 2), torch.stack(keys, 2), torch.stack(values, 2)
 
 
-def score_scale(model: ModelConfig) -> float:
+def softmax_scale(model: ModelConfig) -> float:
     """What products of queries and keys are multiplied by."""
     scale = 1 / math.sqrt(model.head_size)
     if model.attention == "mla" and model.rope_scaling == "yarn" and model.rope_mscale_all_dim > 0:
-        scale *= temperature(model.rope_scaling_factor, model.rope_mscale_all_dim) ** 2
+        scale *= yarn_mscale(model.rope_scaling_factor, model.rope_mscale_all_dim) ** 2
     return scale

@@ -12,7 +12,7 @@ from torch import Tensor
 from moefold.config.schema import Config, ModelConfig
 from moefold.train.lr_schedule import learning_rate
 
-GROUP_OF_NAME = {
+MUON_GROUP_PATTERNS = {
     r"\.attention\.w(q|k|v|o|q_down|q_up|kv_down|kv_up)$": "attention",
     r"\.ffn\.w_(gate|up|down)$": "dense_mlp",
     r"\.ffn\.experts\.w_(gate|up|down)$": "experts",
@@ -40,13 +40,13 @@ class OracleOptimizer:
         for name, weight in weights.items():
             is_matrix = weight.dim() > 1 and ".experts.b_" not in name
             weight.mul_(1 - rate * (train.weight_decay if is_matrix else 0.0))
-            update = self._muon if self._is_muons(name) else self._adamw
+            update = self._muon if self._uses_muon(name) else self._adamw
             weight.sub_(rate * update(name, gradients[name] * clip))
 
-    def _is_muons(self, name: str) -> bool:
+    def _uses_muon(self, name: str) -> bool:
         if self.cfg.train.optimizer != "muon":
             return False
-        groups = [group for pattern, group in GROUP_OF_NAME.items() if re.search(pattern, name)]
+        groups = [group for pattern, group in MUON_GROUP_PATTERNS.items() if re.search(pattern, name)]
         return bool(groups) and groups[0] in self.cfg.train.muon_groups
 
     def _adamw(self, name: str, gradient: Tensor) -> Tensor:
@@ -64,12 +64,12 @@ class OracleOptimizer:
         momentum.mul_(train.muon_momentum).add_(gradient)
         ahead = gradient + train.muon_momentum * momentum
         update = torch.zeros_like(ahead)
-        for index in matrices(self.cfg.model, name, ahead):
+        for index in matrix_indices(self.cfg.model, name, ahead):
             update[index] = 0.2 * max(ahead[index].shape) ** 0.5 * newton_schulz(ahead[index], train.muon_ns_steps)
         return update
 
 
-def matrices(model: ModelConfig, name: str, weight: Tensor) -> Iterator[int | Tensor]:
+def matrix_indices(model: ModelConfig, name: str, weight: Tensor) -> Iterator[int | Tensor]:
     """What picks each logical matrix out of a parameter: an expert, or rows."""
     if weight.dim() == 3:
         yield from range(len(weight))

@@ -16,15 +16,15 @@ from torch import Tensor
 from moefold.config.schema import Config
 from moefold.metrics.moe import MoELayerMetrics
 
-MASK = 2**64 - 1
-TIE = 2.0**-36
+UINT64_MASK = 2**64 - 1
+TIE_TOLERANCE = 2.0**-36
 """Relative difference of probabilities up to which a full expert goes by the place of the tokens."""
-Copy = tuple[float, int, int, int, int]
+QueueEntry = tuple[float, int, int, int, int]
 """Of one expert's queue: its probability, negative; the place of the token; sample, position and choice."""
 
 
 @dataclass(frozen=True)
-class Moment:
+class RoutingContext:
     """When a micro-batch is routed."""
 
     step: int
@@ -46,9 +46,9 @@ class RoutedBatch:
     logits: Tensor
     thresholds: Tensor
     """[E]; 0 without quantile balancing."""
-    dropped: int
+    num_dropped: int
 
-    def counts(self) -> Tensor:
+    def tokens_per_expert(self) -> Tensor:
         """Copies of each sample that chose each expert, [B, E]."""
         one_hot = torch.nn.functional.one_hot(self.experts, self.logits.shape[-1])
         return one_hot.sum((1, 2)).double()
@@ -65,53 +65,55 @@ class OracleRouter:
     def __init__(self, cfg: Config, chunks: Sequence[Sequence[int]]) -> None:
         self._cfg = cfg
         self._chunks = chunks
-        self._numbers = cfg.model.moe_layer_numbers
+        self._layer_numbers = cfg.model.moe_layer_numbers
         zeros = torch.zeros(cfg.model.num_experts, dtype=torch.float32)
-        names = [bias_name(i) for i in self._numbers] if cfg.model.expert_bias else []
+        names = [bias_name(i) for i in self._layer_numbers] if cfg.model.expert_bias else []
         self.biases = {name: zeros.clone() for name in names}
         looks_back = cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch"
         empty = torch.zeros(cfg.model.num_experts, dtype=torch.int64)
-        self.last_counts = {last_counts_name(i): empty.clone() for i in self._numbers} if looks_back else {}
+        self.last_counts = {last_counts_name(i): empty.clone() for i in self._layer_numbers} if looks_back else {}
 
     def buffers(self) -> dict[str, Tensor]:
         """All that is kept from step to step, by name."""
         return self.biases | self.last_counts
 
-    def route(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, moment: Moment) -> RoutedBatch:
+    def route(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, context: RoutingContext) -> RoutedBatch:
         """Route [B, S, H] by the router weight [E, H] and, where there is one, the bias [E] of the logits."""
         model, moe = self._cfg.model, self._cfg.moe
-        if moe.input_jitter and moment.is_training:
-            x = x * (1 + moe.input_jitter * (2 * self._noise(layer, x.shape, moment) - 1))
+        if moe.input_jitter and context.is_training:
+            x = x * (1 + moe.input_jitter * (2 * self._jitter_noise(layer, x.shape, context) - 1))
         logits = x @ weight.T if bias is None else x @ weight.T + bias
         raw = _raw_scores(model.router_score, logits)
         thresholds = torch.zeros(model.num_experts, dtype=torch.float64)
-        if moe.choice == "quantile" and moment.is_training:
+        if moe.choice == "quantile" and context.is_training:
             thresholds = torch.quantile(raw.detach().flatten(0, 1), 1 - model.top_k / model.num_experts, dim=0)
-        values = self._values(layer, logits.detach(), raw.detach() - thresholds, moment)
-        experts = torch.tensor([[self._choose(values, b, s) for s in range(x.shape[1])] for b in range(x.shape[0])])
-        if moe.replay and moment.is_training:
-            experts = self._replayed(layer, moment, len(x))
+        values = self._selection_scores(layer, logits.detach(), raw.detach() - thresholds, context)
+        experts = torch.tensor(
+            [[self._top_k_experts(values, b, s) for s in range(x.shape[1])] for b in range(x.shape[0])]
+        )
+        if moe.replay and context.is_training:
+            experts = self._replayed_choices(layer, context, len(x))
         chosen = raw.gather(-1, experts)
         if model.router_score == "softmax" and model.router_softmax == "post":
             chosen = chosen / chosen.sum(-1, keepdim=True)
         elif model.router_score != "softmax" and model.router_normalize:
             chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
         weights = chosen * model.router_scaling_factor
-        drops = list(self._drops(experts, weights, moment))
+        drops = list(self._dropped_choices(experts, weights, context))
         kept = torch.ones_like(weights)
         for index in drops:
             kept[index] = 0.0
         scores = raw / raw.sum(-1, keepdim=True)
         return RoutedBatch(experts, weights * kept, scores, logits, thresholds, len(drops))
 
-    def _replayed(self, layer: int, moment: Moment, batch_size: int) -> Tensor:
+    def _replayed_choices(self, layer: int, context: RoutingContext, batch_size: int) -> Tensor:
         """The choices of a micro-batch in the trace, [B, S, K]."""
         folder = Path(self._cfg.moe.replay)
         folder = folder / "routing" if (folder / "routing").is_dir() else folder
-        choices = np.load(folder / f"step-{moment.step:06d}.npy")[self._numbers.index(layer)]
-        return torch.from_numpy(choices[moment.first_sample :][:batch_size].astype(np.int64))
+        choices = np.load(folder / f"step-{context.step:06d}.npy")[self._layer_numbers.index(layer)]
+        return torch.from_numpy(choices[context.first_sample :][:batch_size].astype(np.int64))
 
-    def aux(self, layer: int, batches: Sequence[RoutedBatch]) -> Tensor:
+    def aux_loss(self, layer: int, batches: Sequence[RoutedBatch]) -> Tensor:
         """Mean over the micro-batches of a global batch of the load-balancing loss of one layer."""
         kind, rounds = self._cfg.moe.aux_kind, self._cfg.num_micro_batches
         total = torch.zeros((), dtype=torch.float64)
@@ -124,7 +126,7 @@ class OracleRouter:
         for number, batch in enumerate(batches):
             num_experts = batch.scores.shape[-1]
             if kind == "sequence":
-                for counts, scores in zip(batch.counts(), batch.scores, strict=True):
+                for counts, scores in zip(batch.tokens_per_expert(), batch.scores, strict=True):
                     share = counts / counts.sum()
                     total = total + num_experts * (share * scores.mean(0)).sum() / len(batch.scores)
                 continue
@@ -132,13 +134,13 @@ class OracleRouter:
             if kind == "global_batch":
                 # Rank d of dp works through micro-batches d * rounds and on; all ranks are in the same round.
                 together = [other for i, other in enumerate(batches) if i % rounds <= number % rounds]
-            counts = torch.stack([other.counts().sum(0) for other in together]).sum(0)
+            counts = torch.stack([other.tokens_per_expert().sum(0) for other in together]).sum(0)
             total = total + num_experts * (counts / counts.sum() * batch.scores.mean((0, 1))).sum()
         return total / len(batches)
 
     def metrics(self, layer: int, batches: Sequence[RoutedBatch], aux: float, z: float) -> MoELayerMetrics:
         """What the step's line of metrics says of one layer."""
-        counts = [float(c) for c in torch.stack([batch.counts().sum(0) for batch in batches]).sum(0)]
+        counts = [float(c) for c in torch.stack([batch.tokens_per_expert().sum(0) for batch in batches]).sum(0)]
         mean = sum(counts) / len(counts)
         deviation = math.sqrt(sum((count - mean) ** 2 for count in counts) / len(counts))
         entropies = [-(batch.scores * batch.scores.log()).sum(-1).flatten().detach() for batch in batches]
@@ -148,7 +150,7 @@ class OracleRouter:
             load=max(counts) / mean,
             load_cv=deviation / mean,
             dead_experts=counts.count(0),
-            dropped_fraction=sum(batch.dropped for batch in batches) / sum(counts),
+            dropped_fraction=sum(batch.num_dropped for batch in batches) / sum(counts),
             router_entropy=float(torch.cat(entropies).mean()),
             aux_loss=aux,
             z_loss=z,
@@ -158,7 +160,7 @@ class OracleRouter:
 
     def end_step(self, layer: int, batches: Sequence[RoutedBatch]) -> None:
         """Balance the bias of one layer after a step, and keep the counts that the next one looks back at."""
-        counts = torch.stack([batch.counts().sum(0) for batch in batches]).sum(0)
+        counts = torch.stack([batch.tokens_per_expert().sum(0) for batch in batches]).sum(0)
         if last_counts_name(layer) in self.last_counts:
             self.last_counts[last_counts_name(layer)] = counts.long()
         name = bias_name(layer)
@@ -173,16 +175,16 @@ class OracleRouter:
                 rate = torch.tensor(self._cfg.moe.bias_update_rate, dtype=torch.float32)
                 self.biases[name][expert] += rate if up else -rate
 
-    def _values(self, layer: int, logits: Tensor, raw: Tensor, moment: Moment) -> Tensor:
+    def _selection_scores(self, layer: int, logits: Tensor, raw: Tensor, context: RoutingContext) -> Tensor:
         """What experts are chosen by, [B, S, E]."""
         choice, bias = self._cfg.moe.choice, self.biases.get(bias_name(layer))
-        if choice == "sinkhorn" and moment.is_training:
+        if choice == "sinkhorn" and context.is_training:
             return _sinkhorn(logits.flatten(0, 1), self._cfg.moe.sinkhorn_iterations).view_as(logits)
-        if bias is None or (choice == "quantile" and moment.is_training):
+        if bias is None or (choice == "quantile" and context.is_training):
             return raw
         return raw + bias.double()
 
-    def _choose(self, values: Tensor, b: int, s: int) -> list[int]:
+    def _top_k_experts(self, values: Tensor, b: int, s: int) -> list[int]:
         """The experts of one token, best first."""
         model, moe = self._cfg.model, self._cfg.moe
         token, top_k, num_experts = s * values.shape[0] + b, model.top_k, model.num_experts
@@ -203,11 +205,13 @@ class OracleRouter:
             experts = [e for g in best for e in groups[g]]
         return sorted(experts, key=lambda e: (-value[e], e))[:top_k]
 
-    def _drops(self, experts: Tensor, weights: Tensor, moment: Moment) -> Iterator[tuple[int, int, int]]:
+    def _dropped_choices(
+        self, experts: Tensor, weights: Tensor, context: RoutingContext
+    ) -> Iterator[tuple[int, int, int]]:
         """(sample, position, choice) of each dropped copy."""
         moe, model = self._cfg.moe, self._cfg.model
         factor = moe.capacity_factor
-        if not moment.is_training and moe.eval_capacity_factor >= 0:
+        if not context.is_training and moe.eval_capacity_factor >= 0:
             factor = moe.eval_capacity_factor
         if factor == 0:
             return
@@ -216,28 +220,28 @@ class OracleRouter:
         for positions in scopes:
             tokens = batch * len(positions)
             capacity = max(1, math.ceil(tokens * top_k / model.num_experts * factor))
-            queues: dict[int, list[Copy]] = {}
+            queues: dict[int, list[QueueEntry]] = {}
             for b in range(batch):
                 for s in positions:
                     for k in range(top_k):
                         first = -float(weights[b, s, k].detach()) if moe.drop_policy == "probs" else 0.0
                         queues.setdefault(int(experts[b, s, k]), []).append((first, s * batch + b, b, s, k))
             for queue in queues.values():
-                for *_, b, s, k in _in_order(queue)[capacity:]:
+                for *_, b, s, k in _by_priority(queue)[capacity:]:
                     yield b, s, k
 
-    def _noise(self, layer: int, shape: torch.Size, moment: Moment) -> Tensor:
+    def _jitter_noise(self, layer: int, shape: torch.Size, context: RoutingContext) -> Tensor:
         """A number in [0, 1) for each feature of each token, by SplitMix64."""
         name = f"{self._cfg.run.seed}:layers.{layer}.ffn.router.jitter"
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         golden = 0x9E3779B97F4A7C15
-        key = _mix((int.from_bytes(digest, "little") >> 1) + moment.step * golden)
+        key = _splitmix64((int.from_bytes(digest, "little") >> 1) + context.step * golden)
         noise = torch.empty(shape, dtype=torch.float64)
         for b in range(shape[0]):
-            of_sample = _mix(key + (moment.first_sample + b) * golden)
+            of_sample = _splitmix64(key + (context.first_sample + b) * golden)
             for s in range(shape[1]):
-                of_token = _mix(of_sample + (s + 1) * golden)
-                bits = [_mix(of_token + (h + 1) * golden) >> 11 for h in range(shape[2])]
+                of_token = _splitmix64(of_sample + (s + 1) * golden)
+                bits = [_splitmix64(of_token + (h + 1) * golden) >> 11 for h in range(shape[2])]
                 noise[b, s] = torch.tensor([word / 2**53 for word in bits], dtype=torch.float64)
         return noise
 
@@ -270,19 +274,19 @@ def _sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     return matrix * columns
 
 
-def _in_order(queue: list[Copy]) -> list[Copy]:
+def _by_priority(queue: list[QueueEntry]) -> list[QueueEntry]:
     """The most probable first; of those whose probabilities are neighbours and as good as equal, by place."""
     tie, ties, last = 0, [], None
     for copy in sorted(queue):
-        if last is not None and copy[0] - last > TIE * abs(last):
+        if last is not None and copy[0] - last > TIE_TOLERANCE * abs(last):
             tie += 1
         last = copy[0]
         ties.append((tie, *copy[1:]))
     return [(0.0, *copy[1:]) for copy in sorted(ties)]
 
 
-def _mix(value: int) -> int:
-    value &= MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+def _splitmix64(value: int) -> int:
+    value &= UINT64_MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & UINT64_MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & UINT64_MASK
     return value ^ (value >> 31)

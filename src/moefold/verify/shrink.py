@@ -6,36 +6,36 @@ from itertools import product
 from math import lcm, prod
 
 from moefold.config.checks import check_config
-from moefold.config.pipeline_layout import read_layout, write_layout
+from moefold.config.pipeline_layout import format_layout, parse_layout
 from moefold.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from moefold.errors import ConfigError
 from moefold.parallel.layout import divisors
 
 HEAD_SIZE = 8
-WIDTH_OF_A_SHARD = 8
-ROWS_OF_A_SHARD = 32
-SHORTEST_SEQUENCE = 16
-SHORT_WINDOW = 5
+SHARD_WIDTH = 8
+VOCAB_SHARD_SIZE = 32
+MIN_SEQ_LEN = 16
+MAX_WINDOW = 5
 """Well below the shortest sequence, and no divisor of anything."""
 LEARNING_RATE = 1e-2
 """Large enough that three steps move every weight."""
-LAYERS_OF_A_STAGE = 2
-MTP_LAYERS = 2
+MAX_LAYERS_PER_STAGE = 2
+MAX_MTP_LAYERS = 2
 """Most that a small recipe has."""
-MOST_RANKS = 16
+MAX_RANKS = 16
 """Of a small recipe, where its mapping allows that."""
-MOST_STAGES = 8
+MAX_STAGES = 8
 """So many stages of the model, over all ranks of the pipeline, stay as they are; of more, virtual ones are left out."""
 DEGREES = ("tp", "cp", "pp", "ep", "etp")
 """Degrees that a recipe gives; dp and edp follow from the number of ranks."""
 AXES = (*DEGREES, "dp", "edp", "virtual_stages")
 
 
-def shrink(cfg: Config, most_ranks: int = MOST_RANKS) -> Config:
+def shrink(cfg: Config, max_ranks: int = MAX_RANKS) -> Config:
     """Make everything as small as the mapping allows.
 
     Every axis of the recipe that is above 1 stays at 2 or more, dp and edp included, wherever that is legal. Degrees
-    are kept as they are if that takes at most `most_ranks`; else as few of them as possible are lowered to divisors.
+    are kept as they are if that takes at most `max_ranks`; else as few of them as possible are lowered to divisors.
     The kinds of layers, routing, dropping, context, dispatcher and schedule stay. The data becomes synthetic, so that
     a recipe can be proved where its data is not, no trace is replayed, as it is one of the large model, and the
     learning rate starts high, so that the first steps are worth comparing.
@@ -44,8 +44,8 @@ def shrink(cfg: Config, most_ranks: int = MOST_RANKS) -> Config:
         ConfigError: the recipe is not legal to begin with.
     """
     check_config(cfg)
-    for parallel in _mappings(cfg.parallel, most_ranks):
-        small = _small(cfg, parallel)
+    for parallel in _parallel_candidates(cfg.parallel, max_ranks):
+        small = _shrink_config(cfg, parallel)
         if _is_legal(small):
             return small
     raise AssertionError(f"no small recipe has this mapping: {cfg.parallel}")
@@ -58,13 +58,13 @@ def changed_axes(large: ParallelConfig, small: ParallelConfig) -> tuple[list[str
     return lowered, [axis for axis, there, here in degrees if there > 1 and here == 1]
 
 
-def _mappings(p: ParallelConfig, most_ranks: int) -> Iterator[ParallelConfig]:
+def _parallel_candidates(p: ParallelConfig, max_ranks: int) -> Iterator[ParallelConfig]:
     """Candidates, best first: with all axes and few ranks, with all axes, with all given degrees."""
-    complete = [found for found in _lowered(p) if not changed_axes(p, found)[1]]
-    near = [found for found in complete if found.world_size <= most_ranks]
+    complete = [found for found in _lowered_degrees(p) if not changed_axes(p, found)[1]]
+    near = [found for found in complete if found.world_size <= max_ranks]
     yield from sorted(near, key=lambda found: (*_distance(p, found), found.world_size))
     yield from sorted(complete, key=lambda found: (found.world_size, *_distance(p, found)))
-    p = _with_few_stages(replace(p, pipeline_layout=_pipeline_layout(p.pipeline_layout)))
+    p = _limit_virtual_stages(replace(p, pipeline_layout=_shrink_pipeline_layout(p.pipeline_layout)))
     yield from (replace(p, world_size=size) for size in _world_sizes(p))
 
 
@@ -74,9 +74,9 @@ def _distance(large: ParallelConfig, small: ParallelConfig) -> tuple[int, int]:
     return sum(factor > 1 for factor in factors), prod(factors)
 
 
-def _lowered(p: ParallelConfig) -> Iterator[ParallelConfig]:
+def _lowered_degrees(p: ParallelConfig) -> Iterator[ParallelConfig]:
     """All ways to lower degrees to divisors of at least 2, over all numbers of ranks that fit them."""
-    layout = _pipeline_layout(p.pipeline_layout)
+    layout = _shrink_pipeline_layout(p.pipeline_layout)
     # A layout or a schedule from a file is for a certain number of stages.
     keeps_stages = layout not in ("", "auto") or p.schedule == "csv"
     choices = [
@@ -87,14 +87,14 @@ def _lowered(p: ParallelConfig) -> Iterator[ParallelConfig]:
     ]
     for degrees in product(*choices):
         small = replace(p, pipeline_layout=layout, **dict(zip(DEGREES, degrees, strict=True)))
-        small = small if keeps_stages else _with_few_stages(small)
+        small = small if keeps_stages else _limit_virtual_stages(small)
         yield from (replace(small, world_size=size) for size in _world_sizes(small))
 
 
-def _with_few_stages(p: ParallelConfig) -> ParallelConfig:
+def _limit_virtual_stages(p: ParallelConfig) -> ParallelConfig:
     if p.virtual_stages == 1 or p.pipeline_layout not in ("", "auto") or p.schedule == "csv":
         return p
-    fitting = [n for n in divisors(p.virtual_stages) if n > 1 and p.pp * n <= MOST_STAGES]
+    fitting = [n for n in divisors(p.virtual_stages) if n > 1 and p.pp * n <= MAX_STAGES]
     return replace(p, virtual_stages=max(fitting, default=divisors(p.virtual_stages)[1]))
 
 
@@ -105,14 +105,18 @@ def _world_sizes(p: ParallelConfig) -> Iterator[int]:
         yield from (least * replicas for replicas in divisors(p.world_size // least))
 
 
-def _pipeline_layout(text: str) -> str:
+def _shrink_pipeline_layout(text: str) -> str:
     """At most two layers and two of multi-token prediction on each stage."""
     if text in ("", "auto"):
         return text
-    stages = read_layout(text)
-    return write_layout(
+    stages = parse_layout(text)
+    return format_layout(
         tuple(
-            replace(stage, layers=stage.layers[:LAYERS_OF_A_STAGE], num_further=min(stage.num_further, MTP_LAYERS))
+            replace(
+                stage,
+                layers=stage.layers[:MAX_LAYERS_PER_STAGE],
+                num_mtp_layers=min(stage.num_mtp_layers, MAX_MTP_LAYERS),
+            )
             for stage in stages
         )
     )
@@ -127,13 +131,13 @@ def _is_legal(cfg: Config) -> bool:
     return True
 
 
-def _small(cfg: Config, parallel: ParallelConfig) -> Config:
+def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     small = replace(
         cfg,
         parallel=parallel,
-        model=_model(cfg.model, parallel),
+        model=_shrink_model(cfg.model, parallel),
         moe=replace(cfg.moe, replay=""),
-        train=_train(cfg, parallel),
+        train=_shrink_train(cfg, parallel),
         data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
     )
     moe, room = small.moe, small.model.num_experts / small.model.top_k
@@ -152,12 +156,12 @@ def _has_documents(cfg: Config) -> bool:
     return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind == "sft"
 
 
-def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
+def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     stages = p.pp * p.virtual_stages
     # An uneven cut into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
     if p.pipeline_layout not in ("", "auto"):
-        num_layers = sum(len(stage.layers) for stage in read_layout(p.pipeline_layout))
+        num_layers = sum(len(stage.layers) for stage in parse_layout(p.pipeline_layout))
     key_value_heads = model.num_key_value_heads
     groups = p.tp if key_value_heads % p.tp == 0 else key_value_heads
     if p.context == "ulysses":
@@ -168,10 +172,10 @@ def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         model,
         preset="",
         num_layers=num_layers,
-        layer_pattern=_pattern(model.layer_kinds, num_layers),
+        layer_pattern=_shrink_layer_pattern(model.layer_kinds, num_layers),
         hidden_size=lcm(HEAD_SIZE * 4, p.etp),
-        attention_pattern=_windows(model, num_layers),
-        sliding_window=min(model.sliding_window, SHORT_WINDOW),
+        attention_pattern=_attention_pattern(model, num_layers),
+        sliding_window=min(model.sliding_window, MAX_WINDOW),
         num_attention_heads=heads,
         num_query_groups=groups,
         head_dim=HEAD_SIZE,
@@ -180,12 +184,12 @@ def _model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         qk_nope_head_dim=HEAD_SIZE - 2,
         qk_rope_head_dim=HEAD_SIZE // 2,
         v_head_dim=HEAD_SIZE,
-        ffn_hidden_size=WIDTH_OF_A_SHARD * p.tp,
-        vocab_size=ROWS_OF_A_SHARD * p.tp,
-        mtp_layers=min(model.mtp_layers, MTP_LAYERS),
+        ffn_hidden_size=SHARD_WIDTH * p.tp,
+        vocab_size=VOCAB_SHARD_SIZE * p.tp,
+        mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
         num_experts=num_experts,
-        moe_ffn_hidden_size=WIDTH_OF_A_SHARD * p.etp,
-        shared_expert_ffn_hidden_size=WIDTH_OF_A_SHARD * p.tp if model.shared_expert_ffn_hidden_size else 0,
+        moe_ffn_hidden_size=SHARD_WIDTH * p.etp,
+        shared_expert_ffn_hidden_size=SHARD_WIDTH * p.tp if model.shared_expert_ffn_hidden_size else 0,
         init_std=0.2,
     )
 
@@ -199,7 +203,7 @@ def _num_experts(model: ModelConfig, p: ParallelConfig) -> int:
     return min(model.num_experts, step * -(-max(chosen, in_groups, 2 * p.ep) // step))
 
 
-def _pattern(kinds: tuple[str, ...], num_layers: int) -> str:
+def _shrink_layer_pattern(kinds: tuple[str, ...], num_layers: int) -> str:
     """As many of each kind as fit, both present where the large model has both."""
     picked = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
     if num_layers > 1 and len(set(kinds)) == 2 and len(set(picked)) == 1:
@@ -207,12 +211,12 @@ def _pattern(kinds: tuple[str, ...], num_layers: int) -> str:
     return "".join(picked)
 
 
-def _windows(model: ModelConfig, num_layers: int) -> str:
+def _attention_pattern(model: ModelConfig, num_layers: int) -> str:
     """The first layers' kinds of attention: patterns alternate quickly."""
     return "".join("W" if window else "F" for window in model.layer_windows[:num_layers])
 
 
-def _train(cfg: Config, p: ParallelConfig) -> TrainConfig:
+def _shrink_train(cfg: Config, p: ParallelConfig) -> TrainConfig:
     train = cfg.train
     # A schedule that is read from a file is for a certain number of micro-batches.
     count = cfg.num_micro_batches if p.schedule == "csv" else 2 * p.pp
@@ -220,7 +224,7 @@ def _train(cfg: Config, p: ParallelConfig) -> TrainConfig:
     unit = 4 * p.cp * p.tp
     return replace(
         train,
-        seq_len=unit * -(-SHORTEST_SEQUENCE // unit),
+        seq_len=unit * -(-MIN_SEQ_LEN // unit),
         micro_batch_size=micro,
         global_batch_size=micro * p.dp * count,
         lr=LEARNING_RATE,

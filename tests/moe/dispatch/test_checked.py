@@ -7,40 +7,40 @@ import pytest
 import torch
 
 from moefold.errors import RunError
-from moefold.model.steps import finish
-from moefold.moe.dispatch import Assignment, Dispatcher, make_dispatcher
-from moefold.moe.dispatch.checked import CheckedDispatcher
-from moefold.moe.dispatch.spill import SpillRule
+from moefold.model.steps import run_to_end
+from moefold.moe.dispatch import Dispatcher, RoutingMap, make_dispatcher
+from moefold.moe.dispatch.checked import ValidatingDispatcher
+from moefold.moe.dispatch.spill import RebalanceRule
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
 
 pytestmark = pytest.mark.parity
 
 E, T, H = 8, 6, 4
-SPILL = SpillRule(1.1, 1.0, 1)
+SPILL = RebalanceRule(1.1, 1.0, 1)
 NAMES = ("alltoall", "allgather", "leastloaded")
 
 
-def _dispatcher(groups: ParallelGroups, name: str, layer: int = 3) -> tuple[Dispatcher[Any], CheckedDispatcher]:
+def _dispatcher(groups: ParallelGroups, name: str, layer: int = 3) -> tuple[Dispatcher[Any], ValidatingDispatcher]:
     inner = make_dispatcher(name, groups.moe, E, SPILL)
-    return inner, CheckedDispatcher(inner, groups.moe, layer, torch.device("cpu"))
+    return inner, ValidatingDispatcher(inner, groups.moe, layer, torch.device("cpu"))
 
 
-def _assignment(rank: int, num_tokens: int = T) -> tuple[torch.Tensor, Assignment]:
+def _assignment(rank: int, num_tokens: int = T) -> tuple[torch.Tensor, RoutingMap]:
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(num_tokens, H, dtype=torch.float64, generator=generator)
     # Most go to expert 1, so that the least-loaded dispatcher lends it.
     ids = torch.stack([torch.ones(num_tokens, dtype=torch.int64), torch.arange(num_tokens) % 6 + 2], 1)
-    return x, Assignment(ids, torch.rand(num_tokens, 2, dtype=torch.float64, generator=generator))
+    return x, RoutingMap(ids, torch.rand(num_tokens, 2, dtype=torch.float64, generator=generator))
 
 
 def _journey(dispatcher: Dispatcher[Any], rank: int) -> tuple[Any, ...]:
     x, assignment = _assignment(rank)
     x.requires_grad_()
     rows, plan = dispatcher.dispatch_preprocess(x, assignment)
-    rows, beside = finish(dispatcher.dispatch_steps(rows, plan, lambda: x * 2))
+    rows, beside = run_to_end(dispatcher.dispatch_async(rows, plan, lambda: x * 2))
     rows = dispatcher.dispatch_postprocess(rows, plan)
-    loan = dispatcher.loan(plan)
+    loan = dispatcher.migration(plan)
     home = dispatcher.combine(rows * 3, plan)
     (home.sum() + beside.sum()).backward()
     return rows.detach().numpy(), home.detach().numpy(), x.grad.numpy(), loan is not None
@@ -78,13 +78,13 @@ def _message(sizes: dict[str, Any], name: str, fault: str) -> str:
     """What a rank is told when rank 1 does something else than the others; empty if nothing."""
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     is_odd = groups.rank == 1
-    groups.record.begin_step(8 if is_odd and fault == "step" else 7, "forward")
+    groups.recorder.begin_step(8 if is_odd and fault == "step" else 7, "forward")
     inner, checked = _dispatcher(groups, name, layer=5 if is_odd and fault == "layer" else 3)
     x, assignment = _assignment(groups.rank, T - 1 if is_odd and fault == "tokens" else T)
     try:
         rows, plan = checked.dispatch_preprocess(x, assignment)
         if is_odd and fault == "count":
-            plan.send_rows[1 - groups.moe.ep.rank] += 2
+            plan.input_splits[1 - groups.moe.ep.rank] += 2
         if is_odd and fault == "phase":
             checked.combine_communicate(rows, plan)
         checked.dispatch_communicate(rows, plan)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.moe.dispatch import Assignment, make_dispatcher
+from moefold.moe.dispatch import RoutingMap, make_dispatcher
 from moefold.moe.dispatch.deepep import DeepEPDispatcher, open_buffer
 from moefold.moe.dispatch.selection import select_dispatcher
-from moefold.moe.experts import ExpertWeights, LoopedHow, looped_experts
+from moefold.moe.experts import ExpertWeights, SequentialExpertOptions, sequential_experts
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
-from moefold.verify.mapping import make_groups
+from moefold.verify.mapping import create_groups
 from tests.moe.dispatch.deepep_stand_in import StandInBuffer
 from tests.verify.recipes import tiny
 
@@ -31,7 +31,7 @@ LAYOUTS = [
 CASES = ("spread", "dropped", "all dropped on one rank", "one expert each", "empty rank")
 
 
-def _assignment(case: str, rank: int, generator: torch.Generator) -> Assignment:
+def _assignment(case: str, rank: int, generator: torch.Generator) -> RoutingMap:
     ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)])
     kept = None
     match case:
@@ -44,7 +44,7 @@ def _assignment(case: str, rank: int, generator: torch.Generator) -> Assignment:
         case "empty rank":
             ids = torch.tensor([0, 1, 2]).expand(T, K).contiguous()
     probs = torch.rand(T, K, dtype=torch.float64, generator=generator).requires_grad_()
-    return Assignment(ids, probs, kept)
+    return RoutingMap(ids, probs, kept)
 
 
 def _layer(
@@ -61,8 +61,10 @@ def _layer(
     rows, plan = dispatcher.dispatch(x, assignment)
     counts, weights_R = plan.rows_per_expert, None
     if weighs_early:
-        weights_R, plan = dispatcher.take_weights(plan)
-    y = looped_experts(rows, ExpertWeights(mine[0], mine[1], mine[2].mT), LoopedHow(counts), weights_R)
+        weights_R, plan = dispatcher.dispatch_probs(plan)
+    y = sequential_experts(
+        rows, ExpertWeights(mine[0], mine[1], mine[2].mT), SequentialExpertOptions(counts), weights_R
+    )
     home = dispatcher.combine(y, plan)
     inputs = (x, assignment.probs_TK, mine)
     x_grad, probs_grad, weights_grad = torch.autograd.grad(home, inputs, grad)
@@ -76,9 +78,9 @@ def _both(
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     buffer = StandInBuffer(groups.moe.ep.handle)
     width = 256 if packs else H
-    deepep = make_dispatcher("deepep", groups.moe, E, buffer=buffer, packs=packs)
+    deepep = make_dispatcher("deepep", groups.moe, E, buffer=buffer, fp8_dispatch=packs)
     mine = _layer(deepep, case, groups, weighs_early, width)
-    theirs = _layer(make_dispatcher("alltoall", groups.moe, E, packs=packs), case, groups, hidden_size=width)
+    theirs = _layer(make_dispatcher("alltoall", groups.moe, E, fp8_dispatch=packs), case, groups, hidden_size=width)
     mine, theirs = ({key: value.numpy() for key, value in part.items()} for part in (mine, theirs))
     return mine, theirs, buffer.calls
 
@@ -185,10 +187,10 @@ def test_a_number_of_ranks_that_deepep_does_not_know_is_refused(pool):
 
 def _selected(cfg: Config) -> tuple[str, str]:
     try:
-        selection = select_dispatcher(cfg, make_groups(cfg))
+        selection = select_dispatcher(cfg, create_groups(cfg))
     except ConfigError as error:
         return "refused", str(error)
-    return selection.name, selection.note
+    return selection.name, selection.message
 
 
 def _bfloat16(cfg: Config, device: str = "auto") -> Config:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from moefold.config.schema import ModelConfig, MoEConfig
 from moefold.errors import ConfigError
-from moefold.model.steps import Steps
-from moefold.moe.dispatch import Assignment, Dispatcher, GroupScope, LocalDispatcher, make_dispatcher
+from moefold.model.steps import Resumable
+from moefold.moe.dispatch import Dispatcher, LocalDispatcher, RoutingMap, ShardedMicroBatch, make_dispatcher
 from moefold.moe.layer import MoELayer
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import Layout, fold
@@ -112,7 +112,7 @@ def _break(dispatcher: Dispatcher[Any], phase: str) -> None:
     """Double the gradient that leaves one phase."""
     whole = getattr(dispatcher, phase)
 
-    def broken(rows: Tensor, plan: Any, *compute: Any) -> Steps[Any]:
+    def broken(rows: Tensor, plan: Any, *compute: Any) -> Resumable[Any]:
         found = yield from whole(rows, plan, *compute)
         if phase == "combine_steps":
             return _DoubleGradient.apply(found)
@@ -130,7 +130,7 @@ def _run_case(case: Case, name: str, groups: ParallelGroups, broken_phase: str =
     for key, index in _slices(layout, groups.rank).items():
         setattr(layer.experts, key.split(".")[1], nn.Parameter(weights[key][index].clone()))
     positions = torch.tensor(_positions(layout)[sequence.rank])
-    layer.scope = GroupScope(sequence, groups.attn.stage, positions)
+    layer.micro_batch_group = ShardedMicroBatch(sequence, groups.attn.stage, positions)
     layer.dispatcher = make_dispatcher(name, groups.moe, case.model.num_experts)
     if broken_phase:
         _break(layer.dispatcher, broken_phase)
@@ -140,7 +140,7 @@ def _run_case(case: Case, name: str, groups: ParallelGroups, broken_phase: str =
     y.backward(grad)
     stats = layer.stats
     result = {name: p.grad for name, p in layer.named_parameters()} | {"y": y.detach(), "x": x.grad}
-    result |= {"copies": stats.copies, "dropped": stats.dropped, "aux": stats.aux, "z": stats.z}
+    result |= {"copies": stats.routed_tokens, "dropped": stats.dropped, "aux": stats.aux, "z": stats.z}
     return {key: value.numpy() for key, value in result.items()}
 
 
@@ -243,7 +243,7 @@ def _travel(groups: ParallelGroups, name: str, kind: str) -> tuple[bool, bool]:
     ids = _travel_ids(torch.full_like(token, groups.rank), token, kind)
     slots = num_tokens if kind == "padded" else None
     kept = torch.ones_like(ids, dtype=torch.bool) if kind == "padded" else None
-    assignment = Assignment(ids, torch.full((num_tokens, top_k), 0.5, dtype=torch.float64), kept, slots)
+    assignment = RoutingMap(ids, torch.full((num_tokens, top_k), 0.5, dtype=torch.float64), kept, slots)
     rows, plan = dispatcher.dispatch(x, assignment)
 
     first = groups.moe.ep.rank * (experts // groups.moe.ep.size)
@@ -301,7 +301,7 @@ def _under_way_together(sizes: dict[str, Any], name: str) -> bool:
     tokens = [torch.randn(n, 4, dtype=torch.float64, generator=generator) for n in (3, 7)]
     probs = [torch.rand(len(x), 2, dtype=torch.float64, generator=generator) for x in tokens]
     ids = [torch.randint(0, 4, (len(x), 1), generator=generator).repeat(1, 2) for x in tokens]
-    assignments = [Assignment(i + torch.tensor([0, 4]), p) for i, p in zip(ids, probs, strict=True)]
+    assignments = [RoutingMap(i + torch.tensor([0, 4]), p) for i, p in zip(ids, probs, strict=True)]
     sent = [dispatcher.dispatch_preprocess(x, a) for x, a in zip(tokens, assignments, strict=True)]
     arrived = [(dispatcher.dispatch_communicate(rows, plan), plan) for rows, plan in reversed(sent)]
     sorted_rows = [(dispatcher.dispatch_postprocess(rows, plan), plan) for rows, plan in arrived]

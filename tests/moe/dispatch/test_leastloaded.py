@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moefold.moe.dispatch import Assignment, Dispatcher, LocalDispatcher, loan, make_dispatcher
-from moefold.moe.dispatch.spill import SpillRule
+from moefold.moe.dispatch import Dispatcher, LocalDispatcher, RoutingMap, loan, make_dispatcher
+from moefold.moe.dispatch.spill import RebalanceRule
 from moefold.moe.experts import Experts
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import Layout, fold
 
 E, H, F = 8, 6, 8
 T = 40
-RULE = SpillRule(1.3, 1.1, 1)
+RULE = RebalanceRule(1.3, 1.1, 1)
 WEIGHTS = ("w_gate", "w_up", "w_down")
 
 LAYOUTS = [
@@ -51,13 +51,13 @@ class Case:
         first = torch.where(token < round(self.skew * self.tokens[rank]), self.hot, (token + rank) % E)
         return torch.stack([(first + k * (1 + token % 3)) % E for k in range(self.top_k)], 1)
 
-    def assignment(self, rank: int) -> Assignment:
+    def assignment(self, rank: int) -> RoutingMap:
         """Routing of a rank, with weights and drops of its own."""
         generator = torch.Generator().manual_seed(100 + rank)
         ids = self.ids(rank)
         probs = torch.rand(ids.shape, dtype=torch.float64, generator=generator)
         kept = None if self.kept == 1 else torch.rand(ids.shape, generator=generator) < self.kept
-        return Assignment(ids, probs.requires_grad_(), kept)
+        return RoutingMap(ids, probs.requires_grad_(), kept)
 
     def tokens_and_grad(self, rank: int) -> tuple[Tensor, Tensor]:
         """A rank's tokens and the gradient of their outputs."""
@@ -106,15 +106,15 @@ def _experts(layout: Layout, rank: int) -> Experts:
     return experts
 
 
-def _apply(dispatcher: Dispatcher[Any], experts: Experts, x: Tensor, assignment: Assignment) -> tuple[Tensor, Any, int]:
+def _apply(dispatcher: Dispatcher[Any], experts: Experts, x: Tensor, assignment: RoutingMap) -> tuple[Tensor, Any, int]:
     rows, plan = dispatcher.dispatch(x, assignment)
-    y = dispatcher.combine(experts(rows, plan.rows_per_expert, dispatcher.loan(plan)), plan)
+    y = dispatcher.combine(experts(rows, plan.rows_per_expert, dispatcher.migration(plan)), plan)
     return y, plan, len(rows)
 
 
 def _run_case(case: Case, name: str, groups: ParallelGroups) -> dict[str, Any]:
     """One layer forth and back; everything that can be compared, and what was moved."""
-    rule = SpillRule(RULE.threshold, RULE.capacity, case.min_tokens)
+    rule = RebalanceRule(RULE.threshold, RULE.capacity, case.min_tokens)
     dispatcher = make_dispatcher(name, groups.moe, E, rule)
     experts = _experts(groups.layout, groups.rank)
     x, grad = case.tokens_and_grad(groups.rank)
@@ -217,7 +217,7 @@ def _travel(sizes: dict[str, Any], name: str) -> tuple[bool, bool, bool]:
     num_tokens = case.tokens[groups.rank]
     x = (groups.rank * 1000 + torch.arange(num_tokens)).double().unsqueeze(1).repeat(1, 3).requires_grad_()
     ids = case.ids(groups.rank)
-    assignment = Assignment(ids, torch.full(ids.shape, 1 / case.top_k, dtype=torch.float64))
+    assignment = RoutingMap(ids, torch.full(ids.shape, 1 / case.top_k, dtype=torch.float64))
     rows, plan = dispatcher.dispatch(x, assignment)
     here = torch.arange(E).view(groups.moe.ep.size, -1)[groups.moe.ep.rank].double()
     if plan.loan is not None:
@@ -283,7 +283,7 @@ def _under_way_together(sizes: dict[str, Any]) -> list[dict[str, Any]]:
         under_way.append((x, assignment, dispatcher.dispatch(x, assignment), grad))
     results = []
     for x, assignment, (rows, plan), grad in under_way:
-        y = dispatcher.combine(experts(rows, plan.rows_per_expert, dispatcher.loan(plan)), plan)
+        y = dispatcher.combine(experts(rows, plan.rows_per_expert, dispatcher.migration(plan)), plan)
         results.append((x, assignment, y, grad))
     for _, _, y, grad in results:
         y.backward(grad)
@@ -329,7 +329,7 @@ def _bfloat16_gradient() -> float:
     groups = ParallelGroups.create(fold(world_size=4, ep=4), torch.device("cpu"))
     shares_PE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]).numpy()
     weight = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
-    (own,), (borrowed,) = loan.ExpertLoan.of(shares_PE, groups.moe.ep).exchange([weight])
+    (own,), (borrowed,) = loan.MigratedExperts.from_assignment(shares_PE, groups.moe.ep).migrate([weight])
     (own.sum() * 256 + borrowed.sum()).backward()
     assert weight.grad is not None
     return weight.grad[0, 0].item()

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.moe.dispatch import Assignment, make_dispatcher
-from moefold.moe.dispatch.spill import SpillRule
+from moefold.moe.dispatch import RoutingMap, make_dispatcher
+from moefold.moe.dispatch.spill import RebalanceRule
 from moefold.parallel import collectives
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
-from moefold.precision.packed import round_as_packed
+from moefold.precision.packed import straight_through_quantize
 
 pytestmark = pytest.mark.parity
 
@@ -29,10 +29,10 @@ def _journey(groups: ParallelGroups, name: str, dtype: torch.dtype, *, packs: bo
     first = torch.where(torch.arange(T) < 18, 0, torch.arange(T) % E)
     ids = torch.stack([first, (first + 1) % E], 1)
     kept = None if slots is None else torch.arange(T)[:, None].expand(T, K) < slots
-    dispatcher = make_dispatcher(name, groups.moe, E, SpillRule(1.3, 1.1, 1), packs=packs)
-    tokens = x if packs else round_as_packed(x)
-    rows, plan = dispatcher.dispatch(tokens, Assignment(ids, probs, kept, slots))
-    weights_R, plan = dispatcher.take_weights(plan)
+    dispatcher = make_dispatcher(name, groups.moe, E, RebalanceRule(1.3, 1.1, 1), fp8_dispatch=packs)
+    tokens = x if packs else straight_through_quantize(x)
+    rows, plan = dispatcher.dispatch(tokens, RoutingMap(ids, probs, kept, slots))
+    weights_R, plan = dispatcher.dispatch_probs(plan)
     home = dispatcher.combine(rows * weights_R.unsqueeze(1).to(dtype), plan)
     grads = torch.autograd.grad(home.float().square().sum(), (x, probs))
     return rows.detach(), weights_R.detach(), home.detach(), *grads

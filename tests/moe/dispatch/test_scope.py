@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moefold.moe.dispatch import GroupScope
-from moefold.moe.drop import DropRule
-from moefold.moe.scope import LocalScope
+from moefold.moe.dispatch import ShardedMicroBatch
+from moefold.moe.drop import CapacityPolicy
+from moefold.moe.scope import LocalMicroBatch
 from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.layout import fold
 
@@ -23,12 +23,12 @@ def _kept(sizes: dict[str, int], policy: str) -> tuple[list[int], list[list[bool
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     group = groups.attn.sequence
     positions = torch.randperm(S, generator=torch.Generator().manual_seed(1)).chunk(group.size)[group.rank]
-    scope = GroupScope(group, groups.attn.stage, positions)
+    scope = ShardedMicroBatch(group, groups.attn.stage, positions)
     ids, probs = (whole[positions].flatten(0, 1) for whole in _routing())
     keys = (positions.unsqueeze(1) * B + torch.arange(B)).flatten()
-    kept = DropRule(0.6, policy, "full_sequence").keep(ids, probs, keys, E, scope)
-    assert scope.num_parallel == groups.layout.dp
-    assert scope.sum_parallel(torch.tensor(1)).item() == groups.layout.world_size // groups.layout.pp
+    kept = CapacityPolicy(0.6, policy, "full_sequence").keep_mask(ids, probs, keys, E, scope)
+    assert scope.data_parallel_size == groups.layout.dp
+    assert scope.sum_over_data_parallel(torch.tensor(1)).item() == groups.layout.world_size // groups.layout.pp
     return keys.tolist(), kept.tolist(), scope.sum(torch.tensor(float(group.rank))).item()
 
 
@@ -37,8 +37,8 @@ def _kept(sizes: dict[str, int], policy: str) -> tuple[list[int], list[list[bool
 @pytest.mark.parametrize("sizes", [{"world_size": 2, "tp": 2}, {"world_size": 4, "cp": 2, "tp": 2}], ids=str)
 def test_drops_do_not_depend_on_the_mapping(pool, sizes, policy):
     ids, probs = (whole.flatten(0, 1) for whole in _routing())
-    rule = DropRule(0.6, policy, "full_sequence")
-    expected = rule.keep(ids, probs, torch.arange(S * B), E, LocalScope()).tolist()
+    rule = CapacityPolicy(0.6, policy, "full_sequence")
+    expected = rule.keep_mask(ids, probs, torch.arange(S * B), E, LocalMicroBatch()).tolist()
     assert not all(all(row) for row in expected)
     seen = {}
     ranks = pool.run(sizes["world_size"], _kept, sizes, policy)

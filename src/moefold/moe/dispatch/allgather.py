@@ -5,40 +5,40 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from moefold.kernels.rows import Sorting
-from moefold.model.steps import Steps, finish
-from moefold.moe.dispatch.base import Assignment, Dispatcher
-from moefold.moe.dispatch.exchange import Exchange
-from moefold.moe.dispatch.packed_form import packed_rows
-from moefold.moe.permute import Permutation, as_counts, permute, plan_permutation, row_weights, unpermute
+from moefold.kernels.rows import PermuteMap
+from moefold.model.steps import Resumable, run_to_end
+from moefold.moe.dispatch.base import Dispatcher, RoutingMap
+from moefold.moe.dispatch.exchange import SplitSizes
+from moefold.moe.dispatch.packed_form import fp8_wire_format
+from moefold.moe.permute import Permutation, as_counts, permute, permute_probs, plan_permutation, unpermute
 from moefold.parallel.collectives import all_gather
 from moefold.parallel.groups import Group
-from moefold.parallel.in_flight import AS_IT_IS, start_all_gather, start_reduce_scatter
+from moefold.parallel.in_flight import IDENTITY, async_all_gather, async_reduce_scatter
 
 
 @dataclass(frozen=True)
-class AllGatherPlan:
+class AllGatherMetadata:
     """The permutation is over the tokens of all N ranks, with the copies for this rank's experts alone."""
 
     permutation: Permutation
     probs_TK: Tensor | None
     """Of all ranks, [N*T, K]; None where the experts have weighted the results."""
-    rows_per_expert: Sequence[int]
+    tokens_per_expert: Sequence[int]
     num_tokens: int
     """Of one rank, T."""
 
 
-class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
+class AllGatherDispatcher(Dispatcher[AllGatherMetadata]):
     """All-gather of tokens and reduce-scatter of results over ep x etp.
 
     Args:
         experts: the ep x etp ranks that hold all experts between them, each with equally many tokens.
         expert_coordinates: (ep, etp) coordinate of each member of `experts`.
         num_experts: E, over all ranks.
-        packs: whether tokens travel to the experts in 8 bits.
+        fp8_dispatch: whether tokens travel to the experts in 8 bits.
     """
 
-    sums_copies = True
+    combines_locally = True
 
     def __init__(
         self,
@@ -46,77 +46,77 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
         expert_coordinates: Sequence[tuple[int, int]],
         num_experts: int,
         *,
-        packs: bool = False,
+        fp8_dispatch: bool = False,
     ) -> None:
         self._experts = experts
-        self._packs = packs
+        self._fp8_dispatch = fp8_dispatch
         num_parts = 1 + max(ep for ep, _ in expert_coordinates)
         self._num_local = num_experts // num_parts
-        self._first = expert_coordinates[experts.rank][0] * self._num_local
+        self._first_expert = expert_coordinates[experts.rank][0] * self._num_local
 
-    def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, AllGatherPlan]:
+    def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, AllGatherMetadata]:
         """Gather the routing of all ranks and pick the copies for my experts."""
-        ids_TK = assignment.ids_TK
-        if assignment.kept_TK is not None:
-            ids_TK = ids_TK.masked_fill(~assignment.kept_TK, -1)
-        local_ids_TK = all_gather(ids_TK, self._experts) - self._first
+        ids_TK = routing_map.ids_TK
+        if routing_map.kept_TK is not None:
+            ids_TK = ids_TK.masked_fill(~routing_map.kept_TK, -1)
+        local_ids_TK = all_gather(ids_TK, self._experts) - self._first_expert
         mine_TK = (local_ids_TK >= 0) & (local_ids_TK < self._num_local)
-        slots = None if assignment.slots is None else assignment.slots * self._experts.size
+        slots = None if routing_map.padded_capacity is None else routing_map.padded_capacity * self._experts.size
         permutation = plan_permutation(local_ids_TK, self._num_local, mine_TK, slots)
-        rows_per_expert = as_counts(permutation.rows_per_expert_E) if slots is None else [slots] * self._num_local
+        rows_per_expert = as_counts(permutation.tokens_per_expert_E) if slots is None else [slots] * self._num_local
         # Each rank uses some of the weights and, under etp, sees a part of their gradient: the adjoint sums the parts.
-        probs_TK = all_gather(assignment.probs_TK, self._experts)
-        return x_TH, AllGatherPlan(permutation, probs_TK, rows_per_expert, len(x_TH))
+        probs_TK = all_gather(routing_map.probs_TK, self._experts)
+        return x_TH, AllGatherMetadata(permutation, probs_TK, rows_per_expert, len(x_TH))
 
-    def dispatch_communicate(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
+    def dispatch_communicate(self, rows: Tensor, metadata: AllGatherMetadata) -> Tensor:
         """Gather the tokens of all ranks, [N*T, H]."""
-        return finish(self.dispatch_steps(rows, plan))[0]
+        return run_to_end(self.dispatch_async(rows, metadata))[0]
 
-    def routing_exchanges(self, x_TH: Tensor) -> Sequence[Exchange]:
+    def routing_split_sizes(self, x_TH: Tensor) -> Sequence[SplitSizes]:
         """The routing of my tokens goes to all."""
-        return (self._of_all(len(x_TH)),)
+        return (self._equal_splits(len(x_TH)),)
 
-    def exchanges(self, plan: AllGatherPlan) -> Sequence[Exchange]:
+    def split_sizes(self, metadata: AllGatherMetadata) -> Sequence[SplitSizes]:
         """My tokens go to all."""
-        return (self._of_all(plan.num_tokens),)
+        return (self._equal_splits(metadata.num_tokens),)
 
-    def _of_all(self, num_tokens: int) -> Exchange:
+    def _equal_splits(self, num_tokens: int) -> SplitSizes:
         counts = [num_tokens] * self._experts.size
-        return Exchange("experts", counts, counts)
+        return SplitSizes("experts", counts, counts)
 
-    def dispatch_steps(
-        self, rows: Tensor, plan: AllGatherPlan, compute: Callable[[], Tensor] | None = None
-    ) -> Steps[tuple[Tensor, Tensor | None]]:
+    def dispatch_async(
+        self, rows: Tensor, metadata: AllGatherMetadata, compute: Callable[[], Tensor] | None = None
+    ) -> Resumable[tuple[Tensor, Tensor | None]]:
         """Pauses while the tokens are gathered."""
-        in_flight = start_all_gather(rows, self._experts, packed_rows(rows) if self._packs else AS_IT_IS)
+        in_flight = async_all_gather(rows, self._experts, fp8_wire_format(rows) if self._fp8_dispatch else IDENTITY)
         computed = None if compute is None else compute()
-        return (yield from in_flight.landing()), computed
+        return (yield from in_flight.wait_resumable()), computed
 
-    def dispatch_postprocess(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
+    def dispatch_postprocess(self, rows: Tensor, metadata: AllGatherMetadata) -> Tensor:
         """Take my experts' copies, sorted."""
-        return permute(rows, plan.permutation)
+        return permute(rows, metadata.permutation)
 
-    def sorting(self, plan: AllGatherPlan) -> Sorting:
+    def permute_map(self, metadata: AllGatherMetadata) -> PermuteMap:
         """The permutation."""
-        return Sorting.of(plan.permutation)
+        return PermuteMap.from_permutation(metadata.permutation)
 
-    def combine_preprocess(self, y_RH: Tensor, plan: AllGatherPlan) -> Tensor:
+    def combine_preprocess(self, y_RH: Tensor, metadata: AllGatherMetadata) -> Tensor:
         """My experts' part of the weighted sum for the tokens of all ranks, [N*T, H]."""
-        return unpermute(y_RH, plan.permutation, plan.probs_TK)
+        return unpermute(y_RH, metadata.permutation, metadata.probs_TK)
 
-    def combine_communicate(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
+    def combine_communicate(self, rows: Tensor, metadata: AllGatherMetadata) -> Tensor:
         """Add the parts of all ranks; each keeps its own tokens."""
-        return finish(self.combine_steps(rows, plan))
+        return run_to_end(self.combine_async(rows, metadata))
 
-    def combine_steps(self, rows: Tensor, plan: AllGatherPlan) -> Steps[Tensor]:
+    def combine_async(self, rows: Tensor, metadata: AllGatherMetadata) -> Resumable[Tensor]:
         """Pauses while the parts travel."""
-        return (yield from start_reduce_scatter(rows, self._experts).landing())
+        return (yield from async_reduce_scatter(rows, self._experts).wait_resumable())
 
-    def combine_postprocess(self, rows: Tensor, plan: AllGatherPlan) -> Tensor:
+    def combine_postprocess(self, rows: Tensor, metadata: AllGatherMetadata) -> Tensor:
         """They are home already."""
         return rows
 
-    def take_weights(self, plan: AllGatherPlan) -> tuple[Tensor, AllGatherPlan]:
+    def dispatch_probs(self, metadata: AllGatherMetadata) -> tuple[Tensor, AllGatherMetadata]:
         """They are here already."""
-        assert plan.probs_TK is not None
-        return row_weights(plan.probs_TK, plan.permutation), replace(plan, probs_TK=None)
+        assert metadata.probs_TK is not None
+        return permute_probs(metadata.probs_TK, metadata.permutation), replace(metadata, probs_TK=None)

@@ -7,13 +7,13 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from moefold.kernels.rows import Sorting
-from moefold.model.steps import Steps, finish
-from moefold.moe.dispatch.exchange import Exchange
+from moefold.kernels.rows import PermuteMap
+from moefold.model.steps import Resumable, run_to_end
+from moefold.moe.dispatch.exchange import SplitSizes
 
 
 @dataclass(frozen=True)
-class Assignment:
+class RoutingMap:
     """Where the copies of this rank's tokens are to go."""
 
     ids_TK: Tensor
@@ -22,23 +22,23 @@ class Assignment:
     """Weight of each copy, [T, K]; its gradient comes back."""
     kept_TK: Tensor | None = None
     """bool [T, K]; None means that no copy is dropped."""
-    slots: int | None = None
+    padded_capacity: int | None = None
     """Rows that each expert gets from each rank, the kept copies first and zeros behind; None means no padding."""
 
 
-class Plan(Protocol):
+class DispatchMetadata(Protocol):
     """The way of one micro-batch, out and back."""
 
     @property
-    def rows_per_expert(self) -> Sequence[int]:
+    def tokens_per_expert(self) -> Sequence[int]:
         """Rows of each expert after dispatch: those of this rank, then those that it borrows."""
         ...
 
 
-class Loan(Protocol):
+class ExpertMigration(Protocol):
     """Experts that compute away from home for one micro-batch."""
 
-    def exchange(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def migrate(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Lend and borrow weights; the gradients of the borrowed ones return to their owners and are added there.
 
         Collective, in the forward and in the backward pass: all ranks of the loan call it, also those that neither
@@ -52,15 +52,15 @@ class Loan(Protocol):
         """
         ...
 
-    def rows(self) -> Exchange:
+    def split_sizes(self) -> SplitSizes:
         """How many experts go where."""
         ...
 
 
-PlanT = TypeVar("PlanT", bound=Plan)
+MetadataT = TypeVar("MetadataT", bound=DispatchMetadata)
 
 
-class Dispatcher(ABC, Generic[PlanT]):
+class Dispatcher(ABC, Generic[MetadataT]):
     """Six phases, so that communication can overlap with the maths of another micro-batch (arXiv:2504.14960).
 
     Only `dispatch_preprocess` reads the routing, and it alone may wait for the device. All that a micro-batch needs on
@@ -68,88 +68,88 @@ class Dispatcher(ABC, Generic[PlanT]):
     all phases.
     """
 
-    sums_copies: bool = False
+    combines_locally: bool = False
     """Whether `combine_preprocess` adds up the copies of a token, which needs their weights."""
 
     @abstractmethod
-    def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, PlanT]:
+    def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, MetadataT]:
         """Decide who sends what to whom; returns the rows to send and the plan."""
 
     @abstractmethod
-    def dispatch_communicate(self, rows: Tensor, plan: PlanT) -> Tensor:
+    def dispatch_communicate(self, rows: Tensor, metadata: MetadataT) -> Tensor:
         """Exchange rows."""
 
     @abstractmethod
-    def dispatch_postprocess(self, rows: Tensor, plan: PlanT) -> Tensor:
+    def dispatch_postprocess(self, rows: Tensor, metadata: MetadataT) -> Tensor:
         """Sort what arrived by expert: [R, H] with plan.rows_per_expert rows for each."""
 
     @abstractmethod
-    def combine_preprocess(self, y_RH: Tensor, plan: PlanT) -> Tensor:
+    def combine_preprocess(self, y_RH: Tensor, metadata: MetadataT) -> Tensor:
         """Sort the experts' results for the way back."""
 
     @abstractmethod
-    def combine_communicate(self, rows: Tensor, plan: PlanT) -> Tensor:
+    def combine_communicate(self, rows: Tensor, metadata: MetadataT) -> Tensor:
         """Exchange results."""
 
     @abstractmethod
-    def combine_postprocess(self, rows: Tensor, plan: PlanT) -> Tensor:
+    def combine_postprocess(self, rows: Tensor, metadata: MetadataT) -> Tensor:
         """The weighted sum of each token's results, [T, H]."""
 
     @abstractmethod
-    def take_weights(self, plan: PlanT) -> tuple[Tensor, PlanT]:
+    def dispatch_probs(self, metadata: MetadataT) -> tuple[Tensor, MetadataT]:
         """Bring the weights to the rows, for experts that apply them: (weights [R] of the dispatched rows, new plan).
 
         With the new plan, `combine` sums the results as they are. Communicates as `dispatch` does, with one number a
         row. Between `dispatch` and `combine`.
         """
 
-    def sorting(self, plan: PlanT) -> Sorting | None:
+    def permute_map(self, metadata: MetadataT) -> PermuteMap | None:
         """How `dispatch_postprocess` and `combine_preprocess` sort, for experts that do it as they read and write.
 
-        Both are left out then; where `sums_copies`, `take_weights` comes first. None: they sort nothing, or more.
+        Both are left out then; where `combines_locally`, `dispatch_probs` comes first. None: they sort nothing, or more.
         """
         return None
 
-    def loan(self, plan: PlanT) -> Loan | None:
+    def migration(self, metadata: MetadataT) -> ExpertMigration | None:
         """The experts that change ranks for this micro-batch; None, for all or for none of the ranks, if none does."""
         return None
 
-    def routing_exchanges(self, x_TH: Tensor) -> Sequence[Exchange]:
+    def routing_split_sizes(self, x_TH: Tensor) -> Sequence[SplitSizes]:
         """What `dispatch_preprocess` exchanges, where ranks could bring different sizes."""
         return ()
 
-    def exchanges(self, plan: PlanT) -> Sequence[Exchange]:
+    def split_sizes(self, metadata: MetadataT) -> Sequence[SplitSizes]:
         """What `dispatch_communicate` exchanges; `combine_communicate` does the reverse."""
         return ()
 
-    def dispatch_steps(
-        self, rows: Tensor, plan: PlanT, compute: Callable[[], Tensor] | None = None
-    ) -> Steps[tuple[Tensor, Tensor | None]]:
+    def dispatch_async(
+        self, rows: Tensor, metadata: MetadataT, compute: Callable[[], Tensor] | None = None
+    ) -> Resumable[tuple[Tensor, Tensor | None]]:
         """`dispatch_communicate` with a pause while rows travel: (the rows, what was computed meanwhile).
 
         This one never pauses.
 
         Args:
-            rows: to send; they must not change before the last step.
-            plan: of the micro-batch.
+            split_sizes: to send; they must not change before the last step.
+            metadata: of the micro-batch.
             compute: what does not need the rows, to be done before the first pause.
         """
         computed = None if compute is None else compute()
         yield from ()
-        return self.dispatch_communicate(rows, plan), computed
+        return self.dispatch_communicate(rows, metadata), computed
 
-    def combine_steps(self, rows: Tensor, plan: PlanT) -> Steps[Tensor]:
+    def combine_async(self, rows: Tensor, metadata: MetadataT) -> Resumable[Tensor]:
         """`combine_communicate` with a pause while rows travel. This one never pauses."""
         yield from ()
-        return self.combine_communicate(rows, plan)
+        return self.combine_communicate(rows, metadata)
 
-    def dispatch(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, PlanT]:
+    def dispatch(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, MetadataT]:
         """The three phases to the experts: ([R, H] sorted by expert, plan)."""
-        rows, plan = self.dispatch_preprocess(x_TH, assignment)
-        rows, _ = finish(self.dispatch_steps(rows, plan))
+        rows, plan = self.dispatch_preprocess(x_TH, routing_map)
+        rows, _ = run_to_end(self.dispatch_async(rows, plan))
         return self.dispatch_postprocess(rows, plan), plan
 
-    def combine(self, y_RH: Tensor, plan: PlanT) -> Tensor:
+    def combine(self, y_RH: Tensor, metadata: MetadataT) -> Tensor:
         """The three phases back: [T, H]."""
-        rows = self.combine_preprocess(y_RH, plan)
-        return self.combine_postprocess(finish(self.combine_steps(rows, plan)), plan)
+        rows = self.combine_preprocess(y_RH, metadata)
+        return self.combine_postprocess(run_to_end(self.combine_async(rows, metadata)), metadata)

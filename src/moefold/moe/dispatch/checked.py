@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from moefold.errors import RunError
-from moefold.kernels.rows import Sorting
-from moefold.model.steps import Steps
-from moefold.moe.dispatch.base import Assignment, Dispatcher, Loan
-from moefold.moe.dispatch.exchange import Exchange
+from moefold.kernels.rows import PermuteMap
+from moefold.model.steps import Resumable
+from moefold.moe.dispatch.base import Dispatcher, ExpertMigration, RoutingMap
+from moefold.moe.dispatch.exchange import SplitSizes
 from moefold.parallel.collectives import all_gather
 from moefold.parallel.groups import MoEGroups
 
 PHASES = ("preprocess", "dispatch", "weights", "loan", "combine")
 HEADER = ("step", "layer", "phase", "width")
 """What must be the same on all ranks; `width` is that of a row."""
-OVER = ("ep", "etp", "experts")
+GROUP_NAMES = ("ep", "etp", "experts")
 
 
-class CheckedDispatcher(Dispatcher[Any]):
+class ValidatingDispatcher(Dispatcher[Any]):
     """Another dispatcher, whose exchanges are compared first. The way back of the gradients follows from the way forth.
 
     Args:
@@ -36,92 +36,93 @@ class CheckedDispatcher(Dispatcher[Any]):
     """
 
     def __init__(self, inner: Dispatcher[Any], groups: MoEGroups, layer: int, device: torch.device) -> None:
-        self.sums_copies = inner.sums_copies
+        self.combines_locally = inner.combines_locally
         self._inner, self._experts, self._layer, self._device = inner, groups.experts, layer, device
         at = groups.expert_coordinates
         same = {"ep": lambda a, b: at[a][1] == at[b][1], "etp": lambda a, b: at[a][0] == at[b][0]}
         everyone = range(groups.experts.size)
         self._members = {
-            over: [[b for b in everyone if over == "experts" or same[over](a, b)] for a in everyone] for over in OVER
+            over: [[b for b in everyone if over == "experts" or same[over](a, b)] for a in everyone]
+            for over in GROUP_NAMES
         }
         """For each member of `experts`, those in its group of that name, in the order of the group."""
 
-    def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, Any]:
+    def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, Any]:
         """As the inner one, which exchanges counts or routing here."""
-        self._compare("preprocess", x_TH.shape[1], self._inner.routing_exchanges(x_TH))
-        return self._inner.dispatch_preprocess(x_TH, assignment)
+        self._compare("preprocess", x_TH.shape[1], self._inner.routing_split_sizes(x_TH))
+        return self._inner.dispatch_preprocess(x_TH, routing_map)
 
-    def dispatch_communicate(self, rows: Tensor, plan: Any) -> Tensor:
+    def dispatch_communicate(self, rows: Tensor, metadata: Any) -> Tensor:
         """As the inner one."""
-        self._compare("dispatch", rows.shape[1], self._inner.exchanges(plan))
-        return self._inner.dispatch_communicate(rows, plan)
+        self._compare("dispatch", rows.shape[1], self._inner.split_sizes(metadata))
+        return self._inner.dispatch_communicate(rows, metadata)
 
-    def dispatch_steps(
-        self, rows: Tensor, plan: Any, compute: Callable[[], Tensor] | None = None
-    ) -> Steps[tuple[Tensor, Tensor | None]]:
+    def dispatch_async(
+        self, rows: Tensor, metadata: Any, compute: Callable[[], Tensor] | None = None
+    ) -> Resumable[tuple[Tensor, Tensor | None]]:
         """As the inner one."""
-        self._compare("dispatch", rows.shape[1], self._inner.exchanges(plan))
-        return (yield from self._inner.dispatch_steps(rows, plan, compute))
+        self._compare("dispatch", rows.shape[1], self._inner.split_sizes(metadata))
+        return (yield from self._inner.dispatch_async(rows, metadata, compute))
 
-    def dispatch_postprocess(self, rows: Tensor, plan: Any) -> Tensor:
+    def dispatch_postprocess(self, rows: Tensor, metadata: Any) -> Tensor:
         """As the inner one."""
-        return self._inner.dispatch_postprocess(rows, plan)
+        return self._inner.dispatch_postprocess(rows, metadata)
 
-    def sorting(self, plan: Any) -> Sorting | None:
+    def permute_map(self, metadata: Any) -> PermuteMap | None:
         """As the inner one."""
-        return self._inner.sorting(plan)
+        return self._inner.permute_map(metadata)
 
-    def combine_preprocess(self, y_RH: Tensor, plan: Any) -> Tensor:
+    def combine_preprocess(self, y_RH: Tensor, metadata: Any) -> Tensor:
         """As the inner one."""
-        return self._inner.combine_preprocess(y_RH, plan)
+        return self._inner.combine_preprocess(y_RH, metadata)
 
-    def combine_communicate(self, rows: Tensor, plan: Any) -> Tensor:
+    def combine_communicate(self, rows: Tensor, metadata: Any) -> Tensor:
         """As the inner one."""
-        self._compare_combine(rows, plan)
-        return self._inner.combine_communicate(rows, plan)
+        self._compare_combine(rows, metadata)
+        return self._inner.combine_communicate(rows, metadata)
 
-    def combine_steps(self, rows: Tensor, plan: Any) -> Steps[Tensor]:
+    def combine_async(self, rows: Tensor, metadata: Any) -> Resumable[Tensor]:
         """As the inner one."""
-        self._compare_combine(rows, plan)
-        return (yield from self._inner.combine_steps(rows, plan))
+        self._compare_combine(rows, metadata)
+        return (yield from self._inner.combine_async(rows, metadata))
 
-    def combine_postprocess(self, rows: Tensor, plan: Any) -> Tensor:
+    def combine_postprocess(self, rows: Tensor, metadata: Any) -> Tensor:
         """As the inner one."""
-        return self._inner.combine_postprocess(rows, plan)
+        return self._inner.combine_postprocess(rows, metadata)
 
-    def take_weights(self, plan: Any) -> tuple[Tensor, Any]:
+    def dispatch_probs(self, metadata: Any) -> tuple[Tensor, Any]:
         """As the inner one, for which the weights travel as the rows did, if at all."""
-        self._compare("weights", 1, self._inner.exchanges(plan))
-        return self._inner.take_weights(plan)
+        self._compare("weights", 1, self._inner.split_sizes(metadata))
+        return self._inner.dispatch_probs(metadata)
 
-    def loan(self, plan: Any) -> Loan | None:
+    def migration(self, metadata: Any) -> ExpertMigration | None:
         """As the inner one."""
-        loan = self._inner.loan(plan)
+        loan = self._inner.migration(metadata)
         if loan is not None:
-            self._compare("loan", 0, [loan.rows()])
+            self._compare("loan", 0, [loan.split_sizes()])
         return loan
 
-    def _compare_combine(self, rows: Tensor, plan: Any) -> None:
-        self._compare("combine", rows.shape[1], [exchange.back() for exchange in self._inner.exchanges(plan)])
+    def _compare_combine(self, rows: Tensor, metadata: Any) -> None:
+        self._compare("combine", rows.shape[1], [exchange.reversed() for exchange in self._inner.split_sizes(metadata)])
 
-    def _compare(self, phase: str, width: int, exchanges: Sequence[Exchange]) -> None:
+    def _compare(self, phase: str, width: int, split_sizes: Sequence[SplitSizes]) -> None:
         experts = self._experts
-        record = [experts.record.step, self._layer, PHASES.index(phase), width]
-        for over in OVER:
+        record = [experts.recorder.step, self._layer, PHASES.index(phase), width]
+        for over in GROUP_NAMES:
             rows = [0] * 2 * len(self._members[over][experts.rank])
-            for exchange in exchanges:
-                if exchange.over == over:
-                    rows = [*exchange.send_rows, *exchange.receive_rows]
+            for exchange in split_sizes:
+                if exchange.group_name == over:
+                    rows = [*exchange.input_splits, *exchange.output_splits]
             record += rows
         told = all_gather(torch.tensor([record], device=self._device), experts).tolist()
-        faults = [*self._different_places(told), *self._different_counts(told)]
+        faults = [*self._position_mismatches(told), *self._count_mismatches(told)]
         if faults:
             raise RunError(
-                f"ranks disagree before the {phase} of layer {self._layer} in step {experts.record.step} "
+                f"ranks disagree before the {phase} of layer {self._layer} in step {experts.recorder.step} "
                 f"(faults.check_dispatch): {'; '.join(faults)}; nothing was sent"
             )
 
-    def _different_counts(self, told: list[list[int]]) -> Iterator[str]:
+    def _count_mismatches(self, records: list[list[int]]) -> Iterator[str]:
         """What each rank would send to each other one must be what that one expects."""
         start, ranks = len(HEADER), self._experts.ranks
         for over, groups in self._members.items():
@@ -129,7 +130,7 @@ class CheckedDispatcher(Dispatcher[Any]):
             for source, members in enumerate(groups):
                 for place, target in enumerate(members):
                     mine = members.index(source)
-                    sent, expected = told[source][start + place], told[target][start + size + mine]
+                    sent, expected = records[source][start + place], records[target][start + size + mine]
                     if sent != expected:
                         yield (
                             f"rank {ranks[source]} sends {sent} rows to rank {ranks[target]} over {over}, which "
@@ -137,17 +138,18 @@ class CheckedDispatcher(Dispatcher[Any]):
                         )
             start += 2 * size
 
-    def _different_places(self, told: list[list[int]]) -> Iterator[str]:
+    def _position_mismatches(self, records: list[list[int]]) -> Iterator[str]:
         """Ranks that are not where the first one is."""
         ranks = self._experts.ranks
-        for rank, record in zip(ranks[1:], told[1:], strict=True):
-            pairs = [(name, record[i], told[0][i]) for i, name in enumerate(HEADER) if record[i] != told[0][i]]
+        for rank, record in zip(ranks[1:], records[1:], strict=True):
+            pairs = [(name, record[i], records[0][i]) for i, name in enumerate(HEADER) if record[i] != records[0][i]]
             if pairs:
                 differs = ", ".join(
-                    f"{name} {_show(name, its)} and not {_show(name, first)}" for name, its, first in pairs
+                    f"{name} {_format_field(name, its)} and not {_format_field(name, first)}"
+                    for name, its, first in pairs
                 )
                 yield f"rank {rank} is at {differs} as rank {ranks[0]}"
 
 
-def _show(name: str, value: int) -> str:
+def _format_field(name: str, value: int) -> str:
     return PHASES[value] if name == "phase" else str(value)

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from moefold.errors import ConfigError
-from moefold.moe.dispatch.base import Assignment, Dispatcher
-from moefold.moe.permute import Permutation, permute, plan_permutation, row_weights, unpermute
+from moefold.moe.dispatch.base import Dispatcher, RoutingMap
+from moefold.moe.permute import Permutation, permute, permute_probs, plan_permutation, unpermute
 from moefold.parallel.groups import Group
-from moefold.precision.packed import narrow, widen
+from moefold.precision.packed import dequantize, quantize
 
 TOKEN_BYTES = 2
 """DeepEP carries bfloat16."""
 
 
-Rows = Tensor | tuple[Tensor, Tensor]
+MaybeQuantizedTokens = Tensor | tuple[Tensor, Tensor]
 
 
 class Buffer(Protocol):
@@ -45,8 +45,8 @@ class Buffer(Protocol):
         ...
 
     def dispatch(
-        self, x: Rows, handle: Any = None, **layout: Any
-    ) -> tuple[Rows, Tensor | None, Tensor | None, list[int] | None, Any, Any]:
+        self, x: MaybeQuantizedTokens, handle: Any = None, **layout: Any
+    ) -> tuple[MaybeQuantizedTokens, Tensor | None, Tensor | None, list[int] | None, Any, Any]:
         """Send each token to every rank it is for.
 
         Args:
@@ -76,7 +76,7 @@ class Buffer(Protocol):
 
 
 @dataclass
-class DeepEPPlan:
+class DeepEPMetadata:
     """The way of one micro-batch. What follows the layout is known once the tokens have arrived."""
 
     probs_TK: Tensor
@@ -86,10 +86,10 @@ class DeepEPPlan:
     """Weights of the received tokens; gradients flow home through them. None where the experts have applied them."""
     permutation: Permutation | None = None
     """Sorts the received tokens, copied for each of my experts, by expert."""
-    rows_per_expert: Sequence[int] = ()
+    tokens_per_expert: Sequence[int] = ()
 
 
-class DeepEPDispatcher(Dispatcher[DeepEPPlan]):
+class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
     """The six phases over a DeepEP buffer; etp is 1.
 
     Unlike with the other dispatchers the counts of what arrives come with the tokens, so the exchange waits for the
@@ -98,20 +98,20 @@ class DeepEPDispatcher(Dispatcher[DeepEPPlan]):
     Args:
         buffer: a `deep_ep.Buffer` over the ranks of ep, member i of which holds the i-th part of the experts.
         num_experts: E, over all ranks.
-        packs: whether tokens travel to the experts in 8 bits.
+        fp8_dispatch: whether tokens travel to the experts in 8 bits.
     """
 
-    def __init__(self, buffer: Buffer, num_experts: int, *, packs: bool = False) -> None:
+    def __init__(self, buffer: Buffer, num_experts: int, *, fp8_dispatch: bool = False) -> None:
         self._buffer = buffer
-        self._packs = packs
+        self._fp8_dispatch = fp8_dispatch
         self._num_experts = num_experts
 
-    def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, DeepEPPlan]:
+    def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, DeepEPMetadata]:
         """Count where the tokens go, on the device."""
-        assert assignment.slots is None, "the recipe is refused: DeepEP does not pad"
-        ids_TK, probs_TK = assignment.ids_TK.contiguous(), assignment.probs_TK
-        if assignment.kept_TK is not None:
-            ids_TK = ids_TK.masked_fill(~assignment.kept_TK, -1)
+        assert routing_map.padded_capacity is None, "the recipe is refused: DeepEP does not pad"
+        ids_TK, probs_TK = routing_map.ids_TK.contiguous(), routing_map.probs_TK
+        if routing_map.kept_TK is not None:
+            ids_TK = ids_TK.masked_fill(~routing_map.kept_TK, -1)
         if x_TH.dtype == torch.bfloat16:
             probs_TK = probs_TK.float()
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = self._buffer.get_dispatch_layout(ids_TK, self._num_experts)
@@ -122,36 +122,36 @@ class DeepEPDispatcher(Dispatcher[DeepEPPlan]):
             "is_token_in_rank": is_in_rank,
             "num_tokens_per_expert": per_expert,
         }
-        return x_TH, DeepEPPlan(probs_TK, layout)
+        return x_TH, DeepEPMetadata(probs_TK, layout)
 
-    def dispatch_communicate(self, rows: Tensor, plan: DeepEPPlan) -> Tensor:
+    def dispatch_communicate(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
         """Send each token, with its weights, to the ranks of its experts: [T, H] -> [N, H]."""
-        rows, plan.probs_NK = _Dispatch.apply(rows, plan.probs_TK, plan, self._buffer, self._packs)
+        rows, metadata.probs_NK = _Dispatch.apply(rows, metadata.probs_TK, metadata, self._buffer, self._fp8_dispatch)
         return rows
 
-    def dispatch_postprocess(self, rows: Tensor, plan: DeepEPPlan) -> Tensor:
+    def dispatch_postprocess(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
         """Copy each received token for each of my experts that it is for, sorted by expert."""
-        assert plan.permutation is not None
-        return permute(rows, plan.permutation)
+        assert metadata.permutation is not None
+        return permute(rows, metadata.permutation)
 
-    def combine_preprocess(self, y_RH: Tensor, plan: DeepEPPlan) -> Tensor:
+    def combine_preprocess(self, y_RH: Tensor, metadata: DeepEPMetadata) -> Tensor:
         """The weighted sum of my experts' results for each received token, [N, H]."""
-        assert plan.permutation is not None
-        return unpermute(y_RH, plan.permutation, plan.probs_NK)
+        assert metadata.permutation is not None
+        return unpermute(y_RH, metadata.permutation, metadata.probs_NK)
 
-    def combine_communicate(self, rows: Tensor, plan: DeepEPPlan) -> Tensor:
+    def combine_communicate(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
         """Add the sums of all ranks at the token's home: [N, H] -> [T, H]."""
-        return _Combine.apply(rows, plan.handle, self._buffer)
+        return _Combine.apply(rows, metadata.handle, self._buffer)
 
-    def combine_postprocess(self, rows: Tensor, plan: DeepEPPlan) -> Tensor:
+    def combine_postprocess(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
         """They are summed already."""
         return rows
 
-    def take_weights(self, plan: DeepEPPlan) -> tuple[Tensor, DeepEPPlan]:
+    def dispatch_probs(self, metadata: DeepEPMetadata) -> tuple[Tensor, DeepEPMetadata]:
         """They came with the tokens."""
-        assert plan.permutation is not None
-        assert plan.probs_NK is not None
-        return row_weights(plan.probs_NK, plan.permutation), replace(plan, probs_NK=None)
+        assert metadata.permutation is not None
+        assert metadata.probs_NK is not None
+        return permute_probs(metadata.probs_NK, metadata.permutation), replace(metadata, probs_NK=None)
 
 
 def open_buffer(ep: Group, hidden_size: int) -> Buffer:
@@ -186,18 +186,18 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, probs_TK: Tensor, plan: DeepEPPlan, buffer: Buffer, packs: bool
+        ctx: Any, x_TH: Tensor, probs_TK: Tensor, metadata: DeepEPMetadata, buffer: Buffer, fp8_dispatch: bool
     ) -> tuple[Tensor, Tensor]:
-        sent = narrow(x_TH) if packs else x_TH.contiguous()
+        sent = quantize(x_TH) if fp8_dispatch else x_TH.contiguous()
         arrived, ids_NK, probs_NK, counts, handle, _ = buffer.dispatch(
-            sent, topk_weights=probs_TK.contiguous(), **plan.layout
+            sent, topk_weights=probs_TK.contiguous(), **metadata.layout
         )
-        x_NH = arrived if isinstance(arrived, Tensor) else widen(*arrived, x_TH.dtype)
+        x_NH = arrived if isinstance(arrived, Tensor) else dequantize(*arrived, x_TH.dtype)
         assert ids_NK is not None
         assert probs_NK is not None
         assert counts is not None
-        plan.handle, plan.rows_per_expert = handle, counts
-        plan.permutation = plan_permutation(ids_NK.long(), len(counts), ids_NK >= 0)
+        metadata.handle, metadata.tokens_per_expert = handle, counts
+        metadata.permutation = plan_permutation(ids_NK.long(), len(counts), ids_NK >= 0)
         ctx.handle, ctx.buffer = handle, buffer
         return x_NH, probs_NK
 

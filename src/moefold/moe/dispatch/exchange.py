@@ -6,14 +6,14 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Exchange:
+class SplitSizes:
     """Rows that this rank sends to each member of a group, and those that it expects of each."""
 
-    over: Literal["ep", "etp", "experts"]
+    group_name: Literal["ep", "etp", "experts"]
     """The group: of ep, of etp, or all ep x etp ranks."""
-    send_rows: Sequence[int]
-    receive_rows: Sequence[int]
+    input_splits: Sequence[int]
+    output_splits: Sequence[int]
 
-    def back(self) -> "Exchange":
+    def reversed(self) -> "SplitSizes":
         """The same way in the other direction."""
-        return Exchange(self.over, self.receive_rows, self.send_rows)
+        return SplitSizes(self.group_name, self.output_splits, self.input_splits)

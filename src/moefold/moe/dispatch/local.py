@@ -5,70 +5,72 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from moefold.kernels.rows import Sorting
-from moefold.moe.dispatch.base import Assignment, Dispatcher
-from moefold.moe.permute import Permutation, as_counts, permute, plan_permutation, row_weights, unpermute
-from moefold.precision.packed import round_as_packed
+from moefold.kernels.rows import PermuteMap
+from moefold.moe.dispatch.base import Dispatcher, RoutingMap
+from moefold.moe.permute import Permutation, as_counts, permute, permute_probs, plan_permutation, unpermute
+from moefold.precision.packed import straight_through_quantize
 
 
 @dataclass(frozen=True)
-class LocalPlan:
+class LocalMetadata:
     """Nothing travels: the permutation is the way."""
 
     permutation: Permutation
     probs_TK: Tensor | None
-    rows_per_expert: Sequence[int]
+    tokens_per_expert: Sequence[int]
 
 
-class LocalDispatcher(Dispatcher[LocalPlan]):
+class LocalDispatcher(Dispatcher[LocalMetadata]):
     """Permutes by expert; communicates nothing.
 
     Args:
         num_experts: E.
-        packs: whether experts are given the rounded rows that other dispatchers would bring them.
+        fp8_dispatch: whether experts are given the rounded rows that other dispatchers would bring them.
     """
 
-    sums_copies = True
+    combines_locally = True
 
-    def __init__(self, num_experts: int, *, packs: bool = False) -> None:
+    def __init__(self, num_experts: int, *, fp8_dispatch: bool = False) -> None:
         self._num_experts = num_experts
-        self._packs = packs
+        self._fp8_dispatch = fp8_dispatch
 
-    def dispatch_preprocess(self, x_TH: Tensor, assignment: Assignment) -> tuple[Tensor, LocalPlan]:
+    def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, LocalMetadata]:
         """Decide how the copies are sorted."""
-        permutation = plan_permutation(assignment.ids_TK, self._num_experts, assignment.kept_TK, assignment.slots)
-        if assignment.slots is None:
-            rows_per_expert = as_counts(permutation.rows_per_expert_E)
+        permutation = plan_permutation(
+            routing_map.ids_TK, self._num_experts, routing_map.kept_TK, routing_map.padded_capacity
+        )
+        if routing_map.padded_capacity is None:
+            rows_per_expert = as_counts(permutation.tokens_per_expert_E)
         else:
-            rows_per_expert = [assignment.slots] * self._num_experts
-        rows = round_as_packed(x_TH) if self._packs else x_TH
-        return rows, LocalPlan(permutation, assignment.probs_TK, rows_per_expert)
+            rows_per_expert = [routing_map.padded_capacity] * self._num_experts
+        rows = straight_through_quantize(x_TH) if self._fp8_dispatch else x_TH
+        return rows, LocalMetadata(permutation, routing_map.probs_TK, rows_per_expert)
 
-    def dispatch_communicate(self, rows: Tensor, plan: LocalPlan) -> Tensor:
+    def dispatch_communicate(self, rows: Tensor, metadata: LocalMetadata) -> Tensor:
         """Nothing to exchange."""
         return rows
 
-    def dispatch_postprocess(self, rows: Tensor, plan: LocalPlan) -> Tensor:
+    def dispatch_postprocess(self, rows: Tensor, metadata: LocalMetadata) -> Tensor:
         """Sort the copies by expert."""
-        return permute(rows, plan.permutation)
+        return permute(rows, metadata.permutation)
 
-    def sorting(self, plan: LocalPlan) -> Sorting:
+    def permute_map(self, metadata: LocalMetadata) -> PermuteMap:
         """The permutation."""
-        return Sorting.of(plan.permutation)
+        return PermuteMap.from_permutation(metadata.permutation)
 
-    def combine_preprocess(self, y_RH: Tensor, plan: LocalPlan) -> Tensor:
+    def combine_preprocess(self, y_RH: Tensor, metadata: LocalMetadata) -> Tensor:
         """Sum the copies of each token, weighted."""
-        return unpermute(y_RH, plan.permutation, plan.probs_TK)
+        return unpermute(y_RH, metadata.permutation, metadata.probs_TK)
 
-    def combine_communicate(self, rows: Tensor, plan: LocalPlan) -> Tensor:
+    def combine_communicate(self, rows: Tensor, metadata: LocalMetadata) -> Tensor:
         """Nothing to exchange."""
         return rows
 
-    def combine_postprocess(self, rows: Tensor, plan: LocalPlan) -> Tensor:
+    def combine_postprocess(self, rows: Tensor, metadata: LocalMetadata) -> Tensor:
         """They are sums already."""
         return rows
 
-    def take_weights(self, plan: LocalPlan) -> tuple[Tensor, LocalPlan]:
+    def dispatch_probs(self, metadata: LocalMetadata) -> tuple[Tensor, LocalMetadata]:
         """They are here already."""
-        assert plan.probs_TK is not None
-        return row_weights(plan.probs_TK, plan.permutation), replace(plan, probs_TK=None)
+        assert metadata.probs_TK is not None
+        return permute_probs(metadata.probs_TK, metadata.permutation), replace(metadata, probs_TK=None)

@@ -6,7 +6,7 @@ from moefold.parallel.collectives import all_gather, all_reduce_sum
 from moefold.parallel.groups import Group
 
 
-class GroupScope:
+class ShardedMicroBatch:
     """The ranks of one group hold a micro-batch between them.
 
     Args:
@@ -21,13 +21,13 @@ class GroupScope:
         self.positions = positions
         self.size = group.size
         self.rank = group.rank
-        self.num_parallel = stage.size // group.size
+        self.data_parallel_size = stage.size // group.size
 
     def sum(self, x: Tensor) -> Tensor:
         """All-reduce, without a gradient."""
         return all_reduce_sum(x, self._group)
 
-    def sum_parallel(self, x: Tensor) -> Tensor:
+    def sum_over_data_parallel(self, x: Tensor) -> Tensor:
         """All-reduce over the stage, without a gradient."""
         return all_reduce_sum(x, self._stage)
 
