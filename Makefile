@@ -54,10 +54,10 @@ types: $(STAMP) ## check types
 	$(BIN)/mypy
 
 rules: $(STAMP) ## check the budgets and the import rules
-	$(PYTEST) -q tests/frame
+	$(PYTEST) -q tests/architecture
 
 unit: $(STAMP) ## run the unit tests
-	$(PYTEST) $(ABREAST) -q -m "$(UNIT)" --ignore=tests/frame
+	$(PYTEST) $(ABREAST) -q -m "$(UNIT)" --ignore=tests/architecture
 
 e2e: $(STAMP) ## run the command line from start to end
 	$(PYTEST) $(ABREAST) -m "e2e and $(FAST)"

@@ -14,9 +14,9 @@ import statistics
 import torch.distributed as dist
 from rank_run import RankRun, parser, run_recipe
 
-from moefold.checkpoint.folder import TrainState
+from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.save_load import checkpoint_state
 from moefold.checkpoint.saver import BackgroundSaver
-from moefold.checkpoint.store import checkpoint_state
 from moefold.config.schema import Config
 
 

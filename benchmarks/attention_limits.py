@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from moefold.model.core_attention import CausalAttention
+from moefold.model.attention import CausalAttention
 
 HEADS, GROUPS, HEAD_SIZE = 8, 2, 64
 WINDOW = 128

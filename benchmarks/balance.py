@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from moefold.metrics.balance import ExpertBalance, read_balance
+from moefold.metrics.expert_balance import ExpertBalance, read_balance
 from moefold.metrics.plot import Curves, read_curves, smooth
 
 RECIPE = (

@@ -22,14 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from moefold.config.schedules import SCHEDULES, stage_ranks
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
-from moefold.model.later import WeightGradStoreProtocol
-from moefold.parallel.late_gradients import WeightGradStore, install_wgrad_store
-from moefold.parallel.schedule import training_schedule
-from moefold.plan.simulate import Segment, StageSegments, simulate
-from moefold.plan.slot import slot_rows
+from moefold.model.delayed_wgrad import WeightGradStoreProtocol
+from moefold.parallel.pipeline_schedule import training_schedule
+from moefold.parallel.wgrad_store import WeightGradStore, install_wgrad_store
+from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
 from moefold.testing.pool import WorkerPool
+from moefold.topology.schedule_tables import SCHEDULES, stage_ranks
 
 Spans = list[tuple[float, float]]
 

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from moefold.plan import gemm, layer_time, shape, step_time, workload
-from moefold.plan.accuracy import Prediction, validate_predictions
-from moefold.plan.device import Device, load_device
-from moefold.plan.model_name import load_model_spec
-from moefold.plan.published import PublishedCase, parse_case
-from moefold.plan.step_time import CostModel
+from moefold.cost.hardware import Device, load_device
+from moefold.planner import model_spec
+from moefold.planner.cost_model import gemm, layer, workload
+from moefold.planner.cost_model import step as step_time
+from moefold.planner.cost_model.step import CostModel
+from moefold.planner.model_lookup import load_model_spec
+from moefold.planner.validation import Prediction, PublishedCase, parse_case, validate_predictions
 
 HOPPER = ("h100", "h200", "h800")
 GRACE = ("gb200", "gb300")
@@ -77,7 +78,7 @@ KNOBS = (
     Knob("shape.CLAMPED_SWIGLU_PASSES", (), 8.0, 0.4),
     Knob("step_time.HIDDEN_ALL_TO_ALL_FRACTION", (), 0.7, 0.25),
 )
-MODULES = {"gemm": gemm, "layer_time": layer_time, "shape": shape, "step_time": step_time, "workload": workload}
+MODULES = {"gemm": gemm, "layer_time": layer, "shape": model_spec, "step_time": step_time, "workload": workload}
 ALL = HOPPER + BLACKWELL
 
 
@@ -153,7 +154,7 @@ def samples_of(path: Path, weight: float) -> list[Sample]:
 def errors_of(samples: list[Sample], values: np.ndarray) -> np.ndarray:
     """Log of predicted over measured."""
     devices = devices_of(values)
-    shape.model_spec_from_config.cache_clear()
+    model_spec.model_spec_from_config.cache_clear()
     load_model_spec.cache_clear()
     out = []
     for s in samples:

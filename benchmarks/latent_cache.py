@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.config.load import config_from_dict
-from moefold.model.cache import CachedAttention, DecodePositions, LatentCache
-from moefold.model.latent_attention import LatentAttention
+from moefold.model.kv_cache import CachedAttention, DecodePositions, LatentCache
 from moefold.model.linear import linear
+from moefold.model.mla import LatentAttention
 from moefold.model.rope import build_rope
 
 MODEL = config_from_dict({"model": {"preset": "deepseek-v2-lite"}}).model

@@ -11,16 +11,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from moefold.comm.groups import Group
 from moefold.config.schema import Config, ModelConfig, MoEConfig, RunConfig, TrainConfig
-from moefold.model.cross_entropy import chunked_cross_entropy, cross_entropy
 from moefold.model.linear import linear
+from moefold.model.loss import chunked_cross_entropy, cross_entropy
+from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import build_model
-from moefold.moe.layer import MoELayer
-from moefold.parallel.groups import Group
+from moefold.optim.build import build_optimizer
+from moefold.optim.muon import build_muon
 from moefold.parallel.recompute import apply_recompute
-from moefold.testing.kept import measure_saved_bytes
-from moefold.train.muon import build_muon
-from moefold.train.optimizer import build_optimizer
+from moefold.testing.saved_memory import measure_saved_bytes
 
 RUNS = 12
 MODEL = ModelConfig(

@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.config.checks import check_config
+from moefold.comm import async_collectives
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.data import open_dataset
+from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Block
-from moefold.moe.layer import MoELayer
-from moefold.parallel import in_flight
-from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import ParallelModel, parallelize
 from moefold.testing.pool import WorkerPool
 from moefold.train.batch import BatchSharder
-from moefold.train.step import TrainingStep
+from moefold.train.train_step import TrainingStep
+from moefold.validate.config import check_config
 
 MAPPINGS: tuple[dict[str, Any], ...] = (
     {"world_size": 2, "ep": 2},
@@ -80,14 +80,14 @@ def slow_down(model: ParallelModel, compute_s: float, exchange_s: float) -> None
             assert isinstance(block.ffn, MoELayer)
             block.attention.forward = waiting(block.attention.forward)  # type: ignore[method-assign]
             block.ffn.experts.forward = waiting(block.ffn.experts.forward)  # type: ignore[method-assign]
-    begin = in_flight.begin_all_to_all
+    begin = async_collectives.begin_all_to_all
 
     def begin_slowly(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         out, work = begin(*args, **kwargs)
         assert work is not None
         return out, _SlowWork(work, exchange_s)
 
-    in_flight.begin_all_to_all = begin_slowly
+    async_collectives.begin_all_to_all = begin_slowly
 
 
 def step_times(cfg: Config, compute_s: float, exchange_s: float, steps: int) -> list[float]:

@@ -9,17 +9,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from moefold.config.checks import check_config
-from moefold.config.load import load_config
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data import open_dataset, prepare
-from moefold.launch.place import RankEnv
+from moefold.host.rank_env import RankEnv
 from moefold.launch.ranks import choose_device, init_distributed, run_ranks
 from moefold.launch.watchdog import Watchdog
-from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
+from moefold.recipe import load_config
 from moefold.train.batch import BatchSharder
-from moefold.train.step import StepResult, TrainingStep
+from moefold.train.train_step import StepResult, TrainingStep
+from moefold.validate.config import check_config
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 

@@ -26,7 +26,7 @@ from rank_run import RankRun, parser, run_recipe
 
 from moefold.config.schema import Config
 from moefold.data.shard_reader import ShardReader, TokenArraySpec
-from moefold.train.run_data import DataLoader
+from moefold.train.data_loader import DataLoader
 
 PLAIN, MAPPED, SKIP = "read by system calls", "mapped", 'data.corrupt="skip"'
 WARM_UP = 2

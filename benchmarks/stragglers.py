@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 from rank_run import RankRun, parser, run_recipe
 
-from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.metrics.rank_times import COMPUTE, Stragglers
-from moefold.parallel.layout import fold
+from moefold.recipe import load_config
+from moefold.topology.layout import fold
 
 SLOW_RANK = 5
 WARM_UP = 3

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from rank_run import RankRun, parser, run_recipe
 
+from moefold.comm.collectives import all_reduce_sum
 from moefold.config.schema import Config
-from moefold.moe.dispatch.checked import ValidatingDispatcher
-from moefold.parallel.collectives import all_reduce_sum
+from moefold.model.moe.dispatch.validating import ValidatingDispatcher
 
 PLAIN, NO_RECORD, DISPATCH, REPLICAS = "plain", "no flight record", "check_dispatch", "replica check"
 WARM_UP = 3

@@ -9,7 +9,7 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.errors import ConfigError, RunError
-from moefold.printable import MULTILINE_CHARS, printable
+from moefold.terminal import MULTILINE_CHARS, printable
 
 RED = "\x1b[31mred\x1b[0m"
 

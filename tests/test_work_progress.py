@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from moefold.work_progress import WorkProgress
+from moefold.progress import WorkProgress
 
 
 class Terminal(io.StringIO):

@@ -4,6 +4,8 @@ Whatever a user names may be a pipe that never ends, a device, or a small file t
 refuses what is not a regular file before it opens it, compares the size with a limit before it reads, and reads no more
 than the limit even where the size lies (/proc) or grows. What is refused is an `OSError` whose `strerror` says why, so
 that it is reported like a file that cannot be read; content that is refused is a `ValueError`.
+
+Work on many things by turns, each turn bounded in size. Torch-free.
 """
 
 import errno
@@ -12,10 +14,10 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -252,3 +254,20 @@ def _num_values(text: str) -> int:
 
 def _depth_error() -> ValueError:
     return ValueError(f"it is nested deeper than {MAX_JSON_DEPTH} levels")
+
+
+T = TypeVar("T")
+
+
+def batch_by_size(items: Iterable[T], size: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
+    """Cut a sequence into runs of neighbours whose sizes add up to at most `max_size`, or of one item that is larger."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        if batch and total + size(item) > max_size:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size(item)
+    if batch:
+        yield batch

@@ -1,8 +1,8 @@
 """The exceptions that are messages: what a user can cause, and what goes wrong at run time and is understood."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from moefold.printable import MULTILINE_CHARS, printable
+from moefold.terminal import MULTILINE_CHARS, printable
 
 
 class ConfigError(ValueError):
@@ -29,3 +29,16 @@ class RunError(Exception):
     def __str__(self) -> str:
         """Return the message; control characters of the names in it are escaped."""
         return printable(super().__str__(), MULTILINE_CHARS)
+
+
+def raise_all(messages: Iterable[str]) -> None:
+    """Raise the faults, if there are any: one as it is, several one a line.
+
+    Raises:
+        ConfigError: there is at least one.
+    """
+    lines = list(messages)
+    if len(lines) == 1:
+        raise ConfigError(lines[0])
+    if lines:
+        raise ConfigError(f"{len(lines)} settings cannot work:\n  " + "\n  ".join(lines))

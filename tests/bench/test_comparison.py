@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moefold.bench.comparison import compare_implementations
-from moefold.bench.peers import PEERS
-from moefold.bench.race import median_ratio, time_interleaved
-from moefold.config.load import load_config
+from moefold.bench.other_frameworks import PEERS
+from moefold.bench.timing import median_ratio, time_interleaved
+from moefold.recipe import load_config
 from tests.bench.small_sizes import SIZES
 
 LATENT = [

@@ -15,8 +15,8 @@ from moefold.bench.ranks import (
     op_category,
     time_shares,
 )
-from moefold.kernels.c_library import COMPILERS
-from moefold.model.gemm import TORCH_GEMM
+from moefold.ops.cpu.build import COMPILERS
+from moefold.ops.gemm import TORCH_GEMM
 
 
 def test_kinds_of_operations():

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from moefold.checkpoint.index_scan import check_opcodes
 from moefold.checkpoint.part_file import StoredPart, check_parts
+from moefold.checkpoint.safe_metadata import check_opcodes
 
 HEAD = b"\x80\x04"
 BOMBS = {

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from moefold.checkpoint.content import differing_tensors
-from moefold.checkpoint.folder import complete_checkpoints, step_of
+from moefold.checkpoint.checkpoint_dir import complete_checkpoints, step_of
+from moefold.checkpoint.inspect import differing_tensors
 from moefold.config.schema import Config
 from moefold.testing.pool import WorkerError, WorkerPool
 from tests.train.test_trainer import _train, recipe, records

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.checkpoint.folder import TrainState, complete_checkpoints
+from moefold.checkpoint.checkpoint_dir import TrainState, complete_checkpoints
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
-from moefold.config.checks import check_config
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.parallel.groups import ParallelGroups
 from moefold.testing.pool import WorkerError
+from moefold.validate.config import check_config
 from tests.train.test_trainer import recipe
 
 pytestmark = pytest.mark.parity

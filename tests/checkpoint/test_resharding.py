@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.content import differing_tensors, stored_tensors
-from moefold.checkpoint.folder import TrainState
-from moefold.checkpoint.store import checkpoint_state, load_checkpoint, write_checkpoint
-from moefold.config.checks import check_config
+from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.inspect import differing_tensors, stored_tensors
+from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config, RunConfig
 from moefold.data import open_dataset
-from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
-from moefold.train.step import TrainingStep
+from moefold.train.train_step import TrainingStep
+from moefold.validate.config import check_config
 from moefold.verify.compare import run_oracle
 from tests.verify.recipes import LATENT, tiny, without_mapping
 

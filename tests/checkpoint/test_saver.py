@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.content import differing_tensors
-from moefold.checkpoint.folder import TrainState, complete_checkpoints
+from moefold.checkpoint.checkpoint_dir import TrainState, complete_checkpoints
+from moefold.checkpoint.inspect import differing_tensors
 from moefold.checkpoint.saver import BackgroundSaver
-from moefold.config.checks import check_config
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.parallel.accumulate import Batch
-from moefold.parallel.groups import ParallelGroups
-from moefold.train.stop import StopSignals
+from moefold.parallel.grad_accumulation import Batch
+from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
+from moefold.validate.config import check_config
 from tests.train.test_trainer import _train, recipe, records
 
 pytestmark = pytest.mark.parity

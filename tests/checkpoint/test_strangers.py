@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from moefold.checkpoint.folder import META_FILE, complete_checkpoints
+from moefold.checkpoint.checkpoint_dir import META_FILE, complete_checkpoints
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
-from moefold.checkpoint.metadata_file import read_metadata
+from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.cli.main import main
 from tests.convert.hf_models import make_model, save_model
 

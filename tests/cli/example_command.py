@@ -7,8 +7,9 @@ import shlex
 from pathlib import Path
 
 from moefold.cli.main import COMMANDS
-from moefold.config.keys import key_types, sections
-from moefold.config.load import apply_overrides, load_config
+from moefold.config.load import apply_overrides
+from moefold.config.suggestions import key_types, sections
+from moefold.recipe import load_config
 
 ROOT = Path(__file__).parents[2]
 OVERRIDE = re.compile(r"[a-z]+\.[a-z_]+=.*")

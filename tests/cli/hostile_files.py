@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # What commands import late is imported here, once for all forks.
-import moefold.checkpoint.content
+import moefold.checkpoint.inspect
 import moefold.cli.export
 import moefold.cli.inspect_table
 import moefold.cli.plan

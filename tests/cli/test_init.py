@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import main
-from moefold.config.checks import check_config
-from moefold.config.load import load_config
-from moefold.config.shipped import shipped_files
+from moefold.config.presets import shipped_files
+from moefold.recipe import load_config
+from moefold.validate.config import check_config
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from rich.console import Console
 from moefold.cli.inspect_picture import save_picture
 from moefold.cli.inspect_table import print_balance
 from moefold.cli.main import main
-from moefold.metrics.balance import read_balance
+from moefold.metrics.expert_balance import read_balance
 from moefold.metrics.expert_counts import ExpertCountsWriter
 
 

@@ -8,7 +8,7 @@ import pytest
 from moefold.cli.layout import parse_layout, run
 from moefold.cli.layout_table import MAX_LISTED_RANKS
 from moefold.errors import ConfigError
-from moefold.parallel.layout import fold
+from moefold.topology.layout import fold
 
 QUICKSTART = ["world_size=8", "tp=2", "cp=2", "pp=2", "ep=4", "etp=1"]
 RECIPE = '[parallel]\nworld_size = 16\ntp = 2\npp = 2\nep = 4\nmoe_order = "pp-ep-edp-etp"\n'

@@ -7,14 +7,13 @@ import pytest
 from matplotlib.image import imread
 
 from moefold.cli.layout_picture import save_picture
-from moefold.cli.layout_stages import compact_count
-from moefold.cli.layout_unfolded import describe_changes, unfolded_experts
+from moefold.cli.layout_table import compact_count, describe_changes, unfolded_experts
 from moefold.config.schema import Config, ModelConfig, ParallelConfig
+from moefold.cost.stage_partition import stage_cost
+from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError
-from moefold.parallel.layout import View, fold
-from moefold.parallel.stage_balance import stage_cost
-from moefold.parallel.stage_plan import plan_stages
-from moefold.plan.views_chart import DrawnView
+from moefold.planner.svg_chart import DrawnView
+from moefold.topology.layout import View, fold
 
 SVG = "{http://www.w3.org/2000/svg}"
 FOLDINGS = [

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import main
-from moefold.cli.memory_table import print_parts, rank_imbalance
-from moefold.config.load import load_config
-from moefold.metrics.kept_parts import KERNEL_PROFILES
-from moefold.metrics.memory_formula import compute_rank_memory
-from moefold.parallel.layout import fold
-from moefold.train.measured_memory import MeasuredMemory
+from moefold.cli.memory import print_parts, rank_imbalance
+from moefold.cost.peak_memory import compute_rank_memory
+from moefold.cost.saved_tensors import KERNEL_PROFILES
+from moefold.recipe import load_config
+from moefold.topology.layout import fold
+from moefold.train.memory_profile import MeasuredMemory
 
 SMALL = ["model.num_layers=2", "train.seq_len=64", "train.micro_batch_size=1", "train.global_batch_size=8"]
 RECIPE = "recipes/quickstart.toml"

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from moefold.cli.main import EXIT_FAILED, EXIT_USER_ERROR, main
-from moefold.config.checks import check_config
-from moefold.config.checks_machine import check_data_source
-from moefold.config.load import load_config
+from moefold.cost.flops import train_flops_per_token
+from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.errors import ConfigError
-from moefold.metrics.flops import train_flops_per_token
-from moefold.metrics.routing_trace import RoutingTraceWriter, TraceShape
+from moefold.recipe import load_config
+from moefold.train.preflight import check_data_source
+from moefold.validate.config import check_config
 
 SMALL = ["plan", "tiny", "--gpu", "h100", "--num-gpus", "4", "--seq-len", "64", "--global-batch-size", "4"]
 KEYS = [

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from moefold.cli.disturbance import parse_stragglers
+from moefold.cli.noise_options import parse_stragglers
 from moefold.cli.simulate import run
-from moefold.config.load import load_config
+from moefold.cost.peak_memory import compute_rank_memory
 from moefold.errors import ConfigError
-from moefold.metrics.memory_formula import compute_rank_memory
+from moefold.recipe import load_config
 
 RECIPE = """
 [model]

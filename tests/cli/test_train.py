@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.folder import (
+from moefold.checkpoint.checkpoint_dir import (
     FORMAT,
     META_FILE,
     CheckpointMeta,
@@ -14,9 +14,9 @@ from moefold.checkpoint.folder import (
     write_meta,
 )
 from moefold.checkpoint.manifest import digest_file, write_manifest
-from moefold.cli import one_voice, train
+from moefold.cli import command_parser, train
 from moefold.cli.main import main
-from moefold.config.load import load_config
+from moefold.recipe import load_config
 
 SMALL = ("model.preset=tiny", "data.kind=synthetic", "run.device=cpu", "train.seq_len=32")
 
@@ -97,7 +97,7 @@ def test_a_finished_run_whose_checkpoint_is_damaged_is_not_finished(recipe, tmp_
     "words", [["train.lr=x"], ["parallel.world_size=4"], ["parallel.world_size=2", "parallel.tp=3"]]
 )
 def test_what_all_ranks_of_a_machine_find_the_first_one_says(recipe, capsys, torchrun, tmp_path, monkeypatch, words):
-    monkeypatch.setattr(one_voice, "RANK0_REPORT_WAIT_S", 0.01)
+    monkeypatch.setattr(command_parser, "RANK0_REPORT_WAIT_S", 0.01)
     command = ["train", recipe, *SMALL, f"run.dir={tmp_path}/run", *words]
     torchrun(local_rank=0)
     assert main(command) == 2

@@ -9,8 +9,8 @@ import pytest
 from moefold.cli.main import main
 from moefold.cli.verify import RunDistributed, verify
 from moefold.config.schema import Config
-from moefold.verify.mapping import DistributedRecord, run_distributed
-from moefold.work_progress import ProgressCallback
+from moefold.progress import ProgressCallback
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import main
-from moefold.config.checks import check_config
-from moefold.config.keys import key_types, sections
 from moefold.config.limits import MAX_BY_KEY, MAX_CHARACTERS, MAX_RANKS, max_magnitude, parse_count
-from moefold.config.load import config_from_dict, load_config
+from moefold.config.load import config_from_dict
+from moefold.config.suggestions import key_types, sections
 from moefold.errors import ConfigError
+from moefold.recipe import load_config
+from moefold.validate.config import check_config
 from tests.clock import processor_s
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.load import config_from_dict, config_to_dict, load_config, write_config_json
+from moefold.config.load import config_from_dict, config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.recipe import load_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -227,7 +228,7 @@ def test_a_dict_is_judged_as_strictly_as_a_recipe():
 def test_loading_imports_neither_torch_nor_numpy():
     code = (
         "import sys; from pathlib import Path; from moefold.config.load import load_config;"
-        "from moefold.config.checks import check_config; check_config(load_config(Path(sys.argv[1])));"
+        "from moefold.validate.config import check_config; check_config(load_config(Path(sys.argv[1])));"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run(

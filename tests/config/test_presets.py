@@ -2,11 +2,11 @@ import re
 
 import pytest
 
-from moefold.config.checks import check_config
-from moefold.config.load import load_config
 from moefold.config.presets import load_preset, preset_names, preset_summary
+from moefold.cost.flops import count_parameters
 from moefold.errors import ConfigError
-from moefold.metrics.flops import count_parameters
+from moefold.recipe import load_config
+from moefold.validate.config import check_config
 
 
 @pytest.mark.parametrize("name", preset_names())

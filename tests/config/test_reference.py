@@ -1,8 +1,8 @@
 from pathlib import Path
 
-from moefold.config.keys import key_types, sections
 from moefold.config.presets import preset_names
 from moefold.config.reference import keys_text, recipe_keys, recipe_page, section_help
+from moefold.config.suggestions import key_types, sections
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 

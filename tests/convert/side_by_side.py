@@ -21,14 +21,14 @@ from moefold.config.schema import (
 )
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.piece import full_region
-from moefold.convert.start import load_initial_weights
+from moefold.convert.init_from import load_initial_weights
+from moefold.convert.tensor_mapping import full_region
 from moefold.convert.weights import HfSource
 from moefold.data import open_dataset
 from moefold.parallel.parallelize import ParallelModel, parallelize
 from moefold.train.batch import BatchSharder
-from moefold.train.step import TrainingStep
-from moefold.verify.mapping import create_groups, gather_full_tensors
+from moefold.train.train_step import TrainingStep
+from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from tests.convert.hf_models import save_model
 
 SEQ_LEN = 16

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from moefold.cli.main import main
 from moefold.convert.hf_config import read_model_config
-from moefold.convert.manifest import MANIFEST_FILE, copy_sidecar_files
+from moefold.convert.hf_shards import MANIFEST_FILE, copy_sidecar_files
 from moefold.errors import ConfigError
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.test_round_trip import add_tokenizer

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moefold.checkpoint.folder import read_meta
+from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.cli.main import main
 from moefold.config.schema import Config, RunConfig, TrainConfig
-from moefold.convert.further_layer import tensor_names
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.manifest import MANIFEST_FILE
+from moefold.convert.hf_shards import MANIFEST_FILE
+from moefold.convert.mtp import tensor_names
 from moefold.convert.weights import HfSource, load_hf_weights, load_shards
 from moefold.inference.source import find_source
 from moefold.model.transformer import build_model

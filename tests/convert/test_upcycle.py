@@ -7,24 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.folder import read_meta, write_meta
+from moefold.checkpoint.checkpoint_dir import read_meta, write_meta
 from moefold.checkpoint.manifest import MANIFEST_FILE
-from moefold.checkpoint.stream import CheckpointSource, write_manifest_in_parallel
+from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
 from moefold.cli.main import main
-from moefold.config.checks import check_config
+from moefold.comm.groups import ParallelGroups, World
 from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from moefold.convert.exportable import export_message
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.piece import full_region
-from moefold.convert.start import load_initial_weights
+from moefold.convert.init_from import load_initial_weights
+from moefold.convert.tensor_mapping import full_region
 from moefold.convert.upcycle import UpcycledSource
-from moefold.convert.upcycle_rule import preserves_outputs, upcycle_unsupported_reason
+from moefold.convert.upcycle_check import export_message, preserves_outputs, upcycle_unsupported_reason
 from moefold.convert.weights import HfSource, load_shards
-from moefold.launch.crew import World
 from moefold.model.transformer import build_model
-from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
+from moefold.validate.config import check_config
 from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of, transformers
 from tests.convert.test_round_trip import add_tokenizer
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.config.checks import check_config
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.piece import full_region
+from moefold.convert.tensor_mapping import full_region
 from moefold.convert.weights import HfSource, load_hf_weights
 from moefold.model.transformer import build_model
-from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
+from moefold.validate.config import check_config
 from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of
 
 SEQ_LEN = 16

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.data.cache import cache_folders, cache_key, cached_tokens, default_cache_dir, is_complete
-from moefold.data.document import text_corpus
+from moefold.cache_dir import cache_folders, default_cache_dir
+from moefold.data.cache import cache_key, cached_tokens, is_complete
+from moefold.data.text_source import text_corpus
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from moefold.errors import ConfigError
 
@@ -110,7 +111,7 @@ import sys, time, zlib
 from pathlib import Path
 import numpy as np
 from moefold.data.cache import cached_tokens
-from moefold.data.document import text_corpus
+from moefold.data.text_source import text_corpus
 from moefold.data.tokenizer import ByteTokenizer
 
 class Slow(ByteTokenizer):

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.checkpoint.data_files import file_differences
 from moefold.config.schema import DataConfig
+from moefold.data.data_files import file_differences
 from moefold.data.fingerprint import BLOCK_BYTES, file_sizes, fingerprint, size_differences
 
 

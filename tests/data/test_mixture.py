@@ -3,9 +3,9 @@ import random
 import numpy as np
 import pytest
 
-from moefold.data.marked import Sample
 from moefold.data.mixture import Mixture, floor_sum
-from moefold.data.sampling import Sampler
+from moefold.data.sample import Sample
+from moefold.data.sampler import Sampler
 
 
 class Numbers(Sampler):

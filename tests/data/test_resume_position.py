@@ -10,7 +10,7 @@ import pytest
 from moefold.config.schema import DataConfig
 from moefold.data import Sampler, open_dataset
 
-from .test_corrupt import BROKEN, KINDS, make, recipe
+from .test_skip_corrupt import BROKEN, KINDS, make, recipe
 
 S = 96
 BATCH = 12

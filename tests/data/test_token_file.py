@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from moefold.config.schema import DataConfig
-from moefold.data.marked import EodAnnotatedSamples
-from moefold.data.sampling import PackedSamples
+from moefold.data.sample import EodAnnotatedSamples
+from moefold.data.sampler import PackedSamples
 from moefold.data.token_file import TokenFile, TokenFileStream, read_npy_header, token_files
 from moefold.errors import ConfigError
 

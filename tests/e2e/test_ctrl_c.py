@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.launch.stale_folder import LOCK_FILE
+from moefold.launch.local_job import LOCK_FILE
 from moefold.testing.pool import WorkerPool
 from tests.e2e.command import ROOT, TWO, environment, fresh, losses, small
 from tests.e2e.forked import interrupt_forked

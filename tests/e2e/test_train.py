@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from moefold.metrics.step import StepMetrics
+from moefold.metrics.step_metrics import StepMetrics
 from tests.e2e.command import FOLDED, TWO, checkpoints, losses, metrics, moefold, run, small, train
 
 pytestmark = pytest.mark.e2e

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from moefold.config.checks import check_config
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data import open_dataset
-from moefold.launch.place import RankEnv
+from moefold.host.rank_env import RankEnv
 from moefold.launch.ranks import init_distributed
-from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
-from moefold.train.step import TrainingStep
+from moefold.train.train_step import TrainingStep
+from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 
 

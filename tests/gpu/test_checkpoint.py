@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.content import differing_tensors
-from moefold.checkpoint.folder import complete_checkpoints
-from moefold.config.checks import check_config
+from moefold.checkpoint.checkpoint_dir import complete_checkpoints
+from moefold.checkpoint.inspect import differing_tensors
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config, RunConfig
-from moefold.launch.place import RankEnv
+from moefold.host.rank_env import RankEnv
 from moefold.launch.ranks import init_distributed
-from moefold.parallel.groups import ParallelGroups
-from moefold.train.stop import StopSignals
+from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
+from moefold.validate.config import check_config
 from tests.train.test_trainer import losses
 from tests.verify.recipes import tiny
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.kernels.select import select_kernels
-from moefold.moe.layer import MoELayer
+from moefold.model.moe.layer import MoELayer
+from moefold.parallel.select_ops import select_kernels
 from tests.gpu.runs import losses_on, small_recipe
 
 pytestmark = [

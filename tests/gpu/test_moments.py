@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from moefold.config.schema import Config, TrainConfig
-from moefold.offload.tier import CopyEngine
-from moefold.parallel.moments import MmapStore, PinnedStore, StateStore
-from moefold.testing.group import make_group
-from moefold.train.muon import build_muon
-from moefold.train.optimizer import build_optimizer, named_moments
+from moefold.offload.backend import CopyEngine
+from moefold.optim.build import build_optimizer, named_moments
+from moefold.optim.muon import build_muon
+from moefold.optim.state_offload import MmapStore, PinnedStore, StateStore
+from moefold.testing.pool import make_group
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from moefold.checkpoint.folder import FORMAT, CheckpointMeta, model_sizes, sample_order, write_meta
+from moefold.checkpoint.checkpoint_dir import FORMAT, CheckpointMeta, model_sizes, sample_order, write_meta
 from moefold.config.load import config_from_dict, write_config_json
 from moefold.config.schema import Config
 

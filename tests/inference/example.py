@@ -6,20 +6,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from moefold.checkpoint.folder import TrainState
-from moefold.checkpoint.store import checkpoint_state
-from moefold.checkpoint.store import write_checkpoint as write
-from moefold.config.checks import check_config
+from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.save_load import checkpoint_state
+from moefold.checkpoint.save_load import write_checkpoint as write
+from moefold.comm.groups import ParallelGroups
 from moefold.config.load import config_from_dict, write_config_json
 from moefold.config.schema import Config
-from moefold.inference.opening import LoadedModel, load_model
+from moefold.inference.load import LoadedModel, load_model
 from moefold.inference.settings import InferenceRequest, Purpose, inference_config
 from moefold.inference.source import find_source
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
-from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
-from moefold.train.step import TrainingStep
+from moefold.train.train_step import TrainingStep
+from moefold.validate.config import check_config
 from tests.model.test_against_transformers import FAMILIES, SHARED, SIZES, _their_tensor
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 
 from moefold.inference.generate import Completion, generate
 from moefold.inference.sampling import SamplingParams
-from moefold.parallel.staged import KVCacheDecoder
+from moefold.parallel.inference_model import KVCacheDecoder
 from tests.inference.example import KINDS, opened, recipe, recipe_of_kind, row_of_ids, theirs, write_checkpoint
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")

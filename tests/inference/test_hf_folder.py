@@ -12,7 +12,7 @@ from moefold.inference.evaluate import evaluate
 from moefold.inference.generate import generate
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.source import find_source
-from moefold.inference.token_row import TokenDataset
+from moefold.inference.token_dataset import TokenDataset
 from tests.inference.example import opened, row_of_ids
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")

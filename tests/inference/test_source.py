@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from moefold.checkpoint.folder import locate_checkpoint, locate_folder
+from moefold.checkpoint.checkpoint_dir import locate_checkpoint, locate_folder
 from moefold.cli.main import main
-from moefold.convert.start_check import read_model
+from moefold.convert.init_from_check import read_model
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source
 from tests.inference.checkpoint_folder import described_run

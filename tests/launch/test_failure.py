@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
+from moefold.host.rank_env import RankEnv
 from moefold.launch.failure import RankErrorHandler, is_collective_error
-from moefold.launch.place import RankEnv
 
 RANK = """
 import signal, sys, time
 import moefold.launch.failure as failure
 from moefold.errors import ConfigError, RunError
-from moefold.launch.place import Place
+from moefold.host.rank_env import Place
 
 failure.NONZERO_RANK_DELAY_S = failure.ROOT_CAUSE_WAIT_S = 0.3
 started = time.monotonic()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefold.errors import ConfigError
-from moefold.launch.place import RankEnv
+from moefold.host.rank_env import RankEnv
 from moefold.launch.ranks import choose_device, spawn_ranks
 
 

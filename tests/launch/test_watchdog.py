@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from moefold.comm.collectives import all_gather, all_reduce_sum
+from moefold.comm.groups import ParallelGroups
+from moefold.host.rank_env import RankEnv
 from moefold.launch.failure import RankErrorHandler
-from moefold.launch.meeting import join_rendezvous
-from moefold.launch.place import RankEnv
 from moefold.launch.ranks import init_distributed, spawn_ranks
+from moefold.launch.rendezvous import join_rendezvous
 from moefold.launch.watchdog import Watchdog
-from moefold.parallel.collectives import all_gather, all_reduce_sum
-from moefold.parallel.groups import ParallelGroups
-from moefold.parallel.layout import fold
+from moefold.topology.layout import fold
 from tests.launch.blocked import block
 
 RANKS = 3

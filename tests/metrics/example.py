@@ -1,8 +1,7 @@
 """One step of a made-up run, for the tests of those who show or store it."""
 
-from moefold.metrics.memory_by_part import MemoryByPart
-from moefold.metrics.moe import MoELayerMetrics
-from moefold.metrics.step import StepMetrics
+from moefold.metrics.memory_breakdown import MemoryByPart
+from moefold.metrics.step_metrics import MoELayerMetrics, StepMetrics
 
 LAYER = MoELayerMetrics(
     layer=1,

@@ -10,7 +10,7 @@ import torch
 from moefold.config.load import config_from_dict
 from moefold.config.schema import ModelConfig
 from moefold.model.rope import attention_factor, build_rope, frequencies
-from moefold.verify.oracle_rotation import apply_rope
+from moefold.verify.oracle_attention import apply_rope
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 

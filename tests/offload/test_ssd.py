@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from moefold.errors import ConfigError, RunError
-from moefold.offload.extents import ALIGNMENT_BYTES
-from moefold.offload.ssd import SsdFile, checksum
-from moefold.offload.tier import CopyEngine, HostMemory, pinned_allocation_bytes
+from moefold.offload.backend import CopyEngine, HostMemory, pinned_allocation_bytes
+from moefold.offload.ssd import ALIGNMENT_BYTES, SsdFile, checksum
 
 CPU = torch.device("cpu")
 
@@ -148,7 +147,7 @@ def test_the_file_has_no_name_and_goes_with_a_killed_process(tmp_path):
         "import sys, time, torch\n"
         "from pathlib import Path\n"
         "from moefold.offload.ssd import SsdFile\n"
-        "from moefold.offload.tier import Link\n"
+        "from moefold.offload.backend import Link\n"
         "tier = SsdFile(Link(torch.device('cpu')), Path(sys.argv[1]))\n"
         "stored = tier.store(torch.ones(1 << 20, dtype=torch.uint8), None)\n"
         "print(oct(__import__('os').fstat(tier._file.fileno()).st_mode & 0o777), flush=True)\n"

@@ -5,13 +5,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from moefold.config.checks import check_config
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.model.parameter import local_param
+from moefold.model.local_param import local_param
 from moefold.parallel.gradients import sum_replicated_gradients
-from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import parallelize
-from moefold.train.step import full_tensor
+from moefold.train.train_step import full_tensor
+from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity

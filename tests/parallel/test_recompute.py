@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.schema import Config, ModelConfig, RunConfig, TrainConfig
-from moefold.metrics.kept_parts import CPU_KERNELS
-from moefold.metrics.recompute_choice import DEFAULT_MEMORY_FRACTION, choose_recompute
-from moefold.model.recall import checkpoint_without_output, no_checkpoint
+from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute
+from moefold.cost.saved_tensors import CPU_KERNELS
+from moefold.model.activation_checkpoint import checkpoint_without_output, no_checkpoint
 from moefold.model.transformer import build_model
 from moefold.parallel.recompute import apply_recompute, resolve_recompute
-from moefold.testing.kept import measure_saved_bytes
-from moefold.verify.mapping import create_groups
+from moefold.testing.saved_memory import measure_saved_bytes
+from moefold.verify.distributed_run import create_groups
 from tests.verify.recipes import tiny
 
 H, A, G, D, F, FE, FS, E, K, V, T = 64, 4, 2, 16, 160, 96, 80, 4, 2, 8, 128

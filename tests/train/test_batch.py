@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.config.checks import check_config
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, DataConfig
 from moefold.data import open_dataset
 from moefold.errors import ConfigError
-from moefold.parallel.accumulate import Batch
-from moefold.parallel.context import sequence_positions
-from moefold.parallel.groups import ParallelGroups
+from moefold.parallel.context_parallel import sequence_positions
+from moefold.parallel.grad_accumulation import Batch
 from moefold.train.batch import BatchSharder
+from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity

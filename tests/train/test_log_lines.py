@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.folder import META_FILE, step_path
-from moefold.config.load import load_config
+from moefold.checkpoint.checkpoint_dir import META_FILE, step_path
 from moefold.config.schema import Config
 from moefold.data import open_dataset
-from moefold.train.banner import startup_lines
-from moefold.train.farewell import closing_lines
+from moefold.recipe import load_config
+from moefold.train.log_lines import closing_lines, startup_lines
 
 WORDS = ("model.preset=tiny", "model.vocab_size=256", "train.seq_len=32", "run.steps=20", "run.dtype=float32")
 UNSAVED = ("checkpoint.every=0", "checkpoint.at_end=false")

@@ -13,20 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.checkpoint.folder import read_meta
-from moefold.config.checks import check_config
+from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, DataConfig
-from moefold.convert.start import load_initial_weights
+from moefold.convert.init_from import load_initial_weights
 from moefold.data import open_dataset
 from moefold.errors import ConfigError, RunError
-from moefold.metrics.fault_log import read_faults
-from moefold.parallel.accumulate import Batch
-from moefold.parallel.groups import ParallelGroups
+from moefold.metrics.writer import read_faults
+from moefold.parallel.grad_accumulation import Batch
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
-from moefold.train.step import TrainingStep
-from moefold.train.stop import StopSignals
+from moefold.train.signals import StopSignals
+from moefold.train.train_step import TrainingStep
 from moefold.train.trainer import Trainer
+from moefold.validate.config import check_config
 from tests.train.test_trainer import _train, losses, recipe, records
 
 pytestmark = pytest.mark.parity

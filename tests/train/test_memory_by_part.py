@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.checks import check_config
 from moefold.config.schema import Config, MetricsConfig
-from moefold.metrics.kept_parts import CPU_KERNELS
-from moefold.metrics.memory_by_part import ACTIVATIONS, PARTS, RELOADED
-from moefold.metrics.memory_formula import compute_rank_memory
-from moefold.parallel.memory_parts import DISPATCH_PART, TRACKED_METHODS, TRACKED_RESUMABLES
-from moefold.verify.mapping import run_distributed
+from moefold.cost.peak_memory import compute_rank_memory
+from moefold.cost.saved_tensors import CPU_KERNELS
+from moefold.metrics.memory_breakdown import ACTIVATIONS, PARTS, RELOADED
+from moefold.parallel.memory_tracking import DISPATCH_PART, TRACKED_METHODS, TRACKED_RESUMABLES
+from moefold.validate.config import check_config
+from moefold.verify.distributed_run import run_distributed
 from tests.verify.recipes import tiny
 from tests.verify.same_bits import assert_equal_bits
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.config.checks import check_config
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, DataConfig
 from moefold.errors import RunError
-from moefold.parallel.groups import ParallelGroups
-from moefold.train.stop import StopSignals
+from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
+from moefold.validate.config import check_config
 from tests.train.test_trainer import recipe
 
 pytestmark = pytest.mark.parity

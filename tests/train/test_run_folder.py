@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.folder import (
+from moefold.checkpoint.checkpoint_dir import (
     FORMAT,
     META_FILE,
     CheckpointMeta,
@@ -18,10 +18,10 @@ from moefold.checkpoint.folder import (
     write_meta,
 )
 from moefold.checkpoint.manifest import digest_file, write_manifest
-from moefold.config.load import config_to_dict, load_config
+from moefold.config.load import config_to_dict
 from moefold.config.schema import Config
-from moefold.train.run_folder import choose_run_folder
-from moefold.train.run_lock import LOCK_FILE, RunLock, is_in_use
+from moefold.recipe import load_config
+from moefold.train.run_folder import LOCK_FILE, RunLock, choose_run_folder, is_in_use
 
 WORDS = ("model.preset=tiny", "data.kind=synthetic", "run.device=cpu", "train.seq_len=32", "run.steps=10")
 
@@ -50,7 +50,7 @@ def write_run(run_dir: Path, *words: str, steps: int, saved: int | None) -> None
 def in_use_elsewhere(folder: Path) -> bool:
     """What another process sees: a lock of fcntl is the process's own."""
     code = (
-        f"from moefold.train.run_lock import is_in_use; print(is_in_use(__import__('pathlib').Path({str(folder)!r})))"
+        f"from moefold.train.run_folder import is_in_use; print(is_in_use(__import__('pathlib').Path({str(folder)!r})))"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
 

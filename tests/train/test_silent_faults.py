@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from moefold.checkpoint.content import differing_tensors
-from moefold.config.checks import check_config
+from moefold.checkpoint.inspect import differing_tensors
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config, DataConfig, FaultsConfig, RunConfig
 from moefold.errors import RunError
-from moefold.metrics.fault_log import read_faults
+from moefold.metrics.writer import read_faults
 from moefold.model.transformer import Embedding
-from moefold.parallel.groups import ParallelGroups
-from moefold.train.stop import StopSignals
+from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
+from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity

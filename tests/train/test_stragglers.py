@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.checks import check_config
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, RunConfig
-from moefold.metrics.fault_log import read_faults
 from moefold.metrics.rank_times import REPORT_SLOW_STEPS
+from moefold.metrics.writer import read_faults
 from moefold.model.transformer import Block
-from moefold.parallel.groups import ParallelGroups
-from moefold.train.stop import StopSignals
+from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
+from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.checkpoint.store import load_checkpoint
-from moefold.config.checks import check_config
+from moefold.checkpoint.save_load import load_checkpoint
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config, RunConfig
 from moefold.data import open_dataset
-from moefold.metrics.routing_trace import RoutingTrace
-from moefold.parallel.groups import ParallelGroups
+from moefold.data.routing_trace import RoutingTrace
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
-from moefold.train.step import STOP_POLL_EVERY, TrainingStep
-from moefold.train.stop import StopSignals
+from moefold.train.signals import StopSignals
+from moefold.train.train_step import STOP_POLL_EVERY, TrainingStep
 from moefold.train.trainer import Trainer
+from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity

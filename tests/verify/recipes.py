@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import product
 
-from moefold.config.checks import check_config
 from moefold.config.schema import (
     Config,
     DataConfig,
@@ -14,7 +13,8 @@ from moefold.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from moefold.parallel.layout import divisors
+from moefold.topology.layout import divisors
+from moefold.validate.config import check_config
 
 Mapping = dict[str, int]
 

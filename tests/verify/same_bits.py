@@ -8,7 +8,7 @@ import torch
 
 from moefold.config.schema import Config
 from moefold.testing.pool import WorkerPool
-from moefold.verify.mapping import DistributedRecord, run_distributed
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
 
 MEASURED = ("peak_memory_gib", "memory_by_part", "rank_times", "offload")
 

@@ -24,10 +24,10 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from moefold.config.checks import check_config
 from moefold.config.schema import Config
+from moefold.validate.config import check_config
 from moefold.verify.compare import run_oracle
-from moefold.verify.mapping import DistributedRecord, run_distributed
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.verify.covering import Row, all_rows, covering_rows, few_else_slow, levels_of
 from tests.verify.recipes import tiny, without_mapping
 from tests.verify.test_pipeline_parity import write_split_rows
@@ -241,7 +241,7 @@ def test_sums_in_bfloat16_are_noticed(pool, plain_run, tmp_path):
 
 def _run_without_an_end_of_first_parts(cfg: Config) -> list[DistributedRecord]:
     """As if FSDP, without its hooks, learnt of a split backward pass from its second part alone."""
-    from moefold.parallel.late_gradients import WeightGradStore
+    from moefold.parallel.wgrad_store import WeightGradStore
 
     whole = WeightGradStore.__init__
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.train.step import StepResult
+from moefold.train.train_step import StepResult
 from moefold.verify.compare import OracleRecord, compare_records, run_oracle, token_chunks
-from moefold.verify.mapping import DistributedRecord
+from moefold.verify.distributed_run import DistributedRecord
 from tests.verify.recipes import tiny
 
 

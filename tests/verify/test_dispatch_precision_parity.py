@@ -6,7 +6,7 @@ import pytest
 
 from moefold.config.schema import Config
 from moefold.verify.compare import compare_records
-from moefold.verify.mapping import run_distributed
+from moefold.verify.distributed_run import run_distributed
 from tests.verify.recipes import tiny, without_mapping
 from tests.verify.test_parity import STEPS, TOLERANCE, _cached_oracle, _name, assert_equals_oracle
 

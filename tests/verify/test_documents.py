@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data.marked import Sample
-from moefold.data.sampling import Split
-from moefold.data.split import IndexRanges
+from moefold.data.sample import Sample
+from moefold.data.sampler import IndexRanges, Split
 from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
-from moefold.parallel.groups import ParallelGroups
-from moefold.parallel.layout import fold
+from moefold.topology.layout import fold
 from moefold.train.batch import BatchSharder
 from tests.verify.recipes import tiny
 from tests.verify.test_parity import assert_equals_oracle

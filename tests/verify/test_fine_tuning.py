@@ -14,7 +14,7 @@ from moefold.data import open_dataset
 from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
 from moefold.verify.compare import compare_records, run_oracle
-from moefold.verify.mapping import DistributedRecord, run_distributed
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.verify.recipes import tiny, without_mapping
 
 S = 48

@@ -7,7 +7,7 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.verify.compare import compare_records, run_oracle
-from moefold.verify.mapping import run_distributed
+from moefold.verify.distributed_run import run_distributed
 from moefold.verify.shrink import MAX_WINDOW, shrink
 from tests.verify.recipes import tiny, without_mapping
 from tests.verify.test_parity import assert_equals_oracle

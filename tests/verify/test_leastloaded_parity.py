@@ -3,9 +3,9 @@
 import pytest
 
 from moefold.config.schema import Config
-from moefold.moe.dispatch.leastloaded import LeastLoadedDispatcher
+from moefold.model.moe.dispatch.least_loaded import LeastLoadedDispatcher
 from moefold.verify.compare import compare_records
-from moefold.verify.mapping import DistributedRecord, run_distributed
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from moefold.verify.shrink import shrink
 from tests.verify.recipes import tiny
 from tests.verify.test_parity import STEPS, TOLERANCE, _name, _oracle

@@ -4,7 +4,7 @@ import pytest
 
 from moefold.config.schema import Config
 from moefold.verify.compare import compare_records, run_oracle
-from moefold.verify.mapping import DistributedRecord, run_distributed
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.verify.recipes import LATENT, tiny, without_mapping
 
 pytestmark = pytest.mark.parity
@@ -64,7 +64,7 @@ def test_every_kind_of_matrix(pool, model, groups):
 
 def _run_with_shards_for_matrices(cfg: Config) -> DistributedRecord:
     """As if each rank made what it holds of a matrix orthogonal by itself."""
-    from moefold.train import muon
+    from moefold.optim import muon
 
     def by_shards(self, source, work, sink):
         for name, parameter in self.of_rank.items():

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moefold.config.schema import Config
 from moefold.verify.compare import NamedError, compare_records, run_oracle
-from moefold.verify.mapping import DistributedRecord, run_distributed
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.verify.recipes import tiny, without_mapping
 
 pytestmark = pytest.mark.parity
@@ -46,7 +46,7 @@ def _run_with_norm_counted_twice(cfg: Config) -> DistributedRecord:
 
 def _run_with_local_routing_counts(cfg: Config) -> DistributedRecord:
     """As if the balance loss knew the tokens of its own rank alone."""
-    from moefold.moe.dispatch import ShardedMicroBatch
+    from moefold.model.moe.dispatch import ShardedMicroBatch
 
     ShardedMicroBatch.sum = lambda self, x: x * self.size
     return run_distributed(cfg, 1)
@@ -54,7 +54,7 @@ def _run_with_local_routing_counts(cfg: Config) -> DistributedRecord:
 
 def _run_with_own_gradient_of_a_sum(cfg: Config) -> DistributedRecord:
     """As if a sum over the heads of all ranks were used by this rank alone."""
-    from moefold.parallel import collectives
+    from moefold.comm import collectives
 
     collectives._AllReduce.backward = staticmethod(lambda ctx, grad: (grad, None))
     return run_distributed(cfg, 1)

@@ -7,11 +7,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from moefold.config.checks import check_config
 from moefold.config.schema import Config
 from moefold.offload.ssd import SsdFile
-from moefold.parallel.moments import host_mesh
-from moefold.verify.mapping import DistributedRecord, run_distributed
+from moefold.optim.state_offload import host_mesh
+from moefold.validate.config import check_config
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.verify.recipes import LATENT, tiny
 from tests.verify.same_bits import assert_equal_bits, assert_same_bits
 from tests.verify.test_pipeline_parity import write_split_rows

@@ -13,8 +13,8 @@ from moefold.data import open_dataset
 from moefold.errors import ConfigError
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
-from moefold.train.step import TrainingStep
-from moefold.verify.mapping import create_groups
+from moefold.train.train_step import TrainingStep
+from moefold.verify.distributed_run import create_groups
 from tests.verify.recipes import LATENT, tiny
 
 pytestmark = pytest.mark.parity

@@ -13,7 +13,7 @@ from moefold.data import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.verify.compare import NamedError, OracleRecord, compare_records, run_oracle
-from moefold.verify.mapping import create_groups, run_distributed
+from moefold.verify.distributed_run import create_groups, run_distributed
 from moefold.verify.shrink import shrink
 from tests.verify.covering import covering_rows, few_else_slow
 from tests.verify.recipes import few_samples, legal_mappings, tiny, without_mapping

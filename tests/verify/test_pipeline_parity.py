@@ -6,7 +6,7 @@ import pytest
 
 from moefold.config.schema import Config
 from moefold.verify.compare import NamedError, compare_records, run_oracle
-from moefold.verify.mapping import DistributedRecord, run_distributed
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.verify.recipes import tiny, without_mapping
 from tests.verify.test_parity import TOLERANCE, assert_equals_oracle
 
@@ -77,7 +77,7 @@ def test_layouts(pool, layout, parallel):
 
 def _run_without_postponed_gradients(cfg: Config) -> DistributedRecord:
     """As if the last of the gradients that a backward pass postponed were forgotten."""
-    from moefold.parallel.late_gradients import WeightGradStore
+    from moefold.parallel.wgrad_store import WeightGradStore
 
     whole = WeightGradStore.__call__
 

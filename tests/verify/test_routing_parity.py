@@ -6,11 +6,11 @@ from functools import lru_cache, partial
 import pytest
 from torch.utils.checkpoint import checkpoint
 
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, ParallelConfig
-from moefold.parallel.groups import ParallelGroups
 from moefold.parallel.parallelize import ParallelModel
 from moefold.verify.compare import OracleRecord, compare_records, run_oracle
-from moefold.verify.mapping import DistributedRecord, create_groups, run_distributed, run_on_groups
+from moefold.verify.distributed_run import DistributedRecord, create_groups, run_distributed, run_on_groups
 from tests.verify.recipes import tiny, without_mapping
 
 pytestmark = pytest.mark.parity
@@ -111,9 +111,9 @@ def test_every_kind_of_routing_under_eight_ranks(pool, mapping):
 
 def _recompute(*, blocks: bool) -> None:
     """From here on every MoE layer, or every block, runs its forward pass once more in the backward pass."""
-    from moefold.verify import mapping
+    from moefold.verify import distributed_run
 
-    whole = mapping.parallelize
+    whole = distributed_run.parallelize
 
     def recomputing(cfg: Config, groups: ParallelGroups) -> ParallelModel:
         model = whole(cfg, groups)
@@ -122,7 +122,7 @@ def _recompute(*, blocks: bool) -> None:
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         return model
 
-    mapping.parallelize = recomputing
+    distributed_run.parallelize = recomputing
 
 
 def _run_recomputing(cfg: Config, num_steps: int) -> DistributedRecord:
@@ -253,7 +253,7 @@ def test_the_loss_of_each_sample_does_not_depend_on_the_cut_into_micro_batches(p
 
 def _run_with_counts_of_one_scope(cfg: Config) -> DistributedRecord:
     """As if the global-batch loss knew the micro-batch of its own data-parallel rank alone."""
-    from moefold.moe.dispatch import ShardedMicroBatch
+    from moefold.model.moe.dispatch import ShardedMicroBatch
 
     ShardedMicroBatch.sum_over_data_parallel = ShardedMicroBatch.sum
     return run_distributed(cfg, STEPS)
@@ -261,7 +261,7 @@ def _run_with_counts_of_one_scope(cfg: Config) -> DistributedRecord:
 
 def _run_with_shifted_noise(cfg: Config) -> DistributedRecord:
     """As if the noise of a token depended on its place on the rank."""
-    from moefold.moe import router
+    from moefold.model.moe import router
 
     whole = router.uniform_noise
     router.uniform_noise = lambda seed, step, samples, positions, width, **how: whole(

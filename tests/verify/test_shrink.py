@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.checks import check_config
-from moefold.config.load import config_from_dict, load_config
+from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, DataConfig, ParallelConfig
+from moefold.cost.flops import count_parameters
 from moefold.errors import ConfigError
-from moefold.metrics.flops import count_parameters
+from moefold.recipe import load_config
+from moefold.validate.config import check_config
 from moefold.verify.shrink import changed_axes, shrink
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))

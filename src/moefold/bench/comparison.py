@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.bench.contestants import EXPERTS_IMPLEMENTATIONS, OURS, Competitors, build_competitors
-from moefold.bench.machine import COPY, ONEDNN, TORCH_MM, PeakRates, describe_device, peak_rates, roofline_kernels
-from moefold.bench.parts import BARE_GEMM_LOOP, PartTime, StepBreakdown, bare_loop_ratio, part_time
-from moefold.bench.race import CLOCKS, StepTimes, median_ratio, synchronized, time_interleaved
+from moefold.bench.breakdown import BARE_GEMM_LOOP, PartTime, StepBreakdown, bare_loop_ratio, part_time
+from moefold.bench.implementations import EXPERTS_IMPLEMENTATIONS, OURS, Competitors, build_competitors
+from moefold.bench.roofline import COPY, ONEDNN, TORCH_MM, PeakRates, describe_device, peak_rates, roofline_kernels
 from moefold.bench.shape import BenchPart, BenchRouting, step_flops
-from moefold.bench.storage import StorageMeter
+from moefold.bench.timing import CLOCKS, StepTimes, StorageMeter, median_ratio, synchronized, time_interleaved
 from moefold.config.schema import Config
 from moefold.model.transformer import TORCH_DTYPES
-from moefold.work_progress import ProgressCallback, ignore_progress
+from moefold.progress import ProgressCallback, ignore_progress
 
 GIB = 2**30
 ROOFLINE_KERNELS = (COPY, TORCH_MM, ONEDNN)

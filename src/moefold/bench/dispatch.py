@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefold.comm.collectives import all_gather
+from moefold.comm.groups import ParallelGroups
 from moefold.errors import ConfigError
-from moefold.moe.dispatch import Dispatcher, RoutingMap, make_dispatcher
-from moefold.moe.experts import Experts
-from moefold.parallel.collectives import all_gather
-from moefold.parallel.groups import ParallelGroups
-from moefold.parallel.layout import Layout, divisors, fold
-from moefold.work_progress import ProgressCallback, ignore_progress
+from moefold.model.moe.dispatch import Dispatcher, RoutingMap, make_dispatcher
+from moefold.model.moe.experts import Experts
+from moefold.progress import ProgressCallback, ignore_progress
+from moefold.topology.layout import Layout, divisors, fold
 
 PHASES = ("permute", "dispatch", "sort", "experts", "unsort", "combine", "unpermute")
 """The six phases of a dispatcher, and the experts between them; each forward and backward."""

@@ -16,10 +16,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import ModelConfig
-from moefold.moe.layer import MoELayer
-from moefold.parallel.groups import ParallelGroups
-from moefold.parallel.layout import fold
+from moefold.model.moe.layer import MoELayer
+from moefold.topology.layout import fold
 
 PROCESS_GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp")
 """What its layer asks for."""

@@ -15,20 +15,20 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moefold.comm.collectives import all_gather
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data import open_dataset
-from moefold.kernels.c_gate import CSwiGLU
-from moefold.kernels.c_product import CGemm
-from moefold.model.core_attention import CausalAttention
+from moefold.model.attention import CausalAttention
 from moefold.model.linear import UnquantizedLinear
 from moefold.model.norm import RMSNorm
 from moefold.model.transformer import Transformer
-from moefold.parallel.collectives import all_gather
-from moefold.parallel.groups import ParallelGroups
+from moefold.ops.cpu.gemm import CGemm
+from moefold.ops.cpu.swiglu import CSwiGLU
 from moefold.parallel.parallelize import parallelize
+from moefold.progress import ProgressCallback, ignore_progress
 from moefold.train.batch import BatchSharder
-from moefold.train.step import TrainingStep
-from moefold.work_progress import ProgressCallback, ignore_progress
+from moefold.train.train_step import TrainingStep
 
 GEMMS, ATTENTION, TENSOR_OPS, COMMUNICATION, PYTHON = (
     "GEMMs",

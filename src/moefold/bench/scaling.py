@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moefold.bench.contestants import build_moefold_step
-from moefold.bench.race import CLOCKS, StepTimes, synchronized, time_interleaved
+from moefold.bench.implementations import build_moefold_step
 from moefold.bench.shape import BenchShape, bench_config
-from moefold.work_progress import ProgressCallback, ignore_progress
+from moefold.bench.timing import CLOCKS, StepTimes, synchronized, time_interleaved
+from moefold.progress import ProgressCallback, ignore_progress
 
 
 @dataclass(frozen=True)

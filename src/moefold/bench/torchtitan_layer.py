@@ -10,7 +10,7 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, Tok
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 from moefold.config.schema import ModelConfig
-from moefold.moe.layer import MoELayer
+from moefold.model.moe.layer import MoELayer
 
 
 def build(ours: MoELayer, model: ModelConfig, dtype: torch.dtype) -> nn.Module:

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from moefold.checkpoint.folder import TrainState
-from moefold.checkpoint.store import write_checkpoint
+from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.save_load import write_checkpoint
 from moefold.config.schema import Config
 
 THROTTLE_S = 0.05

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from moefold.bench.shape import BenchShape, bench_config, bench_shapes, max_fitting_experts
 from moefold.cli.bench_output import add_output_options, device_type_from_args, shape_from_args, write_report
 from moefold.cli.command_parser import CommandParser
-from moefold.launch.place import RankEnv
-from moefold.work_progress import WorkProgress
+from moefold.host.rank_env import RankEnv
+from moefold.progress import WorkProgress
 
 if TYPE_CHECKING:
     from moefold.bench.comparison import BenchComparison
@@ -42,8 +42,8 @@ def _measure(shape: BenchShape, args: argparse.Namespace, rank_env: RankEnv, dev
     import torch
 
     from moefold.bench.comparison import compare_implementations
-    from moefold.bench.machine import free_memory_bytes
-    from moefold.bench.peers import num_weight_copies
+    from moefold.bench.other_frameworks import num_weight_copies
+    from moefold.bench.roofline import free_memory_bytes
     from moefold.launch.ranks import init_distributed
 
     torch.set_num_threads(args.threads)

@@ -6,11 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moefold.cli.bench_output import add_output_options, check_output_options, write_report
-from moefold.cli.command_parser import CommandParser
-from moefold.cli.own_words import DEVICE_OPTION, reworded_errors
+from moefold.cli.command_parser import DEVICE_OPTION, CommandParser, reworded_errors
 from moefold.errors import ConfigError
-from moefold.launch.place import RankEnv
-from moefold.work_progress import WorkProgress
+from moefold.host.rank_env import RankEnv
+from moefold.progress import WorkProgress
 
 if TYPE_CHECKING:
     from moefold.bench.dispatch import MappingTime
@@ -39,7 +38,7 @@ def _measure(args: argparse.Namespace, rank_env: RankEnv, device_type: str) -> i
     import torch
 
     from moefold.bench.dispatch import measure_mappings
-    from moefold.bench.machine import describe_device
+    from moefold.bench.roofline import describe_device
     from moefold.launch.ranks import init_distributed
     from moefold.model.transformer import TORCH_DTYPES
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
-from moefold.launch.place import RankEnv
-from moefold.printable import print_escaped
-from moefold.work_progress import WorkProgress
+from moefold.host.rank_env import RankEnv
+from moefold.progress import WorkProgress
+from moefold.terminal import print_escaped
 
 if TYPE_CHECKING:
-    from moefold.bench.leastloaded import DispatchMeasurement
+    from moefold.bench.least_loaded import DispatchMeasurement
 
 NUM_EXPERTS = 16
 NUM_RANKS = (2, 4, 8, 16)
@@ -37,10 +37,10 @@ def run(argv: list[str]) -> int:
 def _measure(args: argparse.Namespace, rank_env: RankEnv, device_type: str) -> int:
     import torch
 
-    from moefold.bench.leastloaded import SkewedWorkload, measure_dispatchers
+    from moefold.bench.least_loaded import SkewedWorkload, measure_dispatchers
+    from moefold.comm.groups import ParallelGroups
     from moefold.launch.ranks import init_distributed
-    from moefold.parallel.groups import ParallelGroups
-    from moefold.parallel.layout import fold
+    from moefold.topology.layout import fold
 
     torch.set_num_threads(1)
     with (

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.bench_output import add_output_options, check_output_options, write_report
 from moefold.cli.command_parser import CommandParser
-from moefold.config.checks import check_config
-from moefold.config.load import load_config
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.launch.place import RankEnv
-from moefold.work_progress import WorkProgress
+from moefold.host.rank_env import RankEnv
+from moefold.progress import WorkProgress
+from moefold.recipe import load_config
+from moefold.validate.config import check_config
 
 if TYPE_CHECKING:
     from moefold.bench.ranks import RankCpuTimes
@@ -52,8 +52,8 @@ def _measure(cfg: Config, args: argparse.Namespace, rank_env: RankEnv, device_ty
     import torch
 
     from moefold.bench.ranks import measure_ranks, time_shares
+    from moefold.comm.groups import ParallelGroups
     from moefold.launch.ranks import init_distributed
-    from moefold.parallel.groups import ParallelGroups
 
     torch.set_num_threads(1)
     with (

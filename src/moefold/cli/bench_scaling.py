@@ -7,8 +7,8 @@ from functools import partial
 from moefold.bench.shape import BenchShape, bench_config
 from moefold.cli.bench_output import add_output_options, device_type_from_args, shape_from_args, write_report
 from moefold.cli.command_parser import CommandParser
-from moefold.launch.place import RankEnv
-from moefold.work_progress import WorkProgress
+from moefold.host.rank_env import RankEnv
+from moefold.progress import WorkProgress
 
 MS_PER_S = 1e3
 
@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
 def _measure(shape: BenchShape, args: argparse.Namespace, rank_env: RankEnv, device_name: str) -> int:
     import torch
 
-    from moefold.bench.machine import describe_device
+    from moefold.bench.roofline import describe_device
     from moefold.bench.scaling import ScalingSweep, sweep_experts, sweep_tokens
     from moefold.launch.ranks import init_distributed
 

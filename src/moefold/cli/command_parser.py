@@ -1,12 +1,23 @@
-"""The parser of every command's words: help as wide as the terminal, messages that a terminal can show."""
+"""The parser of every command's words: help as wide as the terminal, messages that a terminal can show.
+
+Errors of code that several commands share, in the words of the command at hand.
+
+One message for all ranks of a machine.
+"""
 
 import argparse
 import re
 import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, NoReturn
 
-from moefold.printable import MULTILINE_CHARS, printable
+from moefold.errors import ConfigError
+from moefold.host.rank_env import RankEnv
+from moefold.launch.exit import EXIT_USER_ERROR
+from moefold.terminal import MULTILINE_CHARS, printable
 
 UNBROKEN_SPACE = "\N{NO-BREAK SPACE}"
 
@@ -60,3 +71,50 @@ def _wrapped_line(line: str, width: int) -> list[str]:
     )
     broken = [part.replace(UNBROKEN_SPACE, " ") for part in broken]
     return [part + " \\" for part in broken[:-1]] + broken[-1:] if is_command else broken
+
+
+DEVICE_OPTION = (
+    (r"parallel\.world_size=(\d+) needs a GPU", r"--device cuda needs a GPU"),
+    (r"run\.device=", "--device "),
+)
+"""For commands whose device is an option."""
+TOKENIZER_OPTION = ((r"data\.tokenizer=", "--tokenizer "),)
+"""For commands whose tokenizer is an option."""
+
+
+@contextmanager
+def reworded_errors(*replacements: tuple[str, str]) -> Iterator[None]:
+    """Replace what the messages of errors inside say of a recipe by the options of a command.
+
+    Args:
+        replacements: regular expressions, and what stands in their place.
+
+    Raises:
+        ConfigError: the one that came, reworded.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for pattern, words in replacements:
+            text = re.sub(pattern, words, text)
+        raise ConfigError(text) from error
+
+
+RANK0_REPORT_WAIT_S = 10.0
+"""A launcher ends all ranks once one has ended, also the first before it has spoken. So the others stay as long."""
+
+
+@contextmanager
+def report_on_local_rank0(rank_env: RankEnv | None) -> Iterator[None]:
+    """Around what fails alike on all ranks of a machine: the first of them alone says so, and ends the others by that.
+
+    Where a launcher lets ranks end one by one, they follow after `RANK0_REPORT_WAIT_S`.
+    """
+    try:
+        yield
+    except ConfigError:
+        if rank_env is None or rank_env.local_rank == 0:
+            raise
+        time.sleep(RANK0_REPORT_WAIT_S)
+        raise SystemExit(EXIT_USER_ERROR) from None

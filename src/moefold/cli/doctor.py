@@ -14,12 +14,12 @@ from pathlib import Path
 
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
-from moefold.launch.status import EXIT_FAILED
-from moefold.metrics.host_memory import available_host_memory, physical_bytes
-from moefold.printable import print_escaped, printable
+from moefold.host.memory import available_host_memory, physical_bytes
+from moefold.launch.exit import EXIT_FAILED
+from moefold.terminal import print_escaped, printable
 
 GIB = 2**30
-C_LIBRARIES = ("product", "experts", "norm", "rope", "attention")
+C_LIBRARIES = ("gemm", "swiglu", "norm", "rope", "attention")
 OPTIONAL_PACKAGES = (
     ("datasets", "datasets", "hf", 'data.kind="huggingface"'),
     ("transformers", "transformers", "hf", "comparisons in moefold bench"),
@@ -82,7 +82,7 @@ def _torch() -> Iterator[Finding]:
     try:
         import torch
 
-        from moefold.launch.backends import available_backends
+        from moefold.launch.runtime_env import available_backends
     except (ImportError, OSError) as error:
         yield Finding("torch", f"cannot be imported: {error}", is_fault=True)
         return
@@ -103,7 +103,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _c_kernels() -> str:
-    from moefold.kernels.c_library import CompilerError, build_libraries
+    from moefold.ops.cpu.build import CompilerError, build_libraries
 
     try:
         build_libraries(*C_LIBRARIES)
@@ -113,7 +113,7 @@ def _c_kernels() -> str:
 
 
 def _cache() -> Finding:
-    from moefold.data.cache import default_cache_dir
+    from moefold.cache_dir import default_cache_dir
 
     folder = default_cache_dir()
     # What is missing is made in the nearest folder that is there.

@@ -8,19 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moefold.cli.command_parser import CommandParser
-from moefold.cli.compute_options import add_inference_options
-from moefold.cli.one_voice import report_on_local_rank0
-from moefold.cli.own_words import DEVICE_OPTION, TOKENIZER_OPTION, reworded_errors
-from moefold.cli.skipped import report_skipped
+from moefold.cli.command_parser import (
+    DEVICE_OPTION,
+    TOKENIZER_OPTION,
+    CommandParser,
+    report_on_local_rank0,
+    reworded_errors,
+)
+from moefold.cli.inference_options import add_inference_options, report_skipped
 from moefold.errors import ConfigError
-from moefold.launch.place import RankEnv, check_world_size, read_rank_env
-from moefold.plan.output_file import check_writable, reject_existing
-from moefold.printable import print_escaped
+from moefold.host.rank_env import RankEnv, check_world_size, read_rank_env
+from moefold.planner.export_recipe import check_writable, reject_existing
+from moefold.terminal import print_escaped
 
 if TYPE_CHECKING:
     from moefold.inference.source import ModelSource
-    from moefold.inference.token_row import TokenDataset
+    from moefold.inference.token_dataset import TokenDataset
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
 the newest complete one is taken, or a Hugging Face folder. The file is cut into sequences of S tokens, one after
@@ -50,9 +53,8 @@ def run(argv: list[str]) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
-    from moefold.checkpoint.sound import check_file_sizes
-    from moefold.inference.memory import EVAL_OOM_HINT, batch_bytes
-    from moefold.inference.settings import InferenceRequest, inference_config
+    from moefold.checkpoint.checkpoint_dir import check_file_sizes
+    from moefold.inference.settings import EVAL_OOM_HINT, InferenceRequest, batch_bytes, inference_config
     from moefold.inference.source import find_source
     from moefold.launch.fitting import check_inference, choose_checked_device
 
@@ -80,7 +82,7 @@ def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     _check_logits(arguments)
 
     from moefold.inference.text import encode_text, open_tokenizer, read_text
-    from moefold.inference.token_row import TokenDataset, check_dataset, open_ids
+    from moefold.inference.token_dataset import TokenDataset, check_dataset, open_ids
 
     if arguments.tokens is not None:
         name, given = f"--tokens {str(arguments.tokens)!r}", arguments.tokens
@@ -108,7 +110,7 @@ def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         check_file_sizes(source.path)
 
     # torch takes seconds to import: everything above answers without it, where there is no GPU.
-    from moefold.inference.rank import EvalJob, eval_worker
+    from moefold.inference.worker import EvalJob, eval_worker
     from moefold.launch.ranks import run_ranks
 
     job = EvalJob(

@@ -4,16 +4,15 @@ import argparse
 import re
 from pathlib import Path
 
-from moefold.checkpoint.folder import locate_checkpoint
-from moefold.cli.command_parser import CommandParser
-from moefold.cli.conversion import conversion_job, conversion_summary
-from moefold.cli.one_voice import report_on_local_rank0
-from moefold.cli.skipped import report_skipped_for
+from moefold.checkpoint.checkpoint_dir import locate_checkpoint
+from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.conversion_options import conversion_job, conversion_summary
+from moefold.cli.inference_options import report_skipped_for
 from moefold.convert.early_check import check_export
 from moefold.convert.families import FAMILIES
 from moefold.errors import ConfigError
-from moefold.launch.place import read_rank_env
-from moefold.printable import print_escaped
+from moefold.host.rank_env import read_rank_env
+from moefold.terminal import print_escaped
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

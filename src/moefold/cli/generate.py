@@ -7,14 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from moefold.cli.command_parser import CommandParser
-from moefold.cli.compute_options import add_inference_options
-from moefold.cli.one_voice import report_on_local_rank0
-from moefold.cli.own_words import DEVICE_OPTION, TOKENIZER_OPTION, reworded_errors
-from moefold.cli.skipped import report_skipped
-from moefold.config.keys import closest_match
+from moefold.cli.command_parser import (
+    DEVICE_OPTION,
+    TOKENIZER_OPTION,
+    CommandParser,
+    report_on_local_rank0,
+    reworded_errors,
+)
+from moefold.cli.inference_options import add_inference_options, report_skipped
+from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
-from moefold.launch.place import RankEnv, check_world_size, read_rank_env
+from moefold.host.rank_env import RankEnv, check_world_size, read_rank_env
 
 if TYPE_CHECKING:
     from moefold.data.tokenizer import Tokenizer
@@ -46,10 +49,9 @@ def run(argv: list[str]) -> int:
 
 
 def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
-    from moefold.checkpoint.sound import check_file_sizes
-    from moefold.inference.memory import GENERATE_OOM_HINT, kv_cache_bytes
+    from moefold.checkpoint.checkpoint_dir import check_file_sizes
     from moefold.inference.sampling import SamplingParams
-    from moefold.inference.settings import InferenceRequest, inference_config
+    from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, inference_config, kv_cache_bytes
     from moefold.inference.source import find_source
     from moefold.inference.text import encode_prompts, open_tokenizer, stop_token_ids
     from moefold.launch.fitting import check_inference, choose_checked_device
@@ -97,7 +99,7 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         check_file_sizes(source.path)
 
     # torch takes seconds to import: everything above answers without it, where there is no GPU.
-    from moefold.inference.rank import GenerateJob, generate_worker
+    from moefold.inference.worker import GenerateJob, generate_worker
     from moefold.launch.ranks import run_ranks
 
     job = GenerateJob(
@@ -121,7 +123,7 @@ def _encode_chat(
     arguments: argparse.Namespace, source: "ModelSource", tokenizer: "Tokenizer", messages: tuple[str, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], frozenset[int], str]:
     """The ids of messages in the chat template, the tokens that end an answer, and the text that does."""
-    from moefold.inference.chat import encode_messages, open_chat_template, turn_end
+    from moefold.inference.text import encode_messages, open_chat_template, turn_end
 
     with reworded_errors(
         (r"set data\.chat_template to a file with one", "name a file with one: --chat-template FILE"),

@@ -3,12 +3,11 @@
 import argparse
 from pathlib import Path
 
-from moefold.cli.command_parser import CommandParser
-from moefold.cli.conversion import conversion_job, conversion_summary, training_command
-from moefold.cli.one_voice import report_on_local_rank0
+from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
 from moefold.convert.early_check import check_import
-from moefold.launch.place import read_rank_env
-from moefold.printable import print_escaped
+from moefold.host.rank_env import read_rank_env
+from moefold.terminal import print_escaped
 
 
 def run(argv: list[str]) -> int:

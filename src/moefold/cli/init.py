@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.config.keys import closest_match
-from moefold.config.shipped import TEMPLATES, shipped_files
+from moefold.config.presets import TEMPLATES, shipped_files
+from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError, format_list
-from moefold.printable import print_escaped
+from moefold.terminal import print_escaped
 
 DEFAULT_RECIPE = "quickstart"
 

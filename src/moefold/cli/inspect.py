@@ -8,8 +8,8 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
-from moefold.plan.output_file import check_writable, reject_existing
-from moefold.printable import print_escaped
+from moefold.planner.export_recipe import check_writable, reject_existing
+from moefold.terminal import print_escaped
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
 loads in RUN/metrics.jsonl, which do not name the experts; works while the run goes on
@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
         check_writable("--png", arguments.png)
         reject_existing("--png", arguments.png, force=arguments.force)
     # numpy takes a tenth of a second to import, which the help need not spend.
-    from moefold.metrics.balance import read_balance
+    from moefold.metrics.expert_balance import read_balance
 
     balance = read_balance(arguments.run)
     if arguments.layer is not None and arguments.layer not in balance.layers:
@@ -57,7 +57,7 @@ def run(argv: list[str]) -> int:
         print(json.dumps(record))
     else:
         from moefold.cli.inspect_table import print_balance
-        from moefold.console import PrintableConsole
+        from moefold.terminal import PrintableConsole
 
         print_balance(PrintableConsole(highlight=False), balance, arguments.layer)
     return 0

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moefold.errors import ConfigError
-from moefold.metrics.balance import Array, ExpertBalance, split_into_bins
-from moefold.metrics.picture_text import drawable
+from moefold.metrics.expert_balance import Array, ExpertBalance, split_into_bins
+from moefold.metrics.plot import drawable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

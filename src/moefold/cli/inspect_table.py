@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moefold.metrics.balance import Array, ExpertBalance, LayerSummary, split_into_bins
-from moefold.printable import printable
+from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
+from moefold.terminal import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = ".:-=+*#@"

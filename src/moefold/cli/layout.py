@@ -8,19 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.config.checks_parallel import DEGREE_RULES
-from moefold.config.checks_pipeline import validate_pipeline_layout, validate_schedule
-from moefold.config.faults import raise_all
-from moefold.config.keys import DERIVED, closest_match
 from moefold.config.limits import MAX_RANKS, parse_count
-from moefold.config.load import load_config
-from moefold.config.pipeline_layout import LayoutSyntaxError, expand_layout
 from moefold.config.schema import Config, ModelConfig
-from moefold.errors import ConfigError
-from moefold.parallel.layout import Layout, fold
-from moefold.parallel.stage_plan import StagePlan, plan_stages
-from moefold.plan.output_file import check_writable, reject_existing
-from moefold.printable import print_escaped
+from moefold.config.suggestions import DERIVED, closest_match
+from moefold.cost.stages import plan_stages
+from moefold.errors import ConfigError, raise_all
+from moefold.planner.export_recipe import check_writable, reject_existing
+from moefold.recipe import load_config
+from moefold.terminal import print_escaped
+from moefold.topology.layout import Layout, fold
+from moefold.topology.pipeline_layout import LayoutSyntaxError, expand_layout
+from moefold.topology.stages import StagePlan
+from moefold.validate.parallel import DEGREE_RULES
+from moefold.validate.pipeline import validate_pipeline_layout, validate_schedule
 
 PIPELINE_KEYS = ("schedule", "virtual_stages", "schedule_csv", "pipeline_layout")
 FOLD_KEYS = ("world_size", "tp", "cp", "pp", "ep", "etp", "order", "moe_order")
@@ -64,11 +64,11 @@ def run(argv: list[str]) -> int:
         print(json.dumps(layout.as_dict | ({} if pipeline is None else stages_as_dict(pipeline))))
     else:
         from moefold.cli.layout_table import print_layout
-        from moefold.console import PrintableConsole
+        from moefold.terminal import PrintableConsole
 
         print_layout(PrintableConsole(), layout, gpus_per_node)
         if pipeline is not None:
-            from moefold.cli.layout_stages import print_stages
+            from moefold.cli.layout_table import print_stages
 
             print_stages(PrintableConsole(), pipeline, cfg if has_recipe else None)
     return 0

@@ -8,13 +8,12 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from moefold.cli.layout_stages_picture import StagePanel
-from moefold.cli.layout_table import named_views, node_ranks
-from moefold.cli.layout_unfolded import describe_changes, format_count, unfolded_experts
+from moefold.cli.layout_table import describe_changes, format_count, named_views, node_ranks, unfolded_experts
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.parallel.layout import Layout, View
-from moefold.parallel.stage_plan import StagePlan
-from moefold.plan.views_chart import DrawnView
+from moefold.planner.svg_chart import DrawnView
+from moefold.topology.layout import Layout, View
+from moefold.topology.stages import StagePlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moefold.cli.layout_stages import compact_count, describe_stage
+from moefold.cli.layout_table import compact_count, describe_stage
 from moefold.config.schema import Config
-from moefold.parallel.stage_balance import StageCost, stage_cost
-from moefold.parallel.stage_plan import Stage, StagePlan
+from moefold.cost.stage_partition import StageCost, stage_cost
+from moefold.topology.stages import Stage, StagePlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

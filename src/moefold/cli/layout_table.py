@@ -1,14 +1,24 @@
-"""The two views of a layout as text: node by node, then group by group."""
+"""The two views of a layout as text: node by node, then group by group.
+
+The pipeline stages of a recipe as text: what stands where, and what it costs.
+
+The experts of the same ranks without folding, and what folding changes, in words. Torch-free.
+"""
 
 from collections.abc import Iterator
-from math import lcm
+from math import gcd, lcm
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moefold.parallel.layout import Layout, View
+from moefold.config.schema import Config
+from moefold.cost.stage_partition import stage_cost
+from moefold.planner.svg_chart import DrawnView, build_drawn_views
+from moefold.topology.layout import DEFAULT_MOE_ORDER, DEFAULT_ORDER, Layout, View, fold
+from moefold.topology.pipeline_layout import StageParts
+from moefold.topology.stages import StagePlan
 
 PALETTE = ("cyan", "yellow", "magenta", "green", "blue", "red", "bright_cyan", "bright_yellow")
 MAX_NODES = 16
@@ -146,3 +156,126 @@ def _list_ranks(ranks: range) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+BAR = "█"
+BAR_WIDTH = 20
+
+
+def print_stages(console: Console, plan: StagePlan, cfg: Config | None) -> None:
+    """Print the layout as a string, and a row for each stage: its rank, its parts, its operations and weights.
+
+    The operations are those of the forward pass, against the busiest stage; the weights are those of one rank. Without
+    a recipe nothing is known of either.
+    """
+    table = Table(
+        title=f"stages, {plan.layout}",
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+    )
+    table.pad_edge, table.padding = False, (0, 1, 0, 0)
+    for name in ("stage", "pp rank"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("holds")
+    loads = None if cfg is None else [stage_cost(cfg, stage.parts) for stage in plan.stages]
+    if loads is not None:
+        table.add_column("weights", justify="right", no_wrap=True)
+        table.add_column("operations", no_wrap=True)
+    for stage in plan.stages:
+        cells = [str(stage.number), str(stage.pp_rank), describe_stage(stage.parts)]
+        if loads is not None:
+            load, most = loads[stage.number], max(1, *(load.flops for load in loads))
+            share = load.flops / most
+            cells += [
+                compact_count(load.num_parameters),
+                f"{share:4.0%} {BAR * round(BAR_WIDTH * share)}",
+            ]
+        table.add_row(*cells)
+    console.print()
+    console.print(table)
+
+
+def describe_stage(parts: StageParts) -> str:
+    """What a stage holds, in words."""
+    words = ["embedding"] if parts.has_embedding else []
+    layers = parts.layers
+    if len(layers) == 1:
+        words.append(f"layer {layers[0]}")
+    elif layers:
+        words.append(f"layers {layers[0]}-{layers[-1]}")
+    if parts.num_mtp_layers:
+        words.append(f"{parts.num_mtp_layers} further")
+    if parts.has_loss:
+        words.append("loss")
+    return ", ".join(words) or "nothing"
+
+
+def compact_count(weights: int) -> str:
+    """A number of parameters, short."""
+    for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if weights >= size:
+            return f"{weights / size:.1f} {unit}"
+    return str(weights)
+
+
+def unfolded_experts(layout: Layout) -> DrawnView | None:
+    """Return the expert view that the attention of a layout would force without folding.
+
+    Experts are then cut as attention is (etp = tp), ep is a factor of dp, and its neighbours are tp*cp ranks apart.
+
+    Args:
+        layout: the folded one.
+
+    Returns:
+        The view with the largest ep that divides both ep and dp; None where the orders are not the default ones, or
+        where folding changes nothing.
+    """
+    orders = "-".join(layout.attention.axes), "-".join(layout.moe.axes)
+    if orders != (DEFAULT_ORDER, DEFAULT_MOE_ORDER):
+        return None
+    ep = gcd(layout.ep, layout.dp)
+    coupled = fold(world_size=layout.world_size, tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=ep, etp=layout.tp)
+    _, experts = build_drawn_views(coupled, coupled=True)
+    same = all(experts.group_indices(axis) == layout.moe.group_indices(axis) for axis in ("ep", "etp", "edp"))
+    return None if same else experts
+
+
+def describe_changes(layout: Layout, experts: DrawnView, gpus_per_node: int) -> list[str]:
+    """Say what folding changes: the degrees, the nodes that an ep group lies on, and the weights of a rank."""
+    ep, etp = experts.degree("ep"), experts.degree("etp")
+    folded, coupled = (
+        max_nodes_spanned(groups, gpus_per_node)
+        for groups in (layout.moe.group_indices("ep"), experts.group_indices("ep"))
+    )
+    words = []
+    if ep != layout.ep:
+        words.append(f"ep is {layout.ep} (dp {layout.dp} allows only {ep})")
+    if etp != layout.etp:
+        words.append(f"experts {_describe_sharding(layout.etp)} ({_describe_sharding(etp)} with etp = tp)")
+    if layout.ep > 1:
+        words.append(f"an ep group on {format_count(folded, 'node')}" + (f" ({coupled} without)" if ep > 1 else ""))
+    held, would = layout.ep * layout.etp, ep * etp
+    if held != would:
+        words.append(
+            f"1/{held} of a layer's expert weights on a rank ({'all' if would == 1 else f'1/{would}'} without)"
+        )
+    return words
+
+
+def _describe_sharding(etp: int) -> str:
+    return "whole" if etp == 1 else f"in {etp} pieces"
+
+
+def max_nodes_spanned(groups: tuple[int, ...], gpus_per_node: int) -> int:
+    """Return the most nodes that one group lies on, given the group of each rank."""
+    found: dict[int, set[int]] = {}
+    for rank, group in enumerate(groups):
+        found.setdefault(group, set()).add(rank // gpus_per_node)
+    return max(map(len, found.values()))
+
+
+def format_count(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

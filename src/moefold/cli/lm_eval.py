@@ -3,12 +3,11 @@
 import importlib.util
 from functools import partial
 
-from moefold.cli.command_parser import CommandParser
-from moefold.cli.one_voice import report_on_local_rank0
-from moefold.cli.skipped import report_skipped
+from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.inference_options import report_skipped
 from moefold.errors import ConfigError
-from moefold.launch.place import RankEnv, check_world_size, read_rank_env
-from moefold.printable import print_escaped
+from moefold.host.rank_env import RankEnv, check_world_size, read_rank_env
+from moefold.terminal import print_escaped
 
 USAGE = "moefold lm-eval --model_args path=MODEL[,tp=2,...] --tasks TASK [...]"
 DESCRIPTION = """Run the tasks of lm-eval (pip install -e '.[eval]') on a checkpoint, a run folder or a Hugging Face
@@ -49,7 +48,7 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("the package lm-eval is not installed; pip install -e '.[eval]'")
     if argv[0] in ("ls", "validate") or {"-h", "--help"} & set(argv):
-        from moefold.inference.lm_eval_rank import run_harness
+        from moefold.inference.lm_eval_worker import run_harness
 
         return run_harness(argv, None)
     names = {word.partition("=")[0] for word in argv}
@@ -69,8 +68,8 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
     if applies_chat_template(argv):
         settings.load_chat_template(source, tokenizer)
 
-    from moefold.checkpoint.sound import check_file_sizes
-    from moefold.inference.memory import kv_cache_bytes
+    from moefold.checkpoint.checkpoint_dir import check_file_sizes
+    from moefold.inference.settings import kv_cache_bytes
     from moefold.launch.fitting import check_inference, choose_checked_device
 
     check = partial(
@@ -87,7 +86,7 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
         check_file_sizes(source.path)
 
     # torch takes seconds to import, lm-eval too: everything above answers without them.
-    from moefold.inference.lm_eval_rank import lm_eval_worker
+    from moefold.inference.lm_eval_worker import lm_eval_worker
     from moefold.launch.ranks import run_ranks
 
     # lm-eval would take 1. The user's own words come later and win.

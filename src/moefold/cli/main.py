@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
-from moefold.config.keys import closest_match
+from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError, RunError
-from moefold.printable import escape_log_lines, print_escaped
+from moefold.terminal import escape_log_lines, print_escaped
 
 COMMANDS = {
     "init": "write a recipe that comes with moefold, to train from and to change",
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BROKEN_PIPE
     except (MemoryError, RuntimeError, ValueError, OSError) as error:
         # Errors of memory of any library; all others are bugs of ours.
-        from moefold.launch.out_of_memory import oom_message
+        from moefold.launch.exit import oom_message
 
         if not (text := oom_message(error)):
             raise

@@ -1,35 +1,40 @@
-"""`moefold memory`: what a step has in memory on each rank, by part: measured, or by formula for any world."""
+"""`moefold memory`: what a step has in memory on each rank, by part: measured, or by formula for any world.
+
+The tables of `moefold memory`: bytes by rank and part, and measured activations beside the formulas.
+"""
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.memory_table import print_comparison, print_parts
-from moefold.config.checks import check_config
-from moefold.config.checks_dispatch import check_dispatch_device
-from moefold.config.checks_kernels import check_kernel_device
-from moefold.config.checks_machine import check_data_source
-from moefold.config.checks_offload import check_offload_device, check_offload_folder
-from moefold.config.checks_recompute import AUTO
-from moefold.config.load import load_config
+from moefold.cli.screen import Column, open_console, print_columns, print_prose
 from moefold.config.schema import Config
+from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
+from moefold.cost.peak_memory import RankMemory, compute_rank_memory
+from moefold.cost.recompute_parts import AUTO
+from moefold.cost.saved_tensors import KERNEL_PROFILES, KernelProfile
 from moefold.errors import ConfigError
 from moefold.launch.fitting import check_training
-from moefold.metrics.kept_parts import KERNEL_PROFILES, KernelProfile
-from moefold.metrics.memory_formula import RankMemory, compute_rank_memory
-from moefold.metrics.recompute_choice import GIB, choose_recompute, with_recompute
-from moefold.parallel.layout import Layout
-from moefold.printable import print_escaped
-from moefold.work_progress import SHOW_AFTER_S, WorkProgress
+from moefold.progress import SHOW_AFTER_S, WorkProgress
+from moefold.recipe import load_config
+from moefold.terminal import format_bytes, print_escaped
+from moefold.topology.layout import Layout
+from moefold.train.preflight import check_data_source, check_offload_folder
+from moefold.validate.config import check_config
+from moefold.validate.memory import check_offload_device
+from moefold.validate.moe import check_dispatch_device
+from moefold.validate.train import check_kernel_device
 
 if TYPE_CHECKING:
-    from moefold.metrics.state_memory import StateBytes
+    from moefold.cost.state_memory import StateBytes
+    from moefold.train.memory_profile import MeasuredMemory
+
 
 MAX_MEASURED_RANKS = 64
 """Ranks that one machine is asked to start."""
@@ -91,7 +96,7 @@ def _resolve_recompute(cfg: Config, kernels: KernelProfile, imbalance: float) ->
 def _report_formulas(
     cfg: Config, layout: Layout, formulas: tuple[RankMemory, ...], *, message: str, as_json: bool
 ) -> int:
-    from moefold.train.built_memory import sharded_state_bytes
+    from moefold.train.memory_profile import sharded_state_bytes
 
     stages = [layout.attention.coordinate(rank, "pp") for rank in range(layout.world_size)]
     first = [stages.index(pp_rank) for pp_rank in range(layout.pp)]
@@ -150,7 +155,7 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
     check_training(cfg, "cpu", None)
     from moefold.data import prepare
     from moefold.testing.pool import WorkerPool
-    from moefold.train.measured_memory import measure_rank
+    from moefold.train.memory_profile import measure_rank
 
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     world_size = cfg.parallel.world_size
@@ -197,3 +202,91 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print bytes as one JSON object")
     return parser
+
+
+BALANCING_DISPATCHERS = ("leastloaded",)
+"""Dispatchers that move rows between ranks, so that the router alone does not say how many a rank has."""
+
+
+def print_parts(rows: Mapping[int, Mapping[str, int]], title: str) -> None:
+    """Print a column for each rank, a row for each part that any of them has, and the total."""
+    console = open_console()
+    console.print(f"{title}\n", style="bold")
+    parts = list(dict.fromkeys(part for row in rows.values() for part, size in row.items() if size))
+    columns = [Column(name="part", cells=[*parts, "total"])]
+    for rank, row in rows.items():
+        cells = [*(format_size(row.get(part, 0)) for part in parts), format_size(sum(row.values()))]
+        columns.append(Column(name=f"rank {rank}", cells=cells, justify="right"))
+    print_columns(console, columns)
+
+
+def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemory"], kernels: KernelProfile) -> None:
+    """Print measured activations beside those of the formulas, with even experts and with the rows of this step."""
+    console = open_console()
+    loads = [rank_imbalance(layout, ranks, i) for i in range(len(ranks))]
+    even = compute_rank_memory(cfg, kernels=kernels)
+    columns = [
+        Column(name="rank", cells=[str(rank.rank) for rank in ranks], justify="right"),
+        Column(name="measured", cells=[format_size(rank.activations) for rank in ranks], justify="right"),
+        *_formula_columns("formula", ranks, [even[rank.pp_rank].activations.total for rank in ranks]),
+    ]
+    uneven = any(load is not None for load in loads) and cfg.parallel.dispatcher not in BALANCING_DISPATCHERS
+    if uneven:
+        of_load = {load: compute_rank_memory(cfg, kernels=kernels, imbalance=load) for load in set(loads) if load}
+        routed = [
+            (of_load[load] if load else even)[rank.pp_rank].activations.total
+            for rank, load in zip(ranks, loads, strict=True)
+        ]
+        columns.append(
+            Column(name="rows", cells=["-" if load is None else f"{load:.2f}x" for load in loads], justify="right")
+        )
+        columns += _formula_columns("with rows", ranks, routed)
+    console.print("\nactivations at their fullest moment, measured and by formula\n", style="bold")
+    print_columns(console, columns)
+    console.print()
+    if cfg.train.offload:
+        print_prose(console, "formula", "as if nothing were offloaded")
+    print_prose(console, "why", _explanation(uneven=uneven))
+
+
+def rank_imbalance(layout: Layout, ranks: Sequence["MeasuredMemory"], rank: int) -> float | None:
+    """Return the rows that a rank's experts worked on over the mean of its ep and etp group; None without experts.
+
+    Rows of an expert reach all etp ranks of the ep rank that holds it.
+    """
+    group = layout.moe.group(rank, "ep", "etp")
+    counts: list[int] = [sum(column) for column in zip(*(ranks[member].routed for member in group), strict=True)]
+    if not sum(counts):
+        return None
+    held = len(counts) // layout.ep
+    place = layout.moe.coordinate(rank, "ep")
+    mine: int = sum(counts[place * held : (place + 1) * held])
+    return mine * layout.ep / sum(counts)
+
+
+def format_size(size: int) -> str:
+    """Return bytes in a unit that suits, - for none."""
+    return format_bytes(size) if size else "-"
+
+
+def _formula_columns(name: str, ranks: Sequence["MeasuredMemory"], sizes: Sequence[int]) -> list[Column]:
+    shares = [
+        f"{100 * (size / rank.activations - 1):+.1f}%" if rank.activations else "-"
+        for rank, size in zip(ranks, sizes, strict=True)
+    ]
+    return [
+        Column(name=name, cells=[format_size(size) for size in sizes], justify="right"),
+        Column(name="off by", cells=shares, justify="right"),
+    ]
+
+
+def _explanation(*, uneven: bool) -> str:
+    known = "within 10 % for even experts on one thread (docs/memory.md)"
+    if not uneven:
+        return f"the formula is {known}."
+    return (
+        "`formula` counts even experts, but a rank keeps activations for the rows that the router sends to its "
+        "experts. `rows` is their number in this step over the mean of the ep group, and `with rows` is the formula "
+        f"with it. What is left is the error of the formula, {known}, and rows that differ between layers and "
+        "micro-batches."
+    )

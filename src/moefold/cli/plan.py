@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.disturbance import add_noise_options
-from moefold.cli.plan_files import check_contents, check_output_paths, write_outputs
-from moefold.cli.plan_words import parse_axes
+from moefold.cli.noise_options import add_noise_options
+from moefold.cli.plan_outputs import check_contents, check_output_paths, write_outputs
+from moefold.cli.plan_table import parse_axes
 from moefold.config.limits import MAX_BY_KEY, check_at_most
 from moefold.config.schema import ModelConfig
+from moefold.cost.hardware import device_names, load_device
 from moefold.errors import ConfigError
-from moefold.plan.device import device_names, load_device
-from moefold.plan.margin import RESERVE_FRACTION, default_reserve_gib
-from moefold.plan.planner import MAX_GPUS, Planner, PlanRequest, read_model
-from moefold.plan.precision import resolve_precision
-from moefold.plan.restriction import FOLDED, METHODS, Restriction
-from moefold.plan.search import PlannedMapping
-from moefold.plan.workload import PRECISIONS, workload_from_config
-from moefold.work_progress import WorkProgress
+from moefold.planner.cost_model.gemm import resolve_precision
+from moefold.planner.cost_model.workload import PRECISIONS, workload_from_config
+from moefold.planner.memory.budget import RESERVE_FRACTION, default_reserve_gib
+from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, read_model
+from moefold.planner.search.constraints import FOLDED, METHODS, Restriction
+from moefold.planner.search.search import PlannedMapping
+from moefold.progress import WorkProgress
 
 EPILOG = (
     """MODEL is a preset, a recipe.toml or the config.json (or folder) of a Hugging Face model. A recipe says the batch,
@@ -82,7 +82,7 @@ def run(argv: list[str]) -> int:
     if args.json:
         print(json.dumps(result_as_dict(planner, args.top)))
     else:
-        from moefold.cli.plan_footer import print_footer
+        from moefold.cli.plan_outputs import print_footer
         from moefold.cli.plan_table import print_breakdown, print_question, print_ranking
         from moefold.cli.screen import open_console
 
@@ -164,8 +164,8 @@ def make_planner(request: PlanRequest, args: argparse.Namespace) -> Planner:
     """What answers, under recorded routing if there is any."""
     if args.trace is None:
         return Planner(request)
-    from moefold.plan.routing_load import RecordedRouting
-    from moefold.plan.traced import TracedPlanner
+    from moefold.planner.cost_model.workload import RecordedRouting
+    from moefold.planner.planner import TracedPlanner
 
     return TracedPlanner(request, RecordedRouting(args.trace, request.base_config.model))
 

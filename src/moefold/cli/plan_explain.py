@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moefold.cli.plan_files import report_unwritten, write_outputs
-from moefold.cli.plan_words import parse_axes
+from moefold.cli.plan_outputs import report_unwritten, write_outputs
+from moefold.cli.plan_table import parse_axes
 from moefold.errors import ConfigError
-from moefold.plan.planner import PlanRequest, format_mapping
-from moefold.plan.reason import explain_illegal
-from moefold.plan.restriction import Restriction
-from moefold.plan.search import PlannedMapping
-from moefold.printable import print_escaped
+from moefold.planner.planner import PlanRequest, format_mapping
+from moefold.planner.search.constraints import Restriction
+from moefold.planner.search.infeasibility import explain_illegal
+from moefold.planner.search.search import PlannedMapping
+from moefold.terminal import print_escaped
 
 EXIT_NOT_FEASIBLE = 1
 GIB = 2**30
@@ -95,7 +95,7 @@ def _print_answer(args: argparse.Namespace, record: dict[str, Any], text: str) -
 
 
 def _print(request: PlanRequest, plan: PlannedMapping, record: dict[str, Any], *, wide: bool) -> None:
-    from moefold.cli.plan_footer import ACCURACY_STATEMENT, list_assumptions
+    from moefold.cli.plan_outputs import ACCURACY_STATEMENT, list_assumptions
     from moefold.cli.plan_table import print_breakdown, print_question, print_ranking
     from moefold.cli.screen import open_console, print_prose
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from moefold.console import PrintableConsole
+    from moefold.terminal import PrintableConsole
 
 DEFAULT_WIDTH = 240
 """Columns where the output is no terminal and COLUMNS is not set: as wide as any table needs."""
@@ -47,7 +47,7 @@ class Column:
 
 def open_console() -> "PrintableConsole":
     """Return a console as wide as COLUMNS says, else as the terminal, else as any table needs."""
-    from moefold.console import PrintableConsole
+    from moefold.terminal import PrintableConsole
 
     width = max(MIN_WIDTH, get_terminal_size((DEFAULT_WIDTH, 25)).columns)
     return PrintableConsole(width=width, highlight=False, markup=False, emoji=False)

@@ -7,27 +7,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.disturbance import add_noise_options, check_jitter, check_seed, parse_stragglers
-from moefold.config.checks import check_config
-from moefold.config.checks_memory import check_memory_device
-from moefold.config.checks_recompute import AUTO
-from moefold.config.load import load_config
+from moefold.cli.noise_options import add_noise_options, check_jitter, check_seed, parse_stragglers
 from moefold.config.schema import Config
+from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
+from moefold.cost.hardware import Device, device_names, load_device
+from moefold.cost.recompute_parts import AUTO
+from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
-from moefold.metrics.kept_parts import KERNEL_PROFILES
-from moefold.metrics.recompute_choice import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
-from moefold.plan.device import Device, device_names, load_device
-from moefold.plan.mapping import mapping_from_config
-from moefold.plan.output_file import reject_existing
-from moefold.plan.precision import resolve_precision
-from moefold.plan.shape import model_spec_from_config
-from moefold.plan.simulate import Noise
-from moefold.plan.stage_work import chunks_from_config, simulate_mapping
-from moefold.plan.step_time import CostModel
-from moefold.plan.timeline import Timeline
-from moefold.plan.timeline_file import check_timeline_file, format_summary, write_timeline
-from moefold.plan.workload import PRECISIONS, workload_from_config
-from moefold.printable import print_escaped
+from moefold.planner.cost_model.gemm import resolve_precision
+from moefold.planner.cost_model.step import CostModel
+from moefold.planner.cost_model.workload import PRECISIONS, workload_from_config
+from moefold.planner.export_recipe import reject_existing
+from moefold.planner.mapping import mapping_from_config
+from moefold.planner.model_spec import model_spec_from_config
+from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
+from moefold.planner.simulator.simulate import Noise
+from moefold.planner.simulator.stage_cost import chunks_from_config, simulate_mapping
+from moefold.planner.simulator.timeline import Timeline
+from moefold.recipe import load_config
+from moefold.terminal import print_escaped
+from moefold.validate.config import check_config
+from moefold.validate.memory import check_memory_device
 
 EPILOG = """examples:
   moefold simulate recipes/mixtral-8x7b.toml --gpu h100
@@ -122,7 +122,7 @@ def _print(timeline: Timeline) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from moefold.console import PrintableConsole
+    from moefold.terminal import PrintableConsole
 
     console = PrintableConsole()
     console.print(format_summary(timeline), highlight=False)

@@ -5,10 +5,9 @@ import os
 import time
 from pathlib import Path
 
-from moefold.cli.command_parser import CommandParser
-from moefold.cli.own_words import reworded_errors
+from moefold.cli.command_parser import CommandParser, reworded_errors
 from moefold.errors import ConfigError
-from moefold.printable import print_escaped
+from moefold.terminal import print_escaped
 
 EPILOG = """The folder is read by data.kind="tokens" with data.path=OUT; data.document_index=true keeps attention within
 documents. The output does not depend on the number of processes. A run that was stopped, or killed, goes on when the
@@ -30,8 +29,7 @@ def run(argv: list[str]) -> int:
     for name in ("processes", "shard_mb"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 1")
-    from moefold.data.shard_writer import ShardWriter
-    from moefold.data.tokenization import tokenize_files
+    from moefold.data.tokenize_job import ShardWriter, tokenize_files
 
     writer = ShardWriter(Path(arguments.out).absolute(), arguments.tokenizer, arguments.column)
     started_s = time.perf_counter()

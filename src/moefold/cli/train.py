@@ -6,25 +6,23 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from moefold.checkpoint.folder import check_compatible, find_resume, read_meta
+from moefold.checkpoint.checkpoint_dir import check_compatible, find_resume, read_meta
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
-from moefold.cli.command_parser import CommandParser
-from moefold.cli.one_voice import report_on_local_rank0
-from moefold.config.checks import check_config, check_machine
-from moefold.config.checks_dispatch import check_dispatch_device
-from moefold.config.checks_kernels import check_kernel_device
-from moefold.config.checks_machine import check_replay_content
-from moefold.config.checks_memory import check_memory_device
-from moefold.config.checks_offload import check_offload_device
-from moefold.config.elastic import with_world_size
-from moefold.config.load import config_from_dict, config_to_dict, load_recipe
+from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.config.load import config_from_dict, config_to_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.host.rank_env import RankEnv, check_world_size, read_rank_env
 from moefold.launch.fitting import check_training, choose_checked_device
-from moefold.launch.place import RankEnv, check_world_size, read_rank_env
-from moefold.printable import MULTILINE_CHARS, print_escaped, printable
-from moefold.train.farewell import next_commands
+from moefold.recipe import load_recipe, with_world_size
+from moefold.terminal import MULTILINE_CHARS, print_escaped, printable
+from moefold.train.log_lines import next_commands
+from moefold.train.preflight import check_machine, check_replay_content
 from moefold.train.run_folder import RunFolder, choose_run_folder
+from moefold.validate.config import check_config
+from moefold.validate.memory import check_memory_device, check_offload_device
+from moefold.validate.moe import check_dispatch_device
+from moefold.validate.train import check_kernel_device
 
 
 def run(argv: list[str]) -> int:
@@ -74,15 +72,15 @@ def _report_finished(folder: RunFolder, checkpoint: Path) -> None:
 def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:
     """The planned recipe, and what must live until the ranks have met."""
     # Only a machine's devices tell what to plan for, and they take torch.
-    from moefold.launch.machine import DetectedMachine, detect_machine, slowest
-    from moefold.plan.auto import plan_mapping
+    from moefold.launch.hardware import DetectedMachine, detect_machine, slowest
+    from moefold.planner.auto_parallel import plan_mapping
 
     machine = detect_machine(cfg.run.device, rank_env)
     if rank_env is None or rank_env.world_size == 1:
         planned, words = plan_mapping(cfg, given, machine)
         print_escaped(words)
         return planned, None
-    from moefold.launch.one_answer import JsonDict, compute_on_rank0
+    from moefold.launch.compute_on_rank0 import JsonDict, compute_on_rank0
 
     def answer(said: list[JsonDict]) -> JsonDict:
         planned, words = plan_mapping(cfg, given, slowest([DetectedMachine(**facts) for facts in said]))
@@ -134,7 +132,7 @@ def _start_training(request: _TrainRequest, cfg: Config, rank_env: RankEnv | Non
         check_compatible(resume, cfg, None if resume is None else fingerprint(cfg.data))
     # torch takes seconds to import: everything above answers without it, where there is no GPU.
     from moefold.launch.ranks import run_ranks
-    from moefold.train.rank import train_worker
+    from moefold.train.worker import train_worker
 
     return run_ranks(partial(train_worker, request.cfg, request.messages), world_size, device_type, rank_env)
 

@@ -4,24 +4,24 @@ import argparse
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from moefold.cli.command_parser import CommandParser
-from moefold.cli.conversion import conversion_job, conversion_summary, training_command
-from moefold.cli.one_voice import report_on_local_rank0
-from moefold.cli.skipped import report_skipped_for
-from moefold.config.checks import check_config
-from moefold.config.load import config_from_dict, load_config
+from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
+from moefold.cli.inference_options import report_skipped_for
+from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, ModelConfig
 from moefold.convert.early_check import check_out
-from moefold.convert.start_check import read_model, resolve_weights_folder
-from moefold.convert.upcycle_rule import (
+from moefold.convert.init_from_check import read_model, resolve_weights_folder
+from moefold.convert.upcycle_check import (
     MOE_KEYS,
     dense_unsupported_reason,
     preserves_outputs,
     upcycle_unsupported_reason,
 )
 from moefold.errors import ConfigError
-from moefold.launch.place import read_rank_env
-from moefold.printable import print_escaped
+from moefold.host.rank_env import read_rank_env
+from moefold.recipe import load_config
+from moefold.terminal import print_escaped
+from moefold.validate.config import check_config
 
 
 def run(argv: list[str]) -> int:

@@ -7,22 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser
-from moefold.config.checks import check_config
-from moefold.config.checks_dispatch import check_dispatch_device
-from moefold.config.checks_machine import check_data_source, check_replay, check_replay_content
-from moefold.config.checks_model import has_moe_layers
-from moefold.config.checks_recompute import AUTO
-from moefold.config.load import load_config
-from moefold.config.schema import Config
+from moefold.config.schema import Config, has_moe_layers
+from moefold.cost.flops import count_parameters
+from moefold.cost.recompute_parts import AUTO
 from moefold.errors import ConfigError
-from moefold.metrics.flops import count_parameters
-from moefold.metrics.host_memory import available_host_memory
-from moefold.printable import print_escaped
-from moefold.work_progress import ProgressCallback, WorkProgress
+from moefold.host.memory import available_host_memory
+from moefold.progress import ProgressCallback, WorkProgress
+from moefold.recipe import load_config
+from moefold.terminal import print_escaped
+from moefold.train.preflight import check_data_source, check_replay, check_replay_content
+from moefold.validate.config import check_config
+from moefold.validate.moe import check_dispatch_device
 
 if TYPE_CHECKING:
     from moefold.verify.compare import NamedError, OracleRecord
-    from moefold.verify.mapping import DistributedRecord
+    from moefold.verify.distributed_run import DistributedRecord
 
 TOLERANCE = 1e-9
 """Largest relative error that counts as equal, in float64."""
@@ -113,7 +112,7 @@ def verify(cfg: Config, steps: int, run_distributed: RunDistributed, message: st
 
 def _run_on_ranks(cfg: Config, steps: int, on_progress: ProgressCallback) -> Sequence["DistributedRecord"]:
     from moefold.testing.pool import WorkerPool
-    from moefold.verify.mapping import run_distributed
+    from moefold.verify.distributed_run import run_distributed
 
     return WorkerPool().run(
         cfg.parallel.world_size, run_distributed, cfg, steps, timeout_s=RANKS_TIMEOUT_S, on_progress=on_progress

@@ -7,18 +7,18 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
-from moefold.config.checks_effect import check_unused_keys
-from moefold.config.faults import raise_all
-from moefold.config.keys import (
+from moefold.bounded_read import parse_toml
+from moefold.config.limits import is_oversized, value_unsupported_reason
+from moefold.config.presets import load_preset
+from moefold.config.schema import Config
+from moefold.config.suggestions import (
     closest_match,
     describe_type,
     explain_unknown_key,
@@ -27,66 +27,11 @@ from moefold.config.keys import (
     sections,
     sections_with,
 )
-from moefold.config.limits import is_oversized, value_unsupported_reason
-from moefold.config.presets import load_preset
-from moefold.config.schema import Config
-from moefold.config.shipped import resolve_recipe_paths, shipped_files
-from moefold.config.short_run import shorten_lr_schedule
-from moefold.config.vocabulary_size import infer_vocab_size
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, raise_all
 
 Tree = dict[str, Any]
 AUTO = "auto"
 """`parallel = "auto"` is short for mapping = "auto" in the section."""
-
-
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe, apply the overrides in order, fill in the preset and validate.
-
-    What the keys mean to each other is the matter of `check_config`; only settings that were given and cannot have an
-    effect are refused here, because the finished config no longer tells what was given.
-
-    Args:
-        path: a TOML file; None starts from the defaults.
-        overrides: words of the form `section.key=value`. The value is TOML, and text needs no quotes.
-
-    Raises:
-        ConfigError: the file cannot be read, or a section, key, type, choice or preset is wrong. All such faults of
-            a readable file are listed, one a line. Or model.vocab_size is left out, and the tokenizer that it is
-            taken from is missing or broken.
-    """
-    return load_recipe(path, overrides).cfg
-
-
-class LoadedRecipe(NamedTuple):
-    """A recipe, and what was said to make it so."""
-
-    cfg: Config
-    explicit_keys: frozenset[str]
-    """The keys that the recipe and the overrides set, as "section.key"."""
-    messages: tuple[str, ...]
-    """What was changed so that the two go together, in words."""
-
-
-def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read a recipe as `load_config` does, and tell which keys were given and what was adapted.
-
-    Raises:
-        ConfigError: as `load_config`.
-    """
-    tree = read_recipe(path) if path is not None else {}
-    if tree.get("parallel") == AUTO:
-        tree["parallel"] = {"mapping": AUTO}
-    if path is not None:
-        resolve_recipe_paths(tree, path.parent)
-    recipe = deepcopy(tree)
-    apply_overrides(tree, overrides)
-    notes = shorten_lr_schedule(tree, recipe, overrides)
-    given = frozenset(f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys)
-    cfg = config_from_dict(tree)
-    check_unused_keys(given, cfg)
-    cfg, note = infer_vocab_size(cfg, given)
-    return LoadedRecipe(cfg, given, (*notes, note) if note else tuple(notes))
 
 
 def apply_overrides(tree: Tree, overrides: Sequence[str]) -> None:
@@ -133,43 +78,9 @@ def write_config_json(cfg: Config, path: Path) -> None:
     unfinished.replace(path)
 
 
-def read_recipe(path: Path) -> Tree:
-    """Parse a TOML file.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, not text or not TOML.
-    """
-    try:
-        return parse_toml(read_text(path, MAX_RECIPE_BYTES))
-    except FileNotFoundError:
-        raise ConfigError(f"recipe {str(path)!r} does not exist{_nearest_recipe(path)}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"recipe {str(path)!r} is a folder; name a TOML file in it") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"recipe {str(path)!r} is not text in UTF-8; a recipe is a TOML file") from None
-    except OSError as error:
-        raise ConfigError(f"recipe {str(path)!r} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}") from None
-
-
 @cache
 def _validator() -> TypeAdapter[Config]:
     return TypeAdapter(Config)
-
-
-def _nearest_recipe(path: Path) -> str:
-    folders = [path.parent, path.parent / "recipes"] if path.parent.is_dir() else [Path("."), Path("recipes")]
-    found = [file for folder in folders for file in sorted(folder.glob("*.toml")) if file.name != "pyproject.toml"]
-    by_stem = {file.stem: file for file in reversed(found)}
-    guess = closest_match(path.name.removesuffix(".toml"), by_stem)
-    if guess:
-        return f"; did you mean {str(by_stem[guess])!r}?"
-    if path.stem in shipped_files():
-        return f"; `moefold init {path.stem}` writes it, or name another"
-    if by_stem:
-        return "; recipes near it: " + ", ".join(sorted(str(file) for file in by_stem.values())[:8])
-    return ""
 
 
 def _apply_override(tree: Tree, override: str) -> None:

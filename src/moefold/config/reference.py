@@ -7,10 +7,11 @@ import re
 from dataclasses import dataclass
 from itertools import chain
 
-from moefold.config import model_schema, schema
-from moefold.config.keys import default_of, describe_type, key_types, sections
+from moefold.config import model as model_schema
+from moefold.config import schema
 from moefold.config.limits import MAX_BY_KEY, MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
 from moefold.config.presets import preset_names, preset_summary
+from moefold.config.suggestions import default_of, describe_type, key_types, sections
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,17 @@ Nothing here imports torch, so that a wrong recipe is answered at once.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moefold.config.model_schema import ModelConfig as ModelConfig
+from moefold.config.model import ModelConfig as ModelConfig
+
+
+def has_moe_layers(model: ModelConfig) -> bool:
+    """Whether any layer routes tokens to experts; for a legal layer pattern."""
+    return "M" in model.layer_pattern
+
+
+def has_dense_layers(model: ModelConfig) -> bool:
+    """Whether any layer has a plain SwiGLU; for a legal layer pattern."""
+    return "D" in model.layer_pattern
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-from moefold.checkpoint.folder import locate_checkpoint
-from moefold.checkpoint.sound import check_file_sizes
-from moefold.convert.companions import tokenizer_unsupported_reason
+from moefold.checkpoint.checkpoint_dir import check_file_sizes, locate_checkpoint
+from moefold.convert.atomic_dir import new_folder_unsupported_reason
 from moefold.convert.hf_config import read_model_config
-from moefold.convert.new_folder import new_folder_unsupported_reason
-from moefold.convert.start_check import read_model
+from moefold.convert.hf_folder import tokenizer_unsupported_reason
+from moefold.convert.init_from_check import read_model
 from moefold.errors import ConfigError
-from moefold.launch.place import RankEnv
+from moefold.host.rank_env import RankEnv
 
 
 def check_import(folder: Path, out: Path, rank_env: RankEnv | None, *, needs_tokenizer: bool) -> None:

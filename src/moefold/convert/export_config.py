@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from moefold import __version__
-from moefold.checkpoint.folder import CheckpointMeta, model_differences, model_sizes
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, model_differences, model_sizes
 from moefold.config.schema import ModelConfig
 from moefold.convert.families import Family
-from moefold.convert.further_layer import is_mtp_tensor
 from moefold.convert.hf_config import parse_model_config, read_hf_config
-from moefold.convert.manifest import Manifest
+from moefold.convert.hf_shards import Manifest
+from moefold.convert.mtp import is_mtp_tensor
 from moefold.convert.safetensors_file import DTYPES
 from moefold.errors import ConfigError
 

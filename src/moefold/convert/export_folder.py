@@ -1,4 +1,7 @@
-"""A checkpoint made a Hugging Face folder, tensor by tensor, by any number of processes."""
+"""A checkpoint made a Hugging Face folder, tensor by tensor, by any number of processes.
+
+The model card of an exported folder: what the Hub shows of it, from facts that the checkpoint records.
+"""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -8,37 +11,37 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.folder import locate_checkpoint
-from moefold.checkpoint.sound import check_integrity
-from moefold.checkpoint.stream import CheckpointSource, split_into_chunks
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, check_integrity, locate_checkpoint
+from moefold.checkpoint.streaming_io import CheckpointSource, split_into_chunks
+from moefold.comm.groups import World
 from moefold.config.schema import ModelConfig
-from moefold.convert.companions import find_sidecar_dir
-from moefold.convert.compare import assemble_rows, assign_groups, verify_against_folder
-from moefold.convert.draft import atomic_directory, raise_on_all_ranks
-from moefold.convert.echo import DUPLICATE_REASONS, HEAD_NAME, find_duplicate_tensors
+from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.export_config import WeightsOrigin, write_config
-from moefold.convert.export_files import (
-    MAX_SHARD_BYTES,
-    TensorSpecs,
-    assign_shards,
-    is_mtp_file,
-    needs_mtp_file,
-    write_index,
-)
 from moefold.convert.families import FAMILIES, Family
-from moefold.convert.further_layer import mtp_layer_numbers
 from moefold.convert.hf_config import families_for, family_unsupported_reason
-from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.import_folder import Conversion, OnBytes
-from moefold.convert.manifest import (
+from moefold.convert.hf_folder import (
+    DUPLICATE_REASONS,
+    HEAD_NAME,
+    find_duplicate_tensors,
+    find_sidecar_dir,
+    open_hf_folder,
+)
+from moefold.convert.hf_shards import (
+    MAX_SHARD_BYTES,
     Manifest,
     ManifestEntry,
+    TensorSpecs,
+    assign_shards,
     copy_sidecar_files,
+    is_mtp_file,
+    needs_mtp_file,
     read_manifest,
+    write_index,
     write_manifest,
 )
-from moefold.convert.model_card import write_model_card
-from moefold.convert.piece import StateDictMapping
+from moefold.convert.import_folder import Conversion, OnBytes
+from moefold.convert.init_from_check import read_model
+from moefold.convert.mtp import mtp_layer_numbers
 from moefold.convert.safetensors_file import (
     DEFAULT_METADATA,
     DTYPE_NAMES,
@@ -49,11 +52,12 @@ from moefold.convert.safetensors_file import (
     create_file,
     plan_file_layout,
 )
-from moefold.convert.start_check import read_model
-from moefold.convert.trained_tokenizer import TokenizerChoice, choose_tokenizer, write_tokenizer
+from moefold.convert.tensor_mapping import StateDictMapping
+from moefold.convert.tokenizer_export import TokenizerChoice, choose_tokenizer, write_tokenizer
+from moefold.convert.verify_weights import assemble_rows, assign_groups, verify_against_folder
 from moefold.convert.weights import MTP_REASON, HfSource, family_mapping
+from moefold.cost.flops import count_parameters
 from moefold.errors import ConfigError, format_list
-from moefold.launch.crew import World
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -305,3 +309,50 @@ def _manifest_entries(
         for layout in layouts.values()
         for name, stored in layout.tensors.items()
     }
+
+
+CARD_FILE = "README.md"
+
+_HEAD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- moefold
+"""
+_USE = """
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME_OF_THIS_FOLDER")
+```
+
+Before you publish this model, add the data it was trained on, its evaluation, its limits and its licence.
+"""
+
+
+def write_model_card(folder: Path, family: str, model: ModelConfig, meta: CheckpointMeta) -> None:
+    """Write README.md with the sizes of the model and how long it was trained.
+
+    Args:
+        folder: of the export.
+        family: the `model_type` of its config.json.
+        model: what the folder computes.
+        meta: of the checkpoint, which a run has written.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    count = count_parameters(model)
+    sizes = f"{count.total:,} parameters"
+    if model.num_experts:
+        sizes += f", {count.active:,} of them active for each token ({model.top_k} of {model.num_experts} experts)"
+    lines = [
+        f"# {family} model trained with moefold",
+        "",
+        f"- architecture: `{family}`, {model.num_layers} layers, hidden size {model.hidden_size:,}",
+        f"- size: {sizes}",
+        f"- training: {meta.step:,} optimizer steps, {meta.tokens:,} tokens",
+    ]
+    tag = "- mixture-of-experts\n" if model.num_experts else ""
+    (folder / CARD_FILE).write_text(f"{_HEAD}{tag}---\n" + "\n".join(lines) + "\n" + _USE, encoding="utf-8")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moefold.config.schema import ModelConfig
-from moefold.convert.config_key import (
+from moefold.convert.config_fields import (
     AllowedValues,
     ConfigField,
     Constant,
@@ -32,7 +32,13 @@ from moefold.convert.config_key import (
     SparseLayers,
     UniformLayers,
 )
-from moefold.convert.tensor_row import InterleavedTensor, PerExpertTensors, RenamedTensor, StackedExperts, TensorRule
+from moefold.convert.tensor_mapping import (
+    InterleavedTensor,
+    PerExpertTensors,
+    RenamedTensor,
+    StackedExperts,
+    TensorRule,
+)
 
 TensorRules = Mapping[str, TensorRule]
 

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
-from moefold.checkpoint.folder import model_differences, model_sizes
-from moefold.config.checks import check_config
-from moefold.config.hub_name import download_advice
-from moefold.config.keys import closest_match
+from moefold.checkpoint.checkpoint_dir import model_differences, model_sizes
 from moefold.config.load import config_from_dict
 from moefold.config.schema import ModelConfig
+from moefold.config.suggestions import closest_match, download_advice
 from moefold.convert.families import FAMILIES, Family
-from moefold.convert.further_layer import drop_absent_mtp, tensor_names
+from moefold.convert.mtp import drop_absent_mtp, tensor_names
 from moefold.errors import ConfigError
+from moefold.validate.config import check_config
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

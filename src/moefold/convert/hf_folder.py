@@ -1,4 +1,9 @@
-"""The tensors of a Hugging Face folder: every one found once, inside the folder, in safetensors files only."""
+"""The tensors of a Hugging Face folder: every one found once, inside the folder, in safetensors files only.
+
+Where the files lie that came with weights from Hugging Face: tokenizer, templates, configs. Torch-free.
+
+The tensors of a Hugging Face folder that repeat another one: which, and of which. Torch-free.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -7,8 +12,8 @@ from typing import Any
 from moefold.bounded_read import MAX_INDEX_BYTES, read_json
 from moefold.config.schema import ModelConfig
 from moefold.convert.families import Family
-from moefold.convert.further_layer import INDEX_FILE, MTP_FILES, SINGLE_FILE, drop_absent_mtp
 from moefold.convert.hf_config import find_family, parse_model_config, read_hf_config
+from moefold.convert.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, drop_absent_mtp
 from moefold.convert.safetensors_file import TensorLocation, read_header
 from moefold.errors import ConfigError, format_list
 
@@ -110,3 +115,69 @@ def _read_index(path: Path, index: Path) -> dict[str, TensorLocation]:
     if faults:
         raise ConfigError(f"{str(path)!r}: {format_list(sorted(faults))}")
     return tensors
+
+
+SIDECAR_DIR = "hf"
+"""Folder in a checkpoint, or beside the checkpoints of a run, with what came with the weights from Hugging Face."""
+TOKENIZER_FILE = "tokenizer.json"
+"""The tokenizer that moefold reads text with."""
+UNSUPPORTED_TOKENIZER_FILES = (
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+    "*.tiktoken",
+)
+"""What it does not read."""
+RECIPE_FILE = "recipe.toml"
+"""Beside imported and upcycled weights: a recipe that trains on from them."""
+
+
+def find_sidecar_dir(checkpoint: Path) -> Path | None:
+    """The folder of what came with a checkpoint's weights: in it, or beside it; None if there is none."""
+    for folder in (checkpoint / SIDECAR_DIR, checkpoint.parent / SIDECAR_DIR):
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def tokenizer_unsupported_reason(folder: Path, alternative: str) -> str:
+    """Why a run from a folder could read no text with the model's own tokenizer, and the ways out; empty if it can.
+
+    Args:
+        folder: what came with the weights.
+        alternative: the way out that takes no files.
+    """
+    if (folder / TOKENIZER_FILE).is_file():
+        return ""
+    others = [file.name for pattern in UNSUPPORTED_TOKENIZER_FILES for file in sorted(folder.glob(pattern))]
+    if not others:
+        return (
+            f"{str(folder)!r} has no tokenizer ({TOKENIZER_FILE}), so the model could read no text; "
+            f"add its files, or {alternative}"
+        )
+    return (
+        f"{str(folder)!r} has {others[0]}, but no {TOKENIZER_FILE}, which moefold reads text with; save one with "
+        f"transformers (AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR)), or {alternative}"
+    )
+
+
+HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
+"""The names that all families have for them."""
+DUPLICATE_REASONS = {EMBEDDING_NAME: "the embedding again", HEAD_NAME: "the head again"}
+"""Why an echo is passed over, by what it repeats."""
+
+
+def find_duplicate_tensors(model: ModelConfig) -> dict[str, str]:
+    """The tensors that a folder of a model may hold beside those of the model, each with the one that it must equal.
+
+    The head of tied embeddings, and the embedding and the head of each layer of multi-token prediction: the published
+    folder of DeepSeek-V3 has both, transformers reads neither.
+    """
+    head = EMBEDDING_NAME if model.tie_embeddings else HEAD_NAME
+    echoes = {HEAD_NAME: EMBEDDING_NAME} if model.tie_embeddings else {}
+    for number in range(model.num_layers, model.num_layers + model.mtp_layers):
+        echoes[f"model.layers.{number}.embed_tokens.weight"] = EMBEDDING_NAME
+        echoes[f"model.layers.{number}.shared_head.head.weight"] = head
+    return echoes

@@ -6,24 +6,28 @@ from pathlib import Path
 
 import torch
 
-from moefold.checkpoint.folder import FORMAT, CheckpointMeta, model_sizes, write_meta
-from moefold.checkpoint.stream import (
+from moefold.checkpoint.checkpoint_dir import FORMAT, CheckpointMeta, model_sizes, write_meta
+from moefold.checkpoint.streaming_io import (
     CheckpointSource,
     TensorChunk,
     split_into_chunks,
     write_chunks,
     write_manifest_in_parallel,
 )
-from moefold.config.checks_effect import check_unused_keys
-from moefold.config.checks_routing import validate_router_gradient
+from moefold.comm.groups import World
 from moefold.config.schema import Config, ModelConfig
-from moefold.convert.companions import RECIPE_FILE, SIDECAR_DIR, TOKENIZER_FILE, tokenizer_unsupported_reason
-from moefold.convert.compare import verify_against_folder
-from moefold.convert.draft import atomic_directory, raise_on_all_ranks
+from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.early_check import NO_TOKENIZER_HINT
 from moefold.convert.hf_config import parse_model_config
-from moefold.convert.hf_folder import HfFolder, open_hf_folder
-from moefold.convert.manifest import (
+from moefold.convert.hf_folder import (
+    RECIPE_FILE,
+    SIDECAR_DIR,
+    TOKENIZER_FILE,
+    HfFolder,
+    open_hf_folder,
+    tokenizer_unsupported_reason,
+)
+from moefold.convert.hf_shards import (
     Manifest,
     ManifestEntry,
     changed_tensors,
@@ -34,9 +38,11 @@ from moefold.convert.manifest import (
     write_manifest,
 )
 from moefold.convert.safetensors_file import DEFAULT_METADATA, read_metadata
+from moefold.convert.verify_weights import verify_against_folder
 from moefold.convert.weights import HfSource, WeightSource
 from moefold.errors import ConfigError, format_list
-from moefold.launch.crew import World
+from moefold.validate.moe import validate_router_gradient
+from moefold.validate.unused import check_unused_keys
 
 OnBytes = Callable[[int], None]
 """Called with the bytes that were dealt with since the last call."""

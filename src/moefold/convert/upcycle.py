@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import ModelConfig
-from moefold.convert.piece import Region, Shape
-from moefold.convert.upcycle_rule import granularity, upcycle_scale
+from moefold.convert.tensor_mapping import Region, Shape
+from moefold.convert.upcycle_check import granularity, upcycle_scale
 from moefold.convert.weights import WeightSource, parameter_shapes
 from moefold.model.init import initial_values, seed_for
 

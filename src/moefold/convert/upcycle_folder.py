@@ -3,21 +3,20 @@
 from dataclasses import replace
 from pathlib import Path
 
-from moefold.checkpoint.folder import read_meta
-from moefold.checkpoint.sound import check_integrity
-from moefold.checkpoint.stream import write_manifest_in_parallel
+from moefold.checkpoint.checkpoint_dir import check_integrity, read_meta
+from moefold.checkpoint.streaming_io import write_manifest_in_parallel
+from moefold.comm.groups import World
 from moefold.config.schema import ModelConfig
-from moefold.convert.companions import SIDECAR_DIR, find_sidecar_dir, tokenizer_unsupported_reason
-from moefold.convert.draft import atomic_directory, raise_on_all_ranks
-from moefold.convert.exportable import export_message
+from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.hf_config import is_hf_folder
+from moefold.convert.hf_folder import SIDECAR_DIR, find_sidecar_dir, tokenizer_unsupported_reason
+from moefold.convert.hf_shards import copy_sidecar_files
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
-from moefold.convert.manifest import copy_sidecar_files
-from moefold.convert.start import open_weights
-from moefold.convert.start_check import resolve_weights_folder
-from moefold.convert.trained_tokenizer import choose_tokenizer
+from moefold.convert.init_from import open_weights
+from moefold.convert.init_from_check import resolve_weights_folder
+from moefold.convert.tokenizer_export import choose_tokenizer
 from moefold.convert.upcycle import UpcycledSource
-from moefold.launch.crew import World
+from moefold.convert.upcycle_check import export_message
 
 
 def upcycle_folder(

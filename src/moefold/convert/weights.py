@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config, ModelConfig
-from moefold.convert.echo import DUPLICATE_REASONS, find_duplicate_tensors
 from moefold.convert.families import Family, TensorRules
-from moefold.convert.further_layer import is_mtp_tensor
-from moefold.convert.hf_folder import HfFolder, open_hf_folder
-from moefold.convert.piece import Region, Shape, SliceMapping, StateDictMapping, build_mapping
+from moefold.convert.hf_folder import DUPLICATE_REASONS, HfFolder, find_duplicate_tensors, open_hf_folder
+from moefold.convert.mtp import is_mtp_tensor
 from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal, read_part
+from moefold.convert.tensor_mapping import Region, Shape, SliceMapping, StateDictMapping, build_mapping
 from moefold.errors import ConfigError, format_list
 from moefold.model.init import local_slice
 from moefold.model.transformer import build_model

@@ -12,9 +12,7 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import struct
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,10 +22,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.data.document import TextSource
-from moefold.data.progress import ReadProgress
+from moefold.cache_dir import _is_untrusted_dir, cache_folders
+from moefold.data.text_source import TextSource
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import Tokenizer
+from moefold.data.worker_pool import ReadProgress
 from moefold.errors import ConfigError
 
 FORMAT_VERSION = 1
@@ -89,24 +88,6 @@ def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path |
     )
 
 
-def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/moefold`, or `~/.cache/moefold`."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):
-        return Path(named, "moefold")
-    return Path(os.path.expanduser("~"), ".cache", "moefold")
-
-
-def cache_folders(cache_dir: Path | None) -> tuple[Path, ...]:
-    """Where entries are looked for and made: the named or default folder, else that of this user among temporary ones.
-
-    A temporary one that somebody else made is not among them.
-    """
-    named, temporary = cache_dir if cache_dir is not None else default_cache_dir(), _temporary_cache_dir()
-    is_strangers = os.path.lexists(temporary) and _is_untrusted_dir(temporary)
-    return (named,) if is_strangers else (named, temporary)
-
-
 def cache_key(corpus: TextSource, tokenizer: Tokenizer) -> str:
     """Name of an entry: 32 hexadecimal digits that change with anything that changes the tokens."""
     identity = [FORMAT_VERSION, corpus.kind, corpus.identity, tokenizer.identity, tokenizer.separator_id]
@@ -127,19 +108,6 @@ def is_complete_array(path: Path) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _temporary_cache_dir() -> Path:
-    return Path(tempfile.gettempdir(), f"moefold-{os.getuid()}")
-
-
-def _is_untrusted_dir(folder: Path) -> bool:
-    """Return whether the folder in the temporary one, where anybody can make some, is not this user's alone."""
-    if folder != _temporary_cache_dir():
-        return False
-    status = folder.lstat()
-    is_own = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return not is_own or stat.S_ISLNK(status.st_mode)
 
 
 def _make_entry(folder: Path, name: str, write: Callable[[BinaryIO], None]) -> Path:

@@ -6,20 +6,18 @@ from pathlib import Path
 
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cached_tokens
-from moefold.data.corrupt import corrupt_files, report_skipped, skipped_files
-from moefold.data.document import Corpus, python_docs_corpus, text_corpus
-from moefold.data.fine_tuning import open_conversations, pack_conversations
 from moefold.data.huggingface import text_tables
-from moefold.data.marked import EodAnnotatedSamples, SampleSource
+from moefold.data.index_shuffle import hash_ints
 from moefold.data.mixture import Mixture
-from moefold.data.random_bits import hash_ints
-from moefold.data.sampling import IndexAnnotatedSamples, PackedSamples, Sampler, Split
-from moefold.data.shards import TokenFileSet, build_token_file_set
-from moefold.data.source_file import named_sources
-from moefold.data.split import IndexRanges, split_samples
-from moefold.data.stream import StreamingSampler
+from moefold.data.sample import EodAnnotatedSamples, SampleSource
+from moefold.data.sampler import IndexAnnotatedSamples, IndexRanges, PackedSamples, Sampler, Split, split_samples
+from moefold.data.sft import open_conversations, pack_conversations
+from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_files
+from moefold.data.source_listing import named_sources
+from moefold.data.streaming import StreamingSampler
 from moefold.data.synthetic import SyntheticSamples
-from moefold.data.token_file import TokenFileStream, read_npy_header, token_files
+from moefold.data.text_source import Corpus, python_docs_corpus, text_corpus
+from moefold.data.token_file import TokenFileSet, TokenFileStream, build_token_file_set, read_npy_header, token_files
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 from moefold.errors import ConfigError
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.bounded_read import open_regular
-from moefold.checkpoint.data_files import SKIPPED
 from moefold.config.schema import DataConfig
-from moefold.data.corrupt import skipped_files
-from moefold.data.random_bits import hash_ints
-from moefold.data.source_file import named_sources, settings_files
+from moefold.data.data_files import SKIPPED
+from moefold.data.index_shuffle import hash_ints
+from moefold.data.skip_corrupt import skipped_files
+from moefold.data.source_listing import named_sources, settings_files
 from moefold.errors import ConfigError
 
 BLOCK_BYTES = 4096

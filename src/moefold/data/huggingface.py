@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
-from moefold.config.keys import closest_match
 from moefold.config.schema import DataConfig
-from moefold.data.document import TextChunk
-from moefold.data.jsonl import is_jsonl, jsonl_records, unknown_column_message
-from moefold.data.parquet_file import column_values, open_parquet
-from moefold.data.path import check_no_duplicates, existing_path, files_below
+from moefold.config.suggestions import closest_match
+from moefold.data.file_formats import column_values, is_jsonl, jsonl_records, open_parquet, unknown_column_message
+from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
+from moefold.data.text_source import TextChunk
 from moefold.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from moefold.data.marked import Sample
-from moefold.data.sampling import Sampler
+from moefold.data.sample import Sample
+from moefold.data.sampler import Sampler
 
 _MODULUS = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15

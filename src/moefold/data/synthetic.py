@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.data.random_bits import draw_bits, hash_ints
+from moefold.data.index_shuffle import draw_bits, hash_ints
 
 NUM_SAMPLES = 2**40
 JUMP_PROBABILITY = 0.1

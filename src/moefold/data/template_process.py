@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moefold.bounded import batch_by_size
+from moefold.bounded_read import batch_by_size
 from moefold.errors import ConfigError
 
 BATCH_CHARACTERS = 1 << 20

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_bytes, read_json
 from moefold.config.schema import DataConfig
-from moefold.data.path import existing_path
+from moefold.data.input_paths import existing_path
 from moefold.errors import ConfigError
 
 if TYPE_CHECKING:

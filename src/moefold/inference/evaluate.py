@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.inference.opening import LoadedModel
-from moefold.inference.token_row import TokenDataset
-from moefold.parallel.collectives import all_reduce_sum
-from moefold.parallel.context import sequence_positions
-from moefold.printable import print_escaped
+from moefold.comm.collectives import all_reduce_sum
+from moefold.inference.load import LoadedModel
+from moefold.inference.token_dataset import TokenDataset
+from moefold.parallel.context_parallel import sequence_positions
+from moefold.terminal import print_escaped
 
 PROGRESS_INTERVAL_S = 10.0
 """Long evaluations say how far they are, so often."""

@@ -6,9 +6,9 @@ from typing import Literal
 
 import torch
 
-from moefold.inference.sampler import TokenSampler
+from moefold.inference.next_token import TokenSampler
 from moefold.inference.sampling import SamplingParams
-from moefold.parallel.staged import InferenceModel, KVCacheDecoder
+from moefold.parallel.inference_model import InferenceModel, KVCacheDecoder
 
 TokenCallback = Callable[[int, int], None]
 """Is told of each new token: (number of the prompt, token)."""

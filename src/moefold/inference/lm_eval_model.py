@@ -11,12 +11,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from moefold.data.chat import ChatTemplate
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError
+from moefold.host.rank_env import read_rank_env
 from moefold.inference.lm_eval_settings import LmSettings
-from moefold.inference.opening import load_model
+from moefold.inference.load import load_model
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.scoring import GenerateRequest, Score, ServedModel
 from moefold.inference.text import open_tokenizer, stop_token_ids
-from moefold.launch.place import read_rank_env
 from moefold.launch.ranks import choose_device, init_distributed, single_rank
 
 ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]

@@ -9,9 +9,9 @@ from moefold.config.schema import Config
 from moefold.data.chat import ChatTemplate
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer
 from moefold.errors import ConfigError
-from moefold.inference.chat import open_chat_template
 from moefold.inference.settings import InferenceRequest, inference_config
 from moefold.inference.source import ModelSource, find_source
+from moefold.inference.text import open_chat_template
 
 AXES = ("tp", "pp", "ep", "etp", "world_size")
 

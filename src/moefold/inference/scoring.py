@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from moefold.comm.collectives import broadcast_object
 from moefold.inference.generate import Completion, generate
-from moefold.inference.opening import LoadedModel
+from moefold.inference.load import LoadedModel
 from moefold.inference.sampling import SamplingParams
-from moefold.parallel.collectives import broadcast_object
 
 
 @dataclass(frozen=True)

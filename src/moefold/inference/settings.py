@@ -1,19 +1,25 @@
-"""The config of evaluation and generation: the model of a source under a mapping of their own. Torch-free."""
+"""The config of evaluation and generation: the model of a source under a mapping of their own. Torch-free.
+
+How much memory a wish needs beside the weights, and what to say where it ends. Torch-free at import.
+"""
 
 import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from math import lcm
 from typing import Any, Literal, get_args
 
-from moefold.config.checks import check_config
-from moefold.config.choices import nearest_numbers
-from moefold.config.faults import raise_all
-from moefold.config.keys import describe_type
 from moefold.config.load import Tree, apply_overrides, config_from_dict
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
-from moefold.errors import ConfigError
+from moefold.config.suggestions import describe_type, nearest_numbers
+from moefold.cost.stages import plan_stages
+from moefold.errors import ConfigError, raise_all
 from moefold.inference.source import ModelSource
-from moefold.parallel.layout import divisors
+from moefold.launch.exit import oom_reason
+from moefold.topology.layout import divisors
+from moefold.validate.config import check_config
 
 Purpose = Literal["evaluate", "generate"]
 
@@ -28,7 +34,7 @@ _MODEL_SIZE_ONLY_HINT = re.compile(
     r"(?P<before>parallel\.(?P<axis>\w+)=(?P<degree>\d+) must (?P<rule>divide|be at most) model\.\w+=(?P<size>\d+)"
     r"[^;\n]*); choose model\.\w+=\d+(?: or \d+)?(?=\n|$)"
 )
-"""Ways out that `config/checks_parallel.py` offers."""
+"""Ways out that `validate/parallel.py` offers."""
 DISPATCHERS = ("alltoall", "allgather", "local")
 DROP_KEYS = ("eval_capacity_factor", "drop_policy", "drop_scope")
 
@@ -186,3 +192,42 @@ def _check_device(request: InferenceRequest) -> Any:
     if request.device not in choices:
         raise ConfigError(f"--device {request.device} must be {describe_type(RunConfig.__annotations__['device'])}")
     return request.device
+
+
+EVAL_OOM_HINT = "give a smaller --batch-size or --seq-len, or cut the model with parallel.tp and pp"
+GENERATE_OOM_HINT = "give a smaller --max-tokens or fewer prompts, or cut the model with parallel.tp and pp"
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int) -> int:
+    """What is kept of all tokens of a batch on the rank that has most layers: latents, or keys and values."""
+    m, p = cfg.model, cfg.parallel
+    if m.attention == "mla":
+        width = m.kv_lora_rank + m.qk_rope_head_dim
+    else:
+        width = m.num_query_groups * 2 * (m.head_dim or m.hidden_size // m.num_attention_heads) // p.tp
+    # Layers of multi-token prediction do not decode.
+    layers = Counter(rank for i, rank in plan_stages(cfg).rank_of_layers(m.num_layers).items() if i < m.num_layers)
+    return num_tokens * batch_size * max(layers.values()) * width * DTYPE_BYTES[cfg.run.dtype]
+
+
+def batch_bytes(cfg: Config) -> int:
+    """Ids of a batch (tokens, labels, whether they count) and the logits of it on one rank."""
+    tokens = cfg.train.micro_batch_size * cfg.train.seq_len
+    logits = tokens // cfg.parallel.cp * (cfg.model.vocab_size // cfg.parallel.tp) * DTYPE_BYTES[cfg.run.dtype]
+    return tokens * (2 * 8 + 1) + logits
+
+
+@contextmanager
+def explain_oom(hint: str) -> Iterator[None]:
+    """Inside, memory that ends on the way is one message.
+
+    Raises:
+        ConfigError: it did.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not (reason := oom_reason(error)):
+            raise
+        raise ConfigError(f"there is not enough memory ({reason}); {hint}") from error

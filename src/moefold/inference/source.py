@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_RECIPE_BYTES, parse_toml, read_json, read_text, same_content
-from moefold.checkpoint.folder import (
+from moefold.checkpoint.checkpoint_dir import (
     META_FILE,
     model_differences,
     model_sizes,
@@ -14,13 +14,13 @@ from moefold.checkpoint.folder import (
     read_meta,
     skipped_checkpoints,
 )
-from moefold.config.checks import check_model
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig
-from moefold.convert.companions import RECIPE_FILE, TOKENIZER_FILE, find_sidecar_dir
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder, parse_model_config, read_hf_config
-from moefold.data.path import existing_path
+from moefold.convert.hf_folder import RECIPE_FILE, TOKENIZER_FILE, find_sidecar_dir
+from moefold.data.input_paths import existing_path
 from moefold.errors import ConfigError
+from moefold.validate.config import check_model
 
 DEFAULT_CONTEXT_TOKENS = 2048
 """Where nothing says for how long a text a model is made."""

@@ -12,14 +12,12 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 
 from moefold.errors import ConfigError, RunError
-from moefold.launch.departure import hard_exit
-from moefold.launch.out_of_memory import oom_message
-from moefold.launch.place import RankEnv
-from moefold.launch.relay import FORWARDED_SIGNALS
-from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
+from moefold.host.rank_env import RankEnv
+from moefold.launch.exit import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, hard_exit, oom_message
+from moefold.launch.hang_diagnosis import describe_activity
+from moefold.launch.signal_forwarder import FORWARDED_SIGNALS
+from moefold.launch.single_reporter import SingleReporter
 from moefold.launch.watchdog import Watchdog
-from moefold.launch.who_is_late import describe_activity
-from moefold.launch.word import SingleReporter
 
 NONZERO_RANK_DELAY_S = 0.7
 """What most often fails on one rank fails on all. The first of a machine speaks; the others give it this long to."""

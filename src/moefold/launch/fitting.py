@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.launch.accelerator import device_without_torch
-from moefold.launch.place import RankEnv
-from moefold.metrics.host_memory import AvailableMemory, available_host_memory, available_process_memory
-from moefold.metrics.memory_need import (
+from moefold.host.memory import AvailableMemory, available_host_memory, available_process_memory
+from moefold.host.rank_env import RankEnv
+from moefold.launch.hardware import device_without_torch
+from moefold.topology.layout import fold
+from moefold.validate.memory_need import (
     BytesByPart,
     HostCapacity,
     check_training_fits,
@@ -15,7 +16,6 @@ from moefold.metrics.memory_need import (
     inference_weight_memory,
     shortage_message,
 )
-from moefold.parallel.layout import fold
 
 
 def choose_checked_device(

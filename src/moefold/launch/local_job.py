@@ -1,22 +1,33 @@
-"""Processes of this machine, one for each rank: start them, wait for them, end them together."""
+"""Processes of this machine, one for each rank: start them, wait for them, end them together.
 
+Temporary folders of processes that were killed: marked when they are made, removed by the next start. Torch-free.
+
+Files in which the ranks of our own launcher keep their records, and the message that ends the job. Torch-free.
+"""
+
+import fcntl
 import os
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from moefold.errors import RunError
-from moefold.launch.child import block_signals, signal_on_parent_death
+from moefold.host.processes import block_signals, signal_on_parent_death
+from moefold.host.rank_env import RankEnv
 from moefold.launch.failure import RankErrorHandler
-from moefold.launch.place import RankEnv
-from moefold.launch.relay import FORWARDED_SIGNALS
-from moefold.printable import escape_log_lines
+from moefold.launch.signal_forwarder import FORWARDED_SIGNALS
+from moefold.terminal import escape_log_lines
 
 RankMain = Callable[[RankEnv, str], int]
 """What a rank runs: given its place and its device type, returns the exit status of the job."""
@@ -137,3 +148,71 @@ def _torchrun_variables(rank_env: RankEnv) -> dict[str, str]:
         "MASTER_ADDR": rank_env.master_address,
         "MASTER_PORT": str(rank_env.master_port),
     }
+
+
+LOCK_FILE = "moefold.lock"
+"""The file in a folder whose lock its owner holds until it ends, however it ends."""
+
+
+def claim_folder(folder: Path) -> None:
+    """Mark a temporary folder as one of this process, for as long as it lives."""
+    lock = folder / LOCK_FILE
+    if lock.exists():
+        return
+    # The name appears when the lock is held: a process that looks for folders without an owner finds none unlocked.
+    draft = folder / f"{LOCK_FILE}.{os.getpid()}"
+    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    draft.rename(lock)
+
+
+def remove_stale_folders(parent: Path | None = None) -> None:
+    """Remove the marked folders of this user whose owner has ended.
+
+    Args:
+        parent: they lie in it; by default the system's temporary folder.
+    """
+    parent = Path(tempfile.gettempdir()) if parent is None else parent
+    for folder in parent.iterdir():
+        # Other processes come and go, and other users' folders cannot be opened.
+        with suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not (folder / LOCK_FILE).is_file():
+                continue
+            if _is_unlocked(folder / LOCK_FILE):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_unlocked(lock: Path) -> bool:
+    descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+@contextmanager
+def record_files(world_size: int) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of one empty file for each rank, and last of one for the message.
+
+    The files have no names on any disk where the system knows such files (Linux): they live as long as a process has
+    them open, so that a launcher or rank that is killed leaves nothing behind. They are reached through the launcher's
+    open descriptors. Elsewhere they lie in a temporary folder, which the next start removes if a kill left it.
+    """
+    count = world_size + 1
+    with ExitStack() as stack:
+        if hasattr(os, "memfd_create"):
+            descriptors = [os.memfd_create("moefold-record") for _ in range(count)]
+            for descriptor in descriptors:
+                stack.callback(os.close, descriptor)
+            yield tuple(f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in descriptors)
+            return
+        remove_stale_folders()
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="moefold-")))
+        claim_folder(folder)
+        paths = [folder / str(number) for number in range(count)]
+        for path in paths:
+            path.touch()
+        yield tuple(map(str, paths))

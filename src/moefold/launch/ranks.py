@@ -10,23 +10,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from moefold.comm.flight_recorder import group_timeout, read_snapshot
 from moefold.errors import ConfigError, RunError
-from moefold.launch.accelerator import missing_gpu_message
-from moefold.launch.deadline import CallTimeoutError, run_with_timeout
-from moefold.launch.departure import hard_exit
-from moefold.launch.heap import keep_freed_blocks
-from moefold.launch.local_job import JobResult, RankMain, run_processes
-from moefold.launch.loopback import HOST, is_loopback, loopback_store, restrict_to_loopback
-from moefold.launch.meeting import join_rendezvous
-from moefold.launch.place import RankEnv
-from moefold.launch.record_files import record_files
-from moefold.launch.relay import SignalForwarder
-from moefold.launch.settings import choose_threads
-from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS
-from moefold.launch.who_is_late import describe_activity
-from moefold.launch.word import has_report
-from moefold.parallel.flight_record import group_timeout, read_snapshot
-from moefold.printable import print_escaped
+from moefold.host.processes import CallTimeoutError, run_with_timeout
+from moefold.host.rank_env import RankEnv
+from moefold.launch.exit import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, hard_exit
+from moefold.launch.hang_diagnosis import describe_activity
+from moefold.launch.hardware import missing_gpu_message
+from moefold.launch.local_job import JobResult, RankMain, record_files, run_processes
+from moefold.launch.rendezvous import HOST, is_loopback, join_rendezvous, loopback_store, restrict_to_loopback
+from moefold.launch.runtime_env import choose_threads, keep_freed_blocks
+from moefold.launch.signal_forwarder import SignalForwarder
+from moefold.launch.single_reporter import has_report
+from moefold.terminal import print_escaped
 
 DEFAULT_JOIN_TIMEOUT_S = 1800.0
 """So long a rank waits for the others where no recipe says it."""

@@ -22,15 +22,13 @@ from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
-from moefold.launch.deadline import run_with_timeout
-from moefold.launch.departure import hard_exit
-from moefold.launch.meeting import STORE_ERRORS
-from moefold.launch.place import RankEnv
-from moefold.launch.process_state import ALIVE, BLOCKED, GONE, STOPPED, ProcessId
-from moefold.launch.status import EXIT_FAILED, EXIT_USER_ERROR
-from moefold.launch.who_is_late import RankReport, describe_activity, format_diagnosis
-from moefold.launch.word import SingleReporter
-from moefold.parallel.flight_record import FILE_BYTES, FlightRecorder, FlightSnapshot, decode_snapshot, format_ranks
+from moefold.comm.flight_recorder import FILE_BYTES, FlightRecorder, FlightSnapshot, decode_snapshot, format_ranks
+from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED, ProcessId, run_with_timeout
+from moefold.host.rank_env import RankEnv
+from moefold.launch.exit import EXIT_FAILED, EXIT_USER_ERROR, hard_exit
+from moefold.launch.hang_diagnosis import RankReport, describe_activity, format_diagnosis
+from moefold.launch.rendezvous import STORE_ERRORS
+from moefold.launch.single_reporter import SingleReporter
 
 REPORT_PERIOD_S = 1.0
 """How often a rank reports, at most."""
@@ -434,6 +432,6 @@ def _source_location(thread_id: int | None) -> tuple[str, bool]:
     stack = traceback.extract_stack(frame, limit=WAITING_FRAMES)
     innermost = stack[-1]
     path = Path(innermost.filename)
-    waits = "distributed" in path.parts or (path.parent.name == "parallel" and innermost.name.lstrip("_") == "wait")
+    waits = "distributed" in path.parts or (path.parent.name == "comm" and innermost.name.lstrip("_") == "wait")
     waits = waits or any(caller.name == run_with_timeout.__name__ for caller in stack)
     return f"{'/'.join(path.parts[-2:])}:{innermost.lineno} {innermost.name}", waits

@@ -1,17 +1,21 @@
-"""The loss curve of a run as a picture."""
+"""The loss curve of a run as a picture.
+
+Text for pictures: what the font cannot draw is replaced, so that drawing warns of nothing.
+"""
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.errors import ConfigError
-from moefold.metrics.picture_text import drawable
-from moefold.metrics.step import METRICS_FILE, read_records
+from moefold.metrics.step_metrics import METRICS_FILE, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
 
 LOSS_PICTURE = "loss.png"
 """Name of the picture inside the run folder."""
@@ -186,3 +190,21 @@ def _style(axes: "Axes") -> None:
 def _title(run_dir: Path, curves: Curves) -> str:
     steps = f"{curves.steps[-1]:,} step" + ("s" if curves.steps[-1] > 1 else "")
     return f"{drawable(run_dir.resolve().name)}: {steps}, {curves.tokens:,} tokens"
+
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def drawable(text: str) -> str:
+    """Return the text with each character that the font of pictures lacks replaced, and no formulas in it."""
+    known = _characters()
+    plain = "".join(character if ord(character) in known else REPLACEMENT for character in text)
+    # A pair of dollar signs would be read as a formula.
+    return plain.replace("$", r"\$")
+
+
+@cache
+def _characters() -> frozenset[int]:
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    return frozenset(get_font(findfont(FontProperties())).get_charmap())

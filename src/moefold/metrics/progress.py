@@ -6,13 +6,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
-from moefold.metrics.step import StepMetrics
-from moefold.printable import MULTILINE_CHARS, printable
+from moefold.metrics.step_metrics import StepMetrics
+from moefold.terminal import MULTILINE_CHARS, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moefold.console import PrintableConsole
+    from moefold.terminal import PrintableConsole
 
 Clock = Callable[[], float]
 """Returns seconds from any fixed moment."""
@@ -84,7 +84,7 @@ class Progress:
     def _open_display(self) -> Display:
         if self._stream.isatty():
             # rich takes a tenth of a second to import, which a run into a file need not spend.
-            from moefold.console import PrintableConsole
+            from moefold.terminal import PrintableConsole
 
             console = PrintableConsole(file=self._stream, highlight=False, markup=False, emoji=False)
             if not console.is_dumb_terminal:

@@ -12,7 +12,7 @@ import numpy as np
 
 from moefold.config.schema import MetricsConfig
 from moefold.errors import ConfigError
-from moefold.metrics.step import StepMetrics
+from moefold.metrics.step_metrics import StepMetrics
 
 EVAL_LOSS_CURVE = "eval/loss"
 GIB = 2**30

@@ -1,16 +1,34 @@
-"""Causal self-attention with grouped queries (arXiv:2305.13245)."""
+"""Causal self-attention with grouped queries (arXiv:2305.13245).
+
+Causal attention over a whole sequence: the core that a layer calls between its projections.
+"""
+
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from moefold.config.schema import ModelConfig
-from moefold.model.core_attention import CausalAttention, CoreAttention
-from moefold.model.later import WeightGradStoreProtocol
+from moefold.model.attention_mask import AttentionMaskSpec
+from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.linear import LinearBackend
+from moefold.model.local_param import local_param
 from moefold.model.norm import FullWidthQKNorm, RMSNorm
-from moefold.model.parameter import local_param
-from moefold.model.rope import Rope
-from moefold.model.seams import NoSequenceParallel, SequenceParallel
+from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
+from moefold.ops.block_attention import (
+    BlockedWindow,
+    BlockKernel,
+    BlockMask,
+    attention_block,
+    attention_block_backward,
+    fold_in_sinks,
+    sink_gradient,
+)
+from moefold.ops.gemm import is_faster_in_fp32
+from moefold.ops.rope import Rope
 
 
 class Attention(nn.Module):
@@ -92,3 +110,168 @@ def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:
     if cfg.qk_norm_width == "all_heads":
         return FullWidthQKNorm(width, cfg.norm_eps)
     return RMSNorm(cfg.head_size, cfg.norm_eps)
+
+
+MIN_LONG_DOCUMENT_TOKENS = 256
+"""Tokens of a document, in the mean, from which the CPU is faster one by one than with a mask (docs/log.md)."""
+
+
+class CoreAttention(Protocol):
+    """Attention over all tokens of the samples, of which this rank may hold a part."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            q: queries, [S, B, A, D], any strides; S, A and G are this rank's own.
+            k: keys, [S, B, G, D].
+            v: values, [S, B, G, D].
+            document_starts: position at which the document of each token begins, int64 [S, B], of the *whole* sample on every
+                rank; None: a sample is one document.
+            sinks: a logit for each query head that takes its share of the softmax, [A]; see `attention_sink`.
+
+        Returns:
+            [S, B, A, D].
+        """
+        ...
+
+
+class CausalKernel(BlockKernel, Protocol):
+    """A kernel of causal attention alone, of a device and a type."""
+
+    def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether it computes these, [S, B, heads, D]."""
+        ...
+
+
+class CausalAttention:
+    """softmax(q k^T / sqrt(D)) v, in which a token sees itself and the tokens before it (arXiv:1706.03762 sec. 3.2.1).
+
+    Query heads share key/value heads in groups (arXiv:2305.13245): head a reads key/value head a // (A/G).
+    Local: no communication, no parameters. `parallelize` sets `kernel`, for what it knows.
+
+    Args:
+        window: keys that a query sees at most, its own and those right before it; 0: no limit.
+    """
+
+    def __init__(self, window: int = 0) -> None:
+        self._window = window
+        self.kernel: CausalKernel | None = None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            q: queries, [S, B, A, D], any strides.
+            k: keys, [S, B, G, D]; G divides A.
+            v: values, [S, B, G, D].
+            document_starts: see `CoreAttention`; so for `sinks`.
+
+        Returns:
+            [S, B, A, D]; of the library's kernel, a view of a tensor with the batch outermost.
+        """
+        if (
+            document_starts is not None
+            and sinks is None
+            and not 0 < self._window < len(q)
+            and _has_long_documents(document_starts)
+        ):
+            return _attend_per_document(q, k, v, document_starts, self.kernel)
+        seen, mask = AttentionMaskSpec(self._window, document_starts).local_mask(0, q.shape[0], q.device), None
+        if sinks is not None or isinstance(seen, BlockedWindow):
+            return _BlockAttention.apply(q, k, v, sinks, seen, _supported_kernel(self.kernel, seen, q, k, v))
+        if isinstance(seen, Tensor):
+            mask = seen.unsqueeze(1)
+        return _attend(q, k, v, mask, self.kernel)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: CausalKernel | None) -> Tensor:
+    """`kernel`, if it knows these, or the library's, on [S, B, heads, D]; without a mask, causal."""
+    seen: BlockMask = "causal" if mask is None else mask.squeeze(1)
+    kernel = _supported_kernel(kernel, seen, q, k, v)
+    if kernel is not None or is_faster_in_fp32(q):
+        # The library's widens inside of both passes, so that what lives between them is narrow.
+        y: Tensor = _BlockAttention.apply(q, k, v, None, seen, kernel)
+        return y
+    # enable_gqa lets the kernel read each key/value head in place: no copy for its A/G query heads. With equal head
+    # counts it would only rule kernels out.
+    out = F.scaled_dot_product_attention(
+        q.permute(1, 2, 0, 3),
+        k.permute(1, 2, 0, 3),
+        v.permute(1, 2, 0, 3),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.permute(2, 0, 1, 3)
+
+
+def _supported_kernel(
+    kernel: CausalKernel | None, block_mask: BlockMask, q: Tensor, k: Tensor, v: Tensor
+) -> CausalKernel | None:
+    """The kernel, if it computes these."""
+    is_causal = isinstance(block_mask, str) and block_mask == "causal"
+    return kernel if kernel is not None and is_causal and kernel.supports(q, k, v) else None
+
+
+def _has_long_documents(document_starts: Tensor) -> bool:
+    """Whether documents are worth a call each. Not asked of a GPU, which would have to be waited for."""
+    return (
+        document_starts.device.type == "cpu"
+        and MIN_LONG_DOCUMENT_TOKENS * int(_is_document_start(document_starts).sum()) <= document_starts.numel()
+    )
+
+
+def _is_document_start(document_starts: Tensor) -> Tensor:
+    return document_starts == torch.arange(len(document_starts), device=document_starts.device)[:, None]
+
+
+def _attend_per_document(
+    q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor, kernel: CausalKernel | None
+) -> Tensor:
+    """Causal attention in each document by itself: no score is computed that a mask would hide."""
+    samples = []
+    for begins_S, *sample in zip(
+        _is_document_start(document_starts).t(), *(x.split(1, dim=1) for x in (q, k, v)), strict=True
+    ):
+        borders = [*begins_S.nonzero().flatten().tolist(), len(q)]
+        lengths = [stop - start for start, stop in pairwise(borders)]
+        queries, keys, values = (x.split(lengths) for x in sample)
+        documents = zip(queries, keys, values, strict=True)
+        samples.append(torch.cat([_attend(*document, None, kernel) for document in documents]))
+    return torch.cat(samples, dim=1)
+
+
+class _BlockAttention(torch.autograd.Function):
+    """(q [S, B, A, D], k [S, B, G, D], v [S, B, G, D], sinks [A] or None) -> [S, B, A, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        block_mask: BlockMask,
+        kernel: BlockKernel | None,
+    ) -> Tensor:
+        block = attention_block(q, k, v, block_mask=block_mask) if kernel is None else kernel.forward(q, k, v, "causal")
+        out, lse = fold_in_sinks(*block, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.block_mask, ctx.kernel = block_mask, kernel
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        saved = grad_out, q, k, v, out, lse
+        if ctx.kernel is None:
+            gradients = attention_block_backward(*saved, block_mask=ctx.block_mask)
+        else:
+            gradients = ctx.kernel.backward(*saved, "causal")
+        return *gradients, sink_gradient(grad_out, out, lse, sinks), None, None

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.model.gemm import TORCH_GEMM, Gemm
-from moefold.model.later import WeightGradStoreProtocol, should_delay
+from moefold.model.delayed_wgrad import WeightGradStoreProtocol, should_delay
+from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 
 class LinearBackend(Protocol):

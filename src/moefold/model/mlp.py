@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from moefold.model.gated import SwiGLUKernel, swiglu
-from moefold.model.later import WeightGradStoreProtocol
+from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.linear import LinearBackend
-from moefold.model.parameter import local_param
-from moefold.model.seams import NoSequenceParallel, SequenceParallel
+from moefold.model.local_param import local_param
+from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
+from moefold.ops.swiglu import SwiGLUKernel, swiglu
 
 
 class SwiGLU(nn.Module):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefold.model.cpu_norm import NormKernel, cpu_rms_norm
-from moefold.model.parameter import local_param
+from moefold.model.local_param import local_param
+from moefold.ops.norm import NormKernel, cpu_rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -1,52 +1,12 @@
 """Rotary position embedding (arXiv:2104.09864), partial and scaled, with pairs of halves or of neighbours."""
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moefold.config.schema import ModelConfig
-from moefold.model.cpu_rope import rotate_halves
-
-
-class RopeKernel(Protocol):
-    """What `RotaryEmbedding` does, as one kernel."""
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
-        """See `RotaryEmbedding`."""
-        ...
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Cosines and sines of the positions of some tokens, each [S, 1 or B, 1, rotated dims]."""
-
-    cos: Tensor
-    sin: Tensor
-    is_interleaved: bool = False
-    """Pairs are neighbours."""
-    kernel: RopeKernel | None = None
-    """Turns in one pass."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotate the first dims of each head of x [S, B, heads, D]; the rest passes through.
-
-        Of interleaved pairs the firsts come out before the seconds: another order of the dims, the same for queries
-        and keys, so their products are the same.
-        """
-        if self.kernel is not None:
-            return self.kernel(x, self.cos, self.sin, is_interleaved=self.is_interleaved)
-        if x.device.type == "cpu" and not self.is_interleaved:
-            return rotate_halves(x, self.cos, self.sin)
-        rotated = self.cos.shape[-1]
-        part = x[..., :rotated]
-        if self.is_interleaved:
-            part = torch.cat((part[..., ::2], part[..., 1::2]), dim=-1)
-        first, second = part.chunk(2, dim=-1)
-        turned = part * self.cos + torch.cat((-second, first), dim=-1) * self.sin
-        return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
+from moefold.ops.rope import Rope, RopeKernel
 
 
 def build_rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype, kernel: RopeKernel | None = None) -> Rope:

@@ -6,21 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefold.comm.resumable import Resumable, ResumableTask, run_to_end
 from moefold.config.schema import Config, ModelConfig
+from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import Attention
-from moefold.model.gemm import TORCH_GEMM, Gemm
+from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.init import seed_for
-from moefold.model.latent_attention import LatentAttention
-from moefold.model.later import WeightGradStoreProtocol
 from moefold.model.linear import LinearBackend, linear
+from moefold.model.local_param import local_param
+from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
+from moefold.model.moe.layer import MoELayer
 from moefold.model.norm import RMSNorm
-from moefold.model.parameter import local_param
-from moefold.model.recall import OutputCheckpoint, no_checkpoint
-from moefold.model.rope import Rope, RopeKernel, build_rope
-from moefold.model.seams import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
-from moefold.model.steps import Resumable, ResumableTask, run_to_end
-from moefold.moe.layer import MoELayer
+from moefold.model.rope import build_rope
+from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
+from moefold.ops.gemm import TORCH_GEMM, Gemm
+from moefold.ops.rope import Rope, RopeKernel
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 

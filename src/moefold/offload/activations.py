@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from moefold.model.parameter import is_weight
-from moefold.model.recall import OutputCheckpoint, TensorFunction, no_checkpoint
-from moefold.model.steps import Resumable, ResumableTask
-from moefold.offload.pace import BandwidthMeter
-from moefold.offload.record import OffloadedStorage, SavedTensorRef
-from moefold.offload.tier import CopyEngine, OffloadBackend
+from moefold.comm.resumable import Resumable, ResumableTask
+from moefold.model.activation_checkpoint import OutputCheckpoint, TensorFunction, no_checkpoint
+from moefold.model.local_param import is_weight
+from moefold.offload.backend import BandwidthMeter, CopyEngine, OffloadBackend
+from moefold.offload.offloaded_storage import MicroBatch, OffloadedStorage, PartRun, SavedTensorRef
 
 logger = getLogger(__name__)
 
@@ -46,39 +45,6 @@ class OffloadTotals:
     """Time in which bytes were carried, out and back."""
     waited_s: float = 0.0
     """Time in which training waited for that."""
-
-
-class PartRun:
-    """One run of a part, whose storages go and come together."""
-
-    def __init__(self, number: int, micro_batch: "MicroBatch") -> None:
-        self.number = number
-        self.micro_batch = micro_batch
-        self.started_s = time.perf_counter()
-        self.is_reached = False
-        self._storages: list[weakref.ref[OffloadedStorage]] = []
-
-    def add(self, storage: OffloadedStorage) -> None:
-        """A storage that it gives away."""
-        storage.part_run, storage.is_assigned = self, True
-        self._storages.append(weakref.ref(storage))
-
-    def live_storages(self) -> list[OffloadedStorage]:
-        """Those that are still wanted, last first, as the backward pass asks for them."""
-        found = [reference() for reference in reversed(self._storages)]
-        return [record for record in found if record is not None]
-
-
-class MicroBatch:
-    """One forward pass of a stage, by its place among those of the step."""
-
-    def __init__(self, index: int, long_lived_storages: frozenset[int]) -> None:
-        self.index = index
-        self.long_lived_storages = long_lived_storages
-        """Storages that outlive the pass anyway."""
-        self.part_runs: list[PartRun] = []
-        self.num_waited = 0
-        """Calls whose copies were waited for."""
 
 
 class _ThreadState(threading.local):

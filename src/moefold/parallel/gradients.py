@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefold.parallel.collectives import all_reduce_sum_
-from moefold.parallel.groups import Group
+from moefold.comm.collectives import all_reduce_sum_
+from moefold.comm.groups import Group
 
 NORM_EPS = 1e-6
 """Added to the norm that gradients are divided by, as torch.nn.utils.clip_grad_norm_ does."""

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from moefold.config.schema import TrainConfig
 from moefold.model.mlp import SwiGLU
+from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Block, Transformer
-from moefold.moe.layer import MoELayer
 from moefold.offload.activations import GIB, ActivationOffload
+from moefold.offload.backend import CopyEngine, HostMemory
 from moefold.offload.ssd import SsdFile
-from moefold.offload.tier import CopyEngine, HostMemory
-from moefold.parallel.moments import MmapStore, PinnedStore, StateStore
+from moefold.optim.state_offload import MmapStore, PinnedStore, StateStore
 
 
 def open_offload(train: TrainConfig, device: torch.device, rank: int) -> ActivationOffload | None:

@@ -7,35 +7,41 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.schema import Config, ModelConfig
-from moefold.kernels.select import SelectedKernels, select_kernels
-from moefold.model.attention import Attention
-from moefold.model.core_attention import CausalAttention
+from moefold.cost.stages import plan_stages
+from moefold.model.attention import Attention, CausalAttention
 from moefold.model.init import init_weights
-from moefold.model.latent_attention import LatentAttention
+from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
+from moefold.model.moe.dispatch import Dispatcher, ShardedMicroBatch, make_dispatcher
+from moefold.model.moe.dispatch.deepep import open_buffer
+from moefold.model.moe.dispatch.least_loaded import RebalanceRule
+from moefold.model.moe.dispatch.registry import select_dispatcher
+from moefold.model.moe.dispatch.validating import ValidatingDispatcher
+from moefold.model.moe.layer import MoELayer
 from moefold.model.norm import FullWidthQKNorm, RMSNorm
 from moefold.model.transformer import Embedding, Head, MTPBlock, Transformer
-from moefold.moe.dispatch import Dispatcher, ShardedMicroBatch, make_dispatcher
-from moefold.moe.dispatch.checked import ValidatingDispatcher
-from moefold.moe.dispatch.deepep import open_buffer
-from moefold.moe.dispatch.selection import select_dispatcher
-from moefold.moe.dispatch.spill import RebalanceRule
-from moefold.moe.layer import MoELayer
 from moefold.offload.activations import ActivationOffload
-from moefold.parallel.accumulate import Accumulation, Batch
-from moefold.parallel.context import context_parallel_attention, sequence_positions
+from moefold.parallel.async_tp import AsyncTensorParallel
+from moefold.parallel.context_parallel import context_parallel_attention, sequence_positions
+from moefold.parallel.fsdp import master_weight_dtype, shard_data_parallel, shard_model_parallel
+from moefold.parallel.grad_accumulation import Accumulation, Batch
 from moefold.parallel.gradients import sum_replicated_gradients
-from moefold.parallel.groups import Group, ParallelGroups
 from moefold.parallel.offload import apply_offload, open_offload
-from moefold.parallel.paired import OverlappedAccumulation
-from moefold.parallel.phases import install_phase_hooks
+from moefold.parallel.overlapped_schedule import OverlappedAccumulation
+from moefold.parallel.phase_hooks import install_phase_hooks
 from moefold.parallel.pipeline import PipelineRunner, allreduce_tied_embedding_grad
 from moefold.parallel.recompute import apply_recompute, device_memory, resolve_recompute
-from moefold.parallel.sharding import master_weight_dtype, shard_data_parallel, shard_model_parallel
-from moefold.parallel.stage_plan import StagePlan, plan_stages
-from moefold.parallel.tensor import SequenceParallelTokens, TPSumOfSquares, TPVocabParallel, kv_rows, local_positions
-from moefold.parallel.tensor_ring import AsyncTensorParallel
+from moefold.parallel.select_ops import SelectedKernels, select_kernels
+from moefold.parallel.tensor_parallel import (
+    SequenceParallelTokens,
+    TPSumOfSquares,
+    TPVocabParallel,
+    kv_rows,
+    local_positions,
+)
+from moefold.topology.stages import StagePlan
 
 
 class StepRunner(Protocol):

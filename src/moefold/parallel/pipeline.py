@@ -14,19 +14,18 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 
-from moefold.config.paired_schedule import overlapped_rows
-from moefold.config.schedules import SCHEDULES
+from moefold.comm.comm_timer import CommTimer
+from moefold.comm.flight_recorder import FlightRecorder
+from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.schema import Config
 from moefold.model.transformer import Transformer, num_loss_terms
-from moefold.parallel.accumulate import Batch
-from moefold.parallel.flight_record import FlightRecorder
-from moefold.parallel.groups import Group, ParallelGroups
-from moefold.parallel.held import UnshardedParams
-from moefold.parallel.late_gradients import WeightGradStore, install_wgrad_store
-from moefold.parallel.paired import OverlappedSchedule, ResumableStage
-from moefold.parallel.schedule import Schedule, evaluation_schedule, training_schedule
-from moefold.parallel.stage_plan import StagePlan
-from moefold.parallel.wait_clock import CommTimer
+from moefold.parallel.fsdp import UnshardedParams
+from moefold.parallel.grad_accumulation import Batch
+from moefold.parallel.overlapped_schedule import OverlappedSchedule, ResumableStage
+from moefold.parallel.pipeline_schedule import Schedule, evaluation_schedule, training_schedule
+from moefold.parallel.wgrad_store import WeightGradStore, install_wgrad_store
+from moefold.topology.schedule_tables import SCHEDULES, overlapped_rows
+from moefold.topology.stages import StagePlan
 
 
 class PipelineRunner:

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 
 import torch
 
-from moefold.config.checks_recompute import AUTO
+from moefold.comm.collectives import all_reduce_max
+from moefold.comm.groups import ParallelGroups
+from moefold.comm.resumable import BackwardOverlap
 from moefold.config.schema import Config
-from moefold.metrics.kept_parts import KERNEL_PROFILES
-from moefold.metrics.recompute_choice import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
-from moefold.model.latent_attention import LatentAttention
+from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
+from moefold.cost.recompute_parts import AUTO
+from moefold.cost.saved_tensors import KERNEL_PROFILES
+from moefold.model.activation_checkpoint import checkpoint_resumable, checkpoint_without_output, checkpoint_wrapper
+from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
-from moefold.model.recall import checkpoint_resumable, checkpoint_without_output, checkpoint_wrapper
+from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Block, Transformer
-from moefold.moe.layer import MoELayer
-from moefold.parallel.beside import BackwardOverlap
-from moefold.parallel.collectives import all_reduce_max
-from moefold.parallel.groups import ParallelGroups
 
 
 def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> tuple[Config, str]:

@@ -3,6 +3,8 @@
 Each task gets fresh processes, forked in milliseconds from a fork server that has torch in memory: torch caches device
 meshes by their ranks, so a process that outlived its process groups would use dead ones. A task that fails or
 outlasts its time limit ends with the tracebacks of its ranks.
+
+A communicator by itself, for tests of what takes one.
 """
 
 import faulthandler
@@ -29,11 +31,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moefold.comm.flight_recorder import FlightRecorder
+from moefold.comm.groups import Group
 from moefold.errors import ConfigError
-from moefold.launch.child import block_signals, signal_on_parent_death
-from moefold.launch.loopback import HOST, loopback_store, restrict_to_loopback
-from moefold.launch.stale_folder import claim_folder, remove_stale_folders
-from moefold.work_progress import ignore_progress
+from moefold.host.processes import block_signals, signal_on_parent_death
+from moefold.launch.local_job import claim_folder, remove_stale_folders
+from moefold.launch.rendezvous import HOST, loopback_store, restrict_to_loopback
+from moefold.progress import ignore_progress
 
 MAX_TEMP_DIR_BYTES = 70
 """Bytes that the path of the temporary folder may have: that of a socket in it has 32 more, of 103 (macOS) or 107."""
@@ -215,3 +219,15 @@ def _exit_with_caller(connection: Connection) -> None:
     with suppress(EOFError, OSError):
         connection.recv_bytes()
     os._exit(1)
+
+
+def make_group(ranks: Sequence[int], rank: int, handle: Any) -> Group:
+    """A group with a flight record of its own.
+
+    Args:
+        ranks: its members.
+        rank: my place among them.
+        handle: the process group; None for a group of one.
+    """
+    record = FlightRecorder()
+    return Group(tuple(ranks), rank, handle, record, record.add_group("test", ranks))

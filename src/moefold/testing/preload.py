@@ -12,7 +12,7 @@ import torch.distributed.tensor
 
 # The training itself: half a second that each rank of each task would spend again.
 import moefold.train.trainer
-import moefold.verify.mapping  # noqa: F401
+import moefold.verify.distributed_run  # noqa: F401
 
 # Ranks inherit it: Ctrl-C reaches each process of a terminal, and one just forked would answer with a traceback.
 signal.signal(signal.SIGINT, signal.SIG_IGN)

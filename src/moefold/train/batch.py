@@ -7,12 +7,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moefold.comm.collectives import all_reduce_sum
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data import Sampler
-from moefold.data.marked import SampleBatch
-from moefold.parallel.accumulate import Batch
-from moefold.parallel.collectives import all_reduce_sum
-from moefold.parallel.groups import ParallelGroups
+from moefold.data.sample import SampleBatch
+from moefold.parallel.grad_accumulation import Batch
 
 TargetWeights = NDArray[np.float64]
 WeightedSamples = tuple[SampleBatch, TargetWeights]

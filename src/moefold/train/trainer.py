@@ -17,38 +17,32 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from moefold.checkpoint.folder import TrainState, read_meta
+from moefold.checkpoint.checkpoint_dir import TrainState, read_meta
+from moefold.checkpoint.save_load import Resume, checkpoint_state, load_checkpoint, resolve_resume
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
-from moefold.checkpoint.store import Resume, checkpoint_state, load_checkpoint, resolve_resume
-from moefold.config.checks_model import has_moe_layers
+from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.load import config_to_dict, write_config_json
-from moefold.config.schema import CheckpointConfig, Config
-from moefold.convert.start import load_initial_weights
+from moefold.config.schema import CheckpointConfig, Config, has_moe_layers
+from moefold.convert.init_from import load_initial_weights
+from moefold.cost.flops import peak_bf16_tflops, train_flops_per_token
+from moefold.data.routing_trace import TRACE_FOLDER, RoutingTraceWriter, trace_shape, truncate_trace
 from moefold.errors import RunError, format_list
-from moefold.launch.crew import current_world
+from moefold.launch.exit import SIGNAL_STATUS
 from moefold.launch.failure import is_collective_error
-from moefold.launch.status import SIGNAL_STATUS
 from moefold.metrics.expert_counts import ExpertCountsWriter, truncate_expert_counts
-from moefold.metrics.fault_log import log_fault
-from moefold.metrics.flops import train_flops_per_token
-from moefold.metrics.peak import peak_bf16_tflops
 from moefold.metrics.plot import plot_loss
 from moefold.metrics.progress import Progress
 from moefold.metrics.rank_times import RankTimeMetrics, Stragglers, describe_straggler
-from moefold.metrics.routing_trace import TRACE_FOLDER, RoutingTraceWriter, trace_shape, truncate_trace
-from moefold.metrics.step import StepMetrics
-from moefold.metrics.writer import MetricsWriter
-from moefold.parallel.groups import ParallelGroups
+from moefold.metrics.step_metrics import StepMetrics
+from moefold.metrics.writer import MetricsWriter, log_fault
+from moefold.optim.build import set_step_count
 from moefold.parallel.parallelize import parallelize
-from moefold.parallel.replicas import Divergence, HostFact
-from moefold.train.banner import startup_lines
-from moefold.train.data_files import continues_data
-from moefold.train.farewell import closing_lines
-from moefold.train.incident import StepFault
-from moefold.train.optimizer import set_step_count
-from moefold.train.run_data import DataLoader, DroppedEvaluation, DroppedFile
-from moefold.train.step import StepResult, TrainingStep
-from moefold.train.stop import SIGNALS, StopSignals
+from moefold.parallel.replica_check import Divergence, HostFact
+from moefold.train.data_loader import DataLoader, DroppedEvaluation, DroppedFile, continues_data
+from moefold.train.log_lines import closing_lines, startup_lines
+from moefold.train.signals import SIGNALS, StopSignals
+from moefold.train.step_fault import StepFault
+from moefold.train.train_step import StepResult, TrainingStep
 
 SAVE_DRAIN_S = 60.0
 """So long a run that fails waits for a save beside training to end."""

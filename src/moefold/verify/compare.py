@@ -9,13 +9,13 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.data import Sampler, open_dataset
-from moefold.metrics.moe import MoELayerMetrics
+from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
-from moefold.parallel.context import sequence_positions
-from moefold.verify.mapping import DistributedRecord
+from moefold.parallel.context_parallel import sequence_positions
+from moefold.progress import ProgressCallback, ignore_progress
+from moefold.verify.distributed_run import DistributedRecord
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
-from moefold.work_progress import ProgressCallback, ignore_progress
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
-from moefold.metrics.moe import MoELayerMetrics
-from moefold.verify.oracle_latent import mla_heads, softmax_scale
+from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.verify.oracle_attention import apply_rope, fp8_round_trip, mla_heads, softmax_scale
 from moefold.verify.oracle_optimizer import OracleOptimizer
-from moefold.verify.oracle_rotation import apply_rope
-from moefold.verify.oracle_rounding import fp8_round_trip
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
 
 Weights = dict[str, Tensor]

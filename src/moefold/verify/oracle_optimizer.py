@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config, ModelConfig
-from moefold.train.lr_schedule import learning_rate
+from moefold.optim.lr_schedule import learning_rate
 
 MUON_GROUP_PATTERNS = {
     r"\.attention\.w(q|k|v|o|q_down|q_up|kv_down|kv_up)$": "attention",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
-from moefold.metrics.moe import MoELayerMetrics
+from moefold.metrics.step_metrics import MoELayerMetrics
 
 UINT64_MASK = 2**64 - 1
 TIE_TOLERANCE = 2.0**-36

@@ -5,11 +5,11 @@ from dataclasses import replace
 from itertools import product
 from math import lcm, prod
 
-from moefold.config.checks import check_config
-from moefold.config.pipeline_layout import format_layout, parse_layout
 from moefold.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from moefold.errors import ConfigError
-from moefold.parallel.layout import divisors
+from moefold.topology.layout import divisors
+from moefold.topology.pipeline_layout import format_layout, parse_layout
+from moefold.validate.config import check_config
 
 HEAD_SIZE = 8
 SHARD_WIDTH = 8

@@ -1,0 +1,291 @@
+"""The parts of a step, each by itself: its time, and the least that its work could take on this machine."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moefold.bench.roofline import PeakRates
+from moefold.bench.shape import BenchPart
+from moefold.config.schema import Config
+from moefold.cost.flops import TRAIN_TO_FORWARD, train_flops_per_token
+from moefold.model.init import init_weights
+from moefold.model.moe.dispatch.base import RoutingMap
+from moefold.model.moe.permute import permute, plan_permutation, unpermute
+from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
+from moefold.model.transformer import TORCH_DTYPES, Transformer
+from moefold.ops.gemm import TORCH_GEMM
+from moefold.optim.build import build_optimizer
+from moefold.parallel.gradients import clip_gradients, local_norm_sq
+from moefold.parallel.parallelize import apply_kernels
+from moefold.parallel.select_ops import select_kernels
+
+BARE_GEMM_LOOP = "bare loop of the experts' GEMMs"
+ADAMW_BYTES_PER_WEIGHT = 28
+"""Of a float32 weight: it, its gradient and two moments are read, all but the gradient are written."""
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """One part of a step.
+
+    Attributes:
+        name: in the table.
+        run: does its work once, forward and backward.
+        times_per_step: how often a step does it.
+        flops: of one time, as of `metrics.flops`.
+        bytes: that one time has to read and write at least: weights, inputs, results and their gradients.
+    """
+
+    name: str
+    run: Callable[[], object]
+    times_per_step: int
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """What a part took of a step, in seconds."""
+
+    name: str
+    seconds: float
+    floor_s: float
+
+    @property
+    def gap(self) -> float:
+        """How many times its floor it takes."""
+        return self.seconds / self.floor_s if self.floor_s else float("nan")
+
+
+def part_time(part: StepPart, median_s: float, peak_rates: PeakRates) -> PartTime:
+    """The times of a part over a whole step."""
+    floor_s = peak_rates.roofline_s(part.flops, part.bytes)
+    return PartTime(part.name, part.times_per_step * median_s, part.times_per_step * floor_s)
+
+
+class StepBreakdown:
+    """The parts of a shape, over random states of its sizes, with weights of their own.
+
+    A whole model keeps float32 weights, which its parts convert; layers have weights in the type of the run.
+
+    Args:
+        cfg: the recipe.
+        part: what the step consists of.
+        device: where.
+        x: states that the router is to see, [S, B, H]; its choices are those of the measured routing.
+        router: the weight that it sees them with, [E, H].
+    """
+
+    def __init__(self, cfg: Config, part: BenchPart, device: torch.device, x: Tensor, router: Tensor) -> None:
+        self._cfg, self._part, self._device = cfg, part, device
+        self._dtype = TORCH_DTYPES[cfg.run.dtype]
+        self._element_bytes = torch.empty((), dtype=self._dtype).element_size()
+        self._model = _single_layer_model(cfg, part, device, self._dtype)
+        self._moe = next(iter(self._model.moe_layers().values()))
+        with torch.no_grad():
+            self._moe.router.weight.copy_(router)
+        self._x = x.to(self._dtype)
+        self._x_TH = self._x.flatten(0, 1)
+        with torch.no_grad():
+            self._positions = TokenPositions(LocalMicroBatch(), len(x), torch.arange(x.shape[1], device=device))
+            routing = self._moe.router(self._x_TH, self._positions)
+        self._routing_map = RoutingMap(routing.ids_TK, routing.probs_TK)
+        self._permutation = plan_permutation(routing.ids_TK, cfg.model.num_experts)
+        self._rows_per_expert = self._permutation.tokens_per_expert_E.tolist()
+
+    def parts(self) -> list[StepPart]:
+        """Every part, in the order of a step."""
+        found = [*self._attention_parts(), *self._moe_parts()]
+        return [*found, *self._model_parts()] if self._part == "model" else found
+
+    def bare_gemm_loop(self) -> Callable[[], object]:
+        """The products of the experts of one layer, forward and backward, one after another, and nothing else."""
+        model, dtype = self._cfg.model, TORCH_GEMM.upcast(self._x).dtype
+        hidden, inner = model.hidden_size, model.moe_ffn_hidden_size
+        calls: list[tuple[Tensor, Tensor, Tensor]] = []
+        for count in filter(None, self._rows_per_expert):
+            rows = TORCH_GEMM.padded_rows(count, self._x)
+            shapes = [(rows, hidden, inner), (rows, inner, hidden), (hidden, rows, inner), (inner, rows, hidden)]
+            # gate, up, down; gradients of the three inputs; gradients of the three weights.
+            for (m, k, n), often in zip(shapes, (3, 3, 2, 1), strict=True):
+                out, a, b = (torch.randn(size, device=self._device).to(dtype) for size in ((m, n), (m, k), (n, k)))
+                calls += often * [(out, a, b)]
+        is_new = TORCH_GEMM.is_faster_than_torch_mm(calls[0][1])
+        multiply = (lambda out, a, b: TORCH_GEMM.matmul(a, b)) if is_new else TORCH_GEMM.matmul_out
+
+        def run() -> None:
+            for out, a, b in calls:
+                multiply(out, a, b)
+
+        return run
+
+    @property
+    def expert_flops(self) -> float:
+        """Of the experts of one layer, forward and backward."""
+        model = self._cfg.model
+        return TRAIN_TO_FORWARD * 2.0 * sum(self._rows_per_expert) * 3 * model.hidden_size * model.moe_ffn_hidden_size
+
+    def _attention_parts(self) -> Iterator[StepPart]:
+        model, layers = self._cfg.model, self._cfg.model.num_layers
+        if self._part == "layer":
+            return
+        block: Any = next(iter(self._model.layers.values()))
+        count = train_flops_per_token(model, self._cfg.train.seq_len, causal=True)
+        flops = TRAIN_TO_FORWARD * (count.attention_projections + count.attention_core) / layers
+        rotation = self._model.rope
+        heads = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.head_size
+        # Input, result and both gradients; heads forwards, backwards, and their gradients.
+        moved = self._tokens * (4 * model.hidden_size + 3 * heads) * self._element_bytes + self._weight_bytes(
+            block.attention
+        )
+        yield StepPart(
+            "attention",
+            _forward_backward(lambda x: block.attention(x, rotation), self._x, block.attention),
+            layers,
+            flops * self._tokens,
+            moved,
+        )
+        norm = block.attention_norm
+        norms = 2 * layers + (self._part == "model")
+        yield StepPart(
+            "norms", _forward_backward(norm, self._x, norm), norms, 0, 5 * self._x.numel() * self._element_bytes
+        )
+
+    def _moe_parts(self) -> Iterator[StepPart]:
+        moe, model, layers = self._moe, self._cfg.model, self._cfg.model.num_layers
+        tokens_bytes = self._x.numel() * self._element_bytes
+        rows_bytes = sum(self._rows_per_expert) * model.hidden_size * self._element_bytes
+        router_flops = TRAIN_TO_FORWARD * 2 * self._tokens * model.hidden_size * model.num_experts
+        router = _forward_backward(self._route, self._x_TH, moe.router)
+        yield StepPart("router", router, layers, router_flops, 3 * tokens_bytes + self._weight_bytes(moe.router))
+        yield StepPart(
+            "permutation",
+            _forward_backward(self._permute, self._x_TH, None),
+            layers,
+            0,
+            2 * (tokens_bytes + rows_bytes),
+        )
+        x_RH = permute(self._x_TH, self._permutation).detach()
+        inner = 3 * sum(self._rows_per_expert) * model.moe_ffn_hidden_size * self._element_bytes
+        yield StepPart(
+            "expert GEMMs",
+            _forward_backward(lambda x: moe.experts(x, self._rows_per_expert), x_RH, moe.experts),
+            layers,
+            self.expert_flops,
+            4 * rows_bytes + 2 * inner + self._weight_bytes(moe.experts),
+        )
+        yield StepPart(
+            "combine", _forward_backward(self._combine, x_RH, None), layers, 0, 2 * tokens_bytes + 3 * rows_bytes
+        )
+        if moe.shared is not None:
+            count = train_flops_per_token(model, self._cfg.train.seq_len)
+            yield StepPart(
+                "shared experts",
+                _forward_backward(moe._run_shared_expert, self._x, moe.shared),
+                layers,
+                TRAIN_TO_FORWARD * self._tokens * count.shared_experts / layers,
+                4 * tokens_bytes + self._weight_bytes(moe.shared),
+            )
+
+    def _model_parts(self) -> Iterator[StepPart]:
+        model, cfg = self._cfg.model, self._cfg
+        labels = torch.randint(model.vocab_size, (len(self._x), self._x.shape[1]), device=self._device)
+        tokens = labels.t().contiguous()
+        head, embedding = self._model.head, self._model.embedding
+        tied = embedding.weight if model.tie_embeddings else None
+        logits_bytes = self._tokens * model.vocab_size * 4
+        yield StepPart(
+            "loss",
+            _forward_backward(lambda x: head.losses(x, tied, labels).mean(), self._x, head),
+            1,
+            TRAIN_TO_FORWARD * 2 * self._tokens * model.hidden_size * model.vocab_size,
+            3 * logits_bytes + self._weight_bytes(head),
+        )
+        yield StepPart(
+            "embedding",
+            lambda: _backward(embedding(tokens), embedding),
+            1,
+            0,
+            2 * self._x.numel() * (self._element_bytes + 4) + embedding.weight.numel() * 4,
+        )
+        everything = dict(self._full_model().named_parameters())
+        optimizer = build_optimizer(everything, cfg.train)
+        for parameter in everything.values():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+
+        def update() -> None:
+            norm = local_norm_sq(everything).sqrt()
+            clip_gradients(everything, norm, cfg.train.clip_grad)
+            optimizer.step()
+
+        count = sum(parameter.numel() for parameter in everything.values())
+        yield StepPart("optimizer", update, 1, 0, ADAMW_BYTES_PER_WEIGHT * count)
+
+    def _full_model(self) -> Transformer:
+        model = Transformer(self._cfg, range(self._cfg.model.num_layers), is_first=True, is_last=True)
+        return model.to(self._device)
+
+    def _route(self, x_TH: Tensor) -> Tensor:
+        """Scores, choice and balance loss: the sum that its gradients come from."""
+        moe, places = self._moe, self._positions
+        routing = moe.router(x_TH, places)
+        y = moe._attach_losses(routing.probs_TK, routing, RoutingMap(routing.ids_TK, routing.probs_TK), places)
+        return y.sum()
+
+    def _permute(self, x_TH: Tensor) -> Tensor:
+        permutation = plan_permutation(self._routing_map.ids_TK, self._cfg.model.num_experts)
+        permutation.tokens_per_expert_E.tolist()
+        return permute(x_TH, permutation)
+
+    def _combine(self, y_RH: Tensor) -> Tensor:
+        return unpermute(y_RH, self._permutation, self._routing_map.probs_TK.detach().requires_grad_())
+
+    @property
+    def _tokens(self) -> int:
+        return len(self._x_TH)
+
+    def _weight_bytes(self, module: nn.Module) -> int:
+        """Weights are read forwards and backwards, and their gradients written."""
+        return sum(3 * p.numel() * p.element_size() for p in module.parameters())
+
+
+def _forward_backward(forward: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module | None) -> Callable[[], object]:
+    leaf = x.detach().requires_grad_()
+    # Made once: what comes back to a part is the work of the part behind it.
+    grad = torch.ones_like(forward(leaf))
+
+    def run() -> None:
+        _backward(forward(leaf), module, grad)
+        leaf.grad = None
+
+    return run
+
+
+def _backward(y: Tensor, module: nn.Module | None, grad: Tensor | None = None) -> None:
+    torch.autograd.backward(y, torch.ones_like(y) if grad is None else grad)
+    for parameter in () if module is None else module.parameters():
+        parameter.grad = None
+
+
+def _single_layer_model(cfg: Config, part: BenchPart, device: torch.device, dtype: torch.dtype) -> Transformer:
+    is_whole = part == "model"
+    with torch.device("meta"):
+        model = Transformer(cfg, [0], is_first=is_whole, is_last=is_whole)
+    if not is_whole:
+        model.to(dtype)
+        for layer in model.moe_layers().values():
+            layer.router.to(torch.float32)
+    model.to_empty(device=device)
+    init_weights(model, cfg.model, cfg.run.seed)
+    apply_kernels(model, select_kernels(cfg, device))
+    model.set_positions(torch.arange(cfg.train.seq_len, device=device))
+    return model.train()
+
+
+def bare_loop_ratio(parts: Sequence[PartTime], bare_s: float, layers: int) -> float:
+    """The rate of the expert part over that of the bare loop of its products."""
+    experts_s = next(piece.seconds for piece in parts if piece.name == "expert GEMMs")
+    return layers * bare_s / experts_s

@@ -1,0 +1,79 @@
+"""What the machine can do, measured in the same rounds as what is compared with it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moefold.launch.runtime_env import malloc_message
+from moefold.ops.gemm import TORCH_GEMM
+
+GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
+COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
+"""Beyond every cache."""
+TORCH_MM, ONEDNN, COPY = "GEMM, torch.mm", "GEMM, oneDNN", "copy"
+
+
+@dataclass(frozen=True)
+class PeakRates:
+    """What the machine reached."""
+
+    flops_per_s: float
+    """Operations a second of a large square product, by the faster of the libraries."""
+    bytes_per_s: float
+    """Bytes a second, read and written, of a large copy."""
+
+    def roofline_s(self, flops: float, moved_bytes: float) -> float:
+        """The least time that so much work takes."""
+        return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
+
+
+def roofline_kernels(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
+    """What to race beside the contestants, for `peak_rates`."""
+    n = GEMM_SIZE[device.type]
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    found: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(source)}
+    has_own = TORCH_GEMM.is_faster_than_torch_mm(a)
+    if not has_own or dtype == torch.float32:
+        # Where bfloat16 is emulated, the library's product would take seconds and is never the faster one.
+        found[TORCH_MM] = lambda: torch.mm(a, b)
+    if has_own:
+        found[ONEDNN] = lambda: TORCH_GEMM.matmul(a, b)
+    return found
+
+
+def peak_rates(median_s: dict[str, float], device: torch.device) -> PeakRates:
+    """The rates that follow from the median times of the yardsticks."""
+    flops = 2 * GEMM_SIZE[device.type] ** 3
+    fastest = min(median_s[name] for name in (TORCH_MM, ONEDNN) if name in median_s)
+    return PeakRates(flops / fastest, 2 * COPY_BYTES[device.type] / median_s[COPY])
+
+
+def free_memory_bytes(device: torch.device) -> float:
+    """Memory that is free on the device."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    import os
+
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def describe_device(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()] if cpuinfo.exists() else []
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    # A virtual machine often names the maker alone.
+    numbers = [f"{key} {facts[name]}" for key, name in (("family", "cpu family"), ("model", "model")) if name in facts]
+    which = f" ({', '.join(numbers)})" if numbers else ""
+    words = (
+        f"{facts.get('model name', 'CPU')}{which}",
+        f"{torch.get_num_threads()} threads",
+        malloc_message(device.type),
+    )
+    return ", ".join(filter(None, words))

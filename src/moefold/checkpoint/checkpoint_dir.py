@@ -1,0 +1,525 @@
+"""The folder of checkpoints: which are complete, what they hold, which one a run resumes from. Torch-free.
+
+A checkpoint is written under another name and renamed once complete, so `step-000100` is complete or absent.
+
+Whether the files of a checkpoint are what was written, asked before anything is made of them. Torch-free.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Container, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
+from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
+from moefold.config.layer_pattern import layer_windows
+from moefold.config.schema import Config, ModelConfig
+from moefold.data.data_files import check_data_file_names, file_differences, separate_dropped_files
+from moefold.errors import ConfigError, format_list
+
+if TYPE_CHECKING:
+    from moefold.comm.groups import World
+
+
+META_FILE = "moefold.json"
+FORMAT = 1
+_STEP_FOLDER_PATTERN = re.compile(r"step-(\d{6,})")
+_IGNORED_MODEL_KEYS = frozenset(
+    {
+        "preset",
+        "init_std",
+        "layer_pattern",
+        "attention_pattern",
+        "sliding_window",
+        "upcycle_from",
+        "upcycle_router",
+        "upcycle_scaling",
+        "upcycle_noise",
+    }
+)
+"""Keys of [model] that do not change what the stored tensors mean, or are compared by their effect."""
+_DENSE_KEYS = frozenset({"ffn_hidden_size"})
+_MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """How far a run has come."""
+
+    step: int
+    """Optimizer steps done."""
+    samples: int
+    """Samples taken from the training data so far."""
+    tokens: int
+    """Tokens trained on so far."""
+    stream: Any = None
+    """Where a stream of data stands, so that it need not be read from its start; None for other data."""
+    guard: Any = None
+    """What the run remembers of its faults and of the last losses: `train.guard.Guard.state`; None of old runs."""
+    checked_step: int | None = None
+    """Step of the last check that found all replicas alike; None if there was none."""
+    data_files: dict[str, str] = field(default_factory=dict)
+    """What the files of the data looked like when the run began, by `data.fingerprint`; empty where nobody looked."""
+    data_tokens: dict[str, int] = field(default_factory=dict)
+    """How many tokens each token file held then; empty for other data, and in old checkpoints."""
+    data_lost: dict[str, str] = field(default_factory=dict)
+    """Those that the run has left out since, each with the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMeta(TrainState):
+    """What a checkpoint says of itself beside the tensors."""
+
+    format: int
+    order: dict[str, Any]
+    """What decides which text a sample number means: `sample_order`."""
+    model: dict[str, Any]
+    parallel: dict[str, Any]
+    """The mapping that wrote it, for the reader: any other one can load it."""
+    dtype: str = ""
+    """run.dtype of the run that wrote it; empty if no run did, or one of a version that did not say."""
+    origin: str = ""
+    """Where weights come from that no run trained: "import" or "upcycle" and a folder. They have no moments."""
+
+    @property
+    def dp(self) -> int | None:
+        """Data-parallel degree of the mapping that wrote it; None if it does not say."""
+        try:
+            world_size, tp, cp, pp = (int(self.parallel[name]) for name in ("world_size", "tp", "cp", "pp"))
+        except KeyError:
+            return None
+        return world_size // (tp * cp * pp)
+
+
+def checkpoint_folder(cfg: Config) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else Path(cfg.run.dir) / "checkpoints"
+
+
+def checkpoint_folder_key(cfg: Config) -> str:
+    """The key of the recipe that decides where that is."""
+    return "checkpoint.dir" if cfg.checkpoint.dir else "run.dir"
+
+
+def step_path(folder: Path, step: int) -> Path:
+    """Name of the complete checkpoint of a step."""
+    return folder / f"step-{step:06d}"
+
+
+def tmp_checkpoint_path(folder: Path, step: int) -> Path:
+    """Name of a checkpoint that is being written."""
+    return folder / f".step-{step:06d}.partial"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name, -1 for another name."""
+    match = _STEP_FOLDER_PATTERN.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def model_sizes(model: ModelConfig) -> dict[str, Any]:
+    """The section [model], with the kind of each layer spelled out."""
+    return asdict(model) | {"layer_kinds": "".join(model.layer_kinds)}
+
+
+def sample_order(cfg: Config) -> dict[str, Any]:
+    """The settings that decide which text sample n is; the size of the batch is not among them."""
+    order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **asdict(cfg.data)}
+    # Which files it leaves out is told by the list of them.
+    del order["corrupt"]
+    plain: dict[str, Any] = json.loads(json.dumps(order))
+    return plain
+
+
+def data_order_change(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> str:
+    """How the samples of a checkpoint's run differ from those of a recipe, in words; empty if they are the same.
+
+    Token files that have broken since, or are gone, make no difference under data.corrupt="skip": see `dropped_files`.
+
+    Args:
+        meta: what the checkpoint says.
+        cfg: the recipe.
+        fingerprints: what the files of its data look like now; None: do not compare them.
+    """
+    # A checkpoint of a version that did not know a key yet is of a run with its default.
+    wrong = _differences(sample_order(Config()) | meta.order, sample_order(cfg))
+    if wrong or fingerprints is None or not meta.data_files:
+        return wrong
+    lost, others = _classify_differences(meta, fingerprints)
+    if not lost or (cfg.data.corrupt == "skip" and _has_remaining_files(meta, lost)):
+        return format_list(list(others.values()))
+    return format_list([*lost.values(), *others.values()])
+
+
+def dropped_files(meta: CheckpointMeta, fingerprints: Mapping[str, str]) -> dict[str, str]:
+    """The token files that a run can no longer read as it did, those included that it has lost before; with reasons."""
+    lost = _classify_differences(meta, fingerprints)[0] | meta.data_lost
+    return {name: why for name, why in lost.items() if name in meta.data_tokens}
+
+
+def _classify_differences(
+    meta: CheckpointMeta, fingerprints: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Token files that are lost, and other differences, in words by name."""
+    lost, others = separate_dropped_files(
+        meta.data_files, file_differences(meta.data_files, fingerprints), meta.data_tokens
+    )
+    return lost | {name: f"data file {name} was left out ({why})" for name, why in meta.data_lost.items()}, others
+
+
+def _has_remaining_files(meta: CheckpointMeta, dropped: Mapping[str, str]) -> bool:
+    return any(name not in dropped for name in meta.data_tokens)
+
+
+def named_checkpoints(folder: Path) -> list[Path]:
+    """Whatever has the name of a checkpoint, oldest first: each was complete once, so what lacks a file is damaged."""
+    return sorted((path for path in folder.glob("step-*") if step_of(path) >= 0 and path.is_dir()), key=step_of)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a folder that have a description, oldest first."""
+    return [path for path in named_checkpoints(folder) if (path / META_FILE).is_file()]
+
+
+def locate_folder(path: Path) -> Path:
+    """The folder of checkpoints that a user means: it itself, or that of a run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(f"{str(path)!r} {what}; name a run, or a folder of checkpoints")
+    inside = path / "checkpoints"
+    if named_checkpoints(path) or named_checkpoints(inside):
+        return inside if named_checkpoints(inside) else path
+    return _configured_checkpoint_folder(path) or (inside if inside.is_dir() else path)
+
+
+def newest_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that a user means: it itself, or the newest complete one of a run or of a folder of them.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if (path / META_FILE).is_file():
+        return path
+    complete = complete_checkpoints(locate_folder(path))
+    return complete[-1] if complete else None
+
+
+def skipped_checkpoints(given: Path, found: Path) -> list[str]:
+    """What `newest_checkpoint` passed over: later checkpoints that lack their description, each with what is wrong.
+
+    Args:
+        given: the path that the user named.
+        found: the checkpoint that it stands for.
+    """
+    if (given / META_FILE).is_file() or step_of(found) < 0:
+        return []
+    later = [path for path in named_checkpoints(found.parent) if step_of(path) > step_of(found)]
+    return [
+        f"{path.name}: {format_list(quick_validate(path) or [f'it has no {META_FILE}'])}" for path in reversed(later)
+    ]
+
+
+def _configured_checkpoint_folder(run_dir: Path) -> Path | None:
+    """Where a run keeps its checkpoints that keeps them elsewhere (checkpoint.dir); None if it does not say so."""
+    try:
+        tree = read_json(run_dir / "config.json", MAX_CONFIG_BYTES)
+        named = tree["checkpoint"]["dir"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Path(named) if isinstance(named, str) and named and Path(named).is_dir() else None
+
+
+def locate_checkpoint(path: Path) -> Path:
+    """As `newest_checkpoint`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (found := newest_checkpoint(path)) is None:
+        damaged = [f"{one.name}: {format_list(quick_validate(one))}" for one in named_checkpoints(locate_folder(path))]
+        why = f" ({format_list(damaged)})" if damaged else ""
+        raise ConfigError(
+            f"{str(path)!r} is no complete checkpoint and holds none{why}; name one, or a run that saved some "
+            "(checkpoint.at_end=true, the default, or checkpoint.every)"
+        )
+    return found
+
+
+def write_meta(path: Path, meta: CheckpointMeta) -> None:
+    """Write the description into a checkpoint folder."""
+    (path / META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
+
+
+def read_meta(path: Path) -> CheckpointMeta:
+    """Read the description of a checkpoint.
+
+    Raises:
+        ConfigError: the folder is no checkpoint of this program, or of a version that this one cannot read.
+    """
+    try:
+        fields = read_json(regular_file(path, META_FILE), MAX_DESCRIPTION_BYTES)
+        meta = CheckpointMeta(**fields)
+        _check_meta(meta)
+    except FileNotFoundError:
+        raise ConfigError(f"checkpoint {str(path)!r} is no moefold checkpoint: it has no {META_FILE}") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"checkpoint {str(path)!r} has a broken {META_FILE}: {error}") from None
+    if meta.format != FORMAT:
+        raise ConfigError(f"checkpoint {str(path)!r} has format {meta.format}; this version reads format {FORMAT}")
+    return meta
+
+
+def _check_meta(meta: CheckpointMeta) -> None:
+    """Raise TypeError for values of other types than a run writes; what the sections hold is looked at later."""
+    for name in ("format", "step", "samples", "tokens"):
+        value = getattr(meta, name)
+        if type(value) is not int or value < 0:
+            raise TypeError(f"{name} is {value!r}")
+    if meta.checked_step is not None and (type(meta.checked_step) is not int or meta.checked_step < 0):
+        raise TypeError(f"checked_step is {meta.checked_step!r}")
+    for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
+        if not isinstance(getattr(meta, name), dict):
+            raise TypeError(f"{name} is no object")
+    sizes = meta.model
+    for name, default in asdict(ModelConfig()).items():
+        kinds = (int, float) if isinstance(default, float) else type(default)
+        if name in sizes and (not isinstance(sizes[name], kinds) or isinstance(sizes[name], bool) != (kinds is bool)):
+            raise TypeError(f"model.{name} is {sizes[name]!r}")
+    # What is as long as the model is deep is made of the number: the text beside it shows that it can be.
+    if sizes.get("num_layers", 0) != len(sizes.get("layer_kinds", "")):
+        raise TypeError(f"model.num_layers is {sizes.get('num_layers')}, and layer_kinds has another length")
+    if "attention_pattern" in sizes:
+        layer_windows(sizes["attention_pattern"], sizes.get("sliding_window", 0), sizes.get("num_layers", 0))
+    if not all(type(degree) in (int, str, bool) for degree in meta.parallel.values()):
+        raise TypeError("parallel is no mapping of ranks")
+    numbers = {"order.seq_len": meta.order.get("seq_len", 1)}
+    numbers |= {f"parallel.{name}": meta.parallel.get(name, 1) for name in ("world_size", "tp", "cp", "pp")}
+    for name, value in numbers.items():
+        if type(value) is not int or value < 1:
+            raise TypeError(f"{name} is {value!r}")
+    if not all(type(count) is int and count > 0 for count in meta.data_tokens.values()):
+        raise TypeError("data_tokens are no counts")
+    if not all(isinstance(words, str) for words in [*meta.data_files.values(), *meta.data_lost.values()]):
+        raise TypeError("data_files or data_lost hold no text")
+    check_data_file_names(meta.order.get("path"), meta.data_files, meta.data_tokens, meta.data_lost)
+    for name in ("dtype", "origin"):
+        if not isinstance(getattr(meta, name), str):
+            raise TypeError(f"{name} is no text")
+
+
+def find_resume(cfg: Config) -> Path | None:
+    """The checkpoint that a run continues from, or None for a new run, as far as sizes of files tell.
+
+    Raises:
+        ConfigError: as `check_compatible`.
+    """
+    damaged: list[str] = []
+    path = resume_candidate(cfg)
+    while path is not None and cfg.checkpoint.resume == "auto" and quick_validate(path):
+        damaged.append(str(path))
+        path = resume_candidate(cfg, damaged)
+    check_compatible(path, cfg)
+    return path
+
+
+def resume_candidate(cfg: Config, ignored: Container[str] = ()) -> Path | None:
+    """The checkpoint that the recipe names, or under "auto" the newest whose path is not among the ignored."""
+    if cfg.checkpoint.resume == "never":
+        return None
+    if cfg.checkpoint.resume != "auto":
+        return Path(cfg.checkpoint.resume)
+    named = named_checkpoints(checkpoint_folder(cfg))
+    return next((path for path in reversed(named) if str(path) not in ignored), None)
+
+
+def quick_validate(path: Path) -> list[str]:
+    """What is wrong with a checkpoint, as far as the sizes of its files and the content of its description tell."""
+    try:
+        manifest = read_manifest(path)
+    except OSError as error:
+        return [f"its {MANIFEST_FILE} cannot be read: {error.strerror}"]
+    except ValueError as error:
+        return [f"its {MANIFEST_FILE} cannot be read: {error}"]
+    if META_FILE not in manifest:
+        return [f"its {MANIFEST_FILE} does not name {META_FILE}"]
+    return validate_sizes(path, manifest) or validate_hashes(path, manifest, [META_FILE])
+
+
+def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> None:
+    """Refuse to continue a run from a checkpoint (None: from nothing) that does not fit it.
+
+    Args:
+        path: the checkpoint.
+        cfg: the recipe.
+        fingerprints: as of `data_order_change`.
+
+    Raises:
+        ConfigError: it is one of another model; "auto" found one of other data; one that was named is of data that
+            has lost files, and could go on without them; or the run would write beside checkpoints of later steps,
+            which a later "auto" would take for its own.
+    """
+    wish = cfg.checkpoint.resume
+    meta = None if path is None else read_meta(path)
+    if path is not None and meta is not None:
+        if meta.origin:
+            raise ConfigError(
+                f"checkpoint {str(path)!r} holds weights alone ({meta.origin}), no run to resume; "
+                f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
+            )
+        _check_same_model(path, meta, cfg)
+        if wish == "auto" or _can_skip_corrupt(meta, cfg, fingerprints):
+            _check_same_data(path, meta, cfg, fingerprints)
+    if wish != "auto" and cfg.checkpoint.saves:
+        _reject_later_checkpoints(named_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
+
+
+def commit(tmp: Path, final: Path) -> None:
+    """Give a finished draft its name; a checkpoint that has it already goes."""
+    if final.exists():
+        remove_checkpoint(final)
+    tmp.rename(final)
+
+
+def remove_older(newest: Path, keep: int, keep_every: int = 0) -> None:
+    """Delete what retention does not keep, and what killed runs left half written.
+
+    Checkpoints of later steps than the newest are those that a resume has passed over as damaged: they neither count
+    nor go, and as little do those that have lost their description.
+
+    Args:
+        newest: the checkpoint that was just written; it stays.
+        keep: so many of the newest complete ones stay; 0 keeps all.
+        keep_every: those of the steps that this divides stay in any case; 0 for none.
+    """
+    folder = newest.parent
+    done = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
+    for path in done[:-keep] if keep else ():
+        if not keep_every or step_of(path) % keep_every:
+            remove_checkpoint(path)
+    for pattern in (".step-*.partial", ".step-*.old"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint so that a kill in between leaves no part of it under its name."""
+    doomed = path.with_name(f".{path.name}.old")
+    doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    if doomed.is_symlink():
+        doomed.unlink()
+    else:
+        shutil.rmtree(doomed)
+
+
+def _reject_later_checkpoints(named: list[Path], step: int, cfg: Config) -> None:
+    later = [path for path in named if step_of(path) > step]
+    if later:
+        raise ConfigError(
+            f"checkpoint.resume={cfg.checkpoint.resume!r} starts after step {step}, but there are checkpoints of later "
+            f"steps, such as {str(later[-1])!r}, which would count as those of this run; move them away, "
+            f"or set another {checkpoint_folder_key(cfg)}"
+        )
+
+
+def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
+    """How a model that was stored (`model_sizes`) computes something else than another one; empty if it does not."""
+    unused = _IGNORED_MODEL_KEYS
+    unused |= frozenset() if "D" in model.layer_kinds else _DENSE_KEYS
+    unused |= frozenset() if "M" in model.layer_kinds else _MOE_KEYS
+    # A checkpoint of a version that did not know a key yet is of a model with its default.
+    theirs = model_sizes(ModelConfig()) | stored
+    ours = model_sizes(model)
+    for sizes in (theirs, ours):
+        sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
+        windows = layer_windows(sizes["attention_pattern"], sizes["sliding_window"], sizes["num_layers"])
+        sizes["layer_windows"] = list(windows)
+    return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
+
+
+def _check_same_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
+    wrong = model_differences(meta.model, cfg.model)
+    if wrong:
+        raise ConfigError(
+            f"checkpoint {str(path)!r} is of another model: {wrong}; give the recipe its sizes, or set another run.dir"
+        )
+
+
+def _check_same_data(path: Path, meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None) -> None:
+    if wrong := data_order_change(meta, cfg, fingerprints):
+        way_out = (
+            "set data.corrupt='skip' to go on without what is broken or gone, bring it back, or begin the data anew in "
+            f"another run.dir with checkpoint.init_from={str(path)!r}"
+            if _can_skip_corrupt(meta, cfg, fingerprints)
+            else f"{_remedy(meta, cfg)}, set checkpoint.resume={str(path)!r} to go on with the new data from its "
+            "start, or set another run.dir"
+        )
+        raise ConfigError(f"checkpoint {str(path)!r} took its samples from other data: {wrong}; {way_out}")
+
+
+def _remedy(meta: CheckpointMeta, cfg: Config) -> str:
+    """How a run comes by its own samples again."""
+    if data_order_change(meta, cfg):
+        return "give the recipe its settings"
+    rule = "" if cfg.data.kind == "tokens" else f" (of data.kind={cfg.data.kind!r} none can be left out later)"
+    return f"bring the files back as they were{rule}"
+
+
+def _can_skip_corrupt(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None) -> bool:
+    """Whether the data differs by nothing but what data.corrupt="skip" would leave out."""
+    if cfg.data.corrupt == "skip" or not data_order_change(meta, cfg, fingerprints):
+        return False
+    return not data_order_change(meta, _with_skip_corrupt(cfg), fingerprints)
+
+
+def _with_skip_corrupt(cfg: Config) -> Config:
+    return replace(cfg, data=replace(cfg.data, corrupt="skip"))
+
+
+def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
+    wrong = {key: (value, current.get(key)) for key, value in stored.items() if current.get(key) != value}
+    if "num_layers" in wrong:
+        wrong.pop("layer_kinds", None)
+        wrong.pop("layer_windows", None)
+    return "; ".join(f"{key} {there!r} there, {here!r} here" for key, (there, here) in wrong.items())
+
+
+def check_file_sizes(path: Path) -> None:
+    """Compare the sizes of the files of a checkpoint with its manifest, before torch is there to read them.
+
+    Raises:
+        ConfigError: a file is missing or has another size, or there is no manifest.
+    """
+    if faults := quick_validate(path):
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}")
+
+
+def check_integrity(path: Path, world: "World", *, checks_hashes: bool = True) -> None:
+    """Compare the files of a checkpoint with its manifest; collective over the crew, which shares the reading.
+
+    Args:
+        path: the checkpoint.
+        world: each process reads a part of the files, a block at a time.
+        checks_hashes: compare hashes; else sizes alone, and the content of the description.
+
+    Raises:
+        ConfigError: a file is missing or differs, or there is no manifest; on every process alike.
+    """
+    found = world.all_gather_object(validate_files(path, world, checks_hashes=checks_hashes))
+    if faults := list(dict.fromkeys(fault for faults in found for fault in faults)):
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}")
+
+
+def validate_files(path: Path, world: "World", *, checks_hashes: bool) -> list[str]:
+    """What this process finds wrong with the sizes of all files and the content of its part of them."""
+    if faults := quick_validate(path):
+        return faults
+    manifest = read_manifest(path)
+    return validate_hashes(path, manifest, list(manifest)[world.rank :: world.size]) if checks_hashes else []

@@ -1,0 +1,133 @@
+"""What a checkpoint holds, tensor by tensor, read in one process without a model."""
+
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from moefold.bounded_read import batch_by_size
+from moefold.checkpoint.part_file import check_parts
+from moefold.checkpoint.safe_metadata import SafeReader, parts_of, read_metadata
+from moefold.checkpoint.save_load import check_tensor_files, translate_read_errors
+
+BATCH_BYTES = 1 << 28
+"""So much of each checkpoint is in memory at a time, or one tensor."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One logical tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    num_chunks: int
+    """Parts that the ranks wrote."""
+
+
+@dataclass(frozen=True)
+class StoredTensorDifference:
+    """How one tensor differs between two checkpoints."""
+
+    name: str
+    what: str
+    max_abs: float | None = None
+    """Largest difference of two values; None if they cannot be compared."""
+
+
+def stored_tensors(path: Path) -> list[StoredTensor]:
+    """The tensors of a checkpoint, by name.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    return [
+        StoredTensor(
+            name=name,
+            shape=tuple(stored.size),
+            dtype=str(stored.properties.dtype).removeprefix("torch."),
+            size_bytes=_size_bytes(stored),
+            num_chunks=len(stored.chunks),
+        )
+        for name, stored in sorted(_read_index(path).items())
+    ]
+
+
+def differing_tensors(first: Path, second: Path, prefix: str = "") -> list[StoredTensorDifference]:
+    """Compare all tensors whose names begin with a prefix; bits count, so -0 and 0 differ, and NaNs may be equal.
+
+    Raises:
+        ConfigError: one of the checkpoints cannot be read.
+    """
+    here, there = _read_index(first), _read_index(second)
+    names = sorted(name for name in here.keys() | there.keys() if name.startswith(prefix))
+    found, same = [], []
+    for name in names:
+        if name not in there or name not in here:
+            found.append(StoredTensorDifference(name, f"only in the {'first' if name in here else 'second'}"))
+        elif here[name].size != there[name].size:
+            found.append(StoredTensorDifference(name, f"shape {list(here[name].size)} | {list(there[name].size)}"))
+        elif here[name].properties.dtype != there[name].properties.dtype:
+            found.append(
+                StoredTensorDifference(name, f"type {here[name].properties.dtype} | {there[name].properties.dtype}")
+            )
+        else:
+            same.append(name)
+    for batch in batch_by_size(same, lambda name: _size_bytes(here[name]), BATCH_BYTES):
+        mine, theirs = _read_tensors(first, batch, here), _read_tensors(second, batch, there)
+        found += [
+            _compare(name, mine[name], theirs[name]) for name in batch if not _is_bit_equal(mine[name], theirs[name])
+        ]
+    return found
+
+
+def validate_content(path: Path) -> list[str]:
+    """List what cannot be read of a checkpoint's index, and of the beginning and end of each part of a tensor."""
+    try:
+        metadata = read_metadata(path)
+        check_tensor_files(path, metadata)
+        check_parts(path, parts_of(metadata).values())
+    except OSError as error:
+        return [f"{error.filename} cannot be read: {error.strerror}"]
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _read_index(path: Path) -> dict[str, TensorStorageMetadata]:
+    with translate_read_errors(path):
+        metadata = read_metadata(path)
+        check_tensor_files(path, metadata)
+    stored = metadata.state_dict_metadata
+    return {name: tensor for name, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
+
+
+def _read_tensors(path: Path, names: list[str], index: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    with translate_read_errors(path), warnings.catch_warnings():
+        state = {name: torch.empty(index[name].size, dtype=index[name].properties.dtype) for name in names}
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
+        dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
+    return state
+
+
+def _size_bytes(stored: TensorStorageMetadata) -> int:
+    return math.prod(stored.size) * stored.properties.dtype.itemsize
+
+
+def _is_bit_equal(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.contiguous().flatten().view(torch.uint8), second.contiguous().flatten().view(torch.uint8))
+
+
+def _compare(name: str, first: Tensor, second: Tensor) -> StoredTensorDifference:
+    apart = (first.double() - second.double()).abs()
+    max_abs = apart.max().item()
+    scale = max(first.double().abs().max().item(), second.double().abs().max().item())
+    count = int((first != second).sum())
+    what = f"{count} of {first.numel()} values, by at most {max_abs:.3g} (largest value {scale:.3g})"
+    return StoredTensorDifference(name, what, max_abs)

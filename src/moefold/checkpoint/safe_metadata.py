@@ -1,0 +1,293 @@
+"""The library's index of a checkpoint, `.metadata`, is a pickle: here it is read so that it can run nothing.
+
+Check a pickle before it is loaded: of the operations alone that an index of a checkpoint is made of. Torch-free.
+
+A pickle is a program: with operations that an index has no use for, a few bytes make a memo of gigabytes, or text that
+fills the memory. Those that it has cost memory in proportion to the file, and no more than a few times what the same
+number of bytes cost in an index of the library.
+"""
+
+import math
+import pickle
+import re
+from collections.abc import Iterable, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from moefold.bounded_read import open_regular, read_bytes
+from moefold.checkpoint.manifest import check_file_name, regular_file
+from moefold.checkpoint.part_file import StoredPart, check_parts
+
+METADATA_FILE = ".metadata"
+MAX_DIMS = 64
+"""As torch has."""
+_ALLOWED_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+}
+"""The classes of an index, by their modules; for each of them a `_InertObject` stands in."""
+_UNPICKLE_ERRORS = (
+    AttributeError,
+    EOFError,
+    ImportError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
+"""What a pickle raises that is none, or not of this kind."""
+
+
+class SafeReader(dcp.FileSystemReader):
+    """Reads a checkpoint of the library without running what a stranger may have put into its index.
+
+    The tensors themselves are read by `torch.load(weights_only=True)`, each after `check_parts`.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """See `read_metadata`."""
+        found = read_metadata(Path(self.path))
+        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        self._parts = parts_of(found)
+        return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for; each part is looked at first."""
+        check_parts(Path(self.path), {index: self._parts[index] for index in _indices(plan)}.values())
+        return super().read_data(plan, planner)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read the index of a checkpoint folder.
+
+    What is returned is made anew of plain numbers and names, so nothing that the pickle did to its own objects lives
+    on; and whatever it says of a tensor is backed by bytes of a file, so nothing has to be allocated on its word.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such index, asks for anything but the plain data of one, contradicts itself or the sizes of
+            the files, or leads out of the folder.
+    """
+    try:
+        pickled = _read_pickle(regular_file(folder, METADATA_FILE))
+        check_opcodes(pickled)
+        found = _rebuild(_RestrictedUnpickler(BytesIO(pickled)).load())
+    except _UNPICKLE_ERRORS as error:
+        raise ValueError(f"{METADATA_FILE} is no index of a checkpoint: {error or type(error).__name__}") from None
+    for name in {info.relative_path for info in found.storage_data.values()}:
+        check_file_name(folder, name)
+    return found
+
+
+def parts_of(found: Metadata) -> dict[MetadataIndex, StoredPart]:
+    """Return the parts that an index lists, each with its place."""
+    places = found.storage_data or {}
+    parts = {}
+    for name, stored in found.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
+        for chunk in stored.chunks:
+            index = MetadataIndex(name, chunk.offsets)
+            parts[index] = StoredPart(name, places[index], chunk.sizes, stored.properties.dtype)
+    return parts
+
+
+def _indices(plan: LoadPlan) -> Iterable[MetadataIndex]:
+    return (item.storage_index for item in plan.items)
+
+
+def _read_pickle(path: Path) -> bytes:
+    """Read an index; of a file that begins otherwise, the first bytes alone."""
+    with open_regular(path) as file:
+        if not file.peek(len(PICKLE_HEADERS[0])).startswith(PICKLE_HEADERS):
+            raise ValueError("it is no pickle of protocol 4 or 5")
+    return read_bytes(path, MAX_INDEX_BYTES)
+
+
+def _rebuild(found: Any) -> Metadata:
+    """The index that stand-ins describe, every part of it looked at.
+
+    Raises:
+        ValueError: it is not what the library writes for a state of tensors.
+        AttributeError, TypeError: the same.
+    """
+    _check_class(found, "Metadata")
+    places = {_rebuild_index(index): _rebuild_storage_info(info) for index, info in found.storage_data.items()}
+    # Tensors may share one list, which would be looked through once for each.
+    if sum(len(stored.chunks) for stored in found.state_dict_metadata.values()) > len(places):
+        raise ValueError("it has more parts than places for them")
+    tensors = {_check_text(name): _rebuild_tensor(stored) for name, stored in found.state_dict_metadata.items()}
+    for name, stored in tensors.items():
+        _check_chunks(name, stored, places)
+    return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
+
+
+def _rebuild_tensor(stored: Any) -> TensorStorageMetadata:
+    _check_class(stored, "TensorStorageMetadata")
+    dtype = stored.properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor has no type")
+    chunks = [ChunkStorageMetadata(_rebuild_size(chunk.offsets), _rebuild_size(chunk.sizes)) for chunk in stored.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), _rebuild_size(stored.size), chunks)
+
+
+def _check_chunks(
+    name: str, stored: TensorStorageMetadata, storage_infos: Mapping[MetadataIndex, _StorageInfo]
+) -> None:
+    """The chunks lie within the tensor, are as many values as it has, and each has its bytes."""
+    offsets = {chunk.offsets for chunk in stored.chunks}
+    fits = all(
+        len(chunk.sizes) == len(chunk.offsets) == len(stored.size)
+        and all(a + n <= size for a, n, size in zip(chunk.offsets, chunk.sizes, stored.size, strict=True))
+        for chunk in stored.chunks
+    )
+    num_values = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
+    if not fits or len(offsets) != len(stored.chunks) or num_values != math.prod(stored.size):
+        raise ValueError(f"the parts of {name} are not the whole of it")
+    for chunk in stored.chunks:
+        place = storage_infos.get(MetadataIndex(name, chunk.offsets))
+        needed_bytes = math.prod(chunk.sizes) * stored.properties.dtype.itemsize
+        if place is None or place.length < needed_bytes:
+            has = "none" if place is None else str(place.length)
+            raise ValueError(f"a part of {name} needs {needed_bytes} bytes, it has {has}")
+
+
+def _rebuild_index(index: Any) -> MetadataIndex:
+    return MetadataIndex(_check_text(index.fqn), _rebuild_size(index.offset))
+
+
+def _rebuild_storage_info(info: Any) -> _StorageInfo:
+    numbers = (info.offset, info.length)
+    transforms = getattr(info, "transform_descriptors", None)
+    if not all(type(number) is int and number >= 0 for number in numbers) or transforms:
+        raise ValueError("a part has no place")
+    return _StorageInfo(_check_text(info.relative_path), *numbers)
+
+
+def _rebuild_size(numbers: Any) -> torch.Size:
+    is_row = isinstance(numbers, tuple) and len(numbers) <= MAX_DIMS
+    if not is_row or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise ValueError("a size is no row of numbers")
+    return torch.Size(numbers)
+
+
+def _check_class(found: Any, name: str) -> None:
+    if not isinstance(found, _InertObject) or type(found).__name__ != name:
+        raise ValueError(f"it has {type(found).__name__} where {name} belongs")
+
+
+def _check_text(name: Any) -> str:
+    if type(name) is not str:
+        raise ValueError("a name is no text")
+    return name
+
+
+class _InertObject:
+    """Stands in for whatever an index is made of: keeps what the pickle gives it and does nothing."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is dict:
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    """Knows the names in an index alone, and gives new classes for them: a pickle may change what it is given."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._classes: dict[tuple[str, type], type] = {}
+
+    def _stand_in(self, name: str, base: type) -> type:
+        """Return the one class of a name in this index: a class takes more memory than its name in the file."""
+        if (name, base) not in self._classes:
+            self._classes[name, base] = type(name, (base,), {})
+        return self._classes[name, base]
+
+    def find_class(self, module: str, name: str) -> Any:
+        # Some releases of Python 3.11 write a member of an enumeration as getattr(class, name): it stays undone here.
+        if name in _ALLOWED_CLASSES.get(module, ()) or (module, name) == ("builtins", "getattr"):
+            return self._stand_in(name, _InertObject)
+        if module.startswith("pathlib"):
+            return self._stand_in("Path", _InertObject)
+        if (module, name) == ("torch", "Size"):
+            return self._stand_in(name, tuple)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which an index has no use for")
+
+
+MAX_INDEX_BYTES = 1 << 30
+"""Of an index: 10 million parts of about 100 bytes, as 1,024 ranks with 10,000 tensors write them."""
+PICKLE_HEADERS = (b"\x80\x04", b"\x80\x05")
+"""PROTO 4 or 5: what every Python that runs the library writes."""
+_MAX_RUN_OPCODES = 4096
+_SPARE_OPCODES = 1 << 16
+_TEXT_OPCODE = re.compile(rb"\x8c(.)|X(.{4})", re.DOTALL)
+_ONE_BYTE_OPCODES = b"()NRabestu]}\x81\x85\x86\x87\x88\x89\x93\x94"
+"""MARK EMPTY_TUPLE NONE REDUCE APPEND BUILD APPENDS SETITEM TUPLE SETITEMS EMPTY_LIST EMPTY_DICT NEWOBJ TUPLE1 to
+TUPLE3 NEWTRUE NEWFALSE STACK_GLOBAL MEMOIZE: one byte each, which makes up to 64."""
+_OPCODE_RUN = re.compile(
+    b"(?:["
+    + re.escape(_ONE_BYTE_OPCODES)
+    + rb"]|[hK].|M..|[Jj].{4}|\x95.{8}|\x80[\x04\x05]|"
+    # BINGET BININT1 BININT2 BININT LONG_BINGET FRAME PROTO, and LONG1 of up to 9 bytes.
+    + b"|".join(b"\\x8a" + bytes([count]) + b".{%d}" % count for count in range(9))
+    + rb"|\x8a\x09.{9}){1,%d}+" % _MAX_RUN_OPCODES,
+    re.DOTALL,
+)
+
+
+def check_opcodes(pickled: bytes) -> None:
+    """Check that a pickle has no operation but those of an index, and no more of the small ones than one has.
+
+    Raises:
+        ValueError: it has others, more, or no end.
+    """
+    if not pickled.startswith(PICKLE_HEADERS):
+        raise ValueError("it is no pickle of protocol 4 or 5")
+    # In an index of the library a third of the bytes are such operations; those within numbers and texts count too.
+    if len(pickled) - len(pickled.translate(None, delete=_ONE_BYTE_OPCODES)) > len(pickled) // 2 + _SPARE_OPCODES:
+        raise ValueError("it has more operations than an index of its size")
+    at = 0
+    while True:
+        if run := _OPCODE_RUN.match(pickled, at):
+            at = run.end()
+        elif text := _TEXT_OPCODE.match(pickled, at):
+            at = text.end() + int.from_bytes(text[1] or text[2], "little")
+        elif pickled[at : at + 1] == b".":
+            return
+        else:
+            raise ValueError(f"byte {at} is no operation of an index")

@@ -1,0 +1,414 @@
+"""Saving and loading through torch.distributed.checkpoint: one entry for each logical tensor, whatever the mapping."""
+
+import errno
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from moefold.checkpoint.checkpoint_dir import (
+    FORMAT,
+    META_FILE,
+    CheckpointMeta,
+    TrainState,
+    check_compatible,
+    check_integrity,
+    checkpoint_folder,
+    checkpoint_folder_key,
+    commit,
+    model_sizes,
+    read_meta,
+    remove_older,
+    resume_candidate,
+    sample_order,
+    step_path,
+    tmp_checkpoint_path,
+    validate_files,
+    write_meta,
+)
+from moefold.checkpoint.manifest import FileDigest, digest_file, write_manifest
+from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, read_metadata
+from moefold.comm.groups import current_world
+from moefold.config.schema import Config
+from moefold.errors import ConfigError, format_list
+from moefold.optim.adamw import MOMENTS
+from moefold.optim.build import MOMENTUM, named_moments, set_step_count
+
+OPTIONAL_BUFFER_SUFFIX = ".last_counts_E"
+"""Buffers of this name are those of a loss that a run may turn on at any step: an older checkpoint may lack them."""
+_DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_TRUNCATED_WRITE = re.compile(r"enforce fail at inline_container|unexpected pos \d+ vs \d+|PytorchStreamWriter")
+"""How the library of DCP complains of a file whose end could not be written; an error without it keeps its text."""
+_OTHER_MOMENTS_PREFIX = "other moments instead of"
+_CORRUPT_FILE_ERRORS = (
+    AssertionError,
+    AttributeError,
+    EOFError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    pickle.UnpicklingError,
+)
+"""What the library raises on files that contradict their index."""
+_RESUME_HINT = "name another one with checkpoint.resume, or move it away"
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run goes on."""
+
+    path: Path | None
+    """The checkpoint; None for a new run."""
+    skipped: tuple[str, ...] = ()
+    """Newer checkpoints that are damaged, each with what is wrong with it."""
+
+
+def resolve_resume(cfg: Config, fingerprints: Mapping[str, str] | None = None) -> Resume:
+    """The newest sound checkpoint of the run, or the one that the recipe names; the same on every rank.
+
+    Collective over all ranks, each of which reads a part of the files to see whether they are what was written.
+
+    Args:
+        cfg: the recipe.
+        fingerprints: as of `data_order_change`.
+
+    Raises:
+        ConfigError: as `check_compatible`, on the first rank; the one that was named is damaged, or all of them are.
+    """
+    skipped: dict[str, str] = {}
+    while True:
+        # A network disk may look different on another machine: the first rank's view counts.
+        found = [resume_candidate(cfg, skipped) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found, src=0)
+        path = found[0]
+        if path is None and skipped:
+            raise ConfigError(
+                f"no checkpoint in {str(checkpoint_folder(cfg))!r} can be used: {'; '.join(skipped.values())}; "
+                f"move them away to begin anew, or set another {checkpoint_folder_key(cfg)}"
+            )
+        if path is None:
+            check_compatible(None, cfg)
+            return Resume(None)
+        if cfg.checkpoint.resume != "auto":
+            read_meta(path)  # a folder that is no checkpoint at all is named as such
+        faults = _gather_errors(validate_files(path, current_world(), checks_hashes=cfg.checkpoint.verify))
+        if not faults:
+            if dist.get_rank() == 0:
+                check_compatible(path, cfg, fingerprints)
+            return Resume(path, tuple(skipped.values()))
+        if cfg.checkpoint.resume != "auto":
+            raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}; {_RESUME_HINT}")
+        skipped[str(path)] = f"{path.name}: {format_list(faults)}"
+
+
+def write_checkpoint(
+    cfg: Config,
+    state: Mapping[str, Tensor],
+    train_state: TrainState,
+    group: dist.ProcessGroup | None = None,
+    planner: dcp.DefaultSavePlanner | None = None,
+) -> Path:
+    """Write a complete checkpoint of the run; collective over all ranks.
+
+    The first rank renames the finished draft, and deletes the checkpoints that the recipe does not keep.
+
+    Args:
+        cfg: the recipe.
+        state: this rank's part of what is to be saved: `checkpoint_state`.
+        train_state: how far the run has come; that of the first rank is kept.
+        group: all ranks; None for the default group.
+        planner: gives the tensors as they are due to be written; None for all at once.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        ConfigError: the folder cannot be written, is full, or is not the same one for all ranks.
+    """
+    is_first_rank = dist.get_rank() == 0
+    folder = checkpoint_folder(cfg)
+    draft, final = tmp_checkpoint_path(folder, train_state.step), step_path(folder, train_state.step)
+    with translate_io_errors(
+        f"the checkpoint of step {train_state.step} cannot be written to {str(folder)!r}", disk=draft
+    ):
+        _create_tmp_folder(draft, group)
+        metadata = dcp.save(dict(state), checkpoint_id=draft, process_group=group, planner=planner)
+        records = _digest_files(draft, group)
+        if not is_first_rank:
+            return final
+        if missing := _missing_or_short_files(draft, metadata):
+            raise ConfigError(
+                f"the checkpoint folder {str(folder)!r} lacks what other ranks wrote: {format_list(missing)}; "
+                "set checkpoint.dir to a folder that all machines share"
+            )
+        meta = CheckpointMeta(
+            format=FORMAT,
+            order=sample_order(cfg),
+            model=model_sizes(cfg.model),
+            parallel=asdict(cfg.parallel),
+            dtype=cfg.run.dtype,
+            **asdict(train_state),
+        )
+        write_meta(draft, meta)
+        records |= {name: digest_file(draft / name) for name in (METADATA_FILE, META_FILE)}
+        write_manifest(draft, records)
+        _fsync_folder(draft)
+        commit(draft, final)
+        _fsync_folder(folder)
+        remove_older(final, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
+    return final
+
+
+def load_checkpoint(
+    path: Path,
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> CheckpointMeta:
+    """Read weights, buffers and moments into this rank's shards; collective over all ranks.
+
+    What is `OPTIONAL_BUFFER_SUFFIX` and absent stays as it is.
+
+    Raises:
+        ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
+    """
+    meta = read_meta(path)
+    _load_state(path, checkpoint_state(parameters, buffers, optimizer))
+    set_step_count(optimizer, meta.step)
+    return meta
+
+
+def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+    """Read weights and buffers alone, in the type of the parameters they go to; collective over all ranks.
+
+    Raises:
+        ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
+    """
+    read_meta(path)
+    check_integrity(path, current_world())
+    _load_state(path, _model_state(parameters, buffers))
+
+
+def _load_state(path: Path, state: dict[str, Tensor]) -> None:
+    with translate_read_errors(path):
+        metadata = read_metadata(path)
+        stored = metadata.state_dict_metadata
+        state = {n: t for n, t in state.items() if n in stored or not n.endswith(OPTIONAL_BUFFER_SUFFIX)}
+        _check_complete(path, metadata, state)
+        dcp.load(state, storage_reader=SafeReader(path))
+
+
+def checkpoint_state(
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """This rank's parts of all that a checkpoint holds, by names that are free of the mapping; nothing is copied."""
+    moments = {f"optimizer.{name}": moment for name, moment in named_moments(optimizer, parameters).items()}
+    return _model_state(parameters, buffers) | moments
+
+
+def _model_state(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    weights = {f"model.{name}": parameter.data for name, parameter in parameters.items()}
+    return weights | {f"model.{name}": buffer for name, buffer in buffers.items()}
+
+
+def _create_tmp_folder(tmp: Path, group: dist.ProcessGroup | None) -> None:
+    """Make an empty folder, where a run that died may have left one; collective, and it is there for all ranks then.
+
+    Raises:
+        OSError: the first rank cannot make it; on every rank alike.
+    """
+    fault: list[OSError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            shutil.rmtree(tmp, ignore_errors=True)
+            tmp.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fault = [error]
+    # The others make it too, if it is not there: before the old one is gone they would meet its deletion.
+    dist.broadcast_object_list(fault, src=0, group=group)
+    if fault[0] is not None:
+        raise fault[0]
+
+
+def _digest_files(tmp: Path, group: dist.ProcessGroup | None) -> dict[str, FileDigest]:
+    """Read back what every rank wrote; collective, and each rank returns the records of all.
+
+    Raises:
+        ConfigError: a rank cannot read what it wrote; on every rank alike.
+    """
+    mine: dict[str, FileDigest] | str
+    try:
+        mine = {path.name: digest_file(path) for path in sorted(tmp.glob(f"__{dist.get_rank()}_*.distcp"))}
+    except OSError as error:
+        mine = f"rank {dist.get_rank()} cannot read back what it wrote to {str(tmp)!r}: {error.strerror}"
+    of_ranks: list[dict[str, FileDigest] | str] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, mine, group=group)
+    records: dict[str, FileDigest] = {}
+    for found in of_ranks:
+        if isinstance(found, str):
+            raise ConfigError(f"the checkpoint is incomplete: {found}")
+        records |= found
+    return records
+
+
+def _gather_errors(errors: list[str]) -> list[str]:
+    """The faults that any rank found, each once; collective."""
+    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, errors)
+    return list(dict.fromkeys(fault for faults in of_ranks for fault in faults))
+
+
+def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor]) -> None:
+    """Find out together what is missing: a rank that left alone would leave the others waiting for it."""
+    faults = _missing_or_short_files(path, metadata) if dist.get_rank() == 0 else []
+    for name, tensor in state.items():
+        stored = metadata.state_dict_metadata.get(name)
+        if not isinstance(stored, TensorStorageMetadata):
+            parameter, _, moment = name.rpartition(".")
+            has_others = name.startswith("optimizer.") and any(
+                f"{parameter}.{other}" in metadata.state_dict_metadata for other in (*MOMENTS, MOMENTUM)
+            )
+            faults.append(f"{_OTHER_MOMENTS_PREFIX} {moment} of {parameter}" if has_others else f"tensor {name}")
+        elif stored.size != tensor.shape:
+            faults.append(f"{name} of shape {list(tensor.shape)}, it has {list(stored.size)}")
+    if found := _gather_errors(faults):
+        if all(fault.startswith(_OTHER_MOMENTS_PREFIX) for fault in found):
+            raise ConfigError(
+                f"checkpoint {str(path)!r} is of another optimizer, it has {format_list(found)}; set train.optimizer and "
+                "train.muon_groups as they were, or begin a new run with its weights: checkpoint.init_from"
+            )
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(found)}; {_RESUME_HINT}")
+
+
+def check_tensor_files(path: Path, metadata: Metadata) -> None:
+    """Look for the files of a checkpoint without reading them.
+
+    Raises:
+        ConfigError: one is missing or too short.
+    """
+    if faults := _missing_or_short_files(path, metadata):
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(faults)}")
+
+
+def _missing_or_short_files(path: Path, metadata: Metadata) -> list[str]:
+    """The files that should hold tensors and do not, or are too short."""
+    needed_bytes: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        needed_bytes[info.relative_path] = max(needed_bytes.get(info.relative_path, 0), info.offset + info.length)
+    return [
+        f"file {name}" if not (path / name).exists() else f"the end of file {name}"
+        for name, size in sorted(needed_bytes.items())
+        if not (path / name).exists() or (path / name).stat().st_size < size
+    ]
+
+
+@contextmanager
+def translate_read_errors(path: Path) -> Iterator[None]:
+    """Turn whatever comes of reading a checkpoint, be it of a stranger's making, into the user's error."""
+    with translate_io_errors(f"checkpoint {str(path)!r} cannot be read", *_CORRUPT_FILE_ERRORS):
+        yield
+
+
+@contextmanager
+def translate_io_errors(failure: str, *extra_errors: type[Exception], disk: Path | None = None) -> Iterator[None]:
+    """Turn what a disk or a broken file raises, and what else is named, into the user's error.
+
+    Args:
+        failure: what cannot be done; the reason is added.
+        extra_errors: further exceptions that are expected.
+        disk: a folder that is written to: a full disk is said in words, with what is free there and what to do.
+
+    Raises:
+        ConfigError: instead of what is expected.
+    """
+    expected: tuple[type[Exception], ...] = (OSError, ValueError, *extra_errors)
+    try:
+        yield
+    except ConfigError:
+        raise
+    except CheckpointException as error:
+        rank, cause = _root_cause({rank: cause for rank, (cause, _) in error.failures.items()})
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        if not isinstance(cause, (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, *extra_errors)):
+            raise
+        raise ConfigError(f"{failure}: {_describe_failure(cause, disk, rank)}") from error
+    except expected as error:
+        raise ConfigError(f"{failure}: {_describe_failure(error, disk)}") from error
+
+
+def _root_cause(causes: dict[int, BaseException]) -> tuple[int, BaseException]:
+    """The failure of a rank that says most: a full disk is an OSError on one rank, and what comes of it on others.
+
+    A rank that cannot write the end of its file as well shows the library's complaint about that instead.
+
+    Args:
+        causes: the failures by rank.
+
+    Returns:
+        The rank and its failure.
+    """
+    ranked = [item for kind in (ConfigError, OSError) for item in causes.items() if isinstance(item[1], kind)]
+    return (ranked or list(causes.items()))[0]
+
+
+def _describe_failure(error: BaseException, disk: Path | None, rank: int | None = None) -> str:
+    """Say why something failed; of a disk that is full also which file, what is free there and what to do.
+
+    Args:
+        error: the reason.
+        disk: the folder that is written to, if one is.
+        rank: the rank that failed, if it is known.
+    """
+    text = _one_line(error)
+    if disk is None:
+        return text
+    is_cut_short = isinstance(error, RuntimeError) and _TRUNCATED_WRITE.search(str(error)) is not None
+    if not is_cut_short and not (isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS):
+        return text if isinstance(error, OSError) else f"{text}; {_describe_free_space(disk)}"
+    written = Path(os.fsdecode(error.filename)).name if isinstance(error, OSError) and error.filename else ""
+    if not written and rank is not None:
+        # DCP begins the names of a rank's files with its number.
+        written = format_list(sorted(path.name for path in disk.glob(f"__{rank}_*")))
+    name = f"file {written}" if written else "a file"
+    found = f"{name} could not be written to its end" + ("" if is_cut_short else f" ({text})")
+    return (
+        f"{found}; {_describe_free_space(disk)}; make room there, and the same command goes on from the last checkpoint"
+    )
+
+
+def _describe_free_space(folder: Path) -> str:
+    """What is free on the disk of a folder, in words."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    free_mib = shutil.disk_usage(existing).free / 2**20
+    return "the disk is full" if free_mib < 1 else f"{free_mib:,.0f} MiB are free there"
+
+
+def _one_line(error: BaseException) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (text or type(error).__name__).strip().splitlines()[0]
+
+
+def _fsync_folder(folder: Path) -> None:
+    """Bring a folder and the files in it to the disk, so that a rename never outruns its content."""
+    for path in (*folder.iterdir(), folder):
+        if path.is_file() or path == folder:
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)

@@ -1,0 +1,258 @@
+"""Checkpoints that are never in memory as a whole: read region by region, written chunk by chunk."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from moefold.bounded_read import open_regular
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
+from moefold.checkpoint.manifest import FileDigest, digest_file, regular_file, write_manifest
+from moefold.checkpoint.part_file import StoredPart, check_parts
+from moefold.checkpoint.safe_metadata import read_metadata
+from moefold.checkpoint.save_load import check_tensor_files, translate_io_errors, translate_read_errors
+from moefold.comm.groups import World
+from moefold.errors import ConfigError
+
+CHUNK_BYTES = 1 << 25
+"""Tensors are written in chunks of whole rows of about this size: what a reader has to read for a part of them."""
+
+Region = tuple[slice, ...]
+Offsets = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorChunk:
+    """Some rows (first indices) of a tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def split_into_chunks(name: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[TensorChunk]:
+    """Cut a tensor into chunks of at most CHUNK_BYTES, or of one row where rows are larger."""
+    row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
+    rows = max(1, CHUNK_BYTES // row_bytes)
+    for start in range(0, shape[0], rows):
+        yield TensorChunk(name, start, min(shape[0], start + rows))
+
+
+class CheckpointSource:
+    """The weights in a checkpoint; no process group is needed.
+
+    The chunks that the last read of a tensor touched are kept until `clear_cache`.
+
+    Raises:
+        ConfigError: the folder is no complete checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.meta: CheckpointMeta = read_meta(path)
+        with translate_read_errors(path):
+            self._metadata: Metadata = read_metadata(path)
+            check_tensor_files(path, self._metadata)
+        self._stored = {
+            name.removeprefix("model."): stored
+            for name, stored in self._metadata.state_dict_metadata.items()
+            if name.startswith("model.") and isinstance(stored, TensorStorageMetadata)
+        }
+        self.shapes = {name: tuple(stored.size) for name, stored in self._stored.items()}
+        self._cached_chunks: dict[str, dict[Offsets, Tensor]] = {}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """How a tensor is stored."""
+        return self._stored[name].properties.dtype
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """The values of a region; a view of a chunk where it lies within one."""
+        boxes = {
+            tuple(chunk.offsets): common
+            for chunk in self._stored[name].chunks
+            if (common := _intersect(region, tuple(chunk.offsets), tuple(chunk.sizes))) is not None
+        }
+        kept = self._cached_chunks.get(name, {})
+        self._cached_chunks[name] = {offsets: kept[offsets] for offsets in boxes if offsets in kept}
+        kept = {}
+        for offsets in boxes:
+            if offsets not in self._cached_chunks[name]:
+                self._cached_chunks[name][offsets] = self._load(name, offsets)
+        parts = {
+            offsets: self._cached_chunks[name][offsets][_relative_to(box, offsets)] for offsets, box in boxes.items()
+        }
+        sizes = [part.stop - part.start for part in region]
+        if len(parts) == 1 and list(next(iter(parts.values())).shape) == sizes:
+            return next(iter(parts.values()))
+        values = torch.empty(sizes, dtype=self.dtype(name))
+        start = tuple(part.start for part in region)
+        for offsets, part in parts.items():
+            values[_relative_to(boxes[offsets], start)] = part
+        return values
+
+    def clear_cache(self) -> None:
+        """Free what was kept."""
+        self._cached_chunks.clear()
+
+    def _load(self, name: str, offsets: Offsets) -> Tensor:
+        """One chunk. DCP's own reader would copy it once more."""
+        places = self._metadata.storage_data
+        assert places is not None
+        place = places[MetadataIndex(f"model.{name}", torch.Size(offsets))]
+        stored = self._stored[name]
+        (size,) = (chunk.sizes for chunk in stored.chunks if chunk.offsets == torch.Size(offsets))
+        with translate_read_errors(self.path), open_regular(regular_file(self.path, place.relative_path)) as opened:
+            check_parts(self.path, [StoredPart(name, place, size, stored.properties.dtype)])
+            window: Any = _FileSlice(opened, place.offset, place.length)
+            values: Any = torch.load(window, weights_only=True, map_location="cpu")
+        if not isinstance(values, Tensor) or (values.shape, values.dtype) != (size, stored.properties.dtype):
+            raise ConfigError(
+                f"checkpoint {str(self.path)!r} is damaged: file {place.relative_path} holds something else where "
+                f"{name} belongs"
+            )
+        return values
+
+
+class _FileSlice(RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        self._opened, self._start, self._size = file, start, size
+        file.seek(start)
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Place in the part."""
+        return self._opened.tell() - self._start
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        """Go to a place in the part."""
+        base = {SEEK_SET: 0, SEEK_CUR: self.tell(), SEEK_END: self._size}[whence]
+        return self._opened.seek(self._start + base + offset) - self._start
+
+    def readinto(self, buffer: Any) -> int:
+        """Read on, up to the end of the part."""
+        target = memoryview(buffer)[: max(0, self._size - self.tell())]
+        return self._opened.readinto(target)  # type: ignore[attr-defined, no-any-return]
+
+
+def _intersect(region: Region, start: Offsets, size: Offsets) -> Region | None:
+    """The part of a region that lies in a box; None if they do not meet."""
+    common = tuple(
+        slice(max(part.start, a), min(part.stop, a + n)) for part, a, n in zip(region, start, size, strict=True)
+    )
+    return None if any(part.start >= part.stop for part in common) else common
+
+
+def _relative_to(region: Region, start: Offsets) -> Region:
+    """A region counted from a start."""
+    return tuple(slice(part.start - a, part.stop - a) for part, a in zip(region, start, strict=True))
+
+
+def write_chunks(
+    tmp: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    local_chunks: Sequence[TensorChunk],
+    read: Callable[[TensorChunk], Tensor],
+) -> None:
+    """Write the weights of a checkpoint, of which this process holds one chunk at a time.
+
+    Collective where a process group is joined: together the processes give every chunk of every tensor once.
+
+    Args:
+        tmp_dir: an existing folder.
+        shapes: of the tensors, by name.
+        dtypes: of the tensors.
+        local_chunks: the chunks that this process writes, in the order of its file.
+        read: gives the values of a chunk, in memory that nothing else uses.
+    """
+    planner = _StreamingPlanner(shapes, dtypes, local_chunks, read)
+    with translate_io_errors(f"the checkpoint cannot be written to {str(tmp)!r}"), warnings.catch_warnings():
+        # Without a process group DCP says that there is none.
+        warnings.simplefilter("ignore")
+        dcp.save({}, storage_writer=FileSystemWriter(tmp), planner=planner)
+
+
+def write_manifest_in_parallel(tmp: Path, world: World) -> None:
+    """Write the manifest of a draft that has all its other files; collective over the crew, which share the reading."""
+    names = sorted(path.name for path in tmp.iterdir() if path.is_file())
+    mine = {name: digest_file(tmp / name) for name in names[world.rank :: world.size]}
+    records: dict[str, FileDigest] = {}
+    for part in world.all_gather_object(mine):
+        records |= part
+    if world.is_rank0:
+        write_manifest(tmp, records)
+
+
+class _StreamingPlanner(DefaultSavePlanner):
+    """Reads each chunk when it is due to be written, and frees it when the next one is."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
+        local_chunks: Sequence[TensorChunk],
+        read: Callable[[TensorChunk], Tensor],
+    ) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._shapes, self._dtypes, self._read = shapes, dtypes, read
+        self._chunks = {(f"model.{chunk.name}", chunk.start): chunk for chunk in local_chunks}
+        self._last: Tensor | None = None
+
+    def create_local_plan(self) -> SavePlan:
+        """One item for each of my chunks."""
+        self.plan = SavePlan([self._item(name, chunk) for (name, _), chunk in self._chunks.items()])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The values of a chunk."""
+        if self._last is not None:
+            # The writer of torch 2.13 holds on to a tensor of each name until its file is complete.
+            self._last.untyped_storage().resize_(0)
+        assert write_item.index.offset is not None
+        start = write_item.index.offset[0] if write_item.index.offset else 0
+        self._last = self._read(self._chunks[(write_item.index.fqn, start)])
+        return self._last
+
+    def _item(self, name: str, chunk: TensorChunk) -> WriteItem:
+        shape = self._shapes[chunk.name]
+        offsets = torch.Size([chunk.start, *(0 for _ in shape[1:])])
+        sizes = torch.Size([chunk.stop - chunk.start, *shape[1:]])
+        return WriteItem(
+            index=MetadataIndex(name, offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets, sizes),
+                properties=TensorProperties(dtype=self._dtypes[chunk.name]),
+                size=torch.Size(shape),
+            ),
+        )

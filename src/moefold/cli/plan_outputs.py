@@ -1,0 +1,266 @@
+"""The files of `moefold plan`: a recipe, a report and timelines of the best mapping, checked before the search.
+
+The text below the table of `moefold plan`: best mapping, assumptions, how sure a prediction is, next command.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+from rich.console import Console
+
+from moefold.cli.noise_options import check_jitter, check_seed, parse_straggler_factors, parse_stragglers
+from moefold.cli.screen import HEAD_WIDTH, print_prose
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.planner.cost_model.gemm import check_recipe_precision
+from moefold.planner.export_recipe import check_output_path, reject_existing
+from moefold.planner.planner import Planner, PlanRequest, format_mapping
+from moefold.planner.search.constraints import METHODS
+from moefold.planner.search.search import PlannedMapping
+from moefold.planner.simulator.export import check_timeline_file, write_timeline
+from moefold.planner.simulator.simulate import Noise
+from moefold.planner.simulator.stage_cost import simulate_mapping
+from moefold.terminal import print_escaped, printable
+
+
+def check_output_paths(args: argparse.Namespace) -> None:
+    """The files can be written, and what disturbs their steps is read by one of them.
+
+    Raises:
+        ConfigError: one cannot, or nothing would read it.
+    """
+    for path in args.timeline:
+        check_timeline_file(path)
+        reject_existing("--timeline", path, force=args.force)
+    if args.recipe is not None:
+        check_output_path("--recipe", args.recipe, (".toml",))
+        reject_existing("--recipe", args.recipe, force=args.force)
+    if args.report is not None:
+        check_output_path("--report", args.report, (".html", ".htm"))
+        reject_existing("--report", args.report, force=args.force)
+    check_jitter(args.jitter)
+    check_seed(args)
+    if (args.straggler or args.jitter) and not args.timeline and args.report is None:
+        raise ConfigError("--straggler and --jitter disturb the step of --timeline or --report; name one of these")
+
+
+def check_contents(request: PlanRequest, args: argparse.Namespace) -> None:
+    """What is to stand in the files can: the slow ranks are there, and a recipe can say what is priced.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    for rank, factor in parse_straggler_factors(args.straggler, request.num_gpus).items():
+        if factor < 1:
+            raise ConfigError(
+                f"--straggler {rank}={factor:g} must be at least 1: the search decides whom a stage waits for; "
+                "`moefold simulate` takes faster ranks of a recipe"
+            )
+    if args.recipe is not None:
+        _check_recipe(request)
+
+
+def can_write_recipe(request: PlanRequest) -> bool:
+    """Return True if a recipe can say what is priced."""
+    try:
+        _check_recipe(request)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check_recipe(request: PlanRequest) -> None:
+    check_recipe_precision(request.workload.precision, request.device)
+    # Where cp is 1, ep neighbours are tp = etp apart in either form, and the recipe trains what was priced.
+    method = request.restriction.method
+    if not METHODS[method].ep_may_span_cp and request.restriction.fixed.get("cp") != 1:
+        raise ConfigError(
+            f"--method {method} with --recipe: it keeps ep neighbours tp*cp ranks apart, and a recipe folds them over "
+            "cp, which trains another mapping than was priced; add --fix cp=1, where both are the same, or leave "
+            "--recipe out"
+        )
+
+
+def write_outputs(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> None:
+    """Write those that are asked for.
+
+    Raises:
+        ConfigError: one cannot be written.
+    """
+    for path in args.timeline:
+        _write_timeline(planner, best, path, _noise(planner.config_for(best), args))
+    if args.recipe is not None:
+        _write_recipe(planner, best, args, argv)
+    if args.report is not None:
+        _write_report(planner, best, args, argv)
+
+
+def report_unwritten(args: argparse.Namespace, reason: str) -> None:
+    """Say which files are not there, as there is no mapping for them."""
+    for path in (*args.timeline, args.recipe, args.report):
+        if path is not None:
+            print_escaped(f"{path} is not written: {reason}", file=sys.stderr)
+
+
+def _write_recipe(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> None:
+    from moefold.planner.export_recipe import write_recipe
+
+    cfg, comments = _trainable_config(planner, best, args)
+    write_recipe(cfg, args.recipe, _header_comments(best, argv, comments), comments)
+    print_escaped(f"wrote {args.recipe}", file=sys.stderr)
+
+
+def _header_comments(best: PlannedMapping, argv: list[str], comments: dict[str, str]) -> list[str]:
+    fill_in = ["Set what has a comment below, then: moefold train THIS_FILE"] if comments else []
+    return [
+        *fill_in,
+        # A comment of TOML has no control characters.
+        printable(f"Planned by: moefold plan {shlex.join(argv)}"),
+        f"{format_mapping(best)}: predicted {best.time.total_s:.3g} s a step, MFU {best.time.mfu:.0%}, "
+        f"{best.memory.total / 2**30:.1f} GiB on the fullest GPU.",
+    ]
+
+
+def _noise(cfg: Config, args: argparse.Namespace) -> Noise:
+    return Noise(
+        slowdown_by_rank=parse_stragglers(cfg, args.straggler), jitter=check_jitter(args.jitter), seed=args.seed or 0
+    )
+
+
+def _write_timeline(planner: Planner, best: PlannedMapping, path: Path, noise: Noise) -> None:
+    write_timeline(simulate_mapping(planner.cost_model_for(best), best.mapping, noise), path)
+    print_escaped(f"wrote {path}", file=sys.stderr)
+
+
+def _trainable_config(
+    planner: Planner, best: PlannedMapping, args: argparse.Namespace
+) -> tuple[Config, dict[str, str]]:
+    """Return the config of a mapping for its recipe, with comments on the keys that only the user knows, by name."""
+    from moefold.planner.export_recipe import PLACEHOLDER_COMMENTS, with_run_defaults
+
+    cfg = planner.config_for(best)
+    cfg = replace(cfg, run=replace(cfg.run, device="auto"))
+    if args.model.endswith(".toml"):
+        return cfg, {}
+    return with_run_defaults(cfg, planner.request.model_spec.name), PLACEHOLDER_COMMENTS
+
+
+def _write_report(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> None:
+    from moefold.planner.report import MAX_SHOWN_PLANS, PlanReport, ReportSource, write_report
+
+    q = planner.request
+    study = PlanReport(
+        model=q.model_spec.name,
+        gpu=q.device,
+        num_gpus=q.num_gpus,
+        workload=planner.cost_model_for(best).workload,
+        model_spec=q.model_spec,
+        plans=planner.top_plans(MAX_SHOWN_PLANS),
+        replan=lambda count: _best_plan(planner, count),
+        noise=_noise(planner.config_for(best), args),
+        reserve_gib=q.reserve_gib,
+        source=ReportSource(
+            command=f"moefold plan {shlex.join(argv)}",
+            date=date.today().isoformat(),
+            recipe=_recipe_text(planner, best, args, argv),
+        ),
+    )
+    write_report(study, args.report)
+    print_escaped(f"wrote {args.report}", file=sys.stderr)
+
+
+def _recipe_text(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> str:
+    """The recipe of a mapping as text; empty where it cannot say what was priced."""
+    from moefold.planner.export_recipe import render_recipe
+
+    if not can_write_recipe(planner.request):
+        return ""
+    cfg, comments = _trainable_config(planner, best, args)
+    return render_recipe(cfg, _header_comments(best, argv, comments), comments)
+
+
+def _best_plan(planner: Planner, num_gpus: int) -> PlannedMapping | None:
+    try:
+        return planner.with_num_gpus(num_gpus).best()
+    except ConfigError:
+        return None
+
+
+RECIPE_PATH = Path("planned.toml")
+REPORT_PATH = Path("plan.html")
+ACCURACY_STATEMENT = (
+    "by a cost model, never checked on a GPU by moefold. It is fitted on published measurements of other "
+    "software, which it meets within about 7 % on average and 30 % at worst (docs/cost-model.md); mappings that are "
+    "closer than that are as good as equal."
+)
+"""The table of docs/cost-model.md: mean absolute error of all 255 rows, and of the worst device and precision."""
+
+
+def print_footer(
+    console: Console,
+    planner: Planner,
+    shown: Sequence[PlannedMapping],
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    seconds: float,
+) -> None:
+    """Print it.
+
+    Args:
+        console: where to.
+        planner: what has answered.
+        shown: the mappings of the table, best first.
+        args: the options.
+        argv: the words after `moefold plan`.
+        seconds: that the command has taken.
+    """
+    console.print()
+    print_prose(console, "#1", format_mapping(shown[0]))
+    print_prose(
+        console,
+        "searched",
+        f"{planner.space.count():,} legal mappings in {planner.num_folds:,} folds (tp cp pp ep etp), in "
+        f"{seconds:.1f} s; of each fold the best is ranked.",
+    )
+    print_prose(console, "assumed", f"{'; '.join(list_assumptions(planner.request, shown))}.")
+    print_prose(console, "predicted", ACCURACY_STATEMENT)
+    others = [option for option in ("--wide", "--breakdown", "--report plan.html") if option.split()[0] not in argv]
+    if others:
+        print_prose(console, "more", f"{', '.join(others)}, --help")
+    # In one piece, so that it can be copied.
+    console.print(f"{'next:':{HEAD_WIDTH}}{_next_command(planner.request, args, argv)}", soft_wrap=True)
+
+
+def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> list[str]:
+    """What a prediction rests on, in words."""
+    q, w = request, request.workload
+    even = "balanced experts" if w.imbalance == 1 else f"an ep rank with {w.imbalance:g} times the mean load"
+    words = [f"{even} (--imbalance)", describe_margin(q)]
+    if any(plan.mapping.dispatcher == "deepep" for plan in shown):
+        words.append(
+            "deepep is installed; a run takes alltoall without it, as --fix dispatcher=alltoall ranks the mappings"
+        )
+    return [*words, f"MFU counts {w.flop_description}, against the bfloat16 peak"]
+
+
+def describe_margin(request: PlanRequest) -> str:
+    """What of the memory is left free, in words."""
+    q = request
+    if not q.reserve_gib:
+        return f"all {q.device.memory_gib:.1f} GiB of a GPU may be used (--memory-reserve)"
+    share = q.reserve_gib / q.device.memory_gib
+    return f"{q.reserve_gib:.1f} of {q.device.memory_gib:.1f} GiB of a GPU ({share:.0%}) stay free (--memory-reserve)"
+
+
+def _next_command(request: PlanRequest, args: argparse.Namespace, argv: Sequence[str]) -> str:
+    """The command that trains what was found, or writes it down; a recipe only where one can be written."""
+    if args.recipe is not None:
+        return f"moefold train {shlex.quote(str(args.recipe))}"
+    output = f"--recipe {RECIPE_PATH}" if can_write_recipe(request) else f"--report {REPORT_PATH}"
+    words = [word for word in argv if word not in ("--wide", "--breakdown")]
+    return f"moefold plan {shlex.join(words)} {output}"

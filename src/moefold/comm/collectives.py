@@ -1,0 +1,301 @@
+"""Collectives on local tensors, with gradients. A group of one rank costs nothing.
+
+Every gradient here is the exact adjoint under the convention that the loss of the world is the *sum* of the losses of
+its ranks: the adjoint of all-gather is reduce-scatter (sum), and the other way round. No scale factors appear anywhere.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moefold.comm.groups import Group
+
+T = TypeVar("T")
+
+# torch 2.13 renamed the *_tensor collectives and warns about the old names, which 2.11 alone has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """Concatenate the equal-shaped tensors of the members along dim 0, in group order. Adjoint: reduce_scatter."""
+    return x if group.size == 1 else _AllGather.apply(x, group)
+
+
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """Sum the tensors of the members and keep my part along dim 0, which group.size divides. Adjoint: all_gather."""
+    return x if group.size == 1 else _ReduceScatter.apply(x, group)
+
+
+def all_to_all(x: Tensor, group: Group, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
+    """Send the first send_rows[0] rows to member 0 and so on; receive receive_rows[i] rows from member i.
+
+    Adjoint: the same with the counts exchanged. Counts may be zero; both ends must agree on them.
+
+    Args:
+        x: rows to send, in the order of their destinations, [sum(send_rows), ...].
+        group: the members.
+        input_splits: one count for each member.
+        output_splits: one count for each member.
+
+    Returns:
+        The received rows in the order of their sources, [sum(receive_rows), ...].
+    """
+    if group.size == 1:
+        return x
+    return _AllToAll.apply(x, group, list(input_splits), list(output_splits))
+
+
+def all_gather_uneven(x: Tensor, group: Group, split_sizes: Sequence[int]) -> Tensor:
+    """Concatenate tensors of different lengths: member i brings rows[i] rows. Adjoint: reduce_scatter_rows."""
+    return x if group.size == 1 else _AllGatherUneven.apply(x, group, list(split_sizes))
+
+
+def reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: Sequence[int]) -> Tensor:
+    """Sum [sum(rows), ...] over the members; member i keeps its rows[i] rows. Adjoint: all_gather_rows."""
+    return x if group.size == 1 else _ReduceScatterUneven.apply(x, group, list(split_sizes))
+
+
+def shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
+    """All-to-all that cuts `split_dim` over the members and concatenates `concat_dim` (Ulysses, arXiv:2309.14509).
+
+    Args:
+        x: local tensor; group.size divides its size along split_dim.
+        group: the members.
+        split_dim: the dim that becomes local.
+        concat_dim: the dim that becomes whole, in group order.
+    """
+    if group.size == 1:
+        return x
+    return _ShardDimAllToAll.apply(x, group, split_dim % x.dim(), concat_dim % x.dim())
+
+
+def differentiable_all_reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum over the members, on each of them. Adjoint: the same, as each member's use of the sum counts."""
+    return x if group.size == 1 else _AllReduce.apply(x, group)
+
+
+def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
+    """The sum over the members, without a gradient; `x` is left as it is."""
+    total = x.detach().clone()
+    if group.size > 1:
+        all_reduce_sum_(total, group)
+    return total
+
+
+def all_reduce_sum_(x: Tensor, group: Group) -> None:
+    """Replace `x` by the sum over the members; without a gradient, and without a copy."""
+    group.record_collective("all_reduce", x)
+    with group.comm_timer.waiting():
+        dist.all_reduce(x, group=group.handle)
+
+
+def all_reduce_max(x: Tensor, group: Group) -> Tensor:
+    """The maximum over the members, without a gradient; `x` is left as it is."""
+    top = x.detach().clone()
+    if group.size > 1:
+        group.record_collective("all_reduce", x)
+        with group.comm_timer.waiting():
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
+    return top
+
+
+def all_gather_into(out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
+    """Concatenate what the members of a process group have along dim 0 into `out`. No gradient."""
+    return _all_gather(out, x, group=handle, async_op=async_op)
+
+
+def reduce_scatter_into(
+    out: Tensor, x: Tensor, handle: dist.ProcessGroup, op: Any, *, async_op: bool = False
+) -> dist.Work | None:
+    """Reduce `x` over the members of a process group and write my part of it into `out`. No gradient."""
+    return _reduce_scatter(out, x, op=op, group=handle, async_op=async_op)
+
+
+def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
+    """Stack the equal-shaped tensors of the members on member 0, [group.size, ...]; None elsewhere. No gradient."""
+    x = x.detach().contiguous()
+    if group.size == 1:
+        return x.unsqueeze(0)
+    group.record_collective("gather", x)
+    if group.rank:
+        dist.gather(x, None, group=group.handle, group_dst=0)
+        return None
+    out = x.new_empty((group.size, *x.shape))
+    dist.gather(x, list(out.unbind(0)), group=group.handle, group_dst=0)
+    return out
+
+
+def broadcast(x: Tensor, group: Group, source: int) -> Tensor:
+    """The tensor of member `source` on every member; `x` says shape and type elsewhere. No gradient."""
+    x = x.detach().contiguous()
+    if group.size > 1:
+        group.record_collective("broadcast", x)
+        dist.broadcast(x, group.ranks[source], group=group.handle)
+    return x
+
+
+def broadcast_object(value: T, group: Group, source: int) -> T:
+    """What member `source` gives, on every member; anything that can be pickled."""
+    held = [value]
+    if group.size > 1:
+        group.recorder.record_collective("broadcast of an object", group.group_id, ())
+        dist.broadcast_object_list(held, src=group.ranks[source], group=group.handle)
+    return held[0]
+
+
+def isend(x: Tensor, group: Group, member: int) -> dist.Work | None:
+    """Begin to send a tensor to a member; leave it alone until the work is done. None where there is nothing in it."""
+    return dist.isend(x, group.ranks[member], group=group.handle) if x.numel() else None
+
+
+def recv(x: Tensor, group: Group, member: int) -> Tensor:
+    """Fill a tensor with what a member sends; waits for it. Without elements nothing is sent."""
+    if x.numel():
+        dist.recv(x, group.ranks[member], group=group.handle)
+    return x
+
+
+def begin_all_gather(x: Tensor, group: Group, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
+    """Concatenate equal-shaped tensors along dim 0; if asynchronous, the result is there once the work is done.
+
+    Like the other `begin_*` without a gradient.
+    """
+    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    group.record_collective("all_gather", x)
+    return out, _all_gather(out, x.contiguous(), group=group.handle, async_op=async_op)
+
+
+def begin_reduce_scatter(x: Tensor, group: Group, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
+    """Sum tensors, of which I keep my part along dim 0."""
+    assert x.shape[0] % group.size == 0, (x.shape, group.size)
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    group.record_collective("reduce_scatter", x)
+    return out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=async_op)
+
+
+def begin_all_to_all(
+    x: Tensor, group: Group, input_splits: list[int], output_splits: list[int], *, async_op: bool = True
+) -> tuple[Tensor, dist.Work | None]:
+    """All-to-all of rows."""
+    out = x.new_empty((sum(output_splits), *x.shape[1:]))
+    counts = output_splits, input_splits
+    group.record_collective("all_to_all", x)
+    return out, dist.all_to_all_single(out, x.contiguous(), *counts, group=group.handle, async_op=async_op)
+
+
+def _sync_all_gather(x: Tensor, group: Group) -> Tensor:
+    with group.comm_timer.waiting():
+        return begin_all_gather(x, group, async_op=False)[0]
+
+
+def _sync_reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    with group.comm_timer.waiting():
+        return begin_reduce_scatter(x, group, async_op=False)[0]
+
+
+def _sync_all_to_all(x: Tensor, group: Group, input_splits: list[int], output_splits: list[int]) -> Tensor:
+    with group.comm_timer.waiting():
+        return begin_all_to_all(x, group, input_splits, output_splits, async_op=False)[0]
+
+
+def _sync_all_gather_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
+    # An all-to-all in which everybody sends all it has: exact lengths, no padding to the longest.
+    sent = x.repeat(group.size, *[1] * (x.dim() - 1))
+    return _sync_all_to_all(sent, group, [x.shape[0]] * group.size, split_sizes)
+
+
+def _sync_reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
+    mine = split_sizes[group.rank]
+    parts = _sync_all_to_all(x, group, split_sizes, [mine] * group.size)
+    return parts.view(group.size, mine, *x.shape[1:]).sum(0)
+
+
+def _sync_shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
+    sent = torch.stack(x.chunk(group.size, split_dim))
+    received = torch.empty_like(sent)
+    group.record_collective("all_to_all", sent)
+    with group.comm_timer.waiting():
+        dist.all_to_all_single(received, sent, group=group.handle)
+    return torch.cat(received.unbind(0), concat_dim)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _sync_all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sync_reduce_scatter(grad, ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _sync_reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sync_all_gather(grad, ctx.group), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_reduce_sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(grad, ctx.group), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, input_splits: list[int], output_splits: list[int]) -> Tensor:
+        ctx.args = group, input_splits, output_splits
+        return _sync_all_to_all(x, group, input_splits, output_splits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        group, send_rows, receive_rows = ctx.args
+        return _sync_all_to_all(grad, group, receive_rows, send_rows), None, None, None
+
+
+class _AllGatherUneven(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
+        ctx.args = group, split_sizes
+        return _sync_all_gather_uneven(x, group, split_sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _sync_reduce_scatter_uneven(grad.contiguous(), *ctx.args), None, None
+
+
+class _ReduceScatterUneven(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
+        ctx.args = group, split_sizes
+        return _sync_reduce_scatter_uneven(x, group, split_sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _sync_all_gather_uneven(grad.contiguous(), *ctx.args), None, None
+
+
+class _ShardDimAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
+        ctx.args = group, concat_dim, split_dim
+        return _sync_shard_dim_all_to_all(x, group, split_dim, concat_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _sync_shard_dim_all_to_all(grad, *ctx.args), None, None, None

@@ -1,0 +1,263 @@
+"""The communicators of a layout: the only place that creates process groups and device meshes.
+
+The processes that share a piece of work that is not training: who I am, and agreement among all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moefold.comm.comm_timer import CommTimer
+from moefold.comm.flight_recorder import FlightRecorder, group_timeout
+from moefold.comm.resumable import BackwardOverlap
+from moefold.topology.layout import Layout, View
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate with each other, and my place among them. A group of one rank is a real group.
+
+    `ranks` ascend, so member i of the process group is `ranks[i]`. `recorder` is told of collectives, under `group_id`.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    handle: dist.ProcessGroup
+    recorder: FlightRecorder = field(compare=False, repr=False)
+    group_id: int = field(compare=False, repr=False)
+
+    def record_collective(self, collective: str, x: torch.Tensor) -> None:
+        """Write into the record that a collective begins, to which this rank brings `x`."""
+        self.recorder.record_collective(collective, self.group_id, x.shape)
+
+    comm_timer: CommTimer = field(default_factory=CommTimer, compare=False, repr=False)
+    """Counts the time that this rank spends in collectives."""
+    backward_overlap: BackwardOverlap = field(default_factory=BackwardOverlap, compare=False, repr=False)
+    """What this rank computes while an exchange of a backward pass is under way."""
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class AttentionGroups:
+    """Groups of the attention view.
+
+    `sequence` is cp x tp: the ranks that hold one micro-batch between them. `stage` is dp x cp x tp: those that hold
+    the same layers.
+    """
+
+    tp: Group
+    cp: Group
+    dp: Group
+    dp_cp: Group
+    sequence: Group
+    stage: Group
+
+
+@dataclass(frozen=True)
+class MoEGroups:
+    """Groups of the MoE view. `experts` is ep x etp: the ranks that hold one copy of all experts between them."""
+
+    etp: Group
+    ep: Group
+    edp: Group
+    experts: Group
+    expert_coordinates: tuple[tuple[int, int], ...]
+    """(ep, etp) coordinate of each member of `experts`, in the order of its ranks."""
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """Every communicator of one rank, and the two device meshes of its pipeline stage.
+
+    `dense_mesh` has the axes (dp_cp, one, tp), `expert_mesh` (edp, one, ep, etp); both hold the ranks of this
+    pipeline stage. `single_rank_group` has one rank: it is the shard axis where data parallelism replicates.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    attn: AttentionGroups
+    moe: MoEGroups
+    pp: Group
+    world: Group
+    dense_mesh: DeviceMesh
+    expert_mesh: DeviceMesh
+    recorder: FlightRecorder
+    """What this rank is doing; all groups write into it."""
+    backward_overlap: BackwardOverlap
+    """What it computes while exchanges of a backward pass are under way."""
+
+    @classmethod
+    def create(cls, layout: Layout, device: torch.device, recorder: FlightRecorder | None = None) -> "ParallelGroups":
+        """Create the communicators of this rank. Collective: every rank of the world calls it.
+
+        Groups with the same ranks are created once and shared.
+
+        Args:
+            layout: the folding.
+            device: of this rank.
+            recorder: what a watchdog reads; None for one that nobody does.
+
+        Raises:
+            ValueError: the default process group is missing or has another size than the layout.
+        """
+        if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
+            raise ValueError(f"ParallelGroups.create needs a process group of {layout.world_size} ranks")
+        rank = dist.get_rank()
+        recorder = recorder or FlightRecorder()
+        recorder.set_phase("making the process groups")
+        made: dict[tuple[int, ...], Group] = {}
+        attention, moe = layout.attention, layout.moe
+        names = _group_names(layout, rank)
+        clock, beside = CommTimer(is_cuda=device.type == "cuda"), BackwardOverlap()
+
+        def group(view: View, *axes: str) -> Group:
+            ranks = tuple(sorted(view.group(rank, *axes)))
+            if ranks not in made:
+                handle = _process_group(ranks, recorder.hang_timeout_s)
+                number = recorder.add_group(names[ranks], ranks)
+                made[ranks] = Group(ranks, ranks.index(rank), handle, recorder, number, clock, beside)
+            return made[ranks]
+
+        attn_groups = AttentionGroups(
+            tp=group(attention, "tp"),
+            cp=group(attention, "cp"),
+            dp=group(attention, "dp"),
+            dp_cp=group(attention, "dp", "cp"),
+            sequence=group(attention, "cp", "tp"),
+            stage=group(attention, "dp", "cp", "tp"),
+        )
+        experts = group(moe, "ep", "etp")
+        moe_groups = MoEGroups(
+            etp=group(moe, "etp"),
+            ep=group(moe, "ep"),
+            edp=group(moe, "edp"),
+            experts=experts,
+            expert_coordinates=tuple((moe.coordinate(r, "ep"), moe.coordinate(r, "etp")) for r in experts.ranks),
+        )
+        everyone = tuple(range(layout.world_size))
+        world = Group(
+            everyone, rank, _process_group(everyone, 0), recorder, recorder.add_group("world", everyone), clock
+        )
+        return cls(
+            layout=layout,
+            rank=rank,
+            device=device,
+            attn=attn_groups,
+            moe=moe_groups,
+            pp=group(attention, "pp"),
+            world=world,
+            dense_mesh=_dense_mesh(layout, attn_groups, group(attention), device),
+            expert_mesh=_expert_mesh(layout, rank, moe_groups, group(attention), device),
+            recorder=recorder,
+            backward_overlap=beside,
+        )
+
+    def create_background_group(self) -> Group:
+        """All ranks, for work on the CPU that runs beside training in a thread of its own. Collective.
+
+        Collectives of two threads must not share a group: their order would differ between ranks.
+        """
+        ranks = self.world.ranks
+        handle = dist.new_group(list(ranks), backend="gloo", timeout=_timeout(self.recorder.hang_timeout_s))
+        # A record of its own: the order of the two threads' collectives differs between ranks.
+        record = FlightRecorder()
+        return Group(ranks, self.rank, handle, record, record.add_group("beside training", ranks))
+
+
+def _group_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
+    """The axes along which the ranks of each group differ, in both views: "cp x tp / ep"."""
+    attention, moe = layout.attention, layout.moe
+    wanted: Sequence[tuple[View, tuple[str, ...]]] = (
+        (attention, ("pp",)),
+        (attention, ("tp",)),
+        (attention, ("cp",)),
+        (attention, ("dp",)),
+        (attention, ("dp", "cp")),
+        (attention, ("cp", "tp")),
+        (attention, ("dp", "cp", "tp")),
+        (moe, ("etp",)),
+        (moe, ("ep",)),
+        (moe, ("edp",)),
+        (moe, ("ep", "etp")),
+    )
+    names: dict[tuple[int, ...], list[str]] = {(rank,): ["one rank"]}
+    for view, axes in wanted:
+        ranks = tuple(sorted(view.group(rank, *axes)))
+        # An axis of degree 1 adds nothing to a product.
+        name = " x ".join(axis for axis in axes if len(view.group(rank, axis)) > 1)
+        if name and name not in names.setdefault(ranks, []):
+            names[ranks].append(name)
+    return {ranks: " / ".join(found) for ranks, found in names.items()}
+
+
+def _timeout(hang_timeout_s: float) -> timedelta | None:
+    return group_timeout(hang_timeout_s) if hang_timeout_s else None
+
+
+def _process_group(ranks: tuple[int, ...], hang_timeout_s: float) -> dist.ProcessGroup:
+    if len(ranks) == dist.get_world_size():
+        handle = dist.group.WORLD
+    else:
+        # Only the members meet: other ranks need not enumerate groups that are not theirs.
+        handle = dist.new_group(list(ranks), use_local_synchronization=True, timeout=_timeout(hang_timeout_s))
+    assert isinstance(handle, dist.ProcessGroup)
+    return handle
+
+
+def _dense_mesh(layout: Layout, groups: AttentionGroups, single_rank_group: Group, device: torch.device) -> DeviceMesh:
+    ranks = [[layout.attention.group(r, "tp")] for r in groups.dp_cp.ranks]
+    return DeviceMesh.from_group(
+        [groups.dp_cp.handle, single_rank_group.handle, groups.tp.handle],
+        device.type,
+        ranks,
+        mesh_dim_names=("dp_cp", "one", "tp"),
+    )
+
+
+def _expert_mesh(
+    layout: Layout, rank: int, groups: MoEGroups, single_rank_group: Group, device: torch.device
+) -> DeviceMesh:
+    view = layout.moe
+    ranks = [[[view.group(r, "etp") for r in view.group(s, "ep")]] for s in view.group(rank, "edp")]
+    return DeviceMesh.from_group(
+        [groups.edp.handle, single_rank_group.handle, groups.ep.handle, groups.etp.handle],
+        device.type,
+        ranks,
+        mesh_dim_names=("edp", "one", "ep", "etp"),
+    )
+
+
+@dataclass(frozen=True)
+class World:
+    """One process of some; of one, unless a launcher started several and they have joined a process group."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_rank0(self) -> bool:
+        """Whether this process does what is done once."""
+        return self.rank == 0
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """What every process says, in rank order; collective. Values are pickled."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+
+def current_world() -> World:
+    """The crew of the process group that this process has joined, or a crew of one."""
+    return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()

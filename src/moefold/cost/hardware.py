@@ -1,0 +1,293 @@
+"""A GPU and the links around it, as numbers: read from TOML, one file for each device in `devices/` beside this file.
+
+The numbers are physical and belong to the device: the same for every model, mapping and row of a table. Where one was
+fitted, the file of the device says on what.
+"""
+
+import tomllib
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
+from moefold.config.suggestions import closest_match
+from moefold.errors import ConfigError
+
+GIB = 2**30
+SPINE = "spine"
+SPINE_KEYS = ("pod_gpus", "oversubscription", "latency_s")
+"""GPUs of a pod, within which the last of the links is as fast as it says; bandwidth of their cards over that of the
+pod's uplinks; and latency of a message between pods. A device has none by itself, as networks differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkLink:
+    """One level of the network: what `gpus` neighbouring ranks have between them."""
+
+    level: str
+    """nvlink, rail, spine, or any other name."""
+    gpus: int
+    """Ranks that this level connects; 0: all that there are."""
+    bytes_per_s: float
+    """One way for each GPU."""
+    latency_s: float
+    """Of one message."""
+    fraction: float
+    """Part of `bytes_per_s` that large messages reach."""
+    oversubscription: float = 0.0
+    """Of the uplinks of a spine, whose traffic passes the cards of the level before as well; 0: cards of its own."""
+
+    @property
+    def is_uplink(self) -> bool:
+        """Whether it joins pods, within which the level before connects all."""
+        return self.oversubscription > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One GPU: peaks as the vendor prints them, and the part of each that kernels reach."""
+
+    name: str
+    memory_gib: float
+    """What a process can allocate, the driver's share taken off."""
+    hbm_bytes_per_s: float
+    hbm_fraction: float
+    """Part of it that passes over memory reach (norms, activations, permutation, optimizer)."""
+    multiprocessors: int
+    """A product runs in waves of so many tiles."""
+    tile_rows: int
+    tile_columns: int
+    """Output tile of one multiprocessor."""
+    half_depth: float
+    """Inner size of a product at which a tile runs at half its speed: prologue and epilogue over main loop."""
+    peak_flops: dict[str, float]
+    """Peak operations a second by precision, dense; what is missing has no units."""
+    wide_flops: dict[str, float] = field(default_factory=dict)
+    """The same of products in float32, which torch does not round to TF32, and float64; what is missing has no
+    price."""
+    gemm_fraction: dict[str, float]
+    """Part of the peak that large products reach in training, under the power limit; wider ones as those of bf16."""
+    grouped_fraction: float
+    """Speed of a grouped product over that of a single one of the same size."""
+    quantize_passes: dict[str, float]
+    """Bytes that casting moves for each element of an operand below 16 bits: reads, both layouts, scales."""
+    attention_forward_flops: float
+    attention_backward_flops: float
+    """Fused attention over long sequences, operations of the causal half."""
+    attention_forward_half: float
+    attention_backward_half: float
+    """Sequence length at which it reaches half of that."""
+    kernel_gap_s: float
+    """From the end of one kernel to the start of the next, where the host is ahead."""
+    host_launch_s: float
+    """Host time for one kernel outside a CUDA graph: what a layer of many small kernels waits for."""
+    sync_s: float
+    """Idle time of the device where the host waits for a number of its: until the next kernels are launched."""
+    host_bytes_per_s: float
+    """To and from host memory, for offloading."""
+    links: tuple[NetworkLink, ...]
+    """From the fastest and smallest level to the slowest and largest."""
+
+    @property
+    def memory_bytes(self) -> float:
+        """`memory_parts_gib` in bytes."""
+        return self.memory_gib * GIB
+
+    @property
+    def nvlink_domain_size(self) -> int:
+        """Ranks of the innermost link, an NVLink domain."""
+        return self.links[0].gpus
+
+    def peak(self, precision: str) -> float:
+        """Peak operations a second; those of bf16 where the device has no faster unit for a precision."""
+        return self.peak_flops.get(precision, self.peak_flops["bf16"])
+
+    def dtype_slowdown(self, dtype: str) -> float:
+        """How many times as long products of a compute type take as those of bfloat16.
+
+        Raises:
+            ConfigError: nobody has said how fast they are.
+        """
+        if dtype == "bfloat16":
+            return 1.0
+        if dtype not in self.wide_flops:
+            raise ConfigError(
+                f"{self.name} has no rate of products in {dtype}; give it in the device's file as [wide_flops] {dtype}"
+            )
+        return self.peak_flops["bf16"] / self.wide_flops[dtype]
+
+
+def device_names() -> tuple[str, ...]:
+    """All devices that come along, by name."""
+    return tuple(sorted(item.name.removesuffix(".toml") for item in _folder().iterdir() if item.name.endswith(".toml")))
+
+
+@lru_cache(maxsize=32)
+def load_device(name_or_path: str) -> Device:
+    """A device by name, or from a TOML file with the keys of those in `devices/`.
+
+    A file may start from a known device with `base = "h100"` and name only what differs.
+
+    Raises:
+        ConfigError: there is no such device or file, or a key of the file is unknown, missing or of the wrong type.
+    """
+    if name_or_path.endswith(".toml"):
+        path = Path(name_or_path)
+        try:
+            text = read_text(path, MAX_RECIPE_BYTES)
+        except OSError as error:
+            raise ConfigError(f"--gpu {name_or_path}: cannot be read ({error.strerror or error})") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--gpu {name_or_path}: not UTF-8 ({error}); save it as UTF-8 text") from None
+        return _parse_device(text, name_or_path)
+    name = name_or_path.lower()
+    if name not in device_names():
+        guess = closest_match(name, device_names(), cutoff=0.5)
+        hint = f"did you mean {guess!r}? The" if guess else "the"
+        raise ConfigError(
+            f"--gpu {name_or_path!r} is unknown; {hint} devices are {', '.join(device_names())}, or name a FILE.toml"
+        )
+    return _parse_device((_folder() / f"{name}.toml").read_text(encoding="utf-8"), name)
+
+
+def _folder() -> Any:
+    return files("moefold.cost") / "devices"
+
+
+def _parse_device(text: str, where: str) -> Device:
+    tree = _read_device_table(text, where)
+    spine = tree.pop(SPINE, None)
+    known = {f.name for f in fields(Device)}
+    for key in tree:
+        if key not in known:
+            guess = closest_match(key, known | {SPINE}, cutoff=0.5)
+            raise ConfigError(
+                f"{where}: unknown key {key!r}; "
+                + (f"did you mean {guess!r}?" if guess else _list_keys(known | {SPINE}))
+            )
+    tree.setdefault("wide_flops", {})
+    lacking = [f.name for f in fields(Device) if f.name not in tree]
+    if lacking:
+        raise ConfigError(
+            f"{where}: {', '.join(lacking)} missing; give them, or start from a device with base = 'h100'"
+        )
+    for f in fields(Device):
+        tree[f.name] = _check_field(where, f.name, tree[f.name])
+    if spine is not None:
+        tree["links"] = _with_spine(where, tree["links"], spine)
+    return Device(**tree)
+
+
+def _read_device_table(text: str, where: str) -> dict[str, Any]:
+    try:
+        tree = parse_toml(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where}: not TOML: {error}") from None
+    base = tree.pop("base", "")
+    if not base:
+        return tree
+    if base not in device_names():
+        raise ConfigError(f"{where}: base={base!r} is unknown; the devices are {', '.join(device_names())}")
+    below = _read_device_table((_folder() / f"{base}.toml").read_text(encoding="utf-8"), base)
+    return {
+        key: value | tree[key] if isinstance(value, dict) and isinstance(tree.get(key), dict) else tree.get(key, value)
+        for key, value in (below | {key: tree[key] for key in tree if key not in below}).items()
+    }
+
+
+HIGH_PRECISION_DTYPES = ("float32", "float64")
+_PRECISION_TABLES = ("peak_flops", "gemm_fraction", "quantize_passes")
+
+
+def _check_field(where: str, key: str, value: Any) -> Any:
+    if key == "name":
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: name={value!r} must be text")
+        return value
+    if key == "links":
+        return _check_links(where, value)
+    if key == "wide_flops":
+        if not isinstance(value, dict) or not set(value) <= set(HIGH_PRECISION_DTYPES):
+            raise ConfigError(
+                f"{where}: [{key}] must be a table of numbers by type, of {' and '.join(HIGH_PRECISION_DTYPES)}"
+            )
+        return {dtype: _check_number(where, f"{key}.{dtype}", number) for dtype, number in value.items()}
+    if key in _PRECISION_TABLES:
+        if not isinstance(value, dict) or "bf16" not in value and key != "quantize_passes":
+            raise ConfigError(f"{where}: [{key}] must be a table of numbers by precision with at least bf16")
+        check = _check_fraction if key == "gemm_fraction" else _check_number
+        return {precision: check(where, f"{key}.{precision}", number) for precision, number in value.items()}
+    if key in ("multiprocessors", "tile_rows", "tile_columns"):
+        return _check_integer(where, key, value, minimum=1)
+    return _check_fraction(where, key, value) if key == "hbm_fraction" else _check_number(where, key, value)
+
+
+def _check_links(where: str, value: Any) -> tuple[NetworkLink, ...]:
+    known = {f.name for f in fields(NetworkLink)} - {"oversubscription"}
+    if not isinstance(value, list) or not value or any(not isinstance(row, dict) or set(row) != known for row in value):
+        raise ConfigError(f"{where}: links must be a list of [[links]] tables with {', '.join(sorted(known))}")
+    links = tuple(
+        NetworkLink(
+            level=str(row["level"]),
+            gpus=_check_integer(where, "links.gpus", row["gpus"], minimum=0),
+            fraction=_check_fraction(where, "links.fraction", row["fraction"]),
+            **{key: _check_number(where, f"links.{key}", row[key]) for key in ("bytes_per_s", "latency_s")},
+        )
+        for row in value
+    )
+    if any(link.gpus == 0 for link in links[:-1]) or links[-1].gpus != 0:
+        raise ConfigError(f"{where}: the last of links connects all ranks (gpus = 0), and no other one does")
+    return links
+
+
+def _with_spine(where: str, links: tuple[NetworkLink, ...], value: Any) -> tuple[NetworkLink, ...]:
+    """The links with the last level cut into pods, and what joins these."""
+    if not isinstance(value, dict) or set(value) != set(SPINE_KEYS):
+        raise ConfigError(f"{where}: [{SPINE}] must be a table of {', '.join(SPINE_KEYS)}")
+    cards = links[-1]
+    inner = links[-2].gpus if len(links) > 1 else 1
+    pod = _check_integer(where, f"{SPINE}.pod_gpus", value["pod_gpus"], minimum=1)
+    if pod <= inner or pod % inner:
+        raise ConfigError(f"{where}: {SPINE}.pod_gpus={pod} must be a multiple of {inner}, and several times as many")
+    times = _check_number(where, f"{SPINE}.oversubscription", value["oversubscription"])
+    if times < 1:
+        raise ConfigError(
+            f"{where}: {SPINE}.oversubscription={times:g} must be at least 1: the cards of a pod over its uplinks"
+        )
+    uplinks = NetworkLink(
+        level=SPINE,
+        gpus=0,
+        bytes_per_s=cards.bytes_per_s / times,
+        latency_s=_check_number(where, f"{SPINE}.latency_s", value["latency_s"]),
+        fraction=cards.fraction,
+        oversubscription=times,
+    )
+    return (*links[:-1], replace(cards, gpus=pod), uplinks)
+
+
+def _check_number(where: str, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-12 <= value < float("inf"):
+        raise ConfigError(f"{where}: {key}={value!r} must be a number above 0")
+    return float(value)
+
+
+def _check_fraction(where: str, key: str, value: Any) -> float:
+    """A part of what the vendor prints: above it nothing runs."""
+    number = _check_number(where, key, value)
+    if number > 1:
+        raise ConfigError(
+            f"{where}: {key}={value!r} must be above 0 and at most 1, the part that is reached; 0.8 is 80 %"
+        )
+    return number
+
+
+def _check_integer(where: str, key: str, value: Any, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{where}: {key}={value!r} must be a whole number of at least {minimum}")
+    return value
+
+
+def _list_keys(known: set[str]) -> str:
+    return f"the keys are {', '.join(sorted(known))}"

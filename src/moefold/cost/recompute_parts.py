@@ -1,0 +1,32 @@
+"""."""
+
+from collections.abc import Sequence
+
+from moefold.config.schema import RECOMPUTE_PARTS, ModelConfig, has_dense_layers, has_moe_layers
+
+AUTO = "auto"
+
+
+IMPLIED_BY = {
+    "moe": ("expert_activation", "shared_experts"),
+    "layer": tuple(p for p in RECOMPUTE_PARTS if p != "layer"),
+}
+"""What runs again with a part anyway."""
+
+
+def containing_part(part: str, parts: Sequence[str]) -> str | None:
+    """The one of `parts` that another one is inside of."""
+    return next((whole for whole in parts if part in IMPLIED_BY.get(whole, ())), None)
+
+
+def missing_reason(part: str, model: ModelConfig) -> str:
+    """Why a model has no such part; empty if it has."""
+    if part == "mla_up" and model.attention != "mla":
+        return "model.attention is not 'mla'"
+    if part == "dense_mlp" and not has_dense_layers(model):
+        return "no layer of model.layer_pattern is D"
+    if part in ("moe", "expert_activation", "shared_experts") and not has_moe_layers(model):
+        return "no layer of model.layer_pattern is M"
+    if part == "shared_experts" and model.shared_expert_ffn_hidden_size == 0:
+        return "model.shared_expert_ffn_hidden_size=0 means none"
+    return ""

@@ -1,0 +1,37 @@
+"""What each pipeline stage holds and which rank has it: the one place that every reader of stages asks. Torch-free."""
+
+from dataclasses import replace
+
+from moefold.config.schema import Config
+from moefold.cost.stage_partition import balanced_stages
+from moefold.topology.pipeline_layout import StageParts, even_stages, parse_layout
+from moefold.topology.schedule_tables import stage_ranks
+from moefold.topology.stages import Stage, StagePlan
+
+
+def plan_stages(cfg: Config) -> StagePlan:
+    """The stages of a recipe that passed `check_config`.
+
+    Raises:
+        ConfigError: the schedule is read from a file, which cannot be read.
+    """
+    ranks = stage_ranks(cfg.parallel)
+    parts = stage_parts(cfg)
+    return StagePlan(tuple(Stage(i, rank, part) for i, (rank, part) in enumerate(zip(ranks, parts, strict=True))))
+
+
+def with_explicit_layout(cfg: Config) -> Config:
+    """The recipe with an automatic layout spelled out, for a change that must not move the stages."""
+    if cfg.parallel.pipeline_layout != "auto":
+        return cfg
+    return replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=plan_stages(cfg).layout))
+
+
+def stage_parts(cfg: Config) -> tuple[StageParts, ...]:
+    """What the stages hold, by `parallel.pipeline_layout`."""
+    p, model = cfg.parallel, cfg.model
+    if p.pipeline_layout == "":
+        return even_stages(model.num_layers, model.mtp_layers, p.pp * p.virtual_stages)
+    if p.pipeline_layout == "auto":
+        return balanced_stages(cfg)
+    return parse_layout(p.pipeline_layout)

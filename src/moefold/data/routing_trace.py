@@ -1,0 +1,331 @@
+"""RUN_DIR/routing: the expert choices of traced steps, in files that know nothing of the mapping. numpy alone.
+
+`trace.json` says which layers are traced and how many experts there are. `step-000001.npy` holds the choices of one
+step, [traced layer, sample of the global batch, position, choice], the best choice first, in the smallest of uint8,
+int16 and int32 that holds an expert's number:
+
+    numpy.load("RUN_DIR/routing/step-000001.npy")[layer, sample, position]
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moefold.bounded_read import read_json
+from moefold.config.schema import Config
+from moefold.data.file_formats import map_npy
+from moefold.data.shard_reader import ShardReader, TokenArraySpec
+from moefold.errors import ConfigError
+
+TRACE_FOLDER = "routing"
+"""Name of the trace inside the run folder."""
+MANIFEST = "trace.json"
+FORMAT = "moefold-routing-1"
+MAX_MANIFEST_BYTES = 1 << 20
+"""100,000 layers have 700 KB."""
+
+ExpertIndices = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceShape:
+    """What every step of a trace has in common."""
+
+    layers: tuple[int, ...]
+    """Numbers of the traced MoE layers in the whole model, ascending."""
+    num_experts: int
+    """E."""
+    top_k: int
+    """K."""
+    global_batch_size: int
+    """Samples of a step."""
+    seq_len: int
+    """S."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of an expert's number in the files."""
+        return expert_index_dtype(self.num_experts)
+
+    @property
+    def file_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the file of a step."""
+        return len(self.layers), self.global_batch_size, self.seq_len, self.top_k
+
+    def check_expert_indices(self, indices: ExpertIndices, step: int, key: str = "moe.replay") -> ExpertIndices:
+        """A copy of some choices of a step, every one the number of an expert.
+
+        Args:
+            indices: any of them.
+            step: for the message.
+            key: what the user calls the trace, for the message.
+
+        Raises:
+            ConfigError: a number is out of range.
+        """
+        copy = np.ascontiguousarray(indices)
+        if copy.size and not 0 <= copy.min() <= copy.max() < self.num_experts:
+            wrong = copy.max() if copy.max() >= self.num_experts else copy.min()
+            raise ConfigError(
+                f"{key} names expert {wrong} in step {step}, and there are {self.num_experts}; "
+                "its files are damaged: trace the run anew"
+            )
+        return copy
+
+
+def trace_shape(cfg: Config) -> TraceShape:
+    """The shape of the trace that a run writes."""
+    return TraceShape(
+        layers=cfg.model.moe_layer_numbers,
+        num_experts=cfg.model.num_experts,
+        top_k=cfg.model.top_k,
+        global_batch_size=cfg.train.global_batch_size,
+        seq_len=cfg.train.seq_len,
+    )
+
+
+def expert_index_dtype(num_experts: int) -> np.dtype[Any]:
+    """The smallest of uint8, int16 and int32 that holds the numbers 0 to num_experts - 1."""
+    for name in ("uint8", "int16"):
+        if num_experts - 1 <= np.iinfo(name).max:
+            return np.dtype(name)
+    return np.dtype("int32")
+
+
+class RoutingTraceWriter:
+    """Writes a trace into a run folder, one file a step; made on one rank only.
+
+    Opening it drops the steps past `resume_step`, as a resumed run repeats them; and all steps, if they are of another
+    shape, as of a run that was resumed with another batch: `num_dropped` of them.
+
+    Args:
+        run_dir: folder of the run.
+        shape: of every step.
+        resume_step: step of the checkpoint that the run continues from, 0 for a new run.
+    """
+
+    def __init__(self, run_dir: Path, shape: TraceShape, *, resume_step: int = 0) -> None:
+        self._shape = shape
+        self._folder = run_dir / TRACE_FOLDER
+        self._folder.mkdir(parents=True, exist_ok=True)
+        truncate_trace(run_dir, resume_step)
+        fits = _manifest_matches(self._folder / MANIFEST, shape)
+        self.num_dropped = 0 if fits else len(traced_steps(self._folder))
+        if not fits:
+            truncate_trace(run_dir, 0)
+        _write_atomically(
+            self._folder / MANIFEST, lambda path: path.write_text(_encode_manifest(shape) + "\n", encoding="utf-8")
+        )
+
+    def write(self, step: int, layers: Iterable[ExpertIndices]) -> None:
+        """Write one step, layer after layer, so that one layer at a time is in memory.
+
+        Args:
+            step: 1-based.
+            layers: the choices of each traced layer in order, [G, S, K] of the trace's type.
+        """
+        _write_atomically(_step_file(self._folder, step), lambda path: self._write_layers(path, layers))
+
+    def _write_layers(self, path: Path, layers: Iterable[ExpertIndices]) -> None:
+        # Written rather than mapped: on a full disk a write is an error, and a page of a map ends the process.
+        header = {"descr": self._shape.dtype.str, "fortran_order": False, "shape": self._shape.file_shape}
+        with path.open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for choices in layers:
+                file.write(np.ascontiguousarray(choices, self._shape.dtype).tobytes())
+
+
+class TracedStep:
+    """The choices of one step of a trace, read from its file when asked for."""
+
+    def __init__(self, path: Path, array: "np.memmap[Any, np.dtype[Any]]") -> None:
+        """Take over where the numbers of a mapped array lie, [L, G, S, K]."""
+        self._shape = array.shape
+        self._reader = ShardReader(TokenArraySpec(path, str(path), array.offset, array.dtype, array.size))
+
+    def __iter__(self) -> Iterator[ExpertIndices]:
+        """The choices of each traced layer in order, [G, S, K], one layer in memory at a time."""
+        num_layers, num_samples, *_ = self._shape
+        return (self.samples(layer, 0, num_samples) for layer in range(num_layers))
+
+    def samples(self, layer: int, first: int, count: int) -> ExpertIndices:
+        """The choices of some samples in a traced layer, counted from 0, [count, S, K].
+
+        Raises:
+            BrokenShardError: the file is not what it was when the step was looked up.
+        """
+        _, num_samples, seq_len, top_k = self._shape
+        size = seq_len * top_k
+        start = (layer * num_samples + first) * size
+        return self._reader.read(start, start + count * size).reshape(count, seq_len, top_k)
+
+
+class RoutingTrace:
+    """A trace that is there to be read.
+
+    Args:
+        folder: RUN_DIR/routing, or RUN_DIR.
+        key: what the user calls the folder, for messages.
+
+    Raises:
+        ConfigError: there is no trace, or its manifest cannot be read.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._key = f"{key}={str(folder)!r}"
+        self.folder = folder / TRACE_FOLDER if (folder / TRACE_FOLDER / MANIFEST).is_file() else folder
+        path = self.folder / MANIFEST
+        if not path.is_file():
+            what = "holds no routing trace" if folder.is_dir() else "does not exist"
+            raise ConfigError(
+                f"{self._key} {what}: {MANIFEST} is missing; name the folder RUN_DIR/{TRACE_FOLDER} of a run with "
+                "moe.trace_every"
+            )
+        try:
+            self.shape = _read_manifest(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self._key} has a {MANIFEST} that is no {FORMAT} manifest: {error}") from None
+        self.steps = traced_steps(self.folder)
+
+    def step(self, step: int) -> TracedStep:
+        """The choices of a step; they stay on the disk.
+
+        Raises:
+            ConfigError: the step is missing, its file cannot be read or has another shape than the manifest says.
+        """
+        path = _step_file(self.folder, step)
+        if not path.is_file():
+            raise ConfigError(f"{self._key} has no step {step}; {self._describe_steps()}")
+        try:
+            choices = map_npy(path)
+        except ValueError as error:
+            raise ConfigError(f"{self._key}: {path.name} cannot be read: {error}") from None
+        if (choices.shape, choices.dtype) != (self.shape.file_shape, self.shape.dtype):
+            raise ConfigError(
+                f"{self._key}: {path.name} holds {choices.dtype} {choices.shape}, and its manifest says "
+                f"{self.shape.dtype} {self.shape.file_shape}; trace the run anew"
+            )
+        if not isinstance(choices, np.memmap) or not choices.flags.c_contiguous:
+            raise ConfigError(f"{self._key}: {path.name} is not written row by row; trace the run anew")
+        return TracedStep(path, choices)
+
+    def check_replay(self, run: TraceShape, steps: int) -> None:
+        """Make sure that a run can replay this trace.
+
+        Args:
+            run: what the run would trace itself.
+            steps: steps 1 to `steps` are replayed.
+
+        Raises:
+            ConfigError: one line for each thing that differs, or the steps that are missing or unreadable.
+        """
+        keys = {
+            "layers": "the MoE layers",
+            "num_experts": "model.num_experts",
+            "top_k": "model.top_k",
+            "global_batch_size": "train.global_batch_size",
+            "seq_len": "train.seq_len",
+        }
+        faults = [
+            f"{self._key} was traced with {key}={_abbreviate(theirs)}, and this run has {_abbreviate(ours)}; "
+            "replay needs the same model and batch"
+            for name, key in keys.items()
+            if (theirs := getattr(self.shape, name)) != (ours := getattr(run, name))
+        ]
+        if faults:
+            raise ConfigError("\n".join(faults))
+        absent = sorted(set(range(1, steps + 1)) - set(self.steps))
+        if absent:
+            raise ConfigError(
+                f"{self._key} must hold every step from 1 to run.steps={steps}, and step {absent[0]} is missing; "
+                f"{self._describe_steps()}; choose run.steps={max(1, absent[0] - 1)} or less, or trace with "
+                "moe.trace_every=1"
+            )
+        for step in range(1, steps + 1):
+            self.step(step)
+
+    def check_content(self, steps: int) -> None:
+        """Read every choice of steps 1 to `steps` once, a layer at a time.
+
+        Raises:
+            ConfigError: a number is none of an expert, or a token has an expert twice.
+        """
+        for step in range(1, steps + 1):
+            for number, choices in zip(self.shape.layers, self.step(step), strict=True):
+                ordered = self.shape.check_expert_indices(choices, step, self._key).copy()
+                ordered.sort(axis=-1)
+                repeats = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+                if repeats.any():
+                    sample, position = np.argwhere(repeats)[0]
+                    raise ConfigError(
+                        f"{self._key} sends position {position} of sample {sample} twice to one expert in step {step}, "
+                        f"layer {number}: the {self.shape.top_k} choices of a token must differ; trace the run anew"
+                    )
+
+    def _describe_steps(self) -> str:
+        if not self.steps:
+            return "it holds no step"
+        return f"it holds {len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}"
+
+
+def truncate_trace(run_dir: Path, last_step: int) -> None:
+    """Remove the traced steps of a run past `last_step`, and what a kill left unfinished."""
+    folder = run_dir / TRACE_FOLDER
+    for draft in folder.glob(".*.tmp"):
+        draft.unlink()
+    for step in traced_steps(folder):
+        if step > last_step:
+            _step_file(folder, step).unlink()
+
+
+def traced_steps(folder: Path) -> list[int]:
+    """The steps of a trace folder, ascending."""
+    names = (re.fullmatch(r"step-(\d{6,})\.npy", path.name) for path in folder.glob("step-*.npy"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def _step_file(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}.npy"
+
+
+def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside and move, so that a kill leaves the old file or the new one."""
+    draft = path.with_name(f".{path.name}.tmp")
+    write(draft)
+    draft.replace(path)
+
+
+def _encode_manifest(shape: TraceShape) -> str:
+    return json.dumps({"format": FORMAT, **asdict(shape)})
+
+
+def _read_manifest(path: Path) -> TraceShape:
+    record = read_json(path, MAX_MANIFEST_BYTES)
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError("its format is another one")
+    sizes = {name: record[name] for name in ("num_experts", "top_k", "global_batch_size", "seq_len")}
+    layers = record["layers"]
+    if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < 2**31 for layer in layers):
+        raise ValueError("its layers are no list of numbers")
+    for name, size in sizes.items():
+        if type(size) is not int or not 0 < size < 2**31:
+            raise ValueError(f"its {name} is no number from 1 to {2**31 - 1}")
+    return TraceShape(layers=tuple(layers), **sizes)
+
+
+def _manifest_matches(manifest: Path, shape: TraceShape) -> bool:
+    try:
+        return _read_manifest(manifest) == shape
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _abbreviate(value: int | Sequence[int]) -> str:
+    if isinstance(value, int):
+        return str(value)
+    return str(list(value)) if len(value) <= 8 else f"[{value[0]}, {value[1]}, ..., {value[-1]}] ({len(value)})"

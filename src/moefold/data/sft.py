@@ -1,0 +1,344 @@
+"""Conversations for supervised fine-tuning: rendered, tokenised once, and packed so that none sees another.
+
+The cache keeps one uint32 for each token: the id, a bit for what the assistant wrote and a bit for the first token of a
+conversation. Packing depends on the sequence length and is worked out anew from the lengths by every process alike.
+
+Things of several lengths into few samples of one length.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.config.schema import DataConfig
+from moefold.data.cache import cached_ids, npy_header
+from moefold.data.chat import ChatTemplate, load_chat_template, parse_conversation
+from moefold.data.file_formats import JsonlRecord, is_jsonl, jsonl_records, reject_surrogates
+from moefold.data.index_shuffle import hash_ints
+from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
+from moefold.data.sample import Sample
+from moefold.data.shard_reader import ShardReader
+from moefold.data.token_file import read_npy_header
+from moefold.data.tokenizer import OffsetTokenizer
+from moefold.data.worker_pool import ReadProgress
+from moefold.errors import ConfigError
+
+FORMAT_VERSION = 1
+RESPONSE_BIT = np.uint32(1 << 31)
+FIRST_TOKEN_BIT = np.uint32(1 << 30)
+_ID_MASK = np.uint32((1 << 30) - 1)
+_BATCH_RECORDS = 512
+_SCAN_CHUNK_TOKENS = 2**24
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedConversations:
+    """All conversations of the files, tokenised; they stay on the disk."""
+
+    flagged: ShardReader
+    """Ids with their bits, one conversation after another, uint32 [tokens]."""
+    starts: NDArray[np.int64]
+    """Place of each conversation's first token, and one past the last token, [conversations + 1]."""
+
+    def __len__(self) -> int:
+        """Conversations in all."""
+        return len(self.starts) - 1
+
+    def read(self, number: int, max_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The first `max_tokens` ids of a conversation, and which of them are targets."""
+        start = int(self.starts[number])
+        flagged = self.flagged[start : min(start + max_tokens, int(self.starts[number + 1]))]
+        return (flagged & _ID_MASK).astype(np.int64), _is_target(flagged)
+
+    def count_targets(self, max_tokens: int) -> NDArray[np.int64]:
+        """Targets among the first `max_tokens` tokens of each conversation, [conversations]."""
+        counts = np.zeros(len(self), dtype=np.int64)
+        first = 0
+        while first < len(self):
+            # As many whole conversations as fit into a stretch of bounded size, but one at least.
+            end = int(np.searchsorted(self.starts, self.starts[first] + _SCAN_CHUNK_TOKENS, side="right")) - 1
+            end = min(max(end, first + 1), len(self))
+            starts = self.starts[first : end + 1]
+            targets = _is_target(self.flagged[starts[0] : starts[-1]])
+            places = np.arange(starts[0], starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+            targets &= places < max_tokens
+            counts[first:end] = np.add.reduceat(targets, starts[:-1] - starts[0], dtype=np.int64)
+            first = end
+        return counts
+
+
+class PackedConversations:
+    """Samples of whole conversations, each beside others or padding, none across two samples.
+
+    A sample has S + 1 tokens, and shares none with another sample. Its documents are numbered; padding counts as the
+    last one, repeats `pad_id` and weighs nothing. Conversations beyond S + 1 tokens are cut to that.
+    """
+
+    def __init__(
+        self, conversations: TokenizedConversations, members: NDArray[np.int64], *, seq_len: int, pad_id: int
+    ) -> None:
+        """Pack some of the conversations.
+
+        Args:
+            conversations: all of them.
+            members: numbers of those to pack, each with a target among its first seq_len + 1 tokens.
+            seq_len: S.
+            pad_id: id of the padding.
+        """
+        self.seq_len = seq_len
+        self._conversations = conversations
+        self._pad_id = pad_id
+        lengths = np.minimum(np.diff(conversations.starts)[members], seq_len + 1)
+        self.num_tokens = int(lengths.sum())
+        """Tokens of the conversations, padding aside."""
+        self._bins = [members[packed] for packed in pack_best_fit(lengths.tolist(), seq_len + 1)]
+
+    def __len__(self) -> int:
+        """Samples in all."""
+        return len(self._bins)
+
+    def sample(self, number: int) -> NDArray[np.int64]:
+        """Tokens of one sample, [seq_len + 1]."""
+        return self.annotated_sample(number).tokens
+
+    def origin(self, number: int) -> str:
+        """The conversations of a sample, by their numbers in the order of the files."""
+        return f"conversations {', '.join(str(int(one)) for one in self._bins[number])}"
+
+    def annotated_sample(self, number: int) -> Sample:
+        """One sample; its weights are 1 where the target is what the assistant wrote, else 0."""
+        size = self.seq_len + 1
+        tokens = np.full(size, self._pad_id, dtype=np.int64)
+        documents = np.full(size, len(self._bins[number]), dtype=np.int32)
+        is_target = np.zeros(size, dtype=np.bool_)
+        start = 0
+        for document, conversation in enumerate(self._bins[number]):
+            ids, targets = self._conversations.read(int(conversation), size)
+            stop = start + len(ids)
+            tokens[start:stop], documents[start:stop], is_target[start:stop] = ids, document, targets
+            start = stop
+        return Sample(tokens, documents, is_target[1:])
+
+
+def open_conversations(
+    data: DataConfig,
+    tokenizer: OffsetTokenizer,
+    skipped: Set[Path] = frozenset(),
+    *,
+    cache_dir: Path | None,
+    shows_progress: bool,
+) -> TokenizedConversations:
+    """Tokenise the conversations that data.path names on the first call, but for skipped files, and open the result.
+
+    Raises:
+        ConfigError: a file is missing or a line is no conversation (file and line are named), the tokenizer has no chat
+            template, or there is no conversation at all.
+    """
+    files = tuple(file for file in conversation_files(data) if file not in skipped)
+    template = load_chat_template(data)
+    sizes = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    identity = ["sft", FORMAT_VERSION, sizes, tokenizer.identity, template.identity]
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+    def write(file: BinaryIO) -> None:
+        _write_conversations(file, files, tokenizer, template, shows_progress)
+
+    flagged = read_npy_header(cached_ids(key, write, cache_dir=cache_dir)).open()
+    starts = [
+        first + np.flatnonzero(flagged[first : first + _SCAN_CHUNK_TOKENS] & FIRST_TOKEN_BIT)
+        for first in range(0, len(flagged), _SCAN_CHUNK_TOKENS)
+    ]
+    return TokenizedConversations(flagged, np.concatenate([*starts, [len(flagged)]]).astype(np.int64))
+
+
+def pack_conversations(
+    data: DataConfig, conversations: TokenizedConversations, *, seq_len: int, pad_id: int, reports: bool
+) -> tuple[PackedConversations, PackedConversations]:
+    """Hold some conversations out and pack both parts.
+
+    Which ones are held out depends on their number and the fraction alone. Conversations without a target among their
+    first seq_len + 1 tokens are skipped.
+
+    Args:
+        data: the recipe's section: validation_fraction, overlong.
+        conversations: all of them.
+        seq_len: S.
+        pad_id: id of the padding.
+        reports: log how many were skipped and cut.
+
+    Returns:
+        (training, validation).
+
+    Raises:
+        ConfigError: none has a response, one is too long and data.overlong is "refuse", or none is left to train on.
+    """
+    lengths = np.diff(conversations.starts)
+    is_long = lengths > seq_len + 1
+    if data.overlong == "refuse" and is_long.any():
+        number = int(np.argmax(is_long))
+        raise ConfigError(
+            f"{_conversation_location(data, number)}: the conversation has {lengths[number]} tokens, and {int(is_long.sum())} of "
+            f"{len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; raise it to "
+            f'{int(lengths.max()) - 1}, or set data.overlong="cut"'
+        )
+    members = np.flatnonzero(conversations.count_targets(seq_len + 1))
+    if not len(members):
+        raise ConfigError(
+            f"data.path: none of {len(conversations)} conversations has a response of the assistant within "
+            f"train.seq_len={seq_len}; name conversations with one, or raise train.seq_len"
+        )
+    training, validation = _hold_out(members, data.validation_fraction)
+    parts = (
+        PackedConversations(conversations, training, seq_len=seq_len, pad_id=pad_id),
+        PackedConversations(conversations, validation, seq_len=seq_len, pad_id=pad_id),
+    )
+    if reports:
+        _report(len(conversations) - len(members), int(is_long[members].sum()), len(members), parts[0])
+    return parts
+
+
+def conversation_files(data: DataConfig) -> tuple[Path, ...]:
+    """The JSON lines that data.path names, folders recursively.
+
+    Raises:
+        ConfigError: a path is missing, named twice, or no file of JSON lines.
+    """
+    roots = data_paths(data.path, data.kind)
+    files = tuple(file for root in roots for file in files_below(root) if not root.is_dir() or is_jsonl(file))
+    if not files:
+        raise ConfigError(f"data.path={roots[0]} holds no .jsonl file; name files of conversations")
+    check_no_duplicates(tuple(file.resolve() for file in files))
+    return files
+
+
+def _write_conversations(
+    file: BinaryIO,
+    files: tuple[Path, ...],
+    tokenizer: OffsetTokenizer,
+    template: ChatTemplate,
+    shows_progress: bool,
+) -> None:
+    dtype = np.dtype("<u4")
+    file.write(npy_header(dtype, 0))
+    num_tokens = 0
+    records = (record for path in files for record in jsonl_records(path))
+    total_bytes = sum(path.stat().st_size for path in files)
+    with ReadProgress("Tokenising conversations", total_bytes, is_shown=shows_progress) as progress:
+        while batch := list(islice(records, _BATCH_RECORDS)):
+            for flagged in _tokenize(batch, tokenizer, template):
+                file.write(flagged.astype(dtype).tobytes())
+                num_tokens += len(flagged)
+            progress.advance(sum(record.size_bytes for record in batch))
+    if not num_tokens:
+        raise ConfigError(f"data.path={files[0]} is empty: there is no conversation; name files with some")
+    file.seek(0)
+    file.write(npy_header(dtype, num_tokens))
+
+
+def _tokenize(
+    records: list[JsonlRecord], tokenizer: OffsetTokenizer, template: ChatTemplate
+) -> Iterator[NDArray[np.uint32]]:
+    conversations = [parse_conversation(record) for record in records]
+    asked = [
+        (found.messages, found.tools, record.location) for found, record in zip(conversations, records, strict=True)
+    ]
+    chats = []
+    for record, chat in zip(records, template.render_all(asked), strict=True):
+        chats.append(chat)
+        # What is no content may be in it, too: names, calls of tools.
+        reject_surrogates(chat.text, f"{record.location}: what the chat template makes of the conversation")
+    encoded = tokenizer.encode_with_offsets([chat.text for chat in chats])
+    for record, chat, (ids, places) in zip(records, chats, encoded, strict=True):
+        if not len(ids):
+            raise ConfigError(f"{record.location}: the chat template makes nothing of the conversation; take it out")
+        flagged = ids.astype(np.uint32)
+        for response in chat.responses:
+            flagged[(places >= response.start) & (places < response.stop)] |= RESPONSE_BIT
+        flagged[0] |= FIRST_TOKEN_BIT
+        yield flagged
+
+
+def _is_target(flagged: NDArray[np.integer]) -> NDArray[np.bool_]:
+    # Nothing stands before the first token of a conversation from which it could be predicted.
+    is_target: NDArray[np.bool_] = (flagged & (RESPONSE_BIT | FIRST_TOKEN_BIT)) == RESPONSE_BIT
+    return is_target
+
+
+def _hold_out(members: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Divide conversation numbers into training and validation by a hash of them; both ascending."""
+    if fraction == 0:
+        return members, members[:0]
+    num_held_out = max(1, round(len(members) * fraction))
+    if num_held_out >= len(members):
+        raise ConfigError(
+            f"data.validation_fraction={fraction} leaves none of {len(members)} conversations to train on; "
+            "give more data or set data.validation_fraction=0"
+        )
+    hashes = np.array([hash_ints(len(members), number) for number in members.tolist()], dtype=np.uint64)
+    order = np.argsort(hashes, kind="stable")
+    return np.sort(members[order[num_held_out:]]), np.sort(members[order[:num_held_out]])
+
+
+def _conversation_location(data: DataConfig, number: int) -> str:
+    """FILE:LINE of a conversation."""
+    records = (record for path in conversation_files(data) for record in jsonl_records(path))
+    return next(islice(records, number, None)).location
+
+
+def _report(num_skipped: int, num_cut: int, num_members: int, training: PackedConversations) -> None:
+    filled = training.num_tokens / (len(training) * (training.seq_len + 1))
+    logger.warning(
+        "data.path: %d conversations, %d skipped without a response within train.seq_len, %d cut to %d tokens; "
+        "%d samples to train on, %.1f %% filled",
+        num_members + num_skipped,
+        num_skipped,
+        num_cut,
+        training.seq_len + 1,
+        len(training),
+        100 * filled,
+    )
+
+
+def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put numbered things into bins, longest first, each where the least space remains (best fit decreasing).
+
+    Uses at most 11/9 of the fewest possible bins and one more (D. S. Johnson, 1973); local, O(n * capacity / 64).
+
+    Args:
+        lengths: of each thing, 1 .. capacity.
+        capacity: of each bin.
+
+    Returns:
+        The numbers in each bin, ascending; bins in the order of their first number.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    bins: list[list[int]] = []
+    with_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    # Bit s of `spaces` says whether a bin with space s exists: the least sufficient space is its lowest bit from there.
+    spaces = 0
+    for i in order:
+        length = lengths[i]
+        sufficient = spaces >> length
+        if sufficient:
+            space = length + (sufficient & -sufficient).bit_length() - 1
+            which = with_space[space].pop()
+            if not with_space[space]:
+                spaces &= ~(1 << space)
+        else:
+            space, which = capacity, len(bins)
+            bins.append([])
+        bins[which].append(i)
+        with_space[space - length].append(which)
+        if space > length:
+            spaces |= 1 << (space - length)
+    return sorted(sorted(members) for members in bins)

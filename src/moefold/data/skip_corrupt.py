@@ -1,0 +1,137 @@
+"""data.corrupt="skip": which files are left out as unreadable, decided once and the same from then on.
+
+Every file is read through before the ranks start, and what was found is noted in the token cache, by the sizes and
+times of the files; ranks and later runs go by the note. A file is left out as a whole, or not at all: so which sample
+has which number does not depend on where a reader stumbles. Of token files the headers tell; what becomes of those that
+break later is said in `shards`.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Mapping, Set
+from pathlib import Path
+
+from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
+from moefold.cache_dir import cache_folders
+from moefold.config.schema import DataConfig
+from moefold.data.data_files import ENDS_SUFFIX
+from moefold.data.file_formats import jsonl_records
+from moefold.data.shard_reader import BrokenShardError
+from moefold.data.source_listing import named_sources
+from moefold.data.text_source import TextFile, check_decodable
+from moefold.data.token_file import open_document_ends, read_header
+from moefold.errors import ConfigError, format_list
+
+FORMAT_VERSION = 1
+
+logger = logging.getLogger(__name__)
+
+
+def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: bool = False) -> Set[Path]:
+    """The files of data.path that are corrupt and left out; none where data.corrupt is "fatal".
+
+    Args:
+        data: the recipe's section.
+        cache_dir: as of `cached_tokens`.
+        reports: log each with what is wrong with it.
+
+    Raises:
+        ConfigError: all files are corrupt, or a source is on the hub.
+    """
+    faults = corrupt_files(data, cache_dir=cache_dir)
+    if reports:
+        report_skipped(faults)
+    return faults.keys()
+
+
+def report_skipped(reasons: Mapping[Path, str]) -> None:
+    """Log what is left out."""
+    for file, fault in reasons.items():
+        # Most faults name their file already.
+        logger.warning("data.corrupt: left out a file: %s", fault if str(file) in fault else f"{file}: {fault}")
+
+
+def corrupt_files(data: DataConfig, *, cache_dir: Path | None = None) -> dict[Path, str]:
+    """As `skipped_files`, each with what is wrong with it."""
+    if data.corrupt == "fatal":
+        return {}
+    files = [file for _, file in named_sources(data) if file.suffix != ENDS_SUFFIX]
+    if not files:
+        raise ConfigError(
+            'data.corrupt="skip" looks at files, and data.path names none; leave it out for data sets on the hub'
+        )
+    faults = (
+        _validate_token_files(data, files) if data.kind == "tokens" else _validate_files_cached(data, files, cache_dir)
+    )
+    if len(faults) == len(files):
+        raise ConfigError(f"data.path holds no sound file: {format_list(list(faults.values()))}; copy them anew")
+    return {Path(file): fault for file, fault in faults.items()}
+
+
+def _validate_token_files(data: DataConfig, files: list[Path]) -> dict[str, str]:
+    faults = {}
+    for file in files:
+        try:
+            found = read_header(file, data.token_dtype)
+            if data.document_index and found.num_tokens:
+                open_document_ends(file, found.num_tokens)
+        except BrokenShardError as error:
+            faults[str(file)] = error.cause
+        except ConfigError as error:
+            faults[str(file)] = str(error)
+        except OSError as error:
+            faults[str(file)] = f"it cannot be read ({error.strerror or error})"
+    return faults
+
+
+def _validate_files_cached(data: DataConfig, files: list[Path], cache_dir: Path | None) -> dict[str, str]:
+    """What the note says of these files; without one, read them all and write it."""
+    states = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    key = hashlib.sha256(json.dumps([FORMAT_VERSION, data.kind, states]).encode()).hexdigest()[:32]
+    folders = cache_folders(cache_dir)
+    for folder in folders:
+        try:
+            noted = read_json(folder / f"{key}.corrupt.json", MAX_DESCRIPTION_BYTES)
+        except (OSError, ValueError):
+            continue
+        if isinstance(noted, dict) and noted.keys() <= set(map(str, files)):
+            return {str(file): str(fault) for file, fault in noted.items()}
+    faults = {str(file): fault for file in files if (fault := _unreadable_reason(data, file))}
+    _write_corrupt_list(folders, f"{key}.corrupt.json", faults)
+    return faults
+
+
+def _unreadable_reason(data: DataConfig, file: Path) -> str:
+    """What is wrong with a file that is read through; empty if nothing is."""
+    try:
+        if data.kind == "text":
+            check_decodable(TextFile(file, file.stat().st_size, file.stat().st_mtime_ns, is_named=False))
+        elif data.kind == "sft":
+            for _ in jsonl_records(file):
+                pass
+        else:
+            # The package takes seconds to import.
+            from moefold.data.huggingface import check_rows_readable
+
+            check_rows_readable(file, data.column)
+    except ConfigError as error:
+        return str(error)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror or error})"
+    return ""
+
+
+def _write_corrupt_list(folders: tuple[Path, ...], name: str, reasons: dict[str, str]) -> None:
+    for folder in folders:
+        draft = folder / f"{name}.{uuid.uuid4().hex}.tmp"
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            draft.write_text(json.dumps(reasons), encoding="utf-8")
+            os.replace(draft, folder / name)
+        except OSError as error:
+            logger.warning("The token cache cannot be written in %s (%s)", folder, error.strerror or error)
+        else:
+            return

@@ -1,0 +1,66 @@
+"""The files that a recipe's data is read from, by the names that they have in the recipe."""
+
+from pathlib import Path
+
+from moefold.config.schema import DataConfig
+from moefold.data.data_files import ENDS_SUFFIX
+from moefold.data.file_formats import is_jsonl
+from moefold.data.input_paths import existing_path, files_below
+from moefold.data.text_source import python_docs_corpus
+
+TOKEN_SUFFIXES = (".bin", ".npy")
+TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "chat_template.jinja")
+
+
+def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
+    """The sources of the samples in their order: files that are named, and those in folders that are.
+
+    Names are those of the recipe and, below a folder, the path from there, so that they are the same on every machine.
+    Data sets on the hub have none. A token file that is named, may be left out and is not there is among them.
+
+    Raises:
+        ConfigError: a path is missing.
+    """
+    if data.kind == "python-docs":
+        return [(file.path.name, file.path) for file in python_docs_corpus().files]
+    if data.kind == "synthetic":
+        return []
+    found = []
+    for name in (data.path,) if isinstance(data.path, str) else data.path:
+        if data.kind == "huggingface" and not Path(name).expanduser().exists():
+            continue
+        if is_skippable_missing_file(data, name):
+            found.append((name, Path(name).expanduser().absolute()))
+            continue
+        root = existing_path("data.path", name)
+        for file in files_below(root):
+            if not root.is_dir():
+                found.append((name, file))
+            elif _is_source(data, file):
+                found.append((str(Path(name) / file.relative_to(root)), file))
+    return found
+
+
+def is_skippable_missing_file(data: DataConfig, name: str) -> bool:
+    """Whether data.path names a token file that is not there, which data.corrupt="skip" leaves out like others."""
+    path = Path(name).expanduser()
+    is_left_out = data.kind == "tokens" and data.corrupt == "skip" and path.suffix in TOKEN_SUFFIXES
+    return is_left_out and not path.exists()
+
+
+def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
+    """The files beside the sources that decide what their text becomes: tokenizer and chat template."""
+    found = []
+    if data.kind in ("text", "huggingface", "sft") and data.tokenizer != "bytes":
+        path = existing_path("data.tokenizer", data.tokenizer)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        found = [(file.name, file), *((name, file.with_name(name)) for name in TOKENIZER_CONFIG_FILES)]
+    if data.chat_template:
+        found.append((data.chat_template, existing_path("data.chat_template", data.chat_template)))
+    return [(name, file) for name, file in found if file.is_file()]
+
+
+def _is_source(data: DataConfig, file: Path) -> bool:
+    if data.kind == "tokens":
+        return file.suffix in TOKEN_SUFFIXES or (data.document_index and file.suffix == ENDS_SUFFIX)
+    return data.kind != "sft" or is_jsonl(file)

@@ -1,0 +1,167 @@
+"""Samples tokenised while they are asked for: bounded memory, no cache, resumed from a small state.
+
+The stream is cut into blocks of up to 1,024 samples; a block is packed and shuffled as a whole. What sample n is
+follows from n and the data alone. The state of a block says at which document it begins and how many of its tokens
+belong to the block before, so a resumed run reads on from there; without one it reads, and drops, what comes before.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.data.index_shuffle import IndexShuffle, hash_ints
+from moefold.data.sample import Sample, annotate_documents
+from moefold.data.sampler import Sampler
+from moefold.data.tokenizer import Tokenizer
+from moefold.errors import ConfigError
+
+MAX_BLOCK_SAMPLES = 1024
+_MAX_BLOCK_TOKENS = 2**23
+_BATCH_CHARACTERS = 2**20
+NUM_SAMPLES = 2**62
+
+
+class DocumentSource(Protocol):
+    """Texts that can be read from any of them on."""
+
+    def documents(self, state: Any) -> Iterator[tuple[str, Any]]:
+        """The texts from a state on (None: from the first), each with the state that leads to it."""
+        ...
+
+
+@dataclass(slots=True)
+class _TokenizedDocument:
+    ids: NDArray[np.int64]
+    epoch: int
+    state: Any
+    used: int = 0
+
+
+class StreamingSampler(Sampler):
+    """Documents packed without padding, in order, epoch after epoch."""
+
+    def __init__(
+        self, texts: DocumentSource, tokenizer: Tokenizer, *, seq_len: int, order_key: int | None, document_end: int
+    ) -> None:
+        """Read from the start.
+
+        Args:
+            texts: the documents.
+            tokenizer: makes the ids; its separator follows each document.
+            seq_len: S.
+            order_key: key of the shuffled order within blocks; None keeps the order of the data.
+            document_end: id that ends a document, to mark them by; -1: do not.
+        """
+        self.seq_len = seq_len
+        self.block_samples = max(1, min(MAX_BLOCK_SAMPLES, _MAX_BLOCK_TOKENS // seq_len))
+        self._texts = texts
+        self._tokenizer = tokenizer
+        self._order_key = order_key
+        self._document_end = document_end
+        self._restart()
+
+    def __len__(self) -> int:
+        """More samples than any run takes: what an epoch is, only its end shows."""
+        return NUM_SAMPLES
+
+    @property
+    def has_annotations(self) -> bool:
+        """Whether documents are marked."""
+        return self._document_end >= 0
+
+    def annotated_sample(self, index: int) -> Sample:
+        """The sample that a run takes as its number `index`; reads on to its block.
+
+        Raises:
+            ConfigError: the data cannot be read, or holds no text.
+        """
+        if index < 0:
+            raise IndexError(f"sample index {index} must not be negative")
+        block, place = divmod(index, self.block_samples)
+        if block < self._block or (block == self._block and self._tokens is None):
+            self._restart()
+        while self._block < block or self._tokens is None:
+            self._read_block()
+        if self._order_key is not None:
+            place = IndexShuffle(self.block_samples, hash_ints(self._order_key, block))(place)
+        assert self._tokens is not None
+        window = slice(place * self.seq_len, (place + 1) * self.seq_len + 1)
+        tokens = self._tokens[window].astype(np.int64)
+        return annotate_documents(tokens, self._document_end) if self.has_annotations else Sample(tokens)
+
+    def state(self, index: int) -> Any:
+        """Where the block of sample `index` begins, or an earlier block if that one has not been read yet."""
+        if self._tokens is None or index // self.block_samples < self._block:
+            return None
+        return self._state
+
+    def restore(self, state: Any) -> None:
+        """Go on from a state that `state` gave, in this process or an earlier one."""
+        if state is None:
+            return
+        self._restart()
+        self._block, self._epoch, texts, self._num_used = state
+        # The first block read is the one of the state.
+        self._block -= 1
+        self._document_iterator = self._texts.documents(texts)
+
+    def _restart(self) -> None:
+        self._block, self._epoch, self._num_used = -1, 0, 0
+        self._tokens: NDArray[np.int32] | None = None
+        self._queue: deque[_TokenizedDocument] = deque()
+        self._document_iterator = self._texts.documents(None)
+        self._state: Any = None
+
+    def _read_block(self) -> None:
+        size = self.block_samples * self.seq_len
+        tokens = np.empty(size + 1, dtype=np.int32)
+        head = self._current_document()
+        state = [self._block + 1, head.epoch, head.state, head.used]
+        filled = 0
+        while filled < size:
+            document = self._current_document()
+            part = document.ids[document.used : document.used + size - filled]
+            tokens[filled : filled + len(part)] = part
+            document.used += len(part)
+            filled += len(part)
+        # Neighbouring samples share a token, so the last one opens the next block.
+        document = self._current_document()
+        tokens[size] = document.ids[document.used]
+        self._block, self._tokens, self._state = self._block + 1, tokens, state
+
+    def _current_document(self) -> _TokenizedDocument:
+        """The document that the next token is of."""
+        while self._queue and self._queue[0].used == len(self._queue[0].ids):
+            self._queue.popleft()
+        num_empty = 0
+        while not self._queue:
+            num_empty = 0 if self._refill() else num_empty + 1
+            if num_empty > 1:
+                raise ConfigError("data.path holds no text: every row is empty; check data.column and data.split")
+        return self._queue[0]
+
+    def _refill(self) -> bool:
+        """Tokenise some documents more; at the end of the data begin anew. Returns whether there were any."""
+        texts: list[str] = []
+        states = []
+        size = 0
+        for text, state in self._document_iterator:
+            texts.append(text)
+            states.append(state)
+            size += len(text)
+            if size >= _BATCH_CHARACTERS:
+                break
+        separator = [] if self._tokenizer.separator_id is None else [self._tokenizer.separator_id]
+        for ids, state in zip(self._tokenizer.encode_batch(texts), states, strict=True):
+            whole = np.concatenate([ids, separator]).astype(np.int64)
+            if len(whole) > self._num_used:
+                self._queue.append(_TokenizedDocument(whole, self._epoch, state, self._num_used))
+            self._num_used = 0
+        if size < _BATCH_CHARACTERS:
+            self._epoch += 1
+            self._document_iterator = self._texts.documents(None)
+        return bool(texts)

@@ -1,0 +1,254 @@
+"""Text in a fixed order: the text of this Python installation, or the files that a recipe names."""
+
+import codecs
+import importlib.util
+import logging
+import sysconfig
+import tokenize
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from moefold.bounded_read import open_regular
+from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
+from moefold.errors import ConfigError
+
+CHUNK_BYTES = 2**20
+_SNIFFED_BYTES = 8192
+_UTF16_AND_32_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
+# Tests hold odd bytes and copies, encodings are tables of numbers, site-packages differ from machine to machine.
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """One file as it was when the run looked at it."""
+
+    path: Path
+    size_bytes: int
+    mtime_ns: int
+    is_named: bool
+    """The recipe names the file itself, not its folder: then it may not be skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """A part of a document, at most about 1 MiB long, so that a document of any size passes through little memory."""
+
+    text: str
+    ends_document: bool
+    size_bytes: int
+    """Bytes of source text that the piece stands for: the progress that reading it makes."""
+
+
+class TextSource(Protocol):
+    """Documents in a fixed order, read when asked for."""
+
+    @property
+    def kind(self) -> str:
+        """What makes the same identity mean other text."""
+        ...
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Bytes to read in all; None where nobody knows."""
+        ...
+
+    @property
+    def identity(self) -> list[list[str | int]]:
+        """What must stay the same for a tokenised copy to stay valid."""
+        ...
+
+    def chunks(self) -> Iterator[TextChunk]:
+        """All documents, cut into pieces."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Documents in a fixed order, read when asked for."""
+
+    kind: str
+    files: tuple[TextFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files, files that turn out not to be text included."""
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def identity(self) -> list[list[str | int]]:
+        """What must stay the same for a tokenised copy to stay valid: paths, sizes and times, in order."""
+        return [[str(file.path), file.size_bytes, file.mtime_ns] for file in self.files]
+
+    def chunks(self) -> Iterator[TextChunk]:
+        """All documents, cut into pieces.
+
+        Raises:
+            ConfigError: a file is not readable or not UTF-8 text; it is named.
+        """
+        for file in self.files:
+            try:
+                yield from _file_chunks(self.kind, file)
+            except OSError as error:
+                raise _unreadable_error(file.path, error) from error
+
+
+def text_corpus(path: str | tuple[str, ...], skipped: Set[Path] = frozenset()) -> Corpus:
+    """The text files that data.path names, folders recursively, but those that are skipped; each file is a document.
+
+    Raises:
+        ConfigError: a path is missing or named twice, or there is no file with anything in it.
+    """
+    paths = data_paths(path, "text")
+    files = tuple(_stat_text_file(file, is_named=file in paths) for root in paths for file in files_below(root))
+    check_no_duplicates(tuple(file.path.resolve() for file in files))
+    check_not_empty(paths, num_files=len(files), size_bytes=sum(file.size_bytes for file in files))
+    return Corpus("text", tuple(file for file in files if file.path not in skipped))
+
+
+def check_decodable(file: TextFile) -> None:
+    """Decode a file of text from start to end.
+
+    Raises:
+        ConfigError: it is not readable or not UTF-8 text.
+    """
+    for _ in Corpus("text", (file,)).chunks():
+        pass
+
+
+def check_not_empty(paths: tuple[Path, ...], *, num_files: int, size_bytes: int) -> None:
+    """Raise ConfigError if data.path holds no file, or files without any text."""
+    names = ", ".join(map(str, paths[:3])) + (", ..." if len(paths) > 3 else "")
+    if not num_files:
+        raise ConfigError(f"data.path={names} holds no text file; name UTF-8 text files or a folder with some")
+    if not size_bytes:
+        raise ConfigError(f"data.path={names} is empty; name files with text in them")
+
+
+def python_docs_corpus() -> Corpus:
+    """The language reference (pydoc_data.topics, one document a topic), then the standard library's sources by path.
+
+    Raises:
+        ConfigError: this Python installation carries neither.
+    """
+    files = tuple(_stat_text_file(file, is_named=True) for file in _python_docs_files())
+    if not files:
+        raise ConfigError(
+            'data.kind="python-docs" finds neither pydoc_data.topics nor standard library sources in this Python '
+            'installation; use data.kind="text" with data.path, or "synthetic"'
+        )
+    return Corpus("python-docs", files)
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file looks like text: no zero byte near its start, or a mark of UTF-16 or 32 (refused when read)."""
+    with _open(path) as file:
+        start = file.read(_SNIFFED_BYTES)
+    return start.startswith(_UTF16_AND_32_MARKS) or b"\0" not in start
+
+
+def _python_docs_files() -> Iterator[Path]:
+    package = importlib.util.find_spec("pydoc_data")
+    for folder in (package and package.submodule_search_locations) or ():
+        if (topics := Path(folder, "topics.py")).is_file():
+            yield topics
+    library = Path(sysconfig.get_path("stdlib"))
+    if not library.is_dir():
+        return
+    for file in files_below(library, skipped_folders=_SKIPPED_FOLDERS):
+        # _sysconfigdata is a dump of how this interpreter was built.
+        if file.suffix == ".py" and not file.name.startswith("_sysconfigdata"):
+            yield file
+
+
+def _stat_text_file(path: Path, *, is_named: bool) -> TextFile:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise _unreadable_error(path, error) from error
+    return TextFile(path, status.st_size, status.st_mtime_ns, is_named)
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise _unreadable_error(path, error) from error
+
+
+def _unreadable_error(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"data.path: {path} is not readable ({error.strerror}); give read access or leave it out")
+
+
+def _file_chunks(kind: str, file: TextFile) -> Iterator[TextChunk]:
+    if not file.size_bytes:
+        return iter(())
+    if kind == "text":
+        return _text_chunks(file)
+    return _topic_chunks(file) if file.path.parent.name == "pydoc_data" else _python_chunks(file)
+
+
+def _topic_chunks(file: TextFile) -> Iterator[TextChunk]:
+    from pydoc_data.topics import topics
+
+    for i, name in enumerate(sorted(topics)):
+        yield TextChunk(topics[name], ends_document=True, size_bytes=file.size_bytes if i == 0 else 0)
+
+
+def _python_chunks(file: TextFile) -> Iterator[TextChunk]:
+    with _open(file.path) as opened:
+        encoding, _ = tokenize.detect_encoding(opened.readline)
+        opened.seek(0)
+        yield from _decoded_chunks(opened, file, encoding)
+
+
+def _text_chunks(file: TextFile) -> Iterator[TextChunk]:
+    if not is_text(file.path):
+        if file.is_named:
+            raise ConfigError(f"data.path={file.path} is not text: it holds zero bytes; name UTF-8 text files")
+        logger.warning("data.path: left out %s, which is not text (it holds zero bytes)", file.path)
+        return
+    with _open(file.path) as opened:
+        yield from _decoded_chunks(opened, file, "utf-8")
+
+
+def _decoded_chunks(opened: BinaryIO, file: TextFile, encoding: str) -> Iterator[TextChunk]:
+    decoder = codecs.getincrementaldecoder(encoding)()
+    text, read_bytes = "", 0
+    block = opened.read(CHUNK_BYTES)
+    while block:
+        following = opened.read(CHUNK_BYTES)
+        pending = len(decoder.getstate()[0])
+        try:
+            text += decoder.decode(block, final=not following)
+        except UnicodeDecodeError as error:
+            at_byte = read_bytes - pending + error.start
+            raise ConfigError(
+                f"data.path: {file.path} is not UTF-8 text (byte {at_byte}: {error.reason}); convert it, "
+                f"for example with `iconv -f latin1 -t utf-8`, or leave it out"
+            ) from error
+        if not read_bytes:
+            text = text.removeprefix("\ufeff")
+        read_bytes += len(block)
+        cut = _split_position(text) if following else len(text)
+        if cut:
+            yield TextChunk(text[:cut], ends_document=not following, size_bytes=len(block))
+        text, block = text[cut:], following
+
+
+def _split_position(text: str) -> int:
+    """End of the last line that is followed by a line that starts with a word.
+
+    There, byte-level tokenizers split words anyway, so that the pieces together give the tokens of the whole.
+    """
+    end = len(text) - 1
+    while (end := text.rfind("\n", 1, end)) > 0:
+        if not text[end - 1].isspace() and not text[end + 1].isspace():
+            return end + 1
+    return len(text)

@@ -1,0 +1,510 @@
+"""A whole tokenisation: plan, shards, and a note of what they were made from, so that it can go on after a kill.
+
+The input of a tokenisation cut into shards: by the input alone, so that the output is, too.
+
+Shards of tokens on disk: whole or not there, each with the index of its documents.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.bounded_read import MAX_DESCRIPTION_BYTES, MAX_LINE_BYTES, LongLineError, open_regular, read_json
+from moefold.data.cache import is_complete_array, npy_header, smallest_dtype
+from moefold.data.file_formats import (
+    column_text,
+    column_values,
+    is_jsonl,
+    jsonl_records,
+    open_parquet,
+    parse_line,
+    unknown_column_message,
+)
+from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
+from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
+from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
+from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, OffsetTokenizer
+from moefold.data.worker_pool import ReadProgress, run_tasks
+from moefold.errors import ConfigError
+
+InputFormat = Literal["text", "jsonl", "parquet"]
+INPUT_FORMATS: tuple[InputFormat, ...] = ("text", "jsonl", "parquet")
+_BLOCK_BYTES = 2**20
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class InputSlice:
+    """A part of a file: bytes of JSON lines, row groups of parquet, or the whole of a text or compressed file."""
+
+    path: Path
+    input_format: InputFormat
+    start: int
+    stop: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What becomes one token file."""
+
+    number: int
+    slices: tuple[InputSlice, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of input."""
+        return sum(portion.size_bytes for portion in self.slices)
+
+
+def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tuple[Path, InputFormat], ...]:
+    """The files that are named, folders recursively, each with its form; but nothing of the folder of the output.
+
+    Args:
+        names: files and folders.
+        input_format: one of FORMS, or "auto": by a file's name, and text for names that say nothing.
+        out: where the tokens go.
+
+    Raises:
+        ConfigError: a name does not exist, comes twice or is part of the output, or there is no file with anything in
+            it.
+    """
+    roots = [existing_path("INPUT", name) for name in names]
+    own = out.resolve()
+    if inside := [root for root in roots if root.is_relative_to(own)]:
+        raise ConfigError(f"INPUT {inside[0]} lies in --out {out}, where the tokens go; choose another folder for them")
+    paths = [file for root in roots for file in files_below(root) if not file.resolve().is_relative_to(own)]
+    check_no_duplicates(tuple(path.resolve() for path in paths))
+    paths = [path for path in paths if path.stat().st_size and _is_input(path, input_format, is_named=path in roots)]
+    if not paths:
+        raise ConfigError(f"INPUT={names[0]!r} holds no file with anything in it; name text, JSON lines or parquet")
+    return tuple(
+        (path, _detect_format(path) if input_format == "auto" else cast(InputFormat, input_format)) for path in paths
+    )
+
+
+def plan_shards(files: Sequence[tuple[Path, InputFormat]], shard_bytes: int) -> tuple[Shard, ...]:
+    """Cut files into shards of about so many bytes of input, in order; a document is never cut.
+
+    Raises:
+        ConfigError: a parquet file cannot be read.
+    """
+    shards: list[Shard] = []
+    portions: list[InputSlice] = []
+    filled = 0
+    for path, form in files:
+        for portion in _split_file(path, form, shard_bytes):
+            portions.append(portion)
+            filled += portion.size_bytes
+            if filled >= shard_bytes:
+                shards.append(Shard(len(shards), tuple(portions)))
+                portions, filled = [], 0
+    if portions:
+        shards.append(Shard(len(shards), tuple(portions)))
+    return tuple(shards)
+
+
+def read_chunks(input_slice: InputSlice, column: str) -> Iterator[TextChunk]:
+    """The documents of a portion, long texts in pieces; empty ones are left out.
+
+    Raises:
+        ConfigError: something cannot be read, is not text, or has not the column; file and line (row) are named.
+    """
+    try:
+        yield from _documents(input_slice, column)
+    except OSError as error:
+        raise ConfigError(
+            f"{input_slice.path} cannot be read ({error.strerror or error}); copy it anew or leave it out"
+        ) from error
+    except LongLineError as error:
+        raise ConfigError(f"{input_slice.path}: {error}; cut it, or take it out") from None
+
+
+def _documents(input_slice: InputSlice, column: str) -> Iterator[TextChunk]:
+    if input_slice.input_format == "text":
+        status = input_slice.path.stat()
+        file = TextFile(input_slice.path, status.st_size, status.st_mtime_ns, is_named=True)
+        yield from Corpus("text", (file,)).chunks()
+        return
+    documents = _parquet_documents if input_slice.input_format == "parquet" else _jsonl_documents
+    for text, size_bytes in documents(input_slice, column):
+        if text:
+            yield TextChunk(text, ends_document=True, size_bytes=size_bytes)
+
+
+def _is_input(path: Path, input_format: str, *, is_named: bool) -> bool:
+    """Whether a file is to be read: one that is found in a folder, not named, and is no text is left out and named."""
+    is_read_as_text = input_format == "text" or (input_format == "auto" and _detect_format(path) == "text")
+    if is_named or not is_read_as_text or is_text(path):
+        return True
+    logger.warning("left out %s, which is not text (it holds zero bytes)", path)
+    return False
+
+
+def _detect_format(path: Path) -> InputFormat:
+    if path.suffix == ".parquet":
+        return "parquet"
+    return "jsonl" if is_jsonl(path) or path.suffix == ".json" else "text"
+
+
+def _split_file(path: Path, input_format: InputFormat, shard_bytes: int) -> Iterator[InputSlice]:
+    size_bytes = path.stat().st_size
+    if input_format == "parquet":
+        metadata = open_parquet(path).metadata
+        for group in range(metadata.num_row_groups):
+            yield InputSlice(path, input_format, group, group + 1, metadata.row_group(group).total_byte_size)
+    elif input_format == "text" or path.suffix == ".gz":
+        yield InputSlice(path, input_format, 0, size_bytes, size_bytes)
+    else:
+        # A line belongs to the portion that its first byte lies in.
+        for start in range(0, size_bytes, shard_bytes):
+            stop = min(start + shard_bytes, size_bytes)
+            yield InputSlice(path, input_format, start, stop, stop - start)
+
+
+def _jsonl_documents(input_slice: InputSlice, column: str) -> Iterator[tuple[str, int]]:
+    if input_slice.path.suffix == ".gz":
+        for record in jsonl_records(input_slice.path):
+            # Progress counts the bytes of the compressed file, of which nobody knows which ones a line was.
+            yield column_text(record.fields, column, record.location), 0
+        return
+    with open_regular(input_slice.path) as file:
+        if input_slice.start:
+            file.seek(input_slice.start - 1)
+            _skip_line(file)
+        while (at := file.tell()) < input_slice.stop and (line := file.readline(MAX_LINE_BYTES + 1)):
+            if len(line) > MAX_LINE_BYTES:
+                raise LongLineError(1 + _count_lines(input_slice.path, at), MAX_LINE_BYTES)
+            try:
+                text = _line_text(line, input_slice.path, 2 if at else 1, column)
+            except ConfigError:
+                # Only now is the number of the line worth reading the file for.
+                _line_text(line, input_slice.path, 1 + _count_lines(input_slice.path, at), column)
+                raise
+            yield text, len(line)
+
+
+def _skip_line(file: BinaryIO) -> None:
+    while (part := file.readline(_BLOCK_BYTES)) and not part.endswith(b"\n"):
+        pass
+
+
+def _line_text(line: bytes, path: Path, number: int, column: str) -> str:
+    record = parse_line(line, path, number)
+    return column_text(record.fields, column, record.location) if record else ""
+
+
+def _count_lines(path: Path, stop: int) -> int:
+    """Line ends among the first `stop` bytes."""
+    count = 0
+    with open_regular(path) as file:
+        while stop > 0 and (block := file.read(min(stop, _BLOCK_BYTES))):
+            count += block.count(b"\n")
+            stop -= len(block)
+    return count
+
+
+def _parquet_documents(input_slice: InputSlice, column: str) -> Iterator[tuple[str, int]]:
+    file = open_parquet(input_slice.path)
+    if column not in file.schema_arrow.names:
+        raise ConfigError(
+            f"--column {column}: {input_slice.path} has {unknown_column_message(column, file.schema_arrow.names)}"
+        )
+    groups = range(input_slice.start, input_slice.stop)
+    num_rows = max(1, sum(file.metadata.row_group(group).num_rows for group in groups))
+    for row, text in column_values(input_slice.path, column, groups):
+        if not isinstance(text, str):
+            what = "nothing" if text is None else type(text).__name__
+            raise ConfigError(f"{input_slice.path}: column {column!r} holds {what}, not text, in row {row}")
+        yield text, input_slice.size_bytes // num_rows
+
+
+TMP_PATTERN = ".tokens-*.partial"
+_BATCH_BYTES = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSize:
+    """How much came of a shard."""
+
+    num_tokens: int
+    num_documents: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardWriter:
+    """Tokenises shards; cheap to send to another process, which loads the tokenizer itself."""
+
+    out: Path
+    tokenizer_name: str
+    column: str
+
+    def load_tokenizer(self) -> OffsetTokenizer:
+        """The tokenizer: bytes or a tokenizer.json.
+
+        Raises:
+            ConfigError: there is no such file, or it is no tokenizer.
+        """
+        if self.tokenizer_name == "bytes":
+            return ByteTokenizer()
+        return JsonTokenizer(existing_path("--tokenizer", self.tokenizer_name))
+
+    def find_finished(self, number: int) -> ShardSize | None:
+        """The size of a shard that is there already; None if it is not."""
+        path = shard_path(self.out, number)
+        index = document_ends_path(path)
+        if not index.is_file() or not is_complete_array(path):
+            return None
+        return ShardSize(len(np.load(path, mmap_mode="r")), index.stat().st_size // 8)
+
+    def write(self, shard: Shard, report: Callable[[int], None]) -> ShardSize:
+        """Tokenise a shard and give it its name, the index first.
+
+        Args:
+            shard: what to read.
+            report: told the bytes of input that were read since the last call.
+
+        Raises:
+            ConfigError: the input is not what it should be, or the folder cannot be written; nothing of the shard is
+                left then.
+        """
+        tokenizer = self.load_tokenizer()
+        path = shard_path(self.out, shard.number)
+        draft = self.out / f".{path.stem}.{uuid.uuid4().hex}.partial"
+        index_draft = self.out / f".{path.stem}.{uuid.uuid4().hex}.index.partial"
+        try:
+            with draft.open("xb") as file, index_draft.open("xb") as index:
+                size = _write_shard(file, index, shard, self.column, tokenizer, report)
+                for opened in (file, index):
+                    opened.flush()
+                    os.fsync(opened.fileno())
+            index_draft.replace(document_ends_path(path))
+            draft.replace(path)
+        except ConnectionError:
+            # It is the one that is reported to who has gone.
+            raise
+        except OSError as error:
+            raise unwritable_error(self.out, error) from error
+        finally:
+            draft.unlink(missing_ok=True)
+            index_draft.unlink(missing_ok=True)
+        return size
+
+
+def unwritable_error(out: Path, error: OSError) -> ConfigError:
+    """What to say of a folder that the system does not let us write to."""
+    return ConfigError(f"--out {out} cannot be written ({error.strerror or error}); choose another folder")
+
+
+def shard_path(out: Path, number: int) -> Path:
+    """The token file of a shard."""
+    return out / f"tokens-{number:06d}.npy"
+
+
+def _write_shard(
+    file: BinaryIO,
+    index: BinaryIO,
+    shard: Shard,
+    column: str,
+    tokenizer: OffsetTokenizer,
+    report: Callable[[int], None],
+) -> ShardSize:
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    separator = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=np.int64)
+    file.write(npy_header(dtype, 0))
+    num_tokens = num_documents = 0
+    for pieces in _chunk_batches(shard, column):
+        ends: list[int] = []
+        parts: list[NDArray[np.int64]] = []
+        for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
+            parts += [ids, separator] if piece.ends_document else [ids]
+            num_tokens += len(ids) + (len(separator) if piece.ends_document else 0)
+            if piece.ends_document:
+                ends.append(num_tokens)
+        file.write(np.concatenate(parts).astype(dtype).tobytes())
+        index.write(np.array(ends, dtype="<i8").tobytes())
+        num_documents += len(ends)
+        report(sum(piece.size_bytes for piece in pieces))
+    file.seek(0)
+    file.write(npy_header(dtype, num_tokens))
+    return ShardSize(num_tokens, num_documents)
+
+
+def _chunk_batches(shard: Shard, column: str) -> Iterator[list[TextChunk]]:
+    """Pieces of several megabytes at a time."""
+    pieces: list[TextChunk] = []
+    size = 0
+    for portion in shard.slices:
+        for piece in read_chunks(portion, column):
+            pieces.append(piece)
+            size += len(piece.text)
+            if size >= _BATCH_BYTES:
+                yield pieces
+                pieces, size = [], 0
+    if pieces:
+        yield pieces
+
+
+FORMAT_VERSION = 1
+_MISMATCH_MESSAGES = {
+    "format": "of another version of this program",
+    "tokenizer": "another --tokenizer",
+    "vocab_size": "another --tokenizer",
+    "separator_id": "another --tokenizer",
+    "column": "another --column",
+    "shard_bytes": "another --shard-mb",
+    "files": "other input files, or files that changed",
+    "num_shards": "another number of shards",
+}
+"""What a note says otherwise, in the words of the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizationResult:
+    """What came of it."""
+
+    num_documents: int
+    num_tokens: int
+    num_shards: int
+    num_new_tokens: int
+    """Tokens that this call made, and no earlier one that was stopped."""
+
+
+def tokenize_files(
+    inputs: Sequence[str], writer: ShardWriter, *, input_format: str, shard_bytes: int, num_processes: int
+) -> TokenizationResult:
+    """Tokenise files into a folder that data.kind="tokens" reads.
+
+    The shards and every byte of them depend on the input, the tokenizer and shard_bytes, not on the number of
+    processes. A call that was stopped is taken up by the next one with the same arguments: finished shards stay.
+
+    Args:
+        inputs: files and folders.
+        writer: the folder, the tokenizer and the column.
+        input_format: of the files: "text", "jsonl", "parquet", or "auto".
+        shard_bytes: input of one shard.
+        num_processes: processes at once.
+
+    Raises:
+        ConfigError: the input cannot be used (file and line are named), or the folder holds something else.
+    """
+    tokenizer = writer.load_tokenizer()
+    files = input_files(inputs, input_format, writer.out)
+    shards = plan_shards(files, shard_bytes)
+    note: dict[str, Any] = {
+        "format": FORMAT_VERSION,
+        "tokenizer": tokenizer.identity,
+        "vocab_size": tokenizer.vocab_size,
+        "separator_id": tokenizer.separator_id,
+        "column": writer.column,
+        "shard_bytes": shard_bytes,
+        "files": [[str(path), kind, path.stat().st_size, path.stat().st_mtime_ns] for path, kind in files],
+        "num_shards": len(shards),
+    }
+    with _lock_output_folder(writer.out):
+        _check_same_job(writer.out, note)
+        _write_info(writer.out, note | {"is_complete": False})
+        _remove_tmp_files(writer.out)
+        done = {shard.number: size for shard in shards if (size := writer.find_finished(shard.number)) is not None}
+        new = _write_missing(writer, [shard for shard in shards if shard.number not in done], num_processes)
+        sizes = [*done.values(), *new]
+        result = TokenizationResult(
+            num_documents=sum(size.num_documents for size in sizes),
+            num_tokens=sum(size.num_tokens for size in sizes),
+            num_shards=len(shards),
+            num_new_tokens=sum(size.num_tokens for size in new),
+        )
+        totals = {"num_documents": result.num_documents, "num_tokens": result.num_tokens}
+        _write_info(writer.out, note | totals | {"is_complete": True})
+    return result
+
+
+def _write_missing(writer: ShardWriter, shards: list[Shard], num_processes: int) -> list[ShardSize]:
+    total_bytes = sum(shard.size_bytes for shard in shards)
+    try:
+        with ReadProgress("Tokenising", total_bytes) as progress:
+            return [size for _, size in run_tasks(writer.write, shards, num_processes, progress.advance)]
+    finally:
+        # Processes that are ended when one fails leave theirs.
+        _remove_tmp_files(writer.out)
+
+
+def _remove_tmp_files(out: Path) -> None:
+    for draft in out.glob(TMP_PATTERN):
+        draft.unlink()
+
+
+@contextlib.contextmanager
+def _lock_output_folder(out: Path) -> Iterator[None]:
+    """Make the folder and keep others from writing to it; one that was made here and got no shard goes again."""
+    is_new = not out.exists()
+    with contextlib.ExitStack() as stack:
+        if is_new:
+            stack.callback(_remove_without_shards, out)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((out / ".lock").open("ab"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"--out {out} is being written by another `moefold tokenize`; wait for it") from None
+        except OSError as error:
+            raise unwritable_error(out, error) from error
+        # What is read names its own faults, so this is the folder's.
+        try:
+            yield
+        except OSError as error:
+            raise unwritable_error(out, error) from error
+
+
+def _remove_without_shards(out: Path) -> None:
+    if not out.is_dir() or any(out.glob("tokens-*.npy")):
+        return
+    for name in (TOKENIZE_INFO_FILE, f".{TOKENIZE_INFO_FILE}.partial", ".lock"):
+        (out / name).unlink(missing_ok=True)
+    # Whatever else is there is not ours.
+    with contextlib.suppress(OSError):
+        out.rmdir()
+
+
+def _check_same_job(out: Path, info: dict[str, Any]) -> None:
+    try:
+        found = read_json(out / TOKENIZE_INFO_FILE, MAX_DESCRIPTION_BYTES)
+    except FileNotFoundError:
+        if any(path.name != ".lock" for path in out.iterdir()):
+            raise ConfigError(f"--out {out} is not empty and holds no tokens of this program; choose another") from None
+        return
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{out / TOKENIZE_INFO_FILE} is broken, so nobody knows what the tokens are of; remove --out {out}"
+        )
+    if found.get("is_complete") is not True and not any(out.glob("tokens-*.npy")):
+        # A call that failed before its first shard binds nobody to its input.
+        return
+    wrong = [key for key, value in info.items() if found.get(key) != value]
+    if wrong:
+        raise ConfigError(
+            f"--out {out} holds tokens of other input or settings ({_MISMATCH_MESSAGES[wrong[0]]}); choose another folder or "
+            "remove it"
+        )
+
+
+def _write_info(out: Path, info: dict[str, Any]) -> None:
+    draft = out / f".{TOKENIZE_INFO_FILE}.partial"
+    with draft.open("w", encoding="utf-8") as file:
+        json.dump(info, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(out / TOKENIZE_INFO_FILE)

@@ -1,0 +1,116 @@
+"""What can be said about a recipe's data without reading it: the command line refuses within two seconds."""
+
+from pathlib import Path
+
+from moefold.bounded_read import open_regular, parse_json
+from moefold.config.schema import DataConfig
+from moefold.data.chat import load_chat_template
+from moefold.data.dataset import check_enough_tokens, check_no_data_path
+from moefold.data.file_formats import is_jsonl
+from moefold.data.huggingface import check_package, text_tables
+from moefold.data.input_paths import data_paths, files_below
+from moefold.data.sampler import split_samples
+from moefold.data.sft import conversation_files
+from moefold.data.skip_corrupt import skipped_files
+from moefold.data.text_source import check_not_empty, is_text, python_docs_corpus
+from moefold.data.token_file import open_document_ends, token_files
+from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
+from moefold.errors import ConfigError
+
+_FIRST_LINE_BYTES = 2**20
+"""A first line that is longer is not looked at."""
+
+
+def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
+    """Refuse data that is missing, empty, too small or beyond the model's vocabulary.
+
+    Looks at names, sizes, headers and the tokenizer, not at the data itself: what only the text or the ids can show
+    (a file that is not UTF-8, an id above the vocabulary, too few tokens of a tokenizer.json) is found by `prepare`.
+
+    Raises:
+        ConfigError: with key, value, rule and way out.
+    """
+    if data.kind == "huggingface":
+        check_package()
+    tokenizer = load_tokenizer(data, vocab_size=vocab_size)
+    if data.kind == "sft":
+        conversation_files(data)
+        load_chat_template(data)
+        return
+    if data.kind == "huggingface":
+        for split in (data.split, data.validation_split):
+            if split:
+                text_tables(data, split)
+        return
+    if data.kind == "tokens":
+        files = token_files(data, skipped_files(data))
+        if data.document_index:
+            for file in files:
+                open_document_ends(file.path, file.num_tokens)
+        num_tokens = sum(file.num_tokens for file in files)
+        check_enough_tokens(num_tokens, seq_len=seq_len)
+        split_samples((num_tokens - 1) // seq_len, data.validation_fraction)
+        return
+    if not 0 <= data.validation_fraction < 1:
+        split_samples(1, data.validation_fraction)
+    if data.kind == "text":
+        needed = seq_len + 1 if isinstance(tokenizer, ByteTokenizer) else 1
+        num_bytes = _count_text_bytes(data, needed)
+        if num_bytes < needed:
+            check_enough_tokens(num_bytes, seq_len=seq_len)
+        return
+    check_no_data_path(data)
+    if data.kind == "python-docs":
+        python_docs_corpus()
+
+
+def _count_text_bytes(data: DataConfig, stop_at: int) -> int:
+    """Bytes and separators of the text that data.path names, counted until there are enough for one sample."""
+    roots = data_paths(data.path, "text")
+    for root in roots:
+        _reject_json_lines(root)
+    num_files, size_bytes = 0, 0
+    for root in roots:
+        for file in files_below(root):
+            if not is_text(file):
+                if file in roots:
+                    raise ConfigError(f"data.path={file} is not text: it holds zero bytes; name UTF-8 text files")
+                continue
+            num_files += 1
+            if file_bytes := file.stat().st_size:
+                size_bytes += file_bytes + 1
+            if size_bytes >= stop_at:
+                return size_bytes
+    check_not_empty(roots, num_files=num_files, size_bytes=size_bytes)
+    return size_bytes
+
+
+def _reject_json_lines(root: Path) -> None:
+    """Refuse JSON lines as plain text: a model would learn braces, names of fields and escapes.
+
+    A file that is named is one by its name or its first line, a folder is one if all its files are by their names.
+
+    Raises:
+        ConfigError: with the kinds of data that read the text of JSON lines.
+    """
+    if root.is_dir():
+        is_json = next(files_below(root), None) is not None and all(map(is_jsonl, files_below(root)))
+    else:
+        is_json = is_jsonl(root) or _starts_with_json_object(root)
+    if is_json:
+        raise ConfigError(
+            f'data.path={root} holds JSON lines, and data.kind="text" would train on their braces and field names; set '
+            'data.kind="sft" for conversations, or data.kind="huggingface" with data.column for the text of one field, '
+            f"or make token files of that field: `moefold tokenize {root} --column text --out tokens`"
+        )
+
+
+def _starts_with_json_object(file: Path) -> bool:
+    """Return whether the first line of a file that is text is a JSON object."""
+    try:
+        with open_regular(file) as opened:
+            line = opened.readline(_FIRST_LINE_BYTES)
+        return line.rstrip().endswith(b"}") and isinstance(parse_json(line), dict)
+    except (OSError, ValueError):
+        # What cannot be read is refused by those that read it.
+        return False

@@ -1,0 +1,62 @@
+"""Ctrl-C and SIGTERM at the process that started the ranks: it passes them on and waits. Torch-free."""
+
+import multiprocessing
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from moefold.launch.exit import SIGNAL_STATUS
+
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class SignalForwarder:
+    """While it is entered, passes Ctrl-C and SIGTERM to the child processes. A second Ctrl-C kills them.
+
+    A terminal sends Ctrl-C to the ranks as well, `kill` to this process alone: ranks must bear to get it twice.
+
+    Attributes:
+        received: the signals that came, in order.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._pid = os.getpid()
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._previous_handlers = {number: signal.signal(number, self._forward) for number in FORWARDED_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    def explains(self, exitcode: int) -> bool:
+        """Whether a child that ended so (negative: by a signal) did what the signals asked of it."""
+        asked = {SIGNAL_STATUS + number for number in self.received} | {-number for number in self.received}
+        if self.got_second_interrupt:
+            asked.add(-signal.SIGKILL)
+        return exitcode in asked
+
+    @property
+    def got_second_interrupt(self) -> bool:
+        """Whether Ctrl-C came again."""
+        return self.received.count(signal.SIGINT) > 1
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A forked child that has not set handlers of its own yet.
+            os._exit(SIGNAL_STATUS + number)
+        self.received.append(number)
+        children = multiprocessing.active_children()
+        if not children:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(SIGNAL_STATUS + number)
+        for child in children:
+            if self.got_second_interrupt:
+                child.kill()
+            elif child.pid is not None:
+                os.kill(child.pid, number)

@@ -1,0 +1,8 @@
+"""Token dispatchers: the only place of the MoE maths that communicates."""
+
+from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
+from moefold.model.moe.dispatch.local import LocalDispatcher
+from moefold.model.moe.dispatch.registry import make_dispatcher
+from moefold.model.moe.token_group import ShardedMicroBatch
+
+__all__ = ["RoutingMap", "Dispatcher", "ShardedMicroBatch", "LocalDispatcher", "make_dispatcher"]

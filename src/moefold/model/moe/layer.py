@@ -1,0 +1,226 @@
+"""The mixture-of-experts layer: route, dispatch, apply experts, combine."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moefold.comm.resumable import Resumable, run_to_end
+from moefold.config.schema import ModelConfig, MoEConfig
+from moefold.model.local_param import local_param
+from moefold.model.moe.dispatch.base import Dispatcher, DispatchMetadata, RoutingMap
+from moefold.model.moe.dispatch.local import LocalDispatcher
+from moefold.model.moe.experts import Experts
+from moefold.model.moe.losses import (
+    GlobalBatchLoad,
+    RouterStats,
+    attach_aux_loss,
+    count_tokens_per_expert,
+    local_load_balancing_loss,
+    local_z_loss,
+    uniform_if_empty,
+)
+from moefold.model.moe.router import Router, RoutingDecision
+from moefold.model.moe.token_drop import CapacityPolicy
+from moefold.model.moe.token_group import LocalMicroBatch, MicroBatchGroup, TokenPositions
+from moefold.ops.interface import PermuteMap
+from moefold.ops.swiglu import expert_activation
+
+
+class MoELayer(nn.Module):
+    """A sparse feed-forward layer: plain maths on this rank's tokens.
+
+    `last_counts_E` are the copies of the whole global batch of the step before, int64 [E], all 0 before the first one;
+    None unless the load-balancing loss looks back at them.
+
+    `parallelize` replaces `dispatcher` (where the experts are) and `micro_batch_group` (who shares the micro-batch).
+
+    Args:
+        model: sizes and router.
+        moe: choice, losses and dropping.
+        loss_scale: factor of the auxiliary losses of one micro-batch: 1 / (micro-batches of the global batch).
+        micro_batches_per_rank: micro-batches that a rank works through in a step.
+        jitter_seed: 64 bits; the router's noise comes from it.
+        shared: an expert that sees every token, [S/(cp*tp), B, H] -> same.
+    """
+
+    last_counts_E: Tensor | None
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        moe: MoEConfig,
+        *,
+        loss_scale: float,
+        micro_batches_per_rank: int = 1,
+        jitter_seed: int = 0,
+        shared: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.router = Router(model, moe, jitter_seed=jitter_seed)
+        self.experts = Experts(
+            model.num_experts,
+            model.hidden_size,
+            model.moe_ffn_hidden_size,
+            activation=expert_activation(model),
+            has_bias=model.moe_bias,
+        )
+        self.shared = shared
+        has_gate = shared is not None and model.shared_expert_gate
+        self.shared_gate = nn.Parameter(torch.empty(1, model.hidden_size)) if has_gate else None
+        self.dispatcher: Dispatcher[Any] = LocalDispatcher(model.num_experts)
+        self.micro_batch_group: MicroBatchGroup = LocalMicroBatch()
+        self.stats = RouterStats(model.num_experts)
+        self._num_experts = model.num_experts
+        self._aux_kind = moe.aux_kind
+        self._aux_scale = moe.aux_coefficient * loss_scale
+        self._z_scale = moe.z_loss * loss_scale
+        self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, model.num_experts)
+        looks_back = moe.aux_coefficient > 0 and moe.aux_kind == "last_global_batch"
+        last_counts_E = torch.zeros(model.num_experts, dtype=torch.int64) if looks_back else None
+        self.register_buffer("last_counts_E", last_counts_E)
+        self._micro_batches_per_rank = micro_batches_per_rank
+        self._capacity_policy = _build_capacity_policy(moe, moe.capacity_factor)
+        has_own_factor = moe.eval_capacity_factor >= 0
+        self._eval_capacity_policy = (
+            _build_capacity_policy(moe, moe.eval_capacity_factor) if has_own_factor else self._capacity_policy
+        )
+        self._pads_to_capacity = moe.pad_to_capacity
+        self._applies_probs_in_expert = moe.weight_in_expert
+
+    def begin_step(self, step: int) -> None:
+        """Forget what was counted; all that follows belongs to this optimizer step."""
+        self.stats.reset()
+        self.router.step = step
+
+    @torch.no_grad()
+    def end_step(self, tokens_per_expert_E: Tensor, thresholds_E: Tensor) -> None:
+        """Balance the bias, and keep the counts for a loss that looks back.
+
+        Args:
+            tokens_per_expert_E: copies of the whole global batch that chose each expert.
+            thresholds_E: of quantile balancing, the mean over the micro-batches of the global batch.
+        """
+        self.router.update_bias(tokens_per_expert_E, thresholds_E)
+        if self.last_counts_E is not None:
+            self.last_counts_E.copy_(tokens_per_expert_E)
+
+    def forward(self, x: Tensor, sample_ids: Tensor | None = None) -> Tensor:
+        """[S/(cp*tp), B, H] -> [S/(cp*tp), B, H]; communicates through `dispatcher`, `micro_batch_group` and `shared`.
+
+        Args:
+            x: hidden states.
+            sample_ids: place of each sample in the global batch, int64 [B]; None stands for the first ones.
+        """
+        return run_to_end(self.forward_resumable(x, sample_ids))
+
+    def forward_resumable(self, x: Tensor, sample_ids: Tensor | None = None) -> Resumable[Tensor]:
+        """`forward`, with a pause wherever rows travel; nothing reads `x` after the first."""
+        samples_B = torch.arange(x.shape[1], device=x.device) if sample_ids is None else sample_ids
+        places = TokenPositions(self.micro_batch_group, x.shape[0], samples_B)
+        x_TH = x.flatten(0, 1)
+        routing = self.router(x_TH, places)
+        assignment = self._apply_capacity(routing, places)
+        beside = None if self.shared is None else lambda: self._run_shared_expert(x)
+        rows, plan = self.dispatcher.dispatch_preprocess(x_TH, assignment)
+        rows, y_shared = yield from self.dispatcher.dispatch_async(rows, plan, beside)
+        rows_per_expert, loan, weights_R = plan.tokens_per_expert, self.dispatcher.migration(plan), None
+        sorting = None if loan is not None else self._permute_map(plan)
+        if sorting is None:
+            rows = self.dispatcher.dispatch_postprocess(rows, plan)
+        if self._applies_probs_in_expert or (sorting is not None and self.dispatcher.combines_locally):
+            weights_R, plan = self.dispatcher.dispatch_probs(plan)
+        rows = self.experts(rows, rows_per_expert, loan, weights_R, sorting)
+        if sorting is None:
+            rows = self.dispatcher.combine_preprocess(rows, plan)
+        rows = yield from self.dispatcher.combine_async(rows, plan)
+        y = self.dispatcher.combine_postprocess(rows, plan).view_as(x)
+        if y_shared is not None:
+            y = y + y_shared
+        return self._attach_losses(y, routing, assignment, places) if self.training else y
+
+    def _permute_map(self, metadata: DispatchMetadata) -> PermuteMap | None:
+        """How the experts are to sort, where they do so themselves."""
+        kernels = self.experts.kernels
+        if kernels is None:
+            return None
+        weighs = self._applies_probs_in_expert or kernels.probs_commute
+        return self.dispatcher.permute_map(metadata) if weighs or not self.dispatcher.combines_locally else None
+
+    def _apply_capacity(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
+        rule, (num_tokens, top_k) = (
+            self._capacity_policy if self.training else self._eval_capacity_policy,
+            routing.ids_TK.shape,
+        )
+        if rule is None:
+            return RoutingMap(routing.ids_TK, routing.probs_TK)
+        kept_TK = rule.keep_mask(
+            routing.ids_TK, routing.probs_TK, token_positions.global_index(), self._num_experts, self.micro_batch_group
+        )
+        slots = (
+            rule.padded_capacity(num_tokens, top_k, self._num_experts, self.micro_batch_group)
+            if self._pads_to_capacity
+            else None
+        )
+        return RoutingMap(routing.ids_TK, routing.probs_TK, kept_TK, slots)
+
+    def _run_shared_expert(self, x: Tensor) -> Tensor:
+        assert self.shared is not None
+        y: Tensor = self.shared(x)
+        if self.shared_gate is not None:
+            y = y * torch.sigmoid(x @ local_param(self.shared_gate, x.dtype).t())
+        return y
+
+    def _attach_losses(
+        self, y: Tensor, routing: RoutingDecision, routing_map: RoutingMap, token_positions: TokenPositions
+    ) -> Tensor:
+        """Make the auxiliary losses part of what is minimised, and count this micro-batch once its gradient comes."""
+        num_tokens = len(routing.ids_TK) * self.micro_batch_group.size
+        num_samples = len(token_positions.sample_ids_B) if self._aux_kind == "sequence" else 1
+        sums = routing.sums
+        if sums is not None and num_samples == 1:
+            routed_XE = sums.tokens_per_expert_E.unsqueeze(0)
+        else:
+            routed_XE = count_tokens_per_expert(routing.ids_TK, self._num_experts, num_samples)
+        aux = z = None
+        if self._aux_scale:
+            load_XE = self._expert_load(routed_XE, token_positions)
+            part = local_load_balancing_loss(routing.scores_TE, load_XE, num_tokens, sums.scores_E if sums else None)
+            aux = part * self._aux_scale
+            y = attach_aux_loss(y, aux)
+        if self._z_scale:
+            z = (local_z_loss(routing.logits_TE, num_tokens) if sums is None else sums.z / num_tokens) * self._z_scale
+            y = attach_aux_loss(y, z)
+        if y.requires_grad:
+            entropy = torch.special.entr(routing.scores_TE.detach()).sum() if sums is None else sums.entropy
+            dropped = None if routing_map.kept_TK is None else (~routing_map.kept_TK).sum()
+            parts = [None if part is None else part.detach() for part in (aux, z)]
+            # All ranks of the scope have the same thresholds: each counts its part.
+            thresholds_E = None if routing.thresholds_E is None else routing.thresholds_E / self.micro_batch_group.size
+            y.register_hook(
+                lambda grad: self.stats.add(
+                    routed_XE.sum(0),
+                    entropy=entropy,
+                    dropped=dropped,
+                    aux=parts[0],
+                    z=parts[1],
+                    thresholds_E=thresholds_E,
+                )
+            )
+        return y
+
+    def _expert_load(self, tokens_per_expert_XE: Tensor, token_positions: TokenPositions) -> Tensor:
+        """The copies that count together for the balance loss of this micro-batch."""
+        if self.last_counts_E is not None:
+            return uniform_if_empty(self.last_counts_E).unsqueeze(0)
+        if self._aux_kind != "global_batch":
+            return self.micro_batch_group.sum(tokens_per_expert_XE)
+        # A data-parallel rank has consecutive micro-batches of the global batch, `micro_batches_per_rank` of them.
+        round_ = token_positions.sample_ids_B[0] // len(token_positions.sample_ids_B) % self._micro_batches_per_rank
+        return self._global_batch_load.add_micro_batch(
+            self.micro_batch_group.sum_over_data_parallel(tokens_per_expert_XE), round_
+        )
+
+
+def _build_capacity_policy(moe: MoEConfig, capacity_factor: float) -> CapacityPolicy | None:
+    return CapacityPolicy(capacity_factor, moe.drop_policy, moe.drop_scope) if capacity_factor > 0 else None

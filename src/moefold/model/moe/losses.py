@@ -1,0 +1,165 @@
+"""The auxiliary losses of a router, each defined once over a whole micro-batch, a sample or the global batch.
+
+A rank computes its *part*: the parts of all ranks that share the micro-batch sum to the value, and the sum of their
+gradients is its gradient. So neither depends on the mapping.
+
+What routing did during one optimizer step.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def local_load_balancing_loss(
+    scores_TE: Tensor, tokens_per_expert_XE: Tensor, num_tokens: int, score_sums_E: Tensor | None = None
+) -> Tensor:
+    """My part of E * sum_e f_e P_e (arXiv:2101.03961 eq. 4); 1 where the load is even.
+
+    f_e is the share of the copies that chose expert e, before any is dropped, and has no gradient; P_e is the mean
+    score of e over the tokens of the micro-batch. With counts for each sample by itself, f and P are those of a sample,
+    and the value is the mean over the samples (arXiv:2412.19437 eq. 17).
+
+    Args:
+        scores_TE: scores of all experts, which sum to 1, of my tokens; those of a sample are X rows apart.
+        tokens_per_expert_XE: copies that chose each expert, [1, E] over all tokens that count together (of the micro-batch or of
+            more), or [B, E] of each sample.
+        num_tokens: tokens of the micro-batch.
+        score_sums_E: the scores summed over my tokens, if somebody did; used where all tokens count together.
+    """
+    num_experts = scores_TE.shape[1]
+    tokens_per_expert_XE = tokens_per_expert_XE.to(scores_TE.dtype)
+    share_XE = tokens_per_expert_XE / tokens_per_expert_XE.sum(-1, keepdim=True)
+    if score_sums_E is not None and len(tokens_per_expert_XE) == 1:
+        scores_XE = score_sums_E.unsqueeze(0)
+    else:
+        scores_XE = scores_TE.unflatten(0, (-1, len(tokens_per_expert_XE))).sum(0)
+    return num_experts / num_tokens * (share_XE * scores_XE).sum()
+
+
+def count_tokens_per_expert(ids_TK: Tensor, num_experts: int, num_samples: int = 1) -> Tensor:
+    """How many of my copies chose each expert.
+
+    Args:
+        ids_TK: chosen experts; the tokens of a sample are `num_samples` rows apart.
+        num_experts: E.
+        num_samples: count each of so many samples by itself.
+
+    Returns:
+        int64 [num_samples, E].
+    """
+    samples_X = torch.arange(num_samples, device=ids_TK.device) * num_experts
+    cells = (ids_TK.unflatten(0, (-1, num_samples)) + samples_X.unsqueeze(1)).flatten()
+    counts = torch.zeros(num_samples * num_experts, dtype=torch.int64, device=ids_TK.device)
+    return counts.scatter_add_(0, cells, torch.ones_like(cells)).view(num_samples, num_experts)
+
+
+def uniform_if_empty(counts_E: Tensor) -> Tensor:
+    """The counts, or one for each expert where all are 0, as before the first step; waits for no device."""
+    return torch.where(counts_E.any(), counts_E, torch.ones_like(counts_E))
+
+
+class GlobalBatchLoad:
+    """The load of a step so far: the counts of each round of micro-batches, kept by round (arXiv:2501.11873 sec. 2).
+
+    Kept by round and not as a sum, so that a recomputed forward pass, even after later rounds, finds what it found.
+
+    Args:
+        micro_batches_per_rank: micro-batches that a rank works through in a step.
+        num_experts: E.
+    """
+
+    def __init__(self, micro_batches_per_rank: int, num_experts: int) -> None:
+        self._counts_NE = torch.zeros(micro_batches_per_rank, num_experts, dtype=torch.int64, device="cpu")
+
+    def add_micro_batch(self, counts_1E: Tensor, micro_batch: Tensor) -> Tensor:
+        """Keep the counts of a round, 0-dim int64 and 0-based, and return those up to and with it, [1, E]."""
+        if self._counts_NE.device != counts_1E.device:
+            self._counts_NE = self._counts_NE.to(counts_1E.device)
+        self._counts_NE.index_copy_(0, micro_batch.view(1), counts_1E)
+        is_past_N = torch.arange(len(self._counts_NE), device=micro_batch.device) <= micro_batch
+        return (self._counts_NE * is_past_N.unsqueeze(1)).sum(0, keepdim=True)
+
+
+def local_z_loss(logits_TE: Tensor, num_tokens: int) -> Tensor:
+    """My part of the mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5)."""
+    return logits_TE.logsumexp(-1).square().sum() / num_tokens
+
+
+def attach_aux_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """`x` unchanged, but whoever differentiates through it adds `loss` to what is minimised.
+
+    A loss of any layer thus takes part without a way to the last pipeline stage.
+    """
+    return _AttachAuxLoss.apply(x, loss)
+
+
+class _AttachAuxLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss_options = {"dtype": loss.dtype, "device": loss.device}
+        ctx.loss_shape = loss.shape
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones(ctx.loss_shape, **ctx.loss_options)
+
+
+class RouterStats:
+    """Sums over the micro-batches of a step, for the tokens of this rank; on the device, never waited for.
+
+    A micro-batch is counted when its gradient passes the layer: once, also where its forward pass is recomputed, and
+    never at evaluation.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.tokens_per_expert_E = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
+        """Copies routed to each expert of the model, before any is dropped."""
+        self.routed_tokens = torch.zeros((), dtype=torch.int64, device="cpu")
+        """Copies routed in all."""
+        self.dropped = torch.zeros((), dtype=torch.int64, device="cpu")
+        """Copies dropped."""
+        self.aux = torch.zeros((), dtype=torch.float64, device="cpu")
+        """My part of the load-balancing loss as it is optimised: with its coefficient, mean over micro-batches."""
+        self.z = torch.zeros((), dtype=torch.float64, device="cpu")
+        """My part of the z-loss as it is optimised."""
+        self.entropy = torch.zeros((), dtype=torch.float64, device="cpu")
+        """Sum over tokens of the entropy of their scores, in nats."""
+        self.thresholds_E = torch.zeros(num_experts, dtype=torch.float64, device="cpu")
+        """My part of the sum over micro-batches of the thresholds of quantile balancing."""
+
+    def add(
+        self,
+        tokens_per_expert_E: Tensor,
+        *,
+        entropy: Tensor,
+        dropped: Tensor | None,
+        aux: Tensor | None,
+        z: Tensor | None,
+        thresholds_E: Tensor | None,
+    ) -> None:
+        """Count one micro-batch; None counts as zero."""
+        self._move_to(tokens_per_expert_E.device)
+        self.tokens_per_expert_E += tokens_per_expert_E
+        self.routed_tokens += tokens_per_expert_E.sum()
+        self.entropy += entropy
+        if dropped is not None:
+            self.dropped += dropped
+        if aux is not None:
+            self.aux += aux
+        if z is not None:
+            self.z += z
+        if thresholds_E is not None:
+            self.thresholds_E += thresholds_E
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        for total in vars(self).values():
+            total.zero_()
+
+    def _move_to(self, device: torch.device) -> None:
+        if self.routed_tokens.device != device:
+            for name, total in vars(self).items():
+                setattr(self, name, total.to(device))

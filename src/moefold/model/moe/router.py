@@ -1,0 +1,334 @@
+"""The top-k router: which experts see a token, and with which weight.
+
+The router's choice as one kernel, with its gradient; and which recipes it knows.
+
+Noise that depends on what it falls on, not on who draws it: the same under every mapping and when recomputed.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from moefold.config.schema import ModelConfig, MoEConfig
+from moefold.model.local_param import local_param
+from moefold.model.moe.router_replay import RouterOverride
+from moefold.model.moe.token_group import TokenPositions
+from moefold.model.moe.topk_routing import (
+    mask_to_top_groups,
+    quantile_thresholds,
+    round_robin,
+    sinkhorn_offsets,
+    skewed,
+    topk_experts,
+)
+from moefold.ops.triton.router import RouterOptions, RouterOutput, route_backward, route_forward
+
+SCORE_SUM_EPS = 1e-20
+"""Added to a sum of scores before dividing by it, as DeepSeek-V3 does."""
+
+
+@dataclass(frozen=True)
+class RouterLossSums:
+    """Sums over my tokens, by who made the choices in one pass."""
+
+    tokens_per_expert_E: Tensor
+    """Copies that chose each expert, int64 [E]."""
+    scores_E: Tensor
+    """Scores of each expert, [E]."""
+    z: Tensor
+    """Squared log-sum-exp of the logits."""
+    entropy: Tensor
+    """Entropy of the scores, in nats."""
+
+
+class RoutingKernel(Protocol):
+    """Makes choices, weights and sums of logits in one pass."""
+
+    def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> Any:
+        """See `moefold.ops.triton.router.Routed`; `bias_E` is added to the scores for the choice alone."""
+        ...
+
+
+@dataclass(frozen=True)
+class RoutingDecision:
+    """What the router decided for the T tokens of this rank. No weight is below float32."""
+
+    ids_TK: Tensor
+    """Chosen experts, best first, int64 [T, K]; the K of one token differ."""
+    probs_TK: Tensor
+    """Weight of each choice, [T, K]."""
+    scores_TE: Tensor
+    """Scores of all experts, which sum to 1, [T, E]; what the load-balancing loss is about."""
+    logits_TE: Tensor
+    """[T, E]."""
+    thresholds_E: Tensor | None = None
+    """What quantile balancing took off the scores in this micro-batch, [E]."""
+    sums: RouterLossSums | None = None
+    """What was summed up on the way."""
+
+
+class Router(nn.Module):
+    """Scores every expert and chooses K (arXiv:1701.06538 without its noise). Its maths never runs below float32.
+
+    Args:
+        model: sizes, and what makes a score and a weight.
+        moe: how the choice is balanced, jitter and precision.
+        jitter_seed: 64 bits; the noise of this layer comes from it.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(self, model: ModelConfig, moe: MoEConfig, *, jitter_seed: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size))
+        self.bias = nn.Parameter(torch.empty(model.num_experts)) if model.router_bias else None
+        # Zeros come with the initial weights: a model is built on the meta device.
+        bias_E = torch.zeros(model.num_experts, dtype=torch.float32) if model.expert_bias else None
+        self.register_buffer("expert_bias", bias_E)
+        self.override: RouterOverride | None = None
+        self.kernel: RoutingKernel | None = None
+        self.step = 1
+        """Of the optimizer; the noise depends on it."""
+        self._model = model
+        self._moe = moe
+        self._jitter_seed = jitter_seed
+        self._min_dtype = torch.float64 if moe.router_dtype == "float64" else torch.float32
+
+    def forward(self, x_TH: Tensor, token_positions: TokenPositions) -> RoutingDecision:
+        """Route [T, H]; communicates through the scope of `token_positions` where the choice looks at the whole micro-batch.
+
+        At training `override` has the last word. `parallelize` sets `kernel`, where one knows this router.
+        """
+        dtype = torch.promote_types(x_TH.dtype, self._min_dtype)
+        logits_TE = self._apply_jitter(x_TH.to(dtype), token_positions) @ local_param(self.weight, dtype).t()
+        if self.bias is not None:
+            logits_TE = logits_TE + local_param(self.bias, dtype)
+        if self.kernel is not None and dtype == torch.float32:
+            return self._route_fused(self.kernel, logits_TE)
+        raw_TE = self._score(logits_TE)
+        thresholds_E = None
+        if self._moe.choice == "quantile" and self.training:
+            thresholds_E = quantile_thresholds(raw_TE.detach(), self._model.top_k, token_positions.group)
+        ids_TK = self._select_experts(logits_TE.detach(), raw_TE.detach(), thresholds_E, token_positions)
+        if self.override is not None and self.training:
+            ids_TK = self.override.apply(ids_TK, token_positions.sample_ids_B)
+        probs_TK = self._routing_probs(logits_TE, raw_TE, ids_TK).to(torch.promote_types(x_TH.dtype, torch.float32))
+        is_softmax = self._model.router_score == "softmax"
+        scores_TE = raw_TE if is_softmax else raw_TE / (raw_TE.sum(-1, keepdim=True) + SCORE_SUM_EPS)
+        return RoutingDecision(ids_TK, probs_TK, scores_TE, logits_TE, thresholds_E)
+
+    def _route_fused(self, kernel: RoutingKernel, logits_TE: Tensor) -> RoutingDecision:
+        r = kernel(logits_TE, self.expert_bias)
+        sums = RouterLossSums(r.tokens_per_expert_E, r.score_sums_E, r.z_sum, r.entropy)
+        return RoutingDecision(r.ids_TK, r.probs_TK, r.scores_TE, logits_TE, sums=sums)
+
+    @torch.no_grad()
+    def update_bias(self, tokens_per_expert_E: Tensor, thresholds_E: Tensor) -> None:
+        """Balance the bias after a step.
+
+        Args:
+            tokens_per_expert_E: copies of the whole global batch that chose each expert.
+            thresholds_E: of quantile balancing, the mean over the micro-batches of the global batch.
+        """
+        if self.expert_bias is None:
+            return
+        if self._moe.choice == "quantile":
+            self.expert_bias.copy_(-thresholds_E)
+            return
+        # E * count against the sum of counts: whole numbers, so that an even load is seen as even.
+        lack_E = tokens_per_expert_E.sum() - tokens_per_expert_E * len(tokens_per_expert_E)
+        self.expert_bias.add_(lack_E.sign().to(self.expert_bias), alpha=self._moe.bias_update_rate)
+
+    def _apply_jitter(self, x_TH: Tensor, token_positions: TokenPositions) -> Tensor:
+        width = self._moe.input_jitter
+        if width == 0 or not self.training:
+            return x_TH
+        noise_TH = uniform_noise(
+            self._jitter_seed,
+            self.step,
+            token_positions.sample_ids_B,
+            token_positions.positions(),
+            x_TH.shape[1],
+            scale=2 * width,
+            shift=1 - width,
+            dtype=x_TH.dtype,
+        )
+        return x_TH * noise_TH
+
+    def _score(self, logits_TE: Tensor) -> Tensor:
+        match self._model.router_score:
+            case "softmax":
+                return logits_TE.softmax(-1)
+            case "sigmoid":
+                return logits_TE.sigmoid()
+            case "sqrtsoftplus":
+                # The root has no gradient at 0, where softplus of a very negative logit ends.
+                return F.softplus(logits_TE).clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
+
+    def _select_experts(
+        self, logits_TE: Tensor, raw_TE: Tensor, thresholds_E: Tensor | None, token_positions: TokenPositions
+    ) -> Tensor:
+        model, moe = self._model, self._moe
+        if moe.choice == "round_robin":
+            return round_robin(token_positions.global_index(), model.top_k, model.num_experts)
+        if moe.choice == "skewed":
+            return skewed(token_positions.global_index(), model.top_k, model.num_experts, moe.skew)
+        if moe.choice == "sinkhorn":
+            offsets_E = (
+                sinkhorn_offsets(logits_TE, moe.sinkhorn_iterations, token_positions.group) if self.training else 0
+            )
+            return topk_experts(logits_TE + offsets_E, model.top_k)
+        # Softmax keeps the order of the logits, and the logits are the finer of the two.
+        values_TE = logits_TE if model.router_score == "softmax" else raw_TE
+        if thresholds_E is not None:
+            values_TE = raw_TE - thresholds_E
+        elif self.expert_bias is not None:
+            values_TE = raw_TE + self.expert_bias
+        if model.num_groups > 1:
+            sums_two = model.router_score != "softmax"
+            values_TE = mask_to_top_groups(values_TE, model.num_groups, model.top_groups, sums_top2=sums_two)
+        return topk_experts(values_TE, model.top_k)
+
+    def _routing_probs(self, logits_TE: Tensor, raw_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        model = self._model
+        if model.router_score == "softmax" and model.router_softmax == "post":
+            probs_TK = logits_TE.gather(1, ids_TK).softmax(-1)
+        else:
+            probs_TK = raw_TE.gather(1, ids_TK)
+            if model.router_score != "softmax" and model.router_normalize:
+                probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + SCORE_SUM_EPS)
+        return probs_TK if model.router_scaling_factor == 1 else probs_TK * model.router_scaling_factor
+
+
+class FusedRouting:
+    """From logits to choices in one pass over them, forwards and backwards.
+
+    Args:
+        model: sizes, and what makes a score and a weight.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        is_softmax = model.router_score == "softmax"
+        self._options = RouterOptions(
+            top_k=model.top_k,
+            is_softmax=is_softmax,
+            is_post_softmax=is_softmax and model.router_softmax == "post",
+            normalizes_probs=not is_softmax and model.router_normalize,
+            scaling_factor=model.router_scaling_factor,
+            num_groups=model.num_groups,
+            top_groups=model.top_groups,
+        )
+
+    def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> RouterOutput:
+        """Choose experts; gradients flow through weights, scores, their sums and the sum of the z-loss.
+
+        Args:
+            logits_TE: float32.
+            bias_E: added to the scores for the choice alone.
+        """
+        return RouterOutput(*_Route.apply(logits_TE, bias_E, self._options))
+
+
+def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
+    """Why the router of a recipe is computed by plain operations; empty if the kernel knows it."""
+    if moe.choice != "topk":
+        return f"moe.choice={moe.choice!r}"
+    if model.router_score == "sqrtsoftplus":
+        return "model.router_score='sqrtsoftplus'"
+    if moe.router_dtype != "float32":
+        return f"moe.router_dtype={moe.router_dtype!r}"
+    if moe.trace_every or moe.replay:
+        return "choices are traced or replayed"
+    return ""
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, options: RouterOptions) -> tuple[Tensor, ...]:
+        logits_TE = logits_TE.contiguous()
+        r = route_forward(logits_TE, bias_E, options)
+        ctx.save_for_backward(logits_TE, r.ids_TK)
+        ctx.options = options
+        ctx.mark_non_differentiable(r.ids_TK, r.tokens_per_expert_E, r.entropy)
+        return r.ids_TK, r.probs_TK, r.scores_TE, r.tokens_per_expert_E, r.score_sums_E, r.z_sum, r.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        _, probs, scores, _, sums, z, _ = grads
+        logits_TE, ids_TK = ctx.saved_tensors
+        return route_backward(logits_TE, ids_TK, (probs, scores, sums, z), ctx.options), None, None
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_A = 0xBF58476D1CE4E5B9
+_MIX_B = 0x94D049BB133111EB
+"""Of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), as `data.random_bits` has them."""
+
+
+CPU_CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS = 1 << 15, 1 << 22
+"""So many numbers are made at a time: on a CPU what stays in a core's cache, on a GPU what keeps it busy."""
+
+
+def uniform_noise(
+    seed: int,
+    step: int,
+    sample_ids_B: Tensor,
+    positions_S: Tensor,
+    width: int,
+    *,
+    scale: float = 1.0,
+    shift: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Numbers shift + scale * u with u uniform in [0, 1), drawn by (seed, step, sample, position, feature).
+
+    Beside the result, a chunk of rows is in memory at a time, not the 64 bits of every number.
+
+    Args:
+        seed: 64 bits, another for each layer.
+        step: of the optimizer.
+        sample_ids_B: place of each sample in the global batch.
+        positions_S: of the tokens in their sample.
+        width: features of a token.
+        scale: of the numbers.
+        shift: of the numbers.
+        dtype: of the result; each number is rounded to it once, from float64.
+
+    Returns:
+        [S*B, width], sequence-first, on the device of samples_B.
+    """
+    device = sample_ids_B.device
+    features = torch.arange(1, width + 1, device=device) * _signed(_GOLDEN)
+    key = torch.full((), _signed(seed), dtype=torch.int64, device=device)
+    key_B = _mix(_mix(key + _signed(step * _GOLDEN)) + sample_ids_B * _signed(_GOLDEN))
+    key_T = _mix(key_B + (positions_S.unsqueeze(1) + 1) * _signed(_GOLDEN)).flatten()
+    noise = torch.empty(len(key_T), width, dtype=dtype, device=device)
+    rows = max(1, (CPU_CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS) // max(1, width))
+    for chunk, out in zip(key_T.split(rows), noise.split(rows), strict=True):
+        bits = _shift_(_mix(chunk.unsqueeze(1) + features), 11)
+        # A power of two scales without rounding.
+        out.copy_(bits.double().mul_(scale * 2.0**-53).add_(shift))
+    return noise
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """The finaliser: a bijection of 64 bits, in place. int64 products wrap, which is what it needs."""
+    bits.bitwise_xor_(_shift_(bits.clone(), 30)).mul_(_signed(_MIX_A))
+    bits.bitwise_xor_(_shift_(bits.clone(), 27)).mul_(_signed(_MIX_B))
+    return bits.bitwise_xor_(_shift_(bits.clone(), 31))
+
+
+def _shift_(bits: Tensor, count: int) -> Tensor:
+    """Shift right in place and fill with zeros; torch shifts the sign in."""
+    return bits.bitwise_right_shift_(count).bitwise_and_((1 << (64 - count)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the low 64 bits of `value`."""
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value

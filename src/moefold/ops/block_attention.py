@@ -1,0 +1,390 @@
+"""Attention of some queries over some keys with its log-sum-exp: the piece from which a ring builds the whole.
+
+softmax over a union of key blocks is the average of the blocks' outputs, weighted by the exponentials of their
+log-sum-exps (arXiv:2205.14135 sec. 3.1, arXiv:2310.01889). Gradients need no merging: given the output and the
+log-sum-exp of the *union*, each block yields its exact share (arXiv:2205.14135 algorithm 4).
+
+Shapes here: q [Sq, B, A, D], k and v [Sk, B, G, D], out [Sq, B, A, D], lse [Sq, B, A]. Query head a reads key/value
+head a // (A/G). The log-sum-exp and every accumulation are float32, or float64 for float64 inputs.
+
+Attention sinks: a learned logit per head that takes its share of the softmax and gives nothing (arXiv:2309.17453).
+
+softmax over the keys and the sink is softmax over the keys, scaled by 1 - exp(sink - lse), with lse the log-sum-exp
+over both (gpt-oss, arXiv:2508.10925). A sink is one more key whose value is zero, so what holds for blocks holds for
+it: it is folded in once, after the union of all blocks, and given the output and the log-sum-exp with it, the backward
+pass of each block is exact as it stands.
+
+Attention within a window, tile by tile: the keys that nobody sees are not multiplied.
+
+A run of tokens is cut into tiles at least as long as the reach of the window. The queries of a tile then see keys of
+their own tile and of the one before it alone, so the run becomes a batch of small blocks of T queries and 2T keys, and
+the work grows with S * T instead of S * S.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefold.ops.gemm import is_faster_in_fp32
+
+
+def fold_in_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp with the sinks; both as they are without any.
+
+    Args:
+        out: attention over all keys, [S, B, A, D].
+        lse: log-sum-exp over them, [S, B, A], float32 or float64.
+        sinks: one logit for each head, [A].
+    """
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).expand_as(lse))
+    return (out * torch.exp(lse - total).unsqueeze(-1)).to(out.dtype), total
+
+
+def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """Gradient of the sinks, [A], from these queries; None without sinks.
+
+    Args:
+        grad_out: gradient of the output with the sinks, [S, B, A, D].
+        out: that output, [S, B, A, D].
+        lse: log-sum-exp with the sinks, [S, B, A].
+        sinks: [A].
+    """
+    if sinks is None:
+        return None
+    # d loss / d score = p * (grad_out . value - grad_out . out), and the value of a sink is zero.
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum((0, 1)).to(sinks.dtype)
+
+
+MIN_BLOCK_TOKENS = 64
+"""Shorter tiles leave kernels idle."""
+MIN_BLOCKS = 4
+"""Of fewer tiles, the keys that are left out are no gain."""
+
+
+@dataclass(frozen=True)
+class BlockedWindow:
+    """Queries and keys of one run of S tokens; query i sees keys max(i - window + 1, starts[i]) .. i."""
+
+    window: int
+    document_starts: Tensor | None = None
+    """Place in the run at which the document of each token begins, int64 [S, B]; may be negative. None: no limit."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a tile, T."""
+        return max(self.window - 1, MIN_BLOCK_TOKENS)
+
+    @staticmethod
+    def is_worthwhile(window: int, length: int) -> bool:
+        """Whether tiles save work on a run of this length."""
+        return window > 0 and length >= MIN_BLOCKS * max(window - 1, MIN_BLOCK_TOKENS)
+
+    def to_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The run as a batch of n tiles.
+
+        Args:
+            q: queries, [S, B, A, D].
+            k: keys, [S, B, G, D].
+            v: values, [S, B, G, D].
+
+        Returns:
+            (queries [T, n*B, A, D], keys [2T, n*B, G, D], values likewise, seen bool [n*B, T, 2T]); every query sees
+            itself, those that fill the last tile as well.
+        """
+        return (
+            self.to_query_blocks(q),
+            self._with_previous_block(k),
+            self._with_previous_block(v),
+            self._mask(q.shape[0], q.shape[1], q.device),
+        )
+
+    def to_query_blocks(self, x: Tensor) -> Tensor:
+        """[S, B, ...] -> [T, n*B, ...], with zeros behind the run."""
+        return self._split_into_blocks(x).transpose(0, 1).flatten(1, 2)
+
+    def from_blocks(self, x: Tensor, length: int) -> Tensor:
+        """What came of the queries, [T, n*B, ...] -> [S, B, ...]."""
+        tiles = -(-length // self.block_size)
+        return x.unflatten(1, (tiles, -1)).transpose(0, 1).flatten(0, 1)[:length]
+
+    def kv_grad_from_blocks(self, grad: Tensor, length: int) -> Tensor:
+        """The gradients of keys or values, [2T, n*B, ...] -> [S, B, ...]: each tile has been seen from two."""
+        before, own = grad.chunk(2)
+        total = self.from_blocks(own, length).clone()
+        # What tile i + 1 saw of the tile before it.
+        seen_later = self.from_blocks(before, -(-length // self.block_size) * self.block_size)[self.block_size :]
+        total[: len(seen_later)] += seen_later[:length]
+        return total
+
+    def _split_into_blocks(self, x: Tensor) -> Tensor:
+        """[n, T, B, ...]."""
+        padding = -len(x) % self.block_size
+        x = F.pad(x, (*(0, 0) * (x.dim() - 1), 0, padding)) if padding else x
+        return x.unflatten(0, (-1, self.block_size))
+
+    def _with_previous_block(self, x: Tensor) -> Tensor:
+        own = self._split_into_blocks(x)
+        before = torch.cat((torch.zeros_like(own[:1]), own[:-1]))
+        return torch.cat((before, own), 1).transpose(0, 1).flatten(1, 2)
+
+    def _mask(self, length: int, batch: int, device: torch.device) -> Tensor:
+        size, tiles = self.block_size, -(-length // self.block_size)
+        query = torch.arange(tiles * size, device=device).view(tiles, 1, size, 1)
+        key = query.view(tiles, 1, 1, size)[:, :, :, :1] + torch.arange(-size, size, device=device)
+        seen = (key >= 0) & (key <= query) & (key > query - self.window)
+        if self.document_starts is not None:
+            starts = F.pad(self.document_starts, (0, 0, 0, tiles * size - length), value=length)
+            seen = seen & (key >= starts.view(tiles, size, batch).transpose(1, 2).unsqueeze(-1))
+        return seen.expand(tiles, batch, size, 2 * size).flatten(0, 1)
+
+
+CUDA_FLASH_MAX_HEAD_SIZE = 256
+"""Largest head of the CUDA flash kernel (torch: sdp_utils.cpp, check_head_dim_size_flash)."""
+CUDA_FLASH_HEAD_MULTIPLE = 8
+"""Heads of the CUDA flash kernel are multiples of this size (torch: flash_api.cpp, mha_fwd)."""
+
+Mask = Literal["all", "causal"] | Tensor
+"""Which keys the queries of a block see: all; query i keys 0..i, with Sq = Sk; or those of a bool [B or 1, Sq, Sk]."""
+BlockMask = Mask | BlockedWindow
+"""The same, or the last keys before each query, with Sq = Sk."""
+
+
+class BlockKernel(Protocol):
+    """One way to compute a block."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv)."""
+
+
+def attention_block(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """Attend from the queries to the keys of one block. Without autograd; local.
+
+    Args:
+        q: queries, [Sq, B, A, D].
+        k: keys, [Sk, B, G, D].
+        v: values, [Sk, B, G, D].
+        block_mask: which keys each query sees.
+
+    Returns:
+        (out [Sq, B, A, D] normalised over this block, lse [Sq, B, A] of the scaled scores), strides as they come. A
+        query that sees nothing has out = 0 and lse = -inf.
+    """
+    assert not _is_causal(block_mask) or q.shape[0] == k.shape[0], (q.shape, k.shape)
+    if isinstance(block_mask, BlockedWindow):
+        q_tiles, k_tiles, v_tiles, mask = block_mask.to_blocks(q, k, v)
+        out, lse = attention_block(q_tiles, k_tiles, v_tiles, block_mask=mask)
+        return block_mask.from_blocks(out, len(q)), block_mask.from_blocks(lse, len(q))
+    return block_kernel(q, block_mask).forward(unit_stride(q), unit_stride(k), unit_stride(v), block_mask)
+
+
+def attention_block_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, block_mask: BlockMask
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients that flow through one block. Local.
+
+    Args:
+        grad_out: gradient of the final output, [Sq, B, A, D].
+        q: queries, [Sq, B, A, D].
+        k: keys of the block, [Sk, B, G, D].
+        v: values of the block, [Sk, B, G, D].
+        out: final output, merged over all blocks that the queries see, [Sq, B, A, D].
+        lse: log-sum-exp merged over the same blocks, [Sq, B, A]; finite.
+        block_mask: as in the forward pass of this block.
+
+    Returns:
+        (dq, dk, dv): the block's share of the gradient of q; the gradients of its keys and values from these queries.
+    """
+    if isinstance(block_mask, BlockedWindow):
+        q_tiles, k_tiles, v_tiles, mask = block_mask.to_blocks(q, k, v)
+        # Behind the run there is no gradient, so its log-sum-exp there has only to be finite.
+        given = (
+            block_mask.to_query_blocks(grad_out),
+            q_tiles,
+            k_tiles,
+            v_tiles,
+            block_mask.to_query_blocks(out),
+            block_mask.to_query_blocks(lse),
+        )
+        dq, dk, dv = attention_block_backward(*given, block_mask=mask)
+        return (
+            block_mask.from_blocks(dq, len(q)),
+            block_mask.kv_grad_from_blocks(dk, len(q)),
+            block_mask.kv_grad_from_blocks(dv, len(q)),
+        )
+    grad_out, q, k, v, out = (unit_stride(x) for x in (grad_out, q, k, v, out))
+    return block_kernel(q, block_mask).backward(grad_out, q, k, v, out, lse, block_mask)
+
+
+def merge_lse_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Fold a block over further keys into the running result of the same queries, in place.
+
+    Args:
+        out: running output, [Sq, B, A, D], float32 or float64.
+        lse: running log-sum-exp, [Sq, B, A], of the same type; finite, as each query sees itself in the first block.
+        block_out: output of the block, [Sq, B, A, D], any floating type.
+        block_lse: log-sum-exp of the block, [Sq, B, A]; -inf changes nothing.
+    """
+    out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse).unsqueeze(-1))
+    torch.logaddexp(lse, block_lse, out=lse)
+
+
+def block_kernel(q: Tensor, block_mask: Mask) -> BlockKernel:
+    """The fastest kernel that computes exactly this device, type, head size and sight."""
+    if q.device.type == "cpu" and q.is_floating_point():
+        return CpuFlash()
+    if (
+        q.device.type == "cuda"
+        and isinstance(block_mask, str)
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] % CUDA_FLASH_HEAD_MULTIPLE == 0
+        and q.shape[-1] <= CUDA_FLASH_MAX_HEAD_SIZE
+    ):
+        return CudaFlash()
+    return MathBlockAttention()
+
+
+class CpuFlash:
+    """The CPU flash kernel; every floating type, no [Sq, Sk] matrix in memory."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        if is_faster_in_fp32(q):
+            out, lse = self.forward(q.float(), k.float(), v.float(), block_mask)
+            return out.to(q.dtype), lse
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        heads_first = (_heads_first(q), _heads_first(k), _heads_first(v))
+        out, lse = flash(*heads_first, 0.0, _is_causal(block_mask), attn_mask=_additive_mask(block_mask, q.dtype))
+        if isinstance(block_mask, Tensor):
+            # The kernel leaves 0 where a query sees nothing.
+            lse = lse.masked_fill(~block_mask.any(-1).unsqueeze(1), float("-inf"))
+        return _sequence_first(out), lse.permute(2, 0, 1)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv)."""
+        if is_faster_in_fp32(q):
+            wide = self.backward(grad_out.float(), q.float(), k.float(), v.float(), out.float(), lse, block_mask)
+            dq, dk, dv = (x.to(q.dtype) for x in wide)
+            return dq, dk, dv
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        tensors = (_heads_first(x) for x in (grad_out, q, k, v, out))
+        mask = _additive_mask(block_mask, q.dtype)
+        dq, dk, dv = flash(*tensors, lse.permute(1, 2, 0), 0.0, _is_causal(block_mask), attn_mask=mask)
+        return _sequence_first(dq), _sequence_first(dk), _sequence_first(dv)
+
+
+class CudaFlash:
+    """The CUDA flash kernel; bfloat16 and float16."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = flash(_heads_first(q), _heads_first(k), _heads_first(v), 0.0, _is_causal(block_mask))
+        return _sequence_first(out), lse.permute(2, 0, 1)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv)."""
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        tensors = (_heads_first(x) for x in (grad_out, q, k, v, out))
+        # The state of the dropout generator is read only with dropout; the kernel takes lse as a plain array.
+        seed, offset = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
+        lse = lse.permute(1, 2, 0).contiguous()
+        lengths = (None, None, q.shape[0], k.shape[0])
+        dq, dk, dv = flash(*tensors, lse, *lengths, 0.0, _is_causal(block_mask), seed, offset)
+        return _sequence_first(dq), _sequence_first(dk), _sequence_first(dv)
+
+
+class MathBlockAttention:
+    """The same in plain tensor maths, for every device and type; holds one [B, A, Sq, Sk] matrix."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        q_SBGRD, k_SBGD, v_SBGD = _group_heads(q, k), _upcast(k), _upcast(v)
+        scores = _masked_scores(q_SBGRD, k_SBGD, block_mask)
+        lse = scores.logsumexp(-1)
+        # Where a query sees nothing, -inf - (-inf) would be no number.
+        probs = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+        out = torch.einsum("bgrst,tbgd->sbgrd", probs, v_SBGD)
+        return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2).permute(2, 0, 1)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv)."""
+        q_SBGRD, grad_SBGRD, k_SBGD, v_SBGD = _group_heads(q, k), _group_heads(grad_out, k), _upcast(k), _upcast(v)
+        lse_BGRS = lse.permute(1, 2, 0).unflatten(1, (k.shape[2], -1))
+        probs = torch.exp(_masked_scores(q_SBGRD, k_SBGD, block_mask) - lse_BGRS.unsqueeze(-1))
+        delta_BGRS = (grad_SBGRD * _group_heads(out, k)).sum(-1).permute(1, 2, 3, 0)
+        grad_probs = torch.einsum("sbgrd,tbgd->bgrst", grad_SBGRD, v_SBGD)
+        grad_scores = probs * (grad_probs - delta_BGRS.unsqueeze(-1)) * q.shape[-1] ** -0.5
+        dq = torch.einsum("bgrst,tbgd->sbgrd", grad_scores, k_SBGD).flatten(2, 3)
+        dk = torch.einsum("bgrst,sbgrd->tbgd", grad_scores, q_SBGRD)
+        dv = torch.einsum("bgrst,sbgrd->tbgd", probs, grad_SBGRD)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type of sums over blocks: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _is_causal(block_mask: BlockMask) -> bool:
+    return isinstance(block_mask, str) and block_mask == "causal"
+
+
+def _additive_mask(block_mask: Mask, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores, [B, 1, Sq, Sk]: 0, or -inf for a hidden key."""
+    if not isinstance(block_mask, Tensor):
+        return None
+    return (
+        torch.zeros(block_mask.shape, dtype=dtype, device=block_mask.device)
+        .masked_fill_(~block_mask, float("-inf"))
+        .unsqueeze(1)
+    )
+
+
+def _masked_scores(q_SBGRD: Tensor, k_SBGD: Tensor, block_mask: Mask) -> Tensor:
+    scores = torch.einsum("sbgrd,tbgd->bgrst", q_SBGRD * q_SBGRD.shape[-1] ** -0.5, k_SBGD)
+    if isinstance(block_mask, Tensor):
+        return scores.masked_fill_(~block_mask[:, None, None], float("-inf"))
+    if block_mask == "causal":
+        rows, columns = scores.shape[-2:]
+        future = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill_(future, float("-inf"))
+    return scores
+
+
+def _group_heads(x_SBAD: Tensor, k_SBGD: Tensor) -> Tensor:
+    """[S, B, A, D] -> [S, B, G, A/G, D] in the type of the sums."""
+    return _upcast(x_SBAD).unflatten(2, (k_SBGD.shape[2], -1))
+
+
+def _upcast(x: Tensor) -> Tensor:
+    return x.to(accumulation_dtype(x.dtype))
+
+
+def _heads_first(x_SBAD: Tensor) -> Tensor:
+    return x_SBAD.permute(1, 2, 0, 3)
+
+
+def _sequence_first(x_BASD: Tensor) -> Tensor:
+    return x_BASD.permute(2, 0, 1, 3)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """A tensor as kernels read it: they address every stride but the last, which they take to be 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()

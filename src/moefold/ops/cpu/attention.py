@@ -1,0 +1,136 @@
+"""Causal attention on a CPU, in C, forwards and backwards; a `BlockKernel` (ops/block_attention.py).
+
+Its plain twin is `attention_block.Plain`. Memory has float32 or bfloat16, and all between is float32: a result is
+rounded once, also where gradients of keys and values that query heads share are summed, in the order of the heads. No
+bit depends on the number of threads.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from moefold.ops.block_attention import BlockKernel, Mask, MathBlockAttention, unit_stride
+from moefold.ops.cpu.build import CompilerError, load_library
+
+MAX_HEAD_DIM = 256
+"""Numbers of a head at most, as in `attention.c`."""
+MAX_SEQ_LEN = 4096
+"""Tokens of a sample up to which it was measured. Each thread packs the keys and values of a head, and behind that they
+outgrow its cache."""
+MIN_FAST_VECTOR_WIDTH = 8
+"""Numbers of a vector from which it is faster than torch's kernel: those of AVX. With SSE2 it takes twice as long."""
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Of the trial, by the types that it knows: what is wrong is wrong by more."""
+SELF_TEST_SHAPE = (37, 2, 4, 2, 24)
+"""Tokens, samples, query heads, key/value heads and numbers of a head of the trial: what vectors do not divide."""
+
+
+class _HeadsStruct(ctypes.Structure):
+    """`heads_of` of the source: where [S, B, heads, D] begins, its strides in numbers but for the last, 1, its type."""
+
+    _fields_ = (
+        ("start", ctypes.c_void_p),
+        ("token", ctypes.c_int64),
+        ("sample", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("is_narrow", ctypes.c_int64),
+    )
+
+
+class CAttention:
+    """Causal attention in float32, of tensors of float32 or bfloat16.
+
+    Raises:
+        CompilerError: it cannot be built here.
+    """
+
+    def __init__(self) -> None:
+        library = load_library("attention")
+        sizes, threads = [ctypes.c_int64] * 5, ctypes.c_int
+        self._scratch_floats = library.attention_scratch
+        self._scratch_floats.argtypes, self._scratch_floats.restype = [ctypes.c_int64] * 2, ctypes.c_int64
+        self._forward, self._backward = library.attention_forward, library.attention_backward
+        rooms = [ctypes.c_void_p] * 2
+        self._forward.argtypes, self._forward.restype = [*[_HeadsStruct] * 4, *rooms, *sizes, threads], None
+        self._backward.argtypes = [*[_HeadsStruct] * 5, rooms[0], *[_HeadsStruct] * 3, rooms[1], *sizes, threads]
+        self._backward.restype = None
+        self.is_fast: bool = library.attention_vector() >= MIN_FAST_VECTOR_WIDTH
+        self._self_test()
+
+    def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether these are its own: the answer goes by sizes and types alone."""
+        return (
+            all(x.is_cpu and x.dtype == q.dtype in TOLERANCES for x in (q, k, v))
+            and k.shape == v.shape
+            and 0 < q.shape[-1] == k.shape[-1] <= MAX_HEAD_DIM
+            and q.shape[0] == k.shape[0] <= MAX_SEQ_LEN
+            and q.shape[1] == k.shape[1]
+            and k.shape[2] > 0
+            and q.shape[2] % k.shape[2] == 0
+            and q.numel() > 0
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of `BlockKernel`; causal."""
+        assert isinstance(block_mask, str), "it knows no masks"
+        assert block_mask == "causal", block_mask
+        tokens, samples, heads, _ = q.shape
+        out, lse = q.new_empty(q.shape), q.new_empty((samples, heads, tokens), dtype=torch.float32)
+        held = [unit_stride(x) for x in (q, k, v)]
+        scratch, *sizes = self._scratch_and_sizes(q, k)
+        self._forward(*map(_to_heads_struct, (*held, out)), lse.data_ptr(), scratch.data_ptr(), *sizes)
+        return out, lse.permute(2, 0, 1)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv)."""
+        assert isinstance(block_mask, str), "it knows no masks"
+        assert block_mask == "causal", block_mask
+        is_shared = k.shape[2] != q.shape[2]
+        dq = q.new_empty(q.shape)
+        # Those of shared heads are rounded behind their sum.
+        dk, dv = (q.new_empty(q.shape, dtype=torch.float32 if is_shared else q.dtype) for _ in range(2))
+        held = [unit_stride(x) for x in (grad_out, q, k, v, out)]
+        lse_BAS = lse.permute(1, 2, 0).contiguous()
+        scratch, *sizes = self._scratch_and_sizes(q, k)
+        given = *map(_to_heads_struct, held), lse_BAS.data_ptr(), *map(_to_heads_struct, (dq, dk, dv))
+        self._backward(*given, scratch.data_ptr(), *sizes)
+        if is_shared:
+            dk, dv = (x.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype) for x in (dk, dv))
+        return dq, dk, dv
+
+    def _scratch_and_sizes(self, q: Tensor, k: Tensor) -> tuple[Tensor, int, int, int, int, int, int]:
+        tokens, samples, heads, d = q.shape
+        threads = torch.get_num_threads()
+        scratch = q.new_empty((threads * self._scratch_floats(tokens, d),), dtype=torch.float32)
+        return scratch, tokens, samples, heads, heads // k.shape[2], d, threads
+
+    def _self_test(self) -> None:
+        """Compare with the plain twin, so that a compiler that errs is found out before a run is.
+
+        Raises:
+            CompilerError: it differs.
+        """
+        tokens, samples, heads, groups, d = SELF_TEST_SHAPE
+        q, grad, k, v = (
+            torch.linspace(low, 1, tokens * samples * count * d).sin().view(tokens, samples, count, d)
+            for low, count in ((-2, heads), (5, heads), (-3, groups), (4, groups))
+        )
+        for dtype, error in TOLERANCES.items():
+            given = [x.to(dtype) for x in (q, k, v, grad)]
+            found = _forward_backward(self, *given)
+            right = _forward_backward(MathBlockAttention(), *(x.double() for x in given))
+            for a, e in zip(found, right, strict=True):
+                if not torch.allclose(a.double(), e, rtol=error, atol=error):
+                    raise CompilerError("what the compiler built of attention is wrong")
+
+
+def _forward_backward(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    out, lse = kernel.forward(q, k, v, "causal")
+    return out, lse, *kernel.backward(grad, q, k, v, out, lse, "causal")
+
+
+def _to_heads_struct(x: Tensor) -> _HeadsStruct:
+    return _HeadsStruct(x.data_ptr(), *x.stride()[:3], x.dtype == torch.bfloat16)

@@ -1,0 +1,103 @@
+"""Rotary position embedding of halves on a CPU, in C, one pass over memory each way; a `Turn` (model/rope.py).
+
+Its plain twin is `cpu_rope.rotate_halves`, which takes four passes, and rounds twice in bfloat16.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefold.ops.block_attention import unit_stride
+from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.rope import Rope, rotate_halves
+
+MAX_PAIRS = 256
+"""Pairs of a head at most, as in `rope.c`."""
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Of the trial, by the types that it knows: what is wrong is wrong by more."""
+SELF_TEST_SHAPE = (5, 3, 2, 45, 42)
+"""Tokens, samples, heads, numbers of a head and turned ones of the trial: what vectors do not divide."""
+
+
+class CRope:
+    """Turns heads of float32 or bfloat16 by angles of the same type; float32 between. Keeps nothing of what it turns.
+
+    What it does not know is computed by plain operations: pairs of neighbours, other types and devices.
+
+    Raises:
+        CompilerError: it cannot be built here.
+    """
+
+    def __init__(self) -> None:
+        library = load_library("rope")
+        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._rope = library.rope_turn
+        self._rope.argtypes = [
+            pointer, *[size] * 3, pointer, pointer, size, size, pointer, *[size] * 5, ctypes.c_float, number, number
+        ]  # fmt: skip
+        self._rope.restype = None
+        self._self_test()
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
+        """See `Turn`."""
+        if is_interleaved or not _supports(x, cos, sin):
+            return Rope(cos, sin, is_interleaved)(x)
+        y: Tensor = _CRopeFunction.apply(x, cos, sin, self)
+        return y
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+        """Forwards or back, without autograd."""
+        x = unit_stride(x)
+        y = x.new_empty(x.shape)
+        angles = cos.data_ptr(), sin.data_ptr(), cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1)
+        sizes = *x.shape, cos.shape[-1] // 2
+        is_narrow = x.dtype == torch.bfloat16
+        given = x.data_ptr(), *x.stride()[:3], *angles, y.data_ptr()
+        self._rope(*given, *sizes, direction, is_narrow, torch.get_num_threads())
+        return y
+
+    def _self_test(self) -> None:
+        """Compare with the plain twin, so that a compiler that errs is found out before a run is.
+
+        Raises:
+            CompilerError: it differs.
+        """
+        tokens, samples, heads, size, turned = SELF_TEST_SHAPE
+        x = torch.linspace(-300, 300, tokens * samples * heads * size).sin().view(tokens, samples, heads, size)
+        angles = torch.linspace(0, 3, tokens * turned // 2).view(tokens, 1, 1, -1).repeat(1, 1, 1, 2)
+        for dtype, error in TOLERANCES.items():
+            given, cos, sin = (t.to(dtype) for t in (x, angles.cos(), angles.sin()))
+            for direction in (1, -1):
+                found = self.rotate(given, cos, sin, direction)
+                right = rotate_halves(given.double(), cos.double(), direction * sin.double())
+                if not torch.allclose(found.double(), right, rtol=error, atol=error):
+                    raise CompilerError(f"what the compiler built of rotations is wrong in {dtype}")
+
+
+class _CRopeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, kernel: CRope) -> Tensor:
+        ctx.args = cos, sin, kernel
+        return kernel.rotate(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin, kernel = ctx.args
+        return kernel.rotate(grad, cos, sin, -1), None, None, None
+
+
+def _supports(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    return (
+        x.dtype in TOLERANCES
+        and all(t.is_cpu and t.dtype == x.dtype for t in (x, cos, sin))
+        and cos.stride() == sin.stride()
+        and cos.stride(-1) == 1
+        and cos.shape == sin.shape
+        and cos.shape[-1] <= min(2 * MAX_PAIRS, x.shape[-1])
+        and cos.shape[0] == x.shape[0]
+        and cos.shape[1] in (1, x.shape[1])
+    )

@@ -1,0 +1,65 @@
+"""The three products of a linear layer, with operands of few bits: simulated, on every device.
+
+Values are rounded to the format and multiplied in float32 (float64 in float64), which is what the hardware computes but
+for the order of its sums. Rounding to nearest everywhere; neither stochastic rounding nor Hadamard transforms.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moefold.ops.interface import GatheredRows, TorchExpertOps, counts_from_offsets
+from moefold.ops.quantization.formats import QuantFormat, fake_quantize
+
+
+@dataclass(frozen=True)
+class EmulatedLinear:
+    """Quantise, scale back, multiply."""
+
+    quant_format: QuantFormat
+
+    def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
+        """See `moefold.model.linear.Products`."""
+        return self.quantized_matmul(x_MK, w_NK, self.quant_format.weight_block_rows)
+
+    def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
+        """See `moefold.model.linear.Products`."""
+        return self.quantized_matmul(grad_MN, w_NK.t(), self.quant_format.weight_block_rows)
+
+    def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
+        """See `moefold.model.linear.Products`; the blocks are of 128, 32 or 16 consecutive tokens of this rank."""
+        return self.quantized_matmul(grad_MN.t(), x_MK.t(), 1)
+
+    def quantized_matmul(self, a_MK: Tensor, b_NK: Tensor, b_block_rows: int) -> Tensor:
+        """A @ b.T, both rounded in blocks along K; those of b have so many rows."""
+        y_MN = fake_quantize(a_MK, self.quant_format) @ fake_quantize(b_NK, self.quant_format, b_block_rows).t()
+        return y_MN.to(a_MK.dtype)
+
+
+class EmulatedExpertOps(TorchExpertOps):
+    """The same for experts over rows sorted by expert: each is a linear layer over its rows.
+
+    Args:
+        linear: of a linear layer.
+    """
+
+    probs_commute = False
+
+    def __init__(self, linear: EmulatedLinear) -> None:
+        self._linear = linear
+
+    def grouped_gemm(
+        self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """See `ExpertOps`."""
+        counts, weight_rows = counts_from_offsets(offsets_E), self._linear.quant_format.weight_block_rows
+        parts = zip(rows.materialize().split(counts), w_EKN, strict=True)
+        y_RN = torch.cat([self._linear.quantized_matmul(x, w.t(), weight_rows) for x, w in parts])
+        return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
+
+    def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
+        """See `ExpertOps`."""
+        counts = counts_from_offsets(offsets_E)
+        pairs = zip(rows.materialize().split(counts), grad.materialize().split(counts), strict=True)
+        return torch.stack([self._linear.quantized_matmul(x.t(), g.t(), 1) for x, g in pairs])

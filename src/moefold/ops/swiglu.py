@@ -1,0 +1,127 @@
+"""SwiGLU's gate as one kernel, where there is one.
+
+What stands between the two inner projections of an expert and the outer one, forwards and backwards.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from moefold.config.schema import ModelConfig
+
+
+class SwiGLUKernel(Protocol):
+    """silu(g) * u and its gradient, each in one pass over contiguous rows."""
+
+    def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
+        """The hidden values."""
+        ...
+
+    def swiglu_backward(self, grad_MF: Tensor, g_MF: Tensor, u_MF: Tensor) -> tuple[Tensor, Tensor]:
+        """(gradient of g, gradient of u)."""
+        ...
+
+
+def swiglu(g: Tensor, u: Tensor, kernel: SwiGLUKernel | None) -> Tensor:
+    """silu(g) * u; with a kernel, nothing but g and u is kept for the backward pass."""
+    if kernel is None:
+        return F.silu(g) * u
+    y: Tensor = _SwiGLUFunction.apply(g, u, kernel)
+    return y
+
+
+class _SwiGLUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, u: Tensor, kernel: SwiGLUKernel) -> Tensor:
+        ctx.save_for_backward(g, u)
+        ctx.kernel = kernel
+        return kernel.swiglu(g.flatten(0, -2), u.flatten(0, -2)).view_as(g)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows = [t.flatten(0, -2) for t in (grad, *ctx.saved_tensors)]
+        grad_g, grad_u = ctx.kernel.swiglu_backward(*rows)
+        return grad_g.view_as(grad), grad_u.view_as(grad), None
+
+
+class ExpertActivation(Protocol):
+    """hidden = gate(g, u), elementwise, with g = x w_gate and u = x w_up."""
+
+    def forward(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        """The hidden values; differentiable without `out`, memory that they may be written to."""
+        ...
+
+    def backward(
+        self, grad: Tensor, g: Tensor, u: Tensor, outs: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(hidden values, gradient of g, gradient of u) from the gradient of the hidden values, without autograd.
+
+        All have the type of `grad`; g and u may be narrower.
+        `grad` may be overwritten, and `outs`, memory for two of the results, may be used.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SwiGLUActivation:
+    """SwiGLU: silu(g) * u (arXiv:2002.05202)."""
+
+    def forward(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `ExpertActivation`."""
+        if out is not None:
+            return torch.ops.aten.silu.out(g, out=out).mul_(u)
+        silu = F.silu(g)
+        return silu * u if silu.requires_grad else silu.mul_(u)
+
+    def backward(
+        self, grad: Tensor, g: Tensor, u: Tensor, outs: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `ExpertActivation`."""
+        g, u = g.to(grad.dtype), u.to(grad.dtype)
+        hidden, silu = outs or (torch.empty_like(g), torch.empty_like(g))
+        torch.ops.aten.silu.out(g, out=silu)
+        torch.mul(silu, u, out=hidden)
+        grad_u = silu.mul_(grad)
+        grad_g = torch.ops.aten.silu_backward.grad_input(grad.mul_(u), g, grad_input=grad)
+        return hidden, grad_g, grad_u
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLUActivation:
+    """SwiGLU of gpt-oss (arXiv:2508.10925): (clamp(u, -limit, limit) + 1) * c * sigmoid(alpha * c), c = min(g, limit).
+
+    What the clamps cut off has no gradient.
+    """
+
+    alpha: float
+    limit: float
+
+    def forward(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `ExpertActivation`."""
+        clamped = g.clamp(max=self.limit)
+        return (u.clamp(-self.limit, self.limit) + 1) * clamped * torch.sigmoid(self.alpha * clamped)
+
+    def backward(
+        self, grad: Tensor, g: Tensor, u: Tensor, outs: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `ExpertActivation`."""
+        g, u = g.to(grad.dtype), u.to(grad.dtype)
+        clamped, factor = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit) + 1
+        share = torch.sigmoid(self.alpha * clamped)
+        swish = clamped * share
+        grad_u = (grad * swish).masked_fill_(u.abs() > self.limit, 0.0)
+        slope = share * (1 + self.alpha * clamped * (1 - share))
+        grad_g = (grad * factor * slope).masked_fill_(g > self.limit, 0.0)
+        return factor * swish, grad_g, grad_u
+
+
+def expert_activation(model: ModelConfig) -> ExpertActivation:
+    """The gate of the routed experts."""
+    if model.moe_activation == "clamped_swiglu":
+        return ClampedSwiGLUActivation(model.swiglu_alpha, model.swiglu_limit)
+    return SwiGLUActivation()

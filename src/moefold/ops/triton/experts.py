@@ -1,0 +1,162 @@
+"""`ExpertOps` by Triton, with torch's grouped product where that is measured to be faster."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefold.ops.autotune import Autotuner
+from moefold.ops.interface import GatheredRows, PermuteMap
+from moefold.ops.swiglu import ClampedSwiGLUActivation, ExpertActivation
+from moefold.ops.triton.grouped_gemm import combine_rows, grouped_gemm, grouped_gemm_weight_grad, tile_configs
+from moefold.ops.triton.swiglu import activation_backward, activation_forward
+
+GROUPED_MM_ALIGNMENT_BYTES = 16
+"""torch's grouped product wants every stride to be a multiple of this."""
+
+
+@dataclass(frozen=True)
+class TritonExpertOps:
+    """Gathers rows as the products read them; nothing waits for the host.
+
+    Args:
+        autotuner: remembers which way is fastest for a shape.
+    """
+
+    autotuner: Autotuner
+
+    @property
+    def probs_commute(self) -> bool:
+        """See `ExpertOps`."""
+        return True
+
+    def grouped_gemm(
+        self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """See `ExpertOps`."""
+        x = unit_stride(rows.values)
+        if second is not None:
+            second = unit_stride(second[0]), second[1]
+        ways: dict[str, Callable[[], Tensor]] = {}
+        if _torch_supports(rows, w_EKN):
+            ways["torch"] = partial(_torch_grouped_mm, rows, w_EKN, offsets_E, second)
+        for tiling in tile_configs(x):
+            ways[f"triton {tiling.block_m}x{tiling.block_n}"] = partial(
+                grouped_gemm,
+                x,
+                w_EKN,
+                offsets_E,
+                rows.num_rows,
+                source_R=rows.source_R,
+                second=second,
+                tile_config=tiling,
+            )
+        return self._run_autotuned(
+            "product", rows, w_EKN.shape, w_EKN.stride(2) == 1, second is not None, candidates=ways
+        )
+
+    def grouped_gemm_combine(
+        self,
+        rows: GatheredRows,
+        w_EKN: Tensor,
+        offsets_E: Tensor,
+        permute_map: PermuteMap,
+        second: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """See `ExpertOps`; adds rows up as they are written where that is faster and the order of sums is free."""
+        x = unit_stride(rows.values)
+        target = permute_map.source_R, len(permute_map.row_TK)
+
+        def scattered() -> Tensor:
+            pair = None if second is None else (unit_stride(second[0]), second[1])
+            y_TN = grouped_gemm(x, w_EKN, offsets_E, rows.num_rows, source_R=rows.source_R, second=pair, target=target)
+            return y_TN.to(x.dtype)
+
+        ways = {
+            "gather": lambda: self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map),
+            "scatter": scattered,
+        }
+        return self._run_autotuned(
+            "combined", rows, w_EKN.shape, w_EKN.stride(2) == 1, second is not None, candidates=ways
+        )
+
+    def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
+        """See `ExpertOps`."""
+        x, g = unit_stride(rows.values), unit_stride(grad.values)
+        ways: dict[str, Callable[[], Tensor]] = {}
+        if _torch_supports(rows, g):
+            ways["torch"] = lambda: F.grouped_mm(rows.materialize().t(), grad.materialize(), offs=offsets_E)
+        for tiling in tile_configs(x):
+            ways[f"triton {tiling.block_m}x{tiling.block_n}"] = partial(
+                grouped_gemm_weight_grad,
+                x,
+                g,
+                offsets_E,
+                source_R=rows.source_R,
+                grad_source_R=grad.source_R,
+                tile_config=tiling,
+            )
+        return self._run_autotuned(
+            "weights", rows, (len(offsets_E), g.shape[1]), grad.source_R is not None, candidates=ways
+        )
+
+    def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
+        """See `ExpertOps`."""
+        return activation_forward(g_RF, u_RF, probs_R, clamp_params(activation))
+
+    def activation_backward(
+        self, activation: ExpertActivation, grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See `ExpertOps`."""
+        return activation_backward(grad_RF, g_RF, u_RF, probs_R, clamp_params(activation))
+
+    def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
+        """See `moefold.ops.swiglu.GateKernel`."""
+        return activation_forward(g_MF.contiguous(), u_MF.contiguous(), None, None)
+
+    def swiglu_backward(self, grad_MF: Tensor, g_MF: Tensor, u_MF: Tensor) -> tuple[Tensor, Tensor]:
+        """See `moefold.ops.swiglu.GateKernel`."""
+        _, grad_g, grad_u, _ = activation_backward(
+            grad_MF.contiguous(), g_MF.contiguous(), u_MF.contiguous(), None, None
+        )
+        return grad_g, grad_u
+
+    def combine(self, rows_RH: Tensor, permute_map: PermuteMap) -> Tensor:
+        """See `ExpertOps`."""
+        return combine_rows(unit_stride(rows_RH), permute_map.row_TK, permute_map.kept_TK)
+
+    def _run_autotuned(
+        self, op: str, rows: GatheredRows, *shape: Hashable, candidates: dict[str, Callable[[], Tensor]]
+    ) -> Tensor:
+        # Counts change from step to step: those of one octave share a choice.
+        key = (op, rows.num_rows.bit_length(), rows.values.shape[1], rows.source_R is not None, *shape)
+        return self.autotuner.run(key, candidates, rows.values.device)
+
+
+def clamp_params(activation: ExpertActivation) -> tuple[float, float] | None:
+    """(alpha, limit) of the clamped gate, None for SwiGLU."""
+    return (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLUActivation) else None
+
+
+def _torch_grouped_mm(
+    rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None
+) -> Tensor:  # pragma: no cover - CUDA alone
+    y = F.grouped_mm(rows.materialize(), w_EKN, offs=offsets_E)
+    return y if second is None else y.add_(F.grouped_mm(second[0], second[1], offs=offsets_E))
+
+
+def _torch_supports(rows: GatheredRows, other: Tensor) -> bool:
+    x = rows.values
+    if not x.is_cuda or x.dtype != torch.bfloat16 or rows.num_rows == 0:
+        return False
+    widths = (x.shape[1], *other.shape[-2:]) if other.dim() == 3 else (x.shape[1], other.shape[1])
+    is_aligned = all(width * x.element_size() % GROUPED_MM_ALIGNMENT_BYTES == 0 for width in widths)
+    return is_aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """Kernels take the last dim to be contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()

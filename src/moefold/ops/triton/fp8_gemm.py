@@ -1,0 +1,235 @@
+"""Grouped products of e4m3 operands with a float32 scale for each block (arXiv:2412.19437 sec. 3.3.2), in Triton.
+
+Each partial sum over a block is taken by the matrix units, then multiplied by the two scales and added in float32: the
+promotion of partial sums that DeepSeek-V3 makes every 128 terms comes by itself.
+
+Blockwise FP8 on the matrix units of the device: the twin of the simulated products.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moefold.ops.autotune import Autotuner
+from moefold.ops.interface import GatheredRows, PermuteMap
+from moefold.ops.triton.experts import TritonExpertOps, unit_stride
+from moefold.ops.triton.grouped_gemm import GROUP_SIZE_M, max_programs, swizzled_tile
+from moefold.ops.triton.quantize import block_offsets, quantize_2d_blocks, quantize_columnwise, quantize_rowwise
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """Values of few bits and their scales."""
+
+    values: Tensor
+    scales: Tensor
+
+
+@triton.jit
+def _scaled_gemm_kernel(
+    x, x_scales, w, w_scales, y, offsets, num_experts, width, depth,
+    stride_we, stride_wk, stride_wn, stride_se, stride_sk, stride_sn, num_blocks,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GROUP_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Y[r] = x[r] @ w[expert of r]; x and y are contiguous."""
+    tile = tl.program_id(0)
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    inner = tl.arange(0, BLOCK)
+    start = 0
+    first_tile = 0
+    for expert in range(num_experts):
+        stop = tl.load(offsets + expert)
+        tiles_m = tl.cdiv(stop - start, BLOCK_M)
+        last_tile = first_tile + tiles_m * tiles_n
+        while tile < last_tile:
+            m, n = swizzled_tile(tile - first_tile, tiles_m, tiles_n, GROUP_SIZE)
+            row = (start + m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+            is_row = row < stop
+            column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+            is_column = column < width
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for block in range(num_blocks):
+                k = block * BLOCK + inner
+                a = tl.load(
+                    x + row[:, None] * depth + k[None, :], mask=is_row[:, None] & (k < depth)[None, :], other=0.0
+                )
+                b = tl.load(
+                    w + k[:, None] * stride_wk + column[None, :] * stride_wn,
+                    mask=(k < depth)[:, None] & is_column[None, :],
+                    other=0.0,
+                )
+                a_scale = tl.load(x_scales + row * num_blocks + block, mask=is_row, other=0.0)
+                b_scale = tl.load(w_scales + block * stride_sk + n * BLOCK_N // BLOCK * stride_sn)
+                acc += tl.dot(a, b) * (a_scale * b_scale)[:, None]
+            cell = y + row[:, None] * width + column[None, :]
+            tl.store(cell, acc.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+            tile += tl.num_programs(0)
+        first_tile = last_tile
+        start = stop
+        w += stride_we
+        w_scales += stride_se
+
+
+@triton.jit
+def _scaled_weight_grad_kernel(
+    x, x_scales, grad, grad_scales, out, offsets, block_offsets, depth, width,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Out[e] = x[rows of e].T @ grad[rows of e]; all contiguous, rounded along rows."""
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    tiles_m = tl.cdiv(depth, BLOCK_M)
+    expert = tl.program_id(0) // (tiles_m * tiles_n)
+    tile = tl.program_id(0) % (tiles_m * tiles_n)
+    line = (tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    column = (tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    stop = tl.load(offsets + expert)
+    block = tl.load(block_offsets + expert - 1, mask=expert > 0, other=0)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(start, stop, BLOCK):
+        row = (first + tl.arange(0, BLOCK)).to(tl.int64)
+        is_row = row < stop
+        a = tl.load(x + row[None, :] * depth + line[:, None], mask=is_row[None, :] & (line < depth)[:, None], other=0.0)
+        b = tl.load(
+            grad + row[:, None] * width + column[None, :], mask=is_row[:, None] & (column < width)[None, :], other=0.0
+        )
+        a_scale = tl.load(x_scales + block * depth + line, mask=line < depth, other=0.0)
+        b_scale = tl.load(grad_scales + block * width + column, mask=column < width, other=0.0)
+        acc += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
+        block += 1
+    cell = expert.to(tl.int64) * depth * width + line[:, None] * width + column[None, :]
+    tl.store(out + cell, acc.to(out.dtype.element_ty), mask=(line < depth)[:, None] & (column < width)[None, :])
+
+
+def scaled_grouped_gemm(
+    x: QuantizedTensor, w: QuantizedTensor, offsets_E: Tensor, block_size: int, out: Tensor
+) -> Tensor:
+    """Each row times the matrix of its expert, [R, N]; waits for nothing.
+
+    Args:
+        x: [R, K], rounded along columns.
+        w: [E, K, N] in squares, any strides.
+        offsets_E: where the rows of each expert end, int32 [E]; the last is R.
+        block_size: length of the blocks.
+        out: the result, contiguous.
+    """
+    num_experts, depth, width = w.values.shape
+    num_rows = len(x.values)
+    if num_rows == 0 or width == 0:
+        return out
+    tile_m, tile_n, warps = (128, 128, 8) if out.is_cuda else (16, 16, 4)
+    most_tiles = (triton.cdiv(num_rows, tile_m) + num_experts) * triton.cdiv(width, tile_n)
+    _scaled_gemm_kernel[(min(most_tiles, max_programs(out)),)](
+        x.values, x.scales, w.values, w.scales, out, offsets_E, num_experts, width, depth, *w.values.stride(),
+        *w.scales.stride(), triton.cdiv(depth, block_size), BLOCK_M=tile_m, BLOCK_N=min(tile_n, block_size), BLOCK=block_size,
+        GROUP_SIZE=GROUP_SIZE_M, num_warps=warps, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def scaled_grouped_gemm_weight_grad(
+    x: QuantizedTensor, grad: QuantizedTensor, offsets_E: Tensor, block_offsets_E: Tensor, block_size: int, out: Tensor
+) -> Tensor:
+    """The gradient of the matrices, [E, K, N]; 0 for an expert without rows.
+
+    Args:
+        x: [R, K], rounded along rows.
+        grad: [R, N], rounded along rows.
+        offsets_E: where the rows of each expert end, int32 [E].
+        block_offsets_E: where their blocks end, int32 [E].
+        block_size: length of the blocks.
+        out: the result, contiguous.
+    """
+    num_experts, depth, width = out.shape
+    tile_m, tile_n, warps = (128, 128, 8) if out.is_cuda else (16, 16, 4)
+    num_tiles = num_experts * triton.cdiv(depth, tile_m) * triton.cdiv(width, tile_n)
+    if num_tiles:
+        _scaled_weight_grad_kernel[(num_tiles,)](
+            x.values, x.scales, grad.values, grad.scales, out, offsets_E, block_offsets_E, depth, width,
+            BLOCK_M=tile_m, BLOCK_N=tile_n, BLOCK=block_size, num_warps=warps, num_stages=3,
+        )  # fmt: skip
+    return out
+
+
+class Fp8ExpertOps(TritonExpertOps):
+    """`ExpertOps` whose products round both operands to e4m3; what lies between them is as in `TritonExpertOps`.
+
+    Args:
+        block_size: values that share a scale.
+    """
+
+    def __init__(self, block_size: int = 128) -> None:
+        super().__init__(Autotuner(is_enabled=False))
+        self._block_size = block_size
+
+    @property
+    def probs_commute(self) -> bool:
+        """See `ExpertOps`."""
+        return False
+
+    def grouped_gemm(
+        self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """See `ExpertOps`."""
+        values = unit_stride(rows.values)
+        x = QuantizedTensor(*quantize_rowwise(values, rows.num_rows, rows.source_R, self._block_size))
+        w = QuantizedTensor(*quantize_2d_blocks(w_EKN, self._block_size))
+        y_RN = values.new_empty(rows.num_rows, w_EKN.shape[2])
+        scaled_grouped_gemm(x, w, offsets_E, self._block_size, y_RN)
+        return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
+
+    def grouped_gemm_combine(
+        self,
+        rows: GatheredRows,
+        w_EKN: Tensor,
+        offsets_E: Tensor,
+        permute_map: PermuteMap,
+        second: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """See `ExpertOps`."""
+        return self.combine(self.grouped_gemm(rows, w_EKN, offsets_E, second), permute_map)
+
+    def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
+        """See `ExpertOps`."""
+        x, g = (
+            QuantizedTensor(
+                *quantize_columnwise(unit_stride(r.values), r.num_rows, r.source_R, offsets_E, self._block_size)
+            )
+            for r in (rows, grad)
+        )
+        out = rows.values.new_empty(len(offsets_E), rows.values.shape[1], grad.values.shape[1])
+        return scaled_grouped_gemm_weight_grad(
+            x, g, offsets_E, block_offsets(offsets_E, self._block_size), self._block_size, out
+        )
+
+
+class Fp8Linear:
+    """The products of a linear layer: those of one expert that has all rows.
+
+    Args:
+        expert_ops: computes them.
+    """
+
+    def __init__(self, expert_ops: Fp8ExpertOps) -> None:
+        self._expert_ops = expert_ops
+
+    def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
+        """See `moefold.model.linear.Products`."""
+        return self._expert_ops.grouped_gemm(GatheredRows(x_MK), w_NK.t().unsqueeze(0), _single_expert_offsets(x_MK))
+
+    def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
+        """See `moefold.model.linear.Products`."""
+        return self._expert_ops.grouped_gemm(GatheredRows(grad_MN), w_NK.unsqueeze(0), _single_expert_offsets(grad_MN))
+
+    def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
+        """See `moefold.model.linear.Products`."""
+        return self._expert_ops.weight_gradient(
+            GatheredRows(grad_MN), GatheredRows(x_MK), _single_expert_offsets(x_MK)
+        ).squeeze(0)
+
+
+def _single_expert_offsets(x: Tensor) -> Tensor:
+    return torch.full((1,), len(x), dtype=torch.int32, device=x.device)

@@ -1,0 +1,244 @@
+"""From logits to choices in one pass: scores, group limit, top-k, weights, counts and the sums of the losses."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TOKENS_PER_PROGRAM = 4
+"""Tokens of a program."""
+SCORE_SUM_EPS = 1e-20
+"""Added to a sum of scores before dividing by it, as the plain router does."""
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """What makes scores, choices and weights of logits."""
+
+    top_k: int
+    is_softmax: bool
+    """Else each score is a sigmoid by itself."""
+    is_post_softmax: bool
+    """The weights are a softmax over the chosen logits."""
+    normalizes_probs: bool
+    """The weights are divided by their sum (sigmoid)."""
+    scaling_factor: float
+    """Of the weights."""
+    num_groups: int = 1
+    top_groups: int = 1
+
+
+@triton.jit
+def _first_argmax(values, index, not_found: tl.constexpr):
+    """The place of the largest value of each row; of equal ones the first."""
+    best = tl.max(values, 1)
+    return tl.min(tl.where(values == best[:, None], index[None, :], not_found), 1)
+
+
+@triton.jit
+def _mask_to_top_groups(values, expert, num_experts, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+                 SUMS_TOP_TWO: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+    """Values with -inf for the experts of groups that are not among the best."""
+    group_of = expert // (num_experts // NUM_GROUPS)
+    groups = tl.arange(0, BLOCK_G)
+    worth = tl.full((values.shape[0], BLOCK_G), float("-inf"), tl.float32)
+    for group in tl.static_range(NUM_GROUPS):
+        of_group = tl.where((group_of == group)[None, :], values, float("-inf"))
+        best = tl.max(of_group, 1)
+        if SUMS_TOP_TWO:
+            first = _first_argmax(of_group, expert, BLOCK_E - 1)
+            best += tl.max(tl.where(expert[None, :] == first[:, None], float("-inf"), of_group), 1)
+        worth = tl.where((groups == group)[None, :], best[:, None], worth)
+    is_open = tl.zeros(values.shape, tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        chosen = _first_argmax(worth, groups, NUM_GROUPS - 1)
+        worth = tl.where(groups[None, :] == chosen[:, None], float("-inf"), worth)
+        is_open = tl.where(group_of[None, :] == chosen[:, None], 1, is_open)
+    return tl.where(is_open == 1, values, float("-inf"))
+
+
+@triton.jit
+def _scores_and_lse(logits, is_expert, IS_SOFTMAX: tl.constexpr):
+    """(raw scores, log-sum-exp of the logits); 0 behind the last expert."""
+    top = tl.max(logits, 1)
+    exps = tl.exp(logits - top[:, None])
+    total = tl.sum(exps, 1)
+    if IS_SOFTMAX:
+        raw = exps / total[:, None]
+    else:
+        raw = tl.where(is_expert[None, :], tl.sigmoid(logits), 0.0)
+    return raw, top + tl.log(total)
+
+
+@triton.jit
+def _forward_kernel(
+    logits, bias, ids, probs, scores, tokens_per_expert, score_sums, z_sums, entropies, num_tokens, num_experts, factor, eps,
+    TOP_K: tl.constexpr, IS_SOFTMAX: tl.constexpr, IS_POST_SOFTMAX: tl.constexpr, NORMALIZES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, BLOCK_E)
+    is_token, is_expert = token < num_tokens, expert < num_experts
+    is_cell = is_token[:, None] & is_expert[None, :]
+    cell = token.to(tl.int64)[:, None] * num_experts + expert[None, :]
+    # Tokens behind the last compute with zeros, which nobody reads.
+    z = tl.where(is_expert[None, :], tl.load(logits + cell, mask=is_cell, other=0.0), float("-inf"))
+    raw, lse = _scores_and_lse(z, is_expert, IS_SOFTMAX)
+    values = z if IS_SOFTMAX else raw
+    if HAS_BIAS:
+        values = raw + tl.load(bias + expert, mask=is_expert, other=0.0)[None, :]
+    if NUM_GROUPS > 1:
+        values = tl.where(is_expert[None, :], values, float("-inf"))
+        values = _mask_to_top_groups(
+            values, expert, num_experts, NUM_GROUPS, TOP_GROUPS, not IS_SOFTMAX, BLOCK_G, BLOCK_E
+        )  # fmt: skip
+    # A value of -inf may still be chosen; what is chosen or no expert may not.
+    values = tl.where(is_expert[None, :], tl.maximum(values, -3.4028234e38), float("-inf"))
+    place = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros((ROWS, BLOCK_K), tl.int32)
+    weight = tl.full((ROWS, BLOCK_K), float("-inf"), tl.float32)
+    picked = tl.zeros((ROWS, BLOCK_E), tl.int32)
+    for k in tl.static_range(TOP_K):
+        best = tl.minimum(_first_argmax(values, expert, BLOCK_E), num_experts - 1)
+        is_best = expert[None, :] == best[:, None]
+        worth = tl.sum(tl.where(is_best, z if IS_POST_SOFTMAX else raw, 0.0), 1)
+        values = tl.where(is_best, float("-inf"), values)
+        picked += tl.where(is_best & is_token[:, None], 1, 0)
+        chosen = tl.where((place == k)[None, :], best[:, None], chosen)
+        weight = tl.where((place == k)[None, :], worth[:, None], weight)
+    if IS_POST_SOFTMAX:
+        weight = tl.exp(weight - tl.max(weight, 1)[:, None])
+        weight = weight / tl.sum(weight, 1)[:, None]
+    else:
+        weight = tl.where((place < TOP_K)[None, :], weight, 0.0)
+        if NORMALIZES:
+            weight = weight / (tl.sum(weight, 1) + eps)[:, None]
+    is_choice = is_token[:, None] & (place < TOP_K)[None, :]
+    choice = token.to(tl.int64)[:, None] * TOP_K + place[None, :]
+    tl.store(ids + choice, chosen.to(tl.int64), mask=is_choice)
+    tl.store(probs + choice, weight * factor, mask=is_choice)
+    score = raw if IS_SOFTMAX else raw / (tl.sum(raw, 1) + eps)[:, None]
+    tl.store(scores + cell, score, mask=is_cell)
+    tl.atomic_add(tokens_per_expert + expert, tl.sum(picked, 0), mask=is_expert, sem="relaxed")
+    score = tl.where(is_cell, score, 0.0)
+    tl.store(score_sums + tl.program_id(0) * num_experts + expert, tl.sum(score, 0), mask=is_expert)
+    tl.store(z_sums + tl.program_id(0), tl.sum(tl.where(is_token, lse * lse, 0.0), 0))
+    entropy = tl.where(score > 0, -score * tl.log(tl.where(score > 0, score, 1.0)), 0.0)
+    tl.store(entropies + tl.program_id(0), tl.sum(tl.sum(entropy, 1), 0))
+
+
+@triton.jit
+def _backward_kernel(
+    logits, ids, grad_probs, grad_scores, grad_sums, grad_z, grad_logits, num_tokens, num_experts, factor, eps,
+    TOP_K: tl.constexpr, IS_SOFTMAX: tl.constexpr, IS_POST_SOFTMAX: tl.constexpr, NORMALIZES: tl.constexpr,
+    BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, BLOCK_E)
+    is_token, is_expert = token < num_tokens, expert < num_experts
+    is_cell = is_token[:, None] & is_expert[None, :]
+    cell = token.to(tl.int64)[:, None] * num_experts + expert[None, :]
+    z = tl.where(is_expert[None, :], tl.load(logits + cell, mask=is_cell, other=0.0), float("-inf"))
+    raw, lse = _scores_and_lse(z, is_expert, IS_SOFTMAX)
+    grad = tl.load(grad_scores + cell, mask=is_cell, other=0.0)
+    grad += tl.load(grad_sums + expert, mask=is_expert, other=0.0)[None, :]
+    # The gradient of the weights, where their experts are; and which those are.
+    of_choice = tl.zeros((ROWS, BLOCK_E), tl.float32)
+    is_chosen = tl.zeros((ROWS, BLOCK_E), tl.int32)
+    for k in tl.static_range(TOP_K):
+        place = token.to(tl.int64) * TOP_K + k
+        best = tl.load(ids + place, mask=is_token, other=0).to(tl.int32)
+        value = tl.load(grad_probs + place, mask=is_token, other=0.0) * factor
+        is_best = expert[None, :] == best[:, None]
+        of_choice = tl.where(is_best, value[:, None], of_choice)
+        is_chosen = tl.where(is_best, 1, is_chosen)
+    if IS_SOFTMAX:
+        if IS_POST_SOFTMAX:
+            open_z = tl.where(is_chosen == 1, z, float("-inf"))
+            weight = tl.exp(open_z - tl.max(open_z, 1)[:, None])
+            weight = weight / tl.sum(weight, 1)[:, None]
+            direct = weight * (of_choice - tl.sum(of_choice * weight, 1)[:, None])
+        else:
+            grad += of_choice
+            direct = tl.zeros((ROWS, BLOCK_E), tl.float32)
+        result = raw * (grad - tl.sum(grad * raw, 1)[:, None]) + direct
+    else:
+        total = tl.sum(raw, 1) + eps
+        share = raw / total[:, None]
+        of_raw = (grad - tl.sum(grad * share, 1)[:, None]) / total[:, None]
+        if NORMALIZES:
+            chosen = tl.where(is_chosen == 1, raw, 0.0)
+            total = tl.sum(chosen, 1) + eps
+            weight = chosen / total[:, None]
+            of_choice = (of_choice - tl.sum(of_choice * weight, 1)[:, None]) / total[:, None]
+        of_raw += tl.where(is_chosen == 1, of_choice, 0.0)
+        result = of_raw * raw * (1.0 - raw)
+    softmax = tl.exp(z - lse[:, None])
+    result += tl.load(grad_z) * 2.0 * lse[:, None] * softmax
+    tl.store(grad_logits + cell, result, mask=is_cell)
+
+
+@dataclass(frozen=True)
+class RouterOutput:
+    """What the forward kernel makes of logits."""
+
+    ids_TK: Tensor
+    probs_TK: Tensor
+    scores_TE: Tensor
+    tokens_per_expert_E: Tensor
+    score_sums_E: Tensor
+    z_sum: Tensor
+    entropy: Tensor
+
+
+def route_forward(logits_TE: Tensor, bias_E: Tensor | None, options: RouterOptions) -> RouterOutput:
+    """Choose experts; see `moefold.model.moe.router` for what comes out.
+
+    Args:
+        logits_TE: float32, contiguous.
+        bias_E: added to the scores for the choice alone.
+        options: what is a score, a choice and a weight.
+    """
+    num_tokens, num_experts = logits_TE.shape
+    programs = triton.cdiv(num_tokens, TOKENS_PER_PROGRAM)
+    empty = logits_TE.new_empty
+    ids_TK = torch.empty(num_tokens, options.top_k, dtype=torch.int64, device=logits_TE.device)
+    probs_TK, scores_TE = empty(num_tokens, options.top_k), torch.empty_like(logits_TE)
+    copies_E = torch.zeros(num_experts, dtype=torch.int32, device=logits_TE.device)
+    sums_PE, z_P, entropy_P = empty(programs, num_experts), empty(programs), empty(programs)
+    if programs:
+        _forward_kernel[(programs,)](
+            logits_TE, logits_TE if bias_E is None else bias_E, ids_TK, probs_TK, scores_TE, copies_E, sums_PE, z_P,
+            entropy_P, num_tokens, num_experts, options.scaling_factor, SCORE_SUM_EPS, TOP_K=options.top_k,
+            IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax, NORMALIZES=options.normalizes_probs, HAS_BIAS=bias_E is not None,
+            NUM_GROUPS=options.num_groups, TOP_GROUPS=options.top_groups,
+            BLOCK_G=triton.next_power_of_2(options.num_groups), BLOCK_E=triton.next_power_of_2(num_experts),
+            BLOCK_K=triton.next_power_of_2(options.top_k), ROWS=TOKENS_PER_PROGRAM,
+        )  # fmt: skip
+    # Programs write parts, which are added in a fixed order; whole numbers may be added in any.
+    return RouterOutput(ids_TK, probs_TK, scores_TE, copies_E.long(), sums_PE.sum(0), z_P.sum(), entropy_P.sum())
+
+
+def route_backward(
+    logits_TE: Tensor, ids_TK: Tensor, grads: tuple[Tensor, Tensor, Tensor, Tensor], options: RouterOptions
+) -> Tensor:
+    """The gradient of the logits.
+
+    Args:
+        logits_TE: as in the forward pass.
+        ids_TK: the choices.
+        grads: of the weights [T, K], the scores [T, E], their sums [E], and of the sum of the squared log-sum-exp.
+        options: as in the forward pass.
+    """
+    num_tokens, num_experts = logits_TE.shape
+    grad_TE = torch.empty_like(logits_TE)
+    if num_tokens:
+        _backward_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
+            logits_TE, ids_TK, *(grad.contiguous() for grad in grads), grad_TE, num_tokens, num_experts, options.scaling_factor,
+            SCORE_SUM_EPS, TOP_K=options.top_k, IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax,
+            NORMALIZES=options.normalizes_probs, BLOCK_E=triton.next_power_of_2(num_experts), ROWS=TOKENS_PER_PROGRAM,
+        )  # fmt: skip
+    return grad_TE

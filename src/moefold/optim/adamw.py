@@ -1,0 +1,122 @@
+"""AdamW (arXiv:1711.05101) over the shards of a rank: all at once, or one by one with moments that rest elsewhere."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from moefold.model.local_param import local_tensor
+from moefold.optim.state_offload import StateStore
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class LocalShardAdamW(torch.optim.AdamW):
+    """torch.optim.AdamW over the local shards: to that optimizer a DTensor, and of one mesh with all of its group.
+
+    An update takes no notice of its neighbours, so the numbers are the same, and a step asks nobody how the operands
+    of one operation over all parameters are placed.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; local."""
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in parameters]
+            first, second = ([local_tensor(state[name]) for state in states] for name in MOMENTS)
+            counts = [state["step"] for state in states]
+            grads = [local_tensor(p.grad) for p in parameters]
+            _fused_adamw([local_tensor(p) for p in parameters], grads, first, second, counts, group)
+
+
+class OffloadableAdamW(torch.optim.Optimizer):
+    """As torch.optim.AdamW, one parameter after the other, with moments of any type in any place.
+
+    In the type of the weights it is that optimizer, bit for bit. With narrower moments a step widens them, updates
+    them, moves the weights by them, and rounds them for the next step. bfloat16 keeps 8 bits: with a decay beyond 0.98
+    a step would add less than a moment can hold, so the recipe is refused.
+
+    Args:
+        groups: as of torch.optim.AdamW, each with lr, weight_decay, betas and eps.
+        moment_dtype: of the moments; None: as each parameter.
+        state_store: where they live.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], moment_dtype: torch.dtype | None, state_store: StateStore) -> None:
+        super().__init__(groups, {})
+        self.state_store = state_store
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kind = moment_dtype or parameter.dtype
+                counter = parameter.device if kind == parameter.dtype else "cpu"
+                self.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=counter),
+                    **{name: state_store.zeros(parameter, kind) for name in MOMENTS},
+                }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; local."""
+        assert closure is None
+        pairs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        visited = self.state_store.prefetch([[self.state[p][name] for name in MOMENTS] for p, _ in pairs])
+        for (parameter, group), moments in zip(pairs, visited, strict=True):
+            weight, grad = local_tensor(parameter), local_tensor(parameter.grad)
+            update = _update if moments[0].dtype == weight.dtype else _update_low_precision
+            update(weight, grad, moments, self.state[parameter]["step"], group)
+
+
+def _update(weight: Tensor, grad: Tensor, moments: list[Tensor], count: Tensor, group: dict[str, Any]) -> None:
+    first, second = moments
+    _fused_adamw([weight], [grad], [first], [second], [count], group)
+
+
+def _fused_adamw(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    counts: list[Tensor],
+    group: dict[str, Any],
+) -> None:
+    assert all(_have_same_strides(w, g) for w, g in zip(weights, grads, strict=True))
+    beta1, beta2 = group["betas"]
+    rates = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+    adamw(
+        weights,
+        grads,
+        first,
+        second,
+        [],
+        counts,
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        beta1=beta1,
+        beta2=beta2,
+        **rates,
+    )
+
+
+def _have_same_strides(weight: Tensor, grad: Tensor) -> bool:
+    """Whether a kernel that reads memory as it lies meets the values of one place in both."""
+    strides = zip(weight.shape, weight.stride(), grad.stride(), strict=True)
+    return all(size < 2 or of_weight == of_grad for size, of_weight, of_grad in strides)
+
+
+def _update_low_precision(
+    weight: Tensor, grad: Tensor, moments: list[Tensor], count: Tensor, group: dict[str, Any]
+) -> None:
+    count += 1
+    rate, decay, eps = (group[key] for key in ("lr", "weight_decay", "eps"))
+    beta1, beta2 = group["betas"]
+    first = moments[0].to(weight.dtype, copy=True).mul_(beta1).add_(grad, alpha=1 - beta1)
+    second = moments[1].to(weight.dtype, copy=True).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    for moment, wide in zip(moments, (first, second), strict=True):
+        moment.copy_(wide)
+    steps = float(count)
+    spread = second.div_(1 - beta2**steps).sqrt_().add_(eps)
+    weight.mul_(1 - rate * decay).addcdiv_(first, spread, value=-rate / (1 - beta1**steps))

@@ -1,0 +1,207 @@
+"""The model without gradients: tokens go through the stages of all pipeline ranks, for evaluation and generation."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moefold.comm.collectives import all_gather, broadcast, gather_to_first, isend, recv
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.model.kv_cache import CachedAttention, DecodePositions, LatentCache
+from moefold.model.mla import LatentAttention
+from moefold.model.tp_interface import SequenceParallel
+from moefold.model.transformer import Head
+from moefold.parallel.parallelize import build_sharded_stages
+from moefold.parallel.tensor_parallel import UnevenSequenceParallel
+
+
+class InferenceModel:
+    """This rank's stage of a model that does not learn; its weights are to be filled by a reader.
+
+    Args:
+        cfg: one that `check_config` passed, without virtual stages.
+        groups: of its mapping.
+    """
+
+    def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
+        cut = build_sharded_stages(cfg, groups, for_training=False)
+        (self.stage,) = cut.stages
+        self.stage.eval().requires_grad_(False)
+        self.cfg = cfg
+        self.groups = groups
+        self.positions = cut.positions
+        """Positions of a sample that this rank reads, int64 [S/cp]."""
+        self._pending_send: tuple[dist.Work, Tensor] | None = None
+
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank by their names in the whole model."""
+        return dict(self.stage.named_parameters())
+
+    @property
+    def named_buffers(self) -> dict[str, Tensor]:
+        """All that is part of the model and has no gradient, by its name in the whole model."""
+        return dict(self.stage.named_buffers())
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, num_local_tokens: int | None = None) -> Tensor | None:
+        """Run my stage on one batch; pipeline ranks hand it on, and work on several batches at the same time.
+
+        Collective over all ranks: with dp, each has a batch of its own of the same shape.
+
+        Args:
+            tokens: int64 [B, S/cp]; off the first stage only its shape counts.
+            num_local_tokens: tokens of each sample that this rank holds between the sub-layers; None stands for S/(cp*tp).
+
+        Returns:
+            On the last stage the logits [S/cp, B, V/tp], elsewhere None.
+        """
+        stage, pp = self.stage, self.groups.pp
+        if stage.is_first:
+            x = tokens
+        else:
+            rows = tokens.shape[1] // self.groups.attn.tp.size if num_local_tokens is None else num_local_tokens
+            shape = (rows, tokens.shape[0], self.cfg.model.hidden_size)
+            x = recv(torch.empty(shape, dtype=stage.dtype, device=self.groups.device), pp, pp.rank - 1)
+        y: Tensor = stage(x)
+        if stage.is_last:
+            return y
+        self.wait_send()
+        y = y.contiguous()
+        work = isend(y, pp, pp.rank + 1)
+        self._pending_send = None if work is None else (work, y)
+        return None
+
+    def wait_send(self) -> None:
+        """Wait until the next stage has what I sent last."""
+        if self._pending_send is not None:
+            self._pending_send[0].wait()
+            self._pending_send = None
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """[..., V/tp] -> [..., V] on every tp rank; collective over tp."""
+        tp = self.groups.attn.tp
+        return all_gather(logits.movedim(-1, 0), tp).movedim(0, -1) if tp.size > 1 else logits
+
+    def gather_to_first(self, x: Tensor) -> Tensor | None:
+        """Stack what the ranks of my stage hold, [dp*cp*tp, ...], on its first rank; None elsewhere. Collective."""
+        return gather_to_first(x, self.groups.attn.stage)
+
+    def broadcast_from_last_stage(self, x: Tensor) -> Tensor:
+        """The tensor of the first tensor-parallel rank of the last stage, on every rank; collective. Not with dp, cp.
+
+        Args:
+            x: there, what is to be known; elsewhere a tensor of the same shape and type.
+        """
+        groups = self.groups
+        view, world = groups.layout.attention, groups.world
+        source = next(
+            member
+            for member, rank in enumerate(world.ranks)
+            if view.coordinate(rank, "pp") == groups.pp.size - 1 and view.coordinate(rank, "tp") == 0
+        )
+        return broadcast(x, world, source)
+
+
+class LastTokenOnly:
+    """Lets one token of each sample through to the head: the logits of the others are not wanted."""
+
+    def __init__(self, inner: SequenceParallel) -> None:
+        self._inner = inner
+        self.last_token_B = torch.zeros(0, dtype=torch.int64)
+        """The token that counts of each sample, int64 [B]."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[S/tp, B, H] of every tp rank -> [1, B, H]."""
+        x = self._inner.gather(x)
+        return x[self.last_token_B, torch.arange(x.shape[1], device=x.device)].unsqueeze(0)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """The head scatters nothing."""
+        raise NotImplementedError("the head gathers only")
+
+
+class KVCacheDecoder:
+    """Context manager: inside, the model decodes one batch of samples with a cache of keys and values, or of latents.
+
+    Replaces three seams and puts them back: attention by one that remembers, the sequence parallelism by one that takes
+    any number of tokens, and what the head reads.
+
+    Args:
+        model: under any tp, pp, ep and etp; not with cp or dp.
+        max_seq_len: positions that a sample can have.
+    """
+
+    def __init__(self, model: InferenceModel, max_seq_len: int) -> None:
+        assert model.groups.attn.dp_cp.size == 1, "a token at a time cannot be shared out over cp and dp"
+        self._model = model
+        self._max_seq_len = max_seq_len
+        device = model.groups.device
+        self._decode_positions = DecodePositions(torch.zeros(0, 0, dtype=torch.int64, device=device), 0, True)
+        self._sequence_parallel = UnevenSequenceParallel(model.groups.attn.tp)
+        self._last_token_only: LastTokenOnly | None = None
+        self._replaced: list[tuple[nn.Module, str, object]] = []
+
+    def __enter__(self) -> "KVCacheDecoder":
+        for module in self._model.stage.modules():
+            # Whatever attention or feed-forward layer it is: it has the seam or it has not.
+            if isinstance(window := getattr(module, "window", None), int):
+                if isinstance(module, LatentAttention):
+                    self._replace(
+                        module, "latent_cache", LatentCache(self._decode_positions, self._max_seq_len, window)
+                    )
+                else:
+                    self._replace(
+                        module, "core_attention", CachedAttention(self._decode_positions, self._max_seq_len, window)
+                    )
+            if isinstance(module, Head):
+                inner: SequenceParallel = (
+                    self._sequence_parallel if self._model.groups.attn.tp.size > 1 else module.sequence_parallel
+                )
+                self._last_token_only = LastTokenOnly(inner)
+                self._replace(module, "sequence_parallel", self._last_token_only)
+            elif hasattr(module, "sequence_parallel") and self._model.groups.attn.tp.size > 1:
+                self._replace(module, "sequence_parallel", self._sequence_parallel)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._model.wait_send()
+        for module, seam, before in self._replaced:
+            setattr(module, seam, before)
+        self._model.stage.set_positions(self._model.positions)
+
+    def _replace(self, module: nn.Module, attribute: str, replacement: object) -> None:
+        self._replaced.append((module, attribute, getattr(module, attribute)))
+        setattr(module, attribute, replacement)
+
+    def forward(self, tokens: Tensor, first_position_B: Tensor, last_token_B: Tensor, num_keys: int) -> Tensor:
+        """Run the next tokens of every sample; collective over all ranks.
+
+        Args:
+            tokens: int64 [B, S], shorter samples filled up behind with any id.
+            first_position_B: position of the first of them in its sample, int64 [B]; all 0 at the start.
+            last_token_B: the one of the S whose logits are wanted, int64 [B].
+            num_keys: one more than the largest position.
+
+        Returns:
+            Logits [B, V], float32 or wider, the same on every rank of the last stage; elsewhere zeros of that shape and
+            type.
+        """
+        model, device = self._model, self._model.groups.device
+        num_tokens = tokens.shape[1]
+        assert num_keys <= self._max_seq_len, (num_keys, self._max_seq_len)
+        positions_SB = torch.arange(num_tokens, device=device).unsqueeze(1) + first_position_B.to(device)
+        is_start = num_keys == num_tokens
+        self._decode_positions.positions_SB, self._decode_positions.num_keys, self._decode_positions.is_start = (
+            positions_SB,
+            num_keys,
+            is_start,
+        )
+        if self._last_token_only is not None:
+            self._last_token_only.last_token_B = last_token_B.to(device)
+        model.stage.set_positions(positions_SB)
+        logits = model.forward(tokens.to(device), self._sequence_parallel.set_num_tokens(num_tokens))
+        dtype = torch.promote_types(model.stage.dtype, torch.float32)
+        if logits is None:
+            return torch.zeros(tokens.shape[0], model.cfg.model.vocab_size, dtype=dtype, device=device)
+        return model.gather_logits(logits[0]).to(dtype)

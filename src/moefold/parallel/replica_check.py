@@ -1,0 +1,295 @@
+"""Do the ranks that should hold the same bytes hold the same bytes? And do data-parallel replicas go along?
+
+Replicas that drift apart without an error are a known way to lose a run: a flipped bit, a collective that gave another
+result on one rank, a kernel that is not deterministic where another rank's is.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from moefold.comm.collectives import all_gather, all_reduce_sum
+from moefold.comm.groups import Group, current_world
+from moefold.metrics.step_metrics import ReplicaMetrics
+from moefold.model.local_param import local_tensor
+from moefold.parallel.fsdp import FSDPCommHooks
+from moefold.parallel.grad_accumulation import Batch
+from moefold.parallel.parallelize import ParallelModel
+
+CHUNK_WORDS = 1 << 18
+"""So many integers are multiplied at a time."""
+_WORD_BYTES = 8
+_SEED = 0
+_STRIDE = 0x2545F4914F6CDD1C
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Something that ranks should hold alike and do not."""
+
+    what: str
+    """Its name: a parameter, a moment (`NAME.exp_avg`), gathered weights, a buffer, the batch, or the position."""
+    axis: str
+    ranks: tuple[int, ...]
+    """Those that differ from the majority; all of the group where there is none."""
+    members: tuple[int, ...]
+    """All that hold it."""
+
+    def describe(self) -> str:
+        """For a message."""
+        which = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        if len(self.ranks) == len(self.members):
+            return f"{self.what} differs between {which} ({self.axis}), and which of them is right cannot be told"
+        others = len(self.members) - len(self.ranks)
+        return f"{self.what} on {which} differs from the {others} other ranks that hold it ({self.axis})"
+
+
+@dataclass(frozen=True)
+class HostFact:
+    """Something that ranks decide or draw by, in words, which should be the same on others."""
+
+    name: str
+    value: str
+    axes: tuple[str, ...]
+    """Along which it should: of tp, cp, pp, stage and world."""
+
+
+@dataclass(frozen=True)
+class _TensorDigest:
+    """Some bytes of this rank, and the axes along which other ranks hold the same."""
+
+    name: str
+    digest: Tensor
+    axes: tuple[str, ...]
+    is_on_every_rank: bool = True
+    """False if some of those ranks have no copy, and zeros for a digest."""
+
+
+class ReplicaCheck:
+    """Compares what replicas hold and compute, on the steps that ask for it.
+
+    Args:
+        model: of this rank.
+        moments: of the optimizer, by name.
+        zero: the ZeRO level; from 1 on, the weights that ranks gather to compute with are compared too.
+        comm_hooks: the watches of the model's FSDP modules.
+    """
+
+    def __init__(
+        self, model: ParallelModel, moments: Mapping[str, Tensor], zero: int, comm_hooks: FSDPCommHooks
+    ) -> None:
+        groups = model.groups
+        self._model = model
+        self._moments = moments
+        self._zero = zero
+        self._comm_hooks = comm_hooks
+        self._hasher = TensorHasher(groups.device)
+        self._no_digest = torch.zeros(2, dtype=torch.int64, device=groups.device)
+        self._groups: dict[str, Group] = {
+            "tp": groups.attn.tp,
+            "dp_cp": groups.attn.dp_cp,
+            "edp": groups.moe.edp,
+            "stage": groups.attn.stage,
+            "cp": groups.attn.cp,
+            "pp": groups.pp,
+            "world": groups.world,
+        }
+
+    def enable(self) -> None:
+        """Look at the gradients of the backward passes that follow, until `metrics`."""
+        self._comm_hooks.enable()
+
+    def metrics(self, loss: Tensor) -> ReplicaMetrics:
+        """How the replicas' losses and gradients since `enable` differ; one all-reduce over the world.
+
+        Args:
+            loss: this rank's part of the loss of the global batch, 0-dim; 0 on ranks that another one speaks for.
+        """
+        groups = self._model.groups
+        layout, device = groups.layout, groups.device
+        dp, edp = layout.dp, layout.edp
+        losses = torch.zeros(dp, dtype=torch.float64, device=device)
+        losses[groups.attn.dp.rank] = loss.double()
+        members = torch.zeros(groups.attn.dp_cp.size, dp, dtype=torch.float64, device=device)
+        for member, rank in enumerate(groups.attn.dp_cp.ranks):
+            # The gradient of a dp replica is the sum of those of its cp shards.
+            members[member, layout.attention.coordinate(rank, "dp")] = 1
+        dense = members.T @ self._comm_hooks.dense.pop(device) @ members
+        parts = (losses, dense.flatten(), self._comm_hooks.experts.pop(device).flatten())
+        total = all_reduce_sum(torch.cat(parts), groups.world).cpu().split([part.numel() for part in parts])
+        return ReplicaMetrics.from_dot_products(
+            total[0].numpy(), total[1].view(dp, dp).numpy(), total[2].view(edp, edp).numpy()
+        )
+
+    @torch.no_grad()
+    def find_divergences(self, batch: Batch, host_facts: Sequence[HostFact]) -> tuple[Divergence, ...]:
+        """What is not alike where it should be, the same list on every rank; collective over all ranks.
+
+        Where all is alike, each rank sends two numbers for each axis, once.
+
+        Args:
+            batch: this rank's part of the batch of the step.
+            host_facts: what else should be alike; the same names in the same order on all ranks.
+        """
+        held = list(self._digests(batch, host_facts))
+        of_axes = {axis: [one for one in held if axis in one.axes] for axis in self._groups}
+        if self._all_match(of_axes):
+            return ()
+        found = [one for axis, those in of_axes.items() for one in self._compare(axis, those)]
+        return tuple(dict.fromkeys(one for of_rank in current_world().all_gather_object(found) for one in of_rank))
+
+    def _all_match(self, digests_by_axis: Mapping[str, list[_TensorDigest]]) -> bool:
+        """Whether all members of all groups hold the same; every rank sees it of every group."""
+        world = self._groups["world"]
+        sums = []
+        for those in digests_by_axis.values():
+            # What some ranks of a group have no copy of is told apart from what all have.
+            for digests in (
+                [one.digest for one in those if one.is_on_every_rank == everywhere] for everywhere in (0, 1)
+            ):
+                sums.append(self._hasher.digest(torch.stack(digests)) if digests else self._no_digest)
+        told = all_gather(torch.stack(sums)[None], world).view(world.size, len(digests_by_axis), 2, 2).tolist()
+        for i, axis in enumerate(digests_by_axis):
+            for ranks in self._axis_groups(axis):
+                some, everywhere = ({tuple(told[rank][i][kind]) for rank in ranks} for kind in (0, 1))
+                if len(some - {(0, 0)}) > 1 or len(everywhere) > 1:
+                    return False
+        return True
+
+    def _axis_groups(self, axis: str) -> Sequence[Sequence[int]]:
+        """The ranks of every group of an axis."""
+        layout = self._model.groups.layout
+        if axis == "world":
+            return [range(layout.world_size)]
+        names = {"dp_cp": ("dp", "cp"), "stage": ("dp", "cp", "tp")}.get(axis, (axis,))
+        return (layout.moe if axis == "edp" else layout.attention).groups(*names)
+
+    def _compare(self, axis: str, digests: list[_TensorDigest]) -> list[Divergence]:
+        group = self._groups[axis]
+        if group.size == 1 or not digests:
+            return []
+        mine = torch.stack([one.digest for one in digests])
+        of_members = all_gather(mine, group).view(group.size, len(digests), 2).tolist()
+        found = []
+        for i, one in enumerate(digests):
+            members = {rank: tuple(rows[i]) for rank, rows in zip(group.ranks, of_members, strict=True)}
+            holders = {rank: digest for rank, digest in members.items() if one.is_on_every_rank or any(digest)}
+            if odd := _minority_ranks(holders):
+                found.append(Divergence(one.name, axis, odd, tuple(holders)))
+        return found
+
+    def _digests(self, batch: Batch, host_facts: Sequence[HostFact]) -> Iterator[_TensorDigest]:
+        """Everything that other ranks hold too; the same names in the same order on all members of a group."""
+        model, digest = self._model, self._hasher.digest
+        device = model.groups.device
+        tensors = {name: p.data for name, p in model.named_parameters.items()} | dict(self._moments)
+        for name, tensor in tensors.items():
+            if axes := _replicated_axes(tensor):
+                yield _TensorDigest(name, digest(tensor), axes)
+        for name, buffer in model.named_buffers.items():
+            yield _TensorDigest(name, digest(buffer), ("stage",))
+        if self._zero > 0:
+            yield from self._digest_unsharded_weights()
+        if model.stages[0].cfg.model.last_stage_needs_embedding:
+            # The first and the last pipeline rank hold the embedding, with the same shards of it.
+            for name in ("embedding.weight", *(n for n in self._moments if n.startswith("embedding.weight."))):
+                copy = digest(tensors[name]) if name in tensors else self._no_digest
+                yield _TensorDigest(name, copy, ("pp",), is_on_every_rank=False)
+        tokens = torch.cat([batch.tokens.flatten(), batch.labels.flatten()])
+        yield _TensorDigest("the batch", digest(tokens), ("tp", "pp"))
+        for one in host_facts:
+            number = int.from_bytes(hashlib.sha256(one.value.encode()).digest()[:8], "little", signed=True)
+            yield _TensorDigest(one.name, torch.tensor([number, 1], device=device), one.axes)
+
+    def _digest_unsharded_weights(self) -> Iterator[_TensorDigest]:
+        """What ranks compute with, gathered once more, one FSDP module at a time."""
+        for stage in self._model.stages:
+            for prefix, module in stage.named_modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+                    yield from self._digest_module(stage.get_submodule(prefix), prefix)
+                    module.reshard()
+
+    def _digest_module(self, module: nn.Module, prefix: str) -> Iterator[_TensorDigest]:
+        for name, parameter in _own_parameters(module, prefix):
+            axis = "edp" if ".experts." in name else "dp_cp"
+            yield _TensorDigest(f"the gathered {name}", self._hasher.digest(parameter), (axis,))
+
+
+class TensorHasher:
+    """Sums of the bits of tensors, by which ranks compare them without sending them; no communication, no host sync.
+
+    The bytes are read as integers of 64 bits x_i; the sums are of x_i and of y_i = x_i xor (x_i >> 31) times an odd
+    number drawn from i, modulo 2**64. Integers add up alike in any order, so equal bytes give equal sums on any device;
+    a change of one integer always changes both sums, and integers that change places the second. A product with an odd
+    number leaves the highest bit, the sign of a weight, where it is, and two of them would cancel: y_i, from which x_i
+    follows, has it lower down as well.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        drawn = torch.randint(-(2**63), 2**63 - 1, (CHUNK_WORDS,), generator=torch.Generator().manual_seed(_SEED))
+        self._factors = drawn.bitwise_or_(1).to(device)
+
+    def digest(self, tensor: Tensor) -> Tensor:
+        """The sums of this rank's part of a tensor, int64 [2]."""
+        # Moments may be on the host.
+        words = _as_int64(local_tensor(tensor).to(self._factors.device))
+        parts = words.split(CHUNK_WORDS)
+        # The same place in another chunk has another factor: the product of two odd numbers, which is odd.
+        weighted = [self._weighted_sum(part) * _odd_factor(i) for i, part in enumerate(parts)]
+        return torch.stack([words.sum(), torch.stack(weighted).sum()])
+
+    def _weighted_sum(self, integers: Tensor) -> Tensor:
+        mixed = integers >> 31
+        mixed ^= integers
+        mixed *= self._factors[: len(integers)]
+        return mixed.sum()
+
+
+def _odd_factor(chunk: int) -> int:
+    """A factor for all of a chunk that fits into 63 bits."""
+    return (chunk * _STRIDE | 1) % 2**63
+
+
+def _as_int64(local: Tensor) -> Tensor:
+    """The bytes of a tensor in the order of its values, as int64; copied only where memory does not lie so."""
+    flat = local.detach().contiguous().flatten()
+    num_bytes = flat.numel() * flat.element_size()
+    if num_bytes % _WORD_BYTES == 0 and flat.data_ptr() % _WORD_BYTES == 0:
+        return flat.view(torch.int64)
+    return nn.functional.pad(flat.view(torch.uint8), (0, -num_bytes % _WORD_BYTES)).view(torch.int64)
+
+
+def _replicated_axes(tensor: Tensor) -> tuple[str, ...]:
+    """Axes of more than one rank along which a tensor is held whole."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names
+    assert names is not None
+    placed = enumerate(tensor.placements)
+    return tuple(names[dim] for dim, placement in placed if placement.is_replicate() and mesh.size(dim) > 1)
+
+
+def _own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that an FSDP module gathers itself: not those of FSDP modules within."""
+    for name, parameter in module.named_parameters(prefix, recurse=False):
+        yield name, parameter
+    for name, child in module.named_children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_parameters(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _minority_ranks(digests: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """The ranks that differ from more than half of all; all of them where no such majority exists; none if equal."""
+    counts = Counter(digests.values())
+    if len(counts) < 2:
+        return ()
+    common, count = counts.most_common(1)[0]
+    return tuple(rank for rank, one in digests.items() if 2 * count <= len(digests) or one != common)

@@ -1,0 +1,117 @@
+"""Recording and replaying the expert choices of a run under any mapping: the trace does not know the mapping."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moefold.comm.collectives import all_gather, gather_to_first
+from moefold.config.schema import Config
+from moefold.data.routing_trace import RoutingTrace, RoutingTraceWriter, trace_shape
+from moefold.model.moe.router_replay import ReplayedRouting
+from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.tensor_parallel import local_positions
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class RouterReplayBuffer:
+    """Sits between the routers of this rank and the trace of the whole global batch.
+
+    Making it is collective, and so is `save`. Each rank holds the choices of its own tokens alone; the first rank of
+    the world sees one layer of the global batch at a time.
+
+    Args:
+        model: gets the tape into its routers.
+        cfg: moe.trace_every and moe.replay say what is done.
+
+    Raises:
+        ConfigError: the trace to replay cannot be read.
+    """
+
+    def __init__(self, model: ParallelModel, cfg: Config) -> None:
+        self._groups = model.groups
+        self._shape = trace_shape(cfg)
+        self._record_every = cfg.moe.trace_every
+        self._num_samples = cfg.num_micro_batches * cfg.train.micro_batch_size
+        self._trace = RoutingTrace(Path(cfg.moe.replay), "moe.replay") if cfg.moe.replay else None
+        positions = local_positions(model.positions, model.groups.attn.tp)
+        self._positions = positions.cpu().numpy()
+        self._all_positions = all_gather(positions.unsqueeze(0), model.groups.attn.sequence).cpu()
+        self._owner_ranks = model.stage_plan.rank_of_layers(cfg.model.num_layers)
+        first = model.groups.attn.dp.rank * self._num_samples
+        self._layer_routing = {number: ReplayedRouting(first) for number in model.moe_layers()}
+        for number, layer in model.moe_layers().items():
+            layer.router.override = self._layer_routing[number]
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is recorded."""
+        return self._record_every > 0 and step % self._record_every == 0
+
+    def begin_step(self, step: int) -> None:
+        """Prepare the routers for a step: load what it replays, make room for what it records.
+
+        Raises:
+            ConfigError: the trace lacks the step, or names experts that do not exist.
+        """
+        device, shape = self._groups.device, self._shape
+        replayed = None if self._trace is None else self._trace.step(step)
+        size = (self._num_samples, len(self._positions), shape.top_k)
+        for number, choices in self._layer_routing.items():
+            choices.recorded_NSK = None
+            if self.is_due(step):
+                choices.recorded_NSK = torch.zeros(size, dtype=_torch_dtype(shape.dtype), device=device)
+            if replayed is not None:
+                mine = replayed.samples(shape.layers.index(number), choices.first_sample, self._num_samples)
+                choices.replayed_NSK = torch.from_numpy(shape.check_expert_indices(mine[:, self._positions], step)).to(
+                    device
+                )
+
+    def save(self, step: int, writer: RoutingTraceWriter | None) -> None:
+        """Hand the choices of a due step to the writer; every rank calls it, the first rank with a writer."""
+        if writer is not None:
+            writer.write(step, self._gather_layers())
+            return
+        for _ in self._gather_layers():
+            pass
+
+    def _gather_layers(self) -> Iterator[Array]:
+        """The choices of the global batch, [G, S, K], layer by layer: on the first rank; empty arrays on the others."""
+        shape, groups = self._shape, self._groups
+        for number in shape.layers:
+            whole = self._gather_stage_layer(number) if number in self._layer_routing else None
+            owner, speaks = self._owner_ranks[number], groups.attn.sequence.rank == 0 and groups.attn.dp.rank == 0
+            if owner and speaks and groups.pp.rank == owner:
+                assert whole is not None
+                dist.send(whole, groups.pp.ranks[0], groups.pp.handle)
+            if owner and groups.rank == 0:
+                whole = torch.empty(
+                    (*shape.file_shape[1:3], shape.top_k * shape.dtype.itemsize),
+                    dtype=torch.uint8,
+                    device=groups.device,
+                )
+                dist.recv(whole, groups.pp.ranks[owner], groups.pp.handle)
+            has_it = groups.rank == 0 and whole is not None
+            yield whole.cpu().numpy().view(shape.dtype) if has_it and whole is not None else np.empty(0, shape.dtype)
+
+    def _gather_stage_layer(self, number: int) -> Tensor | None:
+        """One layer of the global batch as bytes, [G, S, K * bytes], on the first rank of this stage; else None."""
+        recorded = self._layer_routing[number].recorded_NSK
+        assert recorded is not None, "begin() of a due step comes before save()"
+        # As bytes, because gloo and NCCL carry no int16.
+        parts = gather_to_first(recorded.view(torch.uint8), self._groups.attn.sequence)
+        if parts is None:
+            return None
+        mine = recorded.new_empty((self._num_samples, self._shape.seq_len, parts.shape[-1]), dtype=torch.uint8)
+        for positions, part in zip(self._all_positions, parts, strict=True):
+            mine[:, positions.to(mine.device)] = part
+        samples = gather_to_first(mine, self._groups.attn.dp)
+        return None if samples is None else samples.flatten(0, 1)
+
+
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}[dtype.name]

@@ -1,1 +1,0 @@
-"""The planner: what a mapping costs in time and memory, before it runs. Torch-free."""

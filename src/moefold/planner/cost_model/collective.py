@@ -1,0 +1,125 @@
+"""Time of collectives by algorithm and link level, for groups of ranks at a stride. Torch-free.
+
+Ranks are laid out with tp fastest, so a group of `size` ranks at a distance of `stride` lies within one link level or
+is spread over several units of it (nodes, NVLink domains). Volumes over the outer level pass the network card of each
+rank, of which a unit has as many as ranks of the group. Over a spine (`Device.spine`) they pass the same cards as
+within a pod, and uplinks that are fewer.
+"""
+
+from dataclasses import dataclass
+from math import comb, log2
+
+from moefold.cost.hardware import Device, NetworkLink
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Ranks `first + i * stride`, i < size."""
+
+    size: int
+    stride: int
+
+
+def ranks_per_unit(group: RankGroup, link: NetworkLink) -> int:
+    """Ranks of the group that one unit of a level holds: the largest divisor of its size that fits."""
+    if link.gpus == 0 or group.size * group.stride <= link.gpus:
+        return group.size
+    inside = max(1, link.gpus // group.stride)
+    while group.size % inside:
+        inside -= 1
+    return inside
+
+
+def all_gather_s(device: Device, group: RankGroup, full_bytes: float) -> float:
+    """All-gather to `full_bytes` on each rank, or reduce-scatter from them: rings in each level at once."""
+    if group.size == 1:
+        return 0.0
+    slowest, latency, below, on_cards = 0.0, 0.0, 1, 0.0
+    for link in device.links:
+        inside = ranks_per_unit(group, link)
+        if inside > below:
+            units = inside // below
+            # All of it passes every link of a ring; a unit's ranks each bring their own card to the ring of this level.
+            share = full_bytes * (units - 1) / units / below
+            latency += link.latency_s * (log2(units) + (not (link.is_uplink and on_cards)))
+            on_cards = share + (on_cards if link.is_uplink else 0.0)
+            slowest = max(slowest, _transfer_s(link, share, on_cards))
+            below = inside
+        if inside == group.size:
+            break
+    return slowest + latency
+
+
+def all_reduce_s(device: Device, group: RankGroup, full_bytes: float) -> float:
+    """Reduce-scatter and all-gather."""
+    return 2.0 * all_gather_s(device, group, full_bytes)
+
+
+def all_to_all_s(
+    device: Device, group: RankGroup, sent_bytes: float, *, routing: "GroupLimitedRouting | None" = None
+) -> float:
+    """All-to-all, of `sent_bytes` on each rank with those that stay.
+
+    Args:
+        device: whose links.
+        group: the ranks.
+        sent_bytes: bytes of all copies of the tokens of one rank.
+        routing: given for kernels that send a token once to each rank, and over the network once to each unit of it
+            (DeepEP, HybridEP); None: every copy travels.
+    """
+    if group.size == 1:
+        return 0.0
+    slowest, latency, below, on_cards, cards = 0.0, 0.0, 1, 0.0, 1
+    for link in device.links:
+        inside = ranks_per_unit(group, link)
+        if inside > below:
+            units, all_units = inside // below, group.size // below
+            if not (link.is_uplink and on_cards):
+                # A token that goes to several units of a pod goes there one by one, over the spine too.
+                on_cards, cards = 0.0, below
+                sent = sent_bytes * (routing.expected_units(all_units) / routing.top_k if routing else 1.0)
+            away = sent * (units - 1) / all_units
+            on_cards += away
+            slowest = max(slowest, _transfer_s(link, away, on_cards))
+            latency = max(latency, link.latency_s * (1 + log2(inside // cards)))
+            below = inside
+        if inside == group.size:
+            break
+    return slowest + latency
+
+
+def _transfer_s(link: NetworkLink, link_bytes: float, nic_bytes: float) -> float:
+    """Seconds of what passes a level for each rank, and of all that passes the rank's card there and on the way up."""
+    seconds = link_bytes / (link.bytes_per_s * link.fraction)
+    if not link.is_uplink:
+        return seconds
+    return max(seconds, nic_bytes / (link.bytes_per_s * link.oversubscription * link.fraction))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimitedRouting:
+    """Where the copies of one token go: `top_k` experts, at random in `top_groups` of `num_groups` groups."""
+
+    top_k: int
+    num_groups: int = 1
+    top_groups: int = 1
+
+    def expected_units(self, units: int) -> float:
+        """How many of `units` equal parts of the experts a token has copies in, on average."""
+        chosen, groups = self.top_groups, self.num_groups
+        if units < groups and groups % units == 0:
+            each = groups // units
+            return units * (1.0 - comb(groups - each, chosen) / comb(groups, chosen))
+        open_units = units * chosen / groups
+        return open_units * (1.0 - (1.0 - 1.0 / open_units) ** self.top_k) if open_units > 1 else open_units
+
+
+def p2p_s(device: Device, stride: int, sent_bytes: float) -> float:
+    """From one rank to one that is `stride` away."""
+    link = link_between(device, stride)
+    return link.latency_s + sent_bytes / (link.bytes_per_s * link.fraction)
+
+
+def link_between(device: Device, stride: int) -> NetworkLink:
+    """The level over which ranks at a distance talk."""
+    return next((link for link in device.links if link.gpus == 0 or stride < link.gpus), device.links[-1])

@@ -1,0 +1,151 @@
+"""What Muon takes beside AdamW: whole matrices on their way to one rank and back, and the products there. Torch-free.
+
+The twin of `optim/muon.py` and `optim/matrix_redistribute.py`: each matrix comes together on one rank of its pipeline
+stage, the ranks have about the same to do, and what a rank holds whole stays there.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from moefold.cost.hardware import Device
+from moefold.cost.param_shapes import WeightShape, layer_weights, mtp_layer_weights
+from moefold.planner.cost_model.collective import RankGroup, all_to_all_s
+from moefold.planner.cost_model.gemm import GemmCost
+from moefold.planner.cost_model.workload import TrainingWorkload
+from moefold.planner.mapping import ParallelMapping
+from moefold.planner.memory.states import layer_letter
+from moefold.planner.model_spec import ModelSpec
+
+MASTER_DTYPES = {"bfloat16": "float32", "float32": "float32", "float64": "float64"}
+"""Of weights, gradients and the products of Muon, by the compute type."""
+
+NEWTON_SCHULZ_GEMMS = 3
+"""Products of one Newton-Schulz step."""
+EXTRA_KERNELS_PER_MATRIX = 8
+"""Launches of a matrix beside them: copies, norm, scaling."""
+
+
+@dataclass(frozen=True, slots=True)
+class MuonRankCost:
+    """Of one rank in one update."""
+
+    num_local: float = 0.0
+    """Numbers of Muon's matrices that it holds."""
+    num_owned: float = 0.0
+    """Numbers of those that it works on."""
+    seconds: float = 0.0
+    """Of the products and the exchanges."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardedMatrix:
+    """How a parameter lies on the ranks of its stage."""
+
+    num_local: float
+    """Numbers of it on each rank."""
+    num_total: float
+    """All of them."""
+    num_sent: float
+    """Numbers that go to the ranks that work on them, from all ranks."""
+    num_returned: float
+    """Numbers that come back."""
+
+
+class MuonCost:
+    """Prices Muon's update of one model.
+
+    Args:
+        model_spec: a model that the runtime knows.
+        device: of whose products in the type of the master weights the rate is known.
+        workload: whose update is Muon's.
+
+    Raises:
+        ConfigError: nobody has said how fast these products are.
+    """
+
+    def __init__(self, model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> None:
+        assert model_spec.config is not None
+        self._model_spec, self._model_config, self._device, self._update = (
+            model_spec,
+            model_spec.config,
+            device,
+            workload.update,
+        )
+        master = replace(workload, precision="bf16", dtype=MASTER_DTYPES[workload.dtype])
+        self._gemm, self._value_bytes = GemmCost(device, master), master.value_bytes
+        self._newton_schulz_cache: dict[tuple[int, int], float] = {}
+
+    def rank_cost(self, mapping: ParallelMapping, counts: tuple[int, ...], has_loss: bool) -> MuonRankCost:
+        """The share of a rank of a stage with so many layers of each kind."""
+        ranks = mapping.world_size // mapping.pp
+        weights = [
+            (count, weight)
+            for kind, count in enumerate(counts)
+            for weight in self._weights(layer_letter(self._model_spec, kind), mapping.tp)
+        ]
+        if has_loss:
+            weights += [(self._model_config.mtp_layers, weight) for weight in self._mtp_projections]
+        held = numbers = sent = returned = seconds = longest = 0.0
+        for count, weight in weights:
+            if not count:
+                continue
+            cut, matrix_s = (
+                _shard_matrix(weight, mapping, ranks),
+                self._newton_schulz_s(weight.shape[-2], weight.shape[-1]),
+            )
+            held, numbers = held + count * cut.num_local, numbers + count * cut.num_total
+            sent, returned = sent + count * cut.num_sent, returned + count * cut.num_returned
+            seconds += count * matrix_s * (weight.shape[0] if weight.is_expert else 1)
+            longest = max(longest, matrix_s)
+        # A matrix is worked on by one rank, so that a rank has one at least where there are any.
+        seconds = max(seconds / ranks, longest)
+        for moved in (sent, returned):
+            seconds += (
+                all_to_all_s(self._device, RankGroup(ranks, 1), moved * self._value_bytes / ranks) if moved else 0.0
+            )
+        return MuonRankCost(held, numbers / ranks, seconds)
+
+    def _newton_schulz_s(self, rows: int, columns: int) -> float:
+        """Newton-Schulz: X X^T, its square, and their sum times X."""
+        small, large = min(rows, columns), max(rows, columns)
+        if (small, large) not in self._newton_schulz_cache:
+            product = self._gemm.matmul_s
+            step = product(small, small, large) + product(small, small, small) + product(small, large, small)
+            kernels = NEWTON_SCHULZ_GEMMS * self._update.ns_steps + EXTRA_KERNELS_PER_MATRIX
+            self._newton_schulz_cache[small, large] = self._update.ns_steps * step + kernels * self._device.kernel_gap_s
+        return self._newton_schulz_cache[small, large]
+
+    def _weights(self, letter: str, tp: int) -> list[WeightShape]:
+        return [
+            w
+            for w in layer_weights(self._model_config, letter, tp)
+            if w.uses_muon and w.part in self._update.muon_groups
+        ]
+
+    @cached_property
+    def _mtp_projections(self) -> list[WeightShape]:
+        """The one matrix of a layer of multi-token prediction that other layers have not."""
+        further = mtp_layer_weights(self._model_config, 1)
+        return [w for w in further if w.uses_muon and w.part == "mtp" and "mtp" in self._update.muon_groups]
+
+
+def build_muon_cost(model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> MuonCost | None:
+    """What prices Muon, if it is the optimizer."""
+    return MuonCost(model_spec, device, workload) if workload.update.muon_groups else None
+
+
+def _shard_matrix(weight: WeightShape, mapping: ParallelMapping, num_ranks: int) -> _ShardedMatrix:
+    local = weight.shard(mapping.tp, mapping.ep, mapping.etp)
+    degree = (
+        1
+        if mapping.zero == 0 or mapping.world_size == 1
+        else (mapping.edp if weight.is_expert else mapping.dp * mapping.cp)
+    )
+    is_whole = local.shape[-2:] == weight.shape[-2:] and (
+        degree == 1 or (weight.is_expert and local.dp_shards(degree).total_rows == local.shape[0])
+    )
+    held = local.numel / degree
+    copies = num_ranks * held / weight.numel
+    # What a rank has whole it works on; its copies come from there, as those of others do.
+    sent, returned = (0.0, copies - 1) if is_whole else (1.0, copies)
+    return _ShardedMatrix(held, weight.numel, sent * weight.numel, returned * weight.numel)

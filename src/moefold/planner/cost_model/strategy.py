@@ -1,0 +1,228 @@
+"""Seconds of a step for many pipelines, and all that saves activations, at once. Torch-free.
+
+What a search asks of one fold with one micro-batch size and dispatcher is the same sum with other numbers for each
+pipeline (schedule and virtual stages) and each saver (parts that run again or leave memory), so it is taken once, over
+arrays of [pipelines, savers]. It says of each what `CostModel.step_time` says of it by itself; a test compares the two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds
+from moefold.planner.cost_model.workload import bubble_s
+from moefold.planner.mapping import ParallelMapping
+from moefold.planner.memory.activations import MemoryStrategies
+from moefold.planner.search.space import PipelineVariant
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """What micro-batches take under some pipelines, data parallelism and the optimizer left out."""
+
+    seconds: Seconds
+    """Of a step, [pipelines, savers]: the busiest pipeline rank's micro-batches, sends and the bubble."""
+    forward: Seconds
+    """Of one micro-batch on that rank, [pipelines, savers]."""
+    backward: Seconds
+    sends_and_bubble: Seconds
+    """Of a step, [pipelines, savers]: sends and the bubble alone."""
+
+    def of_pipeline(self, index: int) -> "PassTimes":
+        """Those of one pipeline, [savers]."""
+        return PassTimes(self.seconds[index], self.forward[index], self.backward[index], self.sends_and_bubble[index])
+
+    def select(self, indices: NDArray[np.intp]) -> "PassTimes":
+        """With some of the savers."""
+        every = (self.seconds, self.forward, self.backward, self.sends_and_bubble)
+        return PassTimes(*(seconds[..., indices] for seconds in every))
+
+
+@dataclass(frozen=True, slots=True)
+class _RankContents:
+    """What the ranks of some pipelines have, those that have the same counted together."""
+
+    counts: Seconds
+    """Layers of each kind and, last, whether there is the loss, [pipelines, contents, kinds + 1]."""
+    shares: Seconds
+    """Of the ranks, that have these contents, [pipelines, 1, contents]."""
+
+
+class StrategyCosts:
+    """Prices mappings of one `CostModel` with all savers at once."""
+
+    def __init__(self, cost_model: CostModel) -> None:
+        self.cost_model = cost_model
+        self._num_layers = [
+            cost_model.model_spec.layers.count(kind) for kind in range(len(cost_model.model_spec.kinds))
+        ]
+        self._layer_cache: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
+        self._rank_contents_cache: dict[tuple[int, tuple[PipelineVariant, ...]], _RankContents] = {}
+        self._min_parameters: dict[tuple[object, ...], tuple[float, ...]] = {}
+
+    def layer_times(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> tuple[Seconds, Seconds]:
+        """Seconds of one layer forward and backward with each of some savers, of which `mapping` has none; [savers] each."""
+        key = (kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher, mapping.overlap)
+        if key not in self._layer_cache:
+            self._layer_cache[key] = self.cost_model.layers_with_strategies(kind, mapping, strategies)
+        return self._layer_cache[key]
+
+    def lower_bound_passes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
+        """Seconds at least of the micro-batches of a step on the busiest pipeline rank, whatever the pipeline."""
+        pricer = self.cost_model
+        seconds = np.full(len(strategies), sum(pricer.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)))
+        for kind, count in enumerate(self._num_layers):
+            seconds += count * sum(self.layer_times(kind, mapping, strategies))
+        return mapping.num_micro_batches(pricer.workload.global_batch_size) / mapping.pp * seconds
+
+    def pass_times(
+        self,
+        mapping: ParallelMapping,
+        pipelines: tuple[PipelineVariant, ...],
+        strategies: MemoryStrategies,
+        indices: NDArray[np.intp] | None = None,
+    ) -> PassTimes:
+        """Price the pipelines.
+
+        Args:
+            mapping: the mapping; its schedule and virtual stages do not count.
+            pipelines: that are legal with it.
+            strategies: the same ones for all mappings with or without overlap.
+            which: numbers of those that are priced; None: all.
+        """
+        layers = [self.layer_times(kind, mapping, strategies) for kind in range(len(self._num_layers))]
+        if indices is not None:
+            layers = [(ahead[indices], behind[indices]) for ahead, behind in layers]
+        return self._price_passes(mapping, pipelines, np.array(layers))
+
+    def plain_pass_times(self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...]) -> PassTimes:
+        """With each of some pipelines where nothing saves activations, [pipelines, 1].
+
+        Whatever does makes passes longer, and no sum of them shorter.
+        """
+        layers = np.array([self.cost_model.plain_layer(kind, mapping) for kind in range(len(self._num_layers))])
+        return self._price_passes(mapping, pipelines, layers[:, :, None])
+
+    def _price_passes(
+        self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...], layers: Seconds
+    ) -> PassTimes:
+        """Price the pipelines from their layers of each kind, forward and backward, [kinds, 2, savers]."""
+        pricer, times = self.cost_model, self.cost_model.layer_costs
+        n = mapping.num_micro_batches(pricer.workload.global_batch_size)
+        ranks, head = (
+            self._rank_contents(mapping.pp, pipelines),
+            pricer.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs),
+        )
+        counts, has_loss = ranks.counts[:, :, :-1], ranks.counts[:, :, -1:]
+        forward = counts @ layers[:, 0] + has_loss * head[0]
+        backward = counts @ layers[:, 1] + has_loss * head[1]
+        slowest = _slowest_rank(forward, backward)
+        weights = [
+            times.mixer(kind, mapping.tp, mapping.cp, mapping.mbs).wgrad_s
+            + times.feed_forward(
+                kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
+            ).wgrad_s
+            for kind in range(len(layers))
+        ]
+        weight = (ranks.shares @ (counts @ np.array(weights))[:, :, None])[:, 0]
+        mean = [(ranks.shares @ seconds)[:, 0] for seconds in (forward, backward)]
+        sends, send_back = pricer.exposed_p2p_s(mapping, np.array([[pipeline.vpp] for pipeline in pipelines]), n)
+        beside = sends + _bubbles((mean[0] + send_back, mean[1] + send_back, weight), mapping.pp, n, pipelines)
+        return PassTimes(n * (slowest[0] + slowest[1]) + beside, slowest[0], slowest[1], beside)
+
+    def add_data_parallel_s(self, pass_times: PassTimes, mapping: ParallelMapping, num_micro_batches: int) -> Seconds:
+        """Seconds of a step in all, [savers].
+
+        Args:
+            pass_times: of one pipeline.
+            mapping: a mapping with that pipeline, with what is sharded and the home of its moments.
+            num_micro_batches: micro-batches.
+        """
+        replicas = self.cost_model.data_parallel_cost(mapping)
+        shown = self.cost_model.exposed_data_parallel_s(
+            mapping, replicas, pass_times.forward, pass_times.backward, num_micro_batches
+        )
+        seconds: Seconds = pass_times.seconds + shown + replicas.optimizer_s + STEP_OVERHEAD_S
+        return seconds
+
+    def lower_bound_data_parallel_s(
+        self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...], num_micro_batches: int
+    ) -> float:
+        """Seconds of a step at least that data parallelism and the optimizer add to `pass_times`, whatever the pipeline.
+
+        Args:
+            mapping: a mapping with what is sharded and the home of its moments; its pipeline does not count.
+            pipelines: of which it has one.
+            num_micro_batches: micro-batches.
+        """
+        key = (mapping.tp, mapping.ep * mapping.etp, mapping.pp, pipelines)
+        if key not in self._min_parameters:
+            sizes = [
+                self.cost_model.max_parameters(replace(mapping, schedule=p.schedule, vpp=p.vpp)) for p in pipelines
+            ]
+            self._min_parameters[key] = tuple(map(min, zip(*sizes, strict=True)))
+        least = self.cost_model.lower_bound_data_parallel_cost(mapping, self._min_parameters[key])
+        # As if there was time without end to hide them.
+        return least.optimizer_s + float(
+            self.cost_model.exposed_data_parallel_s(mapping, least, inf, inf, num_micro_batches)
+        )
+
+    def step_times(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
+        """Seconds of a step with each of some savers, of which `mapping` has none: what `step_time` says of each."""
+        passes = self.pass_times(mapping, (PipelineVariant(mapping.schedule, mapping.vpp),), strategies).of_pipeline(0)
+        return self.add_data_parallel_s(
+            passes, mapping, mapping.num_micro_batches(self.cost_model.workload.global_batch_size)
+        )
+
+    def _rank_contents(self, pp: int, pipelines: tuple[PipelineVariant, ...]) -> _RankContents:
+        key = (pp, pipelines)
+        if key not in self._rank_contents_cache:
+            self._rank_contents_cache[key] = self._count_rank_contents(pp, pipelines)
+        return self._rank_contents_cache[key]
+
+    def _count_rank_contents(self, pp: int, pipelines: Sequence[PipelineVariant]) -> _RankContents:
+        every: list[dict[tuple[int, ...], int]] = []
+        for pipeline in pipelines:
+            found: dict[tuple[int, ...], int] = {}
+            for layers, _, has_loss in self.cost_model.rank_contents(pp, pipeline.vpp, pipeline.schedule):
+                row = (*layers, int(has_loss))
+                found[row] = found.get(row, 0) + 1
+            every.append(found)
+        most, width = max(map(len, every)), len(self.cost_model.model_spec.kinds) + 1
+        # Rows that are left over have nothing and are no rank's.
+        counts: Seconds = np.zeros((len(every), most, width))
+        shares: Seconds = np.zeros((len(every), 1, most))
+        for i, contents in enumerate(every):
+            counts[i, : len(contents)] = list(contents)
+            shares[i, 0, : len(contents)] = [number / pp for number in contents.values()]
+        return _RankContents(counts, shares)
+
+
+def _slowest_rank(forward: Seconds, backward: Seconds) -> tuple[Seconds, Seconds]:
+    """Of ranks [pipelines, contents, savers] those that take longest, the first of equal ones, [pipelines, savers]."""
+    # One content after another: contents are few, and argmax over an inner axis is many times slower.
+    ahead, behind, both = forward[:, 0].copy(), backward[:, 0].copy(), forward + backward
+    longest = both[:, 0]
+    for i in range(1, both.shape[1]):
+        is_longer = both[:, i] > longest
+        for found, seconds in ((ahead, forward), (behind, backward), (longest, both)):
+            np.copyto(found, seconds[:, i], where=is_longer)
+    return ahead, behind
+
+
+def _bubbles(
+    mean: tuple[Seconds, Seconds, Seconds], pp: int, num_micro_batches: int, pipelines: tuple[PipelineVariant, ...]
+) -> Seconds:
+    """Idle seconds of a rank in a step, [pipelines, savers]."""
+    found = np.zeros_like(mean[0])
+    for schedule in dict.fromkeys(p.schedule for p in pipelines):
+        which = [i for i, p in enumerate(pipelines) if p.schedule == schedule]
+        vpp = np.array([[pipelines[i].vpp] for i in which])
+        forward, backward, weight = (seconds[which] for seconds in mean)
+        found[which] = bubble_s(
+            forward, backward, weight, pp=pp, vpp=vpp, num_micro_batches=num_micro_batches, schedule=schedule
+        )
+    return found

@@ -1,0 +1,117 @@
+"""One way to cut a model over ranks, as integers: what the planner prices.
+
+Mappings and predicted numbers as a reader is shown them. Torch-free.
+"""
+
+from dataclasses import dataclass, fields
+
+from moefold.config.schema import Config
+
+OFFLOADED_OPTIMIZER = "optimizer"
+"""Of `ParallelMapping.offload`: the moments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelMapping:
+    """The degrees of both views, the micro-batch and how a step is run; names as in a recipe."""
+
+    tp: int = 1
+    """Tensor parallelism of attention and dense layers, with sequence parallelism."""
+    cp: int = 1
+    """Context parallelism."""
+    dp: int = 1
+    """Data parallelism of attention."""
+    pp: int = 1
+    """Pipeline ranks."""
+    vpp: int = 1
+    """Model chunks on each pipeline rank."""
+    ep: int = 1
+    """Expert parallelism."""
+    etp: int = 1
+    """Tensor parallelism of an expert."""
+    edp: int = 1
+    """Data parallelism of the experts."""
+    mbs: int = 1
+    """Samples of a micro-batch."""
+    zero: int = 1
+    """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
+    recompute: tuple[str, ...] = ()
+    """Parts of the layers that run again in the backward pass."""
+    offload: tuple[str, ...] = ()
+    """What lives in host memory: "optimizer", and parts of the layers between the passes."""
+    dispatcher: str = "alltoall"
+    """How tokens reach their experts: local, allgather, alltoall, leastloaded, deepep or hybridep."""
+    overlap: bool = False
+    """Whether the experts' exchange of one micro-batch runs under the compute of another."""
+    schedule: str = "1f1b"
+    """Pipeline schedule; `vpp` of 2 or more with "1f1b" means its interleaved form."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    def num_micro_batches(self, global_batch_size: int) -> int:
+        """Micro-batches that one data-parallel rank works through in a step."""
+        return global_batch_size // (self.mbs * self.dp)
+
+    def as_dict(self) -> dict[str, object]:
+        """Every field by its name, as `--json` prints it."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def mapping_from_config(cfg: Config) -> ParallelMapping:
+    """The mapping of a recipe."""
+    p, train = cfg.parallel, cfg.train
+    return ParallelMapping(
+        tp=p.tp,
+        cp=p.cp,
+        dp=p.dp,
+        pp=p.pp,
+        vpp=p.virtual_stages,
+        ep=p.ep,
+        etp=p.etp,
+        edp=p.edp,
+        mbs=train.micro_batch_size,
+        zero=p.zero,
+        recompute=train.recompute,
+        offload=(*train.offload, *((OFFLOADED_OPTIMIZER,) if train.offload_optimizer == "host" else ())),
+        overlap=p.overlap_experts,
+        dispatcher="alltoall" if p.dispatcher == "auto" else p.dispatcher,
+        schedule=p.schedule,
+    )
+
+
+def format_compact_degrees(mapping: ParallelMapping) -> str:
+    """Return the degrees in a few letters, such as `tp1 pp2x8 ep8 dp32 z1`.
+
+    pp2x8 is pp=2 with 8 virtual stages, z1 is ZeRO 1; cp, etp and mbs are left out where they are 1.
+    """
+    m = mapping
+    words = [f"tp{m.tp}", f"pp{m.pp}x{m.vpp}" if m.vpp > 1 else f"pp{m.pp}"]
+    words += [f"cp{m.cp}"] if m.cp > 1 else []
+    words.append(f"ep{m.ep}")
+    words += [f"etp{m.etp}"] if m.etp > 1 else []
+    words += [f"dp{m.dp}", f"z{m.zero}"]
+    return " ".join([*words, *([f"mbs{m.mbs}"] if m.mbs > 1 else [])])
+
+
+def describe_strategy(mapping: ParallelMapping) -> str:
+    """Return how a mapping saves memory and hides communication, beyond its degrees; empty if it does neither."""
+    m = mapping
+    words = [m.schedule] if m.pp > 1 and m.schedule != "1f1b" else []
+    words += [f"recompute: {' + '.join(m.recompute)}"] if m.recompute else []
+    words += [f"offload: {' + '.join(m.offload)}"] if m.offload else []
+    return ", ".join([*words, *(["experts' exchange overlapped"] if m.overlap else [])])
+
+
+def format_seconds(seconds: float) -> str:
+    """Return seconds with three significant digits: a prediction has no more."""
+    digits = next((digits for least, digits in ((100, 0), (10, 1), (1, 2), (0.1, 3)) if seconds >= least), 4)
+    return f"{seconds:.{digits}f}"
+
+
+def format_rate(value: float) -> str:
+    """Return a rate with three significant digits and thousands apart, such as `6,230`."""
+    scale = 10 ** max(0, len(f"{value:.0f}") - 3)
+    return f"{round(value / scale) * scale:,}"

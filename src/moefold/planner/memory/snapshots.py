@@ -1,0 +1,499 @@
+"""The moments of a step at which a pipeline rank may have most in memory, as counts of what is there. Torch-free.
+
+The counts depend on the schedule and on what the stages hold, not on any size: a search finds them once and multiplies
+them with the bytes of each mapping. They are read off the runtime's own order of work, as `cost/peak_memory.py`
+does for one recipe; a test holds the two to the same bytes.
+
+What a forward and a backward pass that take turns at exchanges have in memory, as counts. Torch-free.
+
+The runtime's formula (`cost/overlap_memory.py`) adds up bytes on the same course (`cost/overlap_memory.py`). Which
+moment is the fullest depends on sizes; here all stay that may be.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from moefold.cost.overlap_memory import (
+    SNAPSHOT_POINTS,
+    SPLIT_BACKWARD_POINTS,
+    LayerMemory,
+    StageMemory,
+    interleave,
+    visit_backward,
+    visit_forward,
+)
+from moefold.cost.peak_memory import BLOCKING_SENDS
+from moefold.planner.memory.columns import Counts, MemoryColumns, drop_dominated
+from moefold.planner.stages import ModelChunk
+from moefold.topology.pipeline_action import SlotRow, one_per_slot
+from moefold.topology.schedule_tables import SCHEDULES, overlapped_row, rank_row, to_slot_row
+
+STEADY_MICRO_BATCHES_PER_RANK = 3
+"""Micro-batches for each rank behind which nothing new happens until the way out; see `ScheduleSpec.shortest`."""
+
+
+RunningChunks = tuple[int, int]
+"""Numbers of what the stages hold that run forward and backward; -1: none does."""
+
+
+@dataclass(frozen=True)
+class MemorySnapshots:
+    """Rows of counts, one for each moment of some rank that no other one outdoes."""
+
+    states: Counts
+    """What of the model the rank has, [moments, `MemoryColumns.state_size`]."""
+    activations: Counts
+    """What is there of activations, [moments, `MemoryColumns.size`]."""
+    occurrence: Counts
+    """1 where there is such a moment if no exchange of experts runs again, and if some do, [moments, 2]."""
+    messages_per_micro_batch: Counts
+    """Hidden states that each further micro-batch adds, [moments]: sent and kept, or awaited."""
+
+    def with_more_micro_batches(self, count: int, columns: MemoryColumns) -> "MemorySnapshots":
+        """The same with so many more micro-batches in the steady phase."""
+        active = self.activations.copy()
+        active[:, columns.end_column("hidden")] += count * self.messages_per_micro_batch
+        return replace(self, activations=active)
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """How a step is ordered."""
+
+    schedule: str
+    pp: int
+    vpp: int
+    num_micro_batches: int
+    overlap: bool = False
+    keeps_sent_messages: bool = True
+    """Whether what is sent stays until the step ends, and room for all that comes is made when it begins."""
+
+    @property
+    def shortest_equivalent(self) -> "ScheduleSpec":
+        """With as many micro-batches as have all moments of a step: more only repeat the steady phase, and send."""
+        n, most = self.num_micro_batches, STEADY_MICRO_BATCHES_PER_RANK * self.pp
+        if n <= most or self.schedule == "gpipe" and self.pp > 1:
+            return self
+        # Rounds of another length than pp would change with their number.
+        per_round = n // max(1, n // self.pp)
+        repeats = per_round == self.pp or self.schedule in ("1f1b", "zbv", "dualpipev") and self.vpp < 3
+        return replace(self, num_micro_batches=most) if repeats else self
+
+
+def find_snapshots(
+    schedule_spec: ScheduleSpec,
+    chunks: Sequence[ModelChunk],
+    stages_by_rank: Sequence[Sequence[int]],
+    columns: MemoryColumns,
+) -> MemorySnapshots:
+    """The moments that count.
+
+    Args:
+        schedule_spec: of the step.
+        chunks: what each stage holds, in the order of the model.
+        stages_by_rank: for each pipeline rank the numbers of its stages.
+        columns: for the kinds of the model.
+    """
+    walk = _make_rank_walker(schedule_spec, chunks, stages_by_rank, columns, finds_all=True)
+    found = []
+    for rank, stages in enumerate(stages_by_rank):
+        rows = walk.snapshots(schedule_row(schedule_spec, rank), stages)
+        found.append(np.hstack([np.tile(_state_counts(chunks, stages, columns), (len(rows), 1)), rows]))
+    active = columns.state_size + columns.size
+    rows = drop_dominated(np.concatenate(found))
+    return MemorySnapshots(
+        rows[:, : columns.state_size], rows[:, columns.state_size : active], rows[:, active:-1], rows[:, -1]
+    )
+
+
+def find_peak_candidates(
+    schedule_spec: ScheduleSpec,
+    chunks: Sequence[ModelChunk],
+    stages_by_rank: Sequence[Sequence[int]],
+    columns: MemoryColumns,
+) -> MemorySnapshots:
+    """One moment of the first rank and one of the last, with most layers in flight: cheap, and below what is needed.
+
+    Of pairs it is the one before they begin, which does not depend on what runs again.
+
+    Args:
+        schedule_spec: as for `find_snapshots`.
+        chunks: the same.
+        stages_by_rank: the same.
+        columns: the same.
+    """
+    walk = _make_rank_walker(schedule_spec, chunks, stages_by_rank, columns, finds_all=False)
+    held, found = [], []
+    for rank in (0, len(stages_by_rank) - 1):
+        rows = walk.snapshots(schedule_row(schedule_spec, rank), stages_by_rank[rank])
+        # Of those with as many layers in flight the one with most beside them.
+        layers, beside = rows[:, : columns.num_kinds].sum(axis=1), rows[:, columns.num_kinds : columns.size].sum(axis=1)
+        found.append(rows[np.lexsort((beside, layers))[-1]])
+        held.append(_state_counts(chunks, stages_by_rank[rank], columns))
+    rows = np.array(found)
+    return MemorySnapshots(np.array(held), rows[:, : columns.size], np.ones((len(held), 2)), rows[:, -1])
+
+
+@lru_cache(maxsize=16384)
+def schedule_row(schedule_spec: ScheduleSpec, rank: int) -> SlotRow:
+    """The work of a pipeline rank."""
+    count = schedule_spec.num_micro_batches
+    if schedule_spec.overlap:
+        return to_slot_row(overlapped_row(schedule_spec.schedule, rank, schedule_spec.pp, schedule_spec.vpp, count))
+    if schedule_spec.pp == 1:
+        return one_per_slot(rank_row("1f1b", 0, 1, 1, count))
+    name = "interleaved" if schedule_spec.schedule == "1f1b" and schedule_spec.vpp > 1 else schedule_spec.schedule
+    return one_per_slot(rank_row(name, rank, schedule_spec.pp, schedule_spec.vpp, count))
+
+
+def _make_rank_walker(
+    schedule_spec: ScheduleSpec,
+    chunks: Sequence[ModelChunk],
+    stages_by_rank: Sequence[Sequence[int]],
+    columns: MemoryColumns,
+    *,
+    finds_all: bool,
+) -> "_RankWalker":
+    rank_of = {stage: rank for rank, stages in enumerate(stages_by_rank) for stage in stages}
+    return _RankWalker(schedule_spec, chunks, rank_of, columns, finds_all=finds_all)
+
+
+class _RankWalker:
+    """Follows one rank through its step.
+
+    Args:
+        schedule_spec: of the step.
+        chunks: what each stage holds.
+        rank_of: of each stage.
+        columns: for the kinds of the model.
+        finds_all: whether all moments of pairs count, or only that before they begin.
+    """
+
+    def __init__(
+        self,
+        schedule_spec: ScheduleSpec,
+        chunks: Sequence[ModelChunk],
+        rank_of: dict[int, int],
+        columns: MemoryColumns,
+        *,
+        finds_all: bool,
+    ) -> None:
+        self.schedule_spec, self.chunks, self.rank_of, self.columns = schedule_spec, chunks, rank_of, columns
+        self.splits_backward = schedule_spec.pp > 1 and SCHEDULES[schedule_spec.schedule].splits_backward
+        # Stages that hold the same are counted together.
+        known: dict[ModelChunk, int] = {}
+        self._chunk_class = [known.setdefault(chunk, len(known)) for chunk in chunks]
+        self._distinct_chunks = list(known)
+        self._saved_by_class = np.array([self._saved(chunk) for chunk in known])
+        self._delayed_wgrad_by_class = np.array([self._delayed_wgrad(chunk) for chunk in known])
+        self._finds_all = finds_all
+        self._running_cache: dict[RunningChunks, Counts] = {}
+
+    def snapshots(self, row: SlotRow, stages: Sequence[int]) -> Counts:
+        """The counts at the start of every slot that differs from those before.
+
+        Returns:
+            [moments, `MemoryColumns.size` + 3]: behind the counts `MemorySnapshots.occurs` and `MemorySnapshots.messages` of them.
+        """
+        order, columns = self.schedule_spec, self.columns
+        awaited = self._num_recv_buffers(stages) if order.keeps_sent_messages else 0
+        sent = {stage: self._num_sent(stage) for stage in stages}
+        states = self._slot_states(row, sent)
+        flying, left, running = zip(*states, strict=True)
+        base = np.zeros((len(states), columns.size + 3))
+        base[:, : columns.size] = (
+            np.array(flying) @ self._saved_by_class + np.array(left) @ self._delayed_wgrad_by_class
+        )
+        messages, is_steady = np.array(list(states.values())).T
+        base[:, columns.end_column("hidden")] += messages + awaited * order.num_micro_batches
+        base[:, -1] = is_steady * sum(sent.values()) + awaited
+        runs = [self._running_snapshots(which) for which in running]
+        found: Counts = np.repeat(base, [len(run) for run in runs], axis=0)
+        found[:, :-1] += np.concatenate(runs)
+        return found
+
+    def _slot_states(
+        self, row: SlotRow, sent: dict[int, int]
+    ) -> dict[tuple[tuple[int, ...], tuple[int, ...], RunningChunks], tuple[int, bool]]:
+        """What is in flight and postponed as a slot begins, with what runs.
+
+        Of each, the most that was sent by then, and whether what is left out of the steady phase was sent before it.
+        """
+        flying, left, messages = [0] * len(self._distinct_chunks), [0] * len(self._distinct_chunks), 0
+        is_steady = not self.schedule_spec.overlap
+        found: dict[tuple[tuple[int, ...], tuple[int, ...], RunningChunks], tuple[int, bool]] = {}
+        for slot in row:
+            ahead = behind = -1
+            if len(slot) > 1:
+                # The steady phase begins: what was there only before it, as a first backward pass alone, was sent less.
+                is_steady = True
+            for action in slot:
+                own, kind = self._chunk_class[action.stage], action.kind
+                if kind == "F":
+                    ahead = own
+                elif kind == "W":
+                    left[own] -= 1
+                else:
+                    behind = own
+                    flying[own] -= 1
+            if ahead < 0 and behind < 0:
+                continue
+            # What was sent only grows.
+            found[tuple(flying), tuple(left), (ahead, behind)] = messages, is_steady
+            if ahead >= 0:
+                flying[ahead] += 1
+            if behind >= 0:
+                messages += sent[slot[-1].stage]
+                left[behind] += slot[-1].kind == "I"
+        return found
+
+    def _running_snapshots(self, running: RunningChunks) -> Counts:
+        """The moments of what runs at once, with `MemorySnapshots.occurs` behind them, [moments, `MemoryColumns.size` + 2]."""
+        if running not in self._running_cache:
+            ahead, behind = (None if own < 0 else self._distinct_chunks[own] for own in running)
+            if ahead and behind:
+                self._running_cache[running] = self._overlap_snapshots(ahead, behind)
+            else:
+                run = np.array(
+                    list(
+                        self._forward_snapshots(ahead) if ahead else self._backward_snapshots(behind) if behind else ()
+                    )
+                )
+                # Of two micro-batches at a time, one is on its way out and the other on its way back.
+                run[:, self.columns.end_column("in_transit")] += 2.0 if self.schedule_spec.overlap else 1.0
+                self._running_cache[running] = _with_occurs(run, 1.0, 1.0)
+        return self._running_cache[running]
+
+    def _overlap_snapshots(self, forward_chunk: ModelChunk, backward_chunk: ModelChunk) -> Counts:
+        if not self._finds_all:
+            before = self._saved(backward_chunk)
+            before[self.columns.end_column("in_transit")] += 2.0
+            return _with_occurs(before[None], 1.0, 1.0)
+        plain, paused = (
+            OverlapSpec(self.columns, self.splits_backward, again, self._keeps_sent_messages())
+            for again in (False, True)
+        )
+        runs = (
+            overlap_snapshots(plain, forward_chunk, backward_chunk),
+            overlap_snapshots(paused, forward_chunk, backward_chunk),
+        )
+        return np.concatenate([_with_occurs(runs[0], 1.0, 0.0), _with_occurs(runs[1], 0.0, 1.0)])
+
+    def _forward_snapshots(self, chunk: ModelChunk) -> Iterator[Counts]:
+        """The end of the forward pass, and the last layer of each kind at work."""
+        whole = self._saved(chunk)
+        if chunk.has_loss:
+            whole[self.columns.end_column("logits")] += 1
+        yield whole
+        for i in _last_of_each(chunk.kinds):
+            now = self._saved_before(chunk, i + 1)
+            now[self.columns.transient + chunk.kinds[i]] += 1
+            yield now
+
+    def _backward_snapshots(self, chunk: ModelChunk) -> Iterator[Counts]:
+        """The last layer of each kind at work, and, where those behind have postponed something, the first of each."""
+        now = self._saved_before(chunk, 0)
+        yield now + (self._delayed_wgrad(chunk) if self.splits_backward else 0)
+        last = _last_of_each(chunk.kinds)
+        first = [chunk.kinds.index(kind) for kind in set(chunk.kinds)] if self.splits_backward else []
+        for i in sorted({*last, *first}):
+            now = self._saved_before(chunk, i + 1)
+            now[self.columns.transient + chunk.kinds[i]] += 1
+            now[self.columns.recompute_peak + chunk.kinds[i]] += 1
+            now[self.columns.at_snapshot_point("beside") + chunk.kinds[i]] += self.splits_backward
+            yield now + (self._delayed_wgrad(chunk, i + 1) if self.splits_backward else 0)
+
+    def _saved_before(self, chunk: ModelChunk, num_layers: int) -> Counts:
+        """The embedding and the first so many layers."""
+        row = np.zeros(self.columns.size)
+        row[self.columns.end_column("embedding")] += chunk.has_embedding
+        for kind in chunk.kinds[:num_layers]:
+            row[self.columns.saved + kind] += 1
+        return row
+
+    def _saved(self, chunk: ModelChunk) -> Counts:
+        row = self._saved_before(chunk, len(chunk.kinds))
+        if chunk.has_loss:
+            row[self.columns.end_column("head")] += 1
+            row[self.columns.end_column("further")] += chunk.num_mtp_layers
+        return row
+
+    def _delayed_wgrad(self, chunk: ModelChunk, first_layer: int = 0) -> Counts:
+        row = np.zeros(self.columns.size)
+        for kind in chunk.kinds[first_layer:]:
+            row[self.columns.delayed_wgrad + kind] += 1
+        if chunk.has_loss:
+            row[self.columns.end_column("postponed_head")] += 1 + chunk.num_mtp_layers
+            row[self.columns.end_column("postponed_further")] += chunk.num_mtp_layers
+        return row
+
+    def _num_sent(self, stage: int) -> int:
+        """Hidden states and gradients that a micro-batch leaves behind."""
+        return (stage > 0) + (stage + 1 < len(self.chunks)) if self._keeps_sent_messages() else 0
+
+    def _keeps_sent_messages(self) -> bool:
+        order = self.schedule_spec
+        lets_go = order.schedule in BLOCKING_SENDS and order.vpp == 1 and not order.overlap
+        return order.keeps_sent_messages and order.pp > 1 and not lets_go
+
+    def _num_recv_buffers(self, stages: Iterable[int]) -> int:
+        """Buffers for each micro-batch: one for each neighbour of a stage on another rank."""
+        return sum(
+            neighbour in self.rank_of and self.rank_of[neighbour] != self.rank_of[stage]
+            for stage in stages
+            for neighbour in (stage - 1, stage + 1)
+        )
+
+
+def _with_occurs(rows: Counts, without_recompute: float, with_recompute: float) -> Counts:
+    return np.hstack([rows, np.tile([without_recompute, with_recompute], (len(rows), 1))])
+
+
+def _last_of_each(kinds: Sequence[int]) -> list[int]:
+    return sorted({kind: i for i, kind in enumerate(kinds)}.values())
+
+
+def _state_counts(chunks: Sequence[ModelChunk], stages: Sequence[int], columns: MemoryColumns) -> Counts:
+    row = np.zeros(columns.state_size)
+    own = [chunks[stage] for stage in stages]
+    row[columns.state_column("stage")] = len(own)
+    for chunk in own:
+        row[columns.state_column("embedding")] += chunk.has_embedding
+        row[columns.state_column("head")] += chunk.has_loss
+        row[columns.state_column("further")] += chunk.num_mtp_layers
+        for kind in chunk.kinds:
+            row[kind] += 1
+        bits = sum(1 << kind for kind in set(chunk.kinds)) | (1 << columns.num_kinds if chunk.num_mtp_layers else 0)
+        row[columns.first_kind_set + bits] += 1
+    if own and own[-1].has_loss and not own[-1].has_embedding:
+        # The second copy of the embedding, if the model needs one, follows a first one on the same rank.
+        name = "following_embedding" if own[0].has_embedding else "second_embedding"
+        row[columns.state_column(name)] += 1
+    return row
+
+
+@dataclass(frozen=True)
+class OverlapSpec:
+    """How the passes of a pair run."""
+
+    columns: MemoryColumns
+    splits_backward: bool
+    """Whether the schedule splits backward passes."""
+    recomputes_comm: bool
+    """Whether exchanges run again before the gradients."""
+    keeps_sent_messages: bool
+    """Whether what a backward pass has sent stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SnapshotInterval:
+    peak: Counts
+    """All that may be most, [moments, columns]."""
+    during_comm: Counts
+    """[1, columns]"""
+
+
+class _SnapshotIntervalBuilder:
+    """A pass under construction."""
+
+    def __init__(self) -> None:
+        self.intervals: list[_SnapshotInterval] = []
+        self._snapshots: list[Counts] = []
+
+    def observe(self, live: Counts) -> None:
+        self._snapshots.append(live)
+
+    def close_interval(self, during_comm: Counts) -> None:
+        self.intervals.append(_SnapshotInterval(np.array(self._snapshots), during_comm[None]))
+        self._snapshots = []
+
+
+@lru_cache(maxsize=4096)
+def overlap_snapshots(spec: OverlapSpec, forward_chunk: ModelChunk, backward_chunk: ModelChunk) -> Counts:
+    """The moments of a pair that no other one outdoes, [moments, columns].
+
+    Args:
+        spec: how they run.
+        forward_chunk: what runs forward.
+        backward_chunk: what runs backward.
+    """
+    columns = spec.columns
+    nothing = _UnitRows(columns).row(in_transit=1.0)
+    sent = nothing.copy()
+    if spec.keeps_sent_messages:
+        sent[columns.end_column("hidden")] += (not backward_chunk.has_embedding) + (not backward_chunk.has_loss)
+    forward, backward = _forward_intervals(spec, forward_chunk), _backward_intervals(spec, backward_chunk)
+    found = [one + other for one, other in interleave(forward, backward, nothing[None], sent[None])]
+    return drop_dominated(np.unique(np.concatenate(found), axis=0))
+
+
+@lru_cache(maxsize=1024)
+def _forward_intervals(spec: OverlapSpec, chunk: ModelChunk) -> tuple[_SnapshotInterval, ...]:
+    drawn = _SnapshotIntervalBuilder()
+    visit_forward(drawn, _stage_rows(spec, chunk))
+    return tuple(drawn.intervals)
+
+
+@lru_cache(maxsize=1024)
+def _backward_intervals(spec: OverlapSpec, chunk: ModelChunk) -> tuple[_SnapshotInterval, ...]:
+    drawn = _SnapshotIntervalBuilder()
+    visit_backward(drawn, _stage_rows(spec, chunk))
+    return tuple(drawn.intervals)
+
+
+class _UnitRows:
+    """Rows with one of something."""
+
+    def __init__(self, columns: MemoryColumns) -> None:
+        self._columns = columns
+
+    def row(self, **ends: float) -> Counts:
+        """So many of some end columns."""
+        found = np.zeros(self._columns.size)
+        for name, count in ends.items():
+            found[self._columns.end_column(name)] = count
+        return found
+
+    def layer(self, first: int, kind: int, in_transit: float = 0.0) -> Counts:
+        """A layer of a kind in the columns from `first` on."""
+        found = self.row(in_transit=in_transit)
+        found[first + kind] = 1.0
+        return found
+
+    def layer_rows(self, kind: int, delayed_wgrad: Counts) -> LayerMemory[Counts]:
+        """A layer. At work it is there as a whole: of offloaded parts one run less is in transit, half of its two."""
+        columns = self._columns
+        at = {
+            name: self.layer(columns.at_snapshot_point(name), kind, 0.0 if name in SPLIT_BACKWARD_POINTS else -0.5)
+            for name in SNAPSHOT_POINTS
+        }
+        return LayerMemory(self.layer(columns.saved, kind), at, delayed_wgrad, kind in columns.moe_kinds)
+
+
+def _stage_rows(spec: OverlapSpec, chunk: ModelChunk) -> StageMemory[Counts]:
+    columns, units = spec.columns, _UnitRows(spec.columns)
+    nothing, splits = units.row(), spec.splits_backward
+    known = {
+        kind: units.layer_rows(kind, units.layer(columns.delayed_wgrad, kind) if splits else nothing)
+        for kind in set(chunk.kinds)
+    }
+    further = []
+    if chunk.num_mtp_layers:
+        postponed = units.row(postponed_further=1.0) if splits else nothing
+        further = [units.layer_rows(chunk.mtp_layer_kind, postponed)] * chunk.num_mtp_layers
+    postponed_heads = chunk.has_loss * splits * (1.0 + chunk.num_mtp_layers)
+    return StageMemory(
+        embedding=units.row(embedding=float(chunk.has_embedding), in_transit=1.0),
+        layers=[known[kind] for kind in chunk.kinds],
+        mtp_layers=further,
+        mtp_layer_saved=units.row(further=1.0),
+        head=units.row(head=float(chunk.has_loss)),
+        logits=units.row(logits=1.0),
+        delayed_wgrad_head=units.row(postponed_head=postponed_heads),
+        is_last=chunk.has_loss,
+        splits_backward=splits,
+        recomputes_comm=spec.recomputes_comm,
+    )

@@ -1,0 +1,318 @@
+"""Bytes of weights, gradients and moments of each unit of a model, by the runtime's formula. Torch-free.
+
+A unit is the embedding, a layer of a kind, the head, or a layer of multi-token prediction. Its dense weights depend on
+tp and on the ranks that data parallelism cuts them over, its experts on ep, etp and edp: each is counted once.
+
+What an update brings back of the moments that live outside of memory, by the runtime's formula. Torch-free.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from heapq import nlargest
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.config.schema import Config
+from moefold.cost.param_shapes import WeightShape
+from moefold.cost.state_memory import (
+    PARAMS_IN_TRANSIT,
+    ShardSpec,
+    cast_copy_bytes,
+    compute_dtype_bytes,
+    expert_buffer_bytes,
+    make_shard_spec,
+    offloaded_moment_sizes,
+    rope_buffer_bytes,
+    unit_weights,
+)
+from moefold.planner.cost_model.workload import TrainingWorkload
+from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
+from moefold.planner.memory.columns import MemoryColumns
+from moefold.planner.model_spec import ModelSpec, expert_parameters, layer_parameters
+
+STATE_PARTS = ("weights", "gathered", "gradients", "optimizer", "buffers")
+ByteTable = NDArray[np.float64]
+
+
+class StateMemoryTable:
+    """The states of the units of one model.
+
+    Args:
+        model_spec: the model.
+        workload: whose types of gradients and moments count, where they are not those of the recipe.
+        cfg: the recipe; of its mapping nothing counts.
+    """
+
+    def __init__(self, model_spec: ModelSpec, workload: TrainingWorkload, cfg: Config, columns: MemoryColumns) -> None:
+        self.model_spec, self.workload, self.cfg, self.columns = model_spec, workload, cfg, columns
+        self._unit_bytes_cache: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
+        self._bytes_by_part: dict[tuple[object, ...], ByteTable] = {}
+        self._rope_bytes_by_cp: dict[int, int] = {}
+        self._total_bytes: dict[tuple[object, ...], ByteTable] = {}
+        self._weights: dict[tuple[str | int, int], tuple[WeightShape, ...]] = {}
+
+    def bytes_by_part(self, mapping: ParallelMapping, *, accumulates_gradients: bool) -> ByteTable:
+        """Bytes of one of each state column, [parts, columns].
+
+        Args:
+            mapping: the mapping.
+            accumulates_gradients: whether it has several micro-batches, whose gradients are added up.
+        """
+        key = self._cache_key(mapping, accumulates_gradients)
+        if key not in self._bytes_by_part:
+            self._bytes_by_part[key] = self._build_table(
+                mapping, self.sharding_degrees(mapping), key[0], "optimizer" in mapping.offload
+            )
+        return self._bytes_by_part[key]
+
+    def total_bytes(self, mapping: ParallelMapping, *, accumulates_gradients: bool) -> ByteTable:
+        """The same without parts, [columns]."""
+        key = self._cache_key(mapping, accumulates_gradients)
+        if key not in self._total_bytes:
+            self._total_bytes[key] = self.bytes_by_part(mapping, accumulates_gradients=accumulates_gradients).sum(
+                axis=0
+            )
+        return self._total_bytes[key]
+
+    def units(self) -> list[tuple[int, str | int]]:
+        """(column, name) of each unit: kinds of layers, both ends, and layers of multi-token prediction."""
+        kinds, columns = range(self.columns.num_kinds), self.columns
+        names = ("embedding", "head", *(("further",) if self.model_spec.mtp_layers else ()))
+        return [*((kind, kind) for kind in kinds), *((columns.state_column(name), name) for name in names)]
+
+    def offloaded_sizes(self, name: str | int, mapping: ParallelMapping) -> list[int]:
+        """Bytes of the moments of each weight of a unit that leave memory where moments do."""
+        degrees = self.sharding_degrees(mapping)
+        weights = (weight.shard(mapping.tp, mapping.ep, mapping.etp) for weight in self.weights(name, mapping.tp))
+        return list(
+            offloaded_moment_sizes(
+                self._shard_spec(degrees, accumulates_gradients=False), weights, self.cfg.train.offload_min_kib
+            )
+        )
+
+    def _cache_key(self, mapping: ParallelMapping, accumulates_gradients: bool) -> tuple[bool, *tuple[object, ...]]:
+        accumulates_gradients = accumulates_gradients and mapping.zero < 2 and mapping.world_size > 1
+        cut = self.sharding_degrees(mapping)
+        return (
+            accumulates_gradients,
+            mapping.tp,
+            mapping.cp,
+            mapping.ep,
+            mapping.etp,
+            *cut,
+            mapping.zero,
+            mapping.world_size == 1,
+            "optimizer" in mapping.offload,
+        )
+
+    def sharding_degrees(self, mapping: ParallelMapping) -> tuple[int, int]:
+        """Ranks that share the states of dense weights and of experts."""
+        if mapping.zero == 0 or mapping.world_size == 1:
+            return 1, 1
+        if self.workload.shards_over_dp_only:
+            return mapping.dp, max(1, mapping.edp // mapping.cp)
+        return mapping.dp * mapping.cp, mapping.edp
+
+    def _build_table(
+        self, mapping: ParallelMapping, degrees: tuple[int, int], accumulates_gradients: bool, is_offloaded: bool
+    ) -> ByteTable:
+        columns, gathered = self.columns, {}
+        table = np.zeros((len(STATE_PARTS), columns.state_size))
+        for column, name in self.units():
+            weights, copies, summed, moments, buffers = self._unit_bytes(
+                name, mapping, degrees, accumulates_gradients=accumulates_gradients, is_offloaded=is_offloaded
+            )
+            table[:, column] = weights, copies, summed, moments, buffers
+            gathered[name] = copies
+        if self.model_spec.has_second_embedding:
+            for name in ("second_embedding", "following_embedding"):
+                table[:, columns.state_column(name)] = table[:, columns.state_column("embedding")]
+            table[STATE_PARTS.index("optimizer"), columns.state_column("following_embedding")] = 0
+        table[STATE_PARTS.index("buffers"), columns.state_column("stage")] = self._rope_bytes(mapping)
+        if is_offloaded and self.workload.is_megatron:
+            # Megatron-Core updates on the host, where the master weights are too.
+            table[STATE_PARTS.index("weights")] = table[STATE_PARTS.index("optimizer")] = 0
+        if mapping.zero == 3 and mapping.world_size > 1:
+            self._keep_largest_gathered_layer(table, gathered)
+        return table
+
+    def _keep_largest_gathered_layer(self, table: ByteTable, gathered: dict[str | int, int]) -> None:
+        """With ZeRO-3 the layers of a stage are there one after another: the largest of them counts."""
+        row, columns = table[STATE_PARTS.index("gathered")], self.columns
+        layers = [*range(columns.num_kinds), "further"]
+        for kind, name in enumerate(layers):
+            row[kind if name != "further" else columns.state_column("further")] = 0
+            size = gathered.get(name, 0)
+            for bits in range(2 ** len(layers)):
+                if bits >> kind & 1:
+                    row[columns.first_kind_set + bits] = max(row[columns.first_kind_set + bits], size)
+
+    def _unit_bytes(
+        self,
+        name: str | int,
+        mapping: ParallelMapping,
+        degrees: tuple[int, int],
+        *,
+        accumulates_gradients: bool,
+        is_offloaded: bool,
+    ) -> tuple[int, ...]:
+        if mapping.world_size == 1:
+            return self._single_rank_bytes(name, is_offloaded=is_offloaded)
+        holding = self._shard_spec(degrees, accumulates_gradients)
+        total = (0, 0, 0, 0)
+        for is_expert, cut in ((False, (mapping.tp, degrees[0])), (True, (mapping.ep, mapping.etp, degrees[1]))):
+            key = (name, is_expert, *cut, accumulates_gradients, is_offloaded)
+            if key not in self._unit_bytes_cache:
+                weights = [
+                    w.shard(mapping.tp, mapping.ep, mapping.etp)
+                    for w in self.weights(name, mapping.tp)
+                    if w.is_expert == is_expert
+                ]
+                self._unit_bytes_cache[key] = self._sharded_bytes(
+                    holding, weights, holding.gathered_bytes(weights), is_offloaded=is_offloaded
+                )
+            total = _add(total, self._unit_bytes_cache[key])
+        return (*total, self._buffer_bytes(name))
+
+    def _single_rank_bytes(self, name: str | int, *, is_offloaded: bool) -> tuple[int, ...]:
+        weights = self.weights(name, 1)
+        if self.model_spec.config is not None:
+            copies = cast_copy_bytes(self.cfg, [self._unit_name(name)])
+        else:
+            copies = compute_dtype_bytes(self.cfg) * sum(w.numel for w in weights)
+        counted = self._sharded_bytes(
+            self._shard_spec((1, 1), accumulates_gradients=False), weights, copies, is_offloaded=is_offloaded
+        )
+        return (*counted, self._buffer_bytes(name))
+
+    def _sharded_bytes(
+        self, shard_spec: ShardSpec, weights: Sequence[WeightShape], gathered_bytes: int, *, is_offloaded: bool
+    ) -> tuple[int, int, int, int]:
+        states = shard_spec.state_bytes(weights)
+        optimizer = states.optimizer
+        if is_offloaded:
+            optimizer -= sum(offloaded_moment_sizes(shard_spec, weights, self.cfg.train.offload_min_kib))
+        return states.weights, gathered_bytes, max(states.gradients, states.gradient_sums), optimizer
+
+    def _shard_spec(self, degrees: tuple[int, int], accumulates_gradients: bool) -> ShardSpec:
+        holding, states = (
+            make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients),
+            self.workload.state_bytes,
+        )
+        if states is None:
+            return holding
+        return replace(holding, master_bytes=states.master, moment_bytes=states.moment, gradient_bytes=states.gradient)
+
+    def _unit_name(self, name: str | int) -> str:
+        return name if isinstance(name, str) else layer_letter(self.model_spec, name)
+
+    def _buffer_bytes(self, name: str | int) -> int:
+        if self.model_spec.config is None:
+            return 0
+        letter = self._unit_name(name)
+        has_experts = letter == "M" or (letter == "further" and self.cfg.model.layer_kinds[-1] == "M")
+        return expert_buffer_bytes(self.cfg) if has_experts else 0
+
+    def _rope_bytes(self, mapping: ParallelMapping) -> int:
+        if self.model_spec.config is None:
+            return 0
+        if mapping.cp not in self._rope_bytes_by_cp:
+            cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, cp=mapping.cp))
+            self._rope_bytes_by_cp[mapping.cp] = rope_buffer_bytes(cfg)
+        return self._rope_bytes_by_cp[mapping.cp]
+
+    def weights(self, name: str | int, tp: int) -> tuple[WeightShape, ...]:
+        """The whole weights of a unit: a kind of layers, or "embedding", "head", "further"."""
+        key = (name, tp)
+        if key not in self._weights:
+            if self.model_spec.config is not None:
+                cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, tp=tp))
+                self._weights[key] = unit_weights(cfg, self._unit_name(name))
+            else:
+                self._weights[key] = _unsupported_model_weights(self.model_spec, name)
+        return self._weights[key]
+
+
+def layer_letter(model_spec: ModelSpec, kind: int) -> str:
+    """The runtime's name of a kind of layers."""
+    layer = model_spec.kinds[kind].feed_forward
+    return "M" if layer is not None and layer.kind == "moe" else "D"
+
+
+def _add(left: tuple[int, int, int, int], right: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    return left[0] + right[0], left[1] + right[1], left[2] + right[2], left[3] + right[3]
+
+
+def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[WeightShape, ...]:
+    """Those of a model that the runtime does not know: one matrix for all that is cut alike."""
+    hidden = model_spec.hidden_size
+    if name in ("embedding", "head"):
+        return (WeightShape("embedding", (model_spec.vocab_size, hidden), tp_dim=0),)
+    kind = model_spec.mtp_layer_kind if isinstance(name, str) else name
+    dense, experts = layer_parameters(model_spec, kind)
+    found = [WeightShape("attention", (dense // hidden, hidden), tp_dim=0)]
+    layer = model_spec.kinds[kind].feed_forward
+    if experts and layer is not None:
+        rows = expert_parameters(layer, hidden)
+        found.append(WeightShape("experts", (layer.num_experts, rows), etp_dim=1))
+    if name == "further":
+        found.append(WeightShape("mtp", (hidden, 2 * hidden)))
+    return tuple(found)
+
+
+class OptimizerPrefetch:
+    """The moments that are in memory at once while parameters are updated, one after another.
+
+    Args:
+        state_memory: of the model.
+    """
+
+    def __init__(self, state_memory: StateMemoryTable) -> None:
+        self._state_memory = state_memory
+        self._largest: dict[tuple[object, ...], list[int]] = {}
+
+    def extra_bytes(self, mapping: ParallelMapping, state_counts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Bytes beside the states, [moments]; 0 where moments never leave, or are updated where they are.
+
+        Args:
+            mapping: the mapping.
+            state_counts: what of the model the rank has, [moments, `MemoryColumns.state_size`].
+        """
+        found = np.zeros(len(state_counts))
+        # Megatron-Core updates on the host.
+        if OFFLOADED_OPTIMIZER not in mapping.offload or self._state_memory.workload.is_megatron:
+            return found
+        units = [(column, self._largest_of_unit(name, mapping)) for column, name in self._state_memory.units()]
+        if self._state_memory.model_spec.has_second_embedding:
+            # A second copy that follows the first has no moments; one alone does.
+            units.append(
+                (
+                    self._state_memory.columns.state_column("second_embedding"),
+                    self._largest_of_unit("embedding", mapping),
+                )
+            )
+        rows, which = np.unique(state_counts[:, [column for column, _ in units]], axis=0, return_inverse=True)
+        sums = np.array([_sum_of_largest(row, [sizes for _, sizes in units]) for row in rows], dtype=float)
+        return sums[which.reshape(-1)]
+
+    def _largest_of_unit(self, name: str | int, mapping: ParallelMapping) -> list[int]:
+        """The largest of one unit."""
+        key = (
+            name,
+            mapping.tp,
+            mapping.ep,
+            mapping.etp,
+            *self._state_memory.sharding_degrees(mapping),
+            mapping.world_size == 1,
+        )
+        if key not in self._largest:
+            self._largest[key] = nlargest(PARAMS_IN_TRANSIT, self._state_memory.offloaded_sizes(name, mapping))
+        return self._largest[key]
+
+
+def _sum_of_largest(counts: NDArray[np.float64], sizes: Sequence[list[int]]) -> int:
+    all_sizes = [
+        size for count, unit in zip(counts, sizes, strict=True) for size in unit * min(int(count), PARAMS_IN_TRANSIT)
+    ]
+    return sum(nlargest(PARAMS_IN_TRANSIT, all_sizes))

@@ -1,0 +1,311 @@
+"""A question to the planner, and its answers: what `moefold plan` and `parallel = "auto"` ask. Torch-free.
+
+Planning under the routing of a real run: every ep is priced with the load that it would have had.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from moefold.config.load import config_from_dict
+from moefold.config.schema import Config
+from moefold.cost.hardware import Device
+from moefold.errors import ConfigError
+from moefold.planner.cost_model.step import CostModel
+from moefold.planner.cost_model.workload import RecordedRouting, TrainingWorkload
+from moefold.planner.memory.budget import MemoryModel
+from moefold.planner.model_lookup import load_model_spec
+from moefold.planner.model_spec import ModelSpec, model_spec_from_config
+from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
+from moefold.planner.search.infeasibility import explain_illegal
+from moefold.planner.search.search import PlannedMapping, Search
+from moefold.planner.search.space import MappingSpace
+from moefold.planner.stages import RecipeStageSplitter
+from moefold.recipe import load_config
+
+MAX_GPUS = 65536
+"""So far a budget that fits is looked for."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A model, a batch, and the GPUs to run it on."""
+
+    base_config: Config
+    """A recipe; its mapping counts for nothing but world_size and what no search touches: orders, context, layout."""
+    model_spec: ModelSpec
+    device: Device
+    workload: TrainingWorkload
+    restriction: Restriction = Restriction()
+    reserve_gib: float = 0.0
+    """Memory of each device that a mapping has to leave free."""
+
+    @property
+    def usable_device(self) -> Device:
+        """The device with the memory that a mapping may use."""
+        return replace(self.device, memory_gib=self.device.memory_gib - self.reserve_gib)
+
+    @property
+    def num_gpus(self) -> int:
+        """Ranks in all."""
+        return self.base_config.parallel.world_size
+
+    @property
+    def priced_workload(self) -> TrainingWorkload:
+        """The workload with the order of ranks that the method has."""
+        return replace(self.workload, is_coupled=not METHODS[self.restriction.method].ep_may_span_cp)
+
+    def with_num_gpus(self, num_gpus: int) -> "PlanRequest":
+        """The same question for another number of GPUs."""
+        return replace(
+            self,
+            base_config=replace(self.base_config, parallel=replace(self.base_config.parallel, world_size=num_gpus)),
+        )
+
+
+class Planner:
+    """Answers one question.
+
+    Args:
+        request: the question.
+
+    Raises:
+        ConfigError: the recipe cannot run under any mapping.
+    """
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+        self.space = MappingSpace(MappingConstraints(request.base_config), request.restriction)
+        self._num_requested = 0
+        self._top_plans: list[PlannedMapping] = []
+        """As many of the best as were asked for."""
+
+    @cached_property
+    def search(self) -> Search:
+        """The search of all legal mappings."""
+        q = self.request
+        workload = q.priced_workload
+        split = RecipeStageSplitter(q.base_config, q.model_spec)
+        memory = MemoryModel(q.model_spec, workload, q.usable_device, q.base_config, split)
+        return Search(self.space, CostModel(q.model_spec, q.device, workload, memory.activation_memory, split), memory)
+
+    def cost_model_for(self, plan: PlannedMapping) -> CostModel:
+        """What has priced a plan."""
+        return self.search.cost_model
+
+    def with_num_gpus(self, num_gpus: int) -> "Planner":
+        """What answers the same question for another number of GPUs."""
+        return Planner(self.request.with_num_gpus(num_gpus))
+
+    @property
+    def num_folds(self) -> int:
+        """Folds that are legal."""
+        return len(self.space.folds)
+
+    def num_faster(self, seconds: float) -> int:
+        """Folds whose best mapping that fits takes less than so many seconds."""
+        return self.search.num_faster(seconds)
+
+    def top_plans(self, count: int) -> list[PlannedMapping]:
+        """The first so many of `plans`; those that do not fit stand there only where none does.
+
+        Raises:
+            ConfigError: no mapping is legal.
+        """
+        if not self.space.folds:
+            raise ConfigError(self._nothing_legal_message())
+        if count > self._num_requested:
+            self._num_requested, self._top_plans = count, self.search.top_plans(count)
+        return self._top_plans[:count] or self.plans[:count]
+
+    @cached_property
+    def plans(self) -> list[PlannedMapping]:
+        """The best mapping of every legal fold, best first, those that do not fit last.
+
+        Raises:
+            ConfigError: no mapping is legal.
+        """
+        if not self.space.folds:
+            raise ConfigError(self._nothing_legal_message())
+        return self.search.rank_all()
+
+    def rank_all(self) -> None:
+        """Rank every fold now, so that the first of them are not searched for beside it.
+
+        Raises:
+            ConfigError: no mapping is legal.
+        """
+        self._num_requested, self._top_plans = len(self.plans), [plan for plan in self.plans if plan.memory.fits]
+
+    def best(self) -> PlannedMapping:
+        """The fastest mapping that fits.
+
+        Raises:
+            ConfigError: no mapping is legal, or none fits; the message says what would have to change.
+        """
+        best = self.top_plans(1)[0]
+        if not best.memory.fits:
+            raise ConfigError(self._nothing_fits_message(best))
+        return best
+
+    def config_for(self, plan: PlannedMapping) -> Config:
+        """The recipe under a mapping, with stages balanced where they are not even."""
+        from moefold.planner.export_recipe import config_with_mapping
+
+        return config_with_mapping(self.space.constraints, plan.mapping)
+
+    def _nothing_legal_message(self) -> str:
+        q = self.request
+        fixed = " ".join(f"{axis}={format_axis_value(value)}" for axis, value in q.restriction.fixed.items())
+        within = f" with {fixed}" if fixed else ""
+        within += f" of method {q.restriction.method!r}" if q.restriction.method != FOLDED else ""
+        text = (
+            f"no mapping of {q.num_gpus} GPUs{within} is legal for {q.model_spec.name} with train.seq_len="
+            f"{q.workload.seq_len} and train.global_batch_size={q.workload.global_batch_size}: "
+            f"{explain_illegal(self.space.constraints, q.restriction)}"
+        )
+        others = [
+            n
+            for n in _nearby_gpu_counts(q.num_gpus)
+            if MappingSpace(MappingConstraints(q.with_num_gpus(n).base_config), q.restriction).folds
+        ]
+        ways = [f"{n} GPUs" for n in others[:3]]
+        ways += ["fewer fixed axes"] if fixed else []
+        return f"{text}; or choose {', or '.join(ways or ['another batch or number of GPUs'])}"
+
+    def _nothing_fits_message(self, closest: PlannedMapping) -> str:
+        q, gib = self.request, 2**30
+        least = min(self.plans, key=lambda plan: plan.memory.total)
+        text = (
+            f"no mapping of {q.model_spec.name} on {q.num_gpus} GPUs fits into {q.usable_device.memory_bytes / gib:.0f} GiB of "
+            f"{q.device.name}{_describe_reserve(q)}: the least is {least.memory.total / gib:.0f} GiB with {format_mapping(least)}"
+        )
+        ways = []
+        enough = self._min_gpus_that_fit()
+        if enough:
+            ways.append(f"{enough} GPUs or more")
+        ways += [f"{name} ({size:.0f} GiB)" for name, size in self._larger_devices(least)]
+        return f"{text}; it would fit with {', or '.join(ways)}" if ways else f"{text}; choose a smaller model"
+
+    def _min_gpus_that_fit(self) -> int | None:
+        """The least power of two times these GPUs on which some mapping fits."""
+        count = 2 * self.request.num_gpus
+        while count <= MAX_GPUS:
+            planner = Planner(self.request.with_num_gpus(count))
+            if any(planner.search.can_fit(fold, view) for fold, view in planner.space.folds):
+                return count
+            count *= 2
+        return None
+
+    def _larger_devices(self, smallest: PlannedMapping) -> list[tuple[str, float]]:
+        from moefold.cost.hardware import GIB, device_names, load_device
+
+        q = self.request
+        share = q.reserve_gib / q.device.memory_gib
+        sizes = {name: load_device(name).memory_gib for name in device_names() if name != "cpu"}
+        enough = {name: size for name, size in sizes.items() if size * (1 - share) * GIB >= smallest.memory.total}
+        return sorted(enough.items(), key=lambda item: item[1])[:2]
+
+
+def _describe_reserve(request: PlanRequest) -> str:
+    """What is kept free, in words."""
+    q = request
+    return f" ({q.device.memory_gib:g} less {q.reserve_gib:.1f} kept free)" if q.reserve_gib else ""
+
+
+def format_axis_value(value: Any) -> str:
+    """A value of an axis as `--fix` takes it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ("+".join(value) or "none") if isinstance(value, tuple) else str(value)
+
+
+def format_mapping(plan: PlannedMapping) -> str:
+    """A mapping in the words of `--explain`."""
+    m = plan.mapping
+    words = [f"tp={m.tp} cp={m.cp} pp={m.pp} ep={m.ep} etp={m.etp} mbs={m.mbs} zero={m.zero}"]
+    if m.pp > 1:
+        words.append(f"schedule={m.schedule} vpp={m.vpp}")
+    words.append(f"dispatcher={m.dispatcher}")
+    if m.recompute:
+        words.append(f"recompute={'+'.join(m.recompute)}")
+    if m.offload:
+        words.append(f"offload={'+'.join(m.offload)}")
+    if m.overlap:
+        words.append("overlap=on")
+    return " ".join(words)
+
+
+def read_model(name: str) -> tuple[Config, ModelSpec]:
+    """What a user calls a model, as a recipe and as a shape.
+
+    Args:
+        name: a preset, a recipe (.toml), or a Hugging Face config.json or its folder.
+
+    Raises:
+        ConfigError: there is no such model, or the runtime cannot train it.
+    """
+    if name.endswith(".toml"):
+        cfg = load_config(Path(name))
+        return cfg, replace(model_spec_from_config(cfg.model), name=cfg.model.preset or Path(name).stem)
+    shape = load_model_spec(name)
+    if shape.config is None:
+        raise ConfigError(
+            f"model {name!r} has layers that moefold cannot train, so none of its mappings is legal; `moefold "
+            "plan-accuracy` prices given mappings of it"
+        )
+    return replace(config_from_dict({}), model=shape.config), shape
+
+
+def _nearby_gpu_counts(num_gpus: int) -> Iterator[int]:
+    """Numbers of GPUs near one, nearest first, whole nodes preferred."""
+    candidates = {2**k for k in range(17)} | {8 * k for k in range(1, 65)} | set(range(1, 9))
+    yield from sorted((n for n in candidates if n != num_gpus), key=lambda n: (abs(n - num_gpus), n))[:24]
+
+
+class TracedPlanner(Planner):
+    """Answers a question under recorded routing.
+
+    Args:
+        request: the question; its imbalance is replaced by what was recorded.
+        routing: the recorded routing.
+    """
+
+    def __init__(self, request: PlanRequest, routing: RecordedRouting) -> None:
+        super().__init__(request)
+        self.routing = routing
+
+    @cached_property
+    def plans(self) -> list[PlannedMapping]:
+        """As of the planner; every fold with the imbalance of its ep."""
+        if not self.space.folds:
+            return super().plans
+        q = self.request
+        found: list[PlannedMapping] = []
+        for ep in sorted({fold.ep for fold, _ in self.space.folds}):
+            found += Planner(self.request_for_ep(ep, q.restriction)).plans
+        return sorted(found, key=lambda plan: plan.sort_key)
+
+    def top_plans(self, count: int) -> list[PlannedMapping]:
+        """As of the planner."""
+        return self.plans[:count]
+
+    def num_faster(self, seconds: float) -> int:
+        """As of the planner."""
+        return sum(plan.memory.fits and plan.time.total_s < seconds for plan in self.plans)
+
+    def cost_model_for(self, plan: PlannedMapping) -> CostModel:
+        """As of the planner; that of the plan's ep."""
+        return Planner(self.request_for_ep(plan.mapping.ep, self.request.restriction)).search.cost_model
+
+    def with_num_gpus(self, num_gpus: int) -> "TracedPlanner":
+        """As of the planner, under the same routing."""
+        return TracedPlanner(self.request.with_num_gpus(num_gpus), self.routing)
+
+    def request_for_ep(self, ep: int, restriction: Restriction) -> PlanRequest:
+        """The question for one ep."""
+        workload = replace(self.request.workload, imbalance=max(1.0, self.routing.imbalance(ep)))
+        fixed = replace(restriction, fixed={**restriction.fixed, "ep": ep})
+        return replace(self.request, workload=workload, restriction=fixed)

@@ -1,0 +1,328 @@
+"""Which mappings are legal: the runtime's own rules, asked once for each combination of what they read. Torch-free.
+
+No rule is written here. A rule of `validate/config.py` that looks at the mapping looks at a few of its axes only, so a
+search over millions of mappings asks it some thousand times. `MAPPING_RULES` says which axes those are; a test runs
+every rule on a config that notes what is read, and compares.
+
+Parts of the space of mappings: axes that are fixed, and the five methods of arXiv:2504.14960. Torch-free.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import gcd
+from typing import Any, Protocol
+
+from moefold.config.schema import Config
+from moefold.errors import ConfigError, raise_all
+from moefold.topology.layout import fold
+from moefold.validate.config import RULES
+from moefold.validate.memory import validate_offload, validate_offload_dir, validate_recompute
+from moefold.validate.moe import TRAINING_ONLY_RULES, validate_deepep, validate_routing
+from moefold.validate.parallel import (
+    DEGREE_RULES,
+    validate_batch_size,
+    validate_degrees,
+    validate_dispatcher,
+    validate_expert_overlap,
+    validate_least_loaded,
+    validate_sequence_length,
+)
+from moefold.validate.pipeline import validate_micro_batch_count, validate_pipeline_layout, validate_schedule
+from moefold.validate.ranges import validate_ranges
+from moefold.validate.train import validate_loss_chunk
+
+Rule = Callable[[Config], Iterator[str]]
+
+AXIS_KEYS = {
+    "tp": ("parallel", "tp"),
+    "cp": ("parallel", "cp"),
+    "pp": ("parallel", "pp"),
+    "ep": ("parallel", "ep"),
+    "etp": ("parallel", "etp"),
+    "mbs": ("train", "micro_batch_size"),
+    "schedule": ("parallel", "schedule"),
+    "vpp": ("parallel", "virtual_stages"),
+    "zero": ("parallel", "zero"),
+    "dispatcher": ("parallel", "dispatcher"),
+    "recompute": ("train", "recompute"),
+    "overlap": ("parallel", "overlap_experts"),
+    "offload": ("train", "offload"),
+    "moments": ("train", "offload_optimizer"),
+}
+"""What a mapping sets, and the key of a recipe for it."""
+
+
+AxisValues = Mapping[str, Any]
+
+
+def _model_parallel_size(values: AxisValues) -> int:
+    """The product that stands in the place of dp, ranks left out, as they are the same for all mappings."""
+    return int(values["tp"] * values["cp"] * values["pp"])
+
+
+def _samples_per_dispatch(values: AxisValues) -> tuple[int, int]:
+    """Samples whose tokens meet in one dispatch, mbs*ep*etp / (cp*tp), as a reduced fraction."""
+    above, below = values["mbs"] * values["ep"] * values["etp"], values["cp"] * values["tp"]
+    common = gcd(above, below)
+    return above // common, below // common
+
+
+def _crosses_ranks(values: AxisValues) -> bool:
+    """Whether tokens leave their rank for an expert."""
+    return bool(values["ep"] * values["etp"] > 1)
+
+
+def _samples_per_step(values: AxisValues) -> tuple[int, int]:
+    """Samples of a step of all replicas with one micro-batch each, mbs/(tp*cp*pp), as a reduced fraction."""
+    above, below = values["mbs"], _model_parallel_size(values)
+    common = gcd(above, below)
+    return above // common, below // common
+
+
+DERIVED: dict[str, tuple[Callable[[AxisValues], Any], tuple[str, ...]]] = {
+    "dp": (_model_parallel_size, ("tp", "cp", "pp")),
+    "travels": (_crosses_ranks, ("ep", "etp")),
+    "step": (_samples_per_step, ("mbs", "tp", "cp", "pp")),
+    "exchanged": (_samples_per_dispatch, ("mbs", "ep", "etp", "cp", "tp")),
+}
+"""What rules read of several axes at once: the value, and the axes."""
+
+
+@dataclass(frozen=True)
+class MappingRule:
+    """A rule of the runtime, and what it reads of a mapping: axes, and names of `DERIVED`."""
+
+    validate: Rule
+    reads: tuple[str, ...]
+    applies_when: tuple[str, Any] = ("", "")
+    """An axis with the one value at which the rule reads further and may refuse; it is among `reads`."""
+
+
+def _validate_axis(name: str, cfg: Config) -> Iterator[str]:
+    return DEGREE_RULES[name](cfg, getattr(cfg.parallel, name))
+
+
+def _axis_rule(name: str, *reads: str) -> MappingRule:
+    return MappingRule(partial(_validate_axis, name), reads)
+
+
+TP_RULES = (_axis_rule("tp", "tp"),)
+CP_RULES = (
+    _axis_rule("cp", "tp", "cp"),
+    MappingRule(validate_sequence_length, ("tp", "cp")),
+    MappingRule(validate_routing, ("tp", "cp")),
+)
+EXPERT_RULES = (_axis_rule("ep", "ep"), _axis_rule("etp", "etp"))
+BATCH_RULES = (MappingRule(validate_loss_chunk, ("cp", "mbs")),)
+STAGE_RULES = (
+    _axis_rule("pp", "pp", "vpp"),
+    MappingRule(validate_schedule, ("pp", "schedule", "vpp")),
+    MappingRule(validate_pipeline_layout, ("pp", "schedule", "vpp")),
+)
+PIPELINE_RULES = (
+    MappingRule(validate_batch_size, ("dp", "pp", "mbs", "schedule")),
+    MappingRule(validate_micro_batch_count, ("dp", "pp", "mbs", "schedule")),
+)
+DISPATCH_OVERLAP_RULES = (MappingRule(validate_deepep, ("ep", "etp", "dispatcher", "overlap")),)
+DISPATCH_RULES = (
+    MappingRule(validate_dispatcher, ("ep", "etp", "dispatcher")),
+    *DISPATCH_OVERLAP_RULES,
+    MappingRule(validate_least_loaded, ("dispatcher", "ep", "exchanged"), applies_when=("dispatcher", "leastloaded")),
+)
+OVERLAP_RULES = (
+    MappingRule(
+        validate_expert_overlap, ("travels", "schedule", "zero", "step", "overlap"), applies_when=("overlap", True)
+    ),
+)
+OFFLOAD_RULES = (
+    MappingRule(validate_offload, ("recompute", "offload")),
+    MappingRule(validate_offload_dir, ("offload", "moments")),
+)
+RECOMPUTE_RULES = (MappingRule(validate_recompute, ("recompute",)),)
+
+MAPPING_RULES = (
+    *TP_RULES,
+    *CP_RULES,
+    *EXPERT_RULES,
+    *BATCH_RULES,
+    *STAGE_RULES,
+    *PIPELINE_RULES,
+    *DISPATCH_RULES,
+    *RECOMPUTE_RULES,
+    *OVERLAP_RULES,
+    *OFFLOAD_RULES,
+)
+ALL_AXES_RULE = validate_degrees
+"""The rule that yields what the functions of `DEGREE_RULES` yield, with a way out behind it."""
+
+
+class MappingConstraints:
+    """The runtime's answers for the mappings of one recipe.
+
+    Args:
+        cfg: a recipe; of its mapping only `world_size`, `order`, `moe_order`, `context` and `pipeline_layout` count.
+
+    Raises:
+        ConfigError: the recipe cannot run under any mapping.
+    """
+
+    def __init__(self, cfg: Config) -> None:
+        raise_all(validate_ranges(cfg))
+        read_mapping = {rule.validate for rule in MAPPING_RULES} | {ALL_AXES_RULE}
+        raise_all(fault for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for fault in rule(cfg))
+        uncut = replace(cfg, parallel=replace(cfg.parallel, tp=1, cp=1))
+        raise_all(validate_routing(uncut))
+        self.base_config = cfg
+        self._cache: dict[tuple[Any, ...], bool] = {}
+
+    def config_of(self, values: AxisValues) -> Config:
+        """The recipe under another mapping; axes that are left out stay as they are."""
+        changes: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
+        for axis, value in values.items():
+            section, key = AXIS_KEYS[axis]
+            changes[section][key] = value
+        return replace(
+            self.base_config,
+            parallel=replace(self.base_config.parallel, **changes["parallel"]),
+            train=replace(self.base_config.train, **changes["train"]),
+        )
+
+    def allows(self, rules: Iterable[MappingRule], values: AxisValues) -> bool:
+        """Whether none of some rules refuses a mapping.
+
+        Args:
+            rules: all of one level.
+            values: of every axis that the rules read, and of the levels above.
+        """
+        return all(self._is_satisfied(rule, values) for rule in rules)
+
+    def can_fold(self, degrees: Mapping[str, int]) -> bool:
+        """Whether the two views fold over each other under the recipe's orders of the ranks."""
+        p = self.base_config.parallel
+        try:
+            fold(world_size=p.world_size, order=p.order, moe_order=p.moe_order, **degrees)
+        except ConfigError:
+            return False
+        return True
+
+    def _is_satisfied(self, rule: MappingRule, values: AxisValues) -> bool:
+        axis, value = rule.applies_when
+        if axis and values[axis] != value:
+            return True
+        key = (rule.validate, *(DERIVED[name][0](values) if name in DERIVED else values[name] for name in rule.reads))
+        known = self._cache.get(key)
+        if known is None:
+            known = next(iter(rule.validate(self.config_of(values))), None) is None
+            self._cache[key] = known
+        return known
+
+
+class Degrees(Protocol):
+    """The degrees of a fold."""
+
+    @property
+    def tp(self) -> int:
+        """Degree of tp."""
+        ...
+
+    @property
+    def cp(self) -> int:
+        """Degree of cp."""
+        ...
+
+    @property
+    def dp(self) -> int:
+        """Degree of dp."""
+        ...
+
+    @property
+    def pp(self) -> int:
+        """Degree of pp."""
+        ...
+
+    @property
+    def ep(self) -> int:
+        """Degree of ep."""
+        ...
+
+    @property
+    def etp(self) -> int:
+        """Degree of etp."""
+        ...
+
+
+@dataclass(frozen=True)
+class MappingMethod:
+    """A way of mapping that others have, as a part of the space."""
+
+    summary: str
+    accepts: Callable[[Degrees], bool]
+    zero: int | None = None
+    """What it shards over the data-parallel ranks; None: any."""
+    ep_may_span_cp: bool = False
+    """Whether ep may take ranks of cp, so that ep neighbours are etp apart; else those of tp and cp lie between."""
+
+
+def _is_coupled(degrees: Degrees) -> bool:
+    """Experts are cut as attention is, and ep lies within dp: what there was before folding."""
+    return degrees.etp == degrees.tp and degrees.dp % degrees.ep == 0
+
+
+def _is_coupled_with_cp(degrees: Degrees) -> bool:
+    return degrees.etp == degrees.tp and (degrees.dp * degrees.cp) % degrees.ep == 0
+
+
+FOLDED = "folding"
+"""The method without a restriction."""
+
+COUPLED = "coupled"
+"""Without folding, as arXiv:2504.14960 describes its baselines."""
+
+COUPLED_WITH_CP = "coupled+cp"
+"""The largest space without folding: the baselines that arXiv:2504.14960 measured with context parallelism, where EP4
+stands on DP2 x CP4, which `coupled` cannot express."""
+
+METHODS = {
+    FOLDED: MappingMethod("any ep and etp that fold over the ranks of a stage", lambda d: True, ep_may_span_cp=True),
+    COUPLED: MappingMethod("etp = tp, and ep divides dp (Megatron-Core without folding)", _is_coupled),
+    COUPLED_WITH_CP: MappingMethod(
+        "etp = tp, and ep divides dp*cp (without folding, as measured)", _is_coupled_with_cp, ep_may_span_cp=True
+    ),
+    "fsdp": MappingMethod("pp = ep = 1, etp = tp, zero = 3", lambda d: _is_coupled(d) and d.pp == d.ep == 1, 3),
+    "fsdp+ep": MappingMethod(
+        "pp = 1, ep of 2 or more divides dp, etp = tp, zero = 3",
+        lambda d: _is_coupled(d) and d.pp == 1 and d.ep > 1,
+        3,
+    ),
+    "tp+ep+dp": MappingMethod("pp = 1, ep divides dp, etp = tp, zero = 1", lambda d: _is_coupled(d) and d.pp == 1, 1),
+}
+"""By the name that `moefold plan --method` takes. As far as the paper describes its baselines (sec. 4.1)."""
+
+DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """The mappings of a method with some axes fixed."""
+
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Value by axis: tp cp dp pp ep etp edp mbs schedule vpp zero dispatcher recompute offload moments overlap."""
+    method: str = FOLDED
+    """A key of `METHODS`."""
+
+    def allows_fold(self, degrees: Degrees) -> bool:
+        """Whether the degrees are as fixed, and the method's."""
+        fixed = self._fixed_degrees
+        return all(getattr(degrees, axis) == degree for axis, degree in fixed) and METHODS[self.method].accepts(degrees)
+
+    @property
+    def _fixed_degrees(self) -> list[tuple[str, Any]]:
+        return [(axis, self.fixed[axis]) for axis in DEGREES if axis in self.fixed]
+
+    def allows(self, axis: str, value: Any) -> bool:
+        """Whether another axis may have a value."""
+        method = METHODS[self.method]
+        if axis == "zero" and method.zero not in (None, value):
+            return False
+        return axis not in self.fixed or bool(self.fixed[axis] == value)

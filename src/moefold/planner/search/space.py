@@ -1,0 +1,353 @@
+"""All legal mappings of a recipe over a number of ranks, level by level. Torch-free.
+
+A mapping is a fold (tp cp pp ep etp, and dp edp that follow), a micro-batch size, a schedule with its virtual stages,
+a dispatcher, whether the experts' exchange hides under another micro-batch (overlap), what is sharded over the
+data-parallel ranks (zero), where the optimizer's moments live, and what is made again in the backward pass or leaves
+memory until then. The
+runtime's rules on each level read that level and those above it, so the legal mappings are the sum over folds and
+micro-batch sizes of products of short lists. They are counted so, and the search prices them so.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, combinations, product
+from math import prod
+from typing import Any, NamedTuple, get_args
+
+from moefold.config.schema import RECOMPUTE_PARTS
+from moefold.config.suggestions import key_types
+from moefold.planner.memory.activations import MemoryStrategies, MemoryStrategy
+from moefold.planner.search.constraints import (
+    AXIS_KEYS,
+    BATCH_RULES,
+    CP_RULES,
+    DEGREES,
+    DISPATCH_OVERLAP_RULES,
+    DISPATCH_RULES,
+    EXPERT_RULES,
+    OFFLOAD_RULES,
+    OVERLAP_RULES,
+    PIPELINE_RULES,
+    RECOMPUTE_RULES,
+    STAGE_RULES,
+    TP_RULES,
+    MappingConstraints,
+    Restriction,
+)
+from moefold.topology.layout import divisors
+from moefold.topology.pipeline_layout import LayoutSyntaxError, expand_layout
+from moefold.validate.memory import OFFLOAD_PARTS
+
+CSV_SCHEDULE = "csv"
+"""Reads a file that is written for one mapping: legal, but nothing to search."""
+AUTO_DISPATCHER = "auto"
+"""The dispatcher that stands for another one."""
+HOST = "host"
+NON_LAYER_STAGE_PARTS = ("E", "L")
+"""What a balanced layout may give a stage of its own, beside each layer."""
+
+
+class Fold(NamedTuple):
+    """The degrees of both views, in the order of `DEGREES`."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    ep: int
+    etp: int
+    edp: int
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}={getattr(self, axis)}" for axis in DEGREES)
+
+    @property
+    def values(self) -> dict[str, int]:
+        """The degrees that are set; dp and edp follow."""
+        return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
+
+
+class PipelineVariant(NamedTuple):
+    """A schedule with the chunks of each rank."""
+
+    schedule: str
+    vpp: int
+
+
+@dataclass(frozen=True)
+class AttentionView:
+    """The degrees of attention, with what may run on them whatever the experts' degrees are."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    pipelines_by_mbs: tuple[tuple[int, tuple[PipelineVariant, ...]], ...]
+    """Each legal micro-batch size, ascending, with its legal pipelines; neither is empty."""
+
+
+class MappingSpace:
+    """The legal mappings of one recipe, by level.
+
+    Args:
+        constraints: the runtime's answers for the recipe.
+        restriction: the part of the space that is wanted.
+    """
+
+    def __init__(self, constraints: MappingConstraints, restriction: Restriction | None = None) -> None:
+        self.constraints = constraints
+        self.restriction = restriction or Restriction()
+        self._cfg = constraints.base_config
+        self._variants_by_pp: dict[int, dict[str, list[PipelineVariant]]] = {}
+        self._pipelines: dict[tuple[int, ...], tuple[PipelineVariant, ...]] = {}
+        self._dispatchers: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._overlapping_dispatchers: dict[tuple[int | str, ...], bool] = {}
+        self._overlapped_zero_stages: dict[tuple[int | str, ...], tuple[int, ...]] = {}
+
+    @cached_property
+    def views(self) -> tuple[AttentionView, ...]:
+        """Every way to map attention that some micro-batch size and schedule goes with."""
+        return tuple(self._iterate_views())
+
+    @cached_property
+    def folds(self) -> tuple[tuple[Fold, AttentionView], ...]:
+        """Every fold that a legal mapping has, with the view of attention that it shares."""
+        if next(self._legal_strategies(), None) is None or not self.optimizer_placements:
+            return ()
+        return tuple((fold, view) for fold, view in self._iterate_folds() if self._has_mapping(fold, view))
+
+    @cached_property
+    def zero_stages(self) -> tuple[int, ...]:
+        """What is sharded over the data-parallel ranks; no rule reads it."""
+        return tuple(self._allowed_values("zero"))
+
+    @cached_property
+    def recompute_sets(self) -> tuple[tuple[str, ...], ...]:
+        """Every set of parts that may be made again, the empty one first."""
+        subsets = chain.from_iterable(combinations(RECOMPUTE_PARTS, n) for n in range(len(RECOMPUTE_PARTS) + 1))
+        return tuple(
+            parts
+            for parts in subsets
+            if self.restriction.allows("recompute", parts)
+            and self.constraints.allows(RECOMPUTE_RULES, {"recompute": parts})
+        )
+
+    @cached_property
+    def strategies(self) -> MemoryStrategies:
+        """Every set of parts that may be made again with every set whose activations may leave memory with it."""
+        return MemoryStrategies(self._legal_strategies())
+
+    def _legal_strategies(self) -> Iterator[MemoryStrategy]:
+        subsets = [parts for n in range(len(OFFLOAD_PARTS) + 1) for parts in combinations(OFFLOAD_PARTS, n)]
+        return (
+            (recompute, offload)
+            for recompute in self.recompute_sets
+            for offload in subsets
+            if (self.has_host_memory or not offload)
+            and self.restriction.allows("offload", offload)
+            and self.constraints.allows(OFFLOAD_RULES, {"recompute": recompute, "offload": offload, "moments": "none"})
+        )
+
+    @cached_property
+    def optimizer_placements(self) -> tuple[str, ...]:
+        """Where the moments of the optimizer may live: with the weights, or in memory of the host."""
+        homes = ("none", HOST) if self.has_host_memory else ("none",)
+        return tuple(home for home in homes if self.restriction.allows("moments", home))
+
+    @cached_property
+    def has_host_memory(self) -> bool:
+        """Whether there is another memory that is priced: a CPU has none, and disks have no price."""
+        return self._cfg.run.device != "cpu" and self._cfg.train.offload_to == HOST
+
+    def legal_zero_stages(self, fold: Fold, mbs: int, schedule: str, dispatcher: str, overlap: bool) -> tuple[int, ...]:
+        """What may be sharded; empty where the experts' exchange cannot hide under another micro-batch as asked."""
+        if overlap not in self._allowed_overlaps:
+            return ()
+        if not overlap:
+            return self.zero_stages
+        return self._legal_overlapped_zero_stages(fold, mbs, schedule) if self._may_overlap(fold, dispatcher) else ()
+
+    def _may_overlap(self, fold: Fold, dispatcher: str) -> bool:
+        """Whether a dispatcher can hide its exchange."""
+        key = (fold.ep, fold.etp, dispatcher)
+        if key not in self._overlapping_dispatchers:
+            values = {"ep": fold.ep, "etp": fold.etp, "dispatcher": dispatcher, "overlap": True}
+            self._overlapping_dispatchers[key] = self.constraints.allows(DISPATCH_OVERLAP_RULES, values)
+        return self._overlapping_dispatchers[key]
+
+    def _legal_overlapped_zero_stages(self, fold: Fold, mbs: int, schedule: str) -> tuple[int, ...]:
+        key = (fold.ep * fold.etp > 1, fold.dp * mbs, schedule)
+        if key not in self._overlapped_zero_stages:
+            values = {**fold.values, "mbs": mbs, "schedule": schedule, "overlap": True}
+            self._overlapped_zero_stages[key] = tuple(
+                zero for zero in self.zero_stages if self.constraints.allows(OVERLAP_RULES, {**values, "zero": zero})
+            )
+        return self._overlapped_zero_stages[key]
+
+    @cached_property
+    def _allowed_overlaps(self) -> tuple[bool, ...]:
+        return tuple(overlap for overlap in (False, True) if self.restriction.allows("overlap", overlap))
+
+    def dispatchers(self, fold: Fold, mbs: int) -> tuple[str, ...]:
+        """The legal ways of tokens to their experts."""
+        key = (fold.ep, fold.etp, fold.tp * fold.cp, mbs)
+        if key not in self._dispatchers:
+            values = {**fold.values, "mbs": mbs, "overlap": False}
+            self._dispatchers[key] = tuple(
+                name
+                for name in self._allowed_values("dispatcher")
+                if name != AUTO_DISPATCHER and self.constraints.allows(DISPATCH_RULES, {**values, "dispatcher": name})
+            )
+        return self._dispatchers[key]
+
+    def count(self) -> int:
+        """How many legal mappings there are."""
+        return sum(self.count_by_fold())
+
+    def count_by_fold(self) -> list[int]:
+        """How many legal mappings each of `folds` has."""
+        counts, known = [], {}
+        for fold, view in self.folds:
+            # Of the degrees of attention, rules between levels read tp*cp and dp alone.
+            key = (fold.ep, fold.etp, fold.dp, fold.tp * fold.cp, tuple(size for size, _ in view.pipelines_by_mbs))
+            if key not in known:
+                known[key] = self._count_of(fold, view) * len(self.optimizer_placements)
+            counts.append(known[key])
+        return counts
+
+    def _count_of(self, fold: Fold, view: AttentionView) -> int:
+        plain = len(self.zero_stages) if False in self._allowed_overlaps else 0
+        total = 0
+        for size, pipelines in view.pipelines_by_mbs:
+            dispatchers = self.dispatchers(fold, size)
+            total += len(pipelines) * len(dispatchers) * plain
+            hiding = sum(self._may_overlap(fold, name) for name in dispatchers) if True in self._allowed_overlaps else 0
+            for schedule, number in Counter(pipeline.schedule for pipeline in pipelines).items() if hiding else ():
+                total += hiding * number * len(self._legal_overlapped_zero_stages(fold, size, schedule))
+        return total * len(self.strategies)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Every legal mapping by itself, as the values of its axes; of use for small worlds."""
+        for fold, view in self.folds:
+            for run, zeros in self._iterate_runs(fold, view):
+                for zero, moments, saver in product(zeros, self.optimizer_placements, self.strategies):
+                    yield {**run, "zero": zero, "recompute": saver[0], "offload": saver[1], "moments": moments}
+
+    def sample_mappings(self, fold: Fold, view: AttentionView) -> Iterator[dict[str, Any]]:
+        """A legal mapping of a fold for each schedule with each dispatcher."""
+        recompute, offload = next(self._legal_strategies())
+        rest = {"recompute": recompute, "offload": offload, "moments": self.optimizer_placements[0]}
+        known = set()
+        for run, zeros in self._iterate_runs(fold, view):
+            key = run["schedule"], run["dispatcher"]
+            if zeros and key not in known:
+                known.add(key)
+                yield {**run, "zero": zeros[0], **rest}
+
+    def _iterate_runs(self, fold: Fold, view: AttentionView) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
+        """Every micro-batch size, pipeline, dispatcher and overlap of a fold, and what may be sharded with them."""
+        for size, pipelines in view.pipelines_by_mbs:
+            for pipeline, dispatcher, overlap in product(pipelines, self.dispatchers(fold, size), (False, True)):
+                run = {
+                    **fold.values,
+                    "mbs": size,
+                    "schedule": pipeline.schedule,
+                    "vpp": pipeline.vpp,
+                    "dispatcher": dispatcher,
+                    "overlap": overlap,
+                }
+                yield run, self.legal_zero_stages(fold, size, pipeline.schedule, dispatcher, overlap)
+
+    def _has_mapping(self, fold: Fold, view: AttentionView) -> bool:
+        """Whether what the two views allow by themselves goes together under some dispatcher and overlap."""
+        return any(
+            self.legal_zero_stages(fold, size, schedule, dispatcher, overlap)
+            for size, pipelines in view.pipelines_by_mbs
+            for dispatcher in self.dispatchers(fold, size)
+            for overlap in self._allowed_overlaps
+            for schedule in dict.fromkeys(pipeline.schedule for pipeline in pipelines)
+        )
+
+    def _iterate_views(self) -> Iterator[AttentionView]:
+        """Every axis is tried on its own rules before it is combined."""
+        world = self._cfg.parallel.world_size
+        for pp in divisors(world):
+            for tp in divisors(world // pp):
+                if not self.constraints.allows(TP_RULES, {"tp": tp}):
+                    continue
+                for cp in divisors(world // (pp * tp)):
+                    values = {"tp": tp, "cp": cp, "pp": pp}
+                    if not self.constraints.allows(CP_RULES, values):
+                        continue
+                    batches = tuple(self._legal_micro_batches(values))
+                    if batches:
+                        yield AttentionView(tp, cp, world // (pp * tp * cp), pp, batches)
+
+    def _iterate_folds(self) -> Iterator[tuple[Fold, AttentionView]]:
+        world = self._cfg.parallel.world_size
+        experts = [
+            (ep, etp)
+            for ep in divisors(world)
+            for etp in divisors(world // ep)
+            if self.constraints.allows(EXPERT_RULES, {"ep": ep, "etp": etp})
+        ]
+        for view in self.views:
+            stage = world // view.pp
+            for ep, etp in experts:
+                if stage % (ep * etp):
+                    continue
+                fold = Fold(view.tp, view.cp, view.dp, view.pp, ep, etp, stage // (ep * etp))
+                if self.restriction.allows_fold(fold) and self.constraints.can_fold(fold.values):
+                    yield fold, view
+
+    def _legal_micro_batches(self, values: dict[str, int]) -> Iterator[tuple[int, tuple[PipelineVariant, ...]]]:
+        """`validate_batch_size` refuses all sizes but divisors of the samples of a replica."""
+        dp = self._cfg.parallel.world_size // prod(values.values())
+        samples, rest = divmod(self._cfg.train.global_batch_size, dp)
+        for size in divisors(samples) if not rest and samples else ():
+            tried = {**values, "mbs": size}
+            if not self.restriction.allows("mbs", size) or not self.constraints.allows(BATCH_RULES, tried):
+                continue
+            key = (dp, values["pp"], size)
+            if key not in self._pipelines:
+                self._pipelines[key] = tuple(self._legal_pipelines(tried))
+            if self._pipelines[key]:
+                yield size, self._pipelines[key]
+
+    def _legal_pipelines(self, values: dict[str, Any]) -> Iterator[PipelineVariant]:
+        for schedule, pipelines in self._pipeline_variants(values["pp"]).items():
+            if self.constraints.allows(PIPELINE_RULES, {**values, "schedule": schedule}):
+                yield from pipelines
+
+    def _pipeline_variants(self, pp: int) -> dict[str, list[PipelineVariant]]:
+        """The virtual stages that go with each schedule, whatever the batch."""
+        if pp not in self._variants_by_pp:
+            self._variants_by_pp[pp] = {
+                schedule: [
+                    PipelineVariant(schedule, chunks)
+                    for chunks in range(1, self._max_stages // pp + 1)
+                    if self.restriction.allows("vpp", chunks)
+                    and self.constraints.allows(STAGE_RULES, {"pp": pp, "schedule": schedule, "vpp": chunks})
+                ]
+                for schedule in self._allowed_values("schedule")
+                if schedule != CSV_SCHEDULE
+            }
+        return self._variants_by_pp[pp]
+
+    @cached_property
+    def _max_stages(self) -> int:
+        """More stages than this no layout has: a stage has a layer, the embedding or the loss, or is spelled out."""
+        text, layers = self._cfg.parallel.pipeline_layout, self._cfg.model.num_layers
+        if text in ("", "auto"):
+            return layers + len(NON_LAYER_STAGE_PARTS)
+        try:
+            return 1 + sum(part.kind == "|" for part in expand_layout(text))
+        except LayoutSyntaxError:
+            return layers
+
+    def _allowed_values(self, axis: str) -> list[Any]:
+        """The wanted values of a key that has a few."""
+        section, key = AXIS_KEYS[axis]
+        return [value for value in get_args(key_types(section)[key]) if self.restriction.allows(axis, value)]

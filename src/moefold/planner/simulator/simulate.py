@@ -1,0 +1,240 @@
+"""A step played out on paper: the actions of a pipeline schedule over stages, streams and links. Torch-free.
+
+Every pipeline rank has two streams, for compute and for the collectives inside a stage (tp, cp, ep, etp), and a link to
+each rank that it sends to. A rank goes through the slots of its row in order. An action is a chain of pieces, each on
+one stream, each behind the one before it. Alone in its slot an action has both streams to itself; two that overlap
+begin when both have what they need and share the streams, each of which serves whoever comes first, the backward pass
+where both come at once. What another rank waits for goes over the link when the slot has ended and the link is free;
+the receiver need not be ready.
+
+The ranks that share a stage are taken to run in step: one rank stands for all of them.
+
+What a pipeline rank does together: slots of one action, or of a forward and a backward pass of two micro-batches.
+
+The order of the actions is that of `config.schedule_order` and, where exchanges hide under other work, of
+`config.paired_schedule`: that of the runtime. Torch-free.
+"""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moefold.errors import ConfigError
+from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Event, Timeline
+from moefold.topology.pipeline_action import Action, ActionResult, SlotRow, execute_order, find_deadlock, one_per_slot
+from moefold.topology.schedule_csv import read_schedule
+from moefold.topology.schedule_tables import OVERLAPPED_SCHEDULES, overlapped_rows, rank_row, to_slot_row
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of an action on one stream."""
+
+    part: str
+    """What it is, in the words of the cost model."""
+    seconds: float
+    stream: str = COMPUTE
+
+
+Segments = tuple[Segment, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageSegments:
+    """What one stage does with one micro-batch."""
+
+    forward: Segments
+    backward: Segments
+    """The whole of it, where the schedule does not split it."""
+    input_gradient: Segments
+    weight_gradient: Segments
+    p2p_s: float = 0.0
+    """Of the hidden states to the next stage, if that is on another rank, and of their gradients back."""
+
+    def segments(self, kind: str) -> Segments:
+        """The chain of an action."""
+        chains = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
+        return chains[kind]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """What keeps a machine from being ideal. It makes compute slower; collectives and messages take as long."""
+
+    slowdown_by_rank: Mapping[int, float] = field(default_factory=dict)
+    """How many times as long a pipeline rank computes."""
+    jitter: float = 0.0
+    """Standard deviation of the logarithm of the time of each action, whose median stays."""
+    seed: int = 0
+
+    def slowdown(self, rank: int, action: Action) -> float:
+        """How many times as long an action computes; the same whenever and in whatever order it is asked for."""
+        times = self.slowdown_by_rank.get(rank, 1.0)
+        if self.jitter == 0.0:
+            return times
+        return times * math.exp(self.jitter * random.Random(f"{self.seed}/{rank}/{action}").gauss(0.0, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTail:
+    """What ends a step, behind the last backward pass of a rank."""
+
+    gradients_s: float = 0.0
+    """Of the gradients' sums over data-parallel ranks that no compute hides."""
+    optimizer_s: float = 0.0
+    """Of the update, which begins everywhere at once: it knows the norm of all gradients."""
+
+
+def simulate(
+    rows: Sequence[SlotRow],
+    stages: Sequence[StageSegments],
+    *,
+    overlap: bool = False,
+    noise: Noise | None = None,
+    tail: StepTail | None = None,
+) -> Timeline:
+    """Play a step out.
+
+    Args:
+        rows: the slots of every pipeline rank, of `slot.slot_rows`.
+        stages: in the order of the model.
+        overlap: the two actions of a slot run at the same time; else one after the other.
+        noise: stragglers and jitter; None: an ideal machine.
+        tail: the end of the step; None leaves it out.
+
+    Raises:
+        ValueError: the ranks would wait for each other for ever.
+    """
+    return _Simulation(rows, stages, overlap, noise or Noise()).run(tail)
+
+
+class _Simulation:
+    """One simulation under way."""
+
+    def __init__(self, rows: Sequence[SlotRow], stages: Sequence[StageSegments], overlap: bool, noise: Noise) -> None:
+        self._rows, self._stages = rows, stages
+        self._overlap, self._noise = overlap, noise
+        self._rank_of = {action.stage: rank for rank, row in enumerate(rows) for slot in row for action in slot}
+        self._finished_at: dict[ActionResult, float] = {}
+        self._arrived_at: dict[ActionResult, float] = {}
+        self._rank_free_at = [0.0] * len(rows)
+        self._link_free_at: dict[tuple[int, int], float] = {}
+        self._events: list[Event] = []
+
+    def run(self, tail: StepTail | None) -> Timeline:
+        # Nothing but a rank's own row and what it is sent decides when it works: any order of visits gives these times.
+        num_left = sum(map(len, self._rows))
+        for rank, slot in execute_order(self._rows):
+            self._run_slot(rank, slot)
+            num_left -= 1
+        if num_left and (found := find_deadlock(self._rows)):
+            raise ValueError(f"pipeline rank {found[0]} waits for ever before {found[1][0]}")
+        span = max(self._rank_free_at, default=0.0)
+        end = span if tail is None else self._run_tail(tail)
+        return Timeline(tuple(self._events), len(self._rows), span, end)
+
+    def _is_local(self, rank: int, key: ActionResult) -> bool:
+        return self._rank_of[key[0]] == rank
+
+    def _ready_at(self, rank: int, action: Action) -> float:
+        needs = action.consumes(len(self._stages))
+        return max(
+            (self._finished_at[key] if self._is_local(rank, key) else self._arrived_at[key] for key in needs),
+            default=0.0,
+        )
+
+    def _run_slot(self, rank: int, slot: tuple[Action, ...]) -> None:
+        if len(slot) > 1 and self._overlap:
+            start = max(self._rank_free_at[rank], *(self._ready_at(rank, action) for action in slot))
+            self._run_overlapped(rank, slot, start)
+        else:
+            for action in slot:
+                start = max(self._rank_free_at[rank], self._ready_at(rank, action))
+                self._finished_at[action.produces] = self._rank_free_at[rank] = self._run_action(rank, action, start)
+        for action in slot:
+            self._send(rank, action, self._rank_free_at[rank])
+
+    def _run_action(self, rank: int, action: Action, now: float) -> float:
+        factor = self._noise.slowdown(rank, action)
+        for piece in self._stages[action.stage].segments(action.kind):
+            now = self._run_segment(rank, action, piece, now, factor)
+        return now
+
+    def _run_overlapped(self, rank: int, slot: tuple[Action, ...], start: float) -> None:
+        chains = {action: list(self._stages[action.stage].segments(action.kind)) for action in slot}
+        factors = {action: self._noise.slowdown(rank, action) for action in slot}
+        ends = dict.fromkeys(slot, start)
+        free = {COMPUTE: start, COMMUNICATION: start}
+        # The backward pass comes first where both could go on.
+        order = sorted(slot, key=lambda action: action.kind == "F")
+        while any(chains.values()):
+            action = min(
+                (action for action in order if chains[action]),
+                key=lambda action: max(ends[action], free[chains[action][0].stream]),
+            )
+            piece = chains[action].pop(0)
+            begin = max(ends[action], free[piece.stream])
+            ends[action] = free[piece.stream] = self._run_segment(rank, action, piece, begin, factors[action])
+        self._rank_free_at[rank] = max(ends.values())
+        self._finished_at |= {action.produces: end for action, end in ends.items()}
+
+    def _run_segment(self, rank: int, action: Action, segment: Segment, start: float, factor: float) -> float:
+        seconds = segment.seconds * factor if segment.stream == COMPUTE else segment.seconds
+        if seconds > 0:
+            self._events.append(Event(rank, segment.stream, segment.part, start, start + seconds, action))
+        return start + seconds
+
+    def _send(self, rank: int, action: Action, finished_at: float) -> None:
+        if action.kind == "W":
+            return
+        to_stage = action.stage + (1 if action.kind == "F" else -1)
+        peer = self._rank_of.get(to_stage, rank)
+        if peer == rank:
+            return
+        seconds = self._stages[min(action.stage, to_stage)].p2p_s
+        start = max(finished_at, self._link_free_at.get((rank, peer), 0.0))
+        self._arrived_at[action.produces] = self._link_free_at[rank, peer] = start + seconds
+        if seconds > 0:
+            self._events.append(Event(rank, SEND, "pp_comm", start, start + seconds, action, peer))
+
+    def _run_tail(self, tail: StepTail) -> float:
+        summed = [free + tail.gradients_s for free in self._rank_free_at]
+        begin = max(summed)
+        for rank, free in enumerate(self._rank_free_at):
+            if tail.gradients_s > 0:
+                self._events.append(Event(rank, COMMUNICATION, "dp_comm", free, summed[rank], None))
+            if tail.optimizer_s > 0:
+                self._events.append(Event(rank, COMPUTE, "optimizer", begin, begin + tail.optimizer_s, None))
+        return begin + tail.optimizer_s
+
+
+def slot_rows(
+    schedule: str, pp: int, virtual_stages: int, num_micro_batches: int, *, path: str = "", overlap: bool = False
+) -> tuple[SlotRow, ...]:
+    """The slots of every pipeline rank, as torch forms them: pairs in DualPipeV, single actions elsewhere.
+
+    Args:
+        schedule: a key of `config.schedules.SCHEDULES`; 1f1b with several virtual stages is interleaved.
+        pp: pipeline ranks; with 1, micro-batches follow each other.
+        virtual_stages: stages of each rank.
+        num_micro_batches: of a step.
+        path: of the file, for csv.
+        overlap: whether exchanges hide under other work: then the steady phase is one of pairs.
+
+    Raises:
+        ConfigError: the file is wrong, or the schedule has no pairs.
+    """
+    if overlap:
+        if schedule not in OVERLAPPED_SCHEDULES:
+            legal = ", ".join(map(repr, OVERLAPPED_SCHEDULES))
+            raise ConfigError(f"overlap needs a schedule of pairs, and {schedule!r} has none; choose one of {legal}")
+        return tuple(map(to_slot_row, overlapped_rows(schedule, pp, virtual_stages, num_micro_batches)))
+    if schedule == "csv":
+        return tuple(one_per_slot(row) for row in read_schedule(path, pp, virtual_stages, num_micro_batches).rows)
+    if pp == 1:
+        return (one_per_slot(rank_row("1f1b", 0, 1, 1, num_micro_batches)),)
+    if schedule == "dualpipev":
+        return tuple(map(to_slot_row, overlapped_rows(schedule, pp, virtual_stages, num_micro_batches)))
+    name = "interleaved" if schedule == "1f1b" and virtual_stages > 1 else schedule
+    return tuple(one_per_slot(rank_row(name, rank, pp, virtual_stages, num_micro_batches)) for rank in range(pp))

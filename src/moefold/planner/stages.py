@@ -1,0 +1,160 @@
+"""Which chunks the ranks of a pipeline hold, as the runtime would cut and place them. Torch-free.
+
+Which layers stand on which chunk of a pipeline, for pricing: even where they divide, else balanced by operations.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from moefold.config.schema import Config, ParallelConfig
+from moefold.cost.stage_partition import fastest_stages
+from moefold.cost.stages import stage_parts
+from moefold.planner.model_spec import ModelSpec, feed_forward_flops, mixer_flops
+from moefold.topology.pipeline_layout import StageParts
+from moefold.topology.schedule_tables import stage_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChunk:
+    """What one model chunk holds."""
+
+    kind_counts: tuple[int, ...]
+    """Layers of each kind, those of multi-token prediction included."""
+    has_embedding: bool
+    has_loss: bool
+    kinds: tuple[int, ...] = ()
+    """Of its layers in order, without those of multi-token prediction."""
+    num_mtp_layers: int = 0
+    """Layers of multi-token prediction."""
+
+    @property
+    def mtp_layer_kind(self) -> int:
+        """The kind of those; asked for where there are any."""
+        return next(kind for kind, count in enumerate(self.kind_counts) if count > self.kinds.count(kind))
+
+
+def build_chunk(
+    model_spec: ModelSpec, layers: range, *, has_embedding: bool, has_loss: bool, num_mtp_layers: int
+) -> ModelChunk:
+    """A chunk with some layers of a model."""
+    counts = list(model_spec.count_kinds(layers))
+    counts[model_spec.mtp_layer_kind] += num_mtp_layers
+    return ModelChunk(
+        tuple(counts), has_embedding, has_loss, tuple(model_spec.layers[i] for i in layers), num_mtp_layers
+    )
+
+
+@lru_cache(maxsize=4096)
+def split_stages(model_spec: ModelSpec, num_chunks: int, seq_len: int) -> tuple[ModelChunk, ...]:
+    """The chunks in the order of the model; some may hold no layer where there are more chunks than layers."""
+    layers = len(model_spec.layers)
+    bounds = (
+        _even_bounds(layers, num_chunks)
+        if layers % num_chunks == 0 and not model_spec.mtp_layers
+        else _balanced_bounds(model_spec, num_chunks, seq_len)
+    )
+    last = num_chunks - 1
+    return tuple(
+        build_chunk(
+            model_spec,
+            range(bounds[i], bounds[i + 1]),
+            has_embedding=i == 0,
+            has_loss=i == last,
+            num_mtp_layers=model_spec.mtp_layers if i == last else 0,
+        )
+        for i in range(num_chunks)
+    )
+
+
+def _even_bounds(num_layers: int, num_chunks: int) -> list[int]:
+    return [i * num_layers // num_chunks for i in range(num_chunks + 1)]
+
+
+def _balanced_bounds(model_spec: ModelSpec, num_chunks: int, seq_len: int) -> list[int]:
+    """Bounds that keep the heaviest chunk light: the least limit under which the layers, packed in order, fit."""
+    kinds = [
+        (mixer_flops(kind.mixer, seq_len, causal=True) if kind.mixer else 0.0)
+        + (feed_forward_flops(kind.feed_forward, model_spec.hidden_size) if kind.feed_forward else 0.0)
+        for kind in model_spec.kinds
+    ]
+    weights = [kinds[kind] for kind in model_spec.layers]
+    head = 2.0 * model_spec.hidden_size * model_spec.vocab_size
+    end = head + model_spec.mtp_layers * (kinds[model_spec.mtp_layer_kind] + head)
+    low, high = max(max(weights), end), sum(weights) + end
+    for _ in range(40):
+        middle = (low + high) / 2
+        if len(_pack_bounds(weights, end, middle)) - 1 <= num_chunks:
+            high = middle
+        else:
+            low = middle
+    bounds = _pack_bounds(weights, end, high * (1 + 1e-9))
+    # Chunks that packing left over stay empty at the front, where the embedding is.
+    return [0] * (num_chunks + 1 - len(bounds)) + bounds
+
+
+def _pack_bounds(layer_flops: list[float], end_flops: float, max_flops: float) -> list[int]:
+    """Bounds of chunks, filled from the last layer to the first, the head's chunk first."""
+    bounds, room = [len(layer_flops)], max_flops - end_flops
+    for i in range(len(layer_flops) - 1, -1, -1):
+        if layer_flops[i] > room:
+            bounds.append(i + 1)
+            room = max_flops
+        room -= layer_flops[i]
+    return [*reversed([*bounds, 0])]
+
+
+StageSplitter = Callable[[int], tuple[ModelChunk, ...]]
+"""The chunks of a pipeline of so many, in the order of the model."""
+
+
+def make_stage_splitter(model_spec: ModelSpec, seq_len: int) -> StageSplitter:
+    """The cut of a model of which no recipe is known."""
+    return lambda chunks: split_stages(model_spec, chunks, seq_len)
+
+
+class RecipeStageSplitter:
+    """The cut of a recipe by its `parallel.pipeline_layout`; even where layers divide, else balanced, if it has none.
+
+    Args:
+        cfg: the recipe; of its mapping only the layout counts.
+        model_spec: its model.
+    """
+
+    def __init__(self, cfg: Config, model_spec: ModelSpec) -> None:
+        self._cfg, self._model_spec = cfg, model_spec
+        self._cache: dict[int, tuple[ModelChunk, ...]] = {}
+
+    def __call__(self, num_chunks: int) -> tuple[ModelChunk, ...]:
+        """The chunks of so many."""
+        if num_chunks not in self._cache:
+            self._cache[num_chunks] = tuple(
+                build_chunk(
+                    self._model_spec,
+                    parts.layers,
+                    has_embedding=parts.has_embedding,
+                    has_loss=parts.has_loss,
+                    num_mtp_layers=parts.num_mtp_layers,
+                )
+                for parts in self.parts(num_chunks)
+            )
+        return self._cache[num_chunks]
+
+    def parts(self, num_chunks: int) -> tuple[StageParts, ...]:
+        """The same in the words of the runtime. Weights are balanced as those of the whole model, not of a shard."""
+        cfg = self._cfg
+        layout = cfg.parallel.pipeline_layout
+        if not layout and (cfg.model.num_layers % num_chunks or cfg.model.mtp_layers):
+            layout = "auto"
+        if layout in ("", "auto") and num_chunks == 1:
+            layout = ""
+        uncut = replace(cfg, parallel=ParallelConfig(world_size=num_chunks, pp=num_chunks, pipeline_layout=layout))
+        return fastest_stages(uncut) if layout == "auto" else stage_parts(uncut)
+
+
+def chunks_of_rank(chunks: tuple[ModelChunk, ...], schedule: str, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
+    """For each pipeline rank the numbers of its chunks."""
+    # The file of a schedule from one says where it has its stages; its price is that of a loop.
+    name = "interleaved" if schedule == "csv" or (schedule == "1f1b" and vpp > 1) else schedule
+    ranks = stage_ranks(ParallelConfig(world_size=pp, pp=pp, virtual_stages=vpp, schedule=name))  # type: ignore[arg-type]
+    return tuple(tuple(i for i, rank in enumerate(ranks[: len(chunks)]) if rank == r) for r in range(pp))

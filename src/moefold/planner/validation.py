@@ -1,0 +1,505 @@
+"""Predicted against published throughput, row by row. Torch-free.
+
+Rows of published measurements: what each says about the model, the mapping and the software. Torch-free.
+
+An empty cell is what a source does not print. Some of it is said by other words of the row (a method without pipeline
+stages has one), some is open and chosen by the planner (micro-batch size, virtual stages), and where the rest is open
+the mapping is incomplete and the row is skipped.
+"""
+
+import csv
+import io
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import inf
+from pathlib import Path
+
+from moefold.bounded_read import MAX_TABLE_BYTES, read_bytes
+from moefold.cost.hardware import device_names, load_device
+from moefold.errors import ConfigError
+from moefold.planner.cost_model.step import CostModel
+from moefold.planner.cost_model.workload import NATURAL_IMBALANCE, BytesPerParam, CudaGraphs, TrainingWorkload
+from moefold.planner.mapping import ParallelMapping
+from moefold.planner.memory.budget import MemoryModel
+from moefold.planner.model_lookup import find_model_name, load_model_spec
+from moefold.planner.model_spec import ModelSpec, train_flops
+from moefold.planner.search.space import NON_LAYER_STAGE_PARTS
+from moefold.topology.layout import divisors
+
+_RUN_COLUMNS = ("source", "model", "gpu", "n_gpus", "precision", "seq_len", "gbs")
+_MAPPING_COLUMNS = ("mbs", "tp", "etp", "cp", "ep", "pp", "vpp")
+COLUMNS = (*_RUN_COLUMNS, *_MAPPING_COLUMNS, "metric", "value", "method", "note")
+METRICS = ("mfu_pct", "tflops_per_gpu", "tokens_per_s_per_gpu")
+OUT_OF_MEMORY = "OOM"
+EMPTY_CELLS = ("", "-", "n/a", "na", "none")
+
+PAPER = "arXiv:2504.14960"
+BASELINES = {"FSDP": 3, "FSDP+EP": 3, "TP+EP+DP": 1, "MCore": 1}
+"""The methods of the paper that couple the experts to tensor and data parallelism, and their ZeRO stage."""
+
+OTHER_SOFTWARE = ("automodel", "torchtitan", "pith-train")
+"""Sources that measured software on torch's own FSDP and pipelines, as moefold is; the others measured Megatron-Core,
+on which NeMo and Megatron-Bridge are built too."""
+
+_RELEASE = re.compile(r"\[(\d+)\.(\d+)[\d.]* NeMo|\(NeMo (\d+)\.(\d+)\)")
+_RECOMPUTE = {
+    r"norm": "norms",
+    r"core.?att": "core_attention",
+    r"mla": "mla_up",
+    r"\bmlp": "dense_mlp",
+    r"\b(moe.?)?act(ivation)?\b": "expert_activation",
+    r"shared": "shared_experts",
+    r"\bmoe\b(?!.?act)": "moe",
+    r"\bfull\b": "layer",
+}
+_OFFLOAD = {r"optimizer offload": "optimizer", r"activation\w* offload": "expert_activation"}
+"""Activations that are offloaded are those of the experts, where a source says which."""
+_BLACKWELL = ("b200", "b300", "gb200", "gb300")
+_RACK_SCALE = ("gb200", "gb300")
+
+
+class SkipRowError(ValueError):
+    """Why a row cannot be priced."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRow:
+    """One line of a table, as text."""
+
+    cells: dict[str, str]
+
+    def __getitem__(self, column: str) -> str:
+        return self.cells[column].strip()
+
+    def positive_int(self, column: str) -> int | None:
+        """The whole number of a cell; None where it is empty."""
+        text = "" if self[column].lower() in EMPTY_CELLS else self[column]
+        if text and not text.isdecimal():
+            raise SkipRowError(f"{column}={text!r} is no whole number")
+        if text and int(text) < 1:
+            raise SkipRowError(f"{column}={text} is below 1")
+        return int(text) if text else None
+
+    @property
+    def method_and_note(self) -> str:
+        """Method and note, lower case."""
+        return f"{self['method']} {self['note']}".lower()
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """Year and month of the container that a source names; (0, 0) where it names none."""
+        found = _RELEASE.search(self["source"])
+        return (0, 0) if found is None else (int(found[1] or found[3]), int(found[2] or found[4]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedCase:
+    """A row that can be priced: one mapping, but for what the planner is to choose."""
+
+    row: PublishedRow
+    model: str
+    gpu: str
+    mapping: ParallelMapping
+    """With mbs or vpp of 0 where the source does not print them."""
+    workload: TrainingWorkload
+    recompute: tuple[str, ...] | None
+    """None where the source does not print it."""
+    is_fully_specified: bool = False
+    """Whether states are known to be float32 and no whole layer runs again: the paper's methods are compared so."""
+    published_flops_per_token: float = 0.0
+    """Operations for a token by the source's own formula, where it is not one of the two conventions; 0: it is."""
+
+
+def read_rows(path: Path) -> list[PublishedRow]:
+    """The rows of a table.
+
+    Raises:
+        ConfigError: the file cannot be read or lacks a column.
+    """
+    try:
+        text = read_bytes(path, MAX_TABLE_BYTES).decode("utf-8")
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        lacking = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+        if lacking:
+            raise ConfigError(f"{path}: lacks the columns {', '.join(lacking)}; see `moefold plan-accuracy --help`")
+        return [PublishedRow({column: line[column] or "" for column in COLUMNS}) for line in reader]
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: cannot be read as CSV: {error}") from None
+
+
+def parse_case(row: PublishedRow) -> PublishedCase:
+    """What a row says.
+
+    Raises:
+        SkipRowError: it does not say enough, or speaks of a model or device that the planner does not know.
+    """
+    if "lora" in row.method_and_note:
+        raise SkipRowError("LoRA trains other weights than the model's")
+    model, gpu = find_model_name(row["model"]), _device_name(row["gpu"])
+    if model is None:
+        raise SkipRowError(f"model {row['model']!r} is not known")
+    if gpu is None:
+        raise SkipRowError(f"gpu {row['gpu']!r} is not known")
+    if row["metric"] not in METRICS:
+        raise SkipRowError(f"metric {row['metric']!r} is not known")
+    mapping = _mapping(row, gpu)
+    workload = _workload(row, gpu, mapping)
+    recompute = _recompute(row)
+    return PublishedCase(
+        row=row,
+        model=model,
+        gpu=gpu,
+        mapping=replace(mapping, recompute=recompute or ()),
+        workload=workload,
+        recompute=recompute,
+        is_fully_specified=row["source"].startswith(PAPER),
+        published_flops_per_token=27.15e9 if model == "gpt-oss-120b" and (0, 0) < row.release < (26, 6) else 0.0,
+    )
+
+
+def _device_name(text: str) -> str | None:
+    """The one device that a cell names ("DGX H100"), or None."""
+    named = [word for word in re.split(r"[^a-z0-9]+", text.lower()) if word in device_names()]
+    return named[0] if len(named) == 1 else None
+
+
+def _mapping(row: PublishedRow, gpu: str) -> ParallelMapping:
+    """The degrees, those that other words of the row say included."""
+    method = row["method"]
+    is_baseline = row["source"].startswith(PAPER) and method in BASELINES
+    known = {axis: row.positive_int(axis) for axis in ("tp", "etp", "cp", "ep", "pp", "n_gpus")}
+    if known["pp"] is None and (is_baseline and method != "MCore"):
+        known["pp"] = 1
+    if known["ep"] is None and (_is_dense(row) or (is_baseline and method == "FSDP")):
+        known["ep"] = 1
+    lacking = [axis for axis in ("n_gpus", "tp", "cp", "ep", "pp") if known[axis] is None]
+    if lacking:
+        raise SkipRowError(f"incomplete mapping: {', '.join(lacking)} not printed")
+    tp, cp, ep, pp, n = (int(known[axis] or 1) for axis in ("tp", "cp", "ep", "pp", "n_gpus"))
+    etp = known["etp"] or (tp if is_baseline else 1)
+    if n % (tp * cp * pp) or n % (etp * ep * pp):
+        raise SkipRowError(f"the degrees do not divide {n} GPUs")
+    has_fsdp = "fsdp" in row.method_and_note
+    return ParallelMapping(
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        dp=n // (tp * cp * pp),
+        edp=n // (etp * ep * pp),
+        vpp=1 if pp == 1 else row.positive_int("vpp") or 0,
+        mbs=row.positive_int("mbs") or (1 if row["source"].startswith(PAPER) else 0),
+        zero=3 if has_fsdp else 1,
+        dispatcher=_dispatcher(row, gpu),
+        overlap=_overlaps(row, gpu, ep * etp),
+        offload=tuple(what for words, what in _OFFLOAD.items() if re.search(words, row.method_and_note)),
+    )
+
+
+def _overlaps(row: PublishedRow, gpu: str, num_expert_ranks: int) -> bool:
+    """Said by the row; Megatron-Bridge's recipes turn it on where the experts' exchange leaves the NVLink domain."""
+    if "overlap" in row.method_and_note:
+        return "no overlap" not in row.method_and_note
+    return (
+        "Megatron-Bridge" in row["method"]
+        and row.release >= (26, 0)
+        and num_expert_ranks > load_device(gpu).nvlink_domain_size
+    )
+
+
+def _dispatcher(row: PublishedRow, gpu: str) -> str:
+    for name in ("hybridep", "deepep"):
+        if name in row.method_and_note:
+            return name
+    if "Megatron-Bridge" not in row["method"] or row.release < (26, 0):
+        return "alltoall"
+    return "hybridep" if gpu in _RACK_SCALE else "deepep"
+
+
+def _is_dense(row: PublishedRow) -> bool:
+    return "llama3" in "".join(char for char in row["model"].lower() if char.isalnum()) and "8x" not in row["model"]
+
+
+def _workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> TrainingWorkload:
+    seq_len, batch = row.positive_int("seq_len"), row.positive_int("gbs")
+    if seq_len is None:
+        raise SkipRowError("seq_len not printed")
+    if batch is None:
+        if not mapping.mbs or mapping.pp > 1:
+            raise SkipRowError("gbs not printed")
+        batch = mapping.mbs * mapping.dp
+    if batch % mapping.dp:
+        raise SkipRowError(f"a batch of {batch} does not divide over dp={mapping.dp}")
+    is_paper, words = row["source"].startswith(PAPER), row.method_and_note
+    drops = is_paper or "token-drop" in words or "tokendrop" in row["model"].lower()
+    is_new = gpu in _BLACKWELL and row.release >= (26, 6)
+    graphs: CudaGraphs = "partial" if "cuda graph" in words or row.release >= (26, 0) else "none"
+    return TrainingWorkload(
+        seq_len=seq_len,
+        global_batch_size=batch,
+        precision=_check_matrix_units(_precision(row, gpu), gpu),
+        capacity_factor=1.0 if drops else 0.0,
+        imbalance=NATURAL_IMBALANCE if "natural routing" in words else 1.0,
+        cuda_graphs="full" if is_new else graphs,
+        fused_experts=is_new,
+        counts_causal_attention=not is_paper and not (0, 0) < row.release < (25, 6),
+        is_coupled=is_paper and row["method"] in BASELINES and mapping.dp % mapping.ep == 0,
+        overlaps_dp_comm=not is_paper,
+        shards_over_dp_only=is_paper,
+        overlaps_tp_comm="Megatron-Bridge" in row["method"] and _is_dense(row),
+        reduce_bytes=2.0 if mapping.zero == 3 else 4.0,
+        is_megatron=not any(name in row["source"].lower() for name in OTHER_SOFTWARE),
+        runs_mtp="w/o mtp" not in row["model"].lower(),
+    )
+
+
+def _precision(row: PublishedRow, gpu: str) -> str:
+    text = row["precision"].upper().rstrip("?").replace("FP16", "BF16")
+    is_fine = "parenthesised" in row["note"]
+    if text in ("BF16", "NVFP4", "MXFP8"):
+        return text.lower()
+    if text == "FP8-MX" or (is_fine and gpu in _BLACKWELL and text.startswith("FP8")):
+        return "mxfp8"
+    if "BLOCK" in text or (is_fine and text.startswith("FP8")):
+        return "fp8-blockwise"
+    if text.startswith("FP8"):
+        return "fp8"
+    raise SkipRowError(f"precision {row['precision']!r} is not known")
+
+
+def _check_matrix_units(precision: str, gpu: str) -> str:
+    if precision not in load_device(gpu).peak_flops:
+        raise SkipRowError(f"{gpu} has no matrix units for {precision}")
+    return precision
+
+
+def _recompute(row: PublishedRow) -> tuple[str, ...] | None:
+    words = row.method_and_note
+    if "no recompute" in words or "no ac" in words:
+        return ()
+    if "full ac" in words:
+        return ("layer",)
+    listed = re.search(r"(full )?recompute ?([^;]*)", words)
+    if listed is None:
+        return None
+    if listed[1]:
+        return ("layer",)
+    return tuple(_recompute_parts(listed[2]))
+
+
+def _recompute_parts(text: str) -> Iterator[str]:
+    for pattern, part in _RECOMPUTE.items():
+        if re.search(pattern, text.replace("_", " ")):
+            yield part
+
+
+MICRO_BATCHES = (1, 2, 4, 8)
+MAX_VIRTUAL_STAGES = 24
+SELECTIVE_RECOMPUTE_PARTS = ("norms", "expert_activation", "mla_up", "dense_mlp", "shared_experts")
+"""What authors who do not print their recomputation may have run again, cheapest first."""
+
+STATE_BYTES_CANDIDATES = (BytesPerParam(4, 4, 4), BytesPerParam(4, 4, 2), BytesPerParam(0, 2, 2))
+"""Types of the states, where a source does not print its optimizer's precision: the first that fits of float32,
+bfloat16 moments, all bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """One row, measured and predicted; a number, or OOM."""
+
+    row: PublishedRow
+    measured: float | str
+    predicted: float | str
+    mapping: ParallelMapping
+    workload: TrainingWorkload
+    """With the types of the states that the mapping was found to fit with."""
+
+    @property
+    def precision(self) -> str:
+        """Of the products."""
+        return self.workload.precision
+
+    @property
+    def error_pct(self) -> float | None:
+        """Of the prediction over the measurement; None where one of them is OOM."""
+        if isinstance(self.measured, str) or isinstance(self.predicted, str):
+            return None
+        return (self.predicted / self.measured - 1) * 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accuracy:
+    """All rows of a table."""
+
+    predictions: tuple[Prediction, ...]
+    skipped: dict[str, int]
+    """Rows that were not priced, by reason."""
+
+    @property
+    def mean_abs_error_pct(self) -> float | None:
+        """Over the rows with a number on both sides."""
+        return mean_abs_error_pct(self.predictions)
+
+    @property
+    def by_gpu_precision(self) -> dict[str, dict[str, float | int | None]]:
+        """Rows and mean absolute error for each device and precision."""
+        groups: dict[str, list[Prediction]] = defaultdict(list)
+        for prediction in self.predictions:
+            groups[f"{prediction.row['gpu']} {prediction.precision}"].append(prediction)
+        return {
+            name: {"rows": len(group), "mean_abs_error_pct": mean_abs_error_pct(group)}
+            for name, group in sorted(groups.items())
+        }
+
+    @property
+    def memory_mistakes(self) -> tuple[Prediction, ...]:
+        """Rows that ran and are predicted not to fit, and the other way round."""
+        return tuple(p for p in self.predictions if isinstance(p.measured, str) != isinstance(p.predicted, str))
+
+    def as_dict(self) -> dict[str, object]:
+        """In the form of `moefold plan-accuracy --json`."""
+        return {
+            "rows": [_row_as_dict(prediction) for prediction in self.predictions],
+            "mean_abs_error_pct": self.mean_abs_error_pct,
+            "by_gpu_precision": self.by_gpu_precision,
+            "num_skipped": sum(self.skipped.values()),
+            "skipped": self.skipped,
+        }
+
+
+def mean_abs_error_pct(predictions: Sequence[Prediction]) -> float | None:
+    """Mean of the absolute errors there are; None where there are none."""
+    errors = [abs(p.error_pct) for p in predictions if p.error_pct is not None]
+    return sum(errors) / len(errors) if errors else None
+
+
+def validate_predictions(path: Path) -> Accuracy:
+    """Predict every row of a table that has a complete mapping.
+
+    Raises:
+        ConfigError: the file cannot be read or lacks a column.
+    """
+    predictions, skipped = [], Counter[str]()
+    for row in read_rows(path):
+        try:
+            predictions.append(predict(parse_case(row)))
+        except SkipRowError as reason:
+            skipped[str(reason)] += 1
+    return Accuracy(predictions=tuple(predictions), skipped=dict(skipped.most_common()))
+
+
+def predict(case: PublishedCase) -> Prediction:
+    """Price one case, with the best of what its source leaves open.
+
+    Raises:
+        SkipRowError: no choice of what is open divides the batch, or the value is no number.
+    """
+    shape, measured = load_model_spec(case.model), _parse_measured(case.row["value"])
+    found = _fastest_fitting(shape, case)
+    predicted: float | str = OUT_OF_MEMORY if found is None else _predicted_metric(shape, case, found[0])
+    mapping, workload = found or (case.mapping, case.workload)
+    return Prediction(
+        row=case.row,
+        measured=measured,
+        predicted=predicted,
+        mapping=mapping,
+        workload=workload,
+    )
+
+
+def _parse_measured(text: str) -> float | str:
+    if text.upper() == OUT_OF_MEMORY:
+        return OUT_OF_MEMORY
+    try:
+        number = float(text)
+    except ValueError:
+        raise SkipRowError(f"value {text!r} is no number") from None
+    if not 0 < number < inf:
+        raise SkipRowError(f"value {text!r} is no speed: it must be a number above 0, or {OUT_OF_MEMORY}")
+    return number
+
+
+def _predicted_metric(model_spec: ModelSpec, case: PublishedCase, mapping: ParallelMapping) -> float:
+    tokens = _cost_model(model_spec.name, case.gpu, case.workload).step_time(mapping).tokens_per_s_per_gpu
+    w = case.workload
+    flops = case.published_flops_per_token or train_flops(
+        model_spec, w.seq_len, causal=w.counts_causal_attention, router=False, mtp=w.runs_mtp
+    )
+    if case.row["metric"] == "tokens_per_s_per_gpu":
+        return tokens
+    if case.row["metric"] == "tflops_per_gpu":
+        return tokens * flops / 1e12
+    return tokens * flops / load_device(case.gpu).peak("bf16") * 100
+
+
+@lru_cache(maxsize=512)
+def _cost_model(model: str, gpu: str, workload: TrainingWorkload) -> CostModel:
+    return CostModel(load_model_spec(model), load_device(gpu), workload)
+
+
+@lru_cache(maxsize=1024)
+def _memory_model(model: str, gpu: str, workload: TrainingWorkload) -> MemoryModel:
+    return MemoryModel(load_model_spec(model), workload, load_device(gpu))
+
+
+def _fastest_fitting(model_spec: ModelSpec, case: PublishedCase) -> tuple[ParallelMapping, TrainingWorkload] | None:
+    """The fastest of the open choices that fits; None where none does."""
+    pricer = _cost_model(model_spec.name, case.gpu, case.workload)
+    fitting = [
+        found
+        for choice in _open_mappings(model_spec, case)
+        if (found := _first_fitting(model_spec, case, choice)) is not None
+    ]
+    return min(fitting, key=lambda found: pricer.step_time(found[0]).total_s) if fitting else None
+
+
+def _open_mappings(model_spec: ModelSpec, case: PublishedCase) -> list[ParallelMapping]:
+    m, batch = case.mapping, case.workload.global_batch_size
+    local = batch // m.dp
+    sizes = [m.mbs] if m.mbs else [size for size in MICRO_BATCHES if local % size == 0]
+    if m.mbs and local % m.mbs:
+        raise SkipRowError(f"micro-batches of {m.mbs} do not divide {local} samples of a rank")
+    if m.pp * max(1, m.vpp) > len(model_spec.layers) + len(NON_LAYER_STAGE_PARTS):
+        raise SkipRowError(f"pp={m.pp} with vpp={m.vpp} is more stages than {len(model_spec.layers)} layers make")
+    most = min(MAX_VIRTUAL_STAGES, len(model_spec.layers) // m.pp)
+    stages = [m.vpp] if m.vpp else [1, *(v for v in divisors(max(1, len(model_spec.layers) // m.pp)) if 1 < v <= most)]
+    return [replace(m, mbs=size, vpp=vpp) for size, vpp in product(sizes, stages)]
+
+
+def _first_fitting(
+    model_spec: ModelSpec, case: PublishedCase, mapping: ParallelMapping
+) -> tuple[ParallelMapping, TrainingWorkload] | None:
+    """The mapping with the least sharding, the least recomputation and the widest optimizer under which it fits."""
+    ways = [SELECTIVE_RECOMPUTE_PARTS[:i] for i in range(len(SELECTIVE_RECOMPUTE_PARTS) + 1)]
+    if not case.is_fully_specified:
+        ways += [("norms", "moe"), ("layer",)]
+    if case.recompute is not None:
+        ways.insert(0, case.recompute)
+    all_states = STATE_BYTES_CANDIDATES[:1] if case.is_fully_specified else STATE_BYTES_CANDIDATES
+    zeros = (mapping.zero,) if case.is_fully_specified or mapping.pp > 1 else dict.fromkeys((mapping.zero, 3))
+    for zero, parts, states in product(zeros, ways, all_states):
+        tried = replace(mapping, recompute=parts, zero=zero)
+        workload = replace(case.workload, state_bytes=states)
+        if _memory_model(model_spec.name, case.gpu, workload).estimate(tried).fits:
+            return tried, workload
+    return None
+
+
+def _row_as_dict(prediction: Prediction) -> dict[str, object]:
+    row = prediction.row
+    return {
+        "source": row["source"],
+        "model": row["model"],
+        "gpu": row["gpu"],
+        "metric": row["metric"],
+        "measured": prediction.measured,
+        "predicted": prediction.predicted,
+        "error_pct": prediction.error_pct,
+    }

@@ -1,0 +1,120 @@
+"""A line on stderr that shows what a long command is doing: on a terminal one that changes, elsewhere plain lines."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from moefold.terminal import print_escaped, printable
+
+ProgressCallback = Callable[[str], None]
+"""Takes what the work is at now."""
+
+
+def ignore_progress(text: str) -> None:
+    """Stand in for `WorkProgress.say` where nothing is shown."""
+
+
+SHOW_AFTER_S = 2.0
+"""Work that takes less is not shown."""
+LINE_EVERY_S = 5.0
+"""Plain lines come no more often."""
+REPEAT_EVERY_S = 60.0
+"""A plain line comes this often also where the work is at the same thing."""
+_POLL_S = 0.2
+
+
+class WorkProgress:
+    """Context manager around long work; `report` tells what it is at.
+
+    A thread shows it, so that the clock goes on while one thing takes long, and the line of a stage that began within
+    `line_every_s` of another is not lost. With `is_shown` false nothing is printed. Not for a process that forks
+    inside: a child could inherit the lock of stderr.
+
+    Args:
+        label: what the lines begin with, such as the command.
+        is_shown: whether this process shows anything: one rank of many does.
+        show_after_s: seconds until the first line.
+        line_every_s: least seconds between two plain lines.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        *,
+        is_shown: bool = True,
+        show_after_s: float = SHOW_AFTER_S,
+        line_every_s: float = LINE_EVERY_S,
+    ) -> None:
+        self._label = label
+        self._is_shown = is_shown
+        self._show_after_s = show_after_s
+        self._line_every_s = line_every_s
+        self._text = ""
+        self._last_shown = ""
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._started_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._started_s = time.monotonic()
+        if self._is_shown:
+            show = self._show_live if sys.stderr.isatty() else self._show_lines
+            self._thread = threading.Thread(target=show, name="progress", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def report(self, text: str) -> None:
+        """The work is at this now."""
+        self._text = printable(text)
+
+    def _show_lines(self) -> None:
+        last_s = -float("inf")
+        if self._ended.wait(self._show_after_s):
+            return
+        while True:
+            now_s = time.monotonic()
+            since_s = now_s - last_s
+            text = self._text
+            if (text != self._last_shown and since_s >= self._line_every_s) or since_s >= REPEAT_EVERY_S:
+                last_s = now_s
+                self._last_shown = text
+                print_escaped(self._line(text), file=sys.stderr, flush=True)
+            if self._ended.wait(_POLL_S):
+                return
+
+    def _line(self, text: str) -> str:
+        what = f"{self._label}: {text}" if text else self._label
+        return f"{what} ({time.monotonic() - self._started_s:.0f} s)"
+
+    def _show_live(self) -> None:
+        if self._ended.wait(self._show_after_s):
+            return
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        from moefold.terminal import PrintableConsole
+
+        columns: list[Any] = [SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()]
+        bar = Progress(
+            *columns,
+            console=PrintableConsole(stderr=True),
+            transient=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        task = bar.add_task(self._label, total=None)
+        with bar:
+            while not self._ended.wait(_POLL_S):
+                description = f"{self._label}: {self._text}" if self._text else self._label
+                bar.update(task, description=description)
+                bar.refresh()

@@ -1,0 +1,337 @@
+"""The data of a run: which samples come next, read by all ranks alike, without the files that have broken.
+
+The files of a run's data, as all ranks see them.
+"""
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change, dropped_files
+from moefold.comm.collectives import all_reduce_sum
+from moefold.comm.groups import ParallelGroups, World, current_world
+from moefold.config.schema import Config, DataConfig
+from moefold.data import Sampler, open_dataset
+from moefold.data.data_files import SKIPPED
+from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
+from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
+from moefold.data.skip_corrupt import corrupt_files
+from moefold.data.source_listing import named_sources
+from moefold.data.token_file import TokenFileSet, build_token_file_set, check_same_files
+from moefold.errors import ConfigError, format_list
+from moefold.parallel.grad_accumulation import Batch
+from moefold.train.batch import BatchSharder, WeightedSamples
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DroppedFile:
+    """A file that is left out."""
+
+    name: str
+    reason: str
+    num_samples: int
+    """Samples of an epoch that are left out since, those of other files that were lost before included; 0 for a file
+    that the run never had."""
+    epoch_samples: int
+    """Samples of an epoch when the run began."""
+    found_by: str = ""
+    """The rank that could not read it, and its host; empty for what was known before ranks read."""
+
+    def describe(self) -> str:
+        """What happened, for the log."""
+        share = f"; {self.num_samples} of the {self.epoch_samples} samples of an epoch are left out"
+        why = f"{self.reason}; found by {self.found_by}" if self.found_by else self.reason
+        return f"left out data file {self.name} ({why}){share if self.num_samples else ''}"
+
+    def to_record(self) -> dict[str, Any]:
+        """What faults.jsonl keeps."""
+        return {
+            "kind": "data",
+            "action": "left out",
+            "file": self.name,
+            "what": self.reason,
+            "lost_samples": self.num_samples,
+            "epoch_samples": self.epoch_samples,
+            **({"found_by": self.found_by} if self.found_by else {}),
+        }
+
+
+@dataclass(frozen=True)
+class DroppedEvaluation:
+    """No sample is left to evaluate on."""
+
+    num_samples: int
+    """How many there were."""
+
+    def describe(self) -> str:
+        """What happened, for the log."""
+        return f"evaluation is skipped: all {self.num_samples} validation samples are of files that are left out"
+
+    def to_record(self) -> dict[str, Any]:
+        """What faults.jsonl keeps."""
+        return {"kind": "data", "action": "evaluation skipped", "lost_samples": self.num_samples}
+
+
+class DataLoader:
+    """Gives this rank its part of each batch. A file that breaks under data.corrupt="skip" is left out on all ranks."""
+
+    train_sampler: Sampler
+    """The training samples; there once it is open, as are those to evaluate on."""
+    validation_sampler: Sampler
+    train_sharder: BatchSharder
+
+    def __init__(self, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
+        """Look at the files; collective.
+
+        Raises:
+            ConfigError: ranks see other files.
+        """
+        self._cfg = cfg
+        self._groups = groups
+        self._positions = positions
+        self._data_files = resolve_data_files(cfg.data, current_world())
+        self.fingerprints = self._data_files.by_name
+        """What the files look like now."""
+        self._initial_fingerprints = self._data_files.by_name
+        self._shards: TokenFileSet | None = None
+        self._is_dropped_evaluation_reported = False
+        self.events: list[DroppedFile | DroppedEvaluation] = []
+        """What was left out, and nobody has logged yet."""
+        self.message = ""
+        """What was left out before, or why the data begins anew; empty if neither is so."""
+        # Other data has no files that could be left out while it is read.
+        self._can_drop_files = cfg.data.kind == "tokens" and cfg.data.corrupt == "skip"
+
+    def open(self, meta: CheckpointMeta | None) -> None:
+        """Open the samples of a run, that of a checkpoint if its data is the same; collective.
+
+        Raises:
+            ConfigError: as `open_dataset`; all files are lost.
+        """
+        cfg = self._cfg
+        before = meta if continues_data(cfg, meta, self.fingerprints) else None
+        self._shards = resolve_token_files(cfg, self._data_files, before, current_world())
+        data = open_dataset(
+            cfg.data,
+            seq_len=cfg.train.seq_len,
+            vocab_size=cfg.model.vocab_size,
+            seed=cfg.run.seed,
+            token_file_set=self._shards,
+        )
+        self.train_sampler, self.validation_sampler = data.train, data.validation
+        self.train_sharder = BatchSharder(data.train, cfg, self._groups, self._positions)
+        self._validation_sharder = BatchSharder(data.validation, cfg, self._groups, self._positions)
+        known = {} if before is None else before.data_lost
+        if meta is not None and before is None:
+            self.message = f"the data begins anew, at sample 0: {data_order_change(meta, cfg, self.fingerprints)}"
+        if before is not None:
+            self._initial_fingerprints = before.data_files
+        if known:
+            self.message = (
+                f"still left out: {format_list([f'data file {name} ({why})' for name, why in known.items()])}"
+            )
+        lost = {} if self._shards is None else self._shards.dropped
+        skipped = {
+            name: self._data_files.skip_reasons.get(name, "it cannot be read")
+            for name, look in self.fingerprints.items()
+            if look == SKIPPED
+        }
+        if before is None and self._can_drop_files:
+            lost = skipped | {**lost}
+        self._add_events({name: why for name, why in lost.items() if name not in known})
+
+    def data_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the files: fields of `TrainState`."""
+        shards = self._shards or TokenFileSet()
+        return {
+            "data_files": dict(self._initial_fingerprints),
+            "data_tokens": dict(shards.num_tokens),
+            "data_lost": dict(shards.dropped),
+        }
+
+    def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
+        """This rank's part of the next global batch, and the samples of the run that it is; collective.
+
+        Args:
+            first: where the run stands.
+            skipped_ranges: samples that are not to be taken.
+
+        Raises:
+            BrokenShardError, StrangeIdError: a file cannot be read, and may not be left out.
+            RunError: all files are lost.
+        """
+        size = self._cfg.train.global_batch_size
+        samples: Sequence[int] = ()
+
+        def read() -> Any:
+            nonlocal samples
+            samples = self.train_sampler.next_sample_indices(first, size, skipped_ranges)
+            return self.train_sharder.read(samples)
+
+        part = self._read_consistently(read)
+        return self.train_sharder.to_batch(part), samples
+
+    def eval_batches(self) -> list[Batch]:
+        """This rank's part of the samples to evaluate on, none if all are lost; collective. Raises as `next_batch`."""
+
+        def read() -> tuple[list[WeightedSamples], int]:
+            if self.validation_sampler.is_all_dropped:
+                return [], 0
+            return self._validation_sharder.read_eval_samples(self._cfg.train.eval_samples)
+
+        parts, count = self._read_consistently(read)
+        if not parts:
+            return []
+        return self._validation_sharder.to_eval_batches(parts, count)
+
+    def _read_consistently(self, read: Callable[[], T]) -> T:
+        """Read, and read anew without the files that break meanwhile on any rank; collective where files may."""
+        while True:
+            fault: BrokenShardError | OutOfVocabError | None = None
+            found: T | None = None
+            try:
+                found = read()
+            except (BrokenShardError, OutOfVocabError) as error:
+                if not self._can_drop_files or not error.shard:
+                    step = self._groups.recorder.step
+                    raise error.with_reporter(f"{_rank_and_host(self._groups.rank)}, step {step}") from error
+                fault = error
+            lost = self._gather_unreadable_files(fault) if self._can_drop_files else {}
+            if not lost:
+                assert found is not None
+                return found
+            self._drop_files(lost)
+
+    def _gather_unreadable_files(self, fault: BrokenShardError | OutOfVocabError | None) -> dict[str, tuple[str, str]]:
+        """The files that any rank could not read: what the first that could not says, and who it is; collective."""
+        world = self._groups.world
+        raised = torch.full((1,), float(fault is not None), device=self._groups.device)
+        if not float(all_reduce_sum(raised, world)):
+            return {}
+        lost: dict[str, tuple[str, str]] = {}
+        mine_alone = {} if fault is None else {fault.shard: (fault.cause, _rank_and_host(self._groups.rank))}
+        for mine in current_world().all_gather_object(mine_alone):
+            lost = mine | lost
+        return lost
+
+    def _drop_files(self, found: dict[str, tuple[str, str]]) -> None:
+        assert self._shards is not None
+        lost = {name: why for name, (why, _) in found.items()}
+        self._shards = self._shards.without(lost)
+        for row in (self.train_sampler, self.validation_sampler):
+            row.drop_files(lost)
+        self._add_events(lost, {name: who for name, (_, who) in found.items()})
+
+    def _add_events(self, dropped: dict[str, str], found_by: Mapping[str, str] = MappingProxyType({})) -> None:
+        read = self._shards.num_tokens if self._shards is not None else {}
+        self.events += [
+            DroppedFile(
+                name,
+                reason,
+                self.train_sampler.num_dropped if name in read else 0,
+                len(self.train_sampler),
+                found_by.get(name, ""),
+            )
+            for name, reason in dropped.items()
+        ]
+        if (
+            self._cfg.train.eval_every
+            and self.validation_sampler.is_all_dropped
+            and not self._is_dropped_evaluation_reported
+        ):
+            self._is_dropped_evaluation_reported = True
+            self.events.append(DroppedEvaluation(len(self.validation_sampler)))
+
+
+def _rank_and_host(rank: int) -> str:
+    """A rank and its machine, for a message."""
+    return f"rank {rank} (host {socket.gethostname()})"
+
+
+@dataclass(frozen=True)
+class DataFingerprints:
+    """What the files look like; the same on every rank."""
+
+    by_name: dict[str, str] = field(default_factory=dict)
+    """As `fingerprint`: of the first rank, which alone reads of them; "skipped" where any rank has to leave one out."""
+    skip_reasons: dict[str, str] = field(default_factory=dict)
+    """What is wrong with those that are left out, as far as it is known."""
+
+
+def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
+    """What the files look like; collective over the crew.
+
+    Raises:
+        ConfigError: another rank sees other files, or leaves other ones out as corrupt, and they are not token files
+            that may be left out; on every rank alike.
+    """
+    seen: DataFingerprints = world.all_gather_object(_read_fingerprints(data) if world.is_rank0 else None)[0]
+    wrong = {} if world.is_rank0 else size_differences_by_file(seen.by_name, file_sizes(data))
+    looks, faults = dict(seen.by_name), dict(seen.skip_reasons)
+    for rank, differences in enumerate(world.all_gather_object(wrong)):
+        words = f"rank {rank} sees other data than rank 0: {format_list(list(differences.values()))}"
+        if differences and not (data.kind == "tokens" and data.corrupt == "skip"):
+            raise ConfigError(f"{words}; give all machines the same files")
+        for name in differences:
+            looks[name] = SKIPPED
+            faults.setdefault(name, words)
+    return DataFingerprints(looks, faults)
+
+
+def resolve_token_files(
+    cfg: Config, fingerprints: DataFingerprints, meta: CheckpointMeta | None, world: World
+) -> TokenFileSet | None:
+    """The token files that the samples of a run lie in, and those that are left out; collective over the crew.
+
+    Args:
+        cfg: the recipe.
+        fingerprints: what the files look like.
+        meta: of the checkpoint whose samples the run goes on with; None for a run that begins.
+        world: all ranks.
+
+    Returns:
+        None for data of another kind.
+
+    Raises:
+        ConfigError: as `build_token_file_set` and `check_same_files`, on the first rank; all files are lost.
+    """
+    if cfg.data.kind != "tokens":
+        return None
+    skipped = {name for name, look in fingerprints.by_name.items() if look == SKIPPED}
+    if meta is not None and meta.data_tokens:
+        losses = dropped_files(meta, fingerprints.by_name)
+        reasons = {
+            name: meta.data_lost.get(name) or fingerprints.skip_reasons.get(name, why) for name, why in losses.items()
+        }
+        known = TokenFileSet(meta.data_tokens, reasons)
+        if world.is_rank0:
+            then = {name for name, look in meta.data_files.items() if look == SKIPPED}
+            check_same_files(known, cfg.data, skipped=then | skipped)
+        # No rank opens a file before the first one has let it pass.
+        world.all_gather_object(None)
+        return known
+    found = None
+    if world.is_rank0:
+        found = build_token_file_set(cfg.data, vocab_size=cfg.model.vocab_size, skipped=skipped)
+    shards: TokenFileSet = world.all_gather_object(found)[0]
+    return shards
+
+
+def continues_data(cfg: Config, meta: CheckpointMeta | None, fingerprints: Mapping[str, str]) -> bool:
+    """Whether a run takes the samples behind those of a checkpoint, rather than begin its data anew."""
+    return meta is not None and not data_order_change(meta, cfg, fingerprints)
+
+
+def _read_fingerprints(data: DataConfig) -> DataFingerprints:
+    looks = fingerprint(data)
+    if data.kind != "tokens" or SKIPPED not in looks.values():
+        return DataFingerprints(looks)
+    faults = corrupt_files(data)
+    return DataFingerprints(looks, {name: faults[file] for name, file in named_sources(data) if file in faults})

@@ -1,0 +1,131 @@
+"""The first lines of a run's log: folder, model, data, batch, ranks and saves, before the first step. Torch-free.
+
+The last lines of a run's log: how it ended, where its model is, and what to type next. Torch-free.
+"""
+
+import shlex
+from pathlib import Path
+from signal import Signals
+
+from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, step_of
+from moefold.config.schema import Config
+from moefold.cost.flops import count_parameters
+from moefold.data.sampler import Sampler
+from moefold.launch.exit import SIGNAL_STATUS
+from moefold.metrics.progress import format_count
+
+MIN_UNBOUNDED_SAMPLES = 2**39
+"""A row of at least so many samples is a stream or made up: nothing is known of its length."""
+
+
+def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validation_sampler: Sampler) -> list[str]:
+    """Return the lines that say what is about to run.
+
+    Args:
+        cfg: the recipe, as it runs.
+        device_type: "cpu" or "cuda".
+        train_sampler: the samples to train on.
+        validation_sampler: those to evaluate on; may be empty.
+    """
+    return [
+        f"run    {cfg.run.dir}, {cfg.run.steps:,} steps",
+        f"model  {_describe_model(cfg)}",
+        f"data   {_describe_data(cfg, train_sampler, validation_sampler)}",
+        f"batch  {cfg.train.global_batch_size} x {cfg.train.seq_len} = {cfg.tokens_per_step:,} tokens a step, "
+        f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {cfg.train.optimizer}",
+        f"ranks  {_describe_ranks(cfg, device_type)}",
+        f"saves  {_describe_saves(cfg)}",
+    ]
+
+
+def _describe_model(cfg: Config) -> str:
+    model, count = cfg.model, count_parameters(cfg.model)
+    name = f"{model.preset}, " if model.preset else ""
+    active = f", {format_count(count.active)} active for each token" if count.active != count.total else ""
+    experts = f", {model.num_experts} experts, top {model.top_k}" if "M" in model.layer_kinds else ""
+    return f"{name}{format_count(count.total)} parameters{active}; {model.num_layers} layers{experts}"
+
+
+def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Sampler) -> str:
+    data, seq_len = cfg.data, cfg.train.seq_len
+    paths = data.path if isinstance(data.path, str) else ", ".join(data.path)
+    parts = [f"{data.kind} {paths}".strip()]
+    if len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
+        parts.append(f"{format_count(len(train_sampler) * seq_len)} tokens to train on")
+        parts.append(
+            f"{format_count(len(validation_sampler) * seq_len)} held out"
+            if len(validation_sampler)
+            else "none held out"
+        )
+        epochs = cfg.run.steps * cfg.train.global_batch_size / len(train_sampler)
+        parts.append(f"{epochs:.2f} epochs in all" if epochs >= 0.01 else "less than 0.01 epochs in all")
+    return ", ".join(parts)
+
+
+def _describe_ranks(cfg: Config, device_type: str) -> str:
+    parallel = cfg.parallel
+    where = f"{parallel.world_size} on {device_type}, {cfg.run.dtype}"
+    if parallel.world_size == 1:
+        return where
+    shared = f" x pp{parallel.pp}" if parallel.pp > 1 else ""
+    attention = f"tp{parallel.tp} x cp{parallel.cp} x dp{parallel.dp}{shared}"
+    experts = f"etp{parallel.etp} x ep{parallel.ep} x edp{parallel.edp}{shared}"
+    return f"{where}; attention {attention}, experts {experts}"
+
+
+def _describe_saves(cfg: Config) -> str:
+    checkpoint = cfg.checkpoint
+    if not checkpoint.saves:
+        return "no model is saved (checkpoint.every=0, checkpoint.at_end=false)"
+    every = [f"every {checkpoint.every:,} steps"] if checkpoint.every else []
+    when = " and ".join([*every, *(["at the end"] if checkpoint.at_end else [])])
+    kept = f", the newest {checkpoint.keep} stay" if checkpoint.keep else ", all stay"
+    more = f", and those of every {checkpoint.keep_every:,} steps" if checkpoint.keep and checkpoint.keep_every else ""
+    return f"{when}{kept}{more}"
+
+
+EXAMPLE_PROMPTS = {"python-docs": "The for statement", "text": "The", "huggingface": "The", "sft": "Hello"}
+"""Text to continue, for the kinds of data whose models read text."""
+
+
+def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
+    """Return the lines with which a run ends.
+
+    Args:
+        cfg: the recipe.
+        status: 0, or 128 and the number of the signal that stopped the run.
+        step: the last step that was done.
+    """
+    complete = complete_checkpoints(checkpoint_folder(cfg))
+    newest = complete[-1] if complete else None
+    if status:
+        where = f"step {step} of {cfg.run.steps}{', before its evaluation' if step == cfg.run.steps else ''}"
+        return [
+            f"stopped by {Signals(status - SIGNAL_STATUS).name} after {where}; {_describe_last_save(cfg, newest, step)}"
+        ]
+    done = f"done: {step} steps, in {cfg.run.dir}; "
+    if newest is None:
+        return [done + f"no model was saved, as {_why_not_saved(cfg)}; set checkpoint.at_end=true to save one"]
+    if step_of(newest) < step:
+        done += f"not saved since step {step_of(newest)}, as {_why_not_saved(cfg)}; "
+    return [f"{done}model in {newest}", *next_commands(cfg)]
+
+
+def next_commands(cfg: Config) -> list[str]:
+    """Return what a user may type once the model of a run is there."""
+    run_dir, steps = shlex.quote(cfg.run.dir), cfg.run.steps
+    prompt = EXAMPLE_PROMPTS.get(cfg.data.kind)
+    use = f"moefold generate {run_dir} {shlex.quote(prompt)}" if prompt else f"moefold checkpoint show {run_dir}"
+    return [f"next: {use}", f"or train on: the same command with run.steps={2 * steps}"]
+
+
+def _describe_last_save(cfg: Config, newest: Path | None, step: int) -> str:
+    if newest is None:
+        return f"nothing was saved, as {_why_not_saved(cfg)}"
+    behind = f", which lacks the last {step - step_of(newest)} steps" if step_of(newest) < step else ""
+    return f"saved in {newest}{behind}; the same command goes on from there"
+
+
+def _why_not_saved(cfg: Config) -> str:
+    every = cfg.checkpoint.every
+    return f"checkpoint.every={every} and checkpoint.at_end={str(cfg.checkpoint.at_end).lower()} say"

@@ -1,0 +1,161 @@
+"""One step of a recipe on this rank under a ledger: what is in memory, by part, at the fullest moment and behind it.
+
+Weights and moments of any rank of any world, read off the sharded model: what the formulas are held to.
+"""
+
+import multiprocessing
+import signal
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from moefold.comm.fake_process_group import fake_rank, sharded_bytes
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config, TrainConfig
+from moefold.cost.state_memory import StateBytes
+from moefold.data import open_dataset
+from moefold.host.processes import block_signals
+from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
+from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
+from moefold.model.local_param import local_tensor
+from moefold.optim.build import build_optimizer
+from moefold.optim.muon import build_muon
+from moefold.parallel.grad_accumulation import Batch
+from moefold.parallel.memory_tracking import track_memory
+from moefold.parallel.parallelize import build_sharded_stages, parallelize
+from moefold.progress import ProgressCallback, ignore_progress
+from moefold.topology.layout import fold
+from moefold.train.batch import BatchSharder
+from moefold.train.train_step import TrainingStep
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """What a rank had in memory during a step, in bytes by part."""
+
+    rank: int
+    pp_rank: int
+    total: int
+    """The most at once."""
+    peak: dict[str, int]
+    """At that moment."""
+    activations: int
+    """The most activations at once, which may be another moment."""
+    activation_peak: dict[str, int]
+    """At that one."""
+    gathered: int
+    """The gathered weights at that one; while they arrive there are more, of a layer at a time."""
+    after: dict[str, int]
+    """Behind the backward pass, with all gradients."""
+    routed: list[int]
+    """Copies of this rank's tokens that the router sent to each expert, all its layers together."""
+
+
+def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> MeasuredMemory:
+    """Train one step on this rank of the default process group, on the CPU; collective."""
+    report("building the model")
+    p = cfg.parallel
+    layout = fold(
+        world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
+    )
+    groups = ParallelGroups.create(layout, torch.device("cpu"))
+    training = TrainingStep(parallelize(cfg, groups), cfg)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    batch = BatchSharder(data.train, cfg, groups, training.model.positions).batch(0)
+    report(f"one step on {groups.world.size} ranks")
+    ledger = measure_step(training, batch)
+    everything = ledger.peak()
+    activations = ledger.peak(lambda part: part not in NOT_ACTIVATIONS)
+    kept = {part: size for part, size in activations.by_part.items() if part not in NOT_ACTIVATIONS}
+    pp_rank = layout.attention.coordinate(groups.rank, "pp")
+    return MeasuredMemory(
+        rank=groups.rank,
+        pp_rank=pp_rank,
+        total=everything.total,
+        peak=everything.by_part,
+        activations=activations.total,
+        activation_peak=kept,
+        gathered=activations.by_part.get(GATHERED_WEIGHTS, 0),
+        after=ledger.current(),
+        routed=[
+            sum(counts)
+            for counts in zip(
+                *(layer.stats.tokens_per_expert_E.tolist() for layer in training.model.moe_layers().values()),
+                strict=True,
+            )
+        ],
+    )
+
+
+def measure_step(training: TrainingStep, batch: Batch) -> MemoryTracker:
+    """Run the forward and backward passes of step 1 under a ledger; collective."""
+    with track_memory(training.model, training.optimizer, batch.tensors()) as ledger:
+        training.begin_step(1)
+        training.model.forward_backward(batch)
+    return ledger
+
+
+BFLOAT16_BYTES = 2
+"""Of a bfloat16."""
+
+
+def sharded_state_bytes(cfg: Config, rank: int) -> StateBytes:
+    """Build the stages and the optimizer of one rank on the meta device, and count what they hold.
+
+    Gradients are not counted: there are none before a step. Nor are moments that would be outside of memory.
+
+    A child process does it: what torch finds out about a mesh, the place of this rank in it included, it keeps for all
+    equal meshes of the process, those of the next rank too.
+    """
+    with block_signals([signal.SIGINT], starts_python=False):
+        # The child leaves Ctrl-C to this process.
+        pool = multiprocessing.get_context("fork").Pool(1)
+    with pool:
+        return pool.apply(_state_bytes_in_child, (cfg, rank))
+
+
+def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
+    # Activations do not count here, and nothing may be written.
+    cfg = replace(cfg, train=replace(cfg.train, offload=()))
+    with fake_rank(cfg, rank) as groups:
+        stages = build_sharded_stages(cfg, groups, for_training=True).stages
+        parameters: dict[str, nn.Parameter] = {}
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                parameters.setdefault(name, parameter)
+        if cfg.parallel.world_size > 1:
+            weights, gathered = sharded_bytes(stages)
+        else:
+            weights = sum(map(_tensor_bytes, parameters.values()))
+            gathered = _cast_copy_bytes(cfg, parameters)
+        has_muon = cfg.train.optimizer == "muon"
+        stage_group = groups.attn.stage
+        optimizer = build_muon(parameters, cfg, stage_group) if has_muon else build_optimizer(parameters, cfg.train)
+        moments = sum(
+            0 if name != "step" and _is_offloaded(cfg.train, local_tensor(x)) else _tensor_bytes(local_tensor(x))
+            for state in optimizer.state.values()
+            for name, x in state.items()
+        )
+        # As `initialise` makes them: whole numbers keep their type, all others are float32.
+        buffers = sum(b.numel() * (4 if b.is_floating_point() else 8) for stage in stages for b in stage.buffers())
+        turns = [stage.rope for stage in stages if stage.rope is not None]
+        buffers += sum(_tensor_bytes(turn.cos) + _tensor_bytes(turn.sin) for turn in turns)
+    return StateBytes(weights=weights, gathered=gathered, optimizer=moments, buffers=buffers)
+
+
+def _cast_copy_bytes(cfg: Config, parameters: dict[str, nn.Parameter]) -> int:
+    """One rank by itself reads copies of its weights in the compute type: all but the router's and a mere look-up's."""
+    if cfg.run.dtype != "bfloat16":
+        return 0
+    wide = ("embedding.weight",) if not cfg.model.tie_embeddings else ()
+    read = [p for name, p in parameters.items() if ".router." not in name and name not in wide]
+    return sum(p.numel() for p in read) * BFLOAT16_BYTES
+
+
+def _is_offloaded(train: TrainConfig, moment: Tensor) -> bool:
+    return train.offload_optimizer != "none" and _tensor_bytes(moment) >= max(train.offload_min_kib * 2**10, 1)
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

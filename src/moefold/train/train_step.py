@@ -1,0 +1,420 @@
+"""One optimizer step: gradients, norm, clipping, update, and the numbers that all ranks agree on."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moefold.comm.collectives import all_reduce_sum
+from moefold.config.schema import Config
+from moefold.metrics.memory_breakdown import PARTS, MemoryByPart
+from moefold.metrics.memory_tracker import MemoryTracker, peak_memory_gib
+from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
+from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
+from moefold.optim.build import build_optimizer, named_moments, set_learning_rate
+from moefold.optim.lr_schedule import learning_rate
+from moefold.optim.muon import build_muon
+from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks
+from moefold.parallel.grad_accumulation import Batch
+from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
+from moefold.parallel.memory_tracking import bytes_by_part, track_memory
+from moefold.parallel.offload import open_state_store
+from moefold.parallel.parallelize import ParallelModel
+from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
+from moefold.parallel.router_replay_io import RouterReplayBuffer
+from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
+from moefold.train.step_guard import StepDecision, StepGuard
+
+StopFlags = Callable[[], Sequence[bool]]
+STOP_POLL_EVERY = 8
+"""Batches of an evaluation between two questions whether to stop: each is an all-reduce that the host waits for."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step measured over the whole global batch; equal on all ranks."""
+
+    loss: float
+    """Language-model loss."""
+    aux_loss: float
+    """As optimised: summed over layers, coefficient included. So is z_loss."""
+    z_loss: float
+    mtp_loss: float
+    """As optimised: mean over the depths, coefficient included; 0 without multi-token prediction."""
+    grad_norm: float
+    lr: float
+    expert_load: tuple[float, ...]
+    expert_counts: np.ndarray
+    """Copies that chose each expert of each MoE layer, before any is dropped, int64 [MoE layers, E]."""
+    dropped_fraction: float
+    moe_layers: tuple[MoELayerMetrics, ...]
+    flags: tuple[int, ...]
+    """For each flag given to `run`: how many ranks raised it."""
+    peak_memory_gib: float
+    """Largest peak memory of a rank since it started, up to the gradients of this step."""
+    rank_times: np.ndarray = field(default_factory=lambda: np.zeros((0, NUM_TIMES)))
+    """Own work, data and waiting of each rank in seconds, float64 [ranks, 3]; see `metrics.rank_times`."""
+    decision: StepDecision = StepDecision("update")
+    """Whether weights, moments, expert bias and the counts of the last step took this one."""
+    nonfinite_report: NonFiniteReport | None = None
+    """Where a step went wrong that is not finite."""
+    replicas: ReplicaMetrics | None = None
+    """How the replicas differ; None unless the step was checked."""
+    memory_by_part: MemoryByPart | None = None
+    """What the two passes had in memory; None unless the step was measured."""
+    offload: OffloadMetrics | None = None
+    """What the activations did outside of memory; None where all of them stay."""
+    divergences: tuple[Divergence, ...] = ()
+    """What ranks should hold alike after the step and do not, as far as it was checked."""
+
+
+@dataclass(frozen=True)
+class ReducedMetrics:
+    """What the one all-reduce of a step brings, on the host; the same on every rank."""
+
+    losses: Tensor
+    """Language-model loss, and the losses of the further tokens."""
+    device_grad_norm: Tensor
+    """Gradient norm, 0-dim on the device, so that clipping waits for nothing."""
+    grad_norm: float
+    flags: tuple[int, ...]
+    peak_memory_gib: float
+    rank_times: Tensor
+    """Own work, data and waiting of each rank in seconds, [ranks, 3]; zeros where nothing is timed."""
+    layer_scalars: Tensor
+    """Aux loss, z loss, copies, drops and entropy of each MoE layer, [MoE layers, 5]."""
+    expert_counts: Tensor
+    """[MoE layers, E], as are thresholds and biases."""
+    thresholds: Tensor
+    biases: Tensor
+    offload: tuple[float, ...]
+    """Of `train.offload`: bytes stored and kept, seconds of carrying and of waiting."""
+    memory: Tensor
+    """Bytes by part at the peak and now, [ranks, 2 * parts]; of a step that is not measured [ranks, 0]."""
+
+    def guarded_metrics(self) -> dict[str, float]:
+        """What must be finite, by its name in a message."""
+        aux, z = self.layer_scalars[:, :2].sum(0).tolist()
+        losses = {"loss": float(self.losses[0]), "balance loss": aux, "z loss": z}
+        if len(self.losses) > 1:
+            losses["loss of the further tokens"] = float(self.losses[1:].sum())
+        return {**losses, "gradient norm": self.grad_norm}
+
+
+class TrainingStep:
+    """Runs optimizer steps on a parallel model; `guard` decides whether a step changes anything.
+
+    `parameters` and `buffers` are what a checkpoint has to hold of the model; `router_replay` records and replays its routing,
+    where the recipe asks for that.
+    """
+
+    def __init__(self, model: ParallelModel, cfg: Config) -> None:
+        self.model = model
+        self.parameters = model.named_parameters
+        self.buffers = model.named_buffers
+        self.optimizer = _make_optimizer(model, cfg)
+        self.guard = StepGuard(cfg.faults)
+        self.router_replay = RouterReplayBuffer(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
+        self._comm_timer = model.groups.world.comm_timer
+        self._fsdp_hooks: FSDPCommHooks | None = None
+        self._replica_checker: ReplicaCheck | None = None
+        faults, zero = cfg.faults, cfg.parallel.zero
+        if cfg.parallel.world_size > 1:
+            self._comm_timer.is_on = faults.straggler_factor > 0
+            self._fsdp_hooks = install_comm_hooks(model.stages, model.groups, zero)
+            if faults.replica_check_every:
+                self._replica_checker = ReplicaCheck(
+                    model, named_moments(self.optimizer, self.parameters), zero, self._fsdp_hooks
+                )
+        self._cfg = cfg
+        self._moe_numbers = cfg.model.moe_layer_numbers
+        groups = model.groups
+        self._duplicate_params = model.duplicate_params
+        self._is_first_in_tp = groups.attn.tp.rank == 0
+        self._is_first_in_stage = groups.attn.stage.rank == 0
+
+    def start_clock(self) -> None:
+        """Count what follows as part of the next step; else it begins with `run`."""
+        self._comm_timer.start()
+
+    def run(
+        self,
+        batch: Batch,
+        step: int,
+        flags: StopFlags = lambda: (),
+        data_s: float = 0.0,
+        host_facts: Callable[[], Sequence[HostFact]] = tuple,
+    ) -> StepResult:
+        """Train on this rank's part of a global batch.
+
+        Collective: every rank calls it with its part of the same batch.
+
+        Args:
+            batch: this rank's part.
+            step: number of this step, 1-based.
+            flags: asked once the gradients are there for wishes of this rank (to stop, say); all ranks learn them.
+            data_s: time that this rank took to load the batch.
+            host_facts: what a check of replicas compares beside what the step itself holds.
+        """
+        self.start_clock()
+        self.begin_step(step)
+        replicas = (
+            None
+            if self._replica_checker is None or step % self._cfg.faults.replica_check_every
+            else self._replica_checker
+        )
+        if replicas is not None:
+            replicas.enable()
+        loss, ledger = self._tracked_forward_backward(batch, step)
+        record = self.model.groups.recorder
+        record.set_phase("summing up the step")
+        totals = self._all_reduce_metrics(loss, flags(), data_s, ledger)
+        metrics = None if replicas is None else replicas.metrics(self._tp_dedup(loss.detach())[0])
+        verdict = self.guard.decide(totals.guarded_metrics())
+        record.set_phase("optimizer")
+        rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
+        culprit = None
+        if verdict.updates:
+            if needs_clip(totals.grad_norm, self._cfg.train.clip_grad):
+                clip_gradients(self.parameters, totals.device_grad_norm, self._cfg.train.clip_grad)
+            set_learning_rate(self.optimizer, rate)
+            self.optimizer.step()
+            self._update_routers(totals.expert_counts, totals.thresholds)
+        elif verdict.reason == "nonfinite":
+            culprit = self._locate_nonfinite(batch, step, loss)
+        self.optimizer.zero_grad(set_to_none=True)
+        result = self._result(totals, rate, verdict, culprit)
+        if replicas is None:
+            return result
+        return replace(result, replicas=metrics, divergences=self.divergences(batch, step, rate, host_facts()))
+
+    @property
+    def checks_replicas(self) -> bool:
+        """Whether the recipe asks for checks, and there are ranks to compare."""
+        return self._replica_checker is not None
+
+    def divergences(
+        self, batch: Batch, step: int, rate: float, host_facts: Sequence[HostFact]
+    ) -> tuple[Divergence, ...]:
+        """What ranks should hold alike after a step and do not; nothing unless the recipe asks for checks. Collective.
+
+        Args:
+            batch: this rank's part of the step's batch.
+            step: number of the step.
+            rate: its learning rate.
+            host_facts: as of `run`.
+        """
+        if self._replica_checker is None:
+            return ()
+        words = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state())}"
+        return self._replica_checker.find_divergences(
+            batch, (HostFact("the position of the run", words, ("world",)), *host_facts)
+        )
+
+    def _tracked_forward_backward(self, batch: Batch, step: int) -> tuple[Tensor, MemoryTracker | None]:
+        """Run both passes, under a ledger where the recipe wants it."""
+        every = self._cfg.metrics.memory_every
+        if not every or step % every:
+            return self.model.forward_backward(batch), None
+        with track_memory(self.model, self.optimizer, batch.tensors()) as ledger:
+            return self.model.forward_backward(batch), ledger
+
+    def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> NonFiniteReport:
+        """See where it is not finite, and compute it once more, with an eye on what each rank brings to the sums."""
+        device = self.model.groups.device
+        bad_loss, bad_parameters = not is_finite(loss), nonfinite_parameters(self.parameters)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.begin_step(step)
+        if self._fsdp_hooks is not None:
+            self._fsdp_hooks.enable()
+        loss_again = self.model.forward_backward(batch)
+        has_bad_gradient = self._fsdp_hooks is not None and not self._fsdp_hooks.are_local_grads_finite(device)
+        again = has_bad_gradient or not is_finite(loss_again) or bool(nonfinite_parameters(self.parameters))
+        return gather_findings(bad_loss, bad_parameters, has_bad_gradient, again)
+
+    def begin_step(self, step: int) -> None:
+        """Prepare the routers: what follows, up to the next call, belongs to step `step`.
+
+        Raises:
+            ConfigError: the trace to replay lacks the step.
+        """
+        for layer in self.model.moe_layers().values():
+            layer.begin_step(step)
+        if self.router_replay is not None:
+            self.router_replay.begin_step(step)
+
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Weighted sum of the cross-entropies of held-out tokens, in nats; collective."""
+        loss, _ = self.evaluate_or_stop(batches, None)
+        assert loss is not None
+        return loss
+
+    def evaluate_or_stop(
+        self, batches: Sequence[Batch], flags: StopFlags | None
+    ) -> tuple[float | None, tuple[int, ...]]:
+        """As `evaluate`, unless a rank wishes to stop; collective.
+
+        Args:
+            batches: this rank's parts.
+            flags: as of `run`, asked before the first batch and every `STOP_POLL_EVERY` of them; None: nobody is asked.
+
+        Returns:
+            The loss, None where the evaluation was given up; and how many ranks raised each flag then.
+        """
+        self.model.train(False)
+        losses: list[Tensor] = []
+        raised: tuple[int, ...] = ()
+        for i, batch in enumerate(batches):
+            if flags is not None and i % STOP_POLL_EVERY == 0:
+                raised = self._count_flags(flags())
+            if any(raised):
+                break
+            losses.append(self.model.runner.evaluate(batch)[:1])
+        self.model.train(True)
+        if any(raised):
+            return None, raised
+        total = torch.stack(losses).sum(0)
+        return float(all_reduce_sum(self._tp_dedup(total.double()), self.model.groups.world)), raised
+
+    def _count_flags(self, flags: Sequence[bool]) -> tuple[int, ...]:
+        """How many ranks raise each flag; collective."""
+        groups = self.model.groups
+        raised = torch.tensor(flags, dtype=torch.float32, device=groups.device)
+        return tuple(int(count) for count in all_reduce_sum(raised, groups.world).tolist())
+
+    def _tp_dedup(self, loss: Tensor) -> Tensor:
+        """Tensor-parallel ranks compute the same token losses: one of them speaks for all."""
+        return loss if self._is_first_in_tp else torch.zeros_like(loss)
+
+    def _all_reduce_metrics(
+        self, loss: Tensor, flags: Sequence[bool], data_s: float, memory_tracker: MemoryTracker | None
+    ) -> ReducedMetrics:
+        """Sum everything that is counted over the ranks, in one all-reduce."""
+        world, device = self.model.groups.world, loss.device
+        mine = self._tp_dedup(loss.detach().double())
+        squares = local_norm_sq(self.parameters, skip=self._duplicate_params).view(1)
+        raised = torch.tensor(flags, dtype=torch.float64, device=device)
+        # A slot for each rank turns a maximum into a sum.
+        memory = torch.zeros(world.size, dtype=torch.float64, device=device)
+        memory[world.rank] = peak_memory_gib(device.type)
+        rows = self._local_router_stats(device)
+        total_s, waited_s = self._comm_timer.read()
+        times = torch.zeros(world.size, NUM_TIMES, dtype=torch.float64, device=device)
+        if total_s:
+            # One by one: a list would make the device wait for the host.
+            times[world.rank, COMPUTE], times[world.rank, DATA] = total_s - waited_s, data_s
+            times[world.rank, COMM] = waited_s
+        by_part = torch.zeros(world.size, 2 * len(PARTS) if memory_tracker else 0, dtype=torch.float64, device=device)
+        if memory_tracker is not None:
+            by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
+        offload = self._offload_metrics(device)
+        parts = (mine, squares, raised, memory, rows.flatten(), times.flatten(), offload, by_part.flatten())
+        total = all_reduce_sum(torch.cat(parts), world)
+        norm = total[len(mine)].sqrt()
+        on_host = total.cpu().split([part.numel() for part in parts])
+        num_experts = self._cfg.model.num_experts
+        scalars, counts, thresholds, biases = on_host[4].view_as(rows).split([5, *[num_experts] * 3], 1)
+        return ReducedMetrics(
+            losses=on_host[0],
+            device_grad_norm=norm,
+            grad_norm=float(on_host[1].sqrt()),
+            flags=tuple(int(count) for count in on_host[2].tolist()),
+            peak_memory_gib=float(on_host[3].max()),
+            rank_times=on_host[5].view_as(times),
+            layer_scalars=scalars,
+            expert_counts=counts,
+            thresholds=thresholds,
+            biases=biases,
+            offload=tuple(on_host[6].tolist()),
+            memory=on_host[7].view_as(by_part),
+        )
+
+    def _result(
+        self, totals: ReducedMetrics, rate: float, decision: StepDecision, nonfinite_report: NonFiniteReport | None
+    ) -> StepResult:
+        aux, z, copies, dropped, _ = totals.layer_scalars.sum(0).tolist()
+        layers = self._layer_metrics(
+            totals.layer_scalars.tolist(), totals.expert_counts.tolist(), totals.biases.tolist()
+        )
+        return StepResult(
+            loss=float(totals.losses[0]),
+            aux_loss=aux,
+            z_loss=z,
+            mtp_loss=float(totals.losses[1:].sum()),
+            grad_norm=totals.grad_norm,
+            lr=rate,
+            expert_load=tuple(layer.load for layer in layers),
+            expert_counts=totals.expert_counts.long().numpy(),
+            dropped_fraction=dropped / copies if copies else 0.0,
+            moe_layers=layers,
+            flags=totals.flags,
+            peak_memory_gib=totals.peak_memory_gib,
+            rank_times=totals.rank_times.numpy(),
+            memory_by_part=MemoryByPart.from_ranks(totals.memory.tolist()) if totals.memory.numel() else None,
+            offload=OffloadMetrics.from_sums(totals.offload, len(totals.rank_times)) if totals.offload else None,
+            decision=decision,
+            nonfinite_report=nonfinite_report,
+        )
+
+    def _offload_metrics(self, device: torch.device) -> Tensor:
+        """What this rank did with its activations, [4], or [0] where it keeps all."""
+        numbers = () if self.model.offload is None else astuple(self.model.offload.end_step())
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+    def _local_router_stats(self, device: torch.device) -> Tensor:
+        """My part of the totals of every MoE layer of the model: five scalars, then counts, thresholds and biases."""
+        num_experts = self._cfg.model.num_experts
+        rows = torch.zeros(len(self._moe_numbers), 5 + 3 * num_experts, dtype=torch.float64, device=device)
+        for number, layer in self.model.moe_layers().items():
+            stats, bias_E = layer.stats, layer.router.expert_bias
+            parts = [
+                torch.stack(
+                    [x.double() for x in (stats.aux, stats.z, stats.routed_tokens, stats.dropped, stats.entropy)]
+                )
+            ]
+            parts += [stats.tokens_per_expert_E.double(), stats.thresholds_E]
+            if bias_E is not None and self._is_first_in_stage:
+                parts.append(bias_E.double())
+            row = torch.cat(parts)
+            rows[self._moe_numbers.index(number), : len(row)] = row
+        return rows
+
+    def _update_routers(self, counts: Tensor, thresholds: Tensor) -> None:
+        """Tell every MoE layer its totals of the global batch, [MoE layers, E]."""
+        num_micro_batches = self._cfg.train.global_batch_size // self._cfg.train.micro_batch_size
+        for number, layer in self.model.moe_layers().items():
+            i = self._moe_numbers.index(number)
+            layer.end_step(counts[i], thresholds[i] / num_micro_batches)
+
+    def _layer_metrics(
+        self, scalars: list[list[float]], counts: list[list[float]], biases: list[list[float]]
+    ) -> tuple[MoELayerMetrics, ...]:
+        model = self._cfg.model
+        return tuple(
+            MoELayerMetrics.from_totals(
+                number,
+                counts=counts[i],
+                dropped=scalars[i][3],
+                entropy=scalars[i][4],
+                top_k=model.top_k,
+                losses=(scalars[i][0], scalars[i][1]),
+                bias=biases[i] if model.expert_bias else (),
+            )
+            for i, number in enumerate(self._moe_numbers)
+        )
+
+
+def _make_optimizer(model: ParallelModel, cfg: Config) -> torch.optim.Optimizer:
+    home = open_state_store(cfg.train, model.groups.device)
+    if cfg.train.optimizer == "muon":
+        return build_muon(model.named_parameters, cfg, model.groups.attn.stage, home)
+    return build_optimizer(model.named_parameters, cfg.train, home)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The logical tensor of a shard, on every rank of its mesh; collective over that mesh."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

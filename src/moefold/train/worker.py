@@ -1,0 +1,81 @@
+"""What each rank of `moefold train` runs."""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from moefold.comm.groups import ParallelGroups, current_world
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.host.rank_env import RankEnv
+from moefold.launch.failure import RankErrorHandler
+from moefold.launch.ranks import init_distributed
+from moefold.launch.runtime_env import runtime_env_message
+from moefold.launch.watchdog import Watchdog
+from moefold.train.run_folder import MAX_LOCK_WAIT_S, RunFolder, RunLock, choose_run_folder
+from moefold.train.signals import StopSignals
+from moefold.train.trainer import Trainer
+from moefold.validate.config import check_config
+
+
+def train_worker(cfg: Config, messages: Sequence[str], rank_env: RankEnv, device_type: str) -> int:
+    """Join the job, train, leave; returns the exit status of the job.
+
+    Args:
+        cfg: the recipe.
+        messages: lines for the log, before all others.
+        rank_env: of this rank.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: what only training could show is wrong, in a job of one rank; ranks of many print it and exit.
+    """
+    layout = check_config(cfg)
+    if cfg.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    stop = StopSignals(announces=rank_env.rank == 0)
+    limit_s = cfg.faults.timeout_s
+    watchdog = Watchdog(rank_env, limit_s, device_type)
+    failing = RankErrorHandler(rank_env, lambda: any(stop.flags), watchdog)
+    with failing, init_distributed(rank_env, device_type, limit_s, watchdog.start) as device, watchdog:
+        groups = ParallelGroups.create(layout, device, watchdog.flight_recorder)
+        watchdog.flight_recorder.set_phase("choosing the folder of the run")
+        # A network disk may look different on another machine: the first rank's view counts.
+        folder = current_world().all_gather_object(choose_run_folder(cfg) if rank_env.rank == 0 else None)[0]
+        messages = (folder.note, *messages, runtime_env_message(rank_env, device_type))
+        trainer = Trainer(folder.cfg, groups, [note for note in messages if note])
+        with ExitStack() as alone:
+            if rank_env.rank == 0:
+                watchdog.flight_recorder.set_phase("locking the folders of the run")
+                for lock in _run_locks(folder.cfg):
+                    alone.enter_context(lock)
+                _reject_other_run(cfg, folder)
+            return trainer.run(stop)
+
+
+def _reject_other_run(cfg: Config, folder: RunFolder) -> None:
+    """Refuse a folder that another job wrote into while this one came up or waited for its lock.
+
+    Raises:
+        ConfigError: the recipe would now write into another folder.
+    """
+    run_dir = folder.cfg.run.dir
+    if choose_run_folder(cfg, locked_folder=Path(run_dir)).cfg.run.dir != run_dir:
+        raise ConfigError(
+            f"run.dir={run_dir!r} now holds the run of another job, which wrote there while this one waited and left "
+            "nothing to go on from; start the same command again, which takes a folder of its own"
+        )
+
+
+def _run_locks(cfg: Config) -> list[RunLock]:
+    """One for each folder that the run writes into."""
+    # The other ranks wait for it, and must not take the first one for late.
+    wait_s = min(MAX_LOCK_WAIT_S, cfg.faults.timeout_s / 2)
+    folders = {"run.dir": cfg.run.dir}
+    if cfg.checkpoint.dir and cfg.checkpoint.saves:
+        folders["checkpoint.dir"] = cfg.checkpoint.dir
+    return [RunLock(Path(folder), key, wait_s) for key, folder in folders.items()]

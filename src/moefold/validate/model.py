@@ -1,0 +1,167 @@
+"""Rules between the sizes of the model."""
+
+import math
+import re
+from collections.abc import Iterator
+
+from moefold.config.layer_pattern import ATTENTION_KINDS, LAYER_KINDS, expand_layer_pattern
+from moefold.config.schema import Config, ModelConfig
+from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
+from moefold.topology.layout import divisors
+
+
+def validate_layer_pattern(cfg: Config) -> Iterator[str]:
+    """The patterns are spelled right and no part of them falls behind the last layer."""
+    yield from _validate_pattern(cfg, "layer_pattern", LAYER_KINDS)
+    yield from _validate_pattern(cfg, "attention_pattern", ATTENTION_KINDS)
+
+
+def _validate_pattern(cfg: Config, key: str, kinds: str) -> Iterator[str]:
+    pattern, num_layers = getattr(cfg.model, key), cfg.model.num_layers
+    name = f"model.{key}={pattern!r}"
+    counts = [int(digits) for digits in re.findall(r"[0-9]{1,18}", pattern)]
+    if max(counts, default=0) > num_layers:
+        yield f"{name} repeats a layer {max(counts)} times, more than model.num_layers={num_layers}; shorten it"
+        return
+    try:
+        unit = expand_layer_pattern(pattern, kinds)
+    except ValueError as error:
+        yield f"model.{key}: {error}"
+        return
+    if len(unit) > num_layers:
+        yield (
+            f"{name} spells {len(unit)} layers, more than model.num_layers={num_layers}; "
+            f"shorten it or set model.num_layers={len(unit)}"
+        )
+
+
+def validate_heads(cfg: Config) -> Iterator[str]:
+    """Heads divide the hidden size where head_dim is left open, and query groups divide the heads."""
+    model = cfg.model
+    if model.attention == "mla":
+        return
+    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
+    if model.head_dim == 0 and hidden % heads:
+        yield (
+            f"model.num_attention_heads={heads} must divide model.hidden_size={hidden} when model.head_dim is 0; "
+            f"choose {nearest_numbers(heads, divisors(hidden))} heads, model.hidden_size="
+            f"{nearest_multiples(hidden, heads)}, or set model.head_dim"
+        )
+    if heads % groups:
+        yield (
+            f"model.num_query_groups={groups} must divide model.num_attention_heads={heads}; "
+            f"choose {nearest_numbers(groups, divisors(heads))}"
+        )
+
+
+def validate_rope(cfg: Config) -> Iterator[str]:
+    """RoPE turns pairs: the head and its rotated part are even, and a stretch stretches."""
+    model = cfg.model
+    if model.attention == "mla":
+        if model.qk_rope_head_dim % 2:
+            yield (
+                f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even, because RoPE turns pairs; "
+                f"choose {nearest_multiples(model.qk_rope_head_dim, 2)}"
+            )
+        return
+    size = model.head_size
+    source = f"model.head_dim={size}"
+    if model.head_dim == 0:
+        if model.hidden_size % model.num_attention_heads:
+            return
+        source = f"the head size hidden_size/num_attention_heads={size}"
+    if size % 2:
+        yield f"{source} must be even, because RoPE turns pairs; choose {nearest_multiples(size, 2)}"
+        return
+    rotated = size * model.rope_fraction
+    if abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2 or round(rotated) < 2:
+        even = sorted(range(2, size + 1, 2), key=lambda dims: abs(dims - rotated))[:2]
+        yield (
+            f"model.rope_fraction={model.rope_fraction} of a head of {size} is {rotated:g} dimensions, which must be a "
+            f"positive even number; choose {join_with_or([f'{dims / size:g} ({dims} dimensions)' for dims in sorted(even)])}"
+        )
+
+
+def validate_rope_scaling(cfg: Config) -> Iterator[str]:
+    """A stretch has a factor above 1, and its band has a width."""
+    model = cfg.model
+    if model.rope_scaling == "none":
+        return
+    if model.rope_scaling_factor == 1:
+        yield (
+            f"model.rope_scaling={model.rope_scaling!r} changes nothing with model.rope_scaling_factor=1.0; "
+            "give a factor above 1, or choose 'none'"
+        )
+    if model.rope_scaling == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        yield (
+            f"model.rope_low_freq_factor={model.rope_low_freq_factor} must be below "
+            f"model.rope_high_freq_factor={model.rope_high_freq_factor}; the published pair is 1.0 and 4.0"
+        )
+    if model.rope_scaling == "yarn":
+        yield from _validate_yarn(model)
+
+
+def _validate_yarn(model: ModelConfig) -> Iterator[str]:
+    """The slowest wave is stretched, the blend lies within the head, and the factors do not contradict each other."""
+    fast, slow, seq_len = model.rope_beta_fast, model.rope_beta_slow, model.rope_original_seq_len
+    if slow >= fast:
+        yield (
+            f"model.rope_beta_slow={slow} must be below model.rope_beta_fast={fast}; the published pair is 1.0 and 32.0"
+        )
+        return
+    least, most = math.floor(2 * math.pi * slow) + 1, math.ceil(2 * math.pi * fast * model.rope_theta) - 1
+    if not least <= seq_len <= most:
+        yield (
+            f"model.rope_original_seq_len={seq_len} must be above 2*pi*rope_beta_slow and below "
+            f"2*pi*rope_beta_fast*rope_theta, so that some wave is stretched and some is not; choose {least} to {most}"
+        )
+    if model.rope_attention_factor and model.rope_mscale:
+        yield (
+            f"model.rope_mscale={model.rope_mscale} has no effect beside model.rope_attention_factor="
+            f"{model.rope_attention_factor}, which it would only derive; leave one of them out"
+        )
+    if model.rope_mscale and not model.rope_mscale_all_dim:
+        yield (
+            f"model.rope_mscale={model.rope_mscale} is divided by that of model.rope_mscale_all_dim, not given; "
+            "give both or neither"
+        )
+    if model.rope_mscale_all_dim and not model.rope_mscale:
+        yield (
+            f"model.rope_mscale_all_dim={model.rope_mscale_all_dim} divides that of model.rope_mscale, which is not "
+            "given; give both or neither"
+        )
+
+
+def validate_mla(cfg: Config) -> Iterator[str]:
+    """Latent attention has norms of its own and no biases."""
+    model = cfg.model
+    if model.attention != "mla":
+        return
+    for key, why in (
+        ("qk_norm", "which normalises its latents"),
+        ("qkv_bias", "which has no biases"),
+        ("attention_output_bias", "which has no biases"),
+        ("attention_sinks", "which has no sinks"),
+    ):
+        if getattr(model, key):
+            yield f"model.{key}=true does not go with model.attention='mla', {why}; set {key}=false, or attention='gqa'"
+
+
+def validate_sliding_window(cfg: Config) -> Iterator[str]:
+    """Layers of kind W have a window."""
+    model = cfg.model
+    if "W" in model.attention_pattern and model.sliding_window == 0:
+        yield (
+            f"model.attention_pattern={model.attention_pattern!r} has layers of kind W, which see "
+            "model.sliding_window=0 tokens; set model.sliding_window, or choose 'F'"
+        )
+
+
+MODEL_RULES = (
+    validate_layer_pattern,
+    validate_sliding_window,
+    validate_heads,
+    validate_mla,
+    validate_rope,
+    validate_rope_scaling,
+)

@@ -1,0 +1,343 @@
+"""Rules between the degrees and what they cut: heads, widths, experts, layers and the sequence.
+
+Each axis has a function of (config, degree) that yields its faults, so that the legal values of that degree, all else
+as it is, are found by trying them.
+
+Rules of `parallel.overlap_experts` and `overlap_tp`: what can hide the exchanges of a layer.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import ceil, gcd, lcm
+from typing import Any
+
+from moefold.config.limits import MAX_MICRO_BATCHES
+from moefold.config.schema import Config, has_dense_layers, has_moe_layers
+from moefold.config.suggestions import nearest_multiples, nearest_numbers
+from moefold.cost.recompute_parts import AUTO
+from moefold.cost.stages import plan_stages, with_explicit_layout
+from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
+from moefold.topology.layout import divisors, fold
+from moefold.topology.pipeline_action import find_deadlock
+from moefold.topology.schedule_tables import OVERLAPPED_SCHEDULES, overlapped_rows, to_slot_row
+from moefold.validate.moe import validate_deepep
+from moefold.validate.pipeline import PIPELINE_RULES
+
+
+def _validate_divides(name: str, degree: int, key: str, size: int, *, up_only: bool = False) -> Iterator[str]:
+    """A fault when `degree` does not divide the size, with the sizes on both sides that it divides."""
+    if size % degree:
+        yield (
+            f"parallel.{name}={degree} must divide {key}={size}; "
+            f"choose {key}={nearest_multiples(size, degree, up_only=up_only)}"
+        )
+
+
+def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
+    model = cfg.model
+    yield from _validate_divides("tp", tp, "model.num_attention_heads", model.num_attention_heads)
+    groups = model.num_key_value_heads
+    if groups % tp and model.attention == "gqa" and tp % groups:
+        yield (
+            f"parallel.tp={tp} must divide model.num_query_groups={groups}, or be a multiple of it "
+            f"(key and value heads are then replicated); choose model.num_query_groups={nearest_multiples(groups, tp)}"
+        )
+    if has_dense_layers(model):
+        yield from _validate_divides("tp", tp, "model.ffn_hidden_size", model.ffn_hidden_size)
+    if has_moe_layers(model):
+        yield from _validate_divides(
+            "tp", tp, "model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size
+        )
+    # A smaller vocabulary would not hold the tokenizer's ids; a larger one has rows that are never read.
+    yield from _validate_divides("tp", tp, "model.vocab_size", model.vocab_size, up_only=True)
+
+
+def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
+    if cfg.parallel.context != "ulysses" or cp == 1:
+        return
+    tp, heads, groups = cfg.parallel.tp, cfg.model.num_attention_heads, cfg.model.num_key_value_heads
+    if heads % tp or (groups % tp and tp % groups):
+        return
+    if heads // tp % cp:
+        yield (
+            f"parallel.cp={cp} must divide num_attention_heads/tp={heads // tp} with parallel.context='ulysses', "
+            "which gives each rank whole heads; choose parallel.context='ring' or 'allgather'"
+        )
+
+
+def _validate_ep_degree(cfg: Config, ep: int) -> Iterator[str]:
+    if has_moe_layers(cfg.model):
+        yield from _validate_divides("ep", ep, "model.num_experts", cfg.model.num_experts)
+    elif ep > 1:
+        yield _missing_moe_layers_message("ep", ep, cfg)
+
+
+def _validate_etp_degree(cfg: Config, etp: int) -> Iterator[str]:
+    if has_moe_layers(cfg.model):
+        yield from _validate_divides("etp", etp, "model.moe_ffn_hidden_size", cfg.model.moe_ffn_hidden_size)
+        if cfg.model.moe_bias:
+            yield from _validate_divides("etp", etp, "model.hidden_size", cfg.model.hidden_size)
+    elif etp > 1:
+        yield _missing_moe_layers_message("etp", etp, cfg)
+
+
+def _validate_pp_degree(cfg: Config, pp: int) -> Iterator[str]:
+    layers, chunks = cfg.model.num_layers, cfg.parallel.virtual_stages
+    if pp * chunks > layers and not cfg.parallel.pipeline_layout:
+        times = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
+        yield (
+            f"parallel.pp={pp}{times} must be at most model.num_layers={layers}, one layer for each stage; "
+            f"choose model.num_layers={pp * chunks}"
+        )
+
+
+def _missing_moe_layers_message(name: str, degree: int, cfg: Config) -> str:
+    return (
+        f"parallel.{name}={degree} needs MoE layers, and model.layer_pattern={cfg.model.layer_pattern!r} has none; "
+        "choose a pattern with M"
+    )
+
+
+def _divisible_sizes(cfg: Config) -> dict[str, int]:
+    """What each degree must divide so that the ranks still fold, the other degrees as they are."""
+    p = cfg.parallel
+    stage = p.world_size // p.pp
+    return {
+        "tp": stage // p.cp,
+        "cp": stage // p.tp,
+        "ep": stage // p.etp,
+        "etp": stage // p.ep,
+        "pp": p.world_size // lcm(p.tp * p.cp, p.ep * p.etp),
+    }
+
+
+DEGREE_RULES: dict[str, Callable[[Config, int], Iterator[str]]] = {
+    "tp": _validate_tp_degree,
+    "cp": _validate_cp_degree,
+    "ep": _validate_ep_degree,
+    "etp": _validate_etp_degree,
+    "pp": _validate_pp_degree,
+}
+
+
+def validate_degrees(cfg: Config) -> Iterator[str]:
+    """Every degree divides what it cuts; each fault ends with the values of that degree that would do."""
+    for name, cuts in DEGREE_RULES.items():
+        degree = getattr(cfg.parallel, name)
+        faults = list(cuts(cfg, degree))
+        if not faults:
+            continue
+        legal = [other for other in divisors(_divisible_sizes(cfg)[name]) if _fixes_violations(cfg, name, other)]
+        way_out = f", or parallel.{name}={nearest_numbers(degree, legal)}" if legal else ""
+        for fault in faults:
+            yield fault + way_out
+
+
+def _fixes_violations(cfg: Config, name: str, degree: int) -> bool:
+    """Whether another degree of one axis ends the faults of that axis and makes nothing else worse."""
+    before = _count_violations(cfg)
+    change: dict[str, Any] = {name: degree}
+    after = _count_violations(replace(cfg, parallel=replace(cfg.parallel, **change)))
+    return after[name] == 0 and all(after[rule] <= before[rule] for rule in before)
+
+
+def _count_violations(cfg: Config) -> dict[str, int]:
+    """Faults of each axis, of the sequence and of the batch: all that depends on degrees."""
+    found = {name: len(list(cuts(cfg, getattr(cfg.parallel, name)))) for name, cuts in DEGREE_RULES.items()}
+    return found | {rule.__name__: len(list(rule(cfg))) for rule in (validate_sequence_length, validate_batch_size)}
+
+
+def validate_sequence_length(cfg: Config) -> Iterator[str]:
+    """The sequence cuts into cp parts of tp sequence-parallel parts, and into 2*cp chunks where attention balances."""
+    tp, cp, seq_len = cfg.parallel.tp, cfg.parallel.cp, cfg.train.seq_len
+    zigzag = cp > 1 and cfg.parallel.context != "ulysses"
+    step = lcm(cp * tp, 2 * cp if zigzag else 1)
+    if seq_len % step == 0:
+        return
+    if seq_len % (cp * tp):
+        rule = f"divisible by cp*tp={cp}*{tp}={cp * tp}"
+    else:
+        rule = f"divisible by 2*cp={2 * cp}, the chunks that balance parallel.context={cfg.parallel.context!r}"
+    yield f"train.seq_len={seq_len} must be {rule}; choose {nearest_multiples(seq_len, step)}"
+
+
+def validate_mapping_is_resolved(cfg: Config) -> Iterator[str]:
+    """The mapping is there: `moefold train` plans it first, other commands are told it."""
+    if cfg.parallel.mapping == "auto":
+        yield (
+            "parallel.mapping='auto' is planned by `moefold train` alone; for this command give the degrees, as "
+            "`moefold plan RECIPE --recipe OUT.toml` writes them"
+        )
+
+
+def validate_dispatcher(cfg: Config) -> Iterator[str]:
+    """The local dispatcher has no communication, and those that are named for theirs have some."""
+    p = cfg.parallel
+    if p.dispatcher in ("allgather", "deepep") and p.ep * p.etp == 1 and has_moe_layers(cfg.model):
+        yield (
+            f"parallel.dispatcher={p.dispatcher!r} carries copies between the ranks of ep and etp, and parallel.ep=1, "
+            "parallel.etp=1; choose 'alltoall' or 'auto', or ep or etp of 2 or more"
+        )
+    if p.dispatcher == "local" and p.ep * p.etp > 1:
+        yield (
+            f"parallel.dispatcher='local' needs ep=etp=1, and parallel.ep={p.ep}, parallel.etp={p.etp}; "
+            "choose 'alltoall' or 'allgather'"
+        )
+
+
+def validate_least_loaded(cfg: Config) -> Iterator[str]:
+    """Least-loaded dispatch has other ranks to turn to, loads that differ, and a rule that can apply."""
+    p, moe = cfg.parallel, cfg.moe
+    if p.dispatcher != "leastloaded" or not has_moe_layers(cfg.model):
+        return
+    if p.ep == 1:
+        yield (
+            "parallel.dispatcher='leastloaded' moves copies between the ranks of ep, and parallel.ep=1; "
+            "choose 'alltoall', or ep of 2 or more"
+        )
+        return
+    if moe.pad_to_capacity:
+        yield (
+            "moe.pad_to_capacity=true gives every rank the same load, so parallel.dispatcher='leastloaded' would move "
+            "nothing; choose pad_to_capacity=false, or dispatcher='alltoall'"
+        )
+    if moe.llep_threshold >= p.ep:
+        yield (
+            f"moe.llep_threshold={moe.llep_threshold} must be below parallel.ep={p.ep}, the most mean loads "
+            "that one rank can have; the published value is 1.3"
+        )
+    if moe.llep_capacity > moe.llep_threshold:
+        yield (
+            f"moe.llep_capacity={moe.llep_capacity} must be at most moe.llep_threshold={moe.llep_threshold}: what a "
+            f"rank may keep needs no relief; choose llep_capacity of 1.0 to {moe.llep_threshold}"
+        )
+    tokens = cfg.train.seq_len * cfg.train.micro_batch_size * p.ep * p.etp // (p.cp * p.tp)
+    largest = min(tokens, ceil(moe.llep_capacity * tokens * cfg.model.top_k / p.ep))
+    if moe.llep_min_tokens > largest:
+        yield (
+            f"moe.llep_min_tokens={moe.llep_min_tokens} must be at most {largest}, the most copies of one expert that "
+            f"a rank could take over of the {tokens} tokens of ep*etp={p.ep * p.etp} ranks; choose 1 to {largest}"
+        )
+
+
+def validate_batch_size(cfg: Config) -> Iterator[str]:
+    """The global batch is whole micro-batches on each data-parallel rank, and enough of them for the schedule."""
+    p, batch = cfg.parallel, cfg.train.global_batch_size
+    step = cfg.train.micro_batch_size * p.dp
+    if batch % step:
+        yield (
+            f"train.global_batch_size={batch} must be divisible by train.micro_batch_size*dp="
+            f"{cfg.train.micro_batch_size}*{p.dp}={step} (dp = world_size/(tp*cp*pp)); "
+            f"choose {nearest_multiples(batch, step)}"
+        )
+        return
+    count = cfg.num_micro_batches
+    if count > MAX_MICRO_BATCHES:
+        yield (
+            f"train.global_batch_size={batch} gives each data-parallel rank {count} micro-batches, more than "
+            f"{MAX_MICRO_BATCHES}; choose train.global_batch_size={MAX_MICRO_BATCHES * step} or less, or raise "
+            "train.micro_batch_size"
+        )
+    if p.pp == 1:
+        return
+    found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
+    if p.schedule == "1f1b" and count < p.pp:
+        micro = cfg.train.micro_batch_size
+        smaller = f", micro_batch_size={gcd(micro, batch // (p.dp * p.pp))}" if batch % (p.dp * p.pp) == 0 else ""
+        yield (
+            f"parallel.schedule='1f1b' needs at least pp={p.pp} micro-batches, {found}; "
+            f"choose train.global_batch_size={step * p.pp}{smaller}, or schedule='gpipe'"
+        )
+
+
+PARALLEL_RULES = (
+    validate_mapping_is_resolved,
+    validate_degrees,
+    validate_sequence_length,
+    validate_dispatcher,
+    validate_deepep,
+    validate_least_loaded,
+    validate_batch_size,
+    *PIPELINE_RULES,
+)
+
+
+OVERLAP_EXPERTS_SETTING = "parallel.overlap_experts=true"
+
+
+def validate_expert_overlap(cfg: Config) -> Iterator[str]:
+    """There are exchanges to hide, a backward and a forward pass to hide them, and parameters that stay for both."""
+    p = cfg.parallel
+    if not p.overlap_experts:
+        return
+    if not has_moe_layers(cfg.model):
+        yield (
+            f"{OVERLAP_EXPERTS_SETTING} hides the exchanges of experts, and no layer of model.layer_pattern is M; choose a pattern with M, "
+            "or overlap_experts=false"
+        )
+        return
+    if p.ep * p.etp == 1:
+        yield (
+            f"{OVERLAP_EXPERTS_SETTING} hides the exchanges of experts, and with parallel.ep=1 and parallel.etp=1 there are none; "
+            "choose ep=2 or more, or overlap_experts=false"
+        )
+    if p.schedule not in OVERLAPPED_SCHEDULES:
+        *others, last = map(repr, OVERLAPPED_SCHEDULES)
+        yield (
+            f"{OVERLAP_EXPERTS_SETTING} needs a schedule with a phase of one forward and one backward pass, and "
+            f"parallel.schedule={p.schedule!r} has none; choose schedule={', '.join(others)} or {last}, or "
+            "overlap_experts=false"
+        )
+    if p.zero == 3:
+        yield (
+            f"{OVERLAP_EXPERTS_SETTING} works on a layer for two micro-batches at a time, and parallel.zero=3 frees its parameters for "
+            "one; choose zero=2, or overlap_experts=false"
+        )
+    step = cfg.train.micro_batch_size * p.dp
+    if cfg.train.global_batch_size % step == 0 and cfg.num_micro_batches < 2:
+        yield (
+            f"{OVERLAP_EXPERTS_SETTING} needs two micro-batches or more, and train.global_batch_size={cfg.train.global_batch_size} gives "
+            f"each data-parallel rank 1; choose global_batch_size={2 * step}, or overlap_experts=false"
+        )
+
+
+def validate_collective_order(cfg: Config) -> Iterator[str]:
+    """All ranks that share a group begin the exchanges of their experts in one order, and no rank waits for ever.
+
+    For a config that is sound otherwise. Both follow from how rows and pairs are made; a fault here is one of moefold.
+    """
+    p, train = cfg.parallel, cfg.train
+    if not p.overlap_experts or not has_moe_layers(cfg.model):
+        return
+    if AUTO in train.recompute:
+        # The choice comes later, for the stages as they stand; to the order it matters whether exchanges run again.
+        placed = with_explicit_layout(cfg)
+        for chosen in ((), RECOMPUTED_WITH_COMM[:1]):
+            yield from validate_collective_order(replace(placed, train=replace(train, recompute=chosen)))
+        return
+    rows = overlapped_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)
+    if found := find_deadlock(list(map(to_slot_row, rows))):
+        yield f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {found[0]} would wait for ever before {found[1][0]}; set it to false"
+    layout = fold(
+        world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
+    )
+    plan = plan_stages(cfg)
+    of_stage = [
+        collective_sequence(cfg, {stage.number: stage for stage in plan.of_rank(i)}, row) for i, row in enumerate(rows)
+    ]
+    programs = [of_stage[layout.attention.coordinate(rank, "pp")] for rank in range(p.world_size)]
+    for fault in order_mismatches(programs, layout):
+        yield f"{OVERLAP_EXPERTS_SETTING}: {fault}, so that they would wait for each other for ever; set it to false"
+
+
+def validate_tp_overlap(cfg: Config) -> Iterator[str]:
+    """A product in parts would make the 8-bit copies of its weight once for each."""
+    if cfg.parallel.overlap_tp and cfg.train.precision != "dtype":
+        yield (
+            f"parallel.overlap_tp=true multiplies the tokens of one tp rank at a time, in the type of run.dtype, and "
+            f"train.precision={cfg.train.precision!r} multiplies all at once; choose precision='dtype', or "
+            "overlap_tp=false"
+        )
+
+
+OVERLAP_RULES = (validate_expert_overlap, validate_tp_overlap)

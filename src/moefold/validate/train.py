@@ -1,0 +1,272 @@
+"""Rules between the settings of the optimizer, its schedule, the evaluation and the checkpoints.
+
+Rules between the settings of the data.
+
+Rules on what a run does when something goes wrong.
+
+Rules on kernels and on the precision of matrix products.
+"""
+
+import importlib.util
+import math
+from collections.abc import Iterator
+
+from moefold.config.schema import MUON_GROUPS, Config, ModelConfig, RunConfig, has_dense_layers, has_moe_layers
+from moefold.errors import ConfigError
+
+
+def validate_learning_rate(cfg: Config) -> Iterator[str]:
+    """The rate falls, if it does, and the schedule fits into the run."""
+    train, steps = cfg.train, cfg.run.steps
+    if train.min_lr > train.lr:
+        yield f"train.min_lr={train.min_lr} must be at most train.lr={train.lr}; choose 0.0 to {train.lr}"
+    if train.warmup_steps > steps:
+        yield f"train.warmup_steps={train.warmup_steps} must be at most run.steps={steps}; choose 0 to {steps}"
+    elif train.lr_schedule == "wsd" and train.warmup_steps + train.decay_steps > steps:
+        yield (
+            f"train.decay_steps={train.decay_steps} and train.warmup_steps={train.warmup_steps} must fit into "
+            f"run.steps={steps}; choose decay_steps of at most {steps - train.warmup_steps}"
+        )
+
+
+def validate_evaluation(cfg: Config) -> Iterator[str]:
+    """There is held-out text to evaluate on."""
+    if cfg.train.eval_every == 0 or has_held_out_data(cfg):
+        return
+    if cfg.data.streaming:
+        yield (
+            f"train.eval_every={cfg.train.eval_every} needs held-out text, and of a stream no part is held out; set "
+            "data.validation_split to a split of its own, or eval_every=0"
+        )
+    else:
+        yield (
+            f"train.eval_every={cfg.train.eval_every} needs held-out text, and data.validation_fraction=0.0 holds out "
+            "none; choose validation_fraction=0.05, or eval_every=0"
+        )
+
+
+def validate_mtp(cfg: Config) -> Iterator[str]:
+    """Some position of a sample has a target at every depth."""
+    if cfg.model.mtp_layers >= cfg.train.seq_len:
+        yield (
+            f"model.mtp_layers={cfg.model.mtp_layers} must be below train.seq_len={cfg.train.seq_len}: no position has "
+            f"a target so far ahead; choose 0 to {cfg.train.seq_len - 1}"
+        )
+
+
+def validate_document_end(cfg: Config) -> Iterator[str]:
+    """The token that ends documents is one of the vocabulary."""
+    end, vocab_size = cfg.data.document_end, cfg.model.vocab_size
+    if end >= vocab_size:
+        yield (
+            f"data.document_end={end} must be below model.vocab_size={vocab_size}; choose an id of the vocabulary, "
+            "or -1 for samples of one document"
+        )
+
+
+def validate_resume(cfg: Config) -> Iterator[str]:
+    """An empty resume says neither."""
+    if not cfg.checkpoint.resume:
+        yield "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"
+
+
+def validate_init_from(cfg: Config) -> Iterator[str]:
+    """A new run starts with one set of weights, and virtual groups of experts are not cut by groups of the router."""
+    start, dense = cfg.checkpoint.init_from, cfg.model.upcycle_from
+    if start and dense:
+        yield (
+            f"checkpoint.init_from={start!r} and model.upcycle_from={dense!r} both give the first weights; "
+            "leave one of them out"
+        )
+    if dense and cfg.model.num_groups > 1:
+        yield (
+            f"model.upcycle_from={dense!r} makes groups of experts of its own, and model.num_groups="
+            f"{cfg.model.num_groups} would choose between their members; set model.num_groups=1"
+        )
+
+
+def validate_muon(cfg: Config) -> Iterator[str]:
+    """Muon has groups to update, each once, and the model has what is named."""
+    groups = cfg.train.muon_groups
+    if not groups:
+        yield f"train.muon_groups=[] leaves Muon nothing; name some of {_MUON_GROUP_NAMES}, or choose optimizer='adamw'"
+    for group in dict.fromkeys(groups):
+        if group not in MUON_GROUPS:
+            yield f"train.muon_groups has {group!r}, which is no group of matrices; choose from {_MUON_GROUP_NAMES}"
+        elif groups.count(group) > 1:
+            yield f"train.muon_groups names {group!r} {groups.count(group)} times; name it once"
+    if set(groups) == set(MUON_GROUPS):
+        # All there are, of whatever model.
+        return
+    for group, lack in _missing_muon_groups(cfg.model).items():
+        if group in groups:
+            yield (
+                f"train.muon_groups has {group!r}, and the model has no such matrices: {lack}; leave {group!r} out, or "
+                "leave muon_groups out for all that there are"
+            )
+
+
+def _missing_muon_groups(model: ModelConfig) -> dict[str, str]:
+    """Groups of matrices that a model has not, each with the reason."""
+    lacking = {}
+    if not has_dense_layers(model):
+        lacking["dense_mlp"] = "no layer of model.layer_pattern is D"
+    if not has_moe_layers(model):
+        lacking |= dict.fromkeys(("experts", "shared_experts", "router"), "no layer of model.layer_pattern is M")
+    elif not model.shared_expert_ffn_hidden_size:
+        lacking["shared_experts"] = "model.shared_expert_ffn_hidden_size=0"
+    if not model.mtp_layers:
+        lacking["mtp"] = "model.mtp_layers=0"
+    return lacking
+
+
+def validate_loss_chunk(cfg: Config) -> Iterator[str]:
+    """A chunk of the loss is less than all."""
+    train, cp = cfg.train, cfg.parallel.cp
+    tokens = train.seq_len * train.micro_batch_size // cp
+    if train.loss_chunk >= tokens:
+        yield (
+            f"train.loss_chunk={train.loss_chunk} must be below the {tokens} tokens of a rank, "
+            f"seq_len*micro_batch_size/cp={train.seq_len}*{train.micro_batch_size}/{cp}: that is one chunk; choose 1 "
+            f"to {tokens - 1}, or 0 for all at once"
+        )
+
+
+def validate_moment_dtype(cfg: Config) -> Iterator[str]:
+    """A moment of 8 bits can hold what a step adds to it."""
+    if cfg.train.moment_dtype != "bfloat16":
+        return
+    for key in ("beta1", "beta2", "muon_momentum"):
+        decay = getattr(cfg.train, key)
+        is_read = cfg.train.optimizer == "muon" or key != "muon_momentum"
+        if is_read and decay > MAX_BF16_MOMENT_DECAY:
+            yield (
+                f"train.{key}={decay} must be at most {MAX_BF16_MOMENT_DECAY} with train.moment_dtype='bfloat16': what "
+                f"a step adds would be lost in rounding; choose {key}={MAX_BF16_MOMENT_DECAY} or less, or "
+                "moment_dtype='float32'"
+            )
+
+
+MAX_BF16_MOMENT_DECAY = 0.98
+"""bfloat16 rounds to 1 part in 2**9: a step that would change a moment by a tenth still adds (1 - 0.98) / 10 of it."""
+_MUON_GROUP_NAMES = ", ".join(map(repr, MUON_GROUPS))
+
+TRAIN_RULES = (
+    validate_learning_rate,
+    validate_muon,
+    validate_moment_dtype,
+    validate_loss_chunk,
+    validate_evaluation,
+    validate_mtp,
+    validate_document_end,
+    validate_resume,
+    validate_init_from,
+)
+
+
+def validate_data_weights(cfg: Config) -> Iterator[str]:
+    """Every path has a share, or none has."""
+    data = cfg.data
+    if not data.weights:
+        return
+    num_paths = 1 if isinstance(data.path, str) else len(data.path)
+    if len(data.weights) != num_paths:
+        yield (
+            f"data.weights={list(data.weights)} must have one number for each of the {num_paths} paths of data.path; "
+            "list as many, or leave weights out to join the paths by their sizes"
+        )
+    if not all(0 < weight < math.inf for weight in data.weights):
+        yield f"data.weights={list(data.weights)} must be greater than 0; leave out the paths that are to have no share"
+
+
+def validate_data_source(cfg: Config) -> Iterator[str]:
+    """A column and a split are named."""
+    data = cfg.data
+    if not data.column:
+        yield "data.column='' must name the column of the text; the default is 'text'"
+    if not data.split:
+        yield "data.split='' must name a split; the default is 'train'"
+    if data.validation_split and data.validation_split == data.split:
+        yield (
+            f"data.validation_split={data.validation_split!r} must not be the split that is trained on; "
+            "leave it out to hold out data.validation_fraction of it"
+        )
+
+
+def has_validation_split(cfg: Config) -> bool:
+    """Whether a split of its own is evaluated on."""
+    return cfg.data.kind == "huggingface" and bool(cfg.data.validation_split)
+
+
+def has_held_out_data(cfg: Config) -> bool:
+    """Whether the data has samples to evaluate on."""
+    return has_validation_split(cfg) or (cfg.data.validation_fraction > 0 and not cfg.data.streaming)
+
+
+DATA_RULES = (validate_data_weights, validate_data_source)
+
+
+def validate_rollback(cfg: Config) -> Iterator[str]:
+    """There is a checkpoint to go back to."""
+    every, steps = cfg.checkpoint.every, cfg.run.steps
+    for key in ("nonfinite", "spike"):
+        if getattr(cfg.faults, key) == "rollback" and not 0 < every < steps:
+            yield (
+                f"faults.{key}='rollback' needs checkpoints to go back to, and checkpoint.every={every} saves none "
+                f"before the end of the run, run.steps={steps}; set checkpoint.every below {steps}, or "
+                f"faults.{key}='skip'"
+            )
+
+
+FAULT_RULES = (validate_rollback,)
+
+
+def validate_kernels(cfg: Config) -> Iterator[str]:
+    """The kernels know the type."""
+    name = cfg.run.kernels
+    if name not in ("triton", "c"):
+        return
+    if cfg.run.dtype == "float64":
+        does = "sums" if name == "triton" else "computes"
+        yield (
+            f"run.kernels={name!r} {does} in float32, which run.dtype='float64' is beyond; set run.kernels to 'auto' "
+            "or 'plain', or run.dtype to 'bfloat16' or 'float32'"
+        )
+    if cfg.train.precision != "dtype":
+        has = "matrix products" if name == "triton" else "gates between its products"
+        yield (
+            f"train.precision={cfg.train.precision!r} has {has} of its own, which run.kernels={name!r} would "
+            "replace; leave run.kernels out"
+        )
+
+
+def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
+    """Why Triton cannot compute there; empty if it can."""
+    if run.dtype == "float64":
+        return "run.dtype='float64' is beyond its float32 sums"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install -e '.[gpu]')"
+    if device_type == "cuda":
+        return ""
+    import triton
+
+    # On a CPU kernels run in Triton's interpreter alone: to be tested, hundreds of times slower than plain operations.
+    return "" if triton.knobs.runtime.interpret else f"Triton has no compiler for device {device_type!r}"
+
+
+def check_kernel_device(cfg: Config, device_type: str) -> None:
+    """What the recipe names can compute on the ranks' devices.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if cfg.run.kernels == "triton" and (fault := triton_unsupported_reason(cfg.run, device_type)):
+        raise ConfigError(f"run.kernels='triton' cannot run: {fault}; set run.kernels to 'auto' or 'plain'")
+    if cfg.run.kernels == "c" and device_type != "cpu":
+        raise ConfigError(
+            f"run.kernels='c' cannot run: it is for CPUs, and the device is {device_type!r}; set run.kernels to 'auto' "
+            "or run.device to 'cpu'"
+        )
+
+
+KERNEL_RULES = (validate_kernels,)

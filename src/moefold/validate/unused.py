@@ -1,0 +1,397 @@
+"""Settings that were asked for and that nothing would read: refused, because a silent setting misleads.
+
+A key left out, or given as what it is anyway, asks for nothing. How an axis works (`parallel.schedule`, `context`,
+`zero`) is no fault at degree 1, so that one recipe serves several mappings.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moefold.config.schema import Config, has_dense_layers, has_moe_layers
+from moefold.config.suggestions import default_of
+from moefold.errors import raise_all
+from moefold.validate.memory import ssd_offload_keys
+from moefold.validate.train import has_validation_split
+
+
+@dataclass(frozen=True)
+class UnusedWhen:
+    """Keys that have no effect while a condition holds, why, and what would give them one."""
+
+    keys: str
+    condition: Callable[[Config], bool]
+    reason: str
+    remedy: str
+
+
+UNUSED_KEY_RULES = (
+    UnusedWhen(
+        "model.num_experts model.top_k model.moe_ffn_hidden_size model.router_softmax "
+        "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
+        "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts "
+        "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens "
+        "model.router_score model.router_normalize model.router_scaling_factor model.num_groups model.top_groups "
+        "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
+        "model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate moe.choice "
+        "moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
+        "moe.weight_in_expert moe.dispatch_precision metrics.expert_counts_every metrics.per_layer "
+        "faults.check_dispatch",
+        lambda cfg: not has_moe_layers(cfg.model),
+        "no layer of model.layer_pattern is M",
+        "choose a pattern with M",
+    ),
+    UnusedWhen(
+        "model.ffn_hidden_size",
+        lambda cfg: not has_dense_layers(cfg.model),
+        "no layer of model.layer_pattern is D",
+        "choose a pattern with D, or set model.moe_ffn_hidden_size, the width of an expert",
+    ),
+    UnusedWhen(
+        "train.offload_to train.offload_limit_gib train.offload_waits",
+        lambda cfg: not cfg.train.offload,
+        "train.offload=[] offloads no activations",
+        "name parts in train.offload",
+    ),
+    UnusedWhen(
+        "train.offload_min_kib",
+        lambda cfg: not cfg.train.offload and cfg.train.offload_optimizer == "none",
+        "nothing is offloaded",
+        "name parts in train.offload, or set train.offload_optimizer",
+    ),
+    UnusedWhen(
+        "train.offload_dir",
+        lambda cfg: not ssd_offload_keys(cfg.train),
+        "nothing is offloaded to a disk",
+        "choose 'ssd' for train.offload_to (with parts in train.offload) or for train.offload_optimizer",
+    ),
+    UnusedWhen(
+        "model.sliding_window",
+        lambda cfg: "W" not in cfg.model.attention_pattern,
+        "no layer of model.attention_pattern is W",
+        "choose a pattern with W",
+    ),
+    UnusedWhen(
+        "model.swiglu_alpha model.swiglu_limit",
+        lambda cfg: cfg.model.moe_activation != "clamped_swiglu",
+        "only model.moe_activation='clamped_swiglu' reads it",
+        "choose model.moe_activation='clamped_swiglu'",
+    ),
+    UnusedWhen(
+        "model.upcycle_router model.upcycle_scaling model.upcycle_noise",
+        lambda cfg: not cfg.model.upcycle_from,
+        "only model.upcycle_from reads it",
+        "set model.upcycle_from",
+    ),
+    UnusedWhen(
+        "model.shared_expert_gate",
+        lambda cfg: cfg.model.shared_expert_ffn_hidden_size == 0,
+        "model.shared_expert_ffn_hidden_size=0 makes no shared expert",
+        "set model.shared_expert_ffn_hidden_size",
+    ),
+    UnusedWhen(
+        "model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim",
+        lambda cfg: cfg.model.attention != "mla",
+        "only model.attention='mla' reads it",
+        "choose model.attention='mla'",
+    ),
+    UnusedWhen(
+        "model.num_query_groups model.head_dim model.rope_fraction",
+        lambda cfg: cfg.model.attention == "mla",
+        "model.attention='mla' has heads of another make",
+        "set model.kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
+    ),
+    UnusedWhen(
+        "model.qk_norm_width",
+        lambda cfg: not cfg.model.qk_norm,
+        "model.qk_norm=false normalises nothing",
+        "set model.qk_norm=true",
+    ),
+    UnusedWhen(
+        "model.rope_scaling_factor",
+        lambda cfg: cfg.model.rope_scaling == "none",
+        "model.rope_scaling='none' stretches nothing",
+        "choose model.rope_scaling='linear', 'llama3' or 'yarn'",
+    ),
+    UnusedWhen(
+        "model.rope_original_seq_len",
+        lambda cfg: cfg.model.rope_scaling not in ("llama3", "yarn"),
+        "only model.rope_scaling='llama3' and 'yarn' read it",
+        "choose one of these",
+    ),
+    UnusedWhen(
+        "model.rope_beta_fast model.rope_beta_slow model.rope_truncate model.rope_attention_factor model.rope_mscale "
+        "model.rope_mscale_all_dim",
+        lambda cfg: cfg.model.rope_scaling != "yarn",
+        "only model.rope_scaling='yarn' reads it",
+        "choose model.rope_scaling='yarn'",
+    ),
+    UnusedWhen(
+        "model.rope_low_freq_factor model.rope_high_freq_factor",
+        lambda cfg: cfg.model.rope_scaling != "llama3",
+        "only model.rope_scaling='llama3' reads it",
+        "choose model.rope_scaling='llama3'",
+    ),
+    UnusedWhen(
+        "moe.drop_policy moe.drop_scope",
+        lambda cfg: cfg.moe.capacity_factor == 0 and cfg.moe.eval_capacity_factor <= 0,
+        "moe.capacity_factor=0.0 drops nothing",
+        "set moe.capacity_factor above 0",
+    ),
+    UnusedWhen(
+        "moe.eval_capacity_factor",
+        lambda cfg: cfg.train.eval_every == 0,
+        "train.eval_every=0 never evaluates",
+        "set train.eval_every",
+    ),
+    UnusedWhen(
+        "model.router_softmax",
+        lambda cfg: cfg.model.router_score != "softmax",
+        "only model.router_score='softmax' reads it",
+        "set model.router_normalize for other scores",
+    ),
+    UnusedWhen(
+        "model.router_normalize",
+        lambda cfg: cfg.model.router_score == "softmax",
+        "model.router_score='softmax' is normalised by model.router_softmax",
+        "set model.router_softmax",
+    ),
+    UnusedWhen(
+        "moe.bias_update_rate",
+        lambda cfg: not cfg.model.expert_bias or cfg.moe.choice == "quantile",
+        "no bias goes by steps: model.expert_bias=false, or moe.choice='quantile' sets it",
+        "set model.expert_bias=true with moe.choice='topk'",
+    ),
+    UnusedWhen(
+        "moe.aux_loss",
+        lambda cfg: cfg.moe.aux_loss > 0 and cfg.moe.aux_coefficient == 0,
+        "a moe.choice other than 'topk' settles the balance by itself",
+        "choose moe.choice='topk'",
+    ),
+    UnusedWhen(
+        "moe.aux_kind",
+        lambda cfg: cfg.moe.aux_coefficient == 0,
+        "moe.aux_loss=0.0 turns the loss off, and so does a moe.choice other than 'topk'",
+        "set moe.aux_loss above 0 with moe.choice='topk'",
+    ),
+    UnusedWhen(
+        "moe.trace_every",
+        lambda cfg: cfg.moe.trace_every > cfg.run.steps,
+        "the run ends before, after run.steps",
+        "choose at most run.steps",
+    ),
+    UnusedWhen(
+        "moe.sinkhorn_iterations",
+        lambda cfg: cfg.moe.choice != "sinkhorn",
+        "only moe.choice='sinkhorn' reads it",
+        "choose moe.choice='sinkhorn'",
+    ),
+    UnusedWhen(
+        "moe.skew",
+        lambda cfg: cfg.moe.choice != "skewed",
+        "only moe.choice='skewed' reads it",
+        "choose moe.choice='skewed'",
+    ),
+    UnusedWhen(
+        "moe.router_dtype",
+        lambda cfg: cfg.run.dtype == "float64",
+        "run.dtype='float64' routes in float64 anyway",
+        "choose another run.dtype",
+    ),
+    UnusedWhen(
+        "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens",
+        lambda cfg: cfg.parallel.dispatcher != "leastloaded",
+        "only parallel.dispatcher='leastloaded' reads it",
+        "choose parallel.dispatcher='leastloaded'",
+    ),
+    UnusedWhen(
+        "train.muon_groups train.muon_momentum train.muon_ns_steps",
+        lambda cfg: cfg.train.optimizer != "muon",
+        "only train.optimizer='muon' reads it",
+        "choose train.optimizer='muon'",
+    ),
+    UnusedWhen(
+        "parallel.overlap_tp",
+        lambda cfg: cfg.parallel.tp == 1,
+        "parallel.tp=1 exchanges nothing",
+        "choose tp=2 or more",
+    ),
+    UnusedWhen(
+        "parallel.schedule_csv",
+        lambda cfg: cfg.parallel.schedule != "csv",
+        "only parallel.schedule='csv' reads it",
+        "choose parallel.schedule='csv'",
+    ),
+    UnusedWhen(
+        "train.mtp_loss",
+        lambda cfg: cfg.model.mtp_layers == 0,
+        "model.mtp_layers=0 predicts no further tokens",
+        "set model.mtp_layers",
+    ),
+    UnusedWhen(
+        "train.min_lr",
+        lambda cfg: cfg.train.lr_schedule == "constant",
+        "train.lr_schedule='constant' does not decay",
+        "choose train.lr_schedule='cosine', 'linear' or 'wsd'",
+    ),
+    UnusedWhen(
+        "train.decay_steps",
+        lambda cfg: cfg.train.lr_schedule != "wsd",
+        "only train.lr_schedule='wsd' reads it",
+        "choose train.lr_schedule='wsd'",
+    ),
+    UnusedWhen(
+        "train.eval_samples",
+        lambda cfg: cfg.train.eval_every == 0,
+        "train.eval_every=0 never evaluates",
+        "set train.eval_every",
+    ),
+    UnusedWhen(
+        "data.path",
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
+        "data.kind reads no files",
+        "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
+    ),
+    UnusedWhen(
+        "data.weights data.corrupt",
+        lambda cfg: cfg.data.kind in ("python-docs", "synthetic"),
+        "data.kind has no paths",
+        "choose data.kind='text', 'tokens', 'huggingface' or 'sft'",
+    ),
+    UnusedWhen(
+        "data.column data.split data.validation_split data.subset data.revision data.streaming",
+        lambda cfg: cfg.data.kind != "huggingface",
+        "only data.kind='huggingface' reads it",
+        "choose data.kind='huggingface'",
+    ),
+    UnusedWhen(
+        "data.validation_fraction",
+        lambda cfg: has_validation_split(cfg) and cfg.data.validation_fraction > 0,
+        "data.validation_split is evaluated on",
+        "leave data.validation_split out",
+    ),
+    UnusedWhen(
+        "data.validation_fraction",
+        lambda cfg: cfg.data.kind == "huggingface" and cfg.data.streaming and cfg.data.validation_fraction > 0,
+        "of a stream no part is held out",
+        "set data.validation_split",
+    ),
+    UnusedWhen(
+        "data.document_end",
+        lambda cfg: cfg.data.kind == "sft" or cfg.data.document_index,
+        "the documents are known already",
+        "choose another data.kind, or data.document_index=false",
+    ),
+    UnusedWhen(
+        "data.chat_template data.overlong",
+        lambda cfg: cfg.data.kind != "sft",
+        "only data.kind='sft' reads it",
+        "choose data.kind='sft'",
+    ),
+    UnusedWhen(
+        "data.token_dtype data.document_index",
+        lambda cfg: cfg.data.kind != "tokens",
+        "only data.kind='tokens' reads it",
+        "choose data.kind='tokens'",
+    ),
+    UnusedWhen(
+        "checkpoint.keep",
+        lambda cfg: not cfg.checkpoint.saves,
+        "checkpoint.every=0 and at_end=false save nothing",
+        "set checkpoint.every or at_end=true",
+    ),
+    UnusedWhen(
+        "checkpoint.async_save",
+        lambda cfg: not cfg.checkpoint.saves,
+        "checkpoint.every=0 and at_end=false save nothing",
+        "set checkpoint.every or at_end=true",
+    ),
+    UnusedWhen(
+        "checkpoint.keep_every",
+        lambda cfg: cfg.checkpoint.keep == 0,
+        "checkpoint.keep=0 keeps all",
+        "set checkpoint.keep",
+    ),
+    UnusedWhen(
+        "metrics.wandb_project metrics.wandb_entity metrics.wandb_name metrics.wandb_group metrics.wandb_tags",
+        lambda cfg: not cfg.metrics.wandb,
+        "metrics.wandb=false logs nothing to Weights & Biases",
+        "set metrics.wandb=true",
+    ),
+    UnusedWhen(
+        "metrics.per_layer",
+        lambda cfg: not cfg.metrics.wandb and not cfg.metrics.tensorboard,
+        "no tracker is on, and metrics.jsonl has every layer anyway",
+        "set metrics.tensorboard=true or metrics.wandb=true",
+    ),
+    UnusedWhen(
+        "faults.spike_factor faults.spike_window",
+        lambda cfg: cfg.faults.spike == "ignore",
+        "faults.spike='ignore' looks for none",
+        "choose faults.spike='log'",
+    ),
+    UnusedWhen(
+        "faults.replica_check_every faults.straggler_factor",
+        lambda cfg: cfg.parallel.world_size == 1,
+        "one rank has no others to be compared with",
+        "set parallel.world_size",
+    ),
+    UnusedWhen(
+        "faults.straggler_factor",
+        lambda cfg: cfg.faults.straggler_factor > 0 and cfg.parallel.world_size == cfg.parallel.pp,
+        "ranks are compared within their pipeline stage, and each stage has one rank",
+        "choose parallel.pp below parallel.world_size",
+    ),
+    UnusedWhen(
+        "faults.replica_check_every",
+        lambda cfg: cfg.faults.replica_check_every > cfg.run.steps and not cfg.checkpoint.saves,
+        "the run ends before, after run.steps, and saves nothing, before which it would be checked",
+        "choose at most run.steps, or set checkpoint.every",
+    ),
+    UnusedWhen(
+        "faults.spike_window",
+        lambda cfg: cfg.faults.spike_window >= cfg.run.steps,
+        "the run ends before so many steps are known",
+        "choose less than run.steps",
+    ),
+    UnusedWhen(
+        "faults.max_skips",
+        lambda cfg: "skip" not in cfg.faults.actions,
+        "nothing is skipped",
+        "choose faults.nonfinite='skip'",
+    ),
+    UnusedWhen(
+        "faults.max_rollbacks",
+        lambda cfg: "rollback" not in cfg.faults.actions,
+        "nothing is rolled back",
+        "choose faults.nonfinite='rollback'",
+    ),
+    UnusedWhen(
+        "checkpoint.verify",
+        lambda cfg: cfg.checkpoint.resume == "never",
+        "checkpoint.resume='never' reads none",
+        "choose checkpoint.resume='auto'",
+    ),
+)
+
+
+def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
+    """Refuse settings that the recipe gave, that differ from the default, and that have no effect.
+
+    Args:
+        explicit_keys: the keys that the recipe and its overrides set, as "section.key"; those of a preset are not among them.
+        cfg: the config that came of them.
+
+    Raises:
+        ConfigError: one line for each such setting.
+    """
+    lines: dict[str, str] = {}
+    for idle in UNUSED_KEY_RULES:
+        if not idle.condition(cfg):
+            continue
+        for name in idle.keys.split():
+            section, key = name.split(".")
+            value = getattr(getattr(cfg, section), key)
+            if name in explicit_keys and value != default_of(section, key):
+                text = str(value).lower() if isinstance(value, bool) else repr(value)
+                lines.setdefault(name, f"{name}={text} has no effect: {idle.reason}; {idle.remedy}, or leave {key} out")
+    raise_all(lines.values())

@@ -1,0 +1,88 @@
+"""What a mapping computes, gathered into whole tensors: the side of the comparison that runs on ranks."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.data import open_dataset
+from moefold.parallel.parallelize import ParallelModel, parallelize
+from moefold.progress import ProgressCallback, ignore_progress
+from moefold.train.batch import BatchSharder
+from moefold.train.train_step import StepResult, TrainingStep, full_tensor
+from moefold.validate.config import check_config
+
+
+@dataclass(frozen=True)
+class DistributedRecord:
+    """What one rank knows after a run; the tensors of a pipeline stage come from its first rank alone."""
+
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    steps: tuple[StepResult, ...]
+    eval_loss: float
+
+
+def run_distributed(cfg: Config, num_steps: int, on_progress: ProgressCallback = ignore_progress) -> DistributedRecord:
+    """Train `num_steps` steps under the recipe's mapping; every rank of the process group calls it."""
+    on_progress(f"mapping on {cfg.parallel.world_size} ranks, connecting")
+    return run_on_groups(create_groups(cfg), cfg, num_steps, on_progress)
+
+
+def create_groups(cfg: Config) -> ParallelGroups:
+    """The communicators of the recipe's mapping, on CPU; collective over the process group."""
+    return ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+
+
+def run_on_groups(
+    groups: ParallelGroups, cfg: Config, num_steps: int, on_progress: ProgressCallback = ignore_progress
+) -> DistributedRecord:
+    """Train `num_steps` steps on groups of the recipe's mapping; collective.
+
+    Gradients are those of the first batch, before clipping; the evaluation is that of the weights after the last step
+    on the first validation batch.
+    """
+    ranks = f"mapping on {groups.world.size} ranks"
+    on_progress(f"{ranks}, building the model")
+    model = parallelize(cfg, groups)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    loader = BatchSharder(data.train, cfg, groups, model.positions)
+    training = TrainingStep(model, cfg)
+    initial = gather_full_tensors(model)
+    on_progress(f"{ranks}, gradients of the first batch")
+    training.begin_step(1)
+    model.forward_backward(loader.batch(0))
+    on_progress(f"{ranks}, gathering {len(initial)} tensors of gradients")
+    gradients = gather_full_tensors(model, gradients=True)
+    training.optimizer.zero_grad(set_to_none=True)
+    steps = []
+    for i in range(num_steps):
+        on_progress(f"{ranks}, step {i + 1} of {num_steps}")
+        steps.append(training.run(loader.batch(i * cfg.train.global_batch_size), i + 1))
+    on_progress(f"{ranks}, evaluation and gathering of the weights")
+    held_out = BatchSharder(data.validation, cfg, groups, model.positions)
+    return DistributedRecord(
+        initial, gradients, gather_full_tensors(model), tuple(steps), training.evaluate([held_out.batch(0)])
+    )
+
+
+def gather_full_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Every parameter and buffer, or every gradient, as a whole tensor, on the first rank of its stage; collective."""
+    # Gathering whole tensors axis by axis is what this wants; torch would warn about each.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    speaks = model.groups.attn.dp_cp.rank == 0 and model.groups.attn.tp.rank == 0
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters.items():
+        tensor = parameter.grad if gradients else parameter.data
+        if tensor is None:
+            raise ValueError(f"{name} has no gradient")
+        logical = full_tensor(tensor)
+        if speaks:
+            found[name] = logical.detach().clone()
+    if speaks and not gradients:
+        found |= {name: buffer.detach().clone() for name, buffer in model.named_buffers.items()}
+    return found

@@ -1,0 +1,148 @@
+"""The heads of multi-head latent attention for the oracle, one by one (arXiv:2405.04434 eq. 37 to 47).
+
+The rotary embedding of the oracle, pair by pair, as the papers spell it; no line is shared with the trainer.
+
+What rows become that are sent to experts in 8 bits, written from the format's definition.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moefold.config.schema import ModelConfig
+
+
+def mla_heads(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys [B, S, A, nope + rope] and values [B, S, A, v] of [B, S, H]."""
+    plain, turned, rank = model.qk_nope_head_dim, model.qk_rope_head_dim, model.kv_lora_rank
+
+    def norm(latent: Tensor, which: str) -> Tensor:
+        # DeepSeek's released code leaves the epsilon of these norms at 1e-6.
+        size = latent.square().mean(-1, keepdim=True)
+        return weights[f"{name}.{which}.weight"] * latent / torch.sqrt(1e-6 + size)
+
+    if model.q_lora_rank:
+        compressed = norm(torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wq_down"]), "query_norm")
+        to_query = weights[f"{name}.wq_up"]
+    else:
+        compressed, to_query = x, weights[f"{name}.wq"]
+    joint = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wkv_down"])
+    latent = norm(joint[..., :rank], "key_value_norm")
+    shared = apply_rope(model, joint[..., None, rank:], turned)[:, :, 0]
+    queries, keys, values = [], [], []
+    for head in range(model.num_attention_heads):
+        rows = to_query[head * (plain + turned) : (head + 1) * (plain + turned)]
+        query = compressed @ rows.T
+        queries.append(
+            torch.cat((query[..., :plain], apply_rope(model, query[..., None, plain:], turned)[:, :, 0]), -1)
+        )
+        width = plain + model.v_head_dim
+        rows = weights[f"{name}.wkv_up"][head * width : (head + 1) * width]
+        keys.append(torch.cat((latent @ rows[:plain].T, shared), -1))
+        values.append(latent @ rows[plain:].T)
+    return torch.stack(queries, 2), torch.stack(keys, 2), torch.stack(values, 2)
+
+
+def softmax_scale(model: ModelConfig) -> float:
+    """What products of queries and keys are multiplied by."""
+    scale = 1 / math.sqrt(model.head_size)
+    if model.attention == "mla" and model.rope_scaling == "yarn" and model.rope_mscale_all_dim > 0:
+        scale *= yarn_mscale(model.rope_scaling_factor, model.rope_mscale_all_dim) ** 2
+    return scale
+
+
+def apply_rope(model: ModelConfig, x: Tensor, rotary_dim: int) -> Tensor:
+    """Turn each pair of the first `rotary_dim` dims of each head, [B, S, heads, D], at position p by p * its frequency.
+
+    Pair i is dims (2i, 2i + 1) where pairs are interleaved, else (i, i + rotated/2).
+    """
+    half = rotary_dim // 2
+    frequency = torch.tensor([_inv_freq(model, i, rotary_dim) for i in range(half)], dtype=torch.float64)
+    angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency
+    turn = torch.polar(torch.full_like(angle, _attention_factor(model)), angle)[:, None, :]
+    if model.rope_interleaved:
+        pairs = torch.view_as_complex(x[..., :rotary_dim].reshape(*x.shape[:-1], half, 2))
+        turned = torch.view_as_real(pairs * turn).flatten(-2)
+        return torch.cat((turned, x[..., rotary_dim:]), -1)
+    pairs = torch.complex(x[..., :half], x[..., half:rotary_dim]) * turn
+    return torch.cat((pairs.real, pairs.imag, x[..., rotary_dim:]), -1)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """The logarithmic rule of YaRN for a stretch by `factor`."""
+    return 1 + mscale * math.log(factor) / 10
+
+
+def _attention_factor(model: ModelConfig) -> float:
+    if model.rope_scaling != "yarn":
+        return 1.0
+    if model.rope_attention_factor > 0:
+        return model.rope_attention_factor
+    factor = model.rope_scaling_factor
+    if model.rope_mscale > 0:
+        return yarn_mscale(factor, model.rope_mscale) / yarn_mscale(factor, model.rope_mscale_all_dim)
+    return yarn_mscale(factor, 1.0)
+
+
+def _inv_freq(model: ModelConfig, i: int, rotary_dim: int) -> float:
+    frequency = 1.0 / model.rope_theta ** (2 * i / rotary_dim)
+    if model.rope_scaling == "none":
+        return frequency
+    stretched = frequency / model.rope_scaling_factor
+    if model.rope_scaling == "linear":
+        return stretched
+    if model.rope_scaling == "yarn":
+        ramp = _yarn_ramp(model, i, rotary_dim)
+        return stretched * ramp + frequency * (1 - ramp)
+    wavelength = 2 * math.pi / frequency
+    longest = model.rope_original_seq_len / model.rope_low_freq_factor
+    shortest = model.rope_original_seq_len / model.rope_high_freq_factor
+    if wavelength < shortest:
+        return frequency
+    if wavelength > longest:
+        return stretched
+    smooth = (model.rope_original_seq_len / wavelength - model.rope_low_freq_factor) / (
+        model.rope_high_freq_factor - model.rope_low_freq_factor
+    )
+    return (1 - smooth) * stretched + smooth * frequency
+
+
+def _yarn_ramp(model: ModelConfig, i: int, rotary_dim: int) -> float:
+    """0 for a pair that turns often in the original context, 1 for one that turns seldom."""
+
+    def dim_of(turns: float) -> float:
+        # original * theta**(-2d/rotated) / (2 pi) = turns, solved for d.
+        return rotary_dim / 2 * math.log(model.rope_original_seq_len / (turns * 2 * math.pi), model.rope_theta)
+
+    low, high = dim_of(model.rope_beta_fast), dim_of(model.rope_beta_slow)
+    if model.rope_truncate:
+        low, high = float(math.floor(low)), float(math.ceil(high))
+    low, high = max(0.0, low), min(high, rotary_dim - 1.0)
+    if low == high:
+        high = low + 0.001
+    return min(1.0, max(0.0, (i - low) / (high - low)))
+
+
+FP8_BLOCK_SIZE = 128
+"""Values to a scale (arXiv:2412.19437 sec. 3.3.2)."""
+E4M3_MAX = 448.0
+E4M3_MIN_EXPONENT = -6
+E4M3_MANTISSA_BITS = 3
+"""Of e4m3 (OCP 8-bit floating point, 2023): no infinity, and values below 2**-6 are multiples of 2**-9."""
+
+
+def fp8_round_trip(x: Tensor) -> Tensor:
+    """[..., H] with each 128 values along H rounded to e4m3 times a float32 scale; the gradient is that of x itself."""
+    blocks = [_quantize_dequantize(block) for block in x.detach().split(FP8_BLOCK_SIZE, -1)]
+    return x + (torch.cat(blocks, -1) - x.detach())
+
+
+def _quantize_dequantize(block: Tensor) -> Tensor:
+    # float32 twice: the scale is one, and a value of float64 becomes e4m3 by way of it.
+    scale = (block.abs().amax(-1, keepdim=True).clamp(min=1e-30) / E4M3_MAX).float().double()
+    value = (block / scale).float().double()
+    exponent = torch.frexp(value).exponent - 1
+    step = torch.exp2(exponent.clamp(min=E4M3_MIN_EXPONENT).double() - E4M3_MANTISSA_BITS)
+    return (value / step).round() * step * scale

@@ -1,0 +1,171 @@
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture import rules
+
+TORCH_FREE_PACKAGES = ("config", "data", "plan")
+TORCH_FREE_MODULES = (
+    "errors",
+    "parallel.layout",
+    "parallel.stage_balance",
+    "parallel.stage_plan",
+    "parallel.flight_record",
+    "launch.process_state",
+    "launch.who_is_late",
+    "metrics.flops",
+    "metrics.weight_shapes",
+    "metrics.state_memory",
+    "metrics.activation_memory",
+    "metrics.memory_formula",
+    "metrics.recompute_choice",
+    "metrics.balance",
+    "metrics.expert_counts",
+    "metrics.routing_trace",
+    "train.lr_schedule",
+    "inference.source",
+    "inference.settings",
+    "inference.sampling",
+    "inference.text",
+    "inference.token_row",
+    "convert.hf_config",
+    "inference.memory",
+    "convert.start_check",
+    "convert.early_check",
+    "checkpoint.sound",
+    "launch.accelerator",
+    "launch.fitting",
+    "launch.out_of_memory",
+    "metrics.host_memory",
+    "metrics.memory_need",
+)
+TORCH_FREE_COMMANDS = "cli"
+
+
+def torch_free_modules() -> list[str]:
+    """The modules that must be importable without torch, of those that exist."""
+    packages = [rules.SOURCE / package for package in (*TORCH_FREE_PACKAGES, TORCH_FREE_COMMANDS)]
+    files = rules.python_files(*packages)
+    files += [rules.SOURCE / f"{module.replace('.', '/')}.py" for module in TORCH_FREE_MODULES]
+    return [".".join(path.relative_to(rules.SOURCE.parent).with_suffix("").parts) for path in files if path.exists()]
+
+
+def imports_torch(modules: list[str], path: str = "") -> list[str]:
+    """The modules that bring torch along, each tried in a process that would refuse it."""
+    code = (
+        "import importlib, sys\n"
+        f"sys.path[:0] = [{path!r}] if {path!r} else []\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'torch':\n"
+        "            raise ImportError('torch is refused here')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        f"for name in {modules!r}:\n"
+        "    try:\n"
+        "        importlib.import_module(name)\n"
+        "    except ImportError as error:\n"
+        "        print(f'{name}: {error}')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    return result.stdout.splitlines()
+
+
+def test_config_layout_data_and_commands_import_without_torch():
+    modules = torch_free_modules()
+    assert "moefold.topology.layout" in modules
+    assert "moefold.config.schema" in modules
+    assert imports_torch(modules) == []
+
+
+def test_a_transitive_import_of_torch_is_found(tmp_path):
+    (tmp_path / "outer_snippet.py").write_text("import inner_snippet\n")
+    (tmp_path / "inner_snippet.py").write_text("from torch import nn\n")
+    (tmp_path / "lazy_snippet.py").write_text("def f():\n    import torch\n    return torch\n")
+    found = imports_torch(["outer_snippet", "lazy_snippet"], str(tmp_path))
+    assert found == ["outer_snippet: torch is refused here"]
+
+
+def test_communication_stands_in_its_places_only():
+    files = rules.python_files(rules.SOURCE)
+    assert [found for path in files for found in rules.stray_communication(path)] == []
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "from torch.distributed.tensor import DTensor, distribute_tensor",
+        "import torch.distributed.tensor",
+        "import torch\ntorch.distributed.barrier()",
+        "def f():\n    import torch.distributed",
+        "dist.all_reduce(x)",
+    ],
+)
+def test_stray_communication_is_found(tmp_path, snippet):
+    for folder, is_stray in (
+        ("model", True),
+        ("moe", True),
+        ("train", True),
+        ("moe/dispatch", False),
+        ("parallel", False),
+    ):
+        path = tmp_path / folder / "snippet.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(snippet)
+        assert bool(rules.stray_communication(path, tmp_path)) == is_stray, folder
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "import torch",
+        "import torch.nn.functional as F",
+        "from torch import nn",
+        "from torch.distributed.tensor import DTensor, Partial",
+        "distance.x = dist",
+        "x.dist.y",
+    ],
+)
+def test_what_does_not_communicate_is_not_found(tmp_path, snippet):
+    path = tmp_path / "snippet.py"
+    path.write_text(snippet)
+    assert rules.stray_communication(path, tmp_path) == []
+
+
+def test_no_module_keeps_state():
+    assert [found for path in rules.python_files(rules.SOURCE) for found in rules.module_state(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("snippet", "found"),
+    [
+        ("x = 0\ndef f():\n    global x\n    x = 1", "snippet.py:3: global x"),
+        ("CACHE = {}", "snippet.py:1: a module-level container that starts empty"),
+        ("CACHE: list[int] = []", "snippet.py:1: a module-level container that starts empty"),
+        ("CACHE = collections.defaultdict(list)", None),
+        ("CACHE = set()", "snippet.py:1: a module-level container that starts empty"),
+        ("TABLE = {'a': 1}", None),
+        ("def f():\n    cache = {}", None),
+    ],
+)
+def test_module_state_is_found(tmp_path, snippet, found):
+    path = tmp_path / "snippet.py"
+    path.write_text(snippet)
+    assert rules.module_state(path, tmp_path) == ([found] if found else [])
+
+
+def test_files_are_named_after_ideas(tmp_path):
+    files = rules.python_files(rules.SOURCE, rules.TESTS)
+    assert [found for path in files for found in rules.vague_name(path)] == []
+    assert rules.vague_name(tmp_path / "utils.py") == ["utils.py: name the idea"]
+
+
+def test_nothing_is_left_for_later(tmp_path):
+    files = rules.python_files(rules.SOURCE, rules.TESTS)
+    assert [found for path in files for found in rules.leftovers(path)] == []
+    path = tmp_path / "snippet.py"
+    path.write_text("x = 1  # TO" + "DO: later\ny = 'TODOS'\n")
+    assert rules.leftovers(path, tmp_path) == ["snippet.py:1: x = 1  # TO" + "DO: later"]

@@ -1,0 +1,36 @@
+"""What a table says of the machine that it was measured on."""
+
+import platform
+
+import pytest
+import torch
+
+from moefold.bench import roofline
+from moefold.bench.roofline import describe_device
+from moefold.launch.runtime_env import MALLOC_VARIABLES, PRELOAD_VARIABLE, TUNABLES_VARIABLE
+
+CPUINFO = "processor\t: {}\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n"
+
+
+@pytest.fixture
+def cpuinfo(tmp_path, monkeypatch):
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(roofline, "Path", lambda _: file)
+    return file
+
+
+def test_it_tells_processors_of_one_name_apart(cpuinfo, monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    threads = torch.get_num_threads()
+    assert describe_device(torch.device("cpu")) == f"CPU, {threads} threads"
+    cpuinfo.write_text(CPUINFO.format(0) + CPUINFO.format(1))
+    assert describe_device(torch.device("cpu")) == f"AMD EPYC (family 26, model 2), {threads} threads"
+    cpuinfo.write_text("processor\t: 0\nCPU part\t: 0xd40\n")
+    assert describe_device(torch.device("cpu")) == f"CPU, {threads} threads"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+def test_it_says_that_memory_is_kept(monkeypatch):
+    for name in (*MALLOC_VARIABLES, TUNABLES_VARIABLE, PRELOAD_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    assert describe_device(torch.device("cpu")).endswith(" threads, freed memory is kept")

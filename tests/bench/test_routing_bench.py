@@ -1,0 +1,32 @@
+import pytest
+import torch
+
+from moefold.bench.shape import balanced_choices, balanced_states, bench_config, bench_shapes, steer_embedding
+from moefold.model.moe.router import Router
+from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
+from moefold.model.norm import RMSNorm
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b-layer", "deepseek-v3-layer", "mixtral-8x7b-layer"])
+def test_balanced_states_load_all_experts_alike(name):
+    cfg = bench_config(bench_shapes()[name], dtype="float32", tokens=1024)
+    router = Router(cfg.model, cfg.moe)
+    if router.expert_bias is not None:
+        router.expert_bias.zero_()
+    states = balanced_states(1024, [router.weight], cfg.model, torch.Generator().manual_seed(1))
+    norm = RMSNorm(cfg.model.hidden_size, 1e-6)
+    torch.nn.init.ones_(norm.weight)
+    for x in (states, norm(states)):
+        routing = router(x, TokenPositions(LocalMicroBatch(), 1024, torch.arange(1)))
+        counts = routing.ids_TK.flatten().bincount(minlength=cfg.model.num_experts)
+        assert counts.max() - counts.min() <= 1
+        assert (routing.ids_TK.sort(1).values == balanced_choices(1024, cfg.model, x.device).sort(1).values).all()
+
+
+def test_steered_tokens_choose_their_experts():
+    cfg = bench_config(bench_shapes()["small"], dtype="float32")
+    router, embedding = Router(cfg.model, cfg.moe), torch.randn(cfg.model.vocab_size, cfg.model.hidden_size)
+    steer_embedding(embedding, [router.weight], cfg.model)
+    ids = router(embedding, TokenPositions(LocalMicroBatch(), len(embedding), torch.arange(1))).ids_TK
+    counts = ids.flatten().bincount(minlength=cfg.model.num_experts)
+    assert counts.max() == counts.min()

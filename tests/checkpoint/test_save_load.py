@@ -1,0 +1,380 @@
+"""Checkpoints that lack something, and what a save leaves in the folder."""
+
+import errno
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from traceback import StackSummary
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from moefold.checkpoint import save_load
+from moefold.checkpoint.checkpoint_dir import (
+    FORMAT,
+    CheckpointMeta,
+    TrainState,
+    model_sizes,
+    sample_order,
+    step_path,
+    tmp_checkpoint_path,
+    write_meta,
+)
+from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
+from moefold.checkpoint.save_load import (
+    checkpoint_state,
+    load_checkpoint,
+    resolve_resume,
+    translate_io_errors,
+    write_checkpoint,
+)
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import CheckpointConfig, Config, RunConfig
+from moefold.errors import ConfigError
+from moefold.optim.build import named_moments
+from moefold.parallel.parallelize import parallelize
+from moefold.train.train_step import TrainingStep
+from moefold.validate.config import check_config
+from tests.verify.recipes import tiny
+
+pytestmark = pytest.mark.parity
+
+EXPERTS = "layers.1.ffn.experts.w_up"
+PIPELINE = {"world_size": 2, "pp": 2}
+
+
+def recipe(run_dir: Path, **parallel: object) -> Config:
+    cfg = tiny(**parallel)
+    return replace(
+        cfg,
+        run=RunConfig(dir=str(run_dir), device="cpu", dtype="float64", seed=3),
+        checkpoint=CheckpointConfig(every=1, keep=2),
+    )
+
+
+def _training(cfg: Config) -> TrainingStep:
+    return TrainingStep(parallelize(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu"))), cfg)
+
+
+def _save(cfg: Config, steps: list[int]) -> None:
+    training = _training(cfg)
+    for step in steps:
+        state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
+        write_checkpoint(cfg, state, TrainState(step=step, samples=4 * step, tokens=64 * step))
+
+
+def _save_broken(cfg: Config, lacks: str, cuts: str) -> None:
+    """Write a checkpoint by hand, without some tensors and with one that has lost an expert."""
+    training = _training(cfg)
+    moments = named_moments(training.optimizer, training.parameters)
+    state = {f"model.{name}": p.data for name, p in training.parameters.items()}
+    state |= {f"model.{name}": buffer for name, buffer in training.buffers.items()}
+    state |= {f"optimizer.{name}": moment for name, moment in moments.items()}
+    state = {name: tensor for name, tensor in state.items() if not lacks or lacks not in name}
+    if cuts:
+        state[cuts] = state[cuts][:-1].contiguous()
+    path = step_path(Path(cfg.run.dir) / "checkpoints", 1)
+    dcp.save(state, checkpoint_id=path)
+    model, order = model_sizes(cfg.model), sample_order(cfg)
+    write_meta(path, CheckpointMeta(format=FORMAT, step=1, samples=4, tokens=64, order=order, model=model, parallel={}))
+    _seal(path)
+
+
+def _seal(path: Path) -> None:
+    """Write a manifest that agrees with the files, whatever they are."""
+    write_manifest(path, {file.name: digest_file(file) for file in path.iterdir() if file.name != MANIFEST_FILE})
+
+
+def _load(cfg: Config) -> str:
+    """The error of a load on this rank, empty if there is none."""
+    training = _training(cfg)
+    try:
+        path = resolve_resume(cfg).path
+        assert path is not None
+        load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_missing_tensor_is_named_on_every_rank(pool, tmp_path):
+    pool.run(1, _save_broken, recipe(tmp_path), EXPERTS, "")
+    errors = pool.run(2, _load, recipe(tmp_path, **PIPELINE))
+    assert errors[0] == errors[1]
+    names = f"tensor model.{EXPERTS}, tensor optimizer.{EXPERTS}.exp_avg, tensor optimizer.{EXPERTS}.exp_avg_sq"
+    assert f"is damaged, it lacks {names}; name another one" in errors[0]
+
+
+def test_many_missing_tensors_are_counted(pool, tmp_path):
+    pool.run(1, _save_broken, recipe(tmp_path), "exp_avg", "")
+    (error,) = pool.run(1, _load, recipe(tmp_path))
+    assert "tensor optimizer.embedding.weight.exp_avg, " in error
+    assert " more; name another one" in error
+
+
+def test_the_moments_of_another_optimizer_are_refused_with_the_way_out(pool, tmp_path):
+    pool.run(1, _save_broken, recipe(tmp_path), "", "")
+    cfg = recipe(tmp_path, **PIPELINE)
+    errors = pool.run(2, _load, replace(cfg, train=replace(cfg.train, optimizer="muon")))
+    assert errors[0] == errors[1]
+    assert f"is of another optimizer, it has other moments instead of momentum of optimizer.{'layers.0'}" in errors[0]
+    assert "; set train.optimizer and train.muon_groups as they were, or begin a new run" in errors[0]
+
+
+def test_a_missing_expert_is_named(pool, tmp_path):
+    pool.run(1, _save_broken, recipe(tmp_path), "", f"model.{EXPERTS}")
+    errors = pool.run(2, _load, recipe(tmp_path, world_size=2, ep=2))
+    assert errors[0] == errors[1]
+    assert f"it lacks model.{EXPERTS} of shape [8, 16, 8], it has [7, 16, 8]; name another one" in errors[0]
+
+
+def _remove_file(file: Path) -> None:
+    file.unlink()
+
+
+def _cut_off(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+def _flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "removed": (_remove_file, "file {name} is missing"),
+    "cut off": (_cut_off, "file {name} has {half} of {size} bytes"),
+    "flipped": (_flip_a_byte, "file {name} has other content than was written"),
+}
+
+
+@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "moefold.json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_and_named(pool, tmp_path, damage, file):
+    cfg = recipe(tmp_path, **PIPELINE)
+    pool.run(2, _save, cfg, [1, 2])
+    path = tmp_path / "checkpoints" / "step-000002"
+    size = (path / file).stat().st_size
+    inflict, message = DAMAGES[damage]
+    inflict(path / file)
+    first, second = pool.run(2, _resume, cfg)
+    assert first == second
+    fault = message.format(name=file, size=size, half=size // 2)
+    assert first == (str(path.with_name("step-000001")), (f"step-000002: {fault}",))
+
+
+def _resume(cfg: Config) -> tuple[str, tuple[str, ...]]:
+    found = resolve_resume(cfg)
+    return str(found.path), found.skipped
+
+
+def test_a_flipped_byte_goes_unseen_without_verify(pool, tmp_path):
+    cfg = recipe(tmp_path)
+    pool.run(1, _save, cfg, [1])
+    path = tmp_path / "checkpoints" / "step-000001"
+    _flip_a_byte(path / "__0_0.distcp")
+    unverified = replace(cfg, checkpoint=replace(cfg.checkpoint, verify=False))
+    assert pool.run(1, _resume, unverified) == [(str(path), ())]
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"), [("__0_0.distcp", "flipped"), ("moefold.json", "removed")], ids=["flipped", "undescribed"]
+)
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(pool, tmp_path, file, damage):
+    cfg = recipe(tmp_path)
+    pool.run(1, _save, cfg, [1, 2])
+    inflict, message = DAMAGES[damage]
+    for path in (tmp_path / "checkpoints").iterdir():
+        inflict(path / file)
+    (error,) = pool.run(1, _load, cfg)
+    assert f"can be used: step-000002: {message.format(name=file)}; step-000001: " in error
+    assert error.endswith("move them away to begin anew, or set another run.dir")
+
+
+def test_a_damaged_checkpoint_that_is_named_is_refused(pool, tmp_path):
+    cfg = recipe(tmp_path)
+    pool.run(1, _save, cfg, [1, 2])
+    path = tmp_path / "checkpoints" / "step-000002"
+    _cut_off(path / "__0_0.distcp")
+    (error,) = pool.run(1, _load, replace(cfg, checkpoint=CheckpointConfig(resume=str(path))))
+    assert f"checkpoint {str(path)!r} is damaged: file __0_0.distcp has " in error
+    assert error.endswith("name another one with checkpoint.resume, or move it away")
+
+
+class _Runs:
+    """A pickle of it runs a command when it is read."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (self._command,)
+
+
+@pytest.mark.parametrize("kind", ["runs", "other class", "nonsense", "empty"])
+def test_a_strange_index_runs_nothing_and_is_one_message(pool, tmp_path, kind):
+    pool.run(1, _save, recipe(tmp_path), [1])
+    path = tmp_path / "checkpoints" / "step-000001"
+    trace = tmp_path / "it-ran"
+    content = {
+        "runs": pickle.dumps(_Runs(f"touch {trace}")),
+        "other class": pickle.dumps(Path("x")),
+        "nonsense": b"not a pickle",
+        "empty": b"",
+    }
+    (path / ".metadata").write_bytes(content[kind])
+    _seal(path)
+    (error,) = pool.run(1, _load, recipe(tmp_path))
+    assert "cannot be read: .metadata is no index of a checkpoint" in error
+    assert "\n" not in error
+    assert not trace.exists()
+
+
+def test_a_strange_tensor_file_runs_nothing(pool, tmp_path):
+    pool.run(1, _save, recipe(tmp_path), [1])
+    path = tmp_path / "checkpoints" / "step-000001"
+    trace = tmp_path / "it-ran"
+    size = (path / "__0_0.distcp").stat().st_size
+    (path / "__0_0.distcp").write_bytes(pickle.dumps(_Runs(f"touch {trace}")).ljust(size, b"\0"))
+    _seal(path)
+    (error,) = pool.run(1, _load, recipe(tmp_path))
+    assert "cannot be read: " in error
+    assert "\n" not in error
+    assert not trace.exists()
+
+
+def test_an_index_cannot_lead_out_of_its_folder(pool, tmp_path):
+    pool.run(1, _save, recipe(tmp_path), [1])
+    path = tmp_path / "checkpoints" / "step-000001"
+    index = pickle.loads((path / ".metadata").read_bytes())
+    for info in index.storage_data.values():
+        info.relative_path = "../__0_0.distcp"
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    _seal(path)
+    (error,) = pool.run(1, _load, recipe(tmp_path))
+    assert "cannot be read: file name '../__0_0.distcp' leads out of the folder" in error
+
+
+def test_an_index_that_claims_more_bytes_than_there_are_is_refused(pool, tmp_path):
+    pool.run(1, _save, recipe(tmp_path), [1])
+    path = tmp_path / "checkpoints" / "step-000001"
+    index = pickle.loads((path / ".metadata").read_bytes())
+    for info in index.storage_data.values():
+        info.length = 2**60
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    _seal(path)
+    (error,) = pool.run(1, _load, recipe(tmp_path))
+    assert "is damaged, it lacks the end of file __0_0.distcp; name another one" in error
+
+
+def test_saves_keep_the_newest_and_replace_the_same_step(pool, tmp_path):
+    pool.run(2, _save, recipe(tmp_path, world_size=2), [1, 2, 3, 3])
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000003"]
+    assert pool.run(1, _load, recipe(tmp_path)) == [""]
+
+
+def _save_refused(cfg: Config) -> str:
+    with pytest.raises(ConfigError) as error:
+        _save(cfg, [1])
+    return str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_one_message_on_every_rank(pool, tmp_path):
+    (tmp_path / "checkpoints").touch()
+    for error in pool.run(2, _save_refused, recipe(tmp_path, world_size=2)):
+        assert error.startswith(f"the checkpoint of step 1 cannot be written to '{tmp_path}/checkpoints': ")
+        assert "\n" not in error
+
+
+def _save_over_a_draft(cfg: Config) -> bool:
+    """Save where the first rank takes its time to delete what a run that died has left there.
+
+    Returns:
+        Whether this rank began to write while it still lay there.
+    """
+    left = tmp_checkpoint_path(Path(cfg.run.dir) / "checkpoints", 1) / "left"
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.touch()
+    dist.barrier()
+    delete, save, found = shutil.rmtree, dcp.save, []
+
+    def delete_slowly(path: Path, *, ignore_errors: bool) -> None:
+        time.sleep(0.5)
+        delete(path, ignore_errors=ignore_errors)
+
+    def note_and_save(*args: Any, **kwargs: Any) -> Metadata:
+        found.append(left.exists())
+        return save(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_load.shutil, "rmtree", delete_slowly)
+        patch.setattr(save_load.dcp, "save", note_and_save)
+        _save(cfg, [1])
+    return found[0]
+
+
+def test_no_rank_writes_before_the_draft_of_a_dead_run_is_gone(pool, tmp_path):
+    assert pool.run(2, _save_over_a_draft, recipe(tmp_path, world_size=2)) == [False, False]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000001"]
+
+
+def _explained(causes: list[Exception], disk: Path | None) -> str:
+    failures = {rank: (cause, StackSummary()) for rank, cause in enumerate(causes)}
+    with pytest.raises(ConfigError) as error, translate_io_errors("it fails", disk=disk):
+        raise CheckpointException("write", failures)
+    return str(error.value)
+
+
+def test_a_full_disk_is_told_before_what_comes_of_it(tmp_path):
+    after, full = RuntimeError("unexpected pos 704 vs 598"), OSError(errno.ENOSPC, "No space left on device")
+    (tmp_path / "__1_0.distcp").touch()
+    rest = r"; ([\d,]+ MiB are free there|the disk is full)(; make room there, and the same command goes on .*)?"
+    error = _explained([after, full], tmp_path)
+    assert re.fullmatch(r"it fails: file __1_0\.distcp .* to its end \(No space left on device\)" + rest, error)
+    error = _explained([after, after], tmp_path / "gone" / "checkpoints")
+    assert re.fullmatch("it fails: a file could not be written to its end" + rest, error)
+    assert _explained([after], None) == "it fails: unexpected pos 704 vs 598"
+    # What is no fault of the disk keeps its text.
+    assert re.fullmatch("it fails: strange" + rest, _explained([RuntimeError("strange")], tmp_path))
+    assert _explained([PermissionError(errno.EACCES, "Permission denied")], tmp_path) == "it fails: Permission denied"
+
+
+def _save_on_a_full_disk(cfg: Config) -> str:
+    """Save where no file may grow beyond some bytes, on the last rank alone."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    with pytest.raises(ConfigError) as error:
+        _save(cfg, [2])
+    return str(error.value)
+
+
+def test_a_full_disk_is_one_message_and_leaves_the_checkpoint_before(pool, tmp_path):
+    cfg = recipe(tmp_path, **PIPELINE)
+    pool.run(2, _save, cfg, [1])
+    for error in pool.run(2, _save_on_a_full_disk, cfg):
+        assert error.startswith(f"the checkpoint of step 2 cannot be written to '{tmp_path}/checkpoints': ")
+        assert re.search(
+            r"file __1_\d+\.distcp could not be written to its end.*( MiB are free there|disk is full); ", error
+        )
+        assert error.endswith("; make room there, and the same command goes on from the last checkpoint")
+        assert "enforce fail" not in error
+        assert "unexpected pos" not in error
+        assert "\n" not in error
+    assert pool.run(2, _resume, cfg) == [(str(tmp_path / "checkpoints" / "step-000001"), ())] * 2
+    pool.run(2, _save, cfg, [2])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000001", "step-000002"]

@@ -1,0 +1,42 @@
+import shlex
+
+import pytest
+
+from moefold.config.suggestions import download_advice, is_hub_name
+
+
+@pytest.mark.parametrize(
+    ("name", "bare", "found"),
+    [
+        ("mistralai/Mixtral-8x7B-v0.1", False, True),
+        ("gpt2", True, True),
+        ("gpt2", False, False),
+        ("runs/quickstart", False, False),
+        ("./a/b", False, False),
+        ("/a", True, False),
+        ("a/b/c", True, False),
+        ("~/model", False, False),
+        ("corpus/train.parquet", False, False),
+        ("tokenizer.json", True, False),
+        ("a b/c", False, False),
+        ("a/b;rm", False, False),
+        ("", True, False),
+    ],
+)
+def test_names_on_the_hub_are_told_from_paths(name, bare, found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_name(name, bare=bare) is found
+    assert bool(download_advice(name, bare=bare)) is found
+
+
+def test_a_slip_in_a_folder_that_is_there_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert not is_hub_name("mine/modle")
+
+
+def test_the_advice_is_a_command_to_type():
+    advice = download_advice("allenai/c4", "dataset")
+    command = advice.split("`")[1]
+    assert shlex.split(command) == ["hf", "download", "allenai/c4", "--repo-type", "dataset", "--local-dir", "c4"]
+    assert advice.endswith("then name the folder 'c4'")

@@ -1,0 +1,215 @@
+"""config.json against [model]: families, presets, and the spellings of older folders. No torch."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moefold.config.load import config_from_dict
+from moefold.config.presets import preset_names
+from moefold.config.schema import ModelConfig
+from moefold.convert.config_fields import RopeParameters, SparseLayers, shorten_pattern
+from moefold.convert.families import FAMILIES
+from moefold.convert.hf_config import families_for, family_unsupported_reason, read_model_config
+from moefold.convert.hf_config import parse_model_config as read_keys
+from moefold.errors import ConfigError
+
+FAMILY_OF = {"mixtral": "mixtral", "qwen2-57b": "qwen2_moe", "qwen3": "qwen3_moe", "olmoe": "olmoe"}
+FAMILY_OF |= {"gpt-oss": "gpt_oss", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
+
+
+def model_of(**keys: object) -> ModelConfig:
+    return config_from_dict({"model": keys}).model
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pattern"),
+    [("M", "M"), ("MMMM", "M"), ("DMMM", "DM3"), ("DMDM", "DM"), ("DDDMM", "D3M2"), ("DMMDMM", "DM2"), ("MD", "MD")],
+)
+def test_patterns_are_short(kinds, pattern):
+    assert shorten_pattern(kinds) == pattern
+
+
+@pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith(tuple(FAMILY_OF))])
+def test_presets_have_the_family_of_their_name(preset):
+    # The layers of multi-token prediction of DeepSeek-V3 have no place in a folder.
+    model = model_of(preset=preset)
+    expected = next(family for start, family in FAMILY_OF.items() if preset.startswith(start))
+    assert [family.name for family in families_for(model)] == [expected]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_family_writes_reads_back(tmp_path, family):
+    """From a random config of each family: the same model, and the same keys."""
+    keys = FAMILIES[family].write(_model_for(family))
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    model = read_model_config(tmp_path)
+    assert FAMILIES[family].write(model) == keys
+
+
+# Sizes that go with those that the configuration classes have by default.
+_DEFAULTS = {"num_attention_heads": 128, "num_key_value_heads": 64, "head_dim": 8, "num_hidden_layers": 5}
+_DEFAULTS |= {"hidden_size": 1024, "n_routed_experts": 64, "num_experts": 64, "num_local_experts": 64}
+_SPECIAL = {"llama": {"mlp_bias": False}, "mixtral": {"sliding_window": None}}
+_SPECIAL |= {name: {"num_key_value_heads": 128} for name in ("deepseek_v2", "deepseek_v3")}
+_SPECIAL["deepseek_v2"] |= {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
+_SPECIAL["deepseek_v3"] |= {"n_group": 2, "topk_group": 1}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_absent_means_what_transformers_takes_for_it(family):
+    """Each key is deleted in turn; a family may refuse the folder, but must not read another model into it."""
+    transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
+    whole = FAMILIES[family].write(_model_for(family))
+    whole |= {key: value for key, value in _DEFAULTS.items() if key in whole} | _SPECIAL.get(family, {})
+    whole.pop("mlp_only_layers", None)
+    if "layer_types" in whole:
+        whole["layer_types"] = ["full_attention"] * 5
+    assert isinstance(_outcome(whole), ModelConfig), _outcome(whole)
+    understood = set()
+    for key in whole.keys() - {"model_type", "architectures"}:
+        rest = {name: value for name, value in whole.items() if name != key}
+        found = _outcome(rest)
+        if f"lacks {key}" in str(found):
+            continue
+        understood.add(key)
+        theirs = transformers.AutoConfig.for_model(**rest).to_dict()
+        if key in theirs:
+            assert found == _outcome(rest | {key: theirs[key]}), key
+    assert {"rms_norm_eps", "tie_word_embeddings", "num_key_value_heads"} <= understood
+    if family == "deepseek_v3":
+        assert {"n_group", "topk_group", "q_lora_rank", "first_k_dense_replace", "rope_interleave"} <= understood
+        assert "num_nextn_predict_layers" in understood
+
+
+def _outcome(keys: dict[str, object]) -> ModelConfig | str:
+    """The model of a config.json, with its size of heads spelled out, or why there is none."""
+    try:
+        model = read_keys(keys, Path("hf"))
+        return replace(model, head_dim=model.head_size)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_deepseek_v3_has_groups_unless_it_says_otherwise():
+    keys = FAMILIES["deepseek_v3"].write(_model_for("deepseek_v3")) | {"n_routed_experts": 16}
+    for key in ("n_group", "topk_group"):
+        del keys[key]
+    model = read_keys(keys, Path("hf"))
+    assert (model.num_groups, model.top_groups) == (8, 4)
+    # The four of four that a token may choose from by default are no choice.
+    assert read_keys(keys | {"n_group": 4}, Path("hf")).num_groups == 1
+
+
+def _model_for(family: str) -> ModelConfig:
+    sizes = {"num_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "num_query_groups": 3, "head_dim": 8}
+    sizes |= {"num_experts": 6, "rope_theta": 123.0, "norm_eps": 1e-4, "init_std": 0.1, "ffn_hidden_size": 96}
+    if family in ("llama", "qwen2", "qwen3"):
+        sizes["layer_pattern"] = "D"
+    if family == "gpt_oss":
+        sizes |= {"attention_pattern": "WF", "sliding_window": 5, "rope_scaling": "yarn", "rope_scaling_factor": 2.0}
+    if family == "deepseek_v3":
+        sizes["mtp_layers"] = 2
+    if family == "qwen2_moe":
+        sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
+    if family.startswith("deepseek"):
+        sizes |= {"attention": "mla", "shared_expert_ffn_hidden_size": 1024, "layer_pattern": "DM2"}
+    return ModelConfig(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"qk_norm": True}, "qk_norm True there, False here"),
+        ({"router_score": "sigmoid"}, "router_score"),
+        ({"shared_expert_ffn_hidden_size": 8}, "shared_expert_ffn_hidden_size"),
+        ({"layer_pattern": "DM"}, "layer_kinds"),
+        ({"rope_fraction": 0.5}, "rope_fraction"),
+    ],
+)
+def test_a_family_refuses_what_it_cannot_say(change, reason):
+    model = replace(ModelConfig(), **change)
+    assert family_unsupported_reason(FAMILIES["mixtral"], ModelConfig()) == ""
+    assert reason in family_unsupported_reason(FAMILIES["mixtral"], model)
+
+
+@pytest.mark.parametrize("width", [0, -4])
+def test_no_qwen2_moe_folder_is_without_shared_expert(width):
+    """transformers has tensors of width 0 for such a folder, and expects them in an exported one."""
+    keys = FAMILIES["qwen2_moe"].write(_model_for("qwen2_moe"))
+    with pytest.raises(ConfigError, match=f"shared_expert_intermediate_size={width}, whose empty tensors moefold"):
+        read_keys(keys | {"shared_expert_intermediate_size": width}, Path("hf"))
+    model = replace(_model_for("qwen2_moe"), shared_expert_ffn_hidden_size=0, shared_expert_gate=False)
+    assert "shared_expert_intermediate_size=0" in family_unsupported_reason(FAMILIES["qwen2_moe"], model)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_no_deepseek_folder_is_without_shared_experts(family):
+    model = read_keys(FAMILIES[family].write(_model_for(family)), Path("hf"))
+    assert family_unsupported_reason(FAMILIES[family], model) == ""
+    assert "n_shared_experts=0" in family_unsupported_reason(
+        FAMILIES[family], replace(model, shared_expert_ffn_hidden_size=0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, {"rope_theta": 1e4}),
+        ({"rope_theta": 5e5}, {"rope_theta": 5e5}),
+        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_theta": 5e5}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_theta": 5e5, "rope_scaling": "linear", "rope_scaling_factor": 2.0},
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7}}, {"rope_theta": 7.0}),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 7},
+                "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+            },
+            {"rope_theta": 1e4, "rope_scaling": "linear", "rope_scaling_factor": 3.0},
+        ),
+    ],
+)
+def test_rotations_of_new_and_older_folders(keys, expected):
+    assert RopeParameters(1e4).read(keys) == expected
+
+
+def test_yarn_takes_the_models_context_where_none_is_given():
+    keys = {
+        "max_position_embeddings": 64,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": None},
+    }
+    assert RopeParameters(1e4).read(keys)["rope_original_seq_len"] == 64
+
+
+def test_sparse_layers_come_by_step_and_by_list():
+    keys = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert model_of(num_layers=6, **SparseLayers().read(keys)).layer_kinds == tuple("DMDDDM")
+
+
+def test_of_two_rotations_the_one_that_transformers_takes():
+    transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
+    both = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+        "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+    }
+    theirs = transformers.LlamaConfig(**both).rope_parameters
+    assert RopeParameters(1e4).read(both) == RopeParameters(1e4).read({"rope_parameters": theirs})
+
+
+def test_further_layers_have_two_names():
+    keys = FAMILIES["deepseek_v3"].write(_model_for("deepseek_v3"))
+    del keys["num_nextn_predict_layers"]
+    assert read_keys(keys | {"num_mtp_layers": 3}, Path("hf")).mtp_layers == 3
+    assert read_keys(keys, Path("hf")).mtp_layers == 1
+
+
+def test_a_folder_of_the_wrong_family_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match="is of model_type 'gpt2', which moefold does not know; it knows llama, "):
+        read_model_config(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist or is no folder"):
+        read_model_config(Path(tmp_path / "gone"))

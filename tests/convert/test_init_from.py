@@ -1,0 +1,73 @@
+"""Runs that start with given weights, from the command line on; what they compute is in `test_families`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.cli.main import main
+from tests.convert.hf_models import make_model, save_model
+from tests.convert.side_by_side import recipe, train_ours
+from tests.convert.test_round_trip import add_tokenizer
+
+pytestmark = pytest.mark.parity
+
+
+def test_the_command_line_imports_trains_resumes_and_exports(tmp_path, monkeypatch, capsys):
+    """The whole way, and a run's export is in its own type, with the tokenizer that came with the weights."""
+    monkeypatch.chdir(tmp_path)
+    add_tokenizer(save_model(make_model("qwen3-moe"), tmp_path / "hf", dtype=torch.bfloat16))
+    assert main(["import", "hf", "ckpt"]) == 0
+    words = ["run.device=cpu", "run.dtype=float32", "data.kind=synthetic", "data.tokenizer=bytes", "train.seq_len=16"]
+    words += ["train.global_batch_size=2", "checkpoint.every=2"]
+    assert main(["train", "ckpt/recipe.toml", *words, "run.steps=2"]) == 0
+    assert f"weights from {tmp_path / 'ckpt'}" in capsys.readouterr().out
+    assert main(["train", "ckpt/recipe.toml", *words, "run.steps=4"]) == 0
+    assert "resumed from runs/ckpt/checkpoints/step-000002 at step 2" in capsys.readouterr().out
+    assert main(["export", "runs/ckpt/checkpoints/step-000004", "out", "--check"]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("qwen3_moe", "float32")
+    assert read_meta(tmp_path / "runs" / "ckpt" / "checkpoints" / "step-000004").origin == ""
+    assert main(["train", "ckpt/recipe.toml", *words, "run.steps=4", "checkpoint.resume=ckpt", "run.dir=runs/b"]) == 2
+    assert "holds weights alone" in capsys.readouterr().err
+    _assert_a_run_stands_for_its_newest_checkpoint(words, capsys)
+
+
+def _assert_a_run_stands_for_its_newest_checkpoint(words, capsys):
+    assert main(["export", "runs/ckpt", "newest"]) == 0
+    assert Path("newest/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
+    for start in ("runs/ckpt", "runs/ckpt/checkpoints"):
+        more = ["run.steps=1", f"checkpoint.init_from={start}", f"run.dir=runs/from-{Path(start).name}"]
+        assert main(["train", "ckpt/recipe.toml", *words, *more]) == 0
+        assert "weights from runs/ckpt/checkpoints/step-000004" in capsys.readouterr().out
+        assert Path(f"runs/from-{Path(start).name}/checkpoints/hf/tokenizer.json").is_file()
+    assert main(["upcycle", "runs/ckpt", "moe"]) == 2
+    assert "it has experts already" in capsys.readouterr().err
+
+
+def test_a_run_can_start_with_another_runs_weights(pool, tmp_path):
+    folder = add_tokenizer(save_model(make_model("mixtral", num_hidden_layers=2), tmp_path / "hf"))
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
+    first = pool.run(1, train_ours, recipe(folder, folder))[0]
+    second = pool.run(2, train_ours, recipe(tmp_path / "ckpt", folder, world_size=2, ep=2))[0]
+    assert second.losses == pytest.approx(first.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["checkpoint.init_from=gone"], "checkpoint.init_from='gone': it does not exist or is no folder"),
+        (["checkpoint.init_from=hf", "model.qk_norm=true"], "it is of another model: "),
+        (["checkpoint.init_from=hf", "model.upcycle_from=hf"], "both give the first weights"),
+        (["model.upcycle_noise=0.1"], "has no effect: only model.upcycle_from reads it"),
+    ],
+)
+def test_weights_that_a_recipe_cannot_start_with(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    save_model(make_model("mixtral"), tmp_path / "hf")
+    (tmp_path / "recipe.toml").write_text("")
+    assert main(["train", "recipe.toml", "data.kind=synthetic", *words]) == 2
+    assert message in capsys.readouterr().err

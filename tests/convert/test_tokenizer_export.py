@@ -1,0 +1,234 @@
+"""Which tokenizer a run reads text with, and which one its export ships."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.cli.main import main
+from moefold.convert.tokenizer_export import choose_tokenizer
+from moefold.data.tokenizer import JsonTokenizer
+from tests.convert.hf_models import make_model, save_model, transformers
+
+END = "<|endoftext|>"
+TEXT = "Rivers carry 12345 stones, and it's far  to the sea.\n\n" * 40
+SIZES = ["model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=4", "model.num_query_groups=4"]
+SIZES += ["model.moe_ffn_hidden_size=16", "model.num_experts=4", "model.top_k=2"]
+RUN = ["run.device=cpu", "run.dtype=float32", "run.steps=1", "train.seq_len=16", "train.global_batch_size=2"]
+RUN += ["checkpoint.every=1", "data.validation_fraction=0.2"]
+
+
+def make_tokenizer(file: Path, *, special: tuple[str, ...] = (END,), merges: int = 40) -> Path:
+    """A byte-level BPE; its ids do not depend on anything but the arguments."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + len(special) + merges,
+        special_tokens=["<pad>", *special],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    file.parent.mkdir(exist_ok=True)
+    tokenizer.save(str(file))
+    return file
+
+
+def make_import(folder: Path) -> Path:
+    """A Hugging Face folder with a tokenizer and what goes with it."""
+    model = make_model("qwen3-moe", num_hidden_layers=1, vocab_size=320)
+    save_model(model, folder)
+    make_tokenizer(folder / "tokenizer.json", merges=20)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    (folder / "chat_template.jinja").write_text("theirs")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 7, "eos_token_id": [7, 8], "temperature": 0.7})
+    )
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, capsys):
+    """A folder to work in, with a text."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    Path("recipe.toml").write_text("")
+    return tmp_path
+
+
+def train(*words: str) -> None:
+    assert main(["train", "recipe.toml", "data.kind=text", "data.path=text.txt", "run.dir=run", *RUN, *words]) == 0
+
+
+def export(capsys) -> tuple[Path, str]:
+    """The folder of the run's newest checkpoint, and what the command said."""
+    capsys.readouterr()
+    assert main(["export", "run", "out", "--check"]) == 0
+    return Path("out"), capsys.readouterr().out
+
+
+def ids_in(folder: Path, file: str = "config.json") -> tuple[object, ...]:
+    keys = json.loads((folder / file).read_text())
+    return keys["bos_token_id"], keys["eos_token_id"], keys["pad_token_id"]
+
+
+def assert_reads_as(folder: Path, trained: Path) -> None:
+    """transformers makes the ids that the run trained on, and knows where a text ends."""
+    tokenizer, ours = transformers.AutoTokenizer.from_pretrained(folder), JsonTokenizer(trained)
+    assert tokenizer(TEXT)["input_ids"] == ours.encode(TEXT).tolist()
+    assert tokenizer.eos_token_id == ours.separator_id
+    assert ids_in(folder) == (None, ours.separator_id, None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.generation_config.eos_token_id == ours.separator_id
+    assert model.generation_config.bos_token_id is None
+
+
+def test_a_tokenizer_goes_out_with_the_run_that_read_text_with_it(place, capsys):
+    """Bare as it is: the tokenizer class of the model's family would make other ids of it."""
+    trained = make_tokenizer(Path("words/own.json"))
+    train("data.tokenizer=words/own.json", "model.vocab_size=320", *SIZES)
+    out, said = export(capsys)
+    assert "note" not in said
+    assert (out / "tokenizer.json").read_bytes() == trained.read_bytes()
+    assert_reads_as(out, trained)
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    parameters = sum(
+        parameter.numel() for parameter in transformers.AutoModelForCausalLM.from_pretrained(out).parameters()
+    )
+    assert f"{parameters:,} parameters" in card
+    assert "1 optimizer steps, 32 tokens" in card
+
+
+def test_what_lies_beside_a_tokenizer_goes_out_with_it(place, capsys):
+    """The folder may be named instead of the file; a template that was changed since does not go."""
+    trained = make_tokenizer(Path("words/tokenizer.json"), special=("<stop>",))
+    settings = {"eos_token": "<stop>", "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 77}
+    Path("words/tokenizer_config.json").write_text(json.dumps(settings))
+    Path("words/special_tokens_map.json").write_text('{"eos_token": "<stop>"}')
+    Path("words/chat_template.jinja").write_text("ours")
+    Path("words/notes.txt").write_text("no tokenizer")
+    train("data.tokenizer=words", "model.vocab_size=320", *SIZES)
+    out, said = export(capsys)
+    assert "note" not in said
+    assert_reads_as(out, trained)
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (Path("words") / name).read_bytes(), name
+    assert not (out / "notes.txt").exists()
+    Path("words/chat_template.jinja").write_text("another")
+    shutil.rmtree(out)
+    out, said = export(capsys)
+    assert "note: words/chat_template.jinja is not written: it has other content than at the training" in said
+    assert (out / "tokenizer.json").is_file()
+    assert not (out / "chat_template.jinja").exists()
+
+
+def test_a_tokenizer_that_cannot_go_out_is_noted(place, capsys):
+    file = make_tokenizer(Path("words/tokenizer.json"))
+    train("data.tokenizer=words/tokenizer.json", "model.vocab_size=320", *SIZES)
+    make_tokenizer(file, merges=10)
+    out, said = export(capsys)
+    assert "data.tokenizer='words/tokenizer.json' has other content than at the training; put the file of" in said
+    assert not (out / "tokenizer.json").exists()
+    assert ids_in(out) == (None, None, None)
+    file.unlink()
+    shutil.rmtree(out)
+    out, said = export(capsys)
+    assert "note: no tokenizer is written: data.tokenizer='words/tokenizer.json' is gone; put the file of" in said
+    assert not (out / "tokenizer.json").exists()
+
+
+def test_bytes_have_no_tokenizer_to_go_out(place, capsys):
+    train("model.vocab_size=256", *SIZES)
+    out, said = export(capsys)
+    assert 'the run read text as bytes (data.tokenizer="bytes")' in said
+    assert ids_in(out) == (None, 0, None)
+    assert not list(out.glob("*token*"))
+
+
+def sizes_of(folder: str) -> list[str]:
+    """The recipe that an import writes, as the recipe of this folder; starts from the Hugging Face folder itself."""
+    assert main(["import", folder, "ckpt"]) == 0
+    text = Path("ckpt/recipe.toml").read_text()
+    Path("recipe.toml").write_text(text.split("[data]")[0])
+    return [f"checkpoint.init_from={folder}"]
+
+
+def test_a_start_with_another_tokenizer_is_noted_and_exported(place, capsys):
+    make_import(Path("hf"))
+    words = sizes_of("hf")
+    trained = make_tokenizer(Path("words/tokenizer.json"))
+    train("data.tokenizer=words/tokenizer.json", *words)
+    said = capsys.readouterr().out
+    assert "data.tokenizer='words/tokenizer.json' is not the tokenizer that these weights were trained with" in said
+    assert "set data.tokenizer='hf/tokenizer.json'" in said
+    out, said = export(capsys)
+    assert "note: passed over, as they belong to another tokenizer: chat_template.jinja, tokenizer.json, token" in said
+    assert_reads_as(out, trained)
+    assert ids_in(out, "generation_config.json") == ids_in(out)
+    assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.7
+    assert not (out / "chat_template.jinja").exists()
+    # Who starts from that run is told of the run's tokenizer, not of the folder's.
+    train("data.tokenizer=hf/tokenizer.json", "checkpoint.init_from=run", "run.dir=next")
+    assert "set data.tokenizer='words/tokenizer.json'" in capsys.readouterr().out
+
+
+def test_a_start_with_bytes_is_noted_and_exported(place, capsys):
+    make_import(Path("hf"))
+    train(*sizes_of("hf"))
+    assert "set data.tokenizer='hf/tokenizer.json'" in capsys.readouterr().out
+    out, said = export(capsys)
+    assert 'the run read text as bytes (data.tokenizer="bytes")' in said
+    assert not list(out.glob("*token*"))
+    assert ids_in(out) == ids_in(out, "generation_config.json") == (None, 0, None)
+    train("checkpoint.init_from=run", "data.tokenizer=hf/tokenizer.json", "run.dir=next")
+    assert "set data.tokenizer='bytes'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["data.tokenizer=copy/tokenizer.json"], ["data.kind=synthetic", "data.path="]])
+def test_the_folders_tokenizer_stays_where_it_is_the_runs(place, capsys, words):
+    """A copy of it is the same one, also when it is gone later; ids that are made up have none."""
+    make_import(Path("hf"))
+    start = sizes_of("hf")
+    shutil.copytree("hf", "copy")
+    train(*start, *words)
+    assert "not the tokenizer" not in capsys.readouterr().out
+    shutil.rmtree("copy")
+    out, said = export(capsys)
+    assert "note" not in said
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (out / name).read_bytes() == (Path("hf") / name).read_bytes(), name
+
+
+def test_the_template_of_the_recipe_goes_out(place, capsys):
+    """It wins over the one beside the tokenizer; a description that says nothing of its looks opens no file."""
+    make_tokenizer(Path("words/tokenizer.json"))
+    Path("words/chat_template.jinja").write_text("beside")
+    Path("own.jinja").write_text("{% for m in messages %}{{ m.role }} {{ m.content }}<|endoftext|>{% endfor %}")
+    turns = [{"role": "user", "content": "Where to?"}, {"role": "assistant", "content": "To the sea, it is far."}]
+    Path("talk.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
+    words = ["data.kind=sft", "data.path=talk.jsonl", "data.chat_template=own.jinja", "train.seq_len=64"]
+    train("data.tokenizer=words/tokenizer.json", "model.vocab_size=320", *SIZES, *words)
+    out, _ = export(capsys)
+    assert (out / "chat_template.jinja").read_bytes() == Path("own.jinja").read_bytes()
+    meta = read_meta(Path("run/checkpoints/step-000001"))
+    assert choose_tokenizer(meta, None).sidecar_files["chat_template.jinja"] == Path("own.jinja")
+    unknown = choose_tokenizer(replace(meta, data_files={}), None)
+    assert unknown.sidecar_files["chat_template.jinja"] == Path("words/chat_template.jinja")
+
+
+def test_an_upcycled_run_has_the_tokenizer_of_the_run(place, capsys):
+    save_model(make_model("llama", num_hidden_layers=1, vocab_size=320), Path("hf"))
+    make_tokenizer(Path("hf/tokenizer.json"), merges=20)
+    make_tokenizer(Path("words/tokenizer.json"))
+    train("data.tokenizer=words/tokenizer.json", *sizes_of("hf"))
+    assert main(["upcycle", "run", "moe", "model.num_experts=4", "model.top_k=2"]) == 0
+    assert f'tokenizer = "{place}/words/tokenizer.json"' in Path("moe/recipe.toml").read_text()
+    assert not Path("moe/hf/tokenizer.json").exists()

@@ -1,0 +1,327 @@
+"""Activations by formula against a ledger of real runs: within 10 % for every schedule and choice of recompute."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moefold.config.schema import Config, DataConfig, ModelConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.cost.auto_recompute import GIB, choose_recompute
+from moefold.cost.peak_memory import compute_rank_memory
+from moefold.cost.saved_tensors import CPU_KERNELS
+from moefold.ops import gemm
+from moefold.ops.cpu.gemm import CGemm
+from moefold.train.memory_profile import MeasuredMemory, measure_rank
+from moefold.validate.config import check_config
+
+MODEL = {
+    "num_layers": 2, "layer_pattern": "DM", "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
+    "head_dim": 16, "ffn_hidden_size": 160, "moe_ffn_hidden_size": 96, "num_experts": 4, "top_k": 2, "vocab_size": 256,
+    "shared_expert_ffn_hidden_size": 80,
+}  # fmt: skip
+LATENT = {
+    "attention": "mla", "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4,
+    "v_head_dim": 16,
+}  # fmt: skip
+CHOICES = [
+    (), ("norms",), ("core_attention",), ("dense_mlp",), ("expert_activation",), ("shared_experts",), ("moe",),
+    ("layer",), ("norms", "moe"), ("norms", "dense_mlp", "expert_activation"),
+]  # fmt: skip
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)]
+SCHEDULES += [("dualpipev", 2)]
+WITHIN = 0.1
+
+
+def _config(
+    dtype: str = "float32",
+    model: dict[str, object] | None = None,
+    train: dict[str, object] | None = None,
+    moe: dict[str, object] | None = None,
+    **parallel: object,
+) -> Config:
+    cfg = Config(
+        run=RunConfig(dtype=dtype, device="cpu"),
+        model=ModelConfig(**MODEL | (model or {})),
+        parallel=ParallelConfig(**parallel),
+        # Even experts: what the formulas assume of rows.
+        moe=MoEConfig(**{"choice": "round_robin"} | (moe or {})),
+        train=TrainConfig(**{"seq_len": 64, "micro_batch_size": 2, "global_batch_size": 4} | (train or {})),
+        data=DataConfig(kind="synthetic"),
+    )
+    check_config(cfg)
+    return cfg
+
+
+def measured(cfg: Config) -> MeasuredMemory:
+    """The memory of this rank, with products as the formulas count them, whatever this processor has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm, "_EMULATES_BFLOAT16", True)
+        patch.setattr(gemm, "_USES_ONEDNN_FP32", False)
+        patch.setattr(CGemm, "is_fast", lambda gemm, dtype: False)
+        return measure_rank(cfg)
+
+
+def _on_one_rank(cfg: Config) -> MeasuredMemory:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        return measured(cfg)
+    finally:
+        dist.destroy_process_group()
+
+
+def _assert_close(cfg: Config, ranks: list[MeasuredMemory]) -> None:
+    formulas = compute_rank_memory(cfg, kernels=CPU_KERNELS)
+    for rank in ranks:
+        formula = formulas[rank.pp_rank].activations
+        assert formula.total == pytest.approx(rank.activations, rel=WITHIN), (rank, formula)
+
+
+def _assert_states(cfg: Config, ranks: list[MeasuredMemory]) -> None:
+    """Weights, gradients and moments behind a step, and what is gathered in it, to the byte."""
+    formulas = compute_rank_memory(cfg, kernels=CPU_KERNELS)
+    for rank in ranks:
+        states = formulas[rank.pp_rank].states
+        found = rank.after["weights"], rank.after["gradients"], rank.after["optimizer"]
+        assert found == (states.weights, states.gradients, states.optimizer), rank
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parts", [(), ("moe",), ("layer",)], ids=str)
+def test_products_in_c_hold_no_more_than_the_formulas_say(monkeypatch, parts, dtype):
+    monkeypatch.setattr(CGemm, "is_fast", lambda gemm, dtype: True)
+    cfg = _config(dtype, train={"recompute": parts})
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        (formula,) = compute_rank_memory(cfg, kernels=CPU_KERNELS)
+        assert 0 < measure_rank(cfg).activations < (1 + WITHIN) * formula.activations.total
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("parts", CHOICES, ids=lambda parts: "+".join(parts) or "nothing")
+def test_every_choice_of_what_is_made_again(parts, dtype):
+    cfg = _config(dtype, train={"recompute": parts})
+    _assert_close(cfg, [_on_one_rank(cfg)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": LATENT},
+        {"model": LATENT, "train": {"recompute": ("mla_up",)}},
+        {"model": LATENT | {"v_head_dim": 8, "q_lora_rank": 0}},
+        {"model": {"qk_norm": True}},
+        {"moe": {"weight_in_expert": True}},
+        {"moe": {"dispatch_precision": "fp8-blockwise"}},
+        {"moe": {"choice": "topk", "capacity_factor": 1.0, "pad_to_capacity": True}},
+        {"model": {"vocab_size": 4096}},
+        {"model": {"vocab_size": 4096}, "train": {"loss_chunk": 32}},
+        {"model": {"mtp_layers": 1}},
+        {"model": {"layer_pattern": "D", "shared_expert_ffn_hidden_size": 0}, "moe": {"choice": "topk"}},
+    ],
+    ids=["mla", "mla_up", "padded", "qk_norm", "weighted", "narrow", "capacity", "logits", "chunks", "mtp", "dense"],
+)
+def test_every_kind_of_layer_and_loss(settings, dtype):
+    cfg = _config(dtype, **settings)
+    _assert_close(cfg, [_on_one_rank(cfg)])
+
+
+def test_a_schedule_of_split_passes_splits_nothing_without_a_pipeline():
+    plain, split = (_config(schedule=schedule, model={"top_k": 4}) for schedule in ("1f1b", "zero-bubble"))
+    measured = _on_one_rank(split)
+    assert measured.activations == _on_one_rank(plain).activations
+    assert compute_rank_memory(split, kernels=CPU_KERNELS) == compute_rank_memory(plain, kernels=CPU_KERNELS)
+    _assert_close(split, [measured])
+
+
+def test_one_rank_holds_its_states_to_the_byte():
+    cfg = _config("bfloat16")
+    _assert_states(cfg, [_on_one_rank(cfg)])
+
+
+def test_a_formula_that_forgets_a_layer_is_found():
+    cfg = _config()
+    less = replace(cfg, model=replace(cfg.model, num_layers=1))
+    measured = _on_one_rank(cfg)
+    with pytest.raises(AssertionError):
+        _assert_close(less, [measured])
+
+
+def _small_pipeline(schedule: str, chunks: int, parts: tuple[str, ...], **parallel: object) -> Config:
+    model = {"num_layers": 4}
+    train = {"global_batch_size": 16, "recompute": parts}
+    return _config(model=model, train=train, pp=2, schedule=schedule, virtual_stages=chunks, **parallel)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_every_schedule(pool, schedule, chunks):
+    cfg = _small_pipeline(schedule, chunks, (), world_size=2)
+    ranks = pool.run(2, measured, cfg)
+    _assert_close(cfg, ranks)
+    _assert_states(cfg, ranks)
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [("norms",), ("moe",), ("layer",)], ids=lambda parts: "+".join(parts))
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_every_schedule_with_parts_made_again(pool, schedule, chunks, parts):
+    cfg = _small_pipeline(schedule, chunks, parts, world_size=2)
+    _assert_close(cfg, pool.run(2, measured, cfg))
+
+
+PAIRED = [("", 1), ("1f1b", 1), ("interleaved", 2), ("dualpipev", 2)]
+
+
+def _pairs(schedule: str, chunks: int, parts: tuple[str, ...]) -> Config:
+    pipeline = {"pp": 2, "schedule": schedule, "virtual_stages": chunks} if schedule else {}
+    train = {"global_batch_size": 32, "recompute": parts}
+    size = 4 if schedule else 2
+    return _config(model={"num_layers": 4}, train=train, world_size=size, ep=2, overlap_experts=True, **pipeline)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("schedule", "chunks"), PAIRED)
+def test_pairs_of_micro_batches(pool, schedule, chunks):
+    cfg = _pairs(schedule, chunks, ())
+    ranks = pool.run(cfg.parallel.world_size, measured, cfg)
+    _assert_close(cfg, ranks)
+    _assert_states(cfg, ranks)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("schedule", "chunks"), [("", 1), ("interleaved", 2)])
+def test_pairs_whose_layers_run_again(pool, schedule, chunks):
+    """The forward pass goes on in the recomputation too, and is through when the backward pass is half way."""
+    cfg = _pairs(schedule, chunks, ("layer",))
+    _assert_close(cfg, pool.run(cfg.parallel.world_size, measured, cfg))
+
+
+@pytest.mark.parity
+def test_pairs_of_auto_keep_to_the_budget(pool):
+    """All ranks choose the same, or they would wait for each other's exchanges; and it needs what was predicted."""
+    known = _pairs("1f1b", 1, ("expert_activation", "shared_experts"))
+    budget = max(rank.total for rank in compute_rank_memory(known, kernels=CPU_KERNELS))
+    train = replace(known.train, recompute=("auto",), memory_budget_gib=budget / GIB)
+    cfg = replace(known, train=train)
+    check_config(cfg)
+    choice = choose_recompute(cfg, budget, CPU_KERNELS)
+    assert choice.parts
+    ranks = pool.run(cfg.parallel.world_size, measured, cfg)
+    _assert_close(replace(cfg, train=replace(train, recompute=choice.parts)), ranks)
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parts",
+    [("norms",), ("core_attention",), ("expert_activation",), ("shared_experts",), ("moe",), ("layer",)],
+    ids=lambda parts: "+".join(parts),
+)
+@pytest.mark.parametrize(("schedule", "chunks"), PAIRED)
+def test_pairs_with_parts_made_again(pool, schedule, chunks, parts):
+    cfg = _pairs(schedule, chunks, parts)
+    _assert_close(cfg, pool.run(cfg.parallel.world_size, measured, cfg))
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [(), ("layer",)], ids=["plain", "layer"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ep": 1, "etp": 2},
+        {"world_size": 4, "etp": 2},
+        {"dispatcher": "allgather"},
+        {"dispatcher": "leastloaded"},
+        {"tp": 2},
+        {"cp": 2},
+        {"zero": 2},
+        {"dtype": "bfloat16"},
+        {"model": LATENT},
+        {"moe": {"weight_in_expert": True}},
+        {"moe": {"choice": "topk", "capacity_factor": 1.0, "pad_to_capacity": True}},
+        {"model": {"mtp_layers": 1}},
+        {"model": {"layer_pattern": "M"}},
+    ],
+    ids=[
+        "etp", "ep-etp", "allgather", "leastloaded", "tp", "cp", "zero2", "bfloat16", "mla", "weighted", "capacity",
+        "mtp", "moe-only",
+    ],
+)  # fmt: skip
+def test_pairs_on_every_axis(pool, settings, parts):
+    settings = {"world_size": 2, "ep": 2} | settings
+    model = {"num_layers": 4} | settings.pop("model", {})
+    train = {"global_batch_size": 32, "recompute": parts}
+    cfg = _config(settings.pop("dtype", "float32"), model, train, overlap_experts=True, **settings)
+    _assert_close(cfg, pool.run(cfg.parallel.world_size, measured, cfg))
+
+
+def test_pairs_hold_more_micro_batches():
+    """Of 1F1B with p ranks, rank r holds 2 (p-1-r) + 2 micro-batches with pairs, and p-r without (docs/pipeline.md)."""
+    for pairs, held in ((True, [8, 6, 4, 2]), (False, [4, 3, 2, 1])):
+        train = {"global_batch_size": 32}
+        cfg = _config(model={"num_layers": 4}, train=train, world_size=8, pp=4, ep=2, overlap_experts=pairs)
+        peaks = [rank.activations for rank in compute_rank_memory(cfg, kernels=CPU_KERNELS)]
+        # The one whose forward pass runs is not among those in flight.
+        assert [sum(peak.in_flight.values()) + 1 for peak in peaks] == held
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tp": 2},
+        {"tp": 2, "overlap_tp": True},
+        {"ep": 2},
+        {"etp": 2},
+        {"cp": 2},
+        {"cp": 2, "context": "ulysses"},
+        {"ep": 2, "dispatcher": "allgather"},
+    ]
+    + [{"zero": 0}, {"zero": 2}, {"zero": 3, "ep": 2}],
+    ids=lambda parallel: "-".join(f"{key}{value}" for key, value in parallel.items()),
+)
+def test_every_axis_and_zero_level(pool, parallel):
+    cfg = _config("bfloat16", world_size=2, **parallel)
+    ranks = pool.run(2, measured, cfg)
+    _assert_close(cfg, ranks)
+    _assert_states(cfg, ranks)
+    if cfg.parallel.zero < 3:
+        gathered = compute_rank_memory(cfg, kernels=CPU_KERNELS)[0].states.gathered
+        # With ZeRO 2 the layers gather one after the other, and what the last ones received stays with FSDP.
+        received = (
+            3 * MODEL["hidden_size"] * MODEL["moe_ffn_hidden_size"] * MODEL["num_experts"] * torch.bfloat16.itemsize
+        )
+        assert {rank.gathered for rank in ranks} == {gathered + received * (cfg.parallel.zero == 2)}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("ep", "etp"), [(4, 1), (8, 1), (4, 2)])
+def test_the_tokens_of_all_ranks_are_counted_where_all_are_gathered(pool, ep, etp, dtype):
+    model = {"num_experts": 8, "layer_pattern": "M"}
+    train = {"global_batch_size": 16, "recompute": ("layer",)}
+    parallel = {"world_size": ep * etp, "ep": ep, "etp": etp, "dispatcher": "allgather"}
+    cfg = _config(dtype, model, train, **parallel)
+    _assert_close(cfg, pool.run(ep * etp, measured, cfg))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_rows_that_travel_in_8_bits_are_kept_wide(pool, dispatcher):
+    cfg = _config("bfloat16", moe={"dispatch_precision": "fp8-blockwise"}, world_size=2, ep=2, dispatcher=dispatcher)
+    _assert_close(cfg, pool.run(2, measured, cfg))
+
+
+def test_memory_of_a_thousand_ranks_has_a_row_for_each_stage():
+    cfg = _config(model={"num_layers": 32}, train={"global_batch_size": 1024}, world_size=1024, tp=4, pp=16, ep=4)
+    ranks = compute_rank_memory(cfg)
+    assert [rank.pp_rank for rank in ranks] == list(range(16))
+    assert ranks[0].activations.in_flight == {0: 15}, "beside the one that runs"
+    assert torch.tensor([rank.total for rank in ranks]).argmax() == 0

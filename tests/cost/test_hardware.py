@@ -1,0 +1,102 @@
+"""Devices by name and from files, and what is wrong with a file."""
+
+import pytest
+
+from moefold.cost.hardware import device_names, load_device
+from moefold.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_every_device_is_whole(name):
+    device = load_device(name)
+    assert device.name == name
+    assert set(device.gemm_fraction) >= {"bf16"}
+    assert set(device.peak_flops) <= set(device.gemm_fraction)
+    assert all(0.1 < fraction <= 1 for fraction in device.gemm_fraction.values())
+    assert device.links[-1].gpus == 0
+    assert device.nvlink_domain_size >= 0
+    assert all(0 < link.fraction <= 1 for link in device.links)
+
+
+def test_the_devices_of_the_command_are_there():
+    assert {"h100", "h200", "b200", "gb200", "gb300", "a100", "mi300x"} <= set(device_names())
+    assert load_device("H100") == load_device("h100")
+    assert load_device("h100").peak("nvfp4") == load_device("h100").peak("bf16")
+
+
+def test_an_unknown_device_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'h100'"):
+        load_device("h1000")
+
+
+def test_a_file_says_what_differs_from_a_known_device(tmp_path):
+    path = tmp_path / "slow.toml"
+    path.write_text('base = "h100"\nname = "slow"\nmemory_gib = 40\n[peak_flops]\nbf16 = 5e14\n')
+    device = load_device(str(path))
+    assert (device.name, device.memory_gib, device.peak("bf16")) == ("slow", 40, 5e14)
+    assert device.peak("fp8") == load_device("h100").peak("fp8")
+    assert device.links == load_device("h100").links
+
+
+SPINE = 'base = "h100"\n[spine]\npod_gpus = {}\noversubscription = {}\nlatency_s = 1e-5\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('base = "h100"\nmemory_gb = 3', "unknown key 'memory_gb'; did you mean 'memory_gib'"),
+        ('base = "h1"', "base='h1' is unknown"),
+        ('name = "x"', "missing"),
+        ('base = "h100"\nmemory_gib = -3', "memory_gib=-3 must be a number above 0"),
+        ('base = "h100"\nmemory_gib = true', "memory_gib=True must be a number above 0"),
+        ('base = "h100"\nname = 3', "name=3 must be text"),
+        ('base = "h100"\nlinks = []', "links must be a list"),
+        ('base = "h100"\npeak_flops = 3', "must be a table of numbers by precision"),
+        ("base = ", "not TOML"),
+        ('base = "h100"\ntile_rows = 0.5', "tile_rows=0.5 must be a whole number of at least 1"),
+        ('base = "h100"\nmultiprocessors = 0.5', "multiprocessors=0.5 must be a whole number of at least 1"),
+        ('base = "h100"\nhbm_fraction = 5', "hbm_fraction=5 must be above 0 and at most 1"),
+        (
+            'base = "h100"\n[wide_flops]\ntf32 = 1e14',
+            r"\[wide_flops\] must be a table of numbers by type, of float32 and fl",
+        ),
+        ('base = "h100"\n[wide_flops]\nfloat32 = 0', "wide_flops.float32=0 must be a number above 0"),
+        ('base = "h100"\nspine = 3', r"\[spine\] must be a table of pod_gpus, oversubscription, latency_s"),
+        (
+            'base = "h100"\n[spine]\npod_gpus = 64',
+            r"\[spine\] must be a table of pod_gpus, oversubscription, latency_s",
+        ),
+        (SPINE.format(8, 2), "spine.pod_gpus=8 must be a multiple of 8, and several times as many"),
+        (SPINE.format(20, 2), "spine.pod_gpus=20 must be a multiple of 8"),
+        (SPINE.format(64, 0.5), "spine.oversubscription=0.5 must be at least 1: the cards of a pod over its uplinks"),
+        ('base = "h100"\nspin = 3', "unknown key 'spin'; did you mean 'spine'"),
+        ('base = "h100"\n[gemm_fraction]\nbf16 = 1.5', "gemm_fraction.bf16=1.5 must be above 0 and at most 1"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(tmp_path, text, message):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_device(str(path))
+
+
+def test_a_file_that_is_no_text_is_said(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_bytes(b'name = "\xff"')
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_device(str(path))
+
+
+def test_a_file_that_is_not_there_is_said():
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_device("absent.toml")
+
+
+def test_the_last_link_connects_all(tmp_path):
+    link = '[[links]]\nlevel = "nvlink"\ngpus = {}\nbytes_per_s = 1e9\nlatency_s = 1e-6\nfraction = 0.8\n'
+    path = tmp_path / "links.toml"
+    path.write_text('base = "h100"\n' + link.format(8))
+    with pytest.raises(ConfigError, match="the last of links connects all ranks"):
+        load_device(str(path))
+    path.write_text('base = "h100"\n' + link.format(8) + link.format(0))
+    assert len(load_device(str(path)).links) == 2

@@ -1,0 +1,177 @@
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+
+from moefold.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+from moefold.cost.auto_recompute import with_recompute
+from moefold.cost.flops import count_parameters, train_flops_per_token
+from moefold.cost.peak_memory import compute_rank_memory
+from moefold.cost.stage_memory import max_in_flight, unit_bytes
+from moefold.cost.stage_partition import (
+    MAX_SLOWDOWN_PCT,
+    balanced_stages,
+    embedding_cost,
+    fastest_stages,
+    layer_cost,
+    loss_cost,
+)
+from moefold.cost.stages import plan_stages
+from moefold.topology.pipeline_layout import StageParts, format_layout, validate_layout
+
+
+def _config(
+    layout: str = "auto",
+    *,
+    model: dict[str, object] | None = None,
+    train: dict[str, object] | None = None,
+    **parallel: object,
+) -> Config:
+    return Config(
+        model=ModelConfig(**{"num_layers": 6, "layer_pattern": "DMM"} | (model or {})),
+        parallel=ParallelConfig(pipeline_layout=layout, **parallel),
+        train=TrainConfig(**train or {}),
+    )
+
+
+@pytest.mark.parametrize("model", [{}, {"vocab_size": 200_000}, {"mtp_layers": 2}, {"layer_pattern": "M"}])
+def test_the_parts_cost_what_the_model_costs(model):
+    cfg = _config(model=model)
+    loads = [embedding_cost(cfg), *(layer_cost(cfg, i) for i in range(6)), loss_cost(cfg)]
+    assert sum(load.flops for load in loads) == train_flops_per_token(cfg.model, cfg.train.seq_len).forward
+    if not cfg.model.mtp_layers:
+        # The norm behind the last layer is counted with each of the layers that are counted alone.
+        norms = 5 * cfg.model.hidden_size
+        assert sum(load.num_parameters for load in loads) == count_parameters(cfg.model).total + norms
+
+
+TIGHT = {"vocab_size": 5000, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
+ORACLE = {
+    "plain": ({}, {}, {}),
+    "vocabulary": ({"vocab_size": 200_000}, {}, {}),
+    "small vocabulary": ({"vocab_size": 5000}, {}, {}),
+    "experts": ({"layer_pattern": "M"}, {}, {}),
+    "further": ({"mtp_layers": 2, "vocab_size": 5000}, {}, {}),
+    "long": (TIGHT, {"seq_len": 16384}, {}),
+    "long gpipe": (TIGHT, {"seq_len": 16384}, {"schedule": "gpipe"}),
+    "long, layers again": (TIGHT, {"seq_len": 16384, "recompute": ("layer",)}, {}),
+}
+
+
+def _bounds(stages: tuple[StageParts, ...], num_units: int) -> tuple[int, ...]:
+    ends = [stage.layers.stop + 1 for stage in stages[:-1]]
+    return (0, *ends, num_units)
+
+
+@pytest.mark.parametrize("name", ORACLE)
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5, 8])
+def test_no_other_cut_is_better(name, num_stages):
+    """Of all cuts none has a smaller product of operations squared and bytes, within the pace that is allowed."""
+    model, train, parallel = ORACLE[name]
+    cfg = _config(model=model, train=train, world_size=num_stages, pp=num_stages, **parallel)
+    loads = [embedding_cost(cfg), *(layer_cost(cfg, i) for i in range(6)), loss_cost(cfg)]
+    sizes = unit_bytes(cfg, num_stages)
+
+    def judged(bounds: tuple[int, ...]) -> tuple[int, int]:
+        stages = list(enumerate(pairwise(bounds)))
+        pace = max(sum(load.flops for load in loads[a:b]) for _, (a, b) in stages)
+        return pace, max(sum(sizes[i][a:b]) for i, (a, b) in stages)
+
+    found = judged(_bounds(balanced_stages(cfg), len(loads)))
+    cuts = [judged((0, *inner, len(loads))) for inner in combinations(range(1, len(loads)), num_stages - 1)]
+    fastest = min(pace for pace, _ in cuts)
+    allowed = [
+        (pace * pace * fullest, pace) for pace, fullest in cuts if pace * 100 <= fastest * (100 + MAX_SLOWDOWN_PCT)
+    ]
+    assert (found[0] ** 2 * found[1], found[0]) == min(allowed)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("vocab_size", [256, 5000, 200_000])
+def test_no_other_cut_is_faster_and_none_as_fast_has_a_lighter_fullest_stage(num_stages, vocab_size):
+    cfg = _config(model={"vocab_size": vocab_size}, world_size=num_stages, pp=num_stages)
+    loads = [embedding_cost(cfg), *(layer_cost(cfg, i) for i in range(6)), loss_cost(cfg)]
+
+    def judged(bounds: tuple[int, ...]) -> tuple[int, int]:
+        stages = [loads[a:b] for a, b in pairwise(bounds)]
+        return max(sum(x.flops for x in stage) for stage in stages), max(
+            sum(x.num_parameters for x in y) for y in stages
+        )
+
+    found = judged(_bounds(fastest_stages(cfg), len(loads)))
+    assert found == min(judged((0, *cut, len(loads))) for cut in combinations(range(1, len(loads)), num_stages - 1))
+
+
+def _deep(layout: str = "auto", **train: object) -> Config:
+    model = {"num_layers": 48, "vocab_size": 1024, "layer_pattern": "D"}
+    train = {"seq_len": 4096, "global_batch_size": 64} | train
+    return _config(layout, model=model, train=train, world_size=4, pp=4)
+
+
+def _fullest(cfg: Config, layout: str) -> int:
+    spelled = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=layout))
+    return max(rank.total for rank in compute_rank_memory(spelled))
+
+
+def test_long_samples_take_layers_off_the_first_stages():
+    """1F1B has most micro-batches in flight on the first stage: a little speed buys more memory."""
+    cfg = _deep(seq_len=4096)
+    by_compute = "Et*12|t*12|t*12|t*12L"
+    stages = balanced_stages(cfg)
+    assert len(stages[0].layers) < 12
+    saved = 1 - _fullest(cfg, format_layout(stages)) / _fullest(cfg, by_compute)
+    slower = max(len(parts.layers) for parts in stages) / 12 - 1
+    assert 0 < slower <= MAX_SLOWDOWN_PCT / 100
+    assert saved > 0.1, (slower, saved)
+
+
+def test_light_activations_leave_the_fastest_layout():
+    assert format_layout(balanced_stages(_deep(seq_len=64))) == "Et*12|t*12|t*12|t*12L"
+    assert format_layout(balanced_stages(_deep(recompute=("layer",), seq_len=256))) == "Et*12|t*12|t*12|t*12L"
+
+
+def test_the_layout_of_auto_recompute_stays_when_parts_are_chosen():
+    cfg = _deep(recompute=("auto",), memory_budget_gib=1.0)
+    chosen = with_recompute(cfg, ("layer",))
+    assert plan_stages(chosen) == plan_stages(cfg)
+    spelled = replace(chosen, parallel=replace(chosen.parallel, pipeline_layout="auto"))
+    assert plan_stages(spelled) != plan_stages(cfg), "it would follow the choice"
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zbv", 2)])
+def test_in_flight_are_as_many_as_the_formulas_walk_through(schedule, chunks):
+    cfg = _config("", train={"global_batch_size": 16}, world_size=4, pp=4, schedule=schedule, virtual_stages=chunks)
+    most = max_in_flight(cfg, 4 * chunks)
+    assert {"1f1b": [4, 3, 2, 1], "gpipe": [16] * 4}.get(schedule, most) == most
+    for rank in compute_rank_memory(cfg):
+        assert all(most[stage] >= count for stage, count in rank.activations.in_flight.items())
+
+
+def test_a_large_vocabulary_gets_a_stage_of_its_own():
+    cfg = _config(model={"vocab_size": 500_000}, world_size=4, pp=4)
+    assert format_layout(balanced_stages(cfg)).endswith("|L")
+
+
+@pytest.mark.parametrize("mtp_layers", [0, 2])
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
+def test_an_automatic_layout_is_a_layout_without_faults(mtp_layers, num_stages):
+    cfg = _config(model={"mtp_layers": mtp_layers}, world_size=num_stages, pp=num_stages)
+    text = format_layout(balanced_stages(cfg))
+    assert list(validate_layout(text, num_layers=6, num_mtp_layers=mtp_layers, num_stages=num_stages)) == []
+
+
+def test_hundreds_of_layers_are_cut_at_once():
+    cfg = _config(model={"num_layers": 160}, world_size=32, pp=32, virtual_stages=4)
+    assert len(balanced_stages(cfg)) == 128
+
+
+def test_a_plan_knows_the_rank_of_every_layer():
+    cfg = _config("E|tt|ttt|tmL", model={"mtp_layers": 1}, world_size=2, pp=2, schedule="zbv", virtual_stages=2)
+    plan = plan_stages(cfg)
+    assert plan.ranks == (0, 1, 1, 0)
+    assert [stage.number for stage in plan.of_rank(0)] == [0, 3]
+    assert plan.rank_of_layers(6) == {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 0, 6: 0}
+    assert plan.embedding_ranks == (0, 0)
+    looped = plan_stages(replace(cfg, parallel=replace(cfg.parallel, schedule="interleaved")))
+    assert looped.ranks == (0, 1, 0, 1)
+    assert looped.rank_of_layers(6)[6] == 1

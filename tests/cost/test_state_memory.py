@@ -1,0 +1,113 @@
+"""Bytes of weights and optimizer state by formula are those of the real sharded model, of any rank, to the byte."""
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.cost.peak_memory import compute_rank_memory
+from moefold.cost.state_memory import StateMemory, optimizer_offload_memory, rank_state_bytes
+from moefold.errors import ConfigError
+from moefold.topology.layout import fold
+from moefold.train.memory_profile import sharded_state_bytes
+from moefold.validate.config import check_config
+
+WORLDS = (1, 2, 3, 4, 6, 8, 12, 24, 64, 96, 256, 1024)
+
+
+def random_config(seed: int) -> Config:
+    """Any legal mapping of a small model with odd sizes."""
+    pick, world = random.Random(seed), WORLDS[seed % len(WORLDS)]
+    while True:
+        degrees = {axis: pick.choice([d for d in (1, 2, 3, 4, 8, 16) if world % d == 0]) for axis in ("tp", "cp", "pp")}
+        degrees |= {axis: pick.choice([d for d in (1, 2, 3, 4, 8, 16) if world % d == 0]) for axis in ("ep", "etp")}
+        latent = pick.random() < 0.3
+        groups = pick.choice((1, 2, 6))
+        model = ModelConfig(
+            num_layers=pick.choice((2, 3, 5)), layer_pattern=pick.choice(("M", "DM", "D")),
+            hidden_size=pick.choice((24, 40)), num_attention_heads=12, num_query_groups=groups, head_dim=6,
+            attention="mla" if latent else "gqa", q_lora_rank=pick.choice((0, 10)), kv_lora_rank=7,
+            qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5, ffn_hidden_size=48, vocab_size=240, num_experts=12,
+            moe_ffn_hidden_size=20, shared_expert_ffn_hidden_size=pick.choice((0, 24)), mtp_layers=pick.choice((0, 2)),
+            shared_expert_gate=pick.random() < 0.3, moe_bias=pick.random() < 0.3, router_bias=pick.random() < 0.3,
+            expert_bias=pick.random() < 0.5, qkv_bias=not latent and pick.random() < 0.3,
+            attention_output_bias=not latent and pick.random() < 0.3,
+            attention_sinks=not latent and pick.random() < 0.3, qk_norm=(qk_norm := not latent and pick.random() < 0.4),
+            qk_norm_width=pick.choice(("head", "all_heads")) if qk_norm else "head", tie_embeddings=pick.random() < 0.3,
+        )  # fmt: skip
+        muon = pick.random() < 0.4
+        schedule = pick.choice(("1f1b", "zbv")) if degrees["pp"] > 1 else "1f1b"
+        cfg = Config(
+            run=RunConfig(dtype=pick.choice(("bfloat16", "float32", "float64"))),
+            model=model,
+            parallel=ParallelConfig(
+                world_size=world, **degrees, zero=pick.choice((0, 1, 2, 3)), schedule=schedule,
+                virtual_stages=2 if schedule == "zbv" else 1, dispatcher="alltoall",
+            ),
+            train=TrainConfig(
+                seq_len=192, global_batch_size=world * 8, optimizer="muon" if muon else "adamw",
+                muon_groups=("attention", "experts") if muon else TrainConfig().muon_groups,
+                moment_dtype=pick.choice(("float32", "bfloat16")),
+            ),
+        )  # fmt: skip
+        try:
+            check_config(cfg)
+        except ConfigError:
+            continue
+        return cfg
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_byte_of_weights_and_moments_of_a_random_mapping(seed):
+    cfg = random_config(seed)
+    p = cfg.parallel
+    layout = fold(world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp)
+    rank = 0 if seed % 3 == 0 else random.Random(seed).randrange(p.world_size)
+    dense = sorted(layout.attention.group(rank, "dp", "cp")).index(rank)
+    expert = sorted(layout.moe.group(rank, "edp")).index(rank)
+    found = rank_state_bytes(cfg, layout.attention.coordinate(rank, "pp"), dense, expert)
+    real = sharded_state_bytes(cfg, rank)
+    assert (found.weights, found.optimizer, found.buffers) == (real.weights, real.optimizer, real.buffers), cfg
+    if p.zero < 3:
+        assert found.gathered == real.gathered, cfg
+    assert found.optimizer <= rank_state_bytes(cfg, layout.attention.coordinate(rank, "pp")).optimizer
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_byte_of_moments_that_stay_when_large_ones_are_outside(seed):
+    cfg = random_config(seed)
+    one = replace(cfg, train=replace(cfg.train, offload_optimizer="ssd", offload_dir="/nowhere", offload_min_kib=1))
+    stays = [rank.states.optimizer for rank in compute_rank_memory(one)]
+    everything = [rank.states.optimizer for rank in compute_rank_memory(cfg)]
+    first = [rank * cfg.parallel.world_size // cfg.parallel.pp for rank in range(cfg.parallel.pp)]
+    assert stays == [sharded_state_bytes(one, rank).optimizer for rank in first], cfg
+    away = [optimizer_offload_memory(one, rank) for rank in range(cfg.parallel.pp)]
+    assert [left + moments.offloaded for left, moments in zip(stays, away, strict=True)] == everything
+    assert all(moments.in_transit <= moments.offloaded for moments in away)
+
+
+def test_an_update_that_needs_more_than_the_passes_counts():
+    model = ModelConfig(num_layers=1, layer_pattern="D", hidden_size=64, ffn_hidden_size=4096, vocab_size=4096)
+    train = TrainConfig(seq_len=16, offload_optimizer="ssd", offload_dir="/nowhere", offload_min_kib=1)
+    cfg = Config(run=RunConfig(dtype="float32"), model=model, train=train)
+    (rank,) = compute_rank_memory(cfg)
+    # Both moments of three parameters as large as the embedding.
+    assert optimizer_offload_memory(cfg, 0).in_transit == 3 * 2 * 4 * 64 * 4096
+    assert rank.update == 3 * 2 * 4 * 64 * 4096 - rank.activations.total > 0
+    without = replace(cfg, train=replace(train, offload_optimizer="none", offload_dir=""))
+    assert compute_rank_memory(without)[0].update == 0
+
+
+def test_a_thousand_ranks_cost_milliseconds():
+    cfg = Config(
+        model=ModelConfig(preset="", num_layers=64, num_experts=128),
+        parallel=ParallelConfig(world_size=1024, tp=4, pp=16, ep=64),
+        train=TrainConfig(global_batch_size=1024),
+    )
+    check_config(cfg)
+    started_s = time.process_time()
+    for _ in range(10):
+        assert len(StateMemory(cfg).max_by_pp_rank) == 16
+    assert (time.process_time() - started_s) / 10 < 0.01

@@ -1,0 +1,80 @@
+import pytest
+
+from moefold.data.chat import parse_conversation
+from moefold.data.file_formats import JsonlRecord
+from moefold.errors import ConfigError
+
+
+def read(fields: dict):
+    return parse_conversation(JsonlRecord("f.jsonl:7", fields, 0))
+
+
+def test_both_forms():
+    turns = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"})
+    assert read({"messages": list(turns)}).messages == turns
+    assert read({"prompt": "hi", "response": "ho"}).messages == turns
+    assert read({"prompt": "hi", "completion": "ho", "id": 3}).messages == turns
+    assert read({"messages": list(turns), "tools": [1]}).tools == [1]
+    assert read({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}).messages
+
+
+@pytest.mark.parametrize(
+    ("fields", "turns"),
+    [
+        ({"instruction": "hi", "output": "ho"}, [("user", "hi"), ("assistant", "ho")]),
+        ({"instruction": "hi", "input": "", "output": "ho"}, [("user", "hi"), ("assistant", "ho")]),
+        ({"instruction": "hi", "input": "you", "output": "ho"}, [("user", "hi\n\nyou"), ("assistant", "ho")]),
+        (
+            {"system": "s", "instruction": "hi", "output": "ho"},
+            [("system", "s"), ("user", "hi"), ("assistant", "ho")],
+        ),
+        ({"instruction": "x", "prompt": "hi", "response": "ho"}, [("user", "hi"), ("assistant", "ho")]),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}], "id": 1},
+            [("user", "hi"), ("assistant", "ho")],
+        ),
+        (
+            {"system": "s", "conversations": [{"from": "human", "value": "hi"}]},
+            [("system", "s"), ("user", "hi")],
+        ),
+        ({"conversations": [{"role": "user", "content": "hi"}]}, [("user", "hi")]),
+    ],
+)
+def test_rows_of_alpaca_and_sharegpt(fields, turns):
+    assert [(message["role"], message["content"]) for message in read(fields).messages] == turns
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": [{"content": "hi"}]}, "message 1 has no role"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}, "message 2 has no text"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 has no text"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "a", "content": "\ud800"}]},
+            "message 2 is not Unicode",
+        ),
+        ({"messages": [{"role": "\ud800", "content": "a"}]}, "message 1 is not Unicode text"),
+        ({"prompt": "hi", "response": "\udc00"}, "'response' is not Unicode text"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": "hi"}, "at least one message"),
+        ({"messages": ["hi"]}, "message 1 must be an object"),
+        ({"message": []}, "'message' has another name"),
+        ({"prompt": "hi", "responce": "x"}, "did you mean 'responce'"),
+        ({"a": 1}, "is no conversation"),
+        ({"conversations": []}, "at least one turn"),
+        ({"conversations": ["hi"]}, "turn 1 must be an object"),
+        (
+            {"conversations": [{"from": "alien", "value": "a"}]},
+            "turn 1 has \"from\": 'alien'; it must be one of system",
+        ),
+        ({"conversations": [{"from": "gpt"}]}, "turn 1: no column 'value'"),
+        ({"conversations": [{"from": "gpt", "value": 3}]}, "turn 1: column 'value' holds a number"),
+        ({"instruction": "a"}, "no column 'output'"),
+        ({"instruction": "a", "input": ["b"], "output": "c"}, "column 'input' holds a list"),
+    ],
+)
+def test_what_is_no_conversation(fields: dict, words: str):
+    with pytest.raises(ConfigError, match=words) as error:
+        read(fields)
+    assert "f.jsonl:7" in str(error.value)

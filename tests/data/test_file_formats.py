@@ -1,0 +1,73 @@
+import gzip
+from pathlib import Path
+
+import pytest
+
+from moefold.data.file_formats import column_text, is_jsonl, jsonl_records
+from moefold.errors import ConfigError
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_objects_with_their_places(tmp_path: Path, name: str):
+    path = write(tmp_path / name, '\ufeff{"text": "é"}\n\n  \n{"n": [1]}'.encode())
+    records = list(jsonl_records(path))
+    assert [record.fields for record in records] == [{"text": "é"}, {"n": [1]}]
+    assert [record.location for record in records] == [f"{path}:1", f"{path}:4"]
+    assert is_jsonl(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"a": oops}', ":2 is not JSON"),
+        (b'{"a": 1', ":2 is not JSON"),
+        (b"[1, 2]", ":2 holds a list"),
+        (b'{"a": "\xff"}', ":2 is not UTF-8"),
+        (b"[" * 100_000, ":2 is not JSON"),
+        (b'{"a": ' + b"1" * 5000 + b"}", ":2 is not JSON"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes, words: str):
+    path = write(tmp_path / "a.jsonl", b'{"a": 1}\n' + line + b'\n{"a": 2}\n')
+    with pytest.raises(ConfigError, match=words) as error:
+        list(jsonl_records(path))
+    assert str(path) in str(error.value)
+
+
+def test_a_cut_gzip_file(tmp_path: Path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:-10])
+    with pytest.raises(ConfigError, match="not a complete gzip file"):
+        list(jsonl_records(path))
+
+
+@pytest.mark.parametrize("place", [0, 5, 14, 40, -6, -2])
+def test_a_damaged_gzip_file(tmp_path: Path, place: int):
+    path = write(tmp_path / "a.jsonl.gz", b"".join(b'{"a": %d}\n' % (i * i) for i in range(300)))
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0xFF
+    path.write_bytes(content)
+    # Not every byte of the header matters.
+    if place != 5:
+        with pytest.raises(ConfigError, match=r"a.jsonl.gz(:\d+ is not JSON| is not a complete gzip file)"):
+            list(jsonl_records(path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"txt": "a"}, "no column 'text'; did you mean 'txt'"),
+        ({"alpha": 1, "beta": 2}, "the columns are 'alpha', 'beta'"),
+        ({"text": None}, "holds null, not text"),
+        ({"text": 3}, "holds a number, not text"),
+        ({"text": "\ud800"}, "not Unicode"),
+    ],
+)
+def test_a_column_that_is_not_text(fields: dict, words: str):
+    with pytest.raises(ConfigError, match=words):
+        column_text(fields, "text", "f:1")

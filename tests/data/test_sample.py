@@ -1,0 +1,72 @@
+"""Marks of samples: where documents begin, which targets count."""
+
+import numpy as np
+import pytest
+
+from moefold.config.schema import DataConfig
+from moefold.data import open_dataset
+from moefold.data.sample import AnnotatedSampleSource, EodAnnotatedSamples, Sample, stack_samples
+from moefold.data.sampler import IndexRanges, PackedSamples, Split
+
+
+class Stream:
+    """Token ids 0 .. n-1, modulo 5."""
+
+    def __len__(self) -> int:
+        return 61
+
+    def read(self, start: int, stop: int):
+        return np.arange(start, stop, dtype=np.int64) % 5
+
+
+def test_documents_end_with_their_token():
+    source = EodAnnotatedSamples(PackedSamples(Stream(), 12), 3)
+    assert isinstance(source, AnnotatedSampleSource)
+    sample = source.annotated_sample(0)
+    assert sample.tokens.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2]
+    assert sample.document_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert sample.document_ids.dtype == np.int32
+    assert len(source) == 5
+    assert np.array_equal(source.sample(2), source.annotated_sample(2).tokens)
+
+
+def test_starts_and_weights_worked_by_hand():
+    documents = np.array([[0, 0, 0, 4, 4, 4, 7], [2, 3, 4, 4, 4, 4, 4]], dtype=np.int32)
+    weights = [np.array([True, False, True, True, True, True]), np.array([1, 2, 0.5, 0, 1, 3])]
+    tokens = np.arange(7)
+    batch = stack_samples([Sample(tokens, d, w) for d, w in zip(documents, weights, strict=True)], 6)
+    assert batch.document_starts().tolist() == [[0, 0, 0, 3, 3, 3], [0, 1, 2, 2, 2, 2]]
+    assert batch.target_weights().tolist() == [[1, 0, 0, 1, 1, 0], [0, 0, 0.5, 0, 1, 3]]
+    assert batch.inputs.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+
+
+def test_a_sample_without_marks_is_one_document_that_counts():
+    batch = stack_samples([Sample(np.arange(5))], 4)
+    assert batch.document_starts().tolist() == [[0, 0, 0, 0]]
+    assert batch.target_weights().tolist() == [[1, 1, 1, 1]]
+
+
+def test_a_source_without_marks_pays_nothing():
+    batch = Split(PackedSamples(Stream(), 12), IndexRanges((range(5),)), order_key=None).batch(0, 3)
+    assert batch.document_starts() is None
+    assert batch.target_weights() is None
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_document_end_marks_every_kind_of_data(part):
+    def data(end: int):
+        config = DataConfig(kind="synthetic", document_end=end, validation_fraction=0.5)
+        return getattr(open_dataset(config, seq_len=40, vocab_size=8, seed=1), part)
+
+    plain, marked = data(-1), data(2)
+    assert not plain.has_annotations
+    assert marked.has_annotations
+    batch = marked.batch(3, 4)
+    assert np.array_equal(batch.tokens, plain.batch(3, 4).tokens)
+    assert batch.documents.max() > 1
+    assert (np.diff(batch.documents) == (batch.tokens[:, :-1] == 2)).all()
+
+
+def test_arrays_of_the_wrong_length_do_not_pass():
+    with pytest.raises(ValueError, match="broadcast"):
+        stack_samples([Sample(np.arange(5), weights=np.ones(5))], 4)

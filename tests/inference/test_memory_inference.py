@@ -1,0 +1,96 @@
+"""What a wish needs at least is what it takes, and what nothing could hold is refused before it is reserved."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moefold.cli.main import main
+from moefold.errors import ConfigError
+from moefold.inference.settings import batch_bytes, explain_oom, kv_cache_bytes
+from moefold.model.kv_cache import CachedAttention, LatentCache
+from moefold.model.local_param import local_tensor
+from moefold.parallel.inference_model import KVCacheDecoder
+from moefold.validate.memory_need import inference_weight_memory
+from tests.inference.checkpoint_folder import described_run
+from tests.inference.example import KINDS, opened, recipe_of_kind, write_checkpoint
+
+
+def kept_bytes(folder: Path, mapping: dict[str, Any]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes of the keys and values that a rank keeps and of its weights, and what was computed for them."""
+    model = opened(folder, "generate", mapping, 10, 3).model
+    with KVCacheDecoder(model, 10) as decoder:
+        decoder.forward(torch.zeros(3, 4, dtype=torch.int64), *[torch.zeros(3, dtype=torch.int64)] * 2, 4)
+        seams = [
+            getattr(module, name, None)
+            for module in model.stage.modules()
+            for name in ("core_attention", "latent_cache")
+        ]
+    caches = [seam for seam in seams if isinstance(seam, CachedAttention | LatentCache)]
+    weights = sum(local_tensor(parameter).nbytes for parameter in model.named_parameters.values())
+    computed = inference_weight_memory(model.cfg)[model.groups.pp.rank]["weights"]
+    return (sum(cache.nbytes for cache in caches), weights), (kv_cache_bytes(model.cfg, 10, 3), computed)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cache_and_the_weights_are_as_large_as_computed(pool, tmp_path, kind):
+    pool.run(1, write_checkpoint, recipe_of_kind(kind, tmp_path))
+    for num_ranks, mapping in ((1, {"dtype": "float32"}), (2, {"tp": 2, "ep": 2}), (2, {"pp": 2})):
+        for there, computed in pool.run(num_ranks, kept_bytes, tmp_path, mapping):
+            # Of a pipeline the cache is that of the rank that has most layers.
+            assert there[0] == computed[0] or (there[0] < computed[0] and "pp" in mapping)
+            assert there[1] == computed[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            f"generate {{run}} x y --max-tokens {10**13}",
+            f"the rank needs at least 9,536,743 GiB (the cache of 2 prompts and --max-tokens {10**13} 9,536,743 GiB, ",
+        ),
+        (
+            f"eval {{run}} --text {{run}}/text --seq-len 8 --batch-size {10**13} moe.eval_capacity_factor=1",
+            f"(a batch of {10**13} sequences of 8 tokens ",
+        ),
+    ],
+)
+def test_what_no_memory_holds_is_refused_before_it_is_reserved(tmp_path, capsys, words, message):
+    described_run(tmp_path)
+    (tmp_path / "text").write_text("the text of a file")
+    assert main(words.format(run=tmp_path).split() + ["--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_a_batch_larger_than_the_file_is_as_large_as_the_file(mixtral, capsys, tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(64) % 60)
+    said = []
+    for batch_size in (8, 10**12):
+        words = ["eval", str(mixtral), "--tokens", str(tmp_path / "ids.npy"), "--seq-len", "8", "--device", "cpu"]
+        assert main([*words, "--json", "--batch-size", str(batch_size)]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
+def test_memory_that_ends_on_the_way_is_one_message():
+    words = r"not enough memory \(.*can't allocate memory.*\); take less"
+    with pytest.raises(ConfigError, match=words), explain_oom("take less"):
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="^another$"), explain_oom("take less"):
+        raise RuntimeError("another")
+
+
+def test_the_logits_of_a_batch_are_counted(tmp_path):
+    from moefold.inference.settings import InferenceRequest, inference_config
+    from moefold.inference.source import find_source
+
+    described_run(tmp_path)
+    wish = InferenceRequest(overrides=("parallel.tp=2", "parallel.cp=2"), seq_len=16, batch_size=3)
+    cfg = inference_config(find_source(str(tmp_path)), wish, "evaluate")
+    # 48 ids, labels and marks; 24 rows of 128 float32 logits.
+    assert batch_bytes(cfg) == 48 * 17 + 24 * 128 * 4

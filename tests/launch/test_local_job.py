@@ -1,0 +1,82 @@
+"""Temporary folders: those of a process that was killed go with the next start, and no others."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moefold.launch.local_job import LOCK_FILE, claim_folder, record_files, remove_stale_folders
+
+CLAIM = """
+import sys
+from pathlib import Path
+from moefold.launch.local_job import claim_folder
+claim_folder(Path(sys.argv[1]))
+print("claimed", flush=True)
+sys.stdin.readline()
+"""
+
+
+def _claimed(folder: Path) -> subprocess.Popen[str]:
+    folder.mkdir()
+    (folder / "content").write_text("x")
+    words = [sys.executable, "-c", CLAIM, str(folder)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "claimed\n"
+    return process
+
+
+def test_folders_of_the_dead_go_and_those_of_the_living_and_of_others_stay(tmp_path):
+    living, dead = _claimed(tmp_path / "living"), _claimed(tmp_path / "dead")
+    try:
+        dead.kill()
+        dead.wait()
+        (tmp_path / "of another program").mkdir()
+        (tmp_path / "file").touch()
+        target = tmp_path / "target"
+        target.mkdir()
+        (target / LOCK_FILE).touch()
+        looked_at = tmp_path / "looked at"
+        looked_at.mkdir()
+        (looked_at / "link").symlink_to(target)
+        remove_stale_folders(looked_at)
+        assert target.exists()
+        (target / LOCK_FILE).unlink()
+        remove_stale_folders(tmp_path)
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {"living", "of another program", "file", "target", "looked at"}
+        assert (tmp_path / "living" / "content").read_text() == "x"
+    finally:
+        living.kill()
+        living.wait()
+
+
+def test_a_claim_twice_is_one(tmp_path):
+    claim_folder(tmp_path)
+    claim_folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
+    remove_stale_folders(tmp_path.parent)
+    assert tmp_path.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs files without names")
+def test_records_have_no_names_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with record_files(2) as files:
+        assert len(files) == 3
+        Path(files[1]).write_text("what rank 1 does")
+        assert Path(files[1]).read_text() == "what rank 1 does"
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_where_files_need_names_the_folder_is_claimed_and_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delattr("os.memfd_create")
+    with record_files(2) as files:
+        assert all(Path(file).read_bytes() == b"" for file in files)
+        (folder,) = tmp_path.iterdir()
+        assert (folder / LOCK_FILE).exists()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,193 @@
+"""Ranks that meet in one store, in which an earlier start of the job left its keys."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+
+import pytest
+import torch.distributed as dist
+
+from moefold.errors import RunError
+from moefold.host.processes import CallTimeoutError, run_with_timeout
+from moefold.host.rank_env import RankEnv
+from moefold.launch.rendezvous import join_rendezvous, listen_at
+from tests.launch import peer
+
+RANKS = 3
+MEET = """
+import sys
+from moefold.launch.rendezvous import meet
+from moefold.host.rank_env import Place
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store, session = meet(Place(rank, rank, 3, "127.0.0.1", port), 20.0)
+store.set(str(rank), session)
+print(session, *sorted(store.get(str(other)).decode() for other in range(3)), flush=True)
+"""
+
+
+@pytest.fixture
+def agent_store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
+    """A store that an elastic agent keeps over several starts."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("WORLD_SIZE", str(RANKS))
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
+def _start(store: dist.TCPStore, rank: int) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", MEET, str(rank), str(store.port)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def _said(ranks: list[subprocess.Popen[str]]) -> set[str]:
+    said = [process.communicate(timeout=60)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0] * len(ranks)
+    return {word for line in said for word in line.split()}
+
+
+def test_each_start_has_a_session_of_its_own_in_a_store_that_stays(agent_store):
+    first = _said([_start(agent_store, rank) for rank in range(RANKS)])
+    # The new rank 0 comes last: until then the others see the name of the old one.
+    late = [_start(agent_store, rank) for rank in (1, 2)]
+    time.sleep(3)
+    assert all(process.poll() is None for process in late)
+    second = _said([*late, _start(agent_store, 0)])
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
+def test_ranks_of_the_start_before_do_not_stand_in_for_those_missing(agent_store):
+    _said([_start(agent_store, rank) for rank in range(RANKS)])
+    with pytest.raises(RunError, match="ranks 1-2 of 3 did not come to|ranks 1, 2 of 3 did not come to"):
+        join_rendezvous(RankEnv(0, 0, RANKS, "127.0.0.1", agent_store.port), 1.0)
+    with pytest.raises(RunError, match="rank 2 of 3 did not come to"):
+        join_rendezvous(RankEnv(1, 1, RANKS, "127.0.0.1", agent_store.port), 1.0)
+
+
+def _alone(rank: int) -> subprocess.CompletedProcess[str]:
+    """One rank as srun starts it, the others never come."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-c", MEET.replace("20.0", "1.0"), str(rank), str(port)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    return subprocess.run(
+        words, capture_output=True, text=True, env={**environment, "OMP_NUM_THREADS": "1"}, check=False
+    )
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, "ranks 1, 2"), (1, "rank 0")])
+def test_without_an_agent_those_who_never_come_are_named_and_torch_adds_nothing(rank, missing):
+    done = _alone(rank)
+    assert done.returncode == 1
+    assert f"RunError: {missing} of 3 did not come to 127.0.0.1:" in done.stderr.splitlines()[-1]
+    assert "c10d" not in done.stderr
+    assert "frame #" not in done.stderr
+
+
+@pytest.mark.parametrize("answer", [peer.is_silent, peer.hangs_up, peer.talks_nonsense])
+def test_a_port_of_another_program_is_said_within_the_limit(answer):
+    with peer.listening(answer) as port, pytest.raises(RunError) as raised:
+        join_rendezvous(RankEnv(1, 1, 2, "127.0.0.1", port), 1.0)
+    # Torch may notice the other program by itself, or wait for it. Its warnings may come to stderr after the limit.
+    heads = (
+        f"rank 1 has no answer from 127.0.0.1:{port} within 1 s (faults.timeout_s): ",
+        f"rank 1 cannot open the store at 127.0.0.1:{port}: ",
+    )
+    foreign = "what listens there is no store of this job, most likely another program that has the port"
+    assert str(raised.value).startswith(tuple(head + foreign for head in heads))
+    assert str(raised.value).endswith(f"; choose another MASTER_PORT than {port}, the same for all ranks")
+
+
+def test_rank_0_names_a_port_that_is_taken():
+    with peer.listening(peer.is_silent) as port, pytest.raises(RunError) as raised:
+        join_rendezvous(RankEnv(0, 0, 2, "127.0.0.1", port), 5.0)
+    assert str(raised.value) == (
+        f"rank 0 cannot keep the store of the job at 127.0.0.1:{port}: another program listens at this port; choose "
+        f"another MASTER_PORT than {port}, the same for all ranks"
+    )
+
+
+WAIT = """
+import sys
+from moefold.launch.failure import FailingRank
+from moefold.launch.rendezvous import meet
+from moefold.host.rank_env import Place
+place = Place(1, 1, 2, "127.0.0.1", int(sys.argv[1]))
+with FailingRank(place, lambda: False):
+    print("ready", flush=True)
+    meet(place, 1000.0)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_for_a_silent_peer_obeys_signals(number):
+    with peer.listening(peer.is_silent) as port:
+        words = [sys.executable, "-c", WAIT, str(port)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+                process.send_signal(number)
+                _, errors = process.communicate(timeout=60)
+            finally:
+                process.kill()
+    assert (process.returncode, errors) == (128 + number, "")
+
+
+DYING_STORE = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_store_that_dies_or_stops_while_ranks_are_missing_ends_the_wait(monkeypatch, ending):
+    """A launcher that is killed, or a host that no longer answers."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    words = [sys.executable, "-c", DYING_STORE]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
+        try:
+            assert keeper.stdout is not None
+            port = int(keeper.stdout.readline())
+            place = RankEnv(1, 1, 2, "127.0.0.1", port)
+            client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+            def lose() -> None:
+                # Rank 1 looks for the name of rank 0; then it asks the store again and again.
+                client.set("moefold/roll-call/first", "a name")
+                client.wait(["moefold/roll-call/answer/a name/1"])
+                keeper.send_signal(ending)
+
+            losing = threading.Thread(target=lose)
+            losing.start()
+            with pytest.raises(RunError, match=rf"rank 1 lost the store at 127\.0\.0\.1:{port} while it waited for"):
+                join_rendezvous(place, 10.0)
+            losing.join()
+        finally:
+            keeper.kill()
+
+
+def test_a_store_is_bound_to_the_address_that_is_given_if_that_is_certain():
+    with closing(listen_at("127.0.0.1", 0)) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    # The others may know the host by another address, and one behind a translation is not this machine's.
+    assert listen_at(socket.gethostname(), 0) is None
+    assert listen_at("192.0.2.1", 0) is None
+
+
+def test_a_bounded_call_returns_raises_or_is_given_up():
+    assert run_with_timeout(10, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        run_with_timeout(10, lambda: 1 / 0)
+    with pytest.raises(CallTimeoutError):
+        run_with_timeout(0.01, threading.Event().wait)

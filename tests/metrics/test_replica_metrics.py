@@ -1,0 +1,36 @@
+"""Dispersions and angles, by hand."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moefold.metrics.step_metrics import ReplicaMetrics
+from tests.metrics.example import STEP
+
+
+def test_values_by_hand():
+    # Gradients (3, 4), (4, 3) and (0, -10): norms 5, 5, 10; cosines 24/25, -4/5, -3/5.
+    gradients = np.array([[3.0, 4.0], [4.0, 3.0], [0.0, -10.0]])
+    found = ReplicaMetrics.from_dot_products(np.array([2.0, 4.0, 3.0]), gradients @ gradients.T, np.array([[7.0]]))
+    assert found.loss_dispersion == pytest.approx(np.sqrt(2 / 3) / 3)
+    assert found.grad_norm_dispersion == pytest.approx(np.sqrt(50 / 9) / (20 / 3))
+    assert found.grad_cosine == pytest.approx((24 / 25 - 4 / 5 - 3 / 5) / 3)
+    assert found.grad_cosine_min == pytest.approx(-4 / 5)
+    assert found.expert_grad_cosine is None, "one replica of the experts has nothing to be compared with"
+
+
+def test_a_model_without_experts_and_a_replica_without_tokens_have_no_angles():
+    found = ReplicaMetrics.from_dot_products(np.zeros(2), np.diag([4.0, 0.0]), np.zeros((2, 2)))
+    assert found.loss_dispersion is None
+    assert found.grad_cosine is None
+    assert found.expert_grad_norm_dispersion is None
+
+
+def test_they_stand_in_the_line_of_the_step():
+    found = ReplicaMetrics.from_dot_products(np.array([1.0, np.nan]), np.eye(2), np.eye(2))
+    record = json.loads(replace(STEP, replicas=found).to_json())
+    assert record["replicas"]["grad_cosine"] == 0.0
+    assert record["replicas"]["loss_dispersion"] is None
+    assert record["nonfinite"] == {"replicas.loss_dispersion": "nan"}

@@ -1,0 +1,45 @@
+"""Peak memory of the process."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moefold.metrics import memory_tracker
+from moefold.metrics.memory_tracker import peak_memory_gib
+
+
+def test_grows_with_what_the_process_touches_and_keeps_the_peak() -> None:
+    code = (
+        "from moefold.metrics.memory_tracker import peak_memory_gib as peak; a = peak('cpu');"
+        "b = bytearray(b'x') * 2**28; c = peak('cpu'); del b; d = peak('cpu'); print(a, c, d)"
+    )
+    before, during, after = map(float, subprocess.check_output([sys.executable, "-c", code]).split())
+    assert 0.001 < before < 0.2
+    assert during - before == pytest.approx(0.25, abs=0.003)
+    assert after >= during - 0.001
+
+
+@pytest.mark.parametrize(("platform", "peak_units"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
+def test_systems_without_proc_ask_getrusage(monkeypatch: pytest.MonkeyPatch, platform: str, peak_units: int) -> None:
+    monkeypatch.setattr(memory_tracker, "_PROCESS_STATUS", Path("/absent"))
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(memory_tracker.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=peak_units))
+    assert peak_memory_gib("cpu") == 3.0
+
+
+def test_cuda_asks_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 * 2**29)
+    assert peak_memory_gib("cuda") == 2.5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_counts_a_tensor() -> None:
+    torch.cuda.reset_peak_memory_stats()
+    before = peak_memory_gib("cuda")
+    block = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    assert peak_memory_gib("cuda") - before == pytest.approx(block.numel() / 2**30)

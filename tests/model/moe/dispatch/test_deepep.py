@@ -1,0 +1,233 @@
+"""The DeepEP adaptor against a stand-in for DeepEP's contract (`deepep_stand_in`): it has not been run on hardware."""
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.model.moe.dispatch import RoutingMap, make_dispatcher
+from moefold.model.moe.dispatch.deepep import DeepEPDispatcher, open_buffer
+from moefold.model.moe.dispatch.registry import select_dispatcher
+from moefold.model.moe.experts import ExpertWeights, SequentialExpertOptions, sequential_experts
+from moefold.topology.layout import fold
+from moefold.verify.distributed_run import create_groups
+from tests.model.moe.dispatch.deepep_stand_in import StandInBuffer
+from tests.verify.recipes import tiny
+
+E, K, H, F, T = 8, 3, 6, 4, 7
+LAYOUTS = [
+    {"world_size": 2, "ep": 2},
+    {"world_size": 4, "tp": 2, "cp": 2, "ep": 4},
+    {"world_size": 4, "ep": 2},
+    {"world_size": 4, "ep": 2, "moe_order": "pp-ep-edp-etp"},
+]
+CASES = ("spread", "dropped", "all dropped on one rank", "one expert each", "empty rank")
+
+
+def _assignment(case: str, rank: int, generator: torch.Generator) -> RoutingMap:
+    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)])
+    kept = None
+    match case:
+        case "dropped":
+            kept = torch.rand(T, K, generator=generator) < 0.5
+        case "all dropped on one rank":
+            kept = torch.full((T, K), rank != 1)
+        case "one expert each":
+            ids = torch.tensor([5, 1, 4]).expand(T, K).contiguous()
+        case "empty rank":
+            ids = torch.tensor([0, 1, 2]).expand(T, K).contiguous()
+    probs = torch.rand(T, K, dtype=torch.float64, generator=generator).requires_grad_()
+    return RoutingMap(ids, probs, kept)
+
+
+def _layer(
+    dispatcher: Any, case: str, groups: ParallelGroups, weighs_early: bool = False, hidden_size: int = H
+) -> dict[str, Tensor]:
+    """Dispatch, apply experts and combine on this rank's tokens; the result and every gradient."""
+    generator = torch.Generator().manual_seed(100 + groups.rank)
+    assignment = _assignment(case, groups.rank, generator)
+    x = torch.randn(T, hidden_size, dtype=torch.float64, generator=generator).requires_grad_()
+    grad = torch.randn(T, hidden_size, dtype=torch.float64, generator=generator)
+    weights = torch.randn(3, E, hidden_size, F, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    size = E // groups.moe.ep.size
+    mine = weights[:, groups.moe.ep.rank * size :][:, :size].clone().requires_grad_()
+    rows, plan = dispatcher.dispatch(x, assignment)
+    counts, weights_R = plan.rows_per_expert, None
+    if weighs_early:
+        weights_R, plan = dispatcher.dispatch_probs(plan)
+    y = sequential_experts(
+        rows, ExpertWeights(mine[0], mine[1], mine[2].mT), SequentialExpertOptions(counts), weights_R
+    )
+    home = dispatcher.combine(y, plan)
+    inputs = (x, assignment.probs_TK, mine)
+    x_grad, probs_grad, weights_grad = torch.autograd.grad(home, inputs, grad)
+    results = {"y": home.detach(), "x": x_grad, "probs": probs_grad, "weights": weights_grad}
+    return results | {"rows": torch.tensor(plan.rows_per_expert)}
+
+
+def _both(
+    sizes: dict[str, Any], case: str, weighs_early: bool = False, packs: bool = False
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
+    buffer = StandInBuffer(groups.moe.ep.handle)
+    width = 256 if packs else H
+    deepep = make_dispatcher("deepep", groups.moe, E, buffer=buffer, fp8_dispatch=packs)
+    mine = _layer(deepep, case, groups, weighs_early, width)
+    theirs = _layer(make_dispatcher("alltoall", groups.moe, E, fp8_dispatch=packs), case, groups, hidden_size=width)
+    mine, theirs = ({key: value.numpy() for key, value in part.items()} for part in (mine, theirs))
+    return mine, theirs, buffer.calls
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_it_equals_the_all_to_all(pool, sizes, case):
+    _assert_equals_the_all_to_all(pool, sizes, case)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", ["dropped", "empty rank"])
+def test_weights_may_be_applied_inside_the_experts(pool, case):
+    _assert_equals_the_all_to_all(pool, LAYOUTS[-1], case, True)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", ["dropped", "empty rank"])
+def test_rows_in_8_bits_travel_as_those_of_the_all_to_all(pool, case):
+    _assert_equals_the_all_to_all(pool, LAYOUTS[0], case, packs=True)
+
+
+def _assert_equals_the_all_to_all(
+    pool, sizes: dict[str, Any], case: str, weighs_early: bool = False, packs: bool = False
+) -> None:
+    for mine, theirs, calls in pool.run(sizes["world_size"], _both, sizes, case, weighs_early, packs):
+        for key, value in theirs.items():
+            torch.testing.assert_close(
+                torch.from_numpy(mine[key]),
+                torch.from_numpy(value),
+                rtol=1e-12,
+                atol=1e-12,
+                msg=lambda text, key=key: f"{key}: {text}",
+            )
+        assert calls == ["layout", "dispatch", "combine", "dispatch again", "combine"]
+
+
+class _ForgetfulBuffer(StandInBuffer):
+    """Loses the gradients of the weights on their way home."""
+
+    def combine(self, x: Tensor, handle: Any, topk_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None, Any]:
+        combined, weights, event = super().combine(x, handle, topk_weights)
+        return combined, None if weights is None else torch.zeros_like(weights), event
+
+
+def _forgetful() -> tuple[bool, bool]:
+    groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
+    mine = _layer(DeepEPDispatcher(_ForgetfulBuffer(groups.moe.ep.handle), E), "spread", groups)
+    theirs = _layer(make_dispatcher("alltoall", groups.moe, E), "spread", groups)
+    return torch.allclose(mine["y"], theirs["y"]), torch.allclose(mine["probs"], theirs["probs"])
+
+
+@pytest.mark.parity
+def test_a_lost_gradient_is_noticed(pool):
+    assert pool.run(2, _forgetful) == [(True, False)] * 2
+
+
+def _in_bfloat16() -> tuple[torch.dtype, torch.dtype, float]:
+    groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(groups.rank)
+    x = torch.randn(T, H, generator=generator).bfloat16().requires_grad_()
+    assignment = _assignment("spread", groups.rank, generator)
+    dispatcher = DeepEPDispatcher(StandInBuffer(groups.moe.ep.handle), E)
+    rows, plan = dispatcher.dispatch(x, assignment)
+    y = dispatcher.combine(rows, plan)
+    y.float().sum().backward()
+    expected = x.detach().double() * assignment.probs_TK.detach().sum(1, keepdim=True)
+    grad = assignment.probs_TK.grad
+    assert grad is not None
+    return y.dtype, grad.dtype, float((y.double() - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parity
+def test_bfloat16_tokens_travel_with_float32_weights(pool):
+    for dtype, grad_dtype, error in pool.run(2, _in_bfloat16):
+        assert (dtype, grad_dtype) == (torch.bfloat16, torch.float64)
+        assert error < 2e-2
+
+
+def _buffer_sizes(ep: int) -> tuple[tuple[int, int], bool] | str:
+    module = ModuleType("deep_ep")
+    module.Buffer = StandInBuffer
+    sys.modules["deep_ep"] = module
+    groups = ParallelGroups.create(fold(world_size=ep, ep=ep), torch.device("cpu"))
+    try:
+        buffer = open_buffer(groups.moe.ep, 64)
+    except ConfigError as error:
+        return str(error)
+    assert isinstance(buffer, StandInBuffer)
+    return buffer.sizes, buffer.group is groups.moe.ep.handle
+
+
+@pytest.mark.parity
+def test_the_buffer_is_as_large_as_deepep_recommends(pool):
+    assert pool.run(2, _buffer_sizes, 2) == [((110 * 128 * 2, 0), True)] * 2
+
+
+@pytest.mark.parity
+def test_a_number_of_ranks_that_deepep_does_not_know_is_refused(pool):
+    (message, *_) = pool.run(3, _buffer_sizes, 3)
+    assert message.startswith("parallel.ep=3: deep_ep has no configuration for so many ranks; choose another ep")
+
+
+def _selected(cfg: Config) -> tuple[str, str]:
+    try:
+        selection = select_dispatcher(cfg, create_groups(cfg))
+    except ConfigError as error:
+        return "refused", str(error)
+    return selection.name, selection.message
+
+
+def _bfloat16(cfg: Config, device: str = "auto") -> Config:
+    return replace(cfg, run=replace(cfg.run, dtype="bfloat16", device=device))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (tiny(world_size=2, ep=2, dispatcher="auto"), "deep_ep carries bfloat16, and run.dtype='float64'"),
+        (_bfloat16(tiny(world_size=2, ep=2, dispatcher="auto")), "deep_ep needs CUDA GPUs, and this run is on the CPU"),
+        (
+            _bfloat16(tiny(world_size=2, etp=2, dispatcher="auto")),
+            "deep_ep moves whole experts' tokens, and parallel.etp=2 cuts the experts",
+        ),
+    ],
+)
+def test_auto_takes_the_all_to_all_where_deepep_cannot_run_and_says_why(pool, recipe, reason):
+    note = f"parallel.dispatcher='auto' took alltoall: {reason}"
+    assert pool.run(2, _selected, recipe) == [("alltoall", note)] * 2
+
+
+@pytest.mark.parity
+def test_named_it_is_refused_on_a_cpu(pool):
+    recipe = _bfloat16(tiny(world_size=2, ep=2))
+    recipe = replace(recipe, parallel=replace(recipe.parallel, dispatcher="deepep"))
+    for name, message in pool.run(2, _selected, recipe):
+        assert (name, message) == (
+            "refused",
+            "parallel.dispatcher='deepep' cannot run: deep_ep needs CUDA GPUs, and this run is on the CPU; "
+            "choose 'alltoall'",
+        )
+
+
+@pytest.mark.parity
+def test_where_there_is_nowhere_to_go_auto_stays_and_says_so(pool):
+    note = "parallel.dispatcher='auto' took local: ep = etp = 1, so no copy leaves its rank"
+    assert pool.run(1, _selected, tiny(world_size=1, dispatcher="auto")) == [("local", note)]
+    assert pool.run(1, _selected, tiny(world_size=1)) == [("alltoall", "")]

@@ -1,0 +1,130 @@
+"""The seam of recorded and replayed choices, on one rank."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from moefold.config.schema import ModelConfig, MoEConfig
+from moefold.model.moe.layer import MoELayer
+from moefold.model.moe.router_replay import ReplayedRouting
+from tests.model.moe.reference import make_weights
+
+MODEL = ModelConfig(hidden_size=6, num_experts=8, top_k=2, moe_ffn_hidden_size=8)
+S, B, N = 4, 2, 6
+
+
+def _layer(**model: object) -> MoELayer:
+    cfg = ModelConfig(**{"hidden_size": 6, "num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 8} | model)
+    layer = MoELayer(cfg, MoEConfig(aux_loss=0.1), loss_scale=1.0).double()
+    layer.load_state_dict(make_weights(MODEL), strict=False)
+    return layer
+
+
+def _x(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(S, B, MODEL.hidden_size, dtype=torch.float64, generator=generator, requires_grad=True)
+
+
+def _other_choices() -> torch.Tensor:
+    """Two experts for each token of N samples that no router would choose, [N, S, K]."""
+    places = torch.arange(N * S).view(N, S, 1)
+    return ((places + torch.tensor([0, 3])) % MODEL.num_experts).to(torch.uint8)
+
+
+def test_choices_are_kept_by_sample_and_position():
+    layer = _layer()
+    kept = torch.full((N, S, 2), 99, dtype=torch.uint8)
+    layer.router.override = ReplayedRouting(first_sample=10, recorded_NSK=kept)
+    x = _x(1)
+    layer(x, torch.tensor([14, 11]))
+    ids_SBE = (x @ layer.router.weight.T).topk(2).indices
+    assert torch.equal(kept[4].long(), ids_SBE[:, 0])
+    assert torch.equal(kept[1].long(), ids_SBE[:, 1])
+    assert (kept[[0, 2, 3, 5]] == 99).all()
+
+
+def test_settling_replaces_first_and_keeps_what_is_used():
+    given, kept = _other_choices(), torch.zeros(N, S, 2, dtype=torch.int16)
+    choices = ReplayedRouting(0, given, kept)
+    used = choices.apply(torch.zeros(S * B, 2, dtype=torch.int64), torch.tensor([5, 2]))
+    assert used.dtype == torch.int64
+    assert torch.equal(used.view(S, B, 2)[:, 0], given[5].long())
+    assert torch.equal(used.view(S, B, 2)[:, 1], given[2].long())
+    assert torch.equal(kept[[5, 2]].long(), given[[5, 2]].long())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"router_softmax": "pre"}, {"router_score": "sigmoid"}, {"router_score": "sqrtsoftplus"}],
+    ids=str,
+)
+def test_replayed_experts_get_the_weights_of_the_live_scores(model):
+    layer, x = _layer(**model), _x(2)
+    layer.router.override = ReplayedRouting(0, replayed_NSK=_other_choices())
+    ids_SBK = _other_choices()[[3, 0]].transpose(0, 1).long()
+    logits = (x @ layer.router.weight.T).gather(-1, ids_SBK)
+    match model:
+        case {"router_softmax": "pre"}:
+            weights = (x @ layer.router.weight.T).softmax(-1).gather(-1, ids_SBK)
+        case {"router_score": "sigmoid"}:
+            weights = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+        case {"router_score": "sqrtsoftplus"}:
+            roots = (1 + logits.exp()).log().sqrt()
+            weights = roots / roots.sum(-1, keepdim=True)
+        case _:
+            weights = logits.softmax(-1)
+    experts = layer.experts
+    hidden = torch.nn.functional.silu(torch.einsum("sbh,ehf->sbef", x, experts.w_gate))
+    hidden = hidden * torch.einsum("sbh,ehf->sbef", x, experts.w_up)
+    outputs = torch.einsum("sbef,efh->sbeh", hidden, experts.w_down)
+    chosen = outputs.gather(2, ids_SBK[..., None].expand(-1, -1, -1, MODEL.hidden_size))
+    expected = (chosen * weights[..., None]).sum(2)
+    layer._aux_scale = 0.0
+    y = layer(x, torch.tensor([3, 0]))
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    inputs = [x, *layer.parameters()]
+    for mine, theirs in zip(
+        torch.autograd.grad(y.square().sum(), inputs), torch.autograd.grad(expected.square().sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_counts_are_of_the_replayed_choices():
+    layer = _layer()
+    layer.router.override = ReplayedRouting(
+        0, replayed_NSK=torch.full((N, S, 2), 1, dtype=torch.uint8) + torch.tensor([0, 4])
+    )
+    layer(_x(3), torch.tensor([0, 1])).sum().backward()
+    assert layer.stats.tokens_per_expert_E.tolist() == [0, S * B, 0, 0, 0, S * B, 0, 0]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputing_after_other_micro_batches_finds_the_same_choices(use_reentrant):
+    def gradients(recomputes: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        layer, kept = _layer(), torch.zeros(N, S, 2, dtype=torch.uint8)
+        layer.router.override = ReplayedRouting(0, _other_choices(), kept)
+        outputs = []
+        for i in range(3):
+            samples = torch.tensor([2 * i, 2 * i + 1])
+            x = _x(i)
+            outputs.append(
+                checkpoint(layer, x, samples, use_reentrant=use_reentrant) if recomputes else layer(x, samples)
+            )
+        for y in outputs:
+            y.square().sum().backward()
+        assert layer.router.weight.grad is not None
+        return layer.router.weight.grad, kept
+
+    plain, recomputed = gradients(False), gradients(True)
+    torch.testing.assert_close(recomputed[0], plain[0], rtol=1e-12, atol=1e-14)
+    assert torch.equal(recomputed[1], plain[1])
+    assert torch.equal(plain[1], _other_choices())
+
+
+def test_evaluation_neither_records_nor_replays():
+    layer, x = _layer(), _x(4)
+    expected = layer.eval()(x)
+    kept = torch.full((N, S, 2), 99, dtype=torch.uint8)
+    layer.router.override = ReplayedRouting(0, _other_choices(), kept)
+    assert torch.equal(layer(x, torch.tensor([0, 1])), expected)
+    assert (kept == 99).all()

@@ -1,0 +1,126 @@
+"""The loss by chunks of tokens is the loss, its gradients are the gradients, and no logits are kept for them."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from moefold.comm.collectives import all_gather, all_reduce_max, all_reduce_sum
+from moefold.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+from moefold.model.loss import chunked_cross_entropy, cross_entropy
+from moefold.model.transformer import build_model, loss_chunk
+from moefold.parallel.tensor_parallel import TPVocabParallel
+from moefold.testing.pool import make_group
+
+H, V = 6, 22
+
+
+def _case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, weight = 3 * torch.randn(5, 3, H, dtype=dtype), torch.randn(V, H, dtype=dtype)
+    return x.requires_grad_(), weight.requires_grad_(), torch.randint(V, (5, 3)), torch.randn(5, 3, dtype=dtype)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
+@pytest.mark.parametrize("chunk", [1, 4, 5, 14, 15])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_it_equals_the_loss_of_whole_logits(chunk, dtype, keeps):
+    x, weight, labels, share = _case(dtype)
+    losses = chunked_cross_entropy(x, weight, labels, chunk, saves_exponentials=keeps)
+    found = torch.autograd.grad((losses * share).sum(), (x, weight))
+    expected_losses = cross_entropy(x @ weight.t(), labels)
+    expected = torch.autograd.grad((expected_losses * share).sum(), (x, weight))
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+    assert losses.dtype == expected_losses.dtype
+    torch.testing.assert_close(losses, expected_losses, rtol=tolerance, atol=tolerance)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
+
+
+def test_kept_exponentials_serve_two_backward_passes():
+    x, weight, labels, share = _case()
+    loss = (chunked_cross_entropy(x, weight, labels, 4, saves_exponentials=True) * share).sum()
+    first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    for once, twice in zip(first, torch.autograd.grad(loss, (x, weight)), strict=True):
+        assert torch.equal(once, twice)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
+def test_it_equals_torch_with_logits_that_overflow_exp(keeps):
+    x, weight, labels, _ = _case()
+    losses = chunked_cross_entropy(1e3 * x, weight, labels, 4, saves_exponentials=keeps)
+    expected = F.cross_entropy((1e3 * x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none")
+    torch.testing.assert_close(losses.flatten(), expected, rtol=1e-12, atol=1e-9)
+
+
+def _on_shards(chunk: int, keeps: bool) -> list[Tensor]:
+    """Losses and gradients, with the vocabulary cut over two ranks."""
+    rank = torch.distributed.get_rank()
+    tp = make_group((0, 1), rank, torch.distributed.group.WORLD)
+    x, weight, labels, share = _case()
+    mine = weight.detach().chunk(2)[rank].clone().requires_grad_()
+    losses = TPVocabParallel(tp, V).chunked_cross_entropy(x, mine, labels, chunk, saves_exponentials=keeps)
+    by_x, by_weight = torch.autograd.grad((losses * share).sum(), (x, mine))
+    assert torch.equal(all_reduce_max(losses, tp), losses)
+    return [losses.detach(), all_reduce_sum(by_x, tp), all_gather(by_weight, tp)]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
+@pytest.mark.parametrize("chunk", [4, 15])
+def test_a_vocabulary_in_two_parts(pool, chunk, keeps):
+    x, weight, labels, share = _case()
+    losses = cross_entropy(x @ weight.t(), labels)
+    expected = [losses.detach(), *torch.autograd.grad((losses * share).sum(), (x, weight))]
+    for found in pool.run(2, _on_shards, chunk, keeps):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def _kept(module: nn.Module, tokens: Tensor) -> list[tuple[int, ...]]:
+    """Shapes of all that a forward pass keeps for the backward pass."""
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    targets = {"labels": tokens, "weights": torch.ones(tokens.shape) / tokens.numel()}
+    if module.cfg.model.mtp_layers:
+        targets |= {"further_labels": tokens.unsqueeze(1), "further_weights": targets["weights"].unsqueeze(1)}
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(tokens, **targets)
+    return shapes
+
+
+@pytest.mark.parametrize("mtp_layers", [0, 1])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_no_logits_are_kept(is_tied, mtp_layers):
+    model = ModelConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, num_query_groups=1, vocab_size=97,
+        num_experts=2, moe_ffn_hidden_size=8, tie_embeddings=is_tied, mtp_layers=mtp_layers,
+    )  # fmt: skip
+    tokens = torch.randint(97, (2, 12))
+    kept = {}
+    for chunk in (0, 8):
+        cfg = Config(model=model, train=TrainConfig(seq_len=12, micro_batch_size=2, loss_chunk=chunk))
+        module = build_model(cfg)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        module.set_positions(torch.arange(12))
+        shapes = _kept(module, tokens)
+        # Not the head itself, [97, 16] or transposed.
+        kept[chunk] = sum(97 in shape and 16 not in shape for shape in shapes)
+    assert kept == {0: 1 + mtp_layers, 8: 0}
+
+
+def test_the_automatic_chunk_holds_64_mib_of_logits():
+    def of(vocab_size: int, tp: int) -> int:
+        model, parallel = ModelConfig(vocab_size=vocab_size), ParallelConfig(tp=tp, world_size=tp)
+        return loss_chunk(Config(model=model, parallel=parallel, train=TrainConfig(loss_chunk=-1)))
+
+    assert of(32768, 1) == 512
+    assert of(32768, 4) == 2048
+    assert of(131072, 1) == 256

@@ -1,0 +1,51 @@
+"""What the tests of kernels in C have in common: how they are built, how they round, and runs with and without them."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.config.schema import Config
+from moefold.ops.cpu.build import COMPILERS
+from moefold.testing.pool import WorkerPool
+from moefold.verify.distributed_run import run_distributed
+from tests.verify.recipes import tiny
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C compiler")
+CPU = torch.device("cpu")
+VECTORS = {"native": (), "avx2": ("-mno-avx512f",), "sse2": ("-march=x86-64",)}
+"""What the compiler is told beside the rest: vectors of 16, 8 and 4 numbers, where the processor has them."""
+HALF_STEPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+"""Of a value at most, by which its rounding to the type is off."""
+in_each_type = pytest.mark.parametrize("dtype", HALF_STEPS, ids=str)
+
+
+def recipe(dtype: str, kernels: str, **words: Any) -> Config:
+    """A tiny one, computed in a type by some kernels; `words` are those of `tiny`."""
+    cfg = tiny(**words)
+    return replace(cfg, run=replace(cfg.run, dtype=dtype, kernels=kernels))
+
+
+def steps_of(pool: WorkerPool, cfg: Config, run: Callable[..., Any] = run_distributed) -> Any:
+    """Losses and norms of two steps."""
+    return pool.run(cfg.parallel.world_size, run, cfg, 2, timeout_s=280)[0].steps
+
+
+def assert_same_losses(
+    pool: WorkerPool,
+    words: dict[str, Any],
+    dtype: str = "float32",
+    tolerance: float = 1e-5,
+    run_in_c: Callable[..., Any] = run_distributed,
+) -> None:
+    """Kernels in C, on and off, give the same losses and norms of gradients."""
+    plain, in_c = (
+        steps_of(pool, recipe(dtype, kernels, **words), run)
+        for kernels, run in (("plain", run_distributed), ("c", run_in_c))
+    )
+    for a, b in zip(plain, in_c, strict=True):
+        assert b.loss == pytest.approx(a.loss, rel=tolerance)
+        assert b.grad_norm == pytest.approx(a.grad_norm, rel=tolerance)

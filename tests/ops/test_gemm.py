@@ -1,0 +1,106 @@
+"""Row counts are rounded up a little, and products are right for every type and stride."""
+
+import pytest
+import torch
+
+from moefold.ops.gemm import MIN_PADDED_ROWS, PADDED_SIZES_PER_DOUBLING, TORCH_GEMM, is_faster_in_fp32, round_up_rows
+
+
+def test_few_row_counts_occur_and_little_is_wasted():
+    padded = [round_up_rows(n) for n in range(1, 5000)]
+    assert all(
+        n <= p < n + MIN_PADDED_ROWS or p <= n * (1 + 1 / PADDED_SIZES_PER_DOUBLING) for n, p in enumerate(padded, 1)
+    )
+    assert padded == sorted(padded)
+    assert len(set(padded)) <= PADDED_SIZES_PER_DOUBLING * 9
+    assert all(round_up_rows(p) == p for p in padded)
+
+
+def test_float64_rows_are_left_alone():
+    assert TORCH_GEMM.padded_rows(37, torch.empty(0, dtype=torch.float64)) == 37
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)]
+)
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
+def test_product(dtype, tolerance, transposed):
+    x = torch.randn(33, 20, dtype=torch.float64).to(dtype)
+    w = torch.randn(7, 20, dtype=torch.float64).to(dtype)
+    x, w = (t.t().contiguous().t() if flip else t for t, flip in zip((x, w), transposed, strict=True))
+    expected = x.double() @ w.double().t()
+    assert (TORCH_GEMM.matmul(x, w).double() - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_wide_types_are_not_widened(dtype):
+    x = torch.randn(3, 4, dtype=dtype)
+    assert not is_faster_in_fp32(x)
+    assert TORCH_GEMM.upcast(x) is x
+
+
+def test_a_wide_product_of_bfloat16_rounds_once():
+    x, w = torch.randn(64, 512).bfloat16(), torch.randn(32, 512).bfloat16()
+    wide = TORCH_GEMM.upcast(x) @ TORCH_GEMM.upcast(w).t()
+    assert (TORCH_GEMM.matmul(x, w).float() - wide.float()).abs().max() <= 2**-8 * wide.float().abs().max()
+    if is_faster_in_fp32(x):
+        assert TORCH_GEMM.matmul(x, w).equal(TORCH_GEMM.matmul(x.float(), w.float()).bfloat16())
+
+
+def test_a_weight_of_many_rows_is_multiplied_in_parts():
+    x, w = torch.randn(8, 20).bfloat16(), torch.randn(2500, 20).bfloat16()
+    for weight in (w, w.t().contiguous().t()):
+        assert _error(TORCH_GEMM.matmul(x, weight), x.double() @ w.double().t()) <= 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_operand_that_is_widened_already_changes_nothing(dtype):
+    x, w, grad = (torch.randn(size).to(dtype) for size in ((9, 20), (300, 20), (9, 300)))
+    assert TORCH_GEMM.matmul(TORCH_GEMM.upcast(x), w).equal(TORCH_GEMM.matmul(x, w))
+    assert TORCH_GEMM.weight_gradient(TORCH_GEMM.upcast(grad), x).equal(TORCH_GEMM.weight_gradient(grad, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_wide_product_is_not_rounded_to_the_type_of_its_operands(dtype):
+    x, w = torch.randn(64, 512).to(dtype), torch.randn(700, 512).to(dtype)
+    y, expected = TORCH_GEMM.matmul_fp32(x, w), x.double() @ w.double().t()
+    assert y.dtype == torch.promote_types(dtype, torch.float32)
+    is_rounded = dtype == torch.bfloat16 and not is_faster_in_fp32(x)
+    assert _error(y, expected) <= (1e-2 if is_rounded else 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_gradient_is_added_where_it_belongs(dtype):
+    x, grad = torch.randn(33, 20).to(dtype), torch.randn(33, 7).to(dtype)
+    total = torch.ones(20, 7, dtype=torch.promote_types(dtype, torch.float32))
+    TORCH_GEMM.add_weight_gradient(total, TORCH_GEMM.upcast(x), TORCH_GEMM.upcast(grad))
+    assert _error(total, 1 + x.double().t() @ grad.double()) <= (1e-2 if dtype == torch.bfloat16 else 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "hidden", "inner"), [(33, 20, 7), (16, 8, 40)])
+def test_products_where_they_belong(dtype, rows, hidden, inner):
+    """Results land in a slice of a larger tensor, and padded rows stay out."""
+    tolerance = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    x, grad = torch.randn(rows, hidden).to(dtype), torch.randn(rows, inner).to(dtype)
+    w = torch.randn(hidden, inner).to(dtype)
+    assert _error(TORCH_GEMM.weight_gradient(x, grad), x.double().t() @ grad.double()) <= tolerance
+    whole = torch.full((3, hidden, inner), float("nan"), dtype=dtype)
+    TORCH_GEMM.weight_gradient_out(whole[1], TORCH_GEMM.upcast(x), TORCH_GEMM.upcast(grad))
+    assert _error(whole[1], x.double().t() @ grad.double()) <= tolerance
+    for padding in (0, 3):
+        padded = torch.cat((grad, torch.full((padding, inner), 5.0, dtype=dtype)))
+        out = torch.full((rows + 2, hidden), float("nan"), dtype=dtype)
+        TORCH_GEMM.matmul_out(out[1:-1], TORCH_GEMM.upcast(padded), TORCH_GEMM.upcast(w))
+        assert _error(out[1:-1], grad.double() @ w.double().t()) <= tolerance
+        TORCH_GEMM.matmul_add_out(
+            out[1:-1],
+            (TORCH_GEMM.upcast(padded), TORCH_GEMM.upcast(w)),
+            (TORCH_GEMM.upcast(padded), TORCH_GEMM.upcast(2 * w)),
+        )
+        assert _error(out[1:-1], 3 * (grad.double() @ w.double().t())) <= tolerance
+        assert out[[0, -1]].isnan().all()
+
+
+def _error(found, expected):
+    return (found.double() - expected).norm() / expected.norm()

@@ -1,0 +1,121 @@
+"""Grouped products against float64: odd sizes, experts without rows, empty rows, results over memory full of NaN."""
+
+import pytest
+import torch
+
+from moefold.ops.triton.grouped_gemm import TileConfig, combine_rows, grouped_gemm, grouped_gemm_weight_grad
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COUNTS = ([3, 0, 37, 1], [0, 0, 5], [0, 0], [16, 16, 32])
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+"""Relative to the largest value: the sum of a few dozen terms, and half a unit in the last of 8 bits."""
+CASES = pytest.mark.parametrize("counts", COUNTS, ids=str)
+TYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+OTHER = TileConfig(block_m=16, block_n=32, block_k=16, num_warps=4, num_stages=2)
+
+
+def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def _poisoned(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def _offsets(counts: list[int]) -> torch.Tensor:
+    return torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE)
+
+
+def _sources(num_rows: int, num_values: int) -> torch.Tensor:
+    """Rows in any order, some twice, some empty."""
+    return torch.randint(-1, num_values, (num_rows,), dtype=torch.int32).to(DEVICE)
+
+
+def _read(values: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
+    wide = values.double()
+    if source is None:
+        return wide
+    return wide[source.clamp(min=0).long()] * (source >= 0).double().unsqueeze(1)
+
+
+def _assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert actual.isfinite().all()
+    scale = expected.abs().max().clamp(min=1.0) if expected.numel() else 1.0
+    torch.testing.assert_close(actual.double() / scale, expected / scale, rtol=0, atol=TOLERANCE[dtype])
+
+
+def _product(rows: torch.Tensor, w: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    return torch.cat([x @ w[e].double() for e, x in enumerate(rows.split(counts))])
+
+
+@CASES
+@TYPES
+@pytest.mark.parametrize(("gathers", "transposed", "tiling"), [(False, False, None), (True, True, OTHER)])
+def test_products_of_rows(counts, dtype, gathers, transposed, tiling):
+    num_rows, depth, width = sum(counts), 37, 45
+    x = _random(dtype, 20 if gathers else num_rows, depth)
+    w = _random(dtype, len(counts), width, depth).mT if transposed else _random(dtype, len(counts), depth, width)
+    source = _sources(num_rows, 20) if gathers else None
+    y = _poisoned(dtype, num_rows, width)
+    grouped_gemm(x, w, _offsets(counts), num_rows, source_R=source, tile_config=tiling, out=y)
+    _assert_close(y, _product(_read(x, source), w, counts), dtype)
+
+
+@CASES
+@TYPES
+def test_a_second_pair_is_added(counts, dtype):
+    num_rows = sum(counts)
+    x, x2 = _random(dtype, num_rows, 33), _random(dtype, num_rows, 33)
+    w, w2 = _random(dtype, len(counts), 33, 19), _random(dtype, len(counts), 33, 19)
+    y = _poisoned(dtype, num_rows, 19)
+    grouped_gemm(x, w, _offsets(counts), num_rows, second=(x2, w2), out=y)
+    _assert_close(y, _product(x.double(), w, counts) + _product(x2.double(), w2, counts), dtype)
+
+
+@CASES
+@TYPES
+def test_rows_are_added_up_as_they_are_written(counts, dtype):
+    num_rows = sum(counts)
+    x, w, target = _random(dtype, num_rows, 18), _random(dtype, len(counts), 18, 21), _sources(num_rows, 7)
+    y = grouped_gemm(x, w, _offsets(counts), num_rows, target=(target, 7))
+    expected = torch.zeros(8, 21, dtype=torch.float64, device=DEVICE)
+    expected.index_add_(0, torch.where(target < 0, 7, target).long(), _product(x.double(), w, counts))
+    assert y.dtype == torch.float32
+    _assert_close(y, expected[:7], dtype)
+
+
+@CASES
+@TYPES
+@pytest.mark.parametrize("gathers", [False, True])
+def test_gradients_of_weights(counts, dtype, gathers):
+    num_rows, depth, width = sum(counts), 21, 34
+    x, grad = (_random(dtype, 12 if gathers else num_rows, size) for size in (depth, width))
+    sources = [_sources(num_rows, 12) if gathers else None for _ in range(2)]
+    out = _poisoned(dtype, len(counts), depth, width)
+    grouped_gemm_weight_grad(x, grad, _offsets(counts), source_R=sources[0], grad_source_R=sources[1], out=out)
+    pairs = zip(*(_read(v, s).split(counts) for v, s in ((x, sources[0]), (grad, sources[1]))), strict=True)
+    _assert_close(out, torch.stack([a.T @ b for a, b in pairs]), dtype)
+
+
+@TYPES
+@pytest.mark.parametrize("absent", [False, True])
+def test_copies_are_combined(dtype, absent):
+    rows = _random(dtype, 24, 41)
+    place = torch.randperm(24).view(8, 3).to(DEVICE)
+    factors = _random(torch.float32, 8, 3)
+    present = torch.rand(8, 3).to(DEVICE) > 0.4 if absent else None
+    if present is not None:
+        rows[place[~present]] = float("nan")
+        place = place.masked_fill(~present, 0)
+    y = combine_rows(rows, place, present, factors, out=_poisoned(dtype, 8, 41))
+    kept = torch.ones(8, 3, device=DEVICE, dtype=torch.bool) if present is None else present
+    values = rows[place].double().masked_fill(~kept.unsqueeze(-1), 0.0)
+    _assert_close(y, (values * (factors * kept).double().unsqueeze(-1)).sum(1), dtype)
+
+
+def test_a_wrong_matrix_would_be_seen():
+    """The tolerance tells the matrix of an expert from that of its neighbour."""
+    x, w = _random(torch.bfloat16, 8, 16), _random(torch.bfloat16, 2, 16, 16)
+    y = grouped_gemm(x, w.flip(0), _offsets([4, 4]), 8)
+    with pytest.raises(AssertionError):
+        _assert_close(y, _product(x.double(), w, [4, 4]), torch.bfloat16)

@@ -1,0 +1,97 @@
+"""The fused router against the plain one in float64: choices, weights, sums and gradients."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moefold.config.schema import MoEConfig
+from moefold.model.moe.losses import count_tokens_per_expert
+from moefold.model.moe.router import FusedRouting, Router, fused_router_unsupported_reason
+from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
+from moefold.ops.triton.router import route_forward
+from tests.verify.recipes import tiny
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MODELS = [
+    {"top_k": 2},
+    {"top_k": 3, "router_softmax": "post", "router_scaling_factor": 2.5, "num_experts": 7},
+    {"top_k": 1, "router_score": "sigmoid", "num_experts": 5},
+    {
+        "top_k": 3,
+        "router_score": "sigmoid",
+        "router_normalize": True,
+        "router_scaling_factor": 1.5,
+        "expert_bias": True,
+    },
+    {"top_k": 2, "router_score": "sigmoid", "router_normalize": True, "num_groups": 4, "top_groups": 2},
+    {"top_k": 2, "num_groups": 2, "top_groups": 1, "num_experts": 6},
+    {"top_k": 2, "num_groups": 3, "top_groups": 2, "num_experts": 12, "expert_bias": True, "router_score": "sigmoid"},
+]
+
+
+def _model(sizes):
+    return replace(tiny().model, **sizes)
+
+
+@pytest.mark.parametrize("sizes", MODELS, ids=str)
+@pytest.mark.parametrize("num_tokens", [13, 1, 0])
+def test_routing(sizes, num_tokens):
+    model = _model(sizes)
+    assert fused_router_unsupported_reason(model, MoEConfig()) == ""
+    plain = Router(model, MoEConfig()).double()
+    torch.nn.init.normal_(plain.weight)
+    if plain.expert_bias is not None:
+        plain.expert_bias.copy_(torch.randn(model.num_experts) * 0.1)
+    x = torch.randn(num_tokens, model.hidden_size, dtype=torch.float64)
+    # Both start from logits that float32 can hold.
+    logits = (x @ plain.weight.detach().t()).float().to(DEVICE).requires_grad_()
+    bias = None if plain.expert_bias is None else plain.expert_bias.float().to(DEVICE)
+    routed = FusedRouting(model)(logits, bias)
+
+    wide = logits.detach().cpu().double().requires_grad_()
+    plain.weight = torch.nn.Parameter(torch.eye(model.num_experts, dtype=torch.float64))
+    places = TokenPositions(LocalMicroBatch(), num_tokens, torch.arange(1))
+    expected = plain(wide, places)
+    assert torch.equal(routed.ids_TK.cpu(), expected.ids_TK)
+    assert torch.equal(routed.tokens_per_expert_E.cpu(), count_tokens_per_expert(expected.ids_TK, model.num_experts)[0])
+    z = expected.logits_TE.logsumexp(-1).square().sum()
+    theirs = [expected.probs_TK, expected.scores_TE, expected.scores_TE.sum(0), z]
+    ours = [routed.probs_TK, routed.scores_TE, routed.score_sums_E, routed.z_sum]
+    entropy = torch.special.entr(expected.scores_TE).sum()
+    for a, e in zip([*ours, routed.entropy], [*theirs, entropy], strict=True):
+        torch.testing.assert_close(a.cpu().double(), e, rtol=1e-5, atol=1e-6)
+    if not num_tokens:
+        return
+    factors = [torch.randn_like(e) for e in theirs]
+    (wanted,) = torch.autograd.grad(theirs, wide, factors)
+    (found,) = torch.autograd.grad(ours, logits, [f.float().to(DEVICE) for f in factors])
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_equal_values_go_to_the_lower_expert():
+    logits = torch.zeros(5, 8, device=DEVICE)
+    routed = FusedRouting(_model({"top_k": 3}))(logits, None)
+    assert torch.equal(routed.ids_TK.cpu(), torch.arange(3).expand(5, 3))
+
+
+def test_choices_are_experts_even_if_the_logits_are_no_numbers():
+    model = _model({"top_k": 2})
+    logits = torch.full((3, 8), float("nan"), device=DEVICE)
+    ids = route_forward(logits, None, FusedRouting(model)._options).ids_TK
+    assert ids.min() >= 0
+    assert ids.max() < 8
+
+
+@pytest.mark.parametrize(
+    ("model", "moe", "why"),
+    [
+        ({"router_score": "sqrtsoftplus"}, {}, "sqrtsoftplus"),
+        ({}, {"choice": "sinkhorn"}, "sinkhorn"),
+        ({}, {"router_dtype": "float64"}, "float64"),
+        ({}, {"trace_every": 1}, "traced"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_does_not_know_is_plain(model, moe, why):
+    assert why in fused_router_unsupported_reason(_model(model), MoEConfig(**moe))

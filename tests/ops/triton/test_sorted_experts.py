@@ -1,0 +1,150 @@
+"""Experts that sort rows as they read them equal permuting, looping and adding up; so does a run with the kernels."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moefold.model.moe.expert_weights import ExpertWeights
+from moefold.model.moe.experts import SequentialExpertOptions, sequential_experts
+from moefold.model.moe.fused_experts import FusedExpertOptions, fused_experts
+from moefold.model.moe.permute import LazyCounts, permute, permute_probs, plan_permutation, unpermute
+from moefold.ops.autotune import Autotuner
+from moefold.ops.interface import GatheredRows, PermuteMap, TorchExpertOps
+from moefold.ops.swiglu import ClampedSwiGLUActivation, SwiGLUActivation
+from moefold.ops.triton.experts import TritonExpertOps
+from moefold.parallel.select_ops import select_kernels
+from moefold.verify.distributed_run import run_distributed
+from tests.verify.recipes import tiny
+
+E, H, F, T, K = 4, 9, 7, 11, 2
+TRITON = TritonExpertOps(Autotuner(is_enabled=False))
+ENGINES = [
+    pytest.param(TorchExpertOps(), torch.float64, 1e-12, id="plain-float64"),
+    pytest.param(TorchExpertOps(), torch.float32, 1e-5, id="plain-float32"),
+    pytest.param(TRITON, torch.float32, 1e-5, id="triton-float32"),
+]
+
+
+class _Pool:
+    """Takes weight gradients at once."""
+
+    def put(self, weights, compute):
+        for weight, grad in zip(weights, compute(), strict=True):
+            weight.grad = grad
+
+
+def _leaves(dtype, has_bias):
+    shapes = [(T, H), (T, K), (E, H, F), (E, H, F), (E, F, H)]
+    shapes += [(E, F), (E, F), (E, 4)] if has_bias else []
+    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def _permutation(kind):
+    ids = torch.stack([torch.randperm(E - 1)[:K] for _ in range(T)])  # the last expert has no rows
+    kept = None if kind == "all" else torch.rand(T, K) > 0.3
+    return plan_permutation(ids, E, kept, T if kind == "slots" else None)
+
+
+@pytest.mark.parametrize(("kernels", "dtype", "tolerance"), ENGINES)
+@pytest.mark.parametrize("kind", ["all", "dropped", "slots"])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("postpones", [False, True])
+def test_sorting_experts_equal_the_loop(kernels, dtype, tolerance, kind, has_bias, postpones):
+    permutation, (x, probs, *tensors) = _permutation(kind), _leaves(dtype, has_bias)
+    gate = ClampedSwiGLUActivation(1.702, 0.7) if has_bias else SwiGLUActivation()
+    columns = slice(3, 7) if has_bias else slice(None)
+    counts = permutation.tokens_per_expert_E
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    later = _Pool() if postpones else None
+    how = FusedExpertOptions(
+        kernels,
+        offsets,
+        gate,
+        columns,
+        PermuteMap.from_permutation(permutation),
+        saves_fc1=not postpones,
+        wgrad_store=later,
+    )
+    y = fused_experts(x, ExpertWeights(*tensors), how, permute_probs(probs, permutation))
+    grad = torch.randn(T, H, dtype=torch.float64).to(dtype)
+    y.backward(grad)
+    actual = [y, x.grad, probs.grad, *(t.grad for t in tensors)]
+
+    leaves = [t.detach().double().requires_grad_() for t in (x, probs, *tensors)]
+    rows, weights = permute(leaves[0], permutation), ExpertWeights(*leaves[2:])
+    expected = unpermute(
+        sequential_experts(
+            rows,
+            weights,
+            SequentialExpertOptions(counts.tolist(), gate, columns),
+            permute_probs(leaves[1], permutation),
+        ),
+        permutation,
+        None,
+    )
+    gradients = torch.autograd.grad(expected, leaves, grad.double())
+    for a, e in zip(actual, (expected, *gradients), strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=tolerance, atol=tolerance * 10)
+
+
+def test_scattered_stores_equal_gathered_sums():
+    """The way that is taken where it is faster, and the order of sums is free."""
+    permutation = _permutation("slots")
+    sorting = PermuteMap.from_permutation(permutation)
+    rows, w = torch.randn(len(permutation.token_R), F), torch.randn(E, F, H)
+    offsets = permutation.tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+    found = {}
+
+    class All(Autotuner):
+        def run(self, key, ways, device):
+            found[key[0]] = {name: way() for name, way in ways.items()}
+            return next(iter(found[key[0]].values()))
+
+    TritonExpertOps(All(is_enabled=False)).grouped_gemm_combine(GatheredRows(rows), w, offsets, sorting)
+    ways = found["combined"]
+    assert set(ways) == {"gather", "scatter"}
+    expected = TorchExpertOps().grouped_gemm_combine(GatheredRows(rows.double()), w.double(), offsets, sorting)
+    for y in ways.values():
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_counts_on_a_device_are_read_once_and_only_if_asked():
+    counts = LazyCounts(torch.tensor([3, 0, 2]))
+    assert len(counts) == 3
+    assert "_numbers" not in vars(counts)
+    assert list(counts) == [3, 0, 2]
+    assert counts[1:] == [0, 2]
+
+
+MAPPINGS = [
+    {"world_size": 1},
+    {"world_size": 2, "dispatcher": "allgather", "ep": 2},
+    {"world_size": 2, "dispatcher": "alltoall", "ep": 2},
+]
+
+
+def _single(**mapping):
+    cfg = tiny(moe={"weight_in_expert": False}, train={"seq_len": 8}, **mapping)
+    return replace(cfg, run=replace(cfg.run, dtype="float32"))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
+def test_kernels_on_and_off_give_the_same_losses(pool, mapping):
+    cfg = _single(**mapping)
+    runs = []
+    for kernels in ("plain", "triton"):
+        chosen = replace(cfg, run=replace(cfg.run, kernels=kernels))
+        runs.append(pool.run(cfg.parallel.world_size, run_distributed, chosen, 2, timeout_s=280)[0])
+    for a, b in zip(*(run.steps for run in runs), strict=True):
+        assert b.loss == pytest.approx(a.loss, rel=1e-5)
+        assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-4)
+
+
+def test_the_choice_is_automatic_and_switchable():
+    cpu = torch.device("cpu")
+    cfg = _single()
+    assert select_kernels(cfg, cpu).expert_ops is None
+    chosen = select_kernels(replace(cfg, run=replace(cfg.run, kernels="triton")), cpu)
+    assert isinstance(chosen.expert_ops, TritonExpertOps)

@@ -1,0 +1,114 @@
+import pytest
+import torch
+from torch import nn
+
+from moefold.config.schema import Config, ModelConfig, TrainConfig
+from moefold.model.init import init_weights
+from moefold.model.transformer import build_model
+from moefold.optim.build import named_moments, set_learning_rate
+from moefold.optim.muon import build_muon, logical_matrices, newton_schulz, uses_muon
+from moefold.testing.pool import make_group
+from moefold.verify.oracle_optimizer import MUON_GROUP_PATTERNS, matrix_indices
+from moefold.verify.oracle_optimizer import newton_schulz as oracle_newton_schulz
+
+ALONE = make_group((0,), 0, None)
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=2,
+    num_query_groups=1,
+    ffn_hidden_size=24,
+    moe_ffn_hidden_size=8,
+    num_experts=3,
+    layer_pattern="DM",
+    shared_expert_ffn_hidden_size=8,
+    shared_expert_gate=True,
+    mtp_layers=1,
+    vocab_size=32,
+)
+LATENT = ModelConfig(attention="mla", q_lora_rank=8, kv_lora_rank=6, num_attention_heads=3, qk_nope_head_dim=4)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 10), (10, 4), (1, 7)])
+def test_singular_values_end_near_one_and_singular_vectors_stay(shape):
+    torch.manual_seed(0)
+    matrix = torch.randn(shape, dtype=torch.float64)
+    result = newton_schulz(matrix, 5)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    diagonal = left.T @ result @ right.T
+    assert (diagonal - diagonal.diag().diag()).abs().max() < 1e-9
+    assert ((diagonal.diag() > 0.3) & (diagonal.diag() < 1.3))[values / values.norm() > 2e-3].all()
+    torch.testing.assert_close(result, oracle_newton_schulz(matrix, 5), rtol=1e-11, atol=1e-11)
+
+
+def test_a_matrix_without_a_gradient_stays_where_it_is():
+    assert not newton_schulz(torch.zeros(3, 4), 5).any()
+
+
+def test_groups_take_the_matrices_of_the_layers_and_nothing_else():
+    names = [name for name, _ in build_model(Config(model=MODEL)).named_parameters()]
+    groups = TrainConfig().muon_groups
+    taken = {name for name in names if uses_muon(name, groups)}
+    by_group = {group: {name for name in taken if uses_muon(name, (group,))} for group in groups}
+    assert all(by_group.values())
+    assert sum(map(len, by_group.values())) == len(taken)
+    rest = {name.split(".", 2)[-1] if name.startswith("layers") else name for name in set(names) - taken}
+    norms = {"attention_norm.weight", "ffn_norm.weight", "embedding_norm.weight", "hidden_norm.weight"}
+    assert rest == norms | {
+        "output_norm.weight", "ffn.shared_gate", "embedding.weight", "head.weight", "head.norm.weight",
+    }  # fmt: skip
+    assert set(MUON_GROUP_PATTERNS.values()) == set(groups)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("wkv_down", 6 + 16), ("wkv_up", 3 * (4 + 32)), ("wq_up", 5)])
+def test_logical_matrices_are_those_of_the_oracle(name, rows):
+    whole = torch.arange(rows * 2.0).view(rows, 2)
+    views = logical_matrices(LATENT, f"layers.0.attention.{name}", whole)
+    mine = [part.flatten(0, -2) for part in views]
+    theirs = [whole[index] for index in matrix_indices(LATENT, name, whole)]
+    assert len(mine) == len(theirs)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    # They are views: what is written to one is written to the parameter.
+    assert all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in views)
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    cfg = Config(model=MODEL)
+    model = build_model(cfg)
+    init_weights(model, cfg.model, 0)
+    return dict(model.named_parameters())
+
+
+def test_the_root_mean_square_of_an_update_is_that_of_adamw():
+    given = parameters()
+    cfg = Config(model=MODEL, train=TrainConfig(optimizer="muon", lr=1.0, weight_decay=0.0))
+    optimizer = build_muon(given, cfg, ALONE)
+    before = {name: p.detach().clone() for name, p in given.items()}
+    torch.manual_seed(1)
+    for parameter in given.values():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    for name in ("layers.0.ffn.w_up", "layers.0.attention.wo"):
+        assert float((given[name] - before[name]).square().mean().sqrt().detach()) == pytest.approx(0.2, rel=0.2)
+    # The first step of Adam moves each weight by the rate.
+    moved = (given["embedding.weight"] - before["embedding.weight"]).detach().abs()
+    assert float(moved.mean()) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_one_rate_sets_both_and_moments_have_names():
+    given = parameters()
+    optimizer = build_muon(given, Config(model=MODEL, train=TrainConfig(optimizer="muon", weight_decay=0.5)), ALONE)
+    set_learning_rate(optimizer, 0.1)
+    for parameter in given.values():
+        parameter.grad = torch.zeros_like(parameter)
+    before = {name: p.detach().clone() for name, p in given.items()}
+    optimizer.step()
+    for name, parameter in given.items():
+        decays = parameter.dim() > 1
+        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if decays else 1.0))
+    moments = named_moments(optimizer, given)
+    assert {name for name in moments if "wq" in name} == {f"layers.{i}.attention.wq.momentum" for i in range(3)}
+    assert {name for name in moments if "head.norm" in name} == {
+        "head.norm.weight.exp_avg",
+        "head.norm.weight.exp_avg_sq",
+    }

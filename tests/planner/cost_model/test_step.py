@@ -1,0 +1,215 @@
+"""A step's time: hand-worked parts, what must be monotone, and what must add up."""
+
+from dataclasses import replace
+
+import pytest
+
+from moefold.cost.hardware import load_device
+from moefold.planner.cost_model.step import TIME_PARTS, CostModel
+from moefold.planner.cost_model.workload import TrainingWorkload, bubble_s
+from moefold.planner.mapping import ParallelMapping
+from moefold.planner.model_lookup import load_model_spec
+from tests.clock import processor_s
+
+FOLDED = ParallelMapping(tp=2, pp=8, vpp=7, dp=8, ep=8, edp=2)
+WORK = TrainingWorkload(seq_len=4096, global_batch_size=256)
+
+
+def pricer(model="mixtral-8x22b", gpu="h100", work=WORK):
+    return CostModel(load_model_spec(model), load_device(gpu), work)
+
+
+def seconds(mapping, **options):
+    return pricer(**options).step_time(mapping).total_s
+
+
+def test_the_parts_add_up_and_the_rates_follow():
+    step = pricer().step_time(FOLDED)
+    assert set(step.parts) == set(TIME_PARTS)
+    assert sum(step.parts.values()) == pytest.approx(step.total_s)
+    assert min(step.parts.values()) >= 0
+    assert step.num_micro_batches == 32
+    assert step.tokens_per_s_per_gpu == pytest.approx(256 * 4096 / 128 / step.total_s)
+    assert step.mfu == pytest.approx(step.tokens_per_s_per_gpu * step.flops_per_token / 989.5e12)
+    assert step.exposed_s < step.total_s
+    assert step.bottleneck == "experts"
+
+
+def test_nothing_is_faster_than_its_operations_at_the_peak():
+    step = pricer().step_time(FOLDED)
+    causal = replace(WORK, causal=True)
+    least = pricer(work=causal).flops_per_token * 256 * 4096 / 128 / 989.5e12
+    assert step.total_s > least
+
+
+def test_float32_moves_twice_the_bytes_and_computes_at_its_rate():
+    wide, narrow = (pricer(work=replace(WORK, dtype=name)) for name in ("float32", "bfloat16"))
+    found, known = wide.step_time(FOLDED).parts, narrow.step_time(FOLDED).parts
+    ratio = 989.5e12 / 6.7e13
+    for part in ("attention", "experts", "head"):
+        assert 0.8 * ratio < found[part] / known[part] <= ratio
+    for part in ("tp_comm", "ep_comm", "pp_comm"):
+        assert 1.7 < found[part] / known[part] <= 2
+    # Gathers of parameters double, sums of gradients are those of float32 either way.
+    assert wide.data_parallel_cost(FOLDED)[0] > 1.9 * narrow.data_parallel_cost(FOLDED)[0]
+    assert wide.data_parallel_cost(FOLDED)[1] == narrow.data_parallel_cost(FOLDED)[1]
+    low = [
+        pricer(work=replace(WORK, dtype=name, precision="fp8")).step_time(FOLDED).parts
+        for name in ("float32", "bfloat16")
+    ]
+    assert low[0]["attention"] > 2 * low[1]["attention"]
+    assert low[0]["experts"] < 1.5 * low[1]["experts"]
+
+
+@pytest.mark.parametrize("part", ["norms", "core_attention", "expert_activation", "moe", "layer"])
+def test_recomputation_takes_time(part):
+    assert seconds(replace(FOLDED, recompute=(part,))) > seconds(FOLDED)
+
+
+def test_a_part_that_holds_others_swallows_them():
+    moe = seconds(replace(FOLDED, recompute=("moe",)))
+    assert seconds(replace(FOLDED, recompute=("moe", "expert_activation"))) == moe
+    assert seconds(replace(FOLDED, recompute=("layer",))) > moe
+
+
+def test_zero_costs_what_it_communicates():
+    times = [seconds(replace(FOLDED, zero=zero)) for zero in (1, 2, 3)]
+    assert times == sorted(times)
+    assert times[0] <= seconds(replace(FOLDED, zero=0))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_moments_on_the_host_take_the_way_there_and_back(zero):
+    kept, away = (pricer().step_time(replace(FOLDED, zero=zero, offload=offload)) for offload in ((), ("optimizer",)))
+    assert away.parts["optimizer"] > 2 * kept.parts["optimizer"] > 0
+
+
+def test_virtual_stages_shrink_the_bubble():
+    parts = [pricer().step_time(replace(FOLDED, vpp=vpp)).parts["bubble"] for vpp in (1, 7)]
+    assert parts[0] > 5 * parts[1] > 0
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, num_micro_batches=16, schedule="1f1b") == 9.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=3, num_micro_batches=16, schedule="interleaved") == 3.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, num_micro_batches=16, schedule="zero-bubble") == 3.0
+    assert bubble_s(1.0, 2.0, 1.0, pp=1, vpp=1, num_micro_batches=16, schedule="1f1b") == 0.0
+    # docs/pipeline.md: (p-1)(F+2I-W) of a chunk, a rank's two chunks being F = I = W = 1/2 each.
+    assert bubble_s(1.0, 2.0, 1.0, pp=4, vpp=2, num_micro_batches=16, schedule="dualpipev") == pytest.approx(
+        3 * (0.5 + 1.0 - 0.5)
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "num_micro_batches", "bubble"),
+    [
+        pytest.param("1f1b", 1, 1, 9.0, id="1f1b"),
+        # One micro-batch goes through all ranks, chunk after chunk, however many chunks there are.
+        pytest.param("interleaved", 3, 1, 9.0, id="interleaved-1"),
+        pytest.param("interleaved", 3, 2, 7.0, id="interleaved-2"),
+        pytest.param("interleaved", 3, 4, 3.0, id="interleaved-4"),
+        pytest.param("zero-bubble", 1, 1, 6.0, id="zero-bubble-1"),
+        pytest.param("zero-bubble", 1, 2, 5.0, id="zero-bubble-2"),
+        pytest.param("zero-bubble", 3, 1, 16 / 3, id="zero-bubble-1-in-chunks"),
+        pytest.param("zero-bubble", 3, 2, 3.0, id="zero-bubble-2-in-chunks"),
+        pytest.param("zero-bubble", 3, 8, 1.0, id="zero-bubble-8-in-chunks"),
+        pytest.param("zbv", 2, 1, 6.0, id="zbv-1"),
+        pytest.param("zbv", 2, 7, 1.5, id="zbv-7"),
+    ],
+)
+def test_few_micro_batches_leave_ranks_idle(schedule, vpp, num_micro_batches, bubble):
+    assert bubble_s(
+        1.0, 2.0, 1.0, pp=4, vpp=vpp, num_micro_batches=num_micro_batches, schedule=schedule
+    ) == pytest.approx(bubble)
+
+
+def test_experts_that_leave_the_node_pay_for_it_and_overlap_hides_it():
+    inside = pricer("qwen3-30b-a3b").step_time(ParallelMapping(dp=16, ep=8, edp=2))
+    across = pricer("qwen3-30b-a3b").step_time(ParallelMapping(dp=16, ep=16, edp=1))
+    assert across.parts["ep_comm"] > 3 * inside.parts["ep_comm"]
+    hidden = pricer("qwen3-30b-a3b").step_time(ParallelMapping(dp=16, ep=16, edp=1, overlap=True))
+    assert hidden.parts["ep_comm"] < 0.5 * across.parts["ep_comm"]
+    rack = pricer("qwen3-30b-a3b", gpu="gb200").step_time(ParallelMapping(dp=16, ep=16, edp=1))
+    assert rack.parts["ep_comm"] < 0.2 * across.parts["ep_comm"]
+
+
+def test_rows_in_8_bits_shorten_one_of_four_exchanges():
+    """Forward there and back, and the same for gradients: 2 + 3 x 2 bytes a value become 1 + 4/128 + 3 x 2."""
+    narrow = replace(WORK, dispatch_precision="fp8-blockwise")
+    for mapping in (ParallelMapping(dp=16, ep=16, edp=1), ParallelMapping(dp=16, ep=8, etp=2, edp=1)):
+        wide = pricer("qwen3-30b-a3b").step_time(mapping)
+        found = pricer("qwen3-30b-a3b", work=narrow).step_time(mapping)
+        for part in ("ep_comm", "etp_comm"):
+            # But for the latency.
+            assert found.parts[part] == pytest.approx((7 + 4 / 128) / 8 * wide.parts[part], rel=0.02)
+        assert found.total_s < wide.total_s
+
+
+def test_folding_beats_coupling_where_context_parallelism_spreads_the_experts():
+    long = replace(WORK, seq_len=16384, global_batch_size=1024)
+    folded = ParallelMapping(tp=2, cp=4, pp=8, vpp=7, dp=2, ep=8, edp=2)
+    coupled = replace(folded, etp=2, ep=2, edp=4)
+    assert seconds(folded, work=long) < seconds(coupled, work=replace(long, coupled=True))
+
+
+def test_rows_are_sorted_where_a_rank_has_several_experts_and_after_the_gather_over_etp():
+    def permuted(**degrees):
+        return pricer().step_time(replace(FOLDED, **degrees)).parts["permute"]
+
+    one, two = permuted(ep=8, edp=2), permuted(ep=4, edp=4)
+    cut = permuted(ep=4, etp=2, edp=2)
+    # A token and its two copies; sorting reads and writes the copies, those of both etp ranks.
+    assert two / one == pytest.approx(7 / 3)
+    assert cut / one == pytest.approx(11 / 3)
+
+
+def test_gathers_of_experts_are_in_the_open_where_the_host_waits_and_nothing_is_prefetched():
+    late = replace(WORK, prefetches_experts=False)
+    spread = ParallelMapping(dp=128, ep=8, edp=16, zero=3, mbs=2)
+    gather = pricer().data_parallel_cost(spread).expert_all_gathers_s
+    shown = {
+        name: pricer(work=work).step_time(m).parts["dp_comm"]
+        for name, work, m in (
+            ("prefetched", WORK, spread),
+            ("late", late, spread),
+            ("dropped", replace(late, capacity_factor=1.0), spread),
+            ("local", late, replace(spread, ep=1, edp=128, dispatcher="local")),
+        )
+    }
+    assert shown["late"] - shown["prefetched"] == pytest.approx(0.9 * gather, rel=0.05)
+    assert shown["dropped"] == pytest.approx(shown["prefetched"], rel=0.2)
+    assert shown["local"] == pytest.approx(
+        pricer().step_time(replace(spread, ep=1, edp=128, dispatcher="local")).parts["dp_comm"]
+    )
+
+
+def test_imbalance_slows_the_experts_up_to_the_capacity():
+    even = seconds(FOLDED)
+    skewed = seconds(FOLDED, work=replace(WORK, imbalance=1.5))
+    assert skewed > 1.1 * even
+    dropped = replace(WORK, imbalance=1.5, capacity_factor=1.0)
+    assert seconds(FOLDED, work=dropped) == seconds(FOLDED, work=replace(WORK, capacity_factor=1.0))
+
+
+def test_lower_precision_and_graphs_are_faster():
+    assert seconds(FOLDED, work=replace(WORK, precision="fp8")) < 0.85 * seconds(FOLDED)
+    assert seconds(FOLDED, work=replace(WORK, cuda_graphs="full")) < seconds(FOLDED)
+    partial = seconds(FOLDED, work=replace(WORK, cuda_graphs="partial"))
+    assert seconds(FOLDED, work=replace(WORK, cuda_graphs="full")) < partial < seconds(FOLDED)
+
+
+def test_the_stages_are_the_whole_model():
+    one = pricer()
+    stages = one.stage_times(FOLDED)
+    assert len(stages) == 56
+    layer = one.layer_time(0, FOLDED)
+    assert stages[3].forward_s == pytest.approx(layer.forward_s)
+    assert stages[3].backward_input_s + stages[3].backward_weight_s == pytest.approx(layer.backward_s)
+    assert stages[-1].forward_s > stages[3].forward_s
+
+
+def test_a_mapping_is_priced_in_a_fraction_of_a_millisecond():
+    one = pricer()
+    one.step_time(FOLDED)
+    start_s = processor_s()
+    for _ in range(200):
+        one.step_time(FOLDED)
+    # About 0.1 ms on a fast core; the bound leaves room for a slow one.
+    assert (processor_s() - start_s) / 200 < 1e-3

@@ -1,0 +1,233 @@
+"""The planner's memory is that of the runtime: its formula for the recipe of a mapping, and the built model's."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from moefold.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.cost.hardware import load_device
+from moefold.cost.peak_memory import compute_rank_memory
+from moefold.cost.recompute_parts import missing_reason
+from moefold.cost.state_memory import StateBytes
+from moefold.errors import ConfigError
+from moefold.planner.cost_model.workload import TrainingWorkload
+from moefold.planner.export_recipe import config_with_mapping
+from moefold.planner.mapping import ParallelMapping, mapping_from_config
+from moefold.planner.memory.budget import OVERHEAD_GIB, MemoryEstimate, MemoryModel
+from moefold.planner.model_lookup import load_model_spec
+from moefold.planner.model_spec import model_spec_from_config
+from moefold.planner.search.constraints import MappingConstraints
+from moefold.planner.stages import RecipeStageSplitter
+from moefold.recipe import load_config
+from moefold.validate.config import check_config
+from tests.cost.test_state_memory import random_config, sharded_state_bytes
+
+GIB = 2**30
+BIG = [
+    ("mixtral-8x22b", {"world_size": 128, "tp": 2, "pp": 8, "ep": 8}, 256, "1f1b", 1),
+    ("mixtral-8x22b", {"world_size": 128, "tp": 4, "pp": 4, "ep": 8, "zero": 2}, 256, "interleaved", 7),
+    ("mixtral-8x7b", {"world_size": 64, "tp": 2, "ep": 8, "zero": 3}, 128, "1f1b", 1),
+    ("qwen3-30b-a3b", {"world_size": 1024, "tp": 2, "cp": 2, "pp": 4, "ep": 64}, 1024, "zero-bubble", 1),
+    ("deepseek-v3", {"world_size": 1024, "tp": 1, "pp": 16, "ep": 64}, 4096, "1f1b", 1),
+    ("gpt-oss-20b", {"world_size": 16, "tp": 4, "etp": 2, "ep": 4, "pp": 2}, 64, "zbv", 2),
+]
+
+
+def recipe(preset: str, parallel: dict, batch: int, schedule: str, vpp: int) -> Config:
+    cfg = load_config(None, [f"model.preset={preset}"])
+    layout = "auto" if parallel.get("pp", 1) > 1 and (cfg.model.num_layers % (parallel["pp"] * vpp)) else ""
+    cfg = replace(
+        cfg,
+        parallel=ParallelConfig(**parallel, schedule=schedule, virtual_stages=vpp, pipeline_layout=layout),
+        train=replace(cfg.train, seq_len=4096, global_batch_size=batch),
+    )
+    check_config(cfg)
+    return cfg
+
+
+def estimated(cfg: Config, mapping: ParallelMapping | None = None) -> tuple[Config, MemoryEstimate]:
+    """A recipe with its stages spelled out, and what the planner says of it."""
+    shape, device = model_spec_from_config(cfg.model), load_device("h100")
+    workload = TrainingWorkload(
+        seq_len=cfg.train.seq_len,
+        global_batch_size=cfg.train.global_batch_size,
+        capacity_factor=cfg.moe.capacity_factor,
+    )
+    memory = MemoryModel(shape, workload, device, cfg, RecipeStageSplitter(cfg, shape))
+    mapping = mapping or mapping_from_config(cfg)
+    return config_with_mapping(MappingConstraints(cfg), mapping), memory.estimate(mapping)
+
+
+def check_formula(cfg: Config) -> None:
+    spelled, estimate = estimated(cfg)
+    ranks = compute_rank_memory(spelled)
+    most = max(ranks, key=lambda rank: rank.total)
+    assert estimate.total - estimate.workspace == pytest.approx(most.total, rel=1e-9), cfg
+    twins = [rank for rank in ranks if rank.total == most.total]
+    assert any(abs(estimate.weights - rank.states.weights) < 1 for rank in twins)
+
+
+@pytest.mark.parametrize("case", BIG, ids=lambda case: f"{case[0]}-{case[3]}")
+@pytest.mark.parametrize("recompute", [(), ("norms", "expert_activation"), ("layer",)], ids="+".join)
+def test_a_recipe_needs_what_the_runtime_s_formula_says(case, recompute):
+    cfg = recipe(*case)
+    check_formula(replace(cfg, train=replace(cfg.train, recompute=recompute)))
+
+
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zbv", 2))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, ("zero-bubble", 2), ("dualpipev", 2)], ids=str)
+@pytest.mark.parametrize("batch", [8, 24, 48])
+def test_every_schedule_has_as_much_in_flight_as_its_order_of_work(schedule, batch):
+    name, vpp = schedule
+    parallel = {"world_size": 8, "pp": 4, "ep": 2}
+    try:
+        cfg = recipe("mixtral-8x7b", parallel, batch, name, vpp)
+    except ConfigError:
+        assert name == "dualpipev"
+        return
+    check_formula(cfg)
+    check_formula(replace(cfg, train=replace(cfg.train, loss_chunk=-1)))
+
+
+PAIRED = [
+    (schedule, pp, vpp)
+    for schedule, vpp in (("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("dualpipev", 2))
+    for pp in (1, 2, 4)
+    if vpp == 1 or pp > 1
+]
+SAVED = [(), ("moe",), ("layer",), ("norms", "expert_activation"), ("shared_experts", "dense_mlp", "core_attention")]
+PAIRED_MODELS = {
+    "moe": {},
+    "mtp": {"mtp_layers": 1, "layer_pattern": "DMM"},
+    "shared": {"shared_expert_ffn_hidden_size": 256, "layer_pattern": "DM"},
+    "windows": {"layer_pattern": "DMMM", "attention_pattern": "WF", "sliding_window": 64},
+}
+
+
+def paired_recipes(schedule: str, pp: int, vpp: int, model: str):
+    """Recipes with hidden exchanges: models, and parts that run again."""
+    sizes = ModelConfig(num_layers=16, num_experts=8, top_k=2, **PAIRED_MODELS[model])
+    layout = "auto" if pp > 1 and (sizes.num_layers % (pp * vpp) or sizes.mtp_layers) else ""
+    parallel = ParallelConfig(
+        world_size=2 * pp, pp=pp, ep=2, schedule=schedule, virtual_stages=vpp, overlap_experts=True,
+        pipeline_layout=layout,
+    )  # fmt: skip
+    for batch, parts in product((32, 128), SAVED):
+        if lacks := [part for part in parts if missing_reason(part, sizes)]:
+            parts = tuple(part for part in parts if part not in lacks)
+        train = TrainConfig(seq_len=512, global_batch_size=batch, recompute=parts)
+        cfg = Config(run=RunConfig(dtype="bfloat16"), model=sizes, parallel=parallel, train=train)
+        check_config(cfg)
+        yield cfg
+
+
+@pytest.mark.parametrize("model", PAIRED_MODELS)
+@pytest.mark.parametrize("case", PAIRED, ids=lambda case: "-".join(map(str, case)))
+def test_pairs_have_as_much_as_the_runtime_s_formula_says(case, model):
+    for cfg in paired_recipes(*case, model):
+        check_formula(cfg)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_states_of_a_random_mapping_are_those_of_the_built_model(seed):
+    cfg = random_config(seed)
+    cfg = replace(cfg, run=replace(cfg.run, device="cuda"))
+    spelled, estimate = estimated(cfg)
+    p = spelled.parallel
+    found = [sharded_state_bytes(spelled, rank) for rank in range(0, p.world_size, p.world_size // p.pp)]
+    assert any(is_alike(estimate, real, spelled) for real in found), cfg
+
+
+def is_alike(estimate: MemoryEstimate, real: StateBytes, cfg: Config) -> bool:
+    same = (estimate.weights, estimate.optimizer, estimate.buffers) == (real.weights, real.optimizer, real.buffers)
+    return same and (cfg.parallel.zero == 3 or estimate.gathered == real.gathered)
+
+
+@pytest.mark.parametrize(("size", "work"), [(1, 0), (16, 16)])
+def test_the_workspace_has_the_gradients_of_one_module_and_what_makes_or_reduces_them(size, work):
+    """Mixtral 8x22B, ep=8: one expert of 3 x 6144 x 16384 a layer, and two rows for each token."""
+    shape, workload = load_model_spec("mixtral-8x22b"), TrainingWorkload(seq_len=4096, global_batch_size=256)
+    memory = MemoryModel(shape, workload, load_device("h100"))
+    expert, rows = 3 * 6144 * 16384, 2 * size * 4096
+    found = memory.workspace(ParallelMapping(dp=16, ep=8, edp=2, mbs=size)) - OVERHEAD_GIB * GIB
+    # The buffer of the reduction in float32, or four arrays of the inner width in bfloat16.
+    assert found == 2 * expert + (4 * 2 * rows * 16384 if work else 4 * expert)
+    assert memory.workspace(ParallelMapping()) == OVERHEAD_GIB * GIB
+
+
+def test_uneven_experts_need_larger_buffers():
+    cfg = recipe(*BIG[0])
+    shape, device = model_spec_from_config(cfg.model), load_device("h100")
+    plain = TrainingWorkload(seq_len=4096, global_batch_size=256)
+    even, uneven = (
+        MemoryModel(shape, replace(plain, imbalance=load), device, cfg).estimate(mapping_from_config(cfg))
+        for load in (1.0, 1.5)
+    )
+    ranks = compute_rank_memory(cfg, imbalance=1.5)
+    assert uneven.dispatch > even.dispatch
+    assert uneven.total - uneven.workspace == pytest.approx(max(rank.total for rank in ranks), rel=1e-6)
+
+
+AWAY = [
+    ("mixtral-8x7b", {"world_size": 8, "pp": 2, "ep": 4, "zero": 0}, {}, {}),
+    ("mixtral-8x7b", {"world_size": 8, "tp": 2, "ep": 2, "zero": 1}, {"offload_min_kib": 2**10}, {}),
+    ("qwen3-30b-a3b", {"world_size": 4, "ep": 4, "zero": 3}, {"moment_dtype": "bfloat16"}, {}),
+    ("deepseek-v3", {"world_size": 64, "pp": 4, "ep": 16}, {}, {"layer_pattern": "DDDM"}),
+    ("mixtral-8x7b", {"world_size": 8, "pp": 8}, {"optimizer": "muon"}, {"tie_embeddings": True}),
+]
+
+
+@pytest.mark.parametrize("case", AWAY, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}")
+def test_an_update_brings_moments_back(case):
+    """With few activations they are what counts."""
+    preset, parallel, train, model = case
+    cfg = load_config(None, [f"model.preset={preset}"])
+    batch = TrainConfig(seq_len=64, global_batch_size=64, offload_optimizer="host", **train)
+    cfg = replace(
+        cfg,
+        run=replace(cfg.run, dtype="bfloat16", device="cuda"),
+        model=replace(cfg.model, **model),
+        parallel=ParallelConfig(pipeline_layout="auto" if "pp" in parallel else "", **parallel),
+        train=batch,
+    )
+    check_config(cfg)
+    fullest = max(compute_rank_memory(cfg), key=lambda rank: rank.total)
+    assert fullest.update > 0, "else the case shows nothing"
+    check_formula(cfg)
+
+
+def test_what_is_offloaded_is_not_there():
+    cfg = recipe(*BIG[0])
+    _, plain = estimated(cfg)
+    mapping = mapping_from_config(cfg)
+    _, away = estimated(cfg, replace(mapping, offload=("core_attention", "optimizer")))
+    assert away.optimizer < 0.01 * plain.optimizer
+    assert away.activations < plain.activations
+    assert away.weights == plain.weights
+
+
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_the_memory_of_a_mapping_does_not_depend_on_those_before_it(device, dispatcher):
+    """Sizes are found once for all mappings that share them, so a degree that was forgotten shows here."""
+    model = ModelConfig(num_layers=2, num_experts=16, top_k=4, vocab_size=64)
+    cfg = Config(run=RunConfig(device="cuda"), model=model, train=TrainConfig(seq_len=64, global_batch_size=64))
+    shape, workload = model_spec_from_config(model), TrainingWorkload(seq_len=64, global_batch_size=64, imbalance=3.0)
+
+    def memory() -> MemoryModel:
+        return MemoryModel(shape, workload, load_device(device), cfg)
+
+    shared, found = memory(), set()
+    ways = ((1, "1f1b", False), (1, "1f1b", True), (2, "zero-bubble", False))
+    for (pp, schedule, overlap), tp, ep, etp in product(ways, (1, 2), (1, 2, 4, 8, 16), (1, 2)):
+        mapping = ParallelMapping(
+            tp=tp, dp=32 // tp, pp=pp, schedule=schedule, ep=ep, etp=etp, edp=32 // (ep * etp), dispatcher=dispatcher,
+            overlap=overlap,
+        )  # fmt: skip
+        estimate = shared.estimate(mapping)
+        assert estimate == memory().estimate(mapping), mapping
+        found.add(estimate.total)
+    assert len(found) > 30

@@ -1,0 +1,199 @@
+"""The search leaves nothing out that could win: compared with pricing every mapping of small worlds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moefold.config.schema import Config
+from moefold.cost.hardware import Device, load_device
+from moefold.planner.cost_model.step import CostModel
+from moefold.planner.cost_model.workload import workload_from_config
+from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
+from moefold.planner.memory.budget import OVERHEAD_GIB, MemoryModel
+from moefold.planner.model_spec import model_spec_from_config
+from moefold.planner.search.constraints import MappingConstraints, Restriction
+from moefold.planner.search.search import PlannedMapping, Search
+from moefold.planner.search.space import Fold, MappingSpace
+from moefold.planner.stages import RecipeStageSplitter
+from moefold.recipe import load_config
+from tests.planner.recipes import RECIPES, on_ranks
+
+MUON = replace(RECIPES["plain"], train=replace(RECIPES["plain"].train, optimizer="muon"))
+CASES = {**RECIPES, "Muon": MUON}
+NAMES = ("plain", "latent attention, padded to a capacity", "another order of the ranks", "dense", "Muon")
+
+
+def searched(name: str, world_size: int, room_gib: float, fixed: dict | None = None) -> Search:
+    """A search of a small recipe."""
+    return searching(on_ranks(CASES[name], world_size), room_gib, fixed)
+
+
+def searching(
+    cfg: Config, room_gib: float, fixed: dict | None = None, device: Device | None = None, imbalance: float = 1.0
+) -> Search:
+    """A search on a device that has so much beside the overhead."""
+    space = MappingSpace(MappingConstraints(cfg), Restriction(fixed or {}))
+    device = replace(device or load_device("h100"), memory_gib=OVERHEAD_GIB + room_gib)
+    workload = workload_from_config(cfg, "bf16", imbalance=imbalance)
+    shape = model_spec_from_config(cfg.model)
+    split = RecipeStageSplitter(cfg, shape)
+    memory = MemoryModel(shape, workload, device, cfg, split)
+    return Search(space, CostModel(shape, device, workload, memory.activation_memory, split), memory)
+
+
+def every_mapping(search: Search, fixed: dict | None = None) -> dict[Fold, list[ParallelMapping]]:
+    found: dict[Fold, list[ParallelMapping]] = {}
+    world = search.space.constraints.base_config.parallel.world_size
+    for values in MappingSpace(search.space.constraints, Restriction(fixed or {})):
+        tp, cp, pp, ep, etp = (values[axis] for axis in ("tp", "cp", "pp", "ep", "etp"))
+        fold = Fold(tp, cp, world // (tp * cp * pp), pp, ep, etp, world // (ep * etp * pp))
+        if values.pop("moments") == "host":
+            values["offload"] = (*values["offload"], OFFLOADED_OPTIMIZER)
+        found.setdefault(fold, []).append(ParallelMapping(**values, dp=fold.dp, edp=fold.edp))
+    return found
+
+
+def priced(search: Search, probe: ParallelMapping) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and bytes of a mapping with every saver, none left out."""
+    savers, memory = search.space.strategies, search.memory_model
+    room = memory.memory_budget(probe, memory.activation_memory.total_bytes(probe, savers), savers.recomputes_comm)
+    return search.fold_costs.strategy_costs.step_times(probe, savers), room.totals(probe, room.activations())
+
+
+def fastest_of_all(search: Search, fixed: dict | None = None) -> dict[Fold, float]:
+    """Seconds of the best mapping of each fold by pricing every mapping; inf where none fits.
+
+    All savers of a mapping are priced at once; that this is what each costs by itself is tested below.
+    """
+    found = {}
+    for fold, mappings in every_mapping(search, {**(fixed or {}), "recompute": (), "offload": ()}).items():
+        found[fold] = float("inf")
+        for m in mappings:
+            seconds, totals = priced(search, m)
+            fits = totals <= search.memory_model.device.memory_bytes
+            found[fold] = min(found[fold], seconds[fits].min(initial=float("inf")))
+    return found
+
+
+def check_folds(search: Search, fixed: dict | None = None) -> None:
+    """Compare the search with the ranking of everything: each fold, the first few, and who is faster."""
+    everything = fastest_of_all(search, fixed)
+    views = dict(search.space.folds)
+    assert set(views) == set(everything)
+    for fold, fastest in everything.items():
+        plan = search.best(fold, views[fold])
+        assert plan.memory.fits == (fastest < float("inf"))
+        if plan.memory.fits:
+            assert plan.time.total_s == pytest.approx(fastest, rel=1e-12)
+    ranking = sorted(seconds for seconds in everything.values() if seconds < float("inf"))
+    for count in (1, 10):
+        found = [plan.time.total_s for plan in search.top_plans(count)]
+        assert found == pytest.approx(ranking[:count], rel=1e-12)
+    for place in range(0, len(ranking), 5):
+        limit = ranking[place] * (1 - 1e-9)
+        assert search.num_faster(limit) == sum(seconds < limit for seconds in ranking)
+
+
+@pytest.mark.parametrize("room_mib", [0.3, 0.5, 100.0])
+def test_the_best_of_each_fold_is_the_best_of_all_its_mappings(room_mib):
+    check_folds(searched("plain", 2, room_mib / 1024))
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3])
+def test_a_slower_dispatcher_that_keeps_less_is_found(share):
+    """With a capacity below 1 an all-gather keeps fewer results than tokens have copies, which an exchange returns."""
+    plain, fixed = RECIPES["plain"], {"overlap": False, "zero": 1}
+    model, moe = replace(plain.model, num_experts=8, top_k=6), replace(plain.moe, capacity_factor=0.5)
+    cfg = on_ranks(replace(plain, model=model, moe=moe), 2)
+    roomy = searching(cfg, 100.0, fixed)
+    probes = every_mapping(roomy, {**fixed, "recompute": (), "offload": ()})
+    sizes = np.concatenate([priced(roomy, m)[1] for mappings in probes.values() for m in mappings])
+    check_folds(searching(cfg, np.quantile(sizes, share) / 2**30 - OVERHEAD_GIB, fixed), fixed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room_mib", [0.3, 0.5, 1.0, 100.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_best_of_each_fold_is_the_best_on_four_ranks(name, room_mib):
+    check_folds(searched(name, 4, room_mib / 1024))
+
+
+def of_preset(preset: str, world_size: int, room_gib: float, fixed: dict) -> Search:
+    """A search of a whole model, over a part of the space."""
+    cfg = load_config(None, [f"model.preset={preset}", "train.seq_len=4096", "train.global_batch_size=32"])
+    cfg = replace(on_ranks(cfg, world_size), run=replace(cfg.run, device="cuda"))
+    return searching(cfg, room_gib, fixed)
+
+
+@pytest.mark.parametrize(
+    ("preset", "world_size", "room_gib", "fixed"),
+    [
+        pytest.param("mixtral-8x7b", 16, 60.0, {"pp": 4, "cp": 1, "etp": 1}, id="mixtral-8x7b-tight"),
+        pytest.param("mixtral-8x7b", 16, 140.0, {"tp": 2, "zero": 1, "moments": "none"}, id="mixtral-8x7b-roomy"),
+        pytest.param("qwen3-30b-a3b", 16, 70.0, {"tp": 1, "pp": 2}, id="qwen3-30b-a3b"),
+        pytest.param("deepseek-v3", 256, 75.0, {"tp": 1, "cp": 1, "pp": 16, "etp": 1}, id="deepseek-v3"),
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_search_of_a_whole_model_leaves_nothing_out(preset, world_size, room_gib, fixed):
+    check_folds(of_preset(preset, world_size, room_gib, fixed), fixed)
+
+
+def test_plans_are_ranked_best_first():
+    plans = searched("plain", 4, 0.25 / 1024).rank_all()
+    assert len(plans) == len(searched("plain", 4, 1.0).space.folds)
+    assert [plan.sort_key for plan in plans] == sorted(plan.sort_key for plan in plans)
+    fits = [plan.memory.fits for plan in plans]
+    assert fits == sorted(fits, reverse=True)
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_times_and_memory_of_all_savers_are_those_of_each(name):
+    search = searched(name, 2, 0.45 / 1024)
+    for mappings in every_mapping(search).values():
+        for m in mappings[::9973]:
+            probe = replace(m, recompute=(), offload=tuple(part for part in m.offload if part == OFFLOADED_OPTIMIZER))
+            savers = search.space.strategies
+            i = savers.index((m.recompute, tuple(part for part in m.offload if part != OFFLOADED_OPTIMIZER)))
+            seconds, totals = (of_all[i] for of_all in priced(search, probe))
+            assert seconds == pytest.approx(search.cost_model.step_time(m).total_s, rel=1e-12), m
+            assert totals == pytest.approx(search.memory_model.estimate(m).total, rel=1e-9), m
+
+
+def test_the_heaviest_moments_are_below_what_is_needed():
+    search = searched("plain", 4, 100.0)
+    rng = np.random.default_rng(0)
+    for mappings in every_mapping(search, {"recompute": (), "offload": (), "moments": "none", "zero": 1}).values():
+        for m in mappings:
+            heaviest, moments = search.memory_model.peak_candidates(m), search.memory_model.snapshots(m)
+            states, kept = rng.random(heaviest.states.shape[1]), rng.random(heaviest.activations.shape[1])
+            least, needed = ((of.states @ states + of.activations @ kept).max() for of in (heaviest, moments))
+            assert 0.2 * needed < least <= needed * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("room_mib", [0.5, 100.0])
+def test_the_first_few_are_those_of_the_whole_ranking(room_mib):
+    everything = [plan for plan in searched("plain", 4, room_mib / 1024).rank_all() if plan.memory.fits]
+    search = searched("plain", 4, room_mib / 1024)
+    for count in (1, 3, 10):
+        found = [plan.time.total_s for plan in search.top_plans(count)]
+        assert found == pytest.approx([plan.time.total_s for plan in everything[:count]], rel=1e-12)
+    for place in range(0, len(everything), 5):
+        faster = sum(plan.time.total_s < everything[place].time.total_s * (1 - 1e-9) for plan in everything)
+        assert search.num_faster(everything[place].time.total_s * (1 - 1e-9)) == faster
+
+
+def test_a_fixed_zero_is_searched():
+    search = searched("plain", 2, 1.0, {"zero": 0})
+    assert {plan.mapping.zero for plan in search.rank_all()} == {0}
+
+
+def test_what_is_bound_by_memory_says_so():
+    search = searched("plain", 4, 1.0)
+    plan = search.rank_all()[0]
+    assert "memory" not in plan.bottleneck
+    again = search.price(replace(plan.mapping, recompute=("layer",)))
+    assert isinstance(again, PlannedMapping)
+    assert again.bottleneck.endswith("+ memory")

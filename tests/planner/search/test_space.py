@@ -1,0 +1,228 @@
+"""The enumeration is exact: what brute force finds through the runtime's own `check_config`, no more and no less."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, combinations, islice, product
+from typing import Any
+
+import pytest
+
+from moefold.config.schema import RECOMPUTE_PARTS, Config, ParallelConfig
+from moefold.errors import ConfigError
+from moefold.planner.search.constraints import (
+    ALL_AXES_RULE,
+    AXIS_KEYS,
+    DERIVED,
+    MAPPING_RULES,
+    MappingConstraints,
+    Restriction,
+)
+from moefold.planner.search.space import MappingSpace
+from moefold.validate.config import RULES, check_config
+from moefold.validate.memory import OFFLOAD_PARTS
+from tests.planner.recipes import RECIPES, on_ranks
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
+DISPATCHERS = ("local", "allgather", "alltoall", "leastloaded", "deepep")
+UNCOUNTED = {"recompute": ("norms",), "offload": (), "moments": "none"}
+FREE = {"zero": 2, **UNCOUNTED}
+"""What the tuples of brute force have in common, as `test_recompute_and_zero_are_free_of_the_rest` allows."""
+
+
+def brute_force(cfg: Config) -> Iterator[tuple[dict[str, Any], bool]]:
+    """All tuples of axes and whether the runtime accepts them, degrees and sizes that divide nothing included."""
+    legality = MappingConstraints(cfg)
+    world, batch, layers = cfg.parallel.world_size, cfg.train.global_batch_size, cfg.model.num_layers
+    names = ("tp", "cp", "pp", "ep", "etp", "mbs", "schedule", "vpp", "dispatcher", "overlap")
+    degrees = [range(1, world + 1)] * 5
+    tails = list(product(range(1, batch + 1), SCHEDULES, range(1, layers + 4), DISPATCHERS, (False, True)))
+    for head in product(*degrees):
+        folds = accepts(replace(cfg, parallel=degrees_of(cfg, head)), fold_only=True)
+        for tail in tails:
+            values = dict(zip(names, (*head, *tail), strict=True))
+            yield values, folds and accepts(legality.config_of({**values, **FREE}))
+
+
+def degrees_of(cfg: Config, head: tuple[int, ...]) -> ParallelConfig:
+    tp, cp, pp, ep, etp = head
+    return replace(cfg.parallel, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+
+
+def accepts(cfg: Config, *, fold_only: bool = False) -> bool:
+    try:
+        check_config(cfg)
+    except ConfigError as error:
+        # A fold is refused alone, before any rule between keys; each of its messages speaks of a divisor or an order.
+        return fold_only and not ("must divide world_size" in str(error) or "different pp groups" in str(error))
+    return True
+
+
+def key(values: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(values[axis] for axis in AXIS_KEYS if axis not in FREE)
+
+
+def check_exact(cfg: Config) -> None:
+    space = MappingSpace(MappingConstraints(cfg), Restriction(fixed=FREE))
+    found = [key(values) for values in space]
+    assert len(found) == len(set(found)) == space.count()
+    expected, number = set(), 0
+    for values, is_legal in brute_force(cfg):
+        number += 1
+        if is_legal:
+            expected.add(key(values))
+    assert set(found) == expected
+    assert len(expected) < number
+    free = MappingSpace(MappingConstraints(cfg))
+    overlapped = sum(values[-1] for values in expected)
+    plain = len(expected) - overlapped
+    # Two micro-batches at a time need parameters that stay.
+    choices = (plain * 4 + overlapped * 3) * len(free.strategies)
+    assert free.count() == choices * len(free.optimizer_placements)
+
+
+@pytest.mark.parametrize("name", ["plain", "windows and an uneven batch", "another order of the ranks"])
+def test_enumeration_equals_brute_force(name):
+    check_exact(on_ranks(RECIPES[name], 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_enumeration_equals_brute_force_on_more_ranks(name, world_size):
+    check_exact(on_ranks(RECIPES[name], world_size))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_sets_to_recompute_are_those_that_the_runtime_accepts(name):
+    legality = MappingConstraints(on_ranks(RECIPES[name], 1))
+    found = MappingSpace(legality).recompute_sets
+    subsets = chain.from_iterable(combinations(RECOMPUTE_PARTS, n) for n in range(len(RECOMPUTE_PARTS) + 1))
+    one = {
+        "offload": (),
+        "overlap": False,
+        "tp": 1,
+        "cp": 1,
+        "pp": 1,
+        "ep": 1,
+        "etp": 1,
+        "mbs": 1,
+        "schedule": "1f1b",
+        "vpp": 1,
+        "dispatcher": "local",
+    }
+    stages = RECIPES[name].parallel.pipeline_layout not in ("", "auto")
+    cfg = legality.base_config if not stages else replace(legality.base_config, parallel=ParallelConfig())
+    accepted = [parts for parts in subsets if accepts(MappingConstraints(cfg).config_of({**one, "recompute": parts}))]
+    assert sorted(found) == sorted(accepted)
+    assert found[0] == ()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_what_leaves_memory_is_what_the_runtime_accepts_with_and_without_overlap(overlap):
+    legality = MappingConstraints(on_ranks(RECIPES["plain"], 2))
+    space = MappingSpace(legality, Restriction({"overlap": overlap, "ep": 2, **UNCOUNTED}))
+    values = next(iter(space))
+    recomputes = MappingSpace(legality).recompute_sets[::17]
+    subsets = chain.from_iterable(combinations(OFFLOAD_PARTS, n) for n in range(len(OFFLOAD_PARTS) + 1))
+    tried = [{**values, "recompute": parts, "offload": away} for parts, away in product(recomputes, subsets)]
+    accepted = {(one["recompute"], one["offload"]) for one in tried if accepts(legality.config_of(one))}
+    assert accepted == {saver for saver in MappingSpace(legality).strategies if saver[0] in recomputes}
+    assert len(accepted) < len(tried)
+
+
+def test_no_rule_reads_what_it_does_not_say():
+    """A rule that came to read another axis would be asked too seldom."""
+    said: dict[Any, set[str]] = {ALL_AXES_RULE: {"tp", "cp", "pp", "ep", "etp", "vpp"}}
+    for rule in MAPPING_RULES:
+        axes = {axis for name in rule.reads for axis in (DERIVED[name][1] if name in DERIVED else (name,))}
+        said.setdefault(rule.validate, set()).update(axes)
+    for name, recipe in RECIPES.items():
+        for values in islice(MappingSpace(MappingConstraints(on_ranks(recipe, 2))), 0, None, 9973):
+            cfg = MappingConstraints(on_ranks(recipe, 2)).config_of(values)
+            for rule in (*RULES, *(rule.validate for rule in MAPPING_RULES)):
+                notes: set[str] = set()
+                list(rule(noting(cfg, notes)))
+                assert notes <= said.get(rule, set()), (name, rule)
+
+
+def noting(cfg: Config, notes: set[str]) -> Config:
+    """A config that notes which axes are read of it."""
+    axis_of = {f"{section}.{key}": axis for axis, (section, key) in AXIS_KEYS.items()}
+
+    class Noting:
+        def __init__(self, section: str, part: Any) -> None:
+            self.section, self.part = section, part
+
+        def __getattr__(self, key: str) -> Any:
+            name = f"{self.section}.{key}"
+            if name in ("parallel.dp", "parallel.edp"):
+                notes.update(("tp", "cp", "pp") if key == "dp" else ("ep", "etp", "pp"))
+            if name in axis_of:
+                notes.add(axis_of[name])
+            return getattr(self.part, key)
+
+    class NotingConfig(Config):
+        __slots__ = ()
+
+    sections = {name: Noting(name, getattr(cfg, name)) for name in ("parallel", "train")}
+    return NotingConfig(**{name: sections.get(name, getattr(cfg, name)) for name in Config.__dataclass_fields__})
+
+
+def test_the_rule_that_reads_more_than_it_says_is_found():
+    notes: set[str] = set()
+    cfg = noting(on_ranks(RECIPES["plain"], 2), notes)
+    assert (cfg.num_micro_batches, cfg.parallel.schedule) == (2, "1f1b")
+    assert notes == {"mbs", "tp", "cp", "pp", "schedule"}
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    [
+        ("coupled", lambda m: m["etp"] != m["tp"]),
+        ("coupled+cp", lambda m: m["etp"] != m["tp"]),
+        ("fsdp", lambda m: (m["pp"], m["ep"], m["zero"]) != (1, 1, 3)),
+        ("fsdp+ep", lambda m: m["pp"] != 1 or m["ep"] == 1 or m["zero"] != 3),
+        ("tp+ep+dp", lambda m: m["pp"] != 1 or m["zero"] != 1),
+    ],
+)
+def test_methods_are_parts_of_the_space(method, wrong):
+    cfg = on_ranks(RECIPES["plain"], 4)
+    everything = [tuple(values.items()) for values in MappingSpace(MappingConstraints(cfg), Restriction(UNCOUNTED))]
+    some = list(MappingSpace(MappingConstraints(cfg), Restriction(UNCOUNTED, method=method)))
+    assert some
+    assert not any(wrong(values) for values in some)
+    assert {tuple(values.items()) for values in some} < set(everything)
+
+
+def test_fixed_axes_filter_the_space():
+    cfg = on_ranks(RECIPES["plain"], 4)
+    fixed = {"tp": 2, "edp": 2, "mbs": 1, "schedule": "1f1b", **UNCOUNTED}
+    some = list(MappingSpace(MappingConstraints(cfg), Restriction(fixed)))
+    kept = [
+        values
+        for values in MappingSpace(MappingConstraints(cfg), Restriction(UNCOUNTED))
+        if 4 // (values["ep"] * values["etp"] * values["pp"]) == 2
+        and all(values[axis] == value for axis, value in fixed.items() if axis != "edp")
+    ]
+    assert some == kept
+    assert some
+
+
+def test_a_recipe_that_no_mapping_helps_is_refused():
+    cfg = on_ranks(RECIPES["plain"], 2)
+    with pytest.raises(ConfigError, match=r"train.min_lr"):
+        MappingConstraints(replace(cfg, train=replace(cfg.train, min_lr=1.0)))
+    with pytest.raises(ConfigError, match=r"top_k"):
+        MappingConstraints(replace(cfg, model=replace(cfg.model, top_k=9)))
+
+
+def test_every_fold_has_a_legal_mapping():
+    legality = MappingConstraints(on_ranks(RECIPES["plain"], 4))
+    free, overlapped = MappingSpace(legality), MappingSpace(legality, Restriction({"overlap": True, "mbs": 2}))
+    assert 0 < len(overlapped.folds) < len(free.folds)
+    for space in (free, overlapped):
+        assert all(space.count_by_fold())
+        for fold, view in space.folds:
+            for values in space.sample_mappings(fold, view):
+                check_config(legality.config_of(values))
+    assert MappingSpace(legality, Restriction({"overlap": True, "zero": 3})).folds == ()

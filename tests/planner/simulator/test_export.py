@@ -1,0 +1,132 @@
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import matplotlib as mpl
+import pytest
+
+from moefold.errors import ConfigError
+from moefold.planner.simulator.export import TRACKS, chrome_trace, split_by_overlap, write_timeline
+from moefold.planner.simulator.simulate import Segment, StageSegments, StepTail, simulate, slot_rows
+from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Event, choose_windows, describe_windows
+
+SVG = "{http://www.w3.org/2000/svg}"
+CHAIN = (Segment("attention", 2.0), Segment("ep_comm", 1.0, COMMUNICATION), Segment("experts", 3.0))
+WORK = StageSegments(forward=CHAIN, backward=CHAIN * 2, input_gradient=CHAIN, weight_gradient=CHAIN[:1], p2p_s=0.25)
+
+
+def step(schedule="interleaved", chunks=2, micro_batches=4, *, overlap=False):
+    rows = slot_rows(schedule, 2, chunks, micro_batches, overlap=overlap)
+    return simulate(rows, [WORK] * 2 * chunks, overlap=overlap, tail=StepTail(1.0, 0.5))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_trace_has_every_event_where_perfetto_looks_for_it(overlap):
+    timeline = step(overlap=overlap)
+    events = json.loads(json.dumps(chrome_trace(timeline)))["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    streams = [event for event in slices if event["tid"] >= TRACKS.index(COMPUTE)]
+    expected = [
+        (e.rank, TRACKS.index(e.stream), e.part, e.start_s * 1e6, (e.end_s - e.start_s) * 1e6) for e in timeline.events
+    ]
+    assert sorted((e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in streams) == sorted(expected)
+    passes = [event for event in slices if event["tid"] < TRACKS.index(COMPUTE)]
+    assert len(passes) == 2 * 4 * 4
+    assert {event["args"]["action"] for event in passes} == {
+        f"{s}{k}{m}" for s in range(4) for k in "FB" for m in range(4)
+    }
+    names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
+    assert names == {(0, "pipeline rank 0"), (1, "pipeline rank 1")}
+    # Slices of a track may hold each other, but never cross.
+    for pid in range(2):
+        for tid in range(len(TRACKS)):
+            spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in slices if (e["pid"], e["tid"]) == (pid, tid))
+            for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+                assert start >= end - 1e-3
+
+
+def test_an_arrow_leads_from_every_message_to_the_pass_that_reads_it():
+    timeline = step()
+    events = chrome_trace(timeline)["traceEvents"]
+    sends = [event for event in timeline.events if event.stream == SEND]
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == ph} for ph in "sf")
+    assert len(starts) == len(ends) == len(sends) == 4 * 6
+    for number, end in ends.items():
+        assert end["ts"] >= starts[number]["ts"] + 0.25e6 - 1e-3
+        assert end["pid"] != starts[number]["pid"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_picture_has_a_lane_for_each_rank_and_a_bar_for_each_pass(tmp_path, overlap):
+    path = tmp_path / "step.svg"
+    timeline = step(overlap=overlap)
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        write_timeline(timeline, path, "a title")
+    tree = ElementTree.parse(path)
+    texts = [element.text for element in tree.iter(f"{SVG}text")]
+    assert "a title" in texts
+    assert [text for text in texts if text and text.startswith("pp rank")] == ["pp rank 0", "pp rank 1"]
+    # Each micro-batch is written once in each of its passes of four stages; the axis adds numbers of its own.
+    assert all(texts.count(str(m)) >= 8 for m in range(1, 4))
+    assert any(text and re.match(r"step .* s, bubble .*% of the work", text) for text in texts)
+
+
+def test_the_legend_names_what_is_there(tmp_path):
+    path = tmp_path / "step.svg"
+    found = {}
+    for schedule, stages in (("1f1b", 1), ("zero-bubble", 1)):
+        with mpl.rc_context({"svg.fonttype": "none"}):
+            write_timeline(step(schedule, stages), path, "a title")
+        found[schedule] = {element.text for element in ElementTree.parse(path).iter(f"{SVG}text")}
+    assert "backward" in found["1f1b"]
+    assert not {"gradients of inputs", "gradients of weights"} & found["1f1b"]
+    assert {"gradients of inputs", "gradients of weights"} <= found["zero-bubble"]
+    assert "backward" not in found["zero-bubble"]
+
+
+def test_a_long_step_is_shown_in_three_windows(tmp_path):
+    path = tmp_path / "step.svg"
+    timeline = step("1f1b", 1, 200)
+    assert choose_windows(step()) == ((0.0, step().total_s),)
+    (first, start_end), (low, high), (end_start, last) = windows = choose_windows(timeline)
+    assert (first, last) == (0.0, timeline.total_s)
+    assert start_end < low < timeline.span_s / 2 < high < end_start < timeline.span_s
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        write_timeline(timeline, path)
+    texts = [element.text for element in ElementTree.parse(path).iter(f"{SVG}text")]
+    assert describe_windows(timeline, windows) in texts
+    assert "steady state" in describe_windows(timeline, windows)
+    # The first micro-batches, some in the middle, and the last.
+    assert {"0", "100", "199"} <= set(texts)
+    assert "40" not in texts
+
+
+def test_a_png_is_drawn(tmp_path):
+    path = tmp_path / "step.png"
+    write_timeline(step("zero-bubble", 1), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_communication_is_split_where_compute_begins_and_ends():
+    event = Event(0, COMMUNICATION, "ep_comm", 2.0, 10.0, None)
+    pieces = list(split_by_overlap(event, [(0.0, 1.0), (1.5, 3.0), (4.0, 5.0), (9.0, 12.0), (13.0, 14.0)]))
+    assert pieces == [(2.0, 3.0, True), (3.0, 4.0, False), (4.0, 5.0, True), (5.0, 9.0, False), (9.0, 10.0, True)]
+    assert list(split_by_overlap(event, [])) == [(2.0, 10.0, False)]
+    timeline = step(overlap=True)
+    for rank in range(2):
+        compute = [(e.start_s, e.end_s) for e in timeline.events_of(rank, COMPUTE)]
+        shown = [p for e in timeline.events_of(rank, COMMUNICATION) for p in split_by_overlap(e, compute) if not p[2]]
+        assert sum(end - start for start, end, _ in shown) == pytest.approx(timeline.exposed_s(rank))
+
+
+@pytest.mark.parametrize("name", ["step", "step.gif", "step.txt"])
+def test_other_endings_are_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"must end in \.json, for Perfetto, or in \.png, \.svg or \.pdf"):
+        write_timeline(step(), tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["step.json", "step.png"])
+def test_an_unwritable_file_is_refused(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
+        write_timeline(step(), tmp_path / name)

@@ -1,0 +1,90 @@
+"""What ranks do together on paper is what torch has them do together."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.errors import ConfigError
+from moefold.parallel.pipeline_schedule import training_schedule
+from moefold.planner.simulator.simulate import slot_rows
+from moefold.topology.schedule_tables import stage_ranks
+from moefold.validate.pipeline import validate_micro_batch_count
+
+COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]
+SCHEDULES += [("zero-bubble", 2), ("zbv", 2), ("dualpipev", 2)]
+
+
+def config(schedule: str, pp: int, chunks: int, count: int, csv: str = "") -> Config:
+    return Config(
+        parallel=ParallelConfig(world_size=pp, pp=pp, schedule=schedule, virtual_stages=chunks, schedule_csv=csv),
+        train=TrainConfig(global_batch_size=count),
+    )
+
+
+def slots_of_torch(cfg: Config) -> list[list[list[str]]]:
+    pp = cfg.parallel.pp
+    dist.init_process_group("fake", rank=0, world_size=pp, store=FakeStore())
+    try:
+        ranks, stages = stage_ranks(cfg.parallel), []
+        for i, rank in enumerate(ranks):
+            if rank == 0:
+                x = torch.zeros(1, 1, device="meta")
+                shapes = {"input_args": (x,), "output_args": (x,)}
+                stages.append(PipelineStage(nn.Identity(), i, len(ranks), torch.device("cpu"), **shapes))
+        order = training_schedule(cfg, stages, lambda y, target: y.sum()).pipeline_order_with_comms
+    finally:
+        dist.destroy_process_group()
+    rows = [[str(word) for word in order[rank] if word is not None] for rank in range(pp)]
+    rows = [[word for word in row if COMPUTE.fullmatch(word) or "OVERLAP" in word] for row in rows]
+    return [[["".join(part) for part in COMPUTE.findall(word)] for word in row] for row in rows]
+
+
+def spelled(rows) -> list[list[list[str]]]:
+    return [[list(map(str, slot)) for slot in row] for row in rows]
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES[2:])
+def test_the_slots_are_those_of_the_runtime(pp, schedule, chunks):
+    compared = 0
+    for count in range(1, 3 * pp + 2):
+        cfg = config(schedule, pp, chunks, count)
+        if not list(validate_micro_batch_count(cfg)):
+            compared += 1
+            assert spelled(slot_rows(schedule, pp, chunks, count)) == slots_of_torch(cfg), count
+    assert compared > pp
+
+
+def test_the_slots_of_a_file_are_those_of_the_runtime(tmp_path):
+    path = tmp_path / "order.csv"
+    path.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
+    mine = slot_rows("csv", 2, 1, 2, path=str(path))
+    assert spelled(mine) == slots_of_torch(config("csv", 2, 1, 2, str(path)))
+
+
+def test_interleaved_is_1f1b_with_several_stages_and_one_rank_does_one_micro_batch_after_the_other():
+    assert slot_rows("1f1b", 4, 2, 8) == slot_rows("interleaved", 4, 2, 8)
+    assert spelled(slot_rows("1f1b", 1, 1, 2)) == [[["0F0"], ["0B0"], ["0F1"], ["0B1"]]]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("interleaved", 2), ("dualpipev", 2)])
+def test_pairs_are_of_a_forward_and_a_backward_pass_and_no_work_is_lost(schedule, chunks):
+    rows = slot_rows(schedule, 4, chunks, 8, overlap=True)
+    kinds = {"".join(sorted(action.kind for action in slot)) for row in rows for slot in row}
+    assert {"BF", "F", "B"} <= kinds <= {"BF", "F", "B", "I", "W"}
+    stages = {action.stage for row in rows for slot in row for action in slot}
+    done = sorted((a.stage, a.micro_batch) for row in rows for slot in row for a in slot if a.kind in "BW")
+    assert done == [(stage, i) for stage in sorted(stages) for i in range(8)]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("zero-bubble", 1), ("zbv", 2)])
+def test_schedules_without_pairs_are_refused(schedule, chunks):
+    with pytest.raises(ConfigError, match="choose one of '1f1b', 'interleaved', 'dualpipev'"):
+        slot_rows(schedule, 4, chunks, 8, overlap=True)

@@ -1,0 +1,136 @@
+"""Shapes: the same counts as the runtime's formulas, and the operations that sources print."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from moefold.config.presets import preset_names
+from moefold.config.schema import ParallelConfig
+from moefold.cost.flops import count_parameters, train_flops_per_token
+from moefold.errors import ConfigError
+from moefold.planner.model_lookup import find_model_name, load_model_spec
+from moefold.planner.model_spec import all_parameters, model_spec_from_config, train_flops
+from moefold.planner.planner import read_model
+from moefold.planner.stages import split_stages
+from moefold.planner.unsupported_models import unsupported_model_names
+from moefold.recipe import load_config
+from moefold.validate.config import check_config
+
+
+@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("causal", [False, True])
+def test_operations_are_those_of_the_runtime(name, causal):
+    model = load_config(None, [f"model.preset={name}"]).model
+    counted = train_flops_per_token(model, 4096, causal=causal).total
+    # The gate of a shared expert is the one product that a shape leaves out.
+    assert train_flops(model_spec_from_config(model), 4096, causal=causal) == pytest.approx(counted, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_parameters_are_those_of_the_runtime(name):
+    model = load_config(None, [f"model.preset={name}"]).model
+    assert all_parameters(model_spec_from_config(model)) == pytest.approx(count_parameters(model).total, rel=2e-3)
+
+
+# published/README.md and the quotients of the two metrics that its rows print, GFLOP for a token, without the router.
+@pytest.mark.parametrize(
+    ("name", "seq_len", "causal", "printed"),
+    [
+        ("mixtral-8x22b", 4096, False, 250.6),
+        ("deepseek-v3", 4096, True, 260.0),
+        ("qwen3-235b-a22b", 4096, True, 148.0),
+        ("qwen3-30b-a3b", 4096, True, 23.0),
+        ("kimi-k2", 4096, True, 204.5),
+        ("gpt-oss-120b", 4096, True, 32.6),
+        ("mixtral-8x7b", 4096, False, 82.9),
+        ("llama4-scout", 8192, True, 108.9),
+        ("nemotron-3-nano", 8192, True, 22.3),
+        ("nemotron-3-super", 8192, True, 85.1),
+        ("llama3-70b", 8192, True, 449.2),
+    ],
+)
+def test_operations_are_those_that_sources_print(name, seq_len, causal, printed):
+    counted = train_flops(load_model_spec(name), seq_len, causal=causal, router=False)
+    assert counted / 1e9 == pytest.approx(printed, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        ("qwen3-next-80b-a3b", 80e9),
+        ("nemotron-3-nano", 31.6e9),
+        ("nemotron-3-super", 120e9),
+        ("kimi-k2", 1026e9),
+        ("moonlight-16b", 16e9),
+        ("llama4-maverick", 400e9),
+        ("llama4-scout", 108e9),
+        ("llama3-8b", 8.03e9),
+        ("llama3-405b", 405.9e9),
+    ],
+)
+def test_other_models_have_their_published_number_of_parameters(name, total):
+    assert name in unsupported_model_names()
+    # Cards leave layers of multi-token prediction out.
+    assert all_parameters(replace(load_model_spec(name), mtp_layers=0)) == pytest.approx(total, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("Qwen3_30B_a3B (tokendrop)", "qwen3-30b-a3b"),
+        ("DeepSeekV3 (w/o MTP)", "deepseek-v3"),
+        ("GPT OSS 120B", "gpt-oss-120b"),
+        ("Kimi_K2", "kimi-k2"),
+        ("LLAMA3.1_405B", "llama3-405b"),
+        ("Llama3-8x70B", "llama3-8x70b"),
+        ("Mixtral-8x22B-G8T8", "mixtral-8x22b-g8t8"),
+        ("Nemotron-3-Super-120B", "nemotron-3-super"),
+        ("DeepSeekV4 Flash", None),
+    ],
+)
+def test_names_as_tables_spell_them(spelling, name):
+    assert find_model_name(spelling) == name
+
+
+def test_a_recipe_and_a_folder_are_models_too(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text('[model]\npreset = "tiny"\n')
+    assert load_model_spec(str(path)).hidden_size == load_model_spec("tiny").hidden_size
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_model_spec(str(tmp_path / "absent" / "config.json"))
+
+
+def test_an_unknown_model_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'mixtral-8x7b'"):
+        load_model_spec("mixtral-8x7")
+
+
+def test_the_models_that_are_listed_are_those_that_can_be_planned():
+    with pytest.raises(ConfigError) as error:
+        load_model_spec("no-such-model")
+    listed = re.search("he models are (.*); or name", str(error.value))[1].split(", ")
+    others = {name for name in (*preset_names(), *unsupported_model_names()) if load_model_spec(name).config is None}
+    assert others
+    assert set(listed) == {*preset_names(), *unsupported_model_names()} - others
+    for name in listed:
+        cfg = read_model(name)[0]
+        assert cfg.model == load_model_spec(name).config
+        check_config(replace(cfg, run=replace(cfg.run, device="cuda"), parallel=ParallelConfig()))
+    for name in others:
+        with pytest.raises(ConfigError, match="layers that moefold cannot train"):
+            read_model(name)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("mixtral-8x22b", 56), ("deepseek-v3", 16), ("qwen3-235b-a22b", 24)])
+def test_chunks_hold_every_layer_once(name, chunks):
+    shape = load_model_spec(name)
+    stages = split_stages(shape, chunks, 4096)
+    assert len(stages) == chunks
+    held = [sum(column) for column in zip(*(stage.kind_counts for stage in stages), strict=True)]
+    counts = list(shape.count_kinds(range(len(shape.layers))))
+    counts[shape.mtp_layer_kind] += shape.mtp_layers
+    assert held == counts
+    assert [stage.has_embedding for stage in stages] == [True] + [False] * (chunks - 1)
+    assert [stage.has_loss for stage in stages] == [False] * (chunks - 1) + [True]
+    assert max(sum(stage.kind_counts) for stage in stages) <= -(-len(shape.layers) // chunks) + 1

@@ -1,0 +1,152 @@
+"""The planner against published measurements: the targets, and what a table may look like."""
+
+from pathlib import Path
+
+import pytest
+
+from moefold.errors import ConfigError
+from moefold.planner.validation import COLUMNS, mean_abs_error_pct, validate_predictions
+
+PUBLISHED = Path(__file__).parent / "published"
+METHODS = ("FSDP", "FSDP+EP", "TP+EP+DP", "MCore", "MCore w/ Folding")
+
+
+@pytest.fixture(scope="module")
+def moe():
+    return validate_predictions(PUBLISHED / "calibration.csv")
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return validate_predictions(PUBLISHED / "dense_calibration.csv")
+
+
+def of(accuracy, gpu, precision):
+    return [p for p in accuracy.predictions if p.row["gpu"] == gpu and p.precision == precision]
+
+
+def test_bfloat16_on_h100_is_within_ten_per_cent(moe):
+    rows = of(moe, "H100", "bf16")
+    assert len(rows) >= 44
+    assert mean_abs_error_pct(rows) <= 10
+
+
+def test_all_rows_with_a_complete_mapping_are_within_fifteen_per_cent(moe, dense):
+    assert len(moe.predictions) >= 250
+    assert moe.mean_abs_error_pct <= 15
+    assert dense.mean_abs_error_pct <= 15
+
+
+def test_what_ran_out_of_memory_does_so_and_nothing_else(moe, dense):
+    assert [p.row["method"] for p in moe.predictions if p.measured == "OOM"] == ["FSDP", "TP+EP+DP"]
+    assert moe.memory_mistakes == ()
+    assert dense.memory_mistakes == ()
+
+
+@pytest.mark.parametrize("model", ["Mixtral-8x22B", "Llama3-8x70B"])
+def test_the_five_methods_of_the_paper_come_in_its_order(moe, model):
+    rows = [p for p in moe.predictions if p.row["model"] == model and "Table 3/1" in p.row["source"]]
+    predicted = {p.row["method"]: p.predicted for p in rows}
+    assert tuple(predicted) == METHODS
+    numbers = [value for value in predicted.values() if value != "OOM"]
+    assert numbers == sorted(numbers)
+
+
+def test_rows_that_say_too_little_are_counted_by_reason(moe):
+    assert sum(moe.skipped.values()) + len(moe.predictions) == 277
+    assert any("incomplete mapping" in reason for reason in moe.skipped)
+    assert any("DeepSeekV4 Flash" in reason for reason in moe.skipped)
+
+
+def test_the_json_has_the_fields_that_other_tools_read(moe):
+    tree = moe.as_dict()
+    assert set(tree["rows"][0]) == {"source", "model", "gpu", "metric", "measured", "predicted", "error_pct"}
+    assert tree["num_skipped"] == sum(moe.skipped.values())
+    assert set(tree["by_gpu_precision"]["H100 bf16"]) == {"rows", "mean_abs_error_pct"}
+
+
+def table(path, **cells):
+    row = dict.fromkeys(COLUMNS, "") | cells
+    path.write_text(",".join(COLUMNS) + "\n" + ",".join(row.values()) + "\n")
+    return path
+
+
+GOOD = {
+    "source": "github:x",
+    "model": "Mixtral-8x22B",
+    "gpu": "H100",
+    "n_gpus": "128",
+    "precision": "BF16",
+    "seq_len": "4096",
+    "gbs": "256",
+    "tp": "2",
+    "cp": "1",
+    "ep": "8",
+    "pp": "8",
+    "metric": "tokens_per_s_per_gpu",
+    "value": "2000",
+    "method": "MCore",
+}
+
+
+def test_micro_batch_and_virtual_stages_that_are_not_printed_are_chosen(tmp_path):
+    (chosen,) = validate_predictions(table(tmp_path / "t.csv", **GOOD)).predictions
+    assert chosen.mapping.vpp == 7
+    assert chosen.mapping.etp == 1
+    for size in ("1", "2", "4", "8"):
+        (given,) = validate_predictions(table(tmp_path / "t.csv", **GOOD | {"mbs": size, "vpp": "1"})).predictions
+        assert (given.mapping.mbs, given.mapping.vpp) == (int(size), 1)
+        assert given.predicted == "OOM" or given.predicted <= chosen.predicted
+
+
+def test_every_metric_tells_the_same_time(tmp_path):
+    def predicted(metric):
+        (one,) = validate_predictions(table(tmp_path / "t.csv", **GOOD | {"metric": metric})).predictions
+        return one.predicted
+
+    assert predicted("mfu_pct") == pytest.approx(predicted("tflops_per_gpu") / 989.5 * 100)
+    flops = predicted("tflops_per_gpu") * 1e12 / predicted("tokens_per_s_per_gpu")
+    assert flops == pytest.approx(242.1e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"model": "Nobody-7B"}, "model 'Nobody-7B' is not known"),
+        ({"gpu": "Abacus"}, "gpu 'Abacus' is not known"),
+        ({"precision": "INT3"}, "precision 'INT3' is not known"),
+        ({"metric": "speed"}, "metric 'speed' is not known"),
+        ({"tp": ""}, "incomplete mapping: tp not printed"),
+        ({"gbs": ""}, "gbs not printed"),
+        ({"seq_len": ""}, "seq_len not printed"),
+        ({"n_gpus": "100"}, "the degrees do not divide 100 GPUs"),
+        ({"gbs": "100"}, "a batch of 100 does not divide over dp=8"),
+        ({"mbs": "3"}, "micro-batches of 3 do not divide 32 samples of a rank"),
+        ({"value": "fast"}, "value 'fast' is no number"),
+        *(
+            ({"value": value}, f"value '{value}' is no speed: it must be a number above 0, or OOM")
+            for value in ("0", "-5", "nan", "inf")
+        ),
+        ({"vpp": "500"}, "pp=8 with vpp=500 is more stages than 56 layers make"),
+        ({"tp": "two"}, "tp='two' is no whole number"),
+        ({"ep": "0"}, "ep=0 is below 1"),
+        ({"method": "LoRA"}, "LoRA trains other weights than the model's"),
+    ],
+)
+def test_a_row_that_cannot_be_priced_is_skipped_with_its_reason(tmp_path, cells, reason):
+    accuracy = validate_predictions(table(tmp_path / "t.csv", **GOOD | cells))
+    assert accuracy.predictions == ()
+    assert accuracy.skipped == {reason: 1}
+    assert accuracy.mean_abs_error_pct is None
+
+
+def test_a_table_without_a_column_or_a_file_is_refused(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("model,gpu\nx,y\n")
+    with pytest.raises(ConfigError, match="lacks the columns source"):
+        validate_predictions(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        validate_predictions(tmp_path / "absent.csv")
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        validate_predictions(path)

@@ -1,0 +1,138 @@
+"""The order in which ranks begin exchanges: hand-worked, and orders that differ are found."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moefold.comm.flight_recorder import FlightRecorder
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.cost.stages import plan_stages
+from moefold.data import open_dataset
+from moefold.parallel.parallelize import parallelize
+from moefold.topology.collective_order import collective_sequence, order_mismatches
+from moefold.topology.layout import fold
+from moefold.topology.schedule_tables import overlapped_rows
+from moefold.train.batch import BatchSharder
+from moefold.validate.config import check_config
+from moefold.validate.parallel import validate_collective_order
+from tests.verify.recipes import tiny
+
+
+def _words(cfg, rank=0):
+    p = cfg.parallel
+    rows = overlapped_rows(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches)
+    return [
+        str(begin)
+        for begin in collective_sequence(cfg, {s.number: s for s in plan_stages(cfg).of_rank(rank)}, rows[rank])
+    ]
+
+
+def test_the_passes_of_a_pair_take_turns():
+    cfg = tiny(model={"num_layers": 1}, train={"global_batch_size": 4}, world_size=2, ep=2, overlap_experts=True)
+    assert _words(cfg) == [
+        "0F0 layer 0 dispatch over ep",
+        "0F0 layer 0 combine over ep",
+        "0B0 layer 0 combine over ep",
+        "0F1 layer 0 dispatch over ep",
+        "0B0 layer 0 dispatch over ep",
+        "0F1 layer 0 combine over ep",
+        "0B1 layer 0 combine over ep",
+        "0B1 layer 0 dispatch over ep",
+    ]
+
+
+def test_what_runs_again_and_etp_have_their_places():
+    train = {"global_batch_size": 8, "recompute": ("moe",)}
+    cfg = tiny(model={"num_layers": 1}, train=train, world_size=4, ep=2, etp=2, overlap_experts=True)
+    pair = _words(cfg)[4:]
+    ways = [word[1] for word in pair]
+    # Eight exchanges of the backward pass, four of them made again, and four of the forward pass.
+    assert ways == list("RFRFRFRFBBBBRRRRBBBB")
+    assert [word.split("over ")[1] for word in pair if word[1] == "B"] == ["ep", "etp", "etp", "ep"] * 2
+
+
+def test_ranks_of_a_group_that_differ_are_named():
+    layout = fold(world_size=4, pp=2, ep=2)
+    cfg = tiny(world_size=4, pp=2, ep=2, overlap_experts=True, train={"global_batch_size": 8})
+    assert list(validate_collective_order(cfg)) == []
+    rows = overlapped_rows("1f1b", 2, 1, cfg.num_micro_batches)
+    stages = [{s.number: s for s in plan_stages(cfg).of_rank(rank)} for rank in range(2)]
+    first, last = (collective_sequence(cfg, stages[rank], rows[rank]) for rank in range(2))
+    assert list(order_mismatches([first, first, last, last], layout)) == []
+    turned = (*first[:6], first[7], first[6], *first[8:])
+    (fault,) = order_mismatches([first, turned, last, last], layout)
+    assert fault.startswith("ranks 0 and 1 share a group, and exchange 6 is ")
+    (fault,) = order_mismatches([first, first[:-1], last, last], layout)
+    assert fault.endswith("and nothing")
+    # Ranks of different stages may differ: only the pipeline connects them.
+    assert not list(order_mismatches([first, first, first, first], layout))
+
+
+def test_a_rank_that_works_in_another_order_is_refused(monkeypatch):
+    from moefold.validate import parallel as checks_overlap
+
+    cfg = tiny(world_size=4, pp=2, ep=2, overlap_experts=True, train={"global_batch_size": 8})
+    rows = list(overlapped_rows("1f1b", 2, 1, cfg.num_micro_batches))
+    stuck = (tuple(reversed(rows[0])), rows[1])
+    monkeypatch.setattr(checks_overlap, "overlapped_rows", lambda *args: stuck)
+    assert "pipeline rank 0 would wait for ever" in next(checks_overlap.validate_collective_order(cfg))
+    off = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=False))
+    assert list(validate_collective_order(off)) == []
+
+
+class _Log(FlightRecorder):
+    """A record that forgets nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self._axes: list[str] = []
+
+    def add_group(self, axes: str, ranks: Sequence[int]) -> int:
+        self._axes.append(axes)
+        return super().add_group(axes, ranks)
+
+    def set_phase(self, phase: str) -> None:
+        super().set_phase(phase)
+        if hasattr(self, "events"):
+            self.events.append(phase)
+
+    def record_collective(self, collective: str, group: int, shape: Sequence[int]) -> None:
+        super().record_collective(collective, group, shape)
+        self.events.append(f"{collective} over {self._axes[group]}")
+
+
+def _begun(cfg: Config) -> list[str]:
+    """What a rank began in one step, in order, with the phases between."""
+    log = _Log()
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"), log)
+    model = parallelize(cfg, groups)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    batch = BatchSharder(data.train, cfg, groups, model.positions).batch(0)
+    log.events.clear()
+    model.forward_backward(batch)
+    return log.events
+
+
+@pytest.mark.parity
+def test_ranks_begin_what_was_said_before_they_started(pool):
+    train = {"global_batch_size": 12, "recompute": ("moe",)}
+    model = {"num_layers": 2, "layer_pattern": "DM", "mtp_layers": 1, "shared_expert_ffn_hidden_size": 16}
+    cfg = tiny(model=model, train=train, world_size=4, ep=2, etp=2, overlap_experts=True)
+    logs = pool.run(4, _begun, cfg)
+    assert all(log == logs[0] for log in logs)
+    assert [word for word in logs[0] if " of " in word] == [
+        "forward of micro-batch 0",
+        "backward of micro-batch 0 beside the forward of 1",
+        "backward of micro-batch 1 beside the forward of 2",
+        "backward of the last micro-batch",
+    ]
+    expected = [word.split("over ")[1] for word in _words(cfg)]
+    words = [word.removeprefix("all_to_all over ") for word in logs[0]]
+    begun = [word for word in words if word in ("ep", "etp")]
+    assert begun == expected
+    # Of every pair, none is wanting: two layers, of which each begins four exchanges three times.
+    assert len(begun) == 3 * 2 * 4 * 3

@@ -1,0 +1,173 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moefold.config.schema import Config
+from moefold.data.routing_trace import RoutingTraceWriter, trace_shape
+from moefold.errors import ConfigError
+from moefold.recipe import load_config
+from moefold.train.preflight import (
+    check_data_source,
+    check_packages,
+    check_replay,
+    check_replay_content,
+    check_resume,
+    check_writable,
+)
+
+
+def config(*overrides: str) -> Config:
+    return load_config(None, overrides)
+
+
+def make_checkpoints(folder: Path) -> Path:
+    for step in (100, 200):
+        (folder / f"step-{step:06d}").mkdir(parents=True)
+    return folder
+
+
+def test_a_folder_that_is_there_or_can_be_made_is_writable(tmp_path):
+    check_writable(config(f"run.dir={tmp_path}"))
+    check_writable(config(f"run.dir={tmp_path / 'a' / 'b'}"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir=.*file' is a file; choose a folder"):
+        check_writable(config(f"run.dir={tmp_path / 'file'}"))
+    with pytest.raises(ConfigError, match=r"run\.dir=.*inner' lies below .*file', which is a file; choose a folder"):
+        check_writable(config(f"run.dir={tmp_path / 'file' / 'inner'}"))
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that even root cannot write to")
+def test_a_folder_that_nobody_can_write_to_is_refused():
+    with pytest.raises(ConfigError, match=r"run\.dir='/proc/run' cannot be written: .* in '/proc'; choose another"):
+        check_writable(config("run.dir=/proc/run"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
+        check_writable(config(f"run.dir={tmp_path / 'run'}"))
+
+
+def test_the_checkpoint_folder_is_tried_when_something_is_saved_there(tmp_path):
+    (tmp_path / "file").write_text("")
+    words = [f"run.dir={tmp_path}", f"checkpoint.dir={tmp_path / 'file'}"]
+    check_writable(config(*words, "checkpoint.every=0", "checkpoint.at_end=false"))
+    for word in ("checkpoint.every=0", "checkpoint.at_end=false"):
+        with pytest.raises(ConfigError, match=r"checkpoint\.dir=.*file' is a file"):
+            check_writable(config(*words, word))
+
+
+def test_auto_and_never_name_no_checkpoint():
+    check_resume(config("checkpoint.resume=auto"))
+    check_resume(config("checkpoint.resume=never"))
+
+
+def test_a_checkpoint_that_exists_is_accepted(tmp_path):
+    check_resume(config(f"checkpoint.resume={make_checkpoints(tmp_path) / 'step-000100'}"))
+
+
+def test_a_missing_checkpoint_names_those_beside_it(tmp_path):
+    folder = make_checkpoints(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        check_resume(config(f"checkpoint.resume={folder / 'step-000300'}"))
+    assert f"does not exist; the checkpoints there are {folder / 'step-000100'}, {folder / 'step-000200'}" in str(
+        error.value
+    )
+
+
+def test_a_missing_checkpoint_with_none_beside_it(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist; set 'auto' for the newest one, if any"):
+        check_resume(config(f"checkpoint.resume={tmp_path / 'none' / 'step-000300'}"))
+
+
+def test_a_folder_of_checkpoints_and_a_file_are_no_checkpoint(tmp_path):
+    folder = make_checkpoints(tmp_path)
+    with pytest.raises(ConfigError, match=r"is a folder of checkpoints; name one, such as '.*step-000200'"):
+        check_resume(config(f"checkpoint.resume={folder}"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file; a checkpoint is a folder"):
+        check_resume(config(f"checkpoint.resume={tmp_path / 'file'}"))
+
+
+def test_data_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.path"):
+        check_data_source(config("data.kind=tokens", f"data.path={tmp_path / 'none.bin'}"))
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
+    with pytest.raises(ConfigError, match="vocab_size"):
+        check_data_source(config("model.vocab_size=100"))
+
+
+def test_the_default_data_is_there():
+    check_data_source(config())
+
+
+def test_trackers_that_nobody_asks_for_need_no_package():
+    check_packages(config())
+
+
+REPLAY = ("model.num_layers=2", "train.seq_len=8", "train.global_batch_size=2", "run.steps=2")
+
+
+def make_trace(run_dir: Path, *overrides: str, steps: int = 2) -> None:
+    shape = trace_shape(config(*REPLAY, *overrides))
+    writer = RoutingTraceWriter(run_dir, shape)
+    for step in range(1, steps + 1):
+        writer.write(step, iter(np.broadcast_to(np.arange(shape.top_k, dtype=shape.dtype), shape.file_shape)))
+
+
+def test_a_trace_of_this_recipe_can_be_replayed(tmp_path):
+    make_trace(tmp_path)
+    check_replay(config(*REPLAY))
+    check_replay(config(*REPLAY, f"moe.replay={tmp_path}"))
+    check_replay(config(*REPLAY, f"moe.replay={tmp_path / 'routing'}"))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.seq_len=16", r"moe\.replay='.*' was traced with train\.seq_len=8, and this run has 16"),
+        ("model.layer_pattern=DM", r"traced with the MoE layers=\[0, 1\], and this run has \[1\]"),
+        ("model.num_experts=16", "traced with model.num_experts=8, and this run has 16"),
+        ("run.steps=3", r"must hold every step from 1 to run\.steps=3, and step 3 is missing"),
+    ],
+)
+def test_a_trace_of_another_recipe_is_refused(tmp_path, word, message):
+    make_trace(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        check_replay(config(*REPLAY, f"moe.replay={tmp_path}", word))
+
+
+def test_a_trace_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"moe\.replay='.*absent' does not exist"):
+        check_replay(config(*REPLAY, f"moe.replay={tmp_path / 'absent'}"))
+
+
+def test_the_choices_of_a_trace_are_read_before_the_run(tmp_path):
+    make_trace(tmp_path)
+    cfg = config(*REPLAY, f"moe.replay={tmp_path}")
+    check_replay_content(config(*REPLAY))
+    check_replay_content(cfg)
+    path = tmp_path / "routing" / "step-000001.npy"
+    choices = np.load(path)
+    choices[..., 0] = choices[..., 1]
+    np.save(path, choices)
+    check_replay(cfg)
+    with pytest.raises(
+        ConfigError, match=r"moe\.replay='.*' sends position 0 of sample 0 twice to one expert in step 1"
+    ):
+        check_replay_content(cfg)
+
+
+def test_a_run_cannot_replay_itself(tmp_path):
+    make_trace(tmp_path)
+    with pytest.raises(ConfigError, match=r"moe\.replay='.*' is the trace of this very run"):
+        check_replay(config(*REPLAY, f"moe.replay={tmp_path}", f"run.dir={tmp_path}"))

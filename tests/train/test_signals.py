@@ -1,0 +1,61 @@
+import signal
+
+import pytest
+
+from moefold.train import signals as module
+from moefold.train.signals import NOTICE, SIGNALS, StopSignals
+
+
+def test_no_signal_no_flag():
+    with StopSignals() as stop:
+        assert stop.flags == (False, False)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_raises_its_flag_and_nothing_else(number):
+    with StopSignals() as stop:
+        signal.raise_signal(number)
+        assert stop.flags == tuple(other == number for other in SIGNALS)
+    assert any(stop.flags)
+
+
+def test_the_same_press_may_come_twice():
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.flags == (True, False)
+
+
+def test_a_second_press_abandons_the_step(monkeypatch):
+    monkeypatch.setattr(module, "DUPLICATE_SIGNAL_S", 0.0)
+    with StopSignals():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_second_sigterm_changes_nothing(monkeypatch):
+    monkeypatch.setattr(module, "DUPLICATE_SIGNAL_S", 0.0)
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.flags == (False, True)
+
+
+def test_one_rank_tells_that_ctrl_c_was_heard_once(capfd):
+    with StopSignals(announces=True):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err == NOTICE.decode()
+    with StopSignals(announces=True):
+        signal.raise_signal(signal.SIGTERM)
+    with StopSignals():
+        signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_handlers_before_come_back():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with StopSignals():
+        pass
+    assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -1,0 +1,84 @@
+import importlib.machinery
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from moefold.config.load import config_from_dict
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.validate.config import check_config
+from moefold.validate.moe import (
+    check_dispatch_device,
+    check_dispatch_package,
+    deepep_unsupported_reasons,
+    is_deepep_installed,
+)
+
+
+def _recipe(dispatcher: str = "deepep", **sections: dict[str, object]) -> Config:
+    parallel = {"world_size": 4, "ep": 4, "dispatcher": dispatcher} | sections.pop("parallel", {})
+    return config_from_dict({"data": {"kind": "synthetic"}, "parallel": parallel, **sections})
+
+
+OBSTACLES = [
+    ({"parallel": {"ep": 2, "etp": 2}}, "parallel.etp=2 cuts the experts"),
+    ({"moe": {"capacity_factor": 1.0, "pad_to_capacity": True}}, "moe.pad_to_capacity=true pads"),
+    ({"run": {"dtype": "float32"}}, "deep_ep carries bfloat16, and run.dtype='float32'"),
+    (
+        {"faults": {"check_dispatch": True}},
+        "keeps its row counts to itself, and faults.check_dispatch=true compares them",
+    ),
+    ({"run": {"device": "cpu"}}, "deep_ep needs CUDA GPUs, and run.device='cpu'"),
+    (
+        {"model": {"hidden_size": 36, "num_attention_heads": 2, "num_query_groups": 2, "head_dim": 18}},
+        "units of 16 bytes, and model.hidden_size=36 is no multiple of 8",
+    ),
+    (
+        {
+            "model": {"hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 2, "head_dim": 32},
+            "moe": {"dispatch_precision": "fp8-blockwise"},
+        },
+        "with moe.dispatch_precision='fp8-blockwise' model.hidden_size=64 is no multiple of that",
+    ),
+]
+
+
+def test_a_plain_recipe_has_no_obstacle():
+    assert list(deepep_unsupported_reasons(_recipe())) == []
+    check_config(_recipe())
+
+
+@pytest.mark.parametrize(("sections", "reason"), OBSTACLES)
+def test_each_obstacle_is_refused_by_name_and_accepted_under_auto(sections, reason):
+    cfg = _recipe(**sections)
+    with pytest.raises(ConfigError) as caught:
+        check_config(cfg)
+    message = str(caught.value)
+    assert message.startswith("parallel.dispatcher='deepep' cannot run: ")
+    assert f"{reason}; choose 'alltoall', or 'auto'" in message
+    check_config(replace(cfg, parallel=replace(cfg.parallel, dispatcher="auto")))
+
+
+@pytest.mark.parametrize("name", ["auto", "alltoall"])
+def test_the_package_matters_only_where_deepep_is_named(name, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    check_dispatch_package(_recipe(name))
+    check_dispatch_package(_recipe(parallel={"world_size": 1, "ep": 1}))
+    with pytest.raises(ConfigError, match="'deepep' needs the package deep_ep, which is not installed"):
+        check_dispatch_package(_recipe())
+
+
+def test_a_package_that_is_there_is_found_without_importing_it(tmp_path, monkeypatch):
+    (tmp_path / "deep_ep.py").write_text("raise RuntimeError('imported')")
+    assert is_deepep_installed() == (importlib.machinery.PathFinder.find_spec("deep_ep") is not None)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert is_deepep_installed()
+    check_dispatch_package(_recipe())
+
+
+def test_a_device_that_is_no_gpu_is_refused():
+    check_dispatch_device(_recipe(), "cuda")
+    check_dispatch_device(_recipe("auto"), "cpu")
+    with pytest.raises(ConfigError, match="needs CUDA GPUs, and the ranks would run on the CPU"):
+        check_dispatch_device(_recipe(), "cpu")

@@ -1,0 +1,37 @@
+"""Kernels and products of few bits that cannot be are refused before any rank starts."""
+
+from dataclasses import replace
+
+import pytest
+
+from moefold.config.schema import Config, RunConfig, TrainConfig
+from moefold.errors import ConfigError
+from moefold.validate.config import check_config
+from moefold.validate.train import check_kernel_device, triton_unsupported_reason
+
+
+def _recipe(dtype: str = "bfloat16", precision: str = "dtype") -> Config:
+    return Config(run=RunConfig(kernels="triton", dtype=dtype), train=TrainConfig(precision=precision))
+
+
+def test_float64_is_beyond_triton():
+    with pytest.raises(ConfigError, match=r"run.kernels='triton' sums in float32.*'auto' or 'plain'"):
+        check_config(_recipe("float64"))
+
+
+def test_few_bits_have_products_of_their_own():
+    with pytest.raises(ConfigError, match=r"train.precision='mxfp8' has matrix products of its own"):
+        check_config(_recipe(precision="mxfp8"))
+
+
+def test_a_cpu_has_no_compiler(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match=r"run.kernels='triton' cannot run: .*; set run.kernels to 'auto' or 'plain'"):
+        check_kernel_device(_recipe(), "cpu")
+    automatic = _recipe()
+    check_kernel_device(replace(automatic, run=replace(automatic.run, kernels="auto")), "cpu")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install" in triton_unsupported_reason(_recipe().run, "cuda")

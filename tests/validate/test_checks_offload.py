@@ -1,0 +1,73 @@
+import pytest
+
+from moefold.errors import ConfigError
+from moefold.recipe import load_config
+from moefold.train.preflight import check_machine
+from moefold.validate.config import check_config
+from moefold.validate.memory import OFFLOAD_PARTS, check_offload_device
+
+CASES = [
+    ('["mla_up"]', ["model.attention=mla"], "train.offload has 'mla_up', which keeps nothing of its own; choose from"),
+    ('["attention"]', [], "train.offload has 'attention', which keeps nothing of its own; choose from 'norms', "),
+    ('["moe", "moe"]', [], "train.offload names 'moe' 2 times; name it once"),
+    ('["dense_mlp"]', [], "train.offload has 'dense_mlp', and no layer of model.layer_pattern is D; leave it out"),
+    ('["shared_experts"]', [], "and model.shared_expert_ffn_hidden_size=0 means none; leave it out"),
+    ('["moe", "expert_activation"]', [], "train.offload has 'expert_activation' and 'moe', which includes it; leave"),
+    ('["layer", "norms"]', [], "train.offload has 'norms' and 'layer', which includes it; leave one of them out"),
+    (
+        '["core_attention"]',
+        ['train.recompute=["layer"]'],
+        "train.offload has 'core_attention', of which train.recompute=['layer'] keeps nothing; leave it out, or "
+        "offload 'layer', whose input is kept",
+    ),
+    ('["layer"]', ["train.offload_to=ssd"], "train.offload_to='ssd' needs train.offload_dir, a folder on a local disk"),
+    ('["layer"]', ["train.offload_min_kib=-1"], "train.offload_min_kib=-1 must be at least 0 (0: all)"),
+    ('["layer"]', ["train.offload_limit_gib=-1"], "train.offload_limit_gib=-1.0 must be at least 0 (0: no limit)"),
+]
+
+
+@pytest.mark.parametrize(("parts", "others", "message"), CASES)
+def test_what_cannot_be_is_refused(parts, others, message):
+    with pytest.raises(ConfigError) as error:
+        check_config(load_config(None, [f"train.offload={parts}", *others]))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("part", OFFLOAD_PARTS)
+@pytest.mark.parametrize("again", [False, True])
+def test_every_part_may_stand_alone_and_be_made_again(part, again):
+    words = ["model.layer_pattern=DM", "model.shared_expert_ffn_hidden_size=8", f'train.offload=["{part}"]']
+    check_config(load_config(None, words + [f'train.recompute=["{part}"]'] * again))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "below"
+    words = ['train.offload=["layer"]', "train.offload_to=ssd", f"train.offload_dir={folder}", "data.kind=synthetic"]
+    cfg = load_config(None, [*words, f"run.dir={tmp_path / 'run'}"])
+    with pytest.raises(ConfigError, match=r"train.offload_dir='.*below' lies below '.*file', which is a file; choose"):
+        check_machine(cfg)
+
+
+@pytest.mark.parametrize(
+    "words", [['train.offload=["layer"]', "train.offload_to=ssd"], ["train.offload_optimizer=ssd"]]
+)
+def test_a_folder_is_made_in_one_that_is_there(tmp_path, words):
+    def check(folder):
+        cfg = load_config(None, [*words, f"train.offload_dir={folder}", "data.kind=synthetic", f"run.dir={tmp_path}"])
+        check_machine(cfg)
+
+    check(tmp_path / "offload")
+    with pytest.raises(
+        ConfigError, match=r"train.offload_dir='.*scrach/moefold' lies in '.*scrach', which does not ex"
+    ):
+        check(tmp_path / "scrach" / "moefold")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_memory_of_the_host_is_no_other_on_a_cpu():
+    cfg = load_config(None, ['train.offload=["layer"]'])
+    check_config(cfg)
+    check_offload_device(cfg, "cuda")
+    with pytest.raises(ConfigError, match="train.offload_to='host' needs CUDA GPUs, .*; choose 'ssd' with train.offlo"):
+        check_offload_device(cfg, "cpu")

@@ -1,0 +1,187 @@
+"""What a step needs at the least, and what is said where a machine has less."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moefold.cli.main import main
+from moefold.config.schema import Config
+from moefold.cost.peak_memory import compute_rank_memory
+from moefold.cost.saved_tensors import KERNEL_PROFILES
+from moefold.errors import ConfigError
+from moefold.host.memory import AvailableMemory
+from moefold.host.rank_env import RankEnv
+from moefold.launch import fitting
+from moefold.launch.hardware import device_without_torch, has_no_gpu
+from moefold.recipe import load_config
+from moefold.validate.config import check_config
+from moefold.validate.memory_need import (
+    MIN_PROCESS_BYTES,
+    HostCapacity,
+    Shortage,
+    check_training_fits,
+    find_shortage,
+    min_training_memory,
+)
+from tests.clock import processor_s
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+GIB = 2**30
+BATCH = ("train.micro_batch_size=1", "train.global_batch_size=4096")
+BIG = ("model.preset=mixtral-8x7b", "train.eval_every=0")
+
+
+def recipe(*words: str, name: str = "single") -> Config:
+    cfg = load_config(RECIPES / f"{name}.toml", words)
+    check_config(cfg)
+    return cfg
+
+
+def lack(cfg: Config, size_gib: float, device_type: str = "cpu", each: AvailableMemory | None = None) -> str:
+    p = cfg.parallel
+    ranks = tuple(rank * p.pp // p.world_size for rank in range(p.world_size))
+    try:
+        check_training_fits(
+            cfg, HostCapacity(device_type, ranks, AvailableMemory(round(size_gib * GIB), "free here"), each)
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel.schedule=1f1b",),
+        ("parallel.schedule=gpipe",),
+        ("parallel.schedule=zbv", "parallel.virtual_stages=2"),
+        ("train.global_batch_size=4096",),
+        ("parallel.schedule=interleaved", "parallel.virtual_stages=2", "train.global_batch_size=4096"),
+        ("train.recompute=['layer']", "train.offload_optimizer=ssd", "train.offload_dir=/tmp"),
+    ],
+    ids=str,
+)
+def test_the_least_is_at_most_what_the_formulas_say(words, device_type):
+    cfg = recipe(*words, name="quickstart")
+    whole = compute_rank_memory(cfg, kernels=KERNEL_PROFILES[device_type])
+    for need, memory in zip(min_training_memory(cfg, device_type), whole, strict=True):
+        states = memory.total - memory.activations.total - memory.pipeline - memory.update
+        assert states <= need.total() <= memory.total
+        assert sum(need[part] for part in ("weights", "gradients", "optimizer", "buffers")) == states
+
+
+def test_a_step_of_very_many_passes_counts_states_alone():
+    cfg = recipe("model.num_layers=1024", "parallel.pp=256", "parallel.world_size=256", "train.global_batch_size=65536")
+    cfg = replace(cfg, train=replace(cfg.train, micro_batch_size=1))
+    before_s = processor_s()
+    needs = min_training_memory(cfg, "cpu")
+    assert processor_s() - before_s < 1.0
+    assert len(needs) == 256
+    assert all("activations" not in need for need in needs)
+
+
+def test_the_ranks_of_a_machine_share_its_memory():
+    needs = min_training_memory(recipe(name="quickstart"), "cpu")
+    together = 4 * needs[0].total() + 4 * needs[1].total() + 8 * MIN_PROCESS_BYTES
+    for size, fits in ((together, True), (together - 1, False)):
+        found = find_shortage(needs, HostCapacity("cpu", (0, 0, 0, 0, 1, 1, 1, 1), AvailableMemory(size, "free")))
+        assert (found is None) == fits
+    assert isinstance(found, Shortage)
+    assert found.parts.total() == found.needed == together
+
+
+def test_each_gpu_has_its_own_memory_and_each_process_its_limit():
+    needs = min_training_memory(recipe(name="quickstart"), "cuda")
+    fullest = max(need.total() for need in needs)
+    assert find_shortage(needs, HostCapacity("cuda", (0, 0, 1, 1), AvailableMemory(fullest, ""))) is None
+    assert find_shortage(needs, HostCapacity("cuda", (0, 0, 1, 1), AvailableMemory(fullest - 1, ""))) is not None
+    plenty = AvailableMemory(2**60, "")
+    assert find_shortage(needs, HostCapacity("cpu", (0, 1), plenty, AvailableMemory(fullest, ""))) is None
+    short = find_shortage(needs, HostCapacity("cpu", (0, 1), plenty, AvailableMemory(fullest - 1, "left by ulimit")))
+    assert short is not None
+    assert short.available.description == "left by ulimit"
+
+
+def test_the_message_has_the_parts_the_ways_out_and_the_least():
+    text = lack(recipe(*BIG), 20)
+    assert text.startswith("a step of 1 rank on the CPU does not fit into memory: the rank needs at least 733 GiB (")
+    assert "optimizer 348 GiB, weights 174 GiB, gradients 174 GiB, activations 37.2 GiB)" in text
+    assert "and 20 GiB are free here" in text
+    assert 'with train.micro_batch_size=1 train.recompute=["layer"] it still needs 696 GiB' in text
+    assert "46,702,792,704 parameters are 696 GiB, however ranks share them" in text
+    assert text.endswith("run.check_memory=false starts it anyway")
+    assert "at least 9 GPUs of this size" in lack(recipe(*BIG), 80, "cuda")
+
+
+def test_what_would_fit_is_tried_before_it_is_named():
+    cfg = recipe("train.micro_batch_size=16", "train.seq_len=4096")
+    one = replace(cfg, train=replace(cfg.train, micro_batch_size=1))
+    again = replace(one, train=replace(one.train, recompute=("layer",)))
+    most, less, least = (min_training_memory(c, "cuda")[0].total() / GIB for c in (cfg, one, again))
+    assert not lack(cfg, most, "cuda")
+    assert "; it may fit with train.micro_batch_size=1; " in lack(cfg, (most + less) / 2, "cuda")
+    assert '; it may fit with train.micro_batch_size=1 train.recompute=["layer"]; ' in lack(cfg, least, "cuda")
+    text = lack(cfg, least * 0.99, "cuda")
+    assert "lower train.micro_batch_size (now 1) or train.seq_len (now 4096)" in text
+
+
+def test_the_check_can_be_turned_off():
+    assert not lack(recipe(*BIG, "run.check_memory=false"), 20)
+
+
+def test_the_machine_is_asked_in_little_time():
+    cfg = recipe("model.preset=deepseek-v3", "train.eval_every=0", "parallel.pp=16", "parallel.world_size=16", *BATCH)
+    before_s = processor_s()
+    assert lack(cfg, 20)
+    assert processor_s() - before_s < 1.0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", str(RECIPES / "single.toml"), *BIG, "run.device=cpu"],
+        [
+            "train",
+            str(RECIPES / "mixtral-8x7b.toml"),
+            "run.device=cpu",
+            "data.kind=synthetic",
+            "data.path=",
+            "data.document_end=-1",
+        ],
+        ["memory", str(RECIPES / "single.toml"), *BIG],
+    ],
+    ids=["one rank", "64 ranks", "memory"],
+)
+def test_a_model_that_no_machine_holds_is_refused_before_torch_is_asked(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(20 * GIB, "free here"))
+    before_s = processor_s()
+    assert main([*words, f"run.dir={tmp_path / 'run'}"]) == 2
+    assert processor_s() - before_s < 2.0
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "does not fit into memory" in err
+    assert "20 GiB are free here" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_under_a_launcher_the_first_rank_of_a_machine_counts_its_own_ranks(monkeypatch):
+    cfg = recipe(name="quickstart")
+    places = [RankEnv(rank, rank % 4, 8, "", 1, local_world_size=4) for rank in (0, 4, 5)]
+    hosts = [fitting.local_host_capacity(cfg, "cpu", place) for place in places]
+    assert [host.pp_ranks for host in hosts] == [(0,) * 4, (1,) * 4, (1,) * 4]
+    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(0, "free"))
+    fitting.check_training(cfg, "cpu", places[2])
+    with pytest.raises(ConfigError, match="the 4 ranks of this machine need"):
+        fitting.check_training(cfg, "cpu", places[1])
+
+
+def test_a_machine_without_a_driver_is_known_without_torch(tmp_path):
+    (tmp_path / "dev").mkdir()
+    assert has_no_gpu(tmp_path)
+    assert [device_without_torch(wish, 1, None, tmp_path) for wish in ("cpu", "auto")] == ["cpu", "cpu"]
+    with pytest.raises(ConfigError, match="world_size=2 needs a GPU for each rank, and this machine shows 0"):
+        device_without_torch("cuda", 2, None, tmp_path)
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert [device_without_torch(wish, 1, None, tmp_path) for wish in ("cpu", "auto", "cuda")] == ["cpu", "", ""]

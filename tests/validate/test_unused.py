@@ -1,0 +1,185 @@
+import pytest
+
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.recipe import load_config
+from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys
+
+UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
+
+# One setting for each idle key, with what would give it an effect.
+CASES = [
+    ("model.num_experts=4", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.top_k=1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.moe_ffn_hidden_size=64", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.router_softmax=pre", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.shared_expert_ffn_hidden_size=64", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.capacity_factor=1.5", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.pad_to_capacity=true", ["model.layer_pattern=D"], ["moe.capacity_factor=1.0"]),
+    ("moe.aux_loss=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.weight_in_expert=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.dispatch_precision=fp8-blockwise", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.z_loss=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("parallel.dispatcher=local", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("parallel.overlap_tp=true", [], ["parallel.world_size=2", "parallel.tp=2"]),
+    ("parallel.overlap_experts=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.moe_bias=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.moe_activation=clamped_swiglu", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.swiglu_alpha=1.5", [], ["model.moe_activation=clamped_swiglu"]),
+    ("model.swiglu_limit=5", [], ["model.moe_activation=clamped_swiglu"]),
+    ("model.router_bias=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.sliding_window=16", [], ["model.attention_pattern=WF"]),
+    ("train.offload_to=ssd", [], ['train.offload=["moe"]']),
+    ("train.offload_dir=/scratch", ['train.offload=["moe"]'], ['train.offload=["moe"]', "train.offload_to=ssd"]),
+    ("train.offload_min_kib=64", [], ['train.offload=["moe"]']),
+    ("train.offload_limit_gib=1", [], ['train.offload=["moe"]']),
+    ("train.offload_waits=true", [], ['train.offload=["moe"]']),
+    ("model.ffn_hidden_size=64", [], ["model.layer_pattern=DM"]),
+    ("model.upcycle_from=dense", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.upcycle_router=zero", [], ["model.upcycle_from=dense"]),
+    ("model.upcycle_scaling=false", [], ["model.upcycle_from=dense"]),
+    ("model.upcycle_noise=0.1", [], ["model.upcycle_from=dense"]),
+    ("model.shared_expert_gate=true", [], ["model.shared_expert_ffn_hidden_size=64"]),
+    ("model.q_lora_rank=8", [], ["model.attention=mla"]),
+    ("model.kv_lora_rank=8", [], ["model.attention=mla"]),
+    ("model.qk_nope_head_dim=8", [], ["model.attention=mla"]),
+    ("model.qk_rope_head_dim=8", [], ["model.attention=mla"]),
+    ("model.v_head_dim=8", [], ["model.attention=mla"]),
+    ("model.num_query_groups=2", ["model.attention=mla"], ["model.attention=gqa"]),
+    ("model.head_dim=8", ["model.attention=mla"], ["model.attention=gqa"]),
+    ("model.rope_fraction=0.5", ["model.attention=mla"], ["model.attention=gqa"]),
+    ("model.qk_norm_width=all_heads", [], ["model.qk_norm=true"]),
+    ("model.rope_scaling_factor=2", [], ["model.rope_scaling=linear"]),
+    ("model.rope_original_seq_len=64", ["model.rope_scaling=linear"], ["model.rope_scaling=llama3"]),
+    ("model.rope_beta_fast=16", ["model.rope_scaling=linear"], ["model.rope_scaling=yarn"]),
+    ("model.rope_beta_slow=2", [], ["model.rope_scaling=yarn"]),
+    ("model.rope_truncate=false", [], ["model.rope_scaling=yarn"]),
+    ("model.rope_attention_factor=1.2", [], ["model.rope_scaling=yarn"]),
+    ("model.rope_mscale=1.0", [], ["model.rope_scaling=yarn"]),
+    ("model.rope_mscale_all_dim=1.0", [], ["model.rope_scaling=yarn"]),
+    ("model.rope_low_freq_factor=2", ["model.rope_scaling=linear"], ["model.rope_scaling=llama3"]),
+    ("model.rope_high_freq_factor=2", [], ["model.rope_scaling=llama3"]),
+    ("moe.drop_policy=position", [], ["moe.capacity_factor=1.0"]),
+    ("moe.drop_scope=sub_sequence", [], ["moe.capacity_factor=1.0"]),
+    ("moe.llep_threshold=1.5", [], ["parallel.dispatcher=leastloaded"]),
+    ("moe.llep_capacity=1.2", [], ["parallel.dispatcher=leastloaded"]),
+    ("moe.llep_min_tokens=16", ["parallel.dispatcher=allgather"], ["parallel.dispatcher=leastloaded"]),
+    ("moe.trace_every=5", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.replay=runs/other", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("metrics.expert_counts_every=5", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.router_score=sigmoid", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.router_normalize=false", [], ["model.router_score=sigmoid"]),
+    ("model.router_scaling_factor=2.5", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.num_groups=4", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.top_groups=2", ["model.layer_pattern=D"], ["model.num_groups=4"]),
+    ("model.expert_bias=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.eval_capacity_factor=1.5", [], ["train.eval_every=10"]),
+    ("moe.aux_kind=sequence", ["moe.aux_loss=0.0"], ["moe.aux_loss=0.1"]),
+    ("moe.aux_kind=sequence", ["moe.choice=sinkhorn"], ["moe.aux_loss=0.1"]),
+    ("moe.aux_loss=0.1", ["moe.choice=sinkhorn"], []),
+    ("moe.aux_loss=0.1", ["moe.choice=quantile", "model.expert_bias=true"], ["model.expert_bias=true"]),
+    ("moe.aux_loss=0.1", ["moe.choice=skewed"], ["moe.choice=topk"]),
+    ("moe.aux_loss=0.1", ["moe.choice=round_robin"], ["moe.choice=topk"]),
+    ("moe.trace_every=5", ["run.steps=4"], ["run.steps=5"]),
+    ("moe.bias_update_rate=0.1", [], ["model.expert_bias=true"]),
+    ("moe.choice=sinkhorn", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.sinkhorn_iterations=4", [], ["moe.choice=sinkhorn"]),
+    ("moe.skew=0.5", [], ["moe.choice=skewed"]),
+    ("moe.input_jitter=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("moe.router_dtype=float64", ["run.dtype=float64"], ["run.dtype=float32"]),
+    ('train.muon_groups=["experts"]', [], ["train.optimizer=muon"]),
+    ("train.muon_momentum=0.9", [], ["train.optimizer=muon"]),
+    ("train.muon_ns_steps=6", [], ["train.optimizer=muon"]),
+    ("parallel.schedule_csv=rows.csv", [], ["parallel.schedule=csv"]),
+    ("train.mtp_loss=0.1", [], ["model.mtp_layers=1"]),
+    ("train.min_lr=1e-5", ["train.lr_schedule=constant"], ["train.lr_schedule=linear"]),
+    ("train.decay_steps=10", [], ["train.lr_schedule=wsd"]),
+    ("train.eval_samples=8", [], ["train.eval_every=10"]),
+    ("data.path=somewhere", [], ["data.kind=text"]),
+    ("data.token_dtype=int64", ["data.kind=text"], ["data.kind=tokens"]),
+    ("data.weights=[1.0]", [], ["data.kind=text"]),
+    ("data.corrupt=skip", [], ["data.kind=text"]),
+    ("data.column=body", [], ["data.kind=huggingface"]),
+    ("data.split=dev", ["data.kind=text"], ["data.kind=huggingface"]),
+    ("data.validation_split=dev", ["data.kind=sft"], ["data.kind=huggingface"]),
+    ("data.subset=en", [], ["data.kind=huggingface"]),
+    ("data.revision=v1", [], ["data.kind=huggingface"]),
+    ("data.streaming=true", [], ["data.kind=huggingface"]),
+    ("data.validation_fraction=0.2", ["data.kind=huggingface", "data.streaming=true"], ["data.kind=huggingface"]),
+    ("data.document_index=true", ["data.kind=text"], ["data.kind=tokens"]),
+    ("data.document_end=2", ["data.kind=sft"], ["data.kind=text"]),
+    ("data.chat_template=t.jinja", [], ["data.kind=sft"]),
+    ("data.overlong=refuse", ["data.kind=text"], ["data.kind=sft"]),
+    ("checkpoint.keep=2", UNSAVED, ["checkpoint.every=0"]),
+    ("checkpoint.async_save=true", UNSAVED, ["checkpoint.at_end=false"]),
+    ("checkpoint.keep_every=20", ["checkpoint.keep=0"], ["checkpoint.keep=2"]),
+    *((f"metrics.wandb_{key}=x", [], ["metrics.wandb=true"]) for key in ("project", "entity", "name", "group")),
+    ("metrics.wandb_tags=['x']", [], ["metrics.wandb=true"]),
+    ("metrics.per_layer=true", [], ["metrics.tensorboard=true"]),
+    ("metrics.per_layer=true", ["metrics.wandb=true", "model.layer_pattern=D"], ["metrics.wandb=true"]),
+    ("faults.spike_factor=5", ["faults.spike=ignore"], ["faults.spike=skip"]),
+    ("faults.spike_window=5", ["faults.spike=ignore"], ["faults.spike=skip"]),
+    ("faults.replica_check_every=5", [], ["parallel.world_size=2"]),
+    ("faults.replica_check_every=101", [*UNSAVED, "parallel.world_size=2"], ["parallel.world_size=2", "run.steps=101"]),
+    ("faults.replica_check_every=102", [*UNSAVED, "parallel.world_size=2"], ["parallel.world_size=2"]),
+    ("faults.spike_window=100", [], ["run.steps=101"]),
+    ("faults.straggler_factor=2", [], ["parallel.world_size=2"]),
+    ("faults.straggler_factor=3", [f"parallel.{key}=2" for key in ("world_size", "pp")], ["parallel.world_size=2"]),
+    ("faults.max_skips=5", [], ["faults.spike=skip"]),
+    ("faults.max_rollbacks=5", [], ["faults.nonfinite=rollback"]),
+    ("checkpoint.verify=false", ["checkpoint.resume=never"], ["checkpoint.resume=auto"]),
+    ("faults.check_dispatch=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+]
+
+
+@pytest.mark.parametrize(("word", "idle", "active"), CASES, ids=[word for word, _, _ in CASES])
+def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, idle, active):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [*idle, word])
+    key = word.split("=")[0]
+    assert str(error.value).startswith(f"{key}=")
+    assert " has no effect: " in str(error.value)
+    assert str(error.value).endswith(f"or leave {key.split('.')[1]} out")
+    load_config(None, [*active, word])
+
+
+def test_every_idle_key_has_a_case():
+    assert {name for idle in UNUSED_KEY_RULES for name in idle.keys.split()} == {
+        word.split("=")[0] for word, _, _ in CASES
+    }
+
+
+def test_the_message_says_why_and_what_to_do():
+    with pytest.raises(ConfigError) as error:
+        load_config(None, ["moe.drop_policy=position"])
+    assert str(error.value) == (
+        "moe.drop_policy='position' has no effect: moe.capacity_factor=0.0 drops nothing; "
+        "set moe.capacity_factor above 0, or leave drop_policy out"
+    )
+
+
+def test_several_are_listed_and_each_once():
+    with pytest.raises(ConfigError) as error:
+        load_config(None, ["model.layer_pattern=D", "moe.drop_policy=position", "train.decay_steps=10"])
+    lines = str(error.value).splitlines()
+    assert lines[0] == "2 settings cannot work:"
+    assert [line.split("=")[0].strip() for line in lines[1:]] == ["moe.drop_policy", "train.decay_steps"]
+
+
+def test_a_default_that_is_spelled_out_asks_for_nothing():
+    load_config(None, ["moe.drop_policy=probs", "moe.drop_scope=full_sequence", "train.eval_samples=16"])
+
+
+def test_what_a_preset_brings_along_is_not_asked_for():
+    assert load_config(None, ["model.preset=quickstart"]).model.ffn_hidden_size == 512
+
+
+def test_only_given_keys_are_judged():
+    cfg = load_config(None, ["model.layer_pattern=DM", "model.ffn_hidden_size=64"])
+    check_unused_keys(frozenset(), Config(model=cfg.model))
+
+
+def test_a_choice_that_balances_turns_the_default_loss_off_without_a_word():
+    assert load_config(None, []).moe.aux_coefficient == 0.01
+    for words in (["moe.choice=round_robin"], ["moe.choice=sinkhorn", "moe.aux_loss=0.0"]):
+        assert load_config(None, words).moe.aux_coefficient == 0
