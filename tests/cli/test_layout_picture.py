@@ -201,7 +201,7 @@ def test_bars_are_as_long_as_the_loads(tmp_path):
             xs = [float(x) for x in re.findall(r"[ML] ([\d.]+) ", element.get("d"))]
             widths[fill[1]].append(max(xs) - min(xs))
     loads = [stage_cost(cfg, stage.parts) for stage in plan.stages]
-    for drawn, costs in zip(widths.values(), (("flops",), ("weights",)), strict=True):
+    for drawn, costs in zip(widths.values(), (("flops",), ("num_parameters",)), strict=True):
         of_stage = [getattr(load, *costs) for load in loads]
         assert drawn == pytest.approx([max(drawn) * cost / max(of_stage) for cost in of_stage], rel=1e-3)
 

@@ -7,7 +7,7 @@ import pytest
 
 from moefold.cli.main import main
 
-TABLE = Path(__file__).parents[1] / "plan" / "published" / "calibration.csv"
+TABLE = Path(__file__).parents[1] / "planner" / "published" / "calibration.csv"
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ class _Hook(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.beside.go_on()
+        ctx.beside.resume()
         return grad, None
 
 

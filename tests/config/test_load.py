@@ -227,7 +227,7 @@ def test_a_dict_is_judged_as_strictly_as_a_recipe():
 
 def test_loading_imports_neither_torch_nor_numpy():
     code = (
-        "import sys; from pathlib import Path; from moefold.config.load import load_config;"
+        "import sys; from pathlib import Path; from moefold.recipe import load_config;"
         "from moefold.validate.config import check_config; check_config(load_config(Path(sys.argv[1])));"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )

@@ -14,7 +14,7 @@ RANK = """
 import signal, sys, time
 import moefold.launch.failure as failure
 from moefold.errors import ConfigError, RunError
-from moefold.host.rank_env import Place
+from moefold.host.rank_env import RankEnv
 
 failure.NONZERO_RANK_DELAY_S = failure.ROOT_CAUSE_WAIT_S = 0.3
 started = time.monotonic()
@@ -25,7 +25,7 @@ def timed(status):
     print(f"waited={time.monotonic() - started > 0.3}", flush=True)
     end(status)
 os._exit = timed
-with failure.FailingRank(Place(rank, rank, 8, "127.0.0.1", 1), lambda: told):
+with failure.RankErrorHandler(RankEnv(rank, rank, 8, "127.0.0.1", 1), lambda: told):
     exec(sys.argv[3])
 print("went on")
 """

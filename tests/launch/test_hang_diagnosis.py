@@ -37,7 +37,7 @@ def verdict(*reports: RankReport | None) -> tuple[tuple[int, ...], str]:
 
 
 def test_a_rank_that_has_not_come_to_the_collective_of_the_others():
-    assert verdict(report(), report(), report(4, communicates=False), report()) == ((2,), "is late")
+    assert verdict(report(), report(), report(4, is_communicating=False), report()) == ((2,), "is late")
     # Where the source of each thread tells nothing (a GPU waits elsewhere), the counts alone do.
     assert verdict(report(), report(), report(4), report()) == ((2,), "is late")
 
@@ -46,13 +46,13 @@ def test_who_waits_for_the_late_one_is_not_late_though_others_wait_for_it():
     chain = [
         report(group=EP, counts={EP: 5, TP: 3}),
         report(group=TP, counts={EP: 4, TP: 3}),  # holds up rank 0, and waits for rank 2
-        report(group=EP, counts={EP: 4, TP: 2}, communicates=False),
+        report(group=EP, counts={EP: 4, TP: 2}, is_communicating=False),
     ]
     assert verdict(*chain) == ((2,), "is late")
 
 
 def test_a_rank_that_computes_while_all_others_communicate():
-    assert verdict(report(), report(communicates=False), report()) == ((1,), "is late")
+    assert verdict(report(), report(is_communicating=False), report()) == ((1,), "is late")
 
 
 def test_without_counts_the_one_in_the_earliest_step_and_phase():
@@ -73,10 +73,10 @@ def test_ranks_that_all_do_the_same_have_no_odd_one():
 @pytest.mark.parametrize(
     ("known", "fault"),
     [
-        ({"state": GONE, "answers": False}, "is gone"),
-        ({"state": STOPPED, "answers": False}, "is stopped"),
-        ({"state": BLOCKED, "communicates": False}, "hangs inside the kernel"),
-        ({"answers": False}, "is not heard any more"),
+        ({"process_state": GONE, "has_responded": False}, "is gone"),
+        ({"process_state": STOPPED, "has_responded": False}, "is stopped"),
+        ({"process_state": BLOCKED, "is_communicating": False}, "hangs inside the kernel"),
+        ({"has_responded": False}, "is not heard any more"),
     ],
 )
 def test_what_became_of_the_process_counts_before_where_it_was(known, fault):
@@ -91,14 +91,14 @@ def test_a_rank_that_never_reported():
 
 
 def test_ranks_that_said_good_bye_are_not_missed():
-    assert verdict(report(4, left=143, answers=False, state=GONE), report(), report(4)) == ((2,), "is late")
+    assert verdict(report(4, left=143, has_responded=False, process_state=GONE), report(), report(4)) == ((2,), "is late")
 
 
 def test_the_message_names_rank_host_step_phase_and_collective():
     late = report(
-        4, phase="loading data", age_s=31.0, place="data/streaming.py:88 read", communicates=False, host="node1"
+        4, phase="loading data", age_s=31.0, source_location="data/streaming.py:88 read", is_communicating=False, host="node1"
     )
-    gone = replace(late, answers=False, place="", heard_s=time.time() - 12, state=GONE)
+    gone = replace(late, has_responded=False, source_location="", reported_at_s=time.time() - 12, process_state=GONE)
     why = "no progress for 30 s (faults.timeout_s)"
     assert format_diagnosis({0: report(), 1: report(), 2: late}, 3, why).splitlines() == [
         "moefold: rank 2 on node1 is late",

@@ -12,16 +12,16 @@ from moefold.launch.single_reporter import SingleReporter, has_report
 
 RANK = """
 import os, sys, time
-from moefold.host.rank_env import Place
-from moefold.launch.single_reporter import Word
+from moefold.host.rank_env import RankEnv
+from moefold.launch.single_reporter import SingleReporter
 rank, file, address = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-word = Word(Place(rank, rank, 8, "127.0.0.1", 1, (file,) if file else ()))
+word = SingleReporter(RankEnv(rank, rank, 8, "127.0.0.1", 1, (file,) if file else ()))
 if address:
     word.use(address)
 print("ready", flush=True)
 sys.stdin.readline()
-word.say(f"rank {rank}", lambda: eval(sys.argv[4]))
-print(word.is_said(), flush=True)
+word.report_once(f"rank {rank}", lambda: eval(sys.argv[4]))
+print(word.was_reported(), flush=True)
 """
 
 

@@ -89,7 +89,7 @@ def _kept(module: nn.Module, tokens: Tensor) -> list[tuple[int, ...]]:
 
     targets = {"labels": tokens, "weights": torch.ones(tokens.shape) / tokens.numel()}
     if module.cfg.model.mtp_layers:
-        targets |= {"further_labels": tokens.unsqueeze(1), "further_weights": targets["weights"].unsqueeze(1)}
+        targets |= {"mtp_labels": tokens.unsqueeze(1), "mtp_weights": targets["weights"].unsqueeze(1)}
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         module(tokens, **targets)
     return shapes

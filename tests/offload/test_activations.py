@@ -332,7 +332,7 @@ def _model(model, parts: tuple[str, ...], **train: object):
     tokens = torch.randint(8, (2, T // 2), generator=torch.Generator().manual_seed(1))
     further = tokens[:, None].expand(-1, model.mtp_layers, -1) if model.mtp_layers else None
     shares = torch.ones(tokens.shape)
-    return module, offload, lambda: module(tokens, tokens, shares, further_labels=further).sum()
+    return module, offload, lambda: module(tokens, tokens, shares, mtp_labels=further).sum()
 
 
 @pytest.mark.parametrize(("part", "formula"), PARTS)

@@ -56,7 +56,7 @@ class Machine:
     def post(self, rank, action):
         to = action.stage + (1 if action.kind == "F" else -1)
         if action.kind != "W" and to in self.owner and self.owner[to] != rank:
-            seconds = self.stages[min(action.stage, to)].send_s
+            seconds = self.stages[min(action.stage, to)].p2p_s
             self.links[rank, self.owner[to]].append([key(action), seconds, None])
 
     def move_messages(self, tick):
@@ -90,7 +90,7 @@ class Machine:
             if not all(self.has_all(rank, action) for action in (slot if self.overlap else slot[:1])):
                 return False
             self.begun[rank] = self.slots[rank].popleft()
-            self.now[rank] = [Chain(a, self.stages[a.stage].pieces(a.kind)) for a in slot]
+            self.now[rank] = [Chain(a, self.stages[a.stage].segments(a.kind)) for a in slot]
         chains = self.now[rank]
         busy = {chain.stream for chain in chains}
         for chain in sorted(chains, key=lambda chain: chain.action.kind == "F") if self.overlap else chains[:1]:

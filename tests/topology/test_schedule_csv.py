@@ -31,7 +31,7 @@ def test_rows_are_read_in_order(read, text):
 
 
 def test_the_file_says_where_stages_stand(read):
-    assert read(V_SHAPE, virtual_stages=2).ranks == (0, 1, 1, 0)
+    assert read(V_SHAPE, virtual_stages=2).stage_to_rank == (0, 1, 1, 0)
 
 
 def test_overlapped_work_is_work_in_order(read):

@@ -65,14 +65,14 @@ def test_further_tokens_come_from_the_sample_and_end_with_it(pool, context):
     cfg = tiny(model={"mtp_layers": 3}, world_size=2, cp=2, context=context)
     ((_, _, whole),) = pool.run(1, _read, tiny(model={"mtp_layers": 3}), 24)
     for depth in (1, 2, 3):
-        labels, weights = whole.further_labels[:, depth - 1], whole.further_weights[:, depth - 1]
+        labels, weights = whole.mtp_labels[:, depth - 1], whole.mtp_weights[:, depth - 1]
         assert torch.equal(labels[:, :-depth], whole.labels[:, depth:])
         assert torch.count_nonzero(weights[:, -depth:]) == 0
         # Four samples of 16 positions: as many targets as positions that have one.
         assert weights[:, :-depth].unique().tolist() == pytest.approx([1 / (4 * (16 - depth))])
     for _, positions, part in pool.run(2, _read, cfg, 24):
-        assert torch.equal(part.further_labels, whole.further_labels[..., positions])
-        assert torch.equal(part.further_weights, whole.further_weights[..., positions])
+        assert torch.equal(part.mtp_labels, whole.mtp_labels[..., positions])
+        assert torch.equal(part.mtp_weights, whole.mtp_weights[..., positions])
 
 
 def test_consecutive_batches_take_consecutive_samples(pool):

@@ -50,7 +50,7 @@ def test_packed_equals_each_document_alone(scaling):
     weights = torch.rand(3, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     packed, alone = _model(cfg), _model(cfg)
     packed.set_positions(torch.arange(16))
-    loss = packed(tokens[:, :-1], tokens[:, 1:], weights, starts=starts)
+    loss = packed(tokens[:, :-1], tokens[:, 1:], weights, document_starts=starts)
     loss.backward()
     total = 0.0
     for b, row in enumerate(LENGTHS):

@@ -107,7 +107,7 @@ def test_packed_conversations_equal_each_alone(tmp_path: Path, monkeypatch: pyte
     share = torch.from_numpy(weights / weights.sum())
     packed, alone = _model(cfg), _model(cfg)
     packed.set_positions(torch.arange(S))
-    loss = packed(inputs, labels, share, starts=torch.from_numpy(starts))
+    loss = packed(inputs, labels, share, document_starts=torch.from_numpy(starts))
     loss.backward()
     # Each conversation by itself: its mean over its own targets counts as many times as it has targets.
     num_targets, total = 0, 0.0

@@ -1,7 +1,4 @@
-"""What several benches have in common: which shape and device they are given, and what they do with a report.
-
-`moefold bench plot`: draw a report.
-"""
+"""What several benches have in common: which shape and device they are given, and what they do with a report."""
 
 import argparse
 import json
@@ -10,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.bench.shape import BenchShape, bench_shapes
-from moefold.bounded_read import MAX_REPORT_BYTES, read_json
-from moefold.cli.command_parser import DEVICE_OPTION, CommandParser, reworded_errors
+from moefold.cli.command_parser import DEVICE_OPTION, reworded_errors
 from moefold.errors import ConfigError
 from moefold.planner.export_recipe import check_writable, reject_existing
 from moefold.terminal import print_escaped
@@ -85,28 +81,3 @@ def write_report(args: argparse.Namespace, report: Mapping[str, Any], table: str
         from moefold.bench.plot import draw_report
 
         draw_report(report, Path(args.plot))
-
-
-def run(argv: list[str]) -> int:
-    """Draw and return 0."""
-    parser = CommandParser(
-        prog="moefold bench plot", description="Draw a report that one of the benches has written with --json."
-    )
-    parser.add_argument("report", metavar="REPORT.json", help="a report that --json has written")
-    parser.add_argument("picture", metavar="FILE.png", help="the picture to write")
-    add_force(parser)
-    args = parser.parse_args(argv)
-    try:
-        report = read_json(Path(args.report), MAX_REPORT_BYTES)
-    except OSError as error:
-        raise ConfigError(f"{args.report}: {error.strerror}") from None
-    except ValueError:
-        raise ConfigError(f"{args.report} is no JSON") from None
-    if not isinstance(report, dict):
-        raise ConfigError(f"{args.report} is no report of moefold bench")
-    check_writable("FILE.png", Path(args.picture))
-    reject_existing("FILE.png", Path(args.picture), force=args.force)
-    from moefold.bench.plot import draw_report
-
-    draw_report(report, Path(args.picture))
-    return 0

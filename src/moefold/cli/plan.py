@@ -152,7 +152,7 @@ def request_from_args(args: argparse.Namespace) -> PlanRequest:
             precision,
             imbalance=args.imbalance,
             cuda_graphs=args.cuda_graphs,
-            causal=args.flops == "causal",
+            counts_causal_attention=args.flops == "causal",
             counts_mtp=_counts_mtp(args.mtp_flops, base.model),
         ),
         restriction=Restriction(fixed, args.method),

@@ -19,7 +19,7 @@ class Batch:
 
     tokens and labels are int64 [num_micro_batches * B, S/cp], weights [same] the share of each token in the loss,
     samples int64 [num_micro_batches * B] the place of each sample in the global batch. For multi-token prediction,
-    further_labels and further_weights [num_micro_batches * B, mtp_layers, S/cp] are the tokens behind the next and the
+    mtp_labels and mtp_weights [num_micro_batches * B, mtp_layers, S/cp] are the tokens behind the next and the
     share of each in the loss of its depth. starts, where samples hold several documents, is the position at which the
     document of each token begins, int64 [num_micro_batches * B, S]: of whole samples, on every rank, as attention looks
     beyond the rank's own tokens.

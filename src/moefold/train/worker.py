@@ -46,7 +46,7 @@ def train_worker(cfg: Config, messages: Sequence[str], rank_env: RankEnv, device
         watchdog.flight_recorder.set_phase("choosing the folder of the run")
         # A network disk may look different on another machine: the first rank's view counts.
         folder = current_world().all_gather_object(choose_run_folder(cfg) if rank_env.rank == 0 else None)[0]
-        messages = (folder.note, *messages, runtime_env_message(rank_env, device_type))
+        messages = (folder.message, *messages, runtime_env_message(rank_env, device_type))
         trainer = Trainer(folder.cfg, groups, [note for note in messages if note])
         with ExitStack() as alone:
             if rank_env.rank == 0:

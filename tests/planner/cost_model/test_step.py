@@ -37,7 +37,7 @@ def test_the_parts_add_up_and_the_rates_follow():
 
 def test_nothing_is_faster_than_its_operations_at_the_peak():
     step = pricer().step_time(FOLDED)
-    causal = replace(WORK, causal=True)
+    causal = replace(WORK, counts_causal_attention=True)
     least = pricer(work=causal).flops_per_token * 256 * 4096 / 128 / 989.5e12
     assert step.total_s > least
 

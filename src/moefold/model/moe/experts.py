@@ -370,7 +370,7 @@ class _SequentialExperts(torch.autograd.Function):
                 hidden, grad_g, grad_u = how.activation.backward(_scale_rows(grad_hidden, weights), g, u, two_rooms)
                 dot = _rowwise_dot(grad_hidden, hidden, weights.dtype)
                 if w.down_bias_EH is not None:
-                    dot += grad_y[:, how.bias_columns].to(dot.dtype) @ w.down_bias_EH[e].to(dot.dtype)
+                    dot += grad_y[:, how.bias_slice].to(dot.dtype) @ w.down_bias_EH[e].to(dot.dtype)
                 grad_weights_R[rows] = dot[:count]
                 grad_y = _scale_rows(grad_y, weights)
             of_expert = _ExpertGradInputs(e, rows, hidden, grad_g, grad_u, grad_y)
@@ -386,7 +386,7 @@ class _SequentialExperts(torch.autograd.Function):
             gemm.matmul_add_out(grad_x_RH[rows], by_gate, by_up)
         if how.wgrad_store is None:
             return grad_x_RH, None, grad_weights_R, *gradients.grads
-        how.wgrad_store.put(how.held, lambda: gradients.compute(waiting))
+        how.wgrad_store.put(how.tracked_weights, lambda: gradients.compute(waiting))
         return grad_x_RH, None, grad_weights_R, *[None] * num_weights
 
 

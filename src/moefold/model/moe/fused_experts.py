@@ -88,11 +88,11 @@ class _FusedExperts(torch.autograd.Function):
         num_weights = len(fields(ExpertWeights))
         tensors, inner = tensors[:num_weights], tensors[num_weights:]
         how, w = ctx.options, ExpertWeights(*tensors)
-        kernels, offsets_E, source_R = how.kernels, how.offsets_E, how.source
+        kernels, offsets_E, source_R = how.kernels, how.offsets_E, how.token_index
         g, u = inner if how.saves_fc1 else _fc1(x, w, how)
         grad_rows = GatheredRows(grad.contiguous(), source_R)
         grad_hidden = kernels.grouped_gemm(grad_rows, w.down_EFH.transpose(1, 2), offsets_E)
-        hidden, grad_g, grad_u, grad_weights_R = kernels.activation_backward(how.gate, grad_hidden, g, u, weights_R)
+        hidden, grad_g, grad_u, grad_weights_R = kernels.activation_backward(how.activation, grad_hidden, g, u, weights_R)
         if grad_weights_R is not None and w.down_bias_EH is not None:
             bias_RH = _expand_to_rows(w.down_bias_EH, offsets_E, grad_rows.num_rows).to(grad_weights_R.dtype)
             columns = grad_rows.materialize()[:, how.bias_slice].to(grad_weights_R.dtype)
@@ -118,7 +118,7 @@ class _FusedExperts(torch.autograd.Function):
 
         if how.wgrad_store is None:
             return grad_x, None, grad_weights_R, *of_weights()
-        how.wgrad_store.put(how.held, lambda: [grad for grad in of_weights() if grad is not None])
+        how.wgrad_store.put(how.tracked_weights, lambda: [grad for grad in of_weights() if grad is not None])
         return grad_x, None, grad_weights_R, *[None] * num_weights
 
 

@@ -21,10 +21,10 @@ from tests.launch import peer
 RANKS = 3
 MEET = """
 import sys
-from moefold.launch.rendezvous import meet
-from moefold.host.rank_env import Place
+from moefold.launch.rendezvous import join_rendezvous
+from moefold.host.rank_env import RankEnv
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-store, session = meet(Place(rank, rank, 3, "127.0.0.1", port), 20.0)
+store, session = join_rendezvous(RankEnv(rank, rank, 3, "127.0.0.1", port), 20.0)
 store.set(str(rank), session)
 print(session, *sorted(store.get(str(other)).decode() for other in range(3)), flush=True)
 """
@@ -117,13 +117,13 @@ def test_rank_0_names_a_port_that_is_taken():
 
 WAIT = """
 import sys
-from moefold.launch.failure import FailingRank
-from moefold.launch.rendezvous import meet
-from moefold.host.rank_env import Place
-place = Place(1, 1, 2, "127.0.0.1", int(sys.argv[1]))
-with FailingRank(place, lambda: False):
+from moefold.launch.failure import RankErrorHandler
+from moefold.launch.rendezvous import join_rendezvous
+from moefold.host.rank_env import RankEnv
+place = RankEnv(1, 1, 2, "127.0.0.1", int(sys.argv[1]))
+with RankErrorHandler(place, lambda: False):
     print("ready", flush=True)
-    meet(place, 1000.0)
+    join_rendezvous(place, 1000.0)
 """
 
 

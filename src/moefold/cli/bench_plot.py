@@ -1,0 +1,34 @@
+"""`moefold bench plot`: draw a report."""
+
+from pathlib import Path
+
+from moefold.bounded_read import MAX_REPORT_BYTES, read_json
+from moefold.cli.bench_output import add_force
+from moefold.cli.command_parser import CommandParser
+from moefold.errors import ConfigError
+from moefold.planner.export_recipe import check_writable, reject_existing
+
+
+def run(argv: list[str]) -> int:
+    """Draw and return 0."""
+    parser = CommandParser(
+        prog="moefold bench plot", description="Draw a report that one of the benches has written with --json."
+    )
+    parser.add_argument("report", metavar="REPORT.json", help="a report that --json has written")
+    parser.add_argument("picture", metavar="FILE.png", help="the picture to write")
+    add_force(parser)
+    args = parser.parse_args(argv)
+    try:
+        report = read_json(Path(args.report), MAX_REPORT_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{args.report}: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{args.report} is no JSON") from None
+    if not isinstance(report, dict):
+        raise ConfigError(f"{args.report} is no report of moefold bench")
+    check_writable("FILE.png", Path(args.picture))
+    reject_existing("FILE.png", Path(args.picture), force=args.force)
+    from moefold.bench.plot import draw_report
+
+    draw_report(report, Path(args.picture))
+    return 0

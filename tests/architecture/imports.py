@@ -1,0 +1,130 @@
+"""The import graph of the package, read off the syntax trees: circles of modules and imports of higher floors."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+FLOORS = (
+    ("__init__", "terminal", "bounded_read", "errors", "progress", "cache_dir"),
+    ("host",),
+    ("config",),
+    ("topology",),
+    ("cost",),
+    ("validate",),
+    ("comm",),
+    ("ops",),
+    ("model",),
+    ("offload",),
+    ("optim",),
+    ("data",),
+    ("recipe",),
+    ("checkpoint",),
+    ("metrics",),
+    ("parallel",),
+    ("convert",),
+    ("launch",),
+    ("inference",),
+    ("planner",),
+    ("train",),
+    ("verify",),
+    ("testing",),
+    ("bench",),
+    ("lm_eval",),
+    ("cli", "__main__"),
+)
+"""Folders and top-level modules, lowest first. A module imports from its own floor and from lower ones."""
+TORCH_FREE = ("config", "topology", "cost", "validate", "data", "planner")
+"""Folders that can be imported where torch is not installed."""
+
+
+class Import(NamedTuple):
+    """One import of a module of the package by another."""
+
+    importer: str
+    line: int
+    imported: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.name or self.imported} from {self.imported}"
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Return the files of a package by dotted name, without the name of the package; folders by their own name."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        if parts[-1] == "__init__" and len(parts) > 1:
+            parts = parts[:-1]
+        found[".".join(parts)] = path
+    return found
+
+
+def imports(package: Path) -> list[Import]:
+    """Return every import inside the package, those inside functions and for type checkers included."""
+    files = modules(package)
+    return [found for name, path in files.items() for found in _imports_of(name, path, files, package.name)]
+
+
+def upward(found: list[Import]) -> list[Import]:
+    """Return the imports of a module on a higher floor than the importer's."""
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    return [one for one in found if floor[_room(one.imported)] > floor[_room(one.importer)]]
+
+
+def circles(found: list[Import]) -> list[list[str]]:
+    """Return the strongly connected components of more than one module (Tarjan's algorithm)."""
+    graph: dict[str, set[str]] = {}
+    for one in found:
+        graph.setdefault(one.importer, set()).add(one.imported)
+        graph.setdefault(one.imported, set())
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    components = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for neighbour in sorted(graph[node]):
+            if neighbour not in index:
+                visit(neighbour)
+                low[node] = min(low[node], low[neighbour])
+            elif neighbour in stack:
+                low[node] = min(low[node], index[neighbour])
+        if low[node] == index[node]:
+            component = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(component) > 1:
+                components.append(sorted(component))
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return components
+
+
+def _room(module: str) -> str:
+    return module.split(".")[0]
+
+
+def _imports_of(name: str, path: Path, files: Mapping[str, Path], package: str) -> Iterator[Import]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package:
+            base = node.module.removeprefix(package).lstrip(".")
+            for alias in node.names:
+                target = _module_of(f"{base}.{alias.name}".lstrip("."), files)
+                if target != name:
+                    yield Import(name, node.lineno, target, alias.name)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith(f"{package}."):
+                    yield Import(name, node.lineno, _module_of(alias.name.removeprefix(f"{package}."), files), "")
+
+
+def _module_of(dotted: str, files: Mapping[str, Path]) -> str:
+    """Return the longest prefix that is a module; names of the package itself stand in its __init__."""
+    while dotted and dotted not in files:
+        dotted = dotted.rpartition(".")[0]
+    return dotted or "__init__"

@@ -1,0 +1,86 @@
+"""Rules of prose, read off docstrings, comments and pages: first words, words to avoid, packed assignments."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.architecture.rules import ROOT, name_of
+
+MAX_COLUMNS = 120
+MAX_PACKED_ASSIGNMENTS = 60
+# A docstring that begins so is a clause without a main verb, or needs a noun from elsewhere.
+NO_FIRST_WORDS = re.compile(r"^(What|Whether|Of|As|Where|Who|Which|Why|How|So|Beside|Behind|Those|These|Theirs|Else)\b")
+# A function does something: its first line begins with a verb.
+NO_FIRST_WORDS_OF_FUNCTIONS = re.compile(
+    r"^(The|A|An|All|Every|Each|One|My|This|That|It|Its|For|In|Inside|Nothing|None|No|Seconds|Bytes|Tokens|Ranks)\b"
+)
+WORDS = re.compile(
+    r"\b(beside|behind|made again|made anew|makes anew|nobody|for ever|anew|is to be|be it|so many|so much as|"
+    r"goes? home|lives? in|travels?|is told|are told|further tokens?)\b",
+    re.IGNORECASE,
+)
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, ast.AST, str]]:
+    """Yield line, node and text of each docstring of modules, classes and functions in a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), node, text
+
+
+def headless(path: Path, root: Path = ROOT) -> list[str]:
+    """Return the docstrings whose first line is no sentence of the form that CONTRIBUTING.md asks for."""
+    found = []
+    for line, node, text in docstrings(path):
+        first = text.split("\n")[0]
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_property(node)
+        if NO_FIRST_WORDS.match(first) or (is_function and NO_FIRST_WORDS_OF_FUNCTIONS.match(first)):
+            found.append(f"{name_of(path, root)}:{line}: {first}")
+    return found
+
+
+def words_to_avoid(path: Path, root: Path = ROOT) -> list[str]:
+    """Return the lines of a Python file whose comments or strings hold a word of the list."""
+    found = []
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING) or tokenize.tok_name[token.type] == "FSTRING_MIDDLE":
+            for number, line in enumerate(token.string.split("\n"), token.start[0]):
+                found += [f"{name_of(path, root)}:{number}: {match.group()}" for match in WORDS.finditer(line)]
+    return found
+
+
+def words_of_page(path: Path, root: Path = ROOT) -> list[str]:
+    """Return the lines of a page that hold a word of the list or are too long, tables and links apart."""
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        found += [f"{name_of(path, root)}:{number}: {match.group()}" for match in WORDS.finditer(line)]
+        if len(line) > MAX_COLUMNS and not line.lstrip().startswith("|") and "](" not in line:
+            found.append(f"{name_of(path, root)}:{number}: {len(line)} columns")
+    return found
+
+
+def packed_assignments(path: Path, root: Path = ROOT) -> list[str]:
+    """Return the lines that bind several names to several values, as in `a, b = x, y`; a swap is none of them."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Tuple)
+            and isinstance(node.targets[0], ast.Tuple)
+        ):
+            names = {ast.unparse(target) for target in node.targets[0].elts}
+            used = {
+                ast.unparse(part) for value in node.value.elts for part in ast.walk(value) if isinstance(part, ast.expr)
+            }
+            if not names & used:
+                found.append(f"{name_of(path, root)}:{node.lineno}")
+    return found
+
+
+def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)

@@ -1,0 +1,45 @@
+"""The house: no circle of imports, no import of a higher floor, no torch in the rooms that must do without."""
+
+from tests.architecture import imports, rules
+
+SOURCE = rules.SOURCE
+
+
+def test_no_circles():
+    assert imports.circles(imports.imports(SOURCE)) == []
+
+
+def test_no_import_of_a_higher_floor():
+    assert [str(one) for one in imports.upward(imports.imports(SOURCE))] == []
+
+
+def test_every_room_has_a_floor():
+    rooms = {name.split(".")[0] for name in imports.modules(SOURCE)}
+    assert rooms == {name for floor in imports.FLOORS for name in floor}
+
+
+def _package(folder, **files):
+    package = folder / "moefold"
+    for name, text in files.items():
+        path = package / f"{name.replace('__', '/', 1)}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        (path.parent / "__init__.py").touch()
+    return package
+
+
+def test_an_import_of_a_higher_floor_is_found(tmp_path):
+    package = _package(tmp_path, config__schema="from moefold.model.rope import Rope", model__rope="class Rope: ...")
+    assert [str(one) for one in imports.upward(imports.imports(package))] == [
+        "config.schema:1 imports Rope from model.rope"
+    ]
+
+
+def test_a_circle_is_found_inside_of_functions_too(tmp_path):
+    package = _package(
+        tmp_path,
+        model__rope="from moefold.model.norm import norm",
+        model__norm="def norm():\n    import moefold.model.rope",
+        model__mlp="from moefold.model.norm import norm",
+    )
+    assert imports.circles(imports.imports(package)) == [["model.norm", "model.rope"]]

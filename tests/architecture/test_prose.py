@@ -1,0 +1,74 @@
+import pytest
+
+from tests.architecture import prose, rules
+
+PAGES = sorted(
+    page
+    for page in (*(rules.ROOT / "docs").rglob("*.md"), *rules.ROOT.glob("*.md"))
+    if page.name != "log.md" and page.parent.name != "design"
+)
+"""The log and the design notes are records: what was written stays as it was."""
+
+
+def test_docstrings_begin_with_a_sentence():
+    assert [found for path in rules.python_files(rules.SOURCE) for found in prose.headless(path)] == []
+
+
+def test_no_word_of_the_list_is_used():
+    assert [found for path in rules.python_files(rules.SOURCE) for found in prose.words_to_avoid(path)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(rules.ROOT).as_posix())
+def test_pages_are_plain(page):
+    assert prose.words_of_page(page) == []
+
+
+def test_one_binding_a_line():
+    found = [line for path in rules.python_files(rules.SOURCE) for line in prose.packed_assignments(path)]
+    assert len(found) <= prose.MAX_PACKED_ASSIGNMENTS, found
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ('"""What a rank holds."""', True),
+        ('"""Parts of a layer."""', False),
+        ('def f():\n    """The sum of it."""', True),
+        ('def f():\n    """Return the sum."""', False),
+        ('class C:\n    """The state of a rank."""', False),
+        ('class C:\n    @property\n    def p(self):\n        """The rank."""', False),
+        ('class C:\n    """Whether it is so."""', True),
+    ],
+)
+def test_headless_docstrings_are_found(tmp_path, text, is_found):
+    path = tmp_path / "snippet.py"
+    path.write_text(text)
+    assert bool(prose.headless(path, tmp_path)) == is_found
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("x = 1  # it lies " + "beside y", True),
+        ("x = 'made " + "again'", True),
+        ("beside" + " = 1", False),
+        ("x = 'recomputed'", False),
+    ],
+)
+def test_words_are_found_in_prose_only(tmp_path, text, is_found):
+    path = tmp_path / "snippet.py"
+    path.write_text(text)
+    assert bool(prose.words_to_avoid(path, tmp_path)) == is_found
+
+
+def test_long_lines_of_pages_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("x" * 121 + "\n| " + "x" * 121 + " |\n[x](" + "x" * 121 + ")\n")
+    assert prose.words_of_page(page, tmp_path) == ["page.md:1: 121 columns"]
+
+
+@pytest.mark.parametrize(("text", "is_found"), [("a, b = 1, 2", True), ("a, b = f()", False), ("a, b = b, a", False)])
+def test_packed_assignments_are_found(tmp_path, text, is_found):
+    path = tmp_path / "snippet.py"
+    path.write_text(text)
+    assert bool(prose.packed_assignments(path, tmp_path)) == is_found
