@@ -222,7 +222,7 @@ class _InertObject:
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Unpickler that replaces the classes of an index by new ones, which a pickle may modify, and rejects all others."""
+    """Unpickler that replaces the classes of an index by new ones, which a pickle may modify; rejects all others."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
@@ -255,7 +255,11 @@ _MAX_RUN_OPCODES = 4096
 _SPARE_OPCODES = 1 << 16
 _TEXT_OPCODE = re.compile(rb"\x8c(.)|X(.{4})", re.DOTALL)
 _ONE_BYTE_OPCODES = b"()NRabestu]}\x81\x85\x86\x87\x88\x89\x93\x94"
-"""MARK EMPTY_TUPLE NONE REDUCE APPEND BUILD APPENDS SETITEM TUPLE SETITEMS EMPTY_LIST EMPTY_DICT NEWOBJ TUPLE1 to TUPLE3 NEWTRUE NEWFALSE STACK_GLOBAL MEMOIZE: opcodes of one byte, which may allocate up to 64."""
+"""One-byte opcodes, each of which may allocate up to 64 bytes.
+
+MARK EMPTY_TUPLE NONE REDUCE APPEND BUILD APPENDS SETITEM TUPLE SETITEMS EMPTY_LIST EMPTY_DICT NEWOBJ TUPLE1 to TUPLE3
+NEWTRUE NEWFALSE STACK_GLOBAL MEMOIZE.
+"""
 _OPCODE_RUN = re.compile(
     b"(?:["
     + re.escape(_ONE_BYTE_OPCODES)

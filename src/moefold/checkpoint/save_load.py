@@ -1,4 +1,4 @@
-"""Save and load checkpoints with torch.distributed.checkpoint (DCP): one entry per logical tensor, whatever the mapping."""
+"""Save and load checkpoints with torch.distributed.checkpoint (DCP): one entry per logical tensor, for any mapping."""
 
 import errno
 import os
@@ -390,7 +390,7 @@ def _describe_failure(error: BaseException, disk: Path | None, rank: int | None 
         written = format_list(sorted(path.name for path in disk.glob(f"__{rank}_*")))
     name = f"file {written}" if written else "a file"
     found = f"{name} could not be written to its end" + ("" if is_cut_short else f" ({text})")
-    return f"{found}; {_describe_free_space(disk)}; free space there, and the same command resumes from the last checkpoint"
+    return f"{found}; {_describe_free_space(disk)}; free some, and the same command resumes from the last checkpoint"
 
 
 def _describe_free_space(folder: Path) -> str:

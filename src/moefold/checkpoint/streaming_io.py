@@ -205,7 +205,7 @@ def write_chunks(
 
 
 def write_manifest_in_parallel(tmp: Path, world: World) -> None:
-    """Write the manifest of a folder that has all its other files; collective over `world`, which shares the hashing."""
+    """Write the manifest of a folder that has all its other files; collective over `world`, which shares hashing."""
     names = sorted(path.name for path in tmp.iterdir() if path.is_file())
     local = {name: digest_file(tmp / name) for name in names[world.rank :: world.size]}
     records: dict[str, FileDigest] = {}
