@@ -187,9 +187,9 @@ def pack_conversations(
     if data.overlong == "refuse" and is_long.any():
         number = int(np.argmax(is_long))
         raise ConfigError(
-            f"{_conversation_location(data, number)}: the conversation has {lengths[number]} tokens, and {int(is_long.sum())} of "
-            f"{len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; raise it to "
-            f'{int(lengths.max()) - 1}, or set data.overlong="cut"'
+            f"{_conversation_location(data, number)}: the conversation has {lengths[number]} tokens, and "
+            f"{int(is_long.sum())} of {len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; "
+            f'raise it to {int(lengths.max()) - 1}, or set data.overlong="cut"'
         )
     members = np.flatnonzero(conversations.count_targets(seq_len + 1))
     if not len(members):

@@ -23,7 +23,10 @@ class TemplateLimits:
     """Resource limits of a template."""
 
     cpu_s: float = 30.0
-    """CPU time for one conversation, and to compile the template. Templates take milliseconds; a conversation of 1,000 turns is rendered 2,001 times, which takes some seconds."""
+    """CPU time to compile the template, and for one conversation.
+
+    Templates take milliseconds; a conversation of 1,000 turns is rendered 2,001 times, which takes some seconds.
+    """
     memory_bytes: int = 1 << 30
     """Address space of the process, of which the interpreter takes 30 MB."""
     most_characters: int = 1 << 26
