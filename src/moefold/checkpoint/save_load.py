@@ -390,7 +390,7 @@ def _describe_failure(error: BaseException, disk: Path | None, rank: int | None 
         written = format_list(sorted(path.name for path in disk.glob(f"__{rank}_*")))
     name = f"file {written}" if written else "a file"
     found = f"{name} could not be written to its end" + ("" if is_cut_short else f" ({text})")
-    return f"{found}; {_describe_free_space(disk)}; free some, and the same command resumes from the last checkpoint"
+    return f"{found}; {_describe_free_space(disk)}; free disk space, then run the same command to resume"
 
 
 def _describe_free_space(folder: Path) -> str:
