@@ -149,7 +149,9 @@ def test_damaged_files_are_refused(tmp_path):
     np.save(tmp_path / TRACE_FOLDER / "step-000002.npy", np.zeros((1, 2), np.uint8))
     with pytest.raises(ConfigError, match="step-000001.npy cannot be read"):
         trace.check_replay(SHAPE, 3)
-    with pytest.raises(ConfigError, match=r"step-000002.npy holds uint8 \(1, 2\), but its manifest requires uint8 \(2, 4"):
+    with pytest.raises(
+        ConfigError, match=r"step-000002.npy holds uint8 \(1, 2\), but its manifest requires uint8 \(2, 4"
+    ):
         trace.step(2)
     with pytest.raises(ConfigError, match="has no step 4"):
         trace.step(4)
