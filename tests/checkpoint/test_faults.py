@@ -96,7 +96,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_one_before(pool, tmp_path, a
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_folder_that_vanishes_in_a_save_is_one_message_on_the_first_rank(pool, tmp_path, fault, async_save):
     errors = pool.run(RANKS, _save_twice, _recipe(tmp_path, async_save), fault)
-    assert "the checkpoint of step 2 cannot be written to" in errors[0] or "lacks what other ranks wrote" in errors[0]
+    assert "the checkpoint of step 2 cannot be written to" in errors[0] or "lacks files of other ranks" in errors[0]
     assert "\n" not in errors[0]
     if fault == "vanished":
         shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)

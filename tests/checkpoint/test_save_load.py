@@ -201,7 +201,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(pool, tmp_p
         inflict(path / file)
     (error,) = pool.run(1, _load, cfg)
     assert f"can be used: step-000002: {message.format(name=file)}; step-000001: " in error
-    assert error.endswith("move them away to begin anew, or set another run.dir")
+    assert error.endswith("move them away to start a new run, or set another run.dir")
 
 
 def test_a_damaged_checkpoint_that_is_named_is_refused(pool, tmp_path):
@@ -342,7 +342,7 @@ def _explained(causes: list[Exception], disk: Path | None) -> str:
 def test_a_full_disk_is_told_before_what_comes_of_it(tmp_path):
     after, full = RuntimeError("unexpected pos 704 vs 598"), OSError(errno.ENOSPC, "No space left on device")
     (tmp_path / "__1_0.distcp").touch()
-    rest = r"; ([\d,]+ MiB are free there|the disk is full)(; make room there, and the same command goes on .*)?"
+    rest = r"; ([\d,]+ MiB are free there|the disk is full)(; free disk space, then run the same command .*)?"
     error = _explained([after, full], tmp_path)
     assert re.fullmatch(r"it fails: file __1_0\.distcp .* to its end \(No space left on device\)" + rest, error)
     error = _explained([after, after], tmp_path / "gone" / "checkpoints")
@@ -371,7 +371,7 @@ def test_a_full_disk_is_one_message_and_leaves_the_checkpoint_before(pool, tmp_p
         assert re.search(
             r"file __1_\d+\.distcp could not be written to its end.*( MiB are free there|disk is full); ", error
         )
-        assert error.endswith("; make room there, and the same command goes on from the last checkpoint")
+        assert error.endswith("; free disk space, then run the same command to resume")
         assert "enforce fail" not in error
         assert "unexpected pos" not in error
         assert "\n" not in error

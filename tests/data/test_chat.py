@@ -54,7 +54,7 @@ def test_turns_that_the_template_marks_are_believed():
 
 def test_a_template_that_writes_turns_otherwise_later_is_refused():
     assert spans(template(FORGETS), CHAT[:1]) == []
-    with pytest.raises(ConfigError, match=r"f:1: .* writes turn 3 otherwise .*\{% generation %\}"):
+    with pytest.raises(ConfigError, match=r"f:1: .* renders turn 3 differently .*\{% generation %\}"):
         template(FORGETS).render(CHAT, None, "f:1")
 
 
@@ -97,14 +97,14 @@ def test_a_template_cannot_leave_its_sandbox(attack: str):
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it never ends"),
-        ("{{ 'x' * 2**62 }}", "it needs more memory than it may have"),
-        ("{{ messages[0].content.center(2**31) }}", "it needs more memory than it may have"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it recurses without end"),
+        ("{{ 'x' * 2**62 }}", "it exceeds its memory limit"),
+        ("{{ messages[0].content.center(2**31) }}", "it exceeds its memory limit"),
         ("{% set n = namespace(t='xx') %}{% for i in range(99) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
-         "it (needs more memory|takes more than)"),
+         "it (exceeds its memory limit|takes more than)"),
         ("{% for i in range(9) %}{{ messages[0].content * 200 }}{% endfor %}", "it writes more than 10,000 characters"),
         ("{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
-         "it takes more than 0.2 s of processor time"),
+         "it takes more than 0.2 s of CPU time"),
     ],
 )  # fmt: skip
 def test_a_template_without_measure_is_one_message(source: str, reason: str):
@@ -121,7 +121,7 @@ def test_a_template_without_measure_is_one_message(source: str, reason: str):
 
 
 def test_a_template_that_is_worked_out_before_it_is_used_is_bounded_too():
-    with pytest.raises(ConfigError, match=r"is not a Jinja template \(it takes more than 0.2 s of processor time\)"):
+    with pytest.raises(ConfigError, match=r"is not a Jinja template \(it takes more than 0.2 s of CPU time\)"):
         ChatTemplate("{{ 9 ** (9 ** 9) }}", location="here", special_tokens={}, limits=TemplateLimits(cpu_s=0.2))
 
 
@@ -185,5 +185,5 @@ def test_a_prompt_opens_the_turn_of_the_assistant_or_leaves_the_last_one_open():
     assert template().prompt(asked, "p", add_generation_prompt=True).endswith("a<|im_end|>\n<|im_start|>assistant\n")
     assert template().prompt(asked + begun, "p", add_generation_prompt=False).endswith("assistant\nb ")
     assert template(marked).prompt(asked + begun, "p", add_generation_prompt=False) == "<a><b"
-    with pytest.raises(ConfigError, match="does not write the last turn as it is"):
+    with pytest.raises(ConfigError, match="does not write the last turn verbatim"):
         template("{{ messages | length }}").prompt(begun, "p", add_generation_prompt=False)

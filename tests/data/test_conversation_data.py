@@ -61,7 +61,7 @@ def test_rows_of_alpaca_and_sharegpt(fields, turns):
         ({"messages": ["hi"]}, "message 1 must be an object"),
         ({"message": []}, "'message' has another name"),
         ({"prompt": "hi", "responce": "x"}, "did you mean 'responce'"),
-        ({"a": 1}, "is no conversation"),
+        ({"a": 1}, "is not a conversation"),
         ({"conversations": []}, "at least one turn"),
         ({"conversations": ["hi"]}, "turn 1 must be an object"),
         (

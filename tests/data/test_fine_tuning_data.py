@@ -149,7 +149,7 @@ def test_mixtures_of_conversations(chats: Path):
         ('{"messages": [{"content": "b"}]}\n', "a.jsonl:1: message 1 has no role"),
         (
             r'{"messages": [{"role": "user", "content": null, "tool_calls": [{"x": "\ud800"}]}]}',
-            r"a.jsonl:1: what the chat template makes of the conversation is not Unicode text \(.*\); mend it",
+            r"a.jsonl:1: the rendered conversation is not Unicode text \(.*\); fix it",
         ),
         ('{"prompt": "a", "response": "b"\n', "a.jsonl:1 is not JSON"),
         ('{"prompt": "a"}\n', "a.jsonl:1: no column 'response'"),
@@ -210,4 +210,4 @@ def test_a_cache_that_is_cut_under_the_run_is_named(chats: Path):
     with pytest.raises(BrokenShardError) as caught:
         answers(dataset)
     assert f"data file {cached} broke while the run read it: it has " in str(caught.value)
-    assert "make it anew (what lies in the token cache: remove it)" in str(caught.value)
+    assert "create it again (if it is in the token cache, remove it)" in str(caught.value)

@@ -143,7 +143,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path):
     for data, words in (
         (recipe(broken), r"b.jsonl:61 is not JSON"),
         (recipe(numbers), r"holds nothing, not text, in row 2"),
-        (recipe(cut), r"c.parquet is not a complete parquet file .*; copy it anew"),
+        (recipe(cut), r"c.parquet is not a complete parquet file .*; copy it again"),
         (recipe(splits, split="tset"), r"data.split='tset' is not in .*; did you mean 'test'"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -158,7 +158,7 @@ def test_a_text_that_is_no_utf8_is_named_with_file_and_row(tmp_path: Path, strea
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "b.parquet").write_bytes(as_parquet(tmp_path).read_bytes())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "in" / "a.parquet")
-    with pytest.raises(ConfigError, match=r"in/a.parquet: column 'text' holds no UTF-8 in row 31 .*; mend the text"):
+    with pytest.raises(ConfigError, match=r"in/a.parquet: column 'text' holds no UTF-8 in row 31 .*; fix the text"):
         open_data(recipe(tmp_path / "in", streaming=streaming), tmp_path / "cache").train.sample(0)
 
 

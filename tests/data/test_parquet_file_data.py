@@ -27,7 +27,7 @@ def test_rows_are_numbered_through_the_groups(tmp_path: Path):
 
 def test_a_text_that_is_no_utf8_is_named_with_its_row(tmp_path: Path):
     path = write(tmp_path / "a.parquet", [b"fine", b"fine", *[b"x"] * 20, b"bad \xff", b"fine"])
-    with pytest.raises(ConfigError, match=r"a.parquet: column 'text' holds no UTF-8 in row 23 .*at byte 4.*mend"):
+    with pytest.raises(ConfigError, match=r"a.parquet: column 'text' holds no UTF-8 in row 23 .*at byte 4.*fix"):
         list(column_values(path, "text", [2]))
 
 
@@ -37,7 +37,7 @@ def test_damage_is_named_with_the_rows_before_it(tmp_path: Path):
     content = bytearray(path.read_bytes())
     content[start : start + 4] = b"\xff" * 4
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"a.parquet is damaged behind row 20 .*; copy it anew or leave it out"):
+    with pytest.raises(ConfigError, match=r"a.parquet is damaged after row 20 .*; copy it again or leave it out"):
         list(column_values(path, "text", [2]))
     path.write_bytes(content[:-7])
     with pytest.raises(ConfigError, match="a.parquet is not a complete parquet file"):

@@ -149,7 +149,9 @@ def test_damaged_files_are_refused(tmp_path):
     np.save(tmp_path / TRACE_FOLDER / "step-000002.npy", np.zeros((1, 2), np.uint8))
     with pytest.raises(ConfigError, match="step-000001.npy cannot be read"):
         trace.check_replay(SHAPE, 3)
-    with pytest.raises(ConfigError, match=r"step-000002.npy holds uint8 \(1, 2\), and its manifest says uint8 \(2, 4"):
+    with pytest.raises(
+        ConfigError, match=r"step-000002.npy holds uint8 \(1, 2\), but its manifest requires uint8 \(2, 4"
+    ):
         trace.step(2)
     with pytest.raises(ConfigError, match="has no step 4"):
         trace.step(4)
@@ -230,5 +232,5 @@ def test_a_step_that_is_cut_under_the_run_is_named(tmp_path):
 def test_a_step_that_is_not_written_row_by_row_is_refused(tmp_path):
     trace = _write(tmp_path, [1])
     np.save(tmp_path / TRACE_FOLDER / "step-000001.npy", np.asfortranarray(_choices(1, SHAPE)))
-    with pytest.raises(ConfigError, match="step-000001.npy is not written row by row"):
+    with pytest.raises(ConfigError, match="step-000001.npy is not a C-contiguous array"):
         trace.step(1)

@@ -54,7 +54,7 @@ def test_only_the_samples_of_a_lost_file_are_left_out(tmp_path, changes, lost, p
     kept = [i for i, tokens in enumerate(samples) if not set(tokens // 1000) & set(lost)]
     assert left.num_dropped == len(whole) - len([i for i in kept if i < len(whole)])
     if not kept:
-        with pytest.raises(RunError, match=f"no {NAMES[part]} sample is left to take"):
+        with pytest.raises(RunError, match=f"no {NAMES[part]} sample is left"):
             left.next_sample_indices(0, 4)
         return
     taken: list[int] = []
@@ -94,7 +94,7 @@ def test_what_is_left_out_otherwise_is_stepped_over(tmp_path):
 def test_nothing_left_is_an_error_and_no_endless_search(tmp_path):
     folder = owned(tmp_path / "tokens")
     row = opened(recipe(str(folder)), {f"{folder}/{number}.npy": "gone" for number in range(4)}).train
-    with pytest.raises(RunError, match="no training sample is left to take"):
+    with pytest.raises(RunError, match="no training sample is left"):
         row.next_sample_indices(0, 4)
 
 
@@ -133,7 +133,7 @@ def test_a_file_that_breaks_under_a_reader_is_named(tmp_path, kind, is_open):
     with pytest.raises(BrokenShardError, match=message) as caught:
         stream.read(3990, 4010)
     assert caught.value.shard == "tokens/1.npy"
-    assert 'set data.corrupt="skip" to go on without it' in str(caught.value)
+    assert 'set data.corrupt="skip" to continue without it' in str(caught.value)
     assert "skip" not in caught.value.cause
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     stream.drop_files([caught.value.shard])
@@ -167,7 +167,7 @@ def test_a_file_with_strange_ids_is_left_out_by_name(tmp_path):
     assert list(shards.dropped) == [f"{folder}/3.npy"]
     why = shards.dropped[f"{folder}/3.npy"]
     assert why == f"{folder}/3.npy holds id 3000 at token 0, but ids must be at least 0 and below model.vocab_size=3000"
-    with pytest.raises(ConfigError, match="holds no sound file: .*raise it"):
+    with pytest.raises(ConfigError, match="holds no valid file: .*raise it"):
         build_token_file_set(data, vocab_size=0)
     with pytest.raises(OutOfVocabError, match="3.npy holds id 3000"):
         TokenFileStream(build_token_file_set(recipe(str(folder)), vocab_size=3000).files(data), vocab_size=3000).probe()

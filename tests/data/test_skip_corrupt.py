@@ -155,5 +155,5 @@ def test_ranks_go_by_what_was_found_before_they_started(tmp_path):
 def test_nothing_sound_is_refused_with_what_is_wrong(tmp_path):
     folder = make(tmp_path / "data", "text", [0])
     latin(folder / "0.txt")
-    with pytest.raises(ConfigError, match=r"holds no sound file: .*0.txt is not UTF-8"):
+    with pytest.raises(ConfigError, match=r"holds no valid file: .*0.txt is not UTF-8"):
         open_data(recipe("text", folder, corrupt="skip"), tmp_path / "cache")

@@ -136,7 +136,7 @@ def test_npy_that_is_cut_off_or_something_else_is_refused(tmp_path: Path):
     whole = path.read_bytes()
     for content in (whole[:-1], whole[:100], whole[:5], b"", b"hello there, no array"):
         path.write_bytes(content)
-        with pytest.raises(ConfigError, match=r"x.npy is not a complete .npy array .*write it anew"):
+        with pytest.raises(ConfigError, match=r"x.npy is not a complete .npy array .*write it again"):
             read_npy_header(path)
     np.save(path, np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(ConfigError, match="x.npy is not a complete .npy array"):

@@ -231,7 +231,7 @@ def test_what_cannot_be_read_is_not_blamed_on_the_output(tmp_path: Path, process
     content = bytearray(path.read_bytes())
     content[start : start + 4] = b"\xff" * 4
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="^[^ ]*a.parquet is damaged behind row 20"):
+    with pytest.raises(ConfigError, match="^[^ ]*a.parquet is damaged after row 20"):
         tokenize([path], tmp_path / "out", num_processes=processes, shard_bytes=100)
     assert not list((tmp_path / "out").glob(".tokens-*"))
 

@@ -51,5 +51,5 @@ def test_a_refusal_is_the_users_error_and_a_fault_is_ours(processes: int):
 
 
 def test_a_process_that_is_killed_is_no_hang():
-    with pytest.raises(ConfigError, match=r"ended by something else \(exit code -9\)"):
+    with pytest.raises(ConfigError, match=r"was killed \(exit code -9\)"):
         list(run_tasks(die, [0, 1, 2, 3], 2, print))

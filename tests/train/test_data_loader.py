@@ -58,8 +58,8 @@ def test_a_file_that_changed_under_its_name_is_not_taken_for_the_same(pool, tmp_
     np.save(tokens / "1.npy", ids[::-1].copy())
     (error,) = pool.run(1, _refused, _recipe(tmp_path / "run", 4, tokens, corrupt="fatal"))
     assert f"took its samples from other data: data file {tokens}/1.npy has other content than then;" in error
-    assert "set data.corrupt='skip' to go on without what is broken or gone" in error
-    assert f"or begin the data anew in another run.dir with checkpoint.init_from={str(saved)!r}" in error
+    assert "set data.corrupt='skip' to continue without the broken or missing files" in error
+    assert f"or start the data from the beginning in another run.dir with checkpoint.init_from={str(saved)!r}" in error
     # Nor does it begin anew unasked where the checkpoint is named.
     (named,) = pool.run(1, _refused, _recipe(tmp_path / "run", 4, tokens, resume=str(saved), corrupt="fatal"))
     assert named == error
@@ -78,8 +78,8 @@ def test_text_that_is_gone_is_asked_back_as_no_part_of_it_can_be_left_out(pool, 
     (tmp_path / "b.txt").write_bytes(b"\xff" + whole.encode())
     (error,) = pool.run(1, _refused, later)
     if corrupt == "skip":
-        assert f"data file {tmp_path}/b.txt is left out as corrupt, and was not then; bring the files back" in error
-        assert "bring the files back as they were (of data.kind='text' none can be left out later), set " in error
+        assert f"data file {tmp_path}/b.txt is left out as corrupt, and was not then; restore the files" in error
+        assert "restore the files as they were (with data.kind='text' none can be left out later), set " in error
     else:
         assert f"{tmp_path}/b.txt" in error
     (tmp_path / "b.txt").write_text(whole)
@@ -91,7 +91,7 @@ def test_a_checkpoint_that_is_named_may_go_on_with_other_data_and_says_so(pool, 
     saved = tmp_path / "run" / "checkpoints" / "step-000002"
     other = _recipe(tmp_path / "run", 4, _tokens(tmp_path / "other"))
     (error,) = pool.run(1, _refused, other)
-    assert f"checkpoint.resume={str(saved)!r} to go on with the new data from its start" in error
+    assert f"checkpoint.resume={str(saved)!r} to continue with the new data from its start" in error
     named = replace(other, checkpoint=replace(other.checkpoint, resume=str(saved)))
     ((said, _),) = pool.run(1, _train_and_listen, named)
     assert f"the data begins anew, at sample 0: path '{tmp_path}/tokens' there, '{tmp_path}/other' here" in said

@@ -1,8 +1,6 @@
-"""The folder of checkpoints: which are complete, what they hold, which one a run resumes from. Torch-free.
+"""The checkpoint folder: list, describe, validate, commit and remove checkpoints; choose the one to resume. Torch-free.
 
-A checkpoint is written under another name and renamed once complete, so `step-000100` is complete or absent.
-
-Whether the files of a checkpoint are what was written, asked before anything is made of them. Torch-free.
+A checkpoint is written under a temporary name and renamed once complete, so `step-000100` is complete or absent.
 """
 
 import json
@@ -40,53 +38,53 @@ _IGNORED_MODEL_KEYS = frozenset(
         "upcycle_noise",
     }
 )
-"""Keys of [model] that do not change what the stored tensors mean, or are compared by their effect."""
+"""Keys of [model] that do not change the meaning of the stored tensors, or are compared by their effect."""
 _DENSE_KEYS = frozenset({"ffn_hidden_size"})
 _MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """How far a run has come."""
+    """Progress of a run."""
 
     step: int
-    """Optimizer steps done."""
+    """Optimizer steps completed."""
     samples: int
-    """Samples taken from the training data so far."""
+    """Training samples consumed."""
     tokens: int
-    """Tokens trained on so far."""
+    """Tokens trained on."""
     stream: Any = None
-    """Where a stream of data stands, so that it need not be read from its start; None for other data."""
+    """State of a streaming data set, so that it need not be read from its start; None for other data."""
     guard: Any = None
-    """What the run remembers of its faults and of the last losses: `train.guard.Guard.state`; None of old runs."""
+    """State of the step guard (faults and recent losses): `StepGuard.state`; None in old checkpoints."""
     checked_step: int | None = None
-    """Step of the last check that found all replicas alike; None if there was none."""
+    """Step of the last successful replica check; None if there was none."""
     data_files: dict[str, str] = field(default_factory=dict)
-    """What the files of the data looked like when the run began, by `data.fingerprint`; empty where nobody looked."""
+    """Fingerprints of the data files at the start of the run, see `data.fingerprint`; empty if none were taken."""
     data_tokens: dict[str, int] = field(default_factory=dict)
-    """How many tokens each token file held then; empty for other data, and in old checkpoints."""
+    """Number of tokens in each token file at the start of the run; empty for other data, and in old checkpoints."""
     data_lost: dict[str, str] = field(default_factory=dict)
-    """Those that the run has left out since, each with the reason."""
+    """Token files that the run has dropped since, each with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMeta(TrainState):
-    """What a checkpoint says of itself beside the tensors."""
+    """Metadata of a checkpoint, stored next to the tensors in `META_FILE`."""
 
     format: int
     order: dict[str, Any]
-    """What decides which text a sample number means: `sample_order`."""
+    """Settings that map sample numbers to text: `sample_order`."""
     model: dict[str, Any]
     parallel: dict[str, Any]
-    """The mapping that wrote it, for the reader: any other one can load it."""
+    """The parallel mapping that wrote the checkpoint, for information: any other mapping can load it."""
     dtype: str = ""
-    """run.dtype of the run that wrote it; empty if no run did, or one of a version that did not say."""
+    """run.dtype of the run that wrote it; empty if no run did, or in checkpoints of old versions."""
     origin: str = ""
-    """Where weights come from that no run trained: "import" or "upcycle" and a folder. They have no moments."""
+    """Source of weights that no run trained: "import" or "upcycle" and a folder. Such checkpoints have no moments."""
 
     @property
     def dp(self) -> int | None:
-        """Data-parallel degree of the mapping that wrote it; None if it does not say."""
+        """Data-parallel degree of the mapping that wrote the checkpoint; None if it is unknown."""
         try:
             world_size, tp, cp, pp = (int(self.parallel[name]) for name in ("world_size", "tp", "cp", "pp"))
         except KeyError:
@@ -95,56 +93,57 @@ class CheckpointMeta(TrainState):
 
 
 def checkpoint_folder(cfg: Config) -> Path:
-    """Where a run keeps its checkpoints."""
+    """Return the folder that contains the checkpoints of a run."""
     return Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else Path(cfg.run.dir) / "checkpoints"
 
 
 def checkpoint_folder_key(cfg: Config) -> str:
-    """The key of the recipe that decides where that is."""
+    """Return the recipe key that determines `checkpoint_folder`."""
     return "checkpoint.dir" if cfg.checkpoint.dir else "run.dir"
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """Name of the complete checkpoint of a step."""
+    """Return the path of the complete checkpoint of a step."""
     return folder / f"step-{step:06d}"
 
 
 def tmp_checkpoint_path(folder: Path, step: int) -> Path:
-    """Name of a checkpoint that is being written."""
+    """Return the path under which a checkpoint is written before `commit` renames it."""
     return folder / f".step-{step:06d}.partial"
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name, -1 for another name."""
+    """Return the step in a checkpoint's name, -1 for another name."""
     match = _STEP_FOLDER_PATTERN.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
 def model_sizes(model: ModelConfig) -> dict[str, Any]:
-    """The section [model], with the kind of each layer spelled out."""
+    """Return the section [model], with the kind of each layer spelled out."""
     return asdict(model) | {"layer_kinds": "".join(model.layer_kinds)}
 
 
 def sample_order(cfg: Config) -> dict[str, Any]:
-    """The settings that decide which text sample n is; the size of the batch is not among them."""
+    """Return the settings that determine the text of sample n; the batch size is not among them."""
     order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **asdict(cfg.data)}
-    # Which files it leaves out is told by the list of them.
+    # The list of dropped files is compared instead.
     del order["corrupt"]
     plain: dict[str, Any] = json.loads(json.dumps(order))
     return plain
 
 
 def data_order_change(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> str:
-    """How the samples of a checkpoint's run differ from those of a recipe, in words; empty if they are the same.
+    """Describe how the samples of a checkpoint's run differ from those of a recipe; empty if they are the same.
 
-    Token files that have broken since, or are gone, make no difference under data.corrupt="skip": see `dropped_files`.
+    Token files that have become corrupt or missing since are no difference under data.corrupt="skip": see
+    `dropped_files`.
 
     Args:
-        meta: what the checkpoint says.
+        meta: metadata of the checkpoint.
         cfg: the recipe.
-        fingerprints: what the files of its data look like now; None: do not compare them.
+        fingerprints: current fingerprints of the data files; None: do not compare them.
     """
-    # A checkpoint of a version that did not know a key yet is of a run with its default.
+    # Keys that are missing in a checkpoint of an older version had their defaults.
     wrong = _differences(sample_order(Config()) | meta.order, sample_order(cfg))
     if wrong or fingerprints is None or not meta.data_files:
         return wrong
@@ -155,7 +154,7 @@ def data_order_change(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[s
 
 
 def dropped_files(meta: CheckpointMeta, fingerprints: Mapping[str, str]) -> dict[str, str]:
-    """The token files that a run can no longer read as it did, those included that it has lost before; with reasons."""
+    """Return the token files that the run can no longer read as before, and those it dropped earlier; with reasons."""
     lost = _classify_differences(meta, fingerprints)[0] | meta.data_lost
     return {name: why for name, why in lost.items() if name in meta.data_tokens}
 
@@ -163,7 +162,7 @@ def dropped_files(meta: CheckpointMeta, fingerprints: Mapping[str, str]) -> dict
 def _classify_differences(
     meta: CheckpointMeta, fingerprints: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Token files that are lost, and other differences, in words by name."""
+    """Return the lost token files and the other differences, each as {name: description}."""
     lost, others = separate_dropped_files(
         meta.data_files, file_differences(meta.data_files, fingerprints), meta.data_tokens
     )
@@ -175,17 +174,20 @@ def _has_remaining_files(meta: CheckpointMeta, dropped: Mapping[str, str]) -> bo
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
-    """Whatever has the name of a checkpoint, oldest first: each was complete once, so what lacks a file is damaged."""
+    """Return all folders named like a checkpoint, oldest first.
+
+    Each was complete once (see `commit`), so one that lacks a file is damaged.
+    """
     return sorted((path for path in folder.glob("step-*") if step_of(path) >= 0 and path.is_dir()), key=step_of)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a folder that have a description, oldest first."""
+    """Return the checkpoints of a folder that have a description, oldest first."""
     return [path for path in named_checkpoints(folder) if (path / META_FILE).is_file()]
 
 
 def locate_folder(path: Path) -> Path:
-    """The folder of checkpoints that a user means: it itself, or that of a run.
+    """Return the folder of checkpoints for a path: the path itself, or the checkpoint folder of a run.
 
     Raises:
         ConfigError: there is none.
@@ -200,7 +202,7 @@ def locate_folder(path: Path) -> Path:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """The checkpoint that a user means: it itself, or the newest complete one of a run or of a folder of them.
+    """Return the checkpoint for a path: the path itself, or the newest complete one of a run or checkpoint folder.
 
     Raises:
         ConfigError: there is no such folder.
@@ -212,11 +214,11 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def skipped_checkpoints(given: Path, found: Path) -> list[str]:
-    """What `newest_checkpoint` passed over: later checkpoints that lack their description, each with what is wrong.
+    """Return the later checkpoints without a description that `newest_checkpoint` skipped, each with the reason.
 
     Args:
         given: the path that the user named.
-        found: the checkpoint that it stands for.
+        found: the checkpoint that `newest_checkpoint` returned for it.
     """
     if (given / META_FILE).is_file() or step_of(found) < 0:
         return []
@@ -227,7 +229,7 @@ def skipped_checkpoints(given: Path, found: Path) -> list[str]:
 
 
 def _configured_checkpoint_folder(run_dir: Path) -> Path | None:
-    """Where a run keeps its checkpoints that keeps them elsewhere (checkpoint.dir); None if it does not say so."""
+    """Return checkpoint.dir from the config.json of a run folder; None if it is not set or not a folder."""
     try:
         tree = read_json(run_dir / "config.json", MAX_CONFIG_BYTES)
         named = tree["checkpoint"]["dir"]
@@ -237,31 +239,31 @@ def _configured_checkpoint_folder(run_dir: Path) -> Path | None:
 
 
 def locate_checkpoint(path: Path) -> Path:
-    """As `newest_checkpoint`.
+    """Return `newest_checkpoint`, or raise if there is none.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no complete checkpoint.
     """
     if (found := newest_checkpoint(path)) is None:
         damaged = [f"{one.name}: {format_list(quick_validate(one))}" for one in named_checkpoints(locate_folder(path))]
         why = f" ({format_list(damaged)})" if damaged else ""
         raise ConfigError(
-            f"{str(path)!r} is no complete checkpoint and holds none{why}; name one, or a run that saved some "
+            f"{str(path)!r} is no complete checkpoint and holds none{why}; name a checkpoint, or a run that saved one "
             "(checkpoint.at_end=true, the default, or checkpoint.every)"
         )
     return found
 
 
 def write_meta(path: Path, meta: CheckpointMeta) -> None:
-    """Write the description into a checkpoint folder."""
+    """Write `META_FILE` of a checkpoint folder."""
     (path / META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """Read the description of a checkpoint.
+    """Read `META_FILE` of a checkpoint folder.
 
     Raises:
-        ConfigError: the folder is no checkpoint of this program, or of a version that this one cannot read.
+        ConfigError: the folder is no moefold checkpoint, or has a format that this version cannot read.
     """
     try:
         fields = read_json(regular_file(path, META_FILE), MAX_DESCRIPTION_BYTES)
@@ -277,7 +279,7 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def _check_meta(meta: CheckpointMeta) -> None:
-    """Raise TypeError for values of other types than a run writes; what the sections hold is looked at later."""
+    """Raise TypeError for values of types that a run never writes; the contents of the sections are checked later."""
     for name in ("format", "step", "samples", "tokens"):
         value = getattr(meta, name)
         if type(value) is not int or value < 0:
@@ -292,7 +294,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         kinds = (int, float) if isinstance(default, float) else type(default)
         if name in sizes and (not isinstance(sizes[name], kinds) or isinstance(sizes[name], bool) != (kinds is bool)):
             raise TypeError(f"model.{name} is {sizes[name]!r}")
-    # What is as long as the model is deep is made of the number: the text beside it shows that it can be.
+    # Lists of num_layers entries are built from the number: layer_kinds, which is as long, bounds it.
     if sizes.get("num_layers", 0) != len(sizes.get("layer_kinds", "")):
         raise TypeError(f"model.num_layers is {sizes.get('num_layers')}, and layer_kinds has another length")
     if "attention_pattern" in sizes:
@@ -315,10 +317,10 @@ def _check_meta(meta: CheckpointMeta) -> None:
 
 
 def find_resume(cfg: Config) -> Path | None:
-    """The checkpoint that a run continues from, or None for a new run, as far as sizes of files tell.
+    """Return the checkpoint that a run resumes from, or None for a new run; checks file sizes, not hashes.
 
     Raises:
-        ConfigError: as `check_compatible`.
+        ConfigError: see `check_compatible`.
     """
     damaged: list[str] = []
     path = resume_candidate(cfg)
@@ -330,7 +332,7 @@ def find_resume(cfg: Config) -> Path | None:
 
 
 def resume_candidate(cfg: Config, ignored: Container[str] = ()) -> Path | None:
-    """The checkpoint that the recipe names, or under "auto" the newest whose path is not among the ignored."""
+    """Return the checkpoint that the recipe names, or under "auto" the newest whose path is not among the ignored."""
     if cfg.checkpoint.resume == "never":
         return None
     if cfg.checkpoint.resume != "auto":
@@ -340,7 +342,7 @@ def resume_candidate(cfg: Config, ignored: Container[str] = ()) -> Path | None:
 
 
 def quick_validate(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, as far as the sizes of its files and the content of its description tell."""
+    """Return the defects of a checkpoint that file sizes and the content of `META_FILE` reveal."""
     try:
         manifest = read_manifest(path)
     except OSError as error:
@@ -353,17 +355,17 @@ def quick_validate(path: Path) -> list[str]:
 
 
 def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> None:
-    """Refuse to continue a run from a checkpoint (None: from nothing) that does not fit it.
+    """Check that a run can continue from a checkpoint (None: start from scratch).
 
     Args:
         path: the checkpoint.
         cfg: the recipe.
-        fingerprints: as of `data_order_change`.
+        fingerprints: see `data_order_change`.
 
     Raises:
-        ConfigError: it is one of another model; "auto" found one of other data; one that was named is of data that
-            has lost files, and could go on without them; or the run would write beside checkpoints of later steps,
-            which a later "auto" would take for its own.
+        ConfigError: the checkpoint is of another model; "auto" found one of other data; a named one is of data that has
+            lost files, and could continue without them; or the folder already has checkpoints of later steps, which a
+            later "auto" would take for those of this run.
     """
     wish = cfg.checkpoint.resume
     meta = None if path is None else read_meta(path)
@@ -381,22 +383,22 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
 
 
 def commit(tmp: Path, final: Path) -> None:
-    """Give a finished draft its name; a checkpoint that has it already goes."""
+    """Rename a finished temporary folder to its final name; removes an existing checkpoint of that name."""
     if final.exists():
         remove_checkpoint(final)
     tmp.rename(final)
 
 
 def remove_older(newest: Path, keep: int, keep_every: int = 0) -> None:
-    """Delete what retention does not keep, and what killed runs left half written.
+    """Delete checkpoints that retention does not keep, and temporary folders of killed runs.
 
-    Checkpoints of later steps than the newest are those that a resume has passed over as damaged: they neither count
-    nor go, and as little do those that have lost their description.
+    Checkpoints of later steps than the newest were skipped as damaged by a resume: they neither count nor are deleted.
+    The same holds for checkpoints without a description.
 
     Args:
         newest: the checkpoint that was just written; it stays.
-        keep: so many of the newest complete ones stay; 0 keeps all.
-        keep_every: those of the steps that this divides stay in any case; 0 for none.
+        keep: number of newest complete checkpoints to keep; 0 keeps all.
+        keep_every: checkpoints of steps divisible by this number are always kept; 0 for none.
     """
     folder = newest.parent
     done = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
@@ -409,7 +411,7 @@ def remove_older(newest: Path, keep: int, keep_every: int = 0) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint so that a kill in between leaves no part of it under its name."""
+    """Delete a checkpoint atomically: after a kill, no partial folder remains under its name."""
     doomed = path.with_name(f".{path.name}.old")
     doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -430,11 +432,11 @@ def _reject_later_checkpoints(named: list[Path], step: int, cfg: Config) -> None
 
 
 def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
-    """How a model that was stored (`model_sizes`) computes something else than another one; empty if it does not."""
+    """Describe how a stored model (`model_sizes`) computes something else than `model`; empty if it does not."""
     unused = _IGNORED_MODEL_KEYS
     unused |= frozenset() if "D" in model.layer_kinds else _DENSE_KEYS
     unused |= frozenset() if "M" in model.layer_kinds else _MOE_KEYS
-    # A checkpoint of a version that did not know a key yet is of a model with its default.
+    # Keys that are missing in a checkpoint of an older version had their defaults.
     theirs = model_sizes(ModelConfig()) | stored
     ours = model_sizes(model)
     for sizes in (theirs, ours):
@@ -455,25 +457,25 @@ def _check_same_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
 def _check_same_data(path: Path, meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None) -> None:
     if wrong := data_order_change(meta, cfg, fingerprints):
         way_out = (
-            "set data.corrupt='skip' to go on without what is broken or gone, bring it back, or begin the data anew in "
-            f"another run.dir with checkpoint.init_from={str(path)!r}"
+            "set data.corrupt='skip' to continue without the broken or missing files, restore them, or start the data "
+            f"from the beginning in another run.dir with checkpoint.init_from={str(path)!r}"
             if _can_skip_corrupt(meta, cfg, fingerprints)
-            else f"{_remedy(meta, cfg)}, set checkpoint.resume={str(path)!r} to go on with the new data from its "
+            else f"{_remedy(meta, cfg)}, set checkpoint.resume={str(path)!r} to continue with the new data from its "
             "start, or set another run.dir"
         )
         raise ConfigError(f"checkpoint {str(path)!r} took its samples from other data: {wrong}; {way_out}")
 
 
 def _remedy(meta: CheckpointMeta, cfg: Config) -> str:
-    """How a run comes by its own samples again."""
+    """Return advice on how to restore the run's own samples."""
     if data_order_change(meta, cfg):
         return "give the recipe its settings"
-    rule = "" if cfg.data.kind == "tokens" else f" (of data.kind={cfg.data.kind!r} none can be left out later)"
-    return f"bring the files back as they were{rule}"
+    rule = "" if cfg.data.kind == "tokens" else f" (with data.kind={cfg.data.kind!r} none can be left out later)"
+    return f"restore the files as they were{rule}"
 
 
 def _can_skip_corrupt(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None) -> bool:
-    """Whether the data differs by nothing but what data.corrupt="skip" would leave out."""
+    """Return whether data.corrupt="skip" would remove all differences of the data."""
     if cfg.data.corrupt == "skip" or not data_order_change(meta, cfg, fingerprints):
         return False
     return not data_order_change(meta, _with_skip_corrupt(cfg), fingerprints)
@@ -492,7 +494,7 @@ def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
 
 
 def check_file_sizes(path: Path) -> None:
-    """Compare the sizes of the files of a checkpoint with its manifest, before torch is there to read them.
+    """Compare the file sizes of a checkpoint with its manifest; needs no torch.
 
     Raises:
         ConfigError: a file is missing or has another size, or there is no manifest.
@@ -502,15 +504,15 @@ def check_file_sizes(path: Path) -> None:
 
 
 def check_integrity(path: Path, world: "World", *, checks_hashes: bool = True) -> None:
-    """Compare the files of a checkpoint with its manifest; collective over the crew, which shares the reading.
+    """Compare the files of a checkpoint with its manifest; collective over `world`, which shares the reading.
 
     Args:
         path: the checkpoint.
-        world: each process reads a part of the files, a block at a time.
-        checks_hashes: compare hashes; else sizes alone, and the content of the description.
+        world: all processes; each reads a part of the files, a block at a time.
+        checks_hashes: compare hashes; else only sizes and the content of `META_FILE`.
 
     Raises:
-        ConfigError: a file is missing or differs, or there is no manifest; on every process alike.
+        ConfigError: a file is missing or differs, or there is no manifest; raised on every process.
     """
     found = world.all_gather_object(validate_files(path, world, checks_hashes=checks_hashes))
     if faults := list(dict.fromkeys(fault for faults in found for fault in faults)):
@@ -518,7 +520,7 @@ def check_integrity(path: Path, world: "World", *, checks_hashes: bool = True) -
 
 
 def validate_files(path: Path, world: "World", *, checks_hashes: bool) -> list[str]:
-    """What this process finds wrong with the sizes of all files and the content of its part of them."""
+    """Return the defects that this process finds: sizes of all files, and hashes of its part of them."""
     if faults := quick_validate(path):
         return faults
     manifest = read_manifest(path)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, tensor by tensor, read in one process without a model."""
+"""Inspect and compare the tensors of checkpoints, in one process without a model."""
 
 import math
 import warnings
@@ -16,36 +16,36 @@ from moefold.checkpoint.safe_metadata import SafeReader, parts_of, read_metadata
 from moefold.checkpoint.save_load import check_tensor_files, translate_read_errors
 
 BATCH_BYTES = 1 << 28
-"""So much of each checkpoint is in memory at a time, or one tensor."""
+"""Bytes of each checkpoint in memory at a time, unless one tensor is larger."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One logical tensor."""
+    """A logical tensor in a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     size_bytes: int
     num_chunks: int
-    """Parts that the ranks wrote."""
+    """Number of shards that the ranks wrote."""
 
 
 @dataclass(frozen=True)
 class StoredTensorDifference:
-    """How one tensor differs between two checkpoints."""
+    """Difference of one tensor between two checkpoints."""
 
     name: str
     what: str
     max_abs: float | None = None
-    """Largest difference of two values; None if they cannot be compared."""
+    """Largest absolute difference of two values; None if they cannot be compared."""
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
-    """The tensors of a checkpoint, by name.
+    """Return the tensors of a checkpoint, by name.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the checkpoint cannot be read.
     """
     return [
         StoredTensor(
@@ -60,14 +60,16 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
 
 
 def differing_tensors(first: Path, second: Path, prefix: str = "") -> list[StoredTensorDifference]:
-    """Compare all tensors whose names begin with a prefix; bits count, so -0 and 0 differ, and NaNs may be equal.
+    """Compare all tensors whose names begin with a prefix, bit by bit: -0 and 0 differ, equal NaNs do not.
 
     Raises:
         ConfigError: one of the checkpoints cannot be read.
     """
-    here, there = _read_index(first), _read_index(second)
+    here = _read_index(first)
+    there = _read_index(second)
     names = sorted(name for name in here.keys() | there.keys() if name.startswith(prefix))
-    found, same = [], []
+    found = []
+    same = []
     for name in names:
         if name not in there or name not in here:
             found.append(StoredTensorDifference(name, f"only in the {'first' if name in here else 'second'}"))
@@ -80,15 +82,16 @@ def differing_tensors(first: Path, second: Path, prefix: str = "") -> list[Store
         else:
             same.append(name)
     for batch in batch_by_size(same, lambda name: _size_bytes(here[name]), BATCH_BYTES):
-        mine, theirs = _read_tensors(first, batch, here), _read_tensors(second, batch, there)
+        left = _read_tensors(first, batch, here)
+        right = _read_tensors(second, batch, there)
         found += [
-            _compare(name, mine[name], theirs[name]) for name in batch if not _is_bit_equal(mine[name], theirs[name])
+            _compare(name, left[name], right[name]) for name in batch if not _is_bit_equal(left[name], right[name])
         ]
     return found
 
 
 def validate_content(path: Path) -> list[str]:
-    """List what cannot be read of a checkpoint's index, and of the beginning and end of each part of a tensor."""
+    """Return the defects of a checkpoint's index, and of the beginning and end of each stored shard."""
     try:
         metadata = read_metadata(path)
         check_tensor_files(path, metadata)
@@ -111,7 +114,7 @@ def _read_index(path: Path) -> dict[str, TensorStorageMetadata]:
 def _read_tensors(path: Path, names: list[str], index: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
     with translate_read_errors(path), warnings.catch_warnings():
         state = {name: torch.empty(index[name].size, dtype=index[name].properties.dtype) for name in names}
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: no_dist=True
         dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
     return state
 

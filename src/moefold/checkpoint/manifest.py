@@ -1,6 +1,6 @@
-"""What the files of a checkpoint have to be: `manifest.json` gives the size and the hash of each. Torch-free.
+"""Checkpoint manifest: `manifest.json` holds the size and SHA-256 hash of each file. Torch-free.
 
-It is written from what was read back from the disk, so a checkpoint that has one was once complete and readable.
+It is written from the files as read back from disk, so a checkpoint that has one was once complete and readable.
 """
 
 import hashlib
@@ -17,17 +17,17 @@ MANIFEST_FILE = "manifest.json"
 
 @dataclass(frozen=True)
 class FileDigest:
-    """One file."""
+    """Size and hash of one file."""
 
     size_bytes: int
     sha256: str
 
 
 def digest_file(path: Path) -> FileDigest:
-    """Read a whole file.
+    """Read and hash a whole file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -44,8 +44,8 @@ def read_manifest(folder: Path) -> dict[str, FileDigest]:
     """Read the manifest of a checkpoint folder.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no manifest, or names a file outside the folder.
+        OSError: the manifest cannot be read.
+        ValueError: it is not a manifest, or names a file outside the folder.
     """
     tree = read_json(regular_file(folder, MANIFEST_FILE), MAX_DESCRIPTION_BYTES)
     try:
@@ -60,17 +60,13 @@ def read_manifest(folder: Path) -> dict[str, FileDigest]:
 
 
 def check_file_name(folder: Path, name: str) -> None:
-    """Refuse a file name that leads out of a folder, by itself or through a link.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise ValueError if a file name leads out of a folder, by itself or through a symbolic link."""
     if not name or name != Path(name).name or name == ".." or (folder / name).resolve().parent != folder.resolve():
         raise ValueError(f"file name {name!r} leads out of the folder")
 
 
 def regular_file(folder: Path, name: str) -> Path:
-    """A file of a folder, to be opened: it is neither a link to elsewhere nor a device or pipe that never ends.
+    """Return the path of a regular file of a folder; reject links out of the folder, devices and pipes.
 
     Raises:
         FileNotFoundError: it does not exist.
@@ -84,7 +80,7 @@ def regular_file(folder: Path, name: str) -> Path:
 
 
 def validate_sizes(folder: Path, manifest: Mapping[str, FileDigest]) -> list[str]:
-    """What is missing or has another size; quick."""
+    """Return descriptions of the files that are missing or have another size; reads no content."""
     faults = []
     for name, record in manifest.items():
         path = folder / name
@@ -96,7 +92,7 @@ def validate_sizes(folder: Path, manifest: Mapping[str, FileDigest]) -> list[str
 
 
 def validate_hashes(folder: Path, manifest: Mapping[str, FileDigest], names: Iterable[str]) -> list[str]:
-    """Which of the named files have other content than was written; reads them whole."""
+    """Return descriptions of the named files whose content differs from the manifest; reads the files whole."""
     faults = []
     for name in names:
         try:

@@ -1,7 +1,7 @@
-"""The parts that a checkpoint's data files are made of, each a tensor as `torch.save` writes it: a small zip archive.
+"""Validate the shards in a checkpoint's data files before torch reads them: zip archives written by `torch.save`.
 
-Each is looked at before the library reads it: its size and its type are those of the index, nothing in it is
-compressed, and its pickle builds a tensor and nothing else. So reading it takes the memory of the tensor.
+Each archive must have the size and dtype of the index, must be uncompressed, and its pickle must build a tensor and
+nothing else. So reading it takes no more memory than the tensor.
 """
 
 import pickle
@@ -24,14 +24,14 @@ _ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")
 _ZIP_END = struct.Struct("<4sHHHHIIH")
 _TAIL_BYTES = _ZIP64_END.size + _ZIP64_LOCATOR.size + _ZIP_END.size
-"""End of an archive: the zip64 record of its directory, the locator of that, and the record that came before zip64."""
+"""Size of the end of an archive: zip64 end of central directory, its locator, and the pre-zip64 end record."""
 _CENTRAL_HEADER = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _MAX_ENTRIES = 64
 _MAX_DIRECTORY_BYTES = 1 << 16
 _MAX_PICKLE_BYTES = 1 << 12
 _ZIP64_SENTINEL = 0xFFFFFFFF
-"""A number that stands in the further fields, as it takes 64 bits."""
+"""Value of a 32-bit field whose 64-bit number is in the zip64 extra field."""
 _ALLOWED_OPCODES = frozenset(
     ("PROTO", "GLOBAL", "BINPUT", "BINGET", "MARK", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "TUPLE")
     + ("TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_TUPLE", "BINPERSID", "NEWFALSE", "NEWTRUE", "NONE", "REDUCE", "STOP")
@@ -48,12 +48,12 @@ _STORAGE_DTYPES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-"""The types that have a storage of their own; of the others the tensor names its type."""
+"""Dtypes that have a typed storage class; for other dtypes the tensor's arguments hold the dtype."""
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """What the index says of a part."""
+    """The index entry of a shard."""
 
     name: str
     storage_info: _StorageInfo
@@ -63,7 +63,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class _ZipEntry:
-    """A file in an archive."""
+    """A file in a zip archive."""
 
     size: int
     header_offset: int
@@ -71,7 +71,7 @@ class _ZipEntry:
 
 @dataclass(frozen=True)
 class _StorageRef:
-    """The values that a tensor refers to."""
+    """A reference of a pickled tensor to its storage."""
 
     dtype: torch.dtype | None
     key: str
@@ -79,7 +79,7 @@ class _StorageRef:
 
 
 class _TensorArgs:
-    """Keep the arguments that a tensor is rebuilt from."""
+    """Placeholder that records the arguments of `torch._utils._rebuild_tensor_v2`."""
 
     def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> None:
         self.storage = storage
@@ -90,11 +90,11 @@ class _TensorArgs:
 
 
 def check_parts(folder: Path, parts: Iterable[StoredPart]) -> None:
-    """Check parts of a checkpoint against their index; reads a few hundred bytes of each.
+    """Check shards of a checkpoint against their index entries; reads a few hundred bytes of each.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a part is something else than the tensor of the index.
+        ValueError: a shard is not the tensor of the index.
     """
     ordered = sorted(parts, key=lambda part: (part.storage_info.relative_path, part.storage_info.offset))
     for file, inside in groupby(ordered, key=lambda part: part.storage_info.relative_path):
@@ -122,7 +122,7 @@ def _check_part(file: BinaryIO, part: StoredPart) -> None:
         raise ValueError("a tensor without strides")
     last = tensor.offset + sum(stride * (size - 1) for stride, size in zip(tensor.stride, tensor.size, strict=True))
     values = entries.get(f"data/{storage.key}")
-    # Of an untyped storage the count is in bytes.
+    # The count of an untyped storage is in bytes.
     num_bytes = storage.count * (1 if storage.dtype is None else dtype.itemsize)
     fits = not part.sizes.numel() or (last + 1) * dtype.itemsize <= num_bytes
     if values is None or values.size != num_bytes or not fits:
@@ -130,10 +130,10 @@ def _check_part(file: BinaryIO, part: StoredPart) -> None:
 
 
 def _read_directory(file: BinaryIO, start: int, length: int) -> dict[str, _ZipEntry]:
-    """Read the directory of an archive that `torch.save` wrote into a part of a file.
+    """Read the central directory of a `torch.save` archive at an offset of a file.
 
     Raises:
-        ValueError: it is none, or not laid out as that does: nothing compressed, and no two files in one place.
+        ValueError: it is not such an archive, a file is compressed, or two files overlap.
     """
     at, size, count = _locate_directory(file, start, length)
     file.seek(start + at)
@@ -151,7 +151,7 @@ def _read_directory(file: BinaryIO, start: int, length: int) -> dict[str, _ZipEn
 
 
 def _locate_directory(file: BinaryIO, start: int, length: int) -> tuple[int, int, int]:
-    """Return place, size and number of entries of an archive's directory."""
+    """Return offset, size and number of entries of the central directory."""
     if length < _TAIL_BYTES:
         raise ValueError("no archive")
     file.seek(start + length - _TAIL_BYTES)
@@ -161,7 +161,7 @@ def _locate_directory(file: BinaryIO, start: int, length: int) -> tuple[int, int
     old = _ZIP_END.unpack_from(tail, _ZIP64_END.size + _ZIP64_LOCATOR.size)
     if (mark, locator[0], old[0]) != (b"PK\6\6", b"PK\6\7", b"PK\5\6"):
         raise ValueError("no archive")
-    # A reader may go by either record, so both have to say the same.
+    # A reader may use either record, so the two must agree.
     same_count = on_disk == count and all(number in (count, 0xFFFF) for number in old[3:5])
     same_place = old[5] in (size, _ZIP64_SENTINEL) and old[6] in (at, _ZIP64_SENTINEL)
     is_contiguous = at + size == length - _TAIL_BYTES == locator[2] and old[7] == 0
@@ -171,28 +171,33 @@ def _locate_directory(file: BinaryIO, start: int, length: int) -> tuple[int, int
 
 
 def _parse_entry(directory: bytes, offset: int) -> tuple[str, _ZipEntry, int]:
-    """Return name and place of a file of an archive, and where the entry of the next one begins."""
+    """Return name and location of a file of an archive, and the offset of the next directory entry."""
     fields = _CENTRAL_HEADER.unpack_from(directory, offset)
-    method, packed, size = fields[4], fields[8], fields[9]
-    name_bytes, further_bytes, comment_bytes, header_at = fields[10], fields[11], fields[12], fields[16]
+    method = fields[4]
+    packed = fields[8]
+    size = fields[9]
+    name_bytes = fields[10]
+    extra_bytes = fields[11]
+    comment_bytes = fields[12]
+    header_at = fields[16]
     name_at = offset + _CENTRAL_HEADER.size
-    further_at = name_at + name_bytes
-    end = further_at + further_bytes + comment_bytes
+    extra_at = name_at + name_bytes
+    end = extra_at + extra_bytes + comment_bytes
     if fields[0] != b"PK\1\2" or end > len(directory):
         raise ValueError("a broken archive")
-    wide = _zip64_numbers(directory[further_at : further_at + further_bytes])
+    zip64 = _zip64_numbers(directory[extra_at : extra_at + extra_bytes])
     size, packed, header_at = (
-        (wide.pop(0) if wide else number) if number == _ZIP64_SENTINEL else number
+        (zip64.pop(0) if zip64 else number) if number == _ZIP64_SENTINEL else number
         for number in (size, packed, header_at)
     )
     if method or packed != size:
         raise ValueError("a compressed archive")
-    name = directory[name_at:further_at].decode("utf-8").partition("/")[2]
+    name = directory[name_at:extra_at].decode("utf-8").partition("/")[2]
     return name, _ZipEntry(size, header_at), end
 
 
 def _zip64_numbers(extra: bytes) -> list[int]:
-    """Return the 64-bit numbers of an entry, which its field of kind 1 holds."""
+    """Return the 64-bit numbers in the zip64 extra field (kind 1) of a directory entry."""
     place = 0
     while place + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, place)
@@ -215,10 +220,10 @@ def _read_entry(file: BinaryIO, start: int, entry: _ZipEntry) -> bytes:
 
 
 def _parse_tensor_pickle(pickled: bytes) -> _TensorArgs:
-    """Return what the pickle of a tensor says of it; runs nothing.
+    """Return the arguments of a pickled tensor, without executing the pickle.
 
     Raises:
-        ValueError: it is of something else.
+        ValueError: the pickle is not of a tensor.
     """
     try:
         if any(operation.name not in _ALLOWED_OPCODES for operation, _, _ in pickletools.genops(pickled)):
@@ -232,7 +237,7 @@ def _parse_tensor_pickle(pickled: bytes) -> _TensorArgs:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Load the pickle of a tensor without the library: what it refers to stays undone."""
+    """Unpickler that replaces all classes and storages by placeholders."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):

@@ -1,10 +1,8 @@
-"""The library's index of a checkpoint, `.metadata`, is a pickle: here it is read so that it can run nothing.
+"""Read the DCP index of a checkpoint (`.metadata`, a pickle) without executing code that it may contain.
 
-Check a pickle before it is loaded: of the operations alone that an index of a checkpoint is made of. Torch-free.
-
-A pickle is a program: with operations that an index has no use for, a few bytes make a memo of gigabytes, or text that
-fills the memory. Those that it has cost memory in proportion to the file, and no more than a few times what the same
-number of bytes cost in an index of the library.
+The pickle's opcodes are checked first: only those that an index needs are allowed, since a few bytes of others make a
+memo of gigabytes or text that fills the memory. The allowed ones cost memory in proportion to the file, at most a few
+times what the same number of bytes cost in an index written by DCP.
 """
 
 import math
@@ -35,7 +33,7 @@ from moefold.checkpoint.part_file import StoredPart, check_parts
 
 METADATA_FILE = ".metadata"
 MAX_DIMS = 64
-"""As torch has."""
+"""The limit of torch."""
 _ALLOWED_CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
@@ -50,7 +48,7 @@ _ALLOWED_CLASSES = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
 }
-"""The classes of an index, by their modules; for each of them a `_InertObject` stands in."""
+"""Classes that an index may refer to, by module; `_InertObject` subclasses replace them."""
 _UNPICKLE_ERRORS = (
     AttributeError,
     EOFError,
@@ -64,38 +62,38 @@ _UNPICKLE_ERRORS = (
     ValueError,
     pickle.UnpicklingError,
 )
-"""What a pickle raises that is none, or not of this kind."""
+"""Exceptions that unpickling raises on files that are no index."""
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads a checkpoint of the library without running what a stranger may have put into its index.
+    """DCP reader that does not execute code from a checkpoint's index.
 
     The tensors themselves are read by `torch.load(weights_only=True)`, each after `check_parts`.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See `read_metadata`."""
+        """Read the index with the module's `read_metadata`."""
         found = read_metadata(Path(self.path))
         found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         self._parts = parts_of(found)
         return found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for; each part is looked at first."""
+        """Check each shard of a plan with `check_parts`, then read it."""
         check_parts(Path(self.path), {index: self._parts[index] for index in _indices(plan)}.values())
         return super().read_data(plan, planner)
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the index of a checkpoint folder.
+    """Read and validate the index of a checkpoint folder.
 
-    What is returned is made anew of plain numbers and names, so nothing that the pickle did to its own objects lives
-    on; and whatever it says of a tensor is backed by bytes of a file, so nothing has to be allocated on its word.
+    The result is rebuilt from plain numbers and names, so it shares no object with the pickle. Each tensor is backed by
+    bytes of a file, so a forged size cannot cause a large allocation.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such index, asks for anything but the plain data of one, contradicts itself or the sizes of
-            the files, or leads out of the folder.
+        OSError: the index cannot be read.
+        ValueError: it is not an index, refers to other than plain data, contradicts itself or the sizes of the files,
+            or leads out of the folder.
     """
     try:
         pickled = _read_pickle(regular_file(folder, METADATA_FILE))
@@ -109,7 +107,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def parts_of(found: Metadata) -> dict[MetadataIndex, StoredPart]:
-    """Return the parts that an index lists, each with its place."""
+    """Return the shards that an index lists, each with its location."""
     places = found.storage_data or {}
     parts = {}
     for name, stored in found.state_dict_metadata.items():
@@ -125,7 +123,7 @@ def _indices(plan: LoadPlan) -> Iterable[MetadataIndex]:
 
 
 def _read_pickle(path: Path) -> bytes:
-    """Read an index; of a file that begins otherwise, the first bytes alone."""
+    """Read the pickled index; stops after the first bytes if the header is wrong."""
     with open_regular(path) as file:
         if not file.peek(len(PICKLE_HEADERS[0])).startswith(PICKLE_HEADERS):
             raise ValueError("it is no pickle of protocol 4 or 5")
@@ -133,15 +131,15 @@ def _read_pickle(path: Path) -> bytes:
 
 
 def _rebuild(found: Any) -> Metadata:
-    """The index that stand-ins describe, every part of it looked at.
+    """Rebuild the index from its placeholders, and validate each part.
 
     Raises:
-        ValueError: it is not what the library writes for a state of tensors.
+        ValueError: it is not what DCP writes for a state of tensors.
         AttributeError, TypeError: the same.
     """
     _check_class(found, "Metadata")
     places = {_rebuild_index(index): _rebuild_storage_info(info) for index, info in found.storage_data.items()}
-    # Tensors may share one list, which would be looked through once for each.
+    # In a forged index tensors may share one list of chunks, which would be checked once per tensor.
     if sum(len(stored.chunks) for stored in found.state_dict_metadata.values()) > len(places):
         raise ValueError("it has more parts than places for them")
     tensors = {_check_text(name): _rebuild_tensor(stored) for name, stored in found.state_dict_metadata.items()}
@@ -162,7 +160,7 @@ def _rebuild_tensor(stored: Any) -> TensorStorageMetadata:
 def _check_chunks(
     name: str, stored: TensorStorageMetadata, storage_infos: Mapping[MetadataIndex, _StorageInfo]
 ) -> None:
-    """The chunks lie within the tensor, are as many values as it has, and each has its bytes."""
+    """Check that the chunks lie within the tensor, have as many values in total, and each has enough bytes."""
     offsets = {chunk.offsets for chunk in stored.chunks}
     fits = all(
         len(chunk.sizes) == len(chunk.offsets) == len(stored.size)
@@ -211,7 +209,7 @@ def _check_text(name: Any) -> str:
 
 
 class _InertObject:
-    """Stands in for whatever an index is made of: keeps what the pickle gives it and does nothing."""
+    """Placeholder for the classes of an index: stores what the pickle assigns and executes nothing."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -224,20 +222,20 @@ class _InertObject:
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Knows the names in an index alone, and gives new classes for them: a pickle may change what it is given."""
+    """Unpickler that replaces the classes of an index by new ones, which a pickle may modify; rejects all others."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
         self._classes: dict[tuple[str, type], type] = {}
 
     def _stand_in(self, name: str, base: type) -> type:
-        """Return the one class of a name in this index: a class takes more memory than its name in the file."""
+        """Return the placeholder class of a name, one per name: a class takes more memory than its name in the file."""
         if (name, base) not in self._classes:
             self._classes[name, base] = type(name, (base,), {})
         return self._classes[name, base]
 
     def find_class(self, module: str, name: str) -> Any:
-        # Some releases of Python 3.11 write a member of an enumeration as getattr(class, name): it stays undone here.
+        # Some releases of Python 3.11 pickle an enum member as getattr(class, name): the call is not executed here.
         if name in _ALLOWED_CLASSES.get(module, ()) or (module, name) == ("builtins", "getattr"):
             return self._stand_in(name, _InertObject)
         if module.startswith("pathlib"):
@@ -250,15 +248,18 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 MAX_INDEX_BYTES = 1 << 30
-"""Of an index: 10 million parts of about 100 bytes, as 1,024 ranks with 10,000 tensors write them."""
+"""Size limit of an index: 10 million parts of about 100 bytes, as 1,024 ranks with 10,000 tensors write them."""
 PICKLE_HEADERS = (b"\x80\x04", b"\x80\x05")
-"""PROTO 4 or 5: what every Python that runs the library writes."""
+"""Headers of pickle protocols 4 and 5: all Python versions that run torch write one of them."""
 _MAX_RUN_OPCODES = 4096
 _SPARE_OPCODES = 1 << 16
 _TEXT_OPCODE = re.compile(rb"\x8c(.)|X(.{4})", re.DOTALL)
 _ONE_BYTE_OPCODES = b"()NRabestu]}\x81\x85\x86\x87\x88\x89\x93\x94"
-"""MARK EMPTY_TUPLE NONE REDUCE APPEND BUILD APPENDS SETITEM TUPLE SETITEMS EMPTY_LIST EMPTY_DICT NEWOBJ TUPLE1 to
-TUPLE3 NEWTRUE NEWFALSE STACK_GLOBAL MEMOIZE: one byte each, which makes up to 64."""
+"""One-byte opcodes, each of which may allocate up to 64 bytes.
+
+MARK EMPTY_TUPLE NONE REDUCE APPEND BUILD APPENDS SETITEM TUPLE SETITEMS EMPTY_LIST EMPTY_DICT NEWOBJ TUPLE1 to TUPLE3
+NEWTRUE NEWFALSE STACK_GLOBAL MEMOIZE.
+"""
 _OPCODE_RUN = re.compile(
     b"(?:["
     + re.escape(_ONE_BYTE_OPCODES)
@@ -271,14 +272,14 @@ _OPCODE_RUN = re.compile(
 
 
 def check_opcodes(pickled: bytes) -> None:
-    """Check that a pickle has no operation but those of an index, and no more of the small ones than one has.
+    """Check that a pickle has only opcodes of an index, and no larger share of one-byte opcodes than an index has.
 
     Raises:
-        ValueError: it has others, more, or no end.
+        ValueError: it has other opcodes, too many, or no end.
     """
     if not pickled.startswith(PICKLE_HEADERS):
         raise ValueError("it is no pickle of protocol 4 or 5")
-    # In an index of the library a third of the bytes are such operations; those within numbers and texts count too.
+    # In an index of DCP a third of the bytes are such opcodes; those within numbers and texts count too.
     if len(pickled) - len(pickled.translate(None, delete=_ONE_BYTE_OPCODES)) > len(pickled) // 2 + _SPARE_OPCODES:
         raise ValueError("it has more operations than an index of its size")
     at = 0

@@ -1,4 +1,4 @@
-"""Saving and loading through torch.distributed.checkpoint: one entry for each logical tensor, whatever the mapping."""
+"""Save and load checkpoints with torch.distributed.checkpoint (DCP): one entry per logical tensor, for any mapping."""
 
 import errno
 import os
@@ -46,10 +46,10 @@ from moefold.optim.adamw import MOMENTS
 from moefold.optim.build import MOMENTUM, named_moments, set_step_count
 
 OPTIONAL_BUFFER_SUFFIX = ".last_counts_E"
-"""Buffers of this name are those of a loss that a run may turn on at any step: an older checkpoint may lack them."""
+"""Suffix of buffers of a loss that a run may enable at any step: an older checkpoint may lack them."""
 _DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TRUNCATED_WRITE = re.compile(r"enforce fail at inline_container|unexpected pos \d+ vs \d+|PytorchStreamWriter")
-"""How the library of DCP complains of a file whose end could not be written; an error without it keeps its text."""
+"""Messages of the DCP library for a file whose end could not be written; other errors keep their text."""
 _OTHER_MOMENTS_PREFIX = "other moments instead of"
 _CORRUPT_FILE_ERRORS = (
     AssertionError,
@@ -63,48 +63,49 @@ _CORRUPT_FILE_ERRORS = (
     TypeError,
     pickle.UnpicklingError,
 )
-"""What the library raises on files that contradict their index."""
+"""Exceptions that the library raises on files that contradict their index."""
 _RESUME_HINT = "name another one with checkpoint.resume, or move it away"
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run goes on."""
+    """Result of looking for a checkpoint to resume from."""
 
     path: Path | None
     """The checkpoint; None for a new run."""
     skipped: tuple[str, ...] = ()
-    """Newer checkpoints that are damaged, each with what is wrong with it."""
+    """Newer checkpoints that are damaged, each with the reason."""
 
 
 def resolve_resume(cfg: Config, fingerprints: Mapping[str, str] | None = None) -> Resume:
-    """The newest sound checkpoint of the run, or the one that the recipe names; the same on every rank.
+    """Return the newest intact checkpoint of the run, or the one that the recipe names; the same on every rank.
 
-    Collective over all ranks, each of which reads a part of the files to see whether they are what was written.
+    Collective over all ranks; each rank verifies the hashes of a part of the files.
 
     Args:
         cfg: the recipe.
-        fingerprints: as of `data_order_change`.
+        fingerprints: see `data_order_change`.
 
     Raises:
-        ConfigError: as `check_compatible`, on the first rank; the one that was named is damaged, or all of them are.
+        ConfigError: the checks of `check_compatible` fail (first rank only); the named checkpoint is damaged, or all
+            checkpoints are.
     """
     skipped: dict[str, str] = {}
     while True:
-        # A network disk may look different on another machine: the first rank's view counts.
+        # A network file system may differ between machines: use the first rank's listing.
         found = [resume_candidate(cfg, skipped) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(found, src=0)
         path = found[0]
         if path is None and skipped:
             raise ConfigError(
                 f"no checkpoint in {str(checkpoint_folder(cfg))!r} can be used: {'; '.join(skipped.values())}; "
-                f"move them away to begin anew, or set another {checkpoint_folder_key(cfg)}"
+                f"move them away to start a new run, or set another {checkpoint_folder_key(cfg)}"
             )
         if path is None:
             check_compatible(None, cfg)
             return Resume(None)
         if cfg.checkpoint.resume != "auto":
-            read_meta(path)  # a folder that is no checkpoint at all is named as such
+            read_meta(path)  # raises a specific error if the folder is no checkpoint at all
         faults = _gather_errors(validate_files(path, current_world(), checks_hashes=cfg.checkpoint.verify))
         if not faults:
             if dist.get_rank() == 0:
@@ -124,24 +125,26 @@ def write_checkpoint(
 ) -> Path:
     """Write a complete checkpoint of the run; collective over all ranks.
 
-    The first rank renames the finished draft, and deletes the checkpoints that the recipe does not keep.
+    The first rank renames the temporary folder once it is complete, and deletes the checkpoints that retention does not
+    keep.
 
     Args:
         cfg: the recipe.
-        state: this rank's part of what is to be saved: `checkpoint_state`.
-        train_state: how far the run has come; that of the first rank is kept.
+        state: this rank's shards, see `checkpoint_state`.
+        train_state: progress of the run; the first rank's is stored.
         group: all ranks; None for the default group.
-        planner: gives the tensors as they are due to be written; None for all at once.
+        planner: provides each tensor when it is written; None for the default planner.
 
     Returns:
-        Its folder.
+        The checkpoint folder.
 
     Raises:
-        ConfigError: the folder cannot be written, is full, or is not the same one for all ranks.
+        ConfigError: the folder cannot be written, is full, or is not the same one on all ranks.
     """
     is_first_rank = dist.get_rank() == 0
     folder = checkpoint_folder(cfg)
-    draft, final = tmp_checkpoint_path(folder, train_state.step), step_path(folder, train_state.step)
+    draft = tmp_checkpoint_path(folder, train_state.step)
+    final = step_path(folder, train_state.step)
     with translate_io_errors(
         f"the checkpoint of step {train_state.step} cannot be written to {str(folder)!r}", disk=draft
     ):
@@ -152,7 +155,7 @@ def write_checkpoint(
             return final
         if missing := _missing_or_short_files(draft, metadata):
             raise ConfigError(
-                f"the checkpoint folder {str(folder)!r} lacks what other ranks wrote: {format_list(missing)}; "
+                f"the checkpoint folder {str(folder)!r} lacks files of other ranks: {format_list(missing)}; "
                 "set checkpoint.dir to a folder that all machines share"
             )
         meta = CheckpointMeta(
@@ -179,12 +182,12 @@ def load_checkpoint(
     buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> CheckpointMeta:
-    """Read weights, buffers and moments into this rank's shards; collective over all ranks.
+    """Load weights, buffers and optimizer moments into this rank's shards; collective over all ranks.
 
-    What is `OPTIONAL_BUFFER_SUFFIX` and absent stays as it is.
+    Buffers named `OPTIONAL_BUFFER_SUFFIX` that the checkpoint lacks keep their values.
 
     Raises:
-        ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
+        ConfigError: the folder is no checkpoint, or lacks an entry that a rank needs; raised on every rank.
     """
     meta = read_meta(path)
     _load_state(path, checkpoint_state(parameters, buffers, optimizer))
@@ -193,10 +196,10 @@ def load_checkpoint(
 
 
 def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
-    """Read weights and buffers alone, in the type of the parameters they go to; collective over all ranks.
+    """Load weights and buffers only, converted to the dtype of the parameters; collective over all ranks.
 
     Raises:
-        ConfigError: the folder is no checkpoint, or lacks something that a rank needs; on every rank alike.
+        ConfigError: the folder is no checkpoint, or lacks an entry that a rank needs; raised on every rank.
     """
     read_meta(path)
     check_integrity(path, current_world())
@@ -215,7 +218,7 @@ def _load_state(path: Path, state: dict[str, Tensor]) -> None:
 def checkpoint_state(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """This rank's parts of all that a checkpoint holds, by names that are free of the mapping; nothing is copied."""
+    """Return this rank's shards of all checkpoint entries, by mapping-independent names; copies nothing."""
     moments = {f"optimizer.{name}": moment for name, moment in named_moments(optimizer, parameters).items()}
     return _model_state(parameters, buffers) | moments
 
@@ -226,10 +229,10 @@ def _model_state(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, T
 
 
 def _create_tmp_folder(tmp: Path, group: dist.ProcessGroup | None) -> None:
-    """Make an empty folder, where a run that died may have left one; collective, and it is there for all ranks then.
+    """Create an empty folder, replacing one left by a killed run; collective, it exists for all ranks afterwards.
 
     Raises:
-        OSError: the first rank cannot make it; on every rank alike.
+        OSError: the first rank cannot create it; raised on every rank.
     """
     fault: list[OSError | None] = [None]
     if dist.get_rank() == 0:
@@ -238,27 +241,27 @@ def _create_tmp_folder(tmp: Path, group: dist.ProcessGroup | None) -> None:
             tmp.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             fault = [error]
-    # The others make it too, if it is not there: before the old one is gone they would meet its deletion.
+    # DCP creates the folder on every rank if it is missing; that must not race with the deletion of the old one.
     dist.broadcast_object_list(fault, src=0, group=group)
     if fault[0] is not None:
         raise fault[0]
 
 
 def _digest_files(tmp: Path, group: dist.ProcessGroup | None) -> dict[str, FileDigest]:
-    """Read back what every rank wrote; collective, and each rank returns the records of all.
+    """Read back and hash the files of every rank; collective, returns the digests of all ranks.
 
     Raises:
-        ConfigError: a rank cannot read what it wrote; on every rank alike.
+        ConfigError: a rank cannot read its files back; raised on every rank.
     """
-    mine: dict[str, FileDigest] | str
+    local: dict[str, FileDigest] | str
     try:
-        mine = {path.name: digest_file(path) for path in sorted(tmp.glob(f"__{dist.get_rank()}_*.distcp"))}
+        local = {path.name: digest_file(path) for path in sorted(tmp.glob(f"__{dist.get_rank()}_*.distcp"))}
     except OSError as error:
-        mine = f"rank {dist.get_rank()} cannot read back what it wrote to {str(tmp)!r}: {error.strerror}"
-    of_ranks: list[dict[str, FileDigest] | str] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, mine, group=group)
+        local = f"rank {dist.get_rank()} cannot read back its files in {str(tmp)!r}: {error.strerror}"
+    gathered: list[dict[str, FileDigest] | str] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, local, group=group)
     records: dict[str, FileDigest] = {}
-    for found in of_ranks:
+    for found in gathered:
         if isinstance(found, str):
             raise ConfigError(f"the checkpoint is incomplete: {found}")
         records |= found
@@ -266,14 +269,14 @@ def _digest_files(tmp: Path, group: dist.ProcessGroup | None) -> dict[str, FileD
 
 
 def _gather_errors(errors: list[str]) -> list[str]:
-    """The faults that any rank found, each once; collective."""
-    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, errors)
-    return list(dict.fromkeys(fault for faults in of_ranks for fault in faults))
+    """Return the errors of all ranks without duplicates; collective."""
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, errors)
+    return list(dict.fromkeys(error for rank_errors in gathered for error in rank_errors))
 
 
 def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor]) -> None:
-    """Find out together what is missing: a rank that left alone would leave the others waiting for it."""
+    """Check that the checkpoint has all entries of all ranks; collective, so that all ranks raise together."""
     faults = _missing_or_short_files(path, metadata) if dist.get_rank() == 0 else []
     for name, tensor in state.items():
         stored = metadata.state_dict_metadata.get(name)
@@ -288,14 +291,14 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
     if found := _gather_errors(faults):
         if all(fault.startswith(_OTHER_MOMENTS_PREFIX) for fault in found):
             raise ConfigError(
-                f"checkpoint {str(path)!r} is of another optimizer, it has {format_list(found)}; set train.optimizer and "
-                "train.muon_groups as they were, or begin a new run with its weights: checkpoint.init_from"
+                f"checkpoint {str(path)!r} is of another optimizer, it has {format_list(found)}; set train.optimizer "
+                "and train.muon_groups as they were, or begin a new run with its weights: checkpoint.init_from"
             )
         raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(found)}; {_RESUME_HINT}")
 
 
 def check_tensor_files(path: Path, metadata: Metadata) -> None:
-    """Look for the files of a checkpoint without reading them.
+    """Check that the data files of a checkpoint exist and are long enough, without reading them.
 
     Raises:
         ConfigError: one is missing or too short.
@@ -305,7 +308,7 @@ def check_tensor_files(path: Path, metadata: Metadata) -> None:
 
 
 def _missing_or_short_files(path: Path, metadata: Metadata) -> list[str]:
-    """The files that should hold tensors and do not, or are too short."""
+    """Return the data files that are missing or too short."""
     needed_bytes: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         needed_bytes[info.relative_path] = max(needed_bytes.get(info.relative_path, 0), info.offset + info.length)
@@ -318,22 +321,23 @@ def _missing_or_short_files(path: Path, metadata: Metadata) -> list[str]:
 
 @contextmanager
 def translate_read_errors(path: Path) -> Iterator[None]:
-    """Turn whatever comes of reading a checkpoint, be it of a stranger's making, into the user's error."""
+    """Turn any exception raised while reading a checkpoint, even a forged one, into a ConfigError."""
     with translate_io_errors(f"checkpoint {str(path)!r} cannot be read", *_CORRUPT_FILE_ERRORS):
         yield
 
 
 @contextmanager
 def translate_io_errors(failure: str, *extra_errors: type[Exception], disk: Path | None = None) -> Iterator[None]:
-    """Turn what a disk or a broken file raises, and what else is named, into the user's error.
+    """Turn I/O errors and the listed exceptions into a ConfigError.
 
     Args:
-        failure: what cannot be done; the reason is added.
-        extra_errors: further exceptions that are expected.
-        disk: a folder that is written to: a full disk is said in words, with what is free there and what to do.
+        failure: the operation that failed; the reason is appended.
+        extra_errors: other exceptions to translate.
+        disk: the folder that is written to: if its disk is full, the message says so, with the free space and the
+            remedy.
 
     Raises:
-        ConfigError: instead of what is expected.
+        ConfigError: in place of the translated exceptions.
     """
     expected: tuple[type[Exception], ...] = (OSError, ValueError, *extra_errors)
     try:
@@ -352,9 +356,9 @@ def translate_io_errors(failure: str, *extra_errors: type[Exception], disk: Path
 
 
 def _root_cause(causes: dict[int, BaseException]) -> tuple[int, BaseException]:
-    """The failure of a rank that says most: a full disk is an OSError on one rank, and what comes of it on others.
+    """Return the most informative failure: a full disk is an OSError on one rank, and follow-up errors on others.
 
-    A rank that cannot write the end of its file as well shows the library's complaint about that instead.
+    A rank that also fails to write the end of its file reports the library's error instead.
 
     Args:
         causes: the failures by rank.
@@ -367,12 +371,12 @@ def _root_cause(causes: dict[int, BaseException]) -> tuple[int, BaseException]:
 
 
 def _describe_failure(error: BaseException, disk: Path | None, rank: int | None = None) -> str:
-    """Say why something failed; of a disk that is full also which file, what is free there and what to do.
+    """Return the reason of a failure in one line; for a full disk, also the file, the free space and the remedy.
 
     Args:
         error: the reason.
-        disk: the folder that is written to, if one is.
-        rank: the rank that failed, if it is known.
+        disk: the folder that is written to, if any.
+        rank: the rank that failed, if known.
     """
     text = _one_line(error)
     if disk is None:
@@ -386,13 +390,11 @@ def _describe_failure(error: BaseException, disk: Path | None, rank: int | None 
         written = format_list(sorted(path.name for path in disk.glob(f"__{rank}_*")))
     name = f"file {written}" if written else "a file"
     found = f"{name} could not be written to its end" + ("" if is_cut_short else f" ({text})")
-    return (
-        f"{found}; {_describe_free_space(disk)}; make room there, and the same command goes on from the last checkpoint"
-    )
+    return f"{found}; {_describe_free_space(disk)}; free disk space, then run the same command to resume"
 
 
 def _describe_free_space(folder: Path) -> str:
-    """What is free on the disk of a folder, in words."""
+    """Return a description of the free space on the disk of a folder."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free_mib = shutil.disk_usage(existing).free / 2**20
     return "the disk is full" if free_mib < 1 else f"{free_mib:,.0f} MiB are free there"
@@ -404,7 +406,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Bring a folder and the files in it to the disk, so that a rename never outruns its content."""
+    """Flush a folder and its files to disk (fsync), so that a rename is never durable before the content."""
     for path in (*folder.iterdir(), folder):
         if path.is_file() or path == folder:
             handle = os.open(path, os.O_RDONLY)

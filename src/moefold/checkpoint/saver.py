@@ -1,4 +1,4 @@
-"""When checkpoints are written: at once, or by a thread beside training, never two at a time."""
+"""Checkpoint savers: synchronous, or asynchronous in a background thread; never two saves at a time."""
 
 import logging
 import threading
@@ -20,15 +20,15 @@ from moefold.checkpoint.save_load import write_checkpoint
 from moefold.config.schema import Config
 
 THROTTLE_S = 0.05
-"""Between two tensors the thread beside training rests for so long, unless somebody waits for it."""
+"""Pause of the background thread between two tensors, unless a caller waits for the save."""
 MAX_THROTTLE_S = 10.0
-"""So long it rests at most in one save, however many tensors there are."""
+"""Upper limit of all pauses of one save, however many tensors there are."""
 
 logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """Writes at once: `save` returns when the checkpoint is complete."""
+    """Synchronous saver: `save` returns when the checkpoint is complete."""
 
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
@@ -38,7 +38,7 @@ class CheckpointSaver:
         """Write a checkpoint; collective. Returns the time that training waited for it, in seconds.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the checkpoint cannot be written.
         """
         started_s = time.perf_counter()
         self._warn_if_last_is_gone()
@@ -46,49 +46,49 @@ class CheckpointSaver:
         return time.perf_counter() - started_s
 
     def _warn_if_last_is_gone(self) -> None:
-        """Say it if the checkpoint written last is gone: retention keeps it, so somebody or the disk took it away."""
+        """Warn if the last checkpoint has been deleted: retention keeps it, so a user or the disk removed it."""
         if self._last is not None and dist.get_rank() == 0 and not self._last.exists():
-            # Of the folder nothing is said: another rank may have begun to make it anew.
+            # The folder is not mentioned: another rank may already have recreated it.
             logger.warning(
                 "the last checkpoint, '%s', is gone since it was written; the next is saved to the same folder",
                 self._last,
             )
 
     def check(self) -> None:
-        """Raise what has gone wrong since the last save; to be called once a step."""
+        """Raise the error of the last save, if it failed; call it once per step."""
 
     @property
     def is_saving(self) -> bool:
-        """Whether this rank still writes beside training."""
+        """True while this rank still writes concurrently with training."""
         return False
 
     def drain(self) -> None:
-        """Wait until what was begun is written; collective. More may follow."""
+        """Wait for the pending save; collective. More saves may follow."""
 
     def finish(self) -> None:
-        """Wait until all is written; collective."""
+        """Wait for the pending save and release resources; collective."""
 
     def drain_with_timeout(self, timeout_s: float) -> None:
-        """Let a save that is under way end, if it does so in time: on the way out of an error, which stays."""
+        """Wait for the pending save for a limited time, without raising: used while another error is handled."""
 
 
 class BackgroundSaver(CheckpointSaver):
-    """Copies the state to host memory, which training waits for, and writes it while training goes on.
+    """Asynchronous saver: training waits for the copy to host memory, a thread writes it while training continues.
 
-    A save waits for the one before. An error comes out of the next `check`, `save` or `finish`. The thread rests after
-    each tensor, so that training, whose slowest rank all wait for, has the cores and the interpreter nearly to itself
-    and what a save takes spreads over several steps; it makes haste once it is waited for.
+    A save waits for the previous one. An error is raised by the next `check`, `save` or `finish`. The thread pauses
+    after each tensor: all ranks wait for the slowest one in a training step, so the cores and the interpreter should be
+    free for it. The pauses end once a caller waits for the save.
 
     Args:
         cfg: the recipe.
-        group: all ranks, for the thread alone.
-        is_on_gpu: whether the state is; its copies are in pinned memory then.
+        group: process group of all ranks, used by the thread alone.
+        is_on_gpu: whether the state is on the GPU; its copies are in pinned memory then.
     """
 
     def __init__(self, cfg: Config, group: dist.ProcessGroup, *, is_on_gpu: bool) -> None:
         super().__init__(cfg)
         self._group = group
-        # Staging waits for the copies: the next step changes what they are copied from.
+        # Staging blocks until the copies are done: the next step overwrites their sources.
         self._options = StagingOptions(is_on_gpu, False, False, is_on_gpu)
         self._stager = DefaultStager(self._options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -96,10 +96,10 @@ class BackgroundSaver(CheckpointSaver):
         self._is_awaited = threading.Event()
 
     def save(self, state: Mapping[str, Tensor], train_state: TrainState) -> float:
-        """Begin to write a checkpoint; collective. Returns the time that training waited, in seconds.
+        """Start to write a checkpoint; collective. Returns the time that training waited, in seconds.
 
         Raises:
-            ConfigError: the one before cannot be written.
+            ConfigError: the previous checkpoint cannot be written.
         """
         started_s = time.perf_counter()
         self._wait()
@@ -114,32 +114,32 @@ class BackgroundSaver(CheckpointSaver):
         try:
             return cast(dict[str, Tensor], self._stager.stage(dict(state)))
         except KeyError:
-            # A stager of torch 2.11 takes itself apart after its first use.
+            # The stager of torch 2.11 can be used only once.
             self._stager = DefaultStager(self._options)
             return cast(dict[str, Tensor], self._stager.stage(dict(state)))
 
     def check(self) -> None:
-        """Raise what has gone wrong since the last save."""
+        """Raise the error of the last save, if it failed."""
         if self._pending_save is not None and self._pending_save.done():
             self._wait()
 
     @property
     def is_saving(self) -> bool:
-        """Whether this rank still writes beside training."""
+        """True while this rank still writes concurrently with training."""
         return self._pending_save is not None and not self._pending_save.done()
 
     def drain(self) -> None:
-        """Wait until what was begun is written; collective. More may follow."""
+        """Wait for the pending save; collective. More saves may follow."""
         self._wait()
 
     def finish(self) -> None:
-        """Wait until all is written; collective."""
+        """Wait for the pending save, stop the thread and release the staging buffers; collective."""
         self._wait()
         self._thread.shutdown()
         self._stager.close()
 
     def drain_with_timeout(self, timeout_s: float) -> None:
-        """Let a save that is under way end, if it does so in time."""
+        """Wait for the pending save for a limited time, without raising."""
         self._is_awaited.set()
         if self._pending_save is not None:
             wait([self._pending_save], timeout=timeout_s)
@@ -152,10 +152,10 @@ class BackgroundSaver(CheckpointSaver):
 
 
 class _ThrottledPlanner(DefaultSavePlanner):
-    """Rests before each tensor is written.
+    """DCP save planner that pauses before each tensor is written.
 
     Args:
-        is_awaited: set once somebody waits for the checkpoint: no rest from then on.
+        is_awaited: set once a caller waits for the checkpoint: no pauses from then on.
     """
 
     def __init__(self, is_awaited: threading.Event) -> None:
@@ -163,6 +163,6 @@ class _ThrottledPlanner(DefaultSavePlanner):
         self._is_awaited = is_awaited
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        """The tensor that is due."""
+        """Return the tensor to write, after a pause."""
         self._is_awaited.wait(min(THROTTLE_S, MAX_THROTTLE_S / max(1, len(self.plan.items))))
         return super().resolve_data(write_item)

@@ -1,4 +1,4 @@
-"""Checkpoints that are never in memory as a whole: read region by region, written chunk by chunk."""
+"""Streaming checkpoint I/O: read tensors region by region and write them chunk by chunk, never whole checkpoints."""
 
 import math
 import warnings
@@ -36,7 +36,7 @@ from moefold.comm.groups import World
 from moefold.errors import ConfigError
 
 CHUNK_BYTES = 1 << 25
-"""Tensors are written in chunks of whole rows of about this size: what a reader has to read for a part of them."""
+"""Approximate size of a chunk of whole rows: the unit that a reader has to read for any part of it."""
 
 Region = tuple[slice, ...]
 Offsets = tuple[int, ...]
@@ -44,7 +44,7 @@ Offsets = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """Some rows (first indices) of a tensor."""
+    """A range of rows (first dimension) of a tensor."""
 
     name: str
     start: int
@@ -52,7 +52,7 @@ class TensorChunk:
 
 
 def split_into_chunks(name: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[TensorChunk]:
-    """Cut a tensor into chunks of at most CHUNK_BYTES, or of one row where rows are larger."""
+    """Split a tensor into chunks of at most CHUNK_BYTES, or of one row if rows are larger."""
     row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
     rows = max(1, CHUNK_BYTES // row_bytes)
     for start in range(0, shape[0], rows):
@@ -60,9 +60,9 @@ def split_into_chunks(name: str, shape: Sequence[int], dtype: torch.dtype) -> It
 
 
 class CheckpointSource:
-    """The weights in a checkpoint; no process group is needed.
+    """Weights in a checkpoint, read without a process group.
 
-    The chunks that the last read of a tensor touched are kept until `clear_cache`.
+    The chunks that the last read of a tensor touched are cached until `clear_cache`.
 
     Raises:
         ConfigError: the folder is no complete checkpoint.
@@ -83,19 +83,19 @@ class CheckpointSource:
         self._cached_chunks: dict[str, dict[Offsets, Tensor]] = {}
 
     def dtype(self, name: str) -> torch.dtype:
-        """How a tensor is stored."""
+        """Return the stored dtype of a tensor."""
         return self._stored[name].properties.dtype
 
     def read(self, name: str, region: Region) -> Tensor:
-        """The values of a region; a view of a chunk where it lies within one."""
+        """Return the values of a region; a view of a chunk if the region lies within one."""
         boxes = {
             tuple(chunk.offsets): common
             for chunk in self._stored[name].chunks
             if (common := _intersect(region, tuple(chunk.offsets), tuple(chunk.sizes))) is not None
         }
-        kept = self._cached_chunks.get(name, {})
-        self._cached_chunks[name] = {offsets: kept[offsets] for offsets in boxes if offsets in kept}
-        kept = {}
+        cached = self._cached_chunks.get(name, {})
+        self._cached_chunks[name] = {offsets: cached[offsets] for offsets in boxes if offsets in cached}
+        cached = {}
         for offsets in boxes:
             if offsets not in self._cached_chunks[name]:
                 self._cached_chunks[name][offsets] = self._load(name, offsets)
@@ -112,11 +112,11 @@ class CheckpointSource:
         return values
 
     def clear_cache(self) -> None:
-        """Free what was kept."""
+        """Free the cached chunks."""
         self._cached_chunks.clear()
 
     def _load(self, name: str, offsets: Offsets) -> Tensor:
-        """One chunk. DCP's own reader would copy it once more."""
+        """Load one chunk with `torch.load`, as DCP's reader would make one more copy."""
         places = self._metadata.storage_data
         assert places is not None
         place = places[MetadataIndex(f"model.{name}", torch.Size(offsets))]
@@ -135,37 +135,39 @@ class CheckpointSource:
 
 
 class _FileSlice(RawIOBase):
-    """A part of a file as a file."""
+    """A part of a file as a file object."""
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:
-        self._opened, self._start, self._size = file, start, size
+        self._opened = file
+        self._start = start
+        self._size = size
         file.seek(start)
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Place in the part."""
+        """Return the position within the part."""
         return self._opened.tell() - self._start
 
     def seek(self, offset: int, whence: int = SEEK_SET) -> int:
-        """Go to a place in the part."""
+        """Set the position within the part."""
         base = {SEEK_SET: 0, SEEK_CUR: self.tell(), SEEK_END: self._size}[whence]
         return self._opened.seek(self._start + base + offset) - self._start
 
     def readinto(self, buffer: Any) -> int:
-        """Read on, up to the end of the part."""
+        """Read into a buffer, up to the end of the part."""
         target = memoryview(buffer)[: max(0, self._size - self.tell())]
         return self._opened.readinto(target)  # type: ignore[attr-defined, no-any-return]
 
 
 def _intersect(region: Region, start: Offsets, size: Offsets) -> Region | None:
-    """The part of a region that lies in a box; None if they do not meet."""
+    """Return the intersection of a region and a box; None if it is empty."""
     common = tuple(
         slice(max(part.start, a), min(part.stop, a + n)) for part, a, n in zip(region, start, size, strict=True)
     )
@@ -173,7 +175,7 @@ def _intersect(region: Region, start: Offsets, size: Offsets) -> Region | None:
 
 
 def _relative_to(region: Region, start: Offsets) -> Region:
-    """A region counted from a start."""
+    """Return a region relative to an offset."""
     return tuple(slice(part.start - a, part.stop - a) for part, a in zip(region, start, strict=True))
 
 
@@ -184,37 +186,37 @@ def write_chunks(
     local_chunks: Sequence[TensorChunk],
     read: Callable[[TensorChunk], Tensor],
 ) -> None:
-    """Write the weights of a checkpoint, of which this process holds one chunk at a time.
+    """Write the weights of a checkpoint, with one chunk at a time in the memory of this process.
 
-    Collective where a process group is joined: together the processes give every chunk of every tensor once.
+    Collective if a process group is initialised: together the processes write every chunk of every tensor once.
 
     Args:
-        tmp_dir: an existing folder.
+        tmp: an existing folder.
         shapes: of the tensors, by name.
-        dtypes: of the tensors.
+        dtypes: of the tensors, by name.
         local_chunks: the chunks that this process writes, in the order of its file.
-        read: gives the values of a chunk, in memory that nothing else uses.
+        read: returns the values of a chunk, in memory that nothing else uses.
     """
     planner = _StreamingPlanner(shapes, dtypes, local_chunks, read)
     with translate_io_errors(f"the checkpoint cannot be written to {str(tmp)!r}"), warnings.catch_warnings():
-        # Without a process group DCP says that there is none.
+        # DCP warns if there is no process group.
         warnings.simplefilter("ignore")
         dcp.save({}, storage_writer=FileSystemWriter(tmp), planner=planner)
 
 
 def write_manifest_in_parallel(tmp: Path, world: World) -> None:
-    """Write the manifest of a draft that has all its other files; collective over the crew, which share the reading."""
+    """Write the manifest of a folder that has all its other files; collective over `world`, which shares hashing."""
     names = sorted(path.name for path in tmp.iterdir() if path.is_file())
-    mine = {name: digest_file(tmp / name) for name in names[world.rank :: world.size]}
+    local = {name: digest_file(tmp / name) for name in names[world.rank :: world.size]}
     records: dict[str, FileDigest] = {}
-    for part in world.all_gather_object(mine):
+    for part in world.all_gather_object(local):
         records |= part
     if world.is_rank0:
         write_manifest(tmp, records)
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Reads each chunk when it is due to be written, and frees it when the next one is."""
+    """DCP save planner that reads each chunk when it is written, and frees it when the next one is."""
 
     def __init__(
         self,
@@ -224,19 +226,21 @@ class _StreamingPlanner(DefaultSavePlanner):
         read: Callable[[TensorChunk], Tensor],
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._shapes, self._dtypes, self._read = shapes, dtypes, read
+        self._shapes = shapes
+        self._dtypes = dtypes
+        self._read = read
         self._chunks = {(f"model.{chunk.name}", chunk.start): chunk for chunk in local_chunks}
         self._last: Tensor | None = None
 
     def create_local_plan(self) -> SavePlan:
-        """One item for each of my chunks."""
+        """Return a plan with one item per local chunk."""
         self.plan = SavePlan([self._item(name, chunk) for (name, _), chunk in self._chunks.items()])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The values of a chunk."""
+        """Return the values of a chunk, and free the previous chunk."""
         if self._last is not None:
-            # The writer of torch 2.13 holds on to a tensor of each name until its file is complete.
+            # The writer of torch 2.13 keeps a reference to a tensor of each name until its file is complete.
             self._last.untyped_storage().resize_(0)
         assert write_item.index.offset is not None
         start = write_item.index.offset[0] if write_item.index.offset else 0

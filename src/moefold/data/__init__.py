@@ -1,4 +1,4 @@
-"""Tokens for the trainer: the same samples in the same order under every mapping. numpy only."""
+"""Data pipeline: the same samples in the same order under every parallel mapping. numpy only."""
 
 from moefold.data.dataset import Dataset, open_dataset, prepare
 from moefold.data.sample import AnnotatedSampleSource, Sample

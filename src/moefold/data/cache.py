@@ -1,9 +1,8 @@
-"""Tokenised text on disk: written once, whole or not at all, then mapped by every rank.
+"""Cache of tokenised text: each entry is written once, atomically, then memory-mapped by every rank.
 
-An entry is `<key>.npy`; the key hashes the sources (paths, sizes, times), the tokenizer and the format, so that a
-changed file or tokenizer is another entry. A writer holds a lock and writes under a name of its own, which becomes the
-entry's by one rename once the data is on the disk: a kill leaves a file that nobody reads and that a later writer
-clears away.
+An entry is `<key>.npy`; the key hashes the sources (paths, sizes, times), the tokenizer and the format, so a changed
+file or tokenizer gives another entry. A writer holds a lock and writes to a temporary file, which is renamed after an
+fsync: a killed writer leaves a temporary file that is never read and that a later writer deletes.
 """
 
 import contextlib
@@ -38,17 +37,17 @@ logger = logging.getLogger(__name__)
 
 
 def cached_tokens(corpus: TextSource, tokenizer: Tokenizer, *, cache_dir: Path | None, shows_progress: bool) -> Path:
-    """The .npy file with the corpus's tokens: found in the cache, or made now.
+    """Return the .npy file with the tokens of a corpus, from the cache or tokenised now.
 
     Args:
         corpus: the documents; each is followed by the tokenizer's separator, if it has one.
-        tokenizer: makes the ids.
-        cache_dir: folder of the entries; None means `default_cache_dir()`. Where it cannot be written, a folder of this
-            user below the system's temporary folder takes its place, with a warning.
-        shows_progress: print progress on stderr if the work takes more than a second.
+        tokenizer: converts text to ids.
+        cache_dir: cache folder; None means `default_cache_dir()`. If it is not writable, a folder of this user below
+            the system's temporary folder is used, with a warning.
+        shows_progress: show progress on stderr if the work takes more than a second.
 
     Raises:
-        ConfigError: a source is not readable text, nothing comes of it, or no folder can be written.
+        ConfigError: a source is not readable text, there is no token, or no folder is writable.
     """
 
     def write(file: BinaryIO) -> None:
@@ -58,17 +57,17 @@ def cached_tokens(corpus: TextSource, tokenizer: Tokenizer, *, cache_dir: Path |
 
 
 def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path | None) -> Path:
-    """The .npy file of ids named `key`: found in the cache, or made now by `write`.
+    """Return the .npy file of ids named `key`, from the cache or written now by `write`.
 
-    Processes that ask at once do the work once, the others wait for it.
+    Concurrent processes do the work once: one writes, the others wait for its lock.
 
     Args:
         key: name of the entry; it changes with anything that changes the ids.
         write: writes the whole .npy file; it may seek.
-        cache_dir: as for `cached_tokens`.
+        cache_dir: see `cached_tokens`.
 
     Raises:
-        ConfigError: no folder can be written; and what `write` raises.
+        ConfigError: no folder is writable; and exceptions of `write`.
     """
     name = f"{key}.npy"
     folders = cache_folders(cache_dir)
@@ -89,18 +88,18 @@ def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path |
 
 
 def cache_key(corpus: TextSource, tokenizer: Tokenizer) -> str:
-    """Name of an entry: 32 hexadecimal digits that change with anything that changes the tokens."""
+    """Return the name of an entry: 32 hexadecimal digits that change with anything that changes the tokens."""
     identity = [FORMAT_VERSION, corpus.kind, corpus.identity, tokenizer.identity, tokenizer.separator_id]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a whole .npy array of ids, one at least, stands there (its length fits its header)."""
+    """Return whether the path is a complete .npy array of at least one id (its length fits its header)."""
     return is_complete_array(path) and read_npy_header(path).num_tokens > 0
 
 
 def is_complete_array(path: Path) -> bool:
-    """Whether a whole .npy array of ids stands there, be it empty."""
+    """Return whether the path is a complete .npy array of ids, possibly empty."""
     if not path.is_file():
         return False
     try:
@@ -133,7 +132,7 @@ def _make_entry(folder: Path, name: str, write: Callable[[BinaryIO], None]) -> P
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock that ends with its process; where the file system has none, the same work may be done twice."""
+    """Hold a file lock that ends with the process; without lock support, processes may duplicate the work."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -143,7 +142,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _clear_abandoned(folder: Path) -> None:
-    # A writer touches its file all the time, so an old one has lost its writer.
+    # A writer modifies its file continuously, so the writer of an old one was killed.
     for path in folder.glob("*.tmp"):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - _ABANDONED_AFTER_S:
@@ -166,7 +165,7 @@ def _write_tokens(file: BinaryIO, corpus: TextSource, tokenizer: Tokenizer, show
 
 
 def _token_batches(corpus: TextSource, tokenizer: Tokenizer) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """Ids of several megabytes of text at a time, and the bytes that they were."""
+    """Yield the ids of several megabytes of text at a time, and the number of source bytes."""
     separator = [] if tokenizer.separator_id is None else [np.array([tokenizer.separator_id], dtype=np.int64)]
     texts: list[str] = []
     ends: list[bool] = []
@@ -184,13 +183,15 @@ def _token_batches(corpus: TextSource, tokenizer: Tokenizer) -> Iterator[tuple[N
         size_bytes += piece.size_bytes
         if size_bytes >= _BATCH_BYTES:
             yield encode_all(), size_bytes
-            texts, ends, size_bytes = [], [], 0
+            texts = []
+            ends = []
+            size_bytes = 0
     if texts:
         yield encode_all(), size_bytes
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest type of ids below `vocab_size`."""
+    """Return the smallest dtype for ids below `vocab_size`."""
     for dtype in (np.dtype("<u1"), np.dtype("<u2")):
         if vocab_size <= np.iinfo(dtype).max + 1:
             return dtype
@@ -198,7 +199,7 @@ def smallest_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 
 
 def npy_header(dtype: np.dtype[Any], num_tokens: int) -> bytes:
-    """A version 1.0 .npy header of fixed length, so that the count can be filled in last."""
+    """Return a version 1.0 .npy header of fixed length, so that the count can be filled in last."""
     described = repr({"descr": dtype.str, "fortran_order": False, "shape": (num_tokens,)})
     length = _NPY_HEADER_BYTES - 10
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", length) + described.ljust(length - 1).encode("ascii") + b"\n"

@@ -1,10 +1,9 @@
-"""Chat templates: a conversation as the text that a model sees, and which parts of it the model has to write.
+"""Chat templates and conversation formats for supervised fine-tuning.
 
-A template is a Jinja program that comes with a tokenizer. It runs in a process of its own with limited memory and time,
-in Jinja's sandbox for untrusted templates, without files, imports or attributes of Python objects, and has no clock:
-the same conversation is the same text every day.
-
-Conversations from JSON lines, in the four forms that fine-tuning data comes in.
+`ChatTemplate` renders a conversation to text and finds the assistant's turns in it. A template is a Jinja program that
+comes with a tokenizer; it runs in a subprocess with limited memory and time, in Jinja's sandbox, without files, imports
+or attributes of Python objects, and with a fixed date, so the text of a conversation is reproducible.
+`parse_conversation` reads the four common JSON formats of fine-tuning data.
 """
 
 import hashlib
@@ -34,10 +33,10 @@ BYTES_TEMPLATE = """\
 <|im_start|>assistant
 {% endif %}
 """
-"""ChatML, for the tokenizer "bytes", which has no special tokens: its marks are plain text there."""
+"""ChatML, for the tokenizer "bytes", which has no special tokens: the marks are plain text."""
 
 CHAT_DATE = datetime(2024, 7, 26)
-"""What `strftime_now` of a template writes: the date that Llama's templates take where there is no clock."""
+"""Date written by a template's `strftime_now`: the date that Llama's templates use without a clock."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -50,15 +49,15 @@ class RenderedChat:
 
     text: str
     responses: tuple[range, ...]
-    """The characters of each assistant turn with its end mark, in order."""
+    """Character ranges of the assistant turns including their end marks, in order."""
 
 
 class ChatTemplate:
     """Renders conversations and finds the assistant's turns in them.
 
-    A template that marks them itself (`{% generation %}`, as transformers reads it) is believed. In others, a turn is
-    what the conversation up to it adds to the conversation before it with the generation prompt; whitespace behind the
-    turn's end mark is not part of it.
+    The `{% generation %}` marks of a template (as in transformers) delimit the turns, if it has them. In other
+    templates, a turn is the difference between the conversation up to the turn and the conversation before it with the
+    generation prompt; whitespace after the turn's end mark is not part of it.
     """
 
     def __init__(
@@ -73,9 +72,9 @@ class ChatTemplate:
 
         Args:
             source: the Jinja program.
-            location: where it comes from, for messages.
+            location: origin of the template, for messages.
             special_tokens: `bos_token` and the like, as the tokenizer spells them.
-            limits: what it may use of memory and time; None for those of `TemplateLimits`.
+            limits: resource limits; None for the defaults of `TemplateLimits`.
 
         Raises:
             ConfigError: it is not a Jinja template.
@@ -94,20 +93,21 @@ class ChatTemplate:
 
         Args:
             messages: the turns, each with a `role` and a `content`.
-            tools: descriptions of tools, for templates that know some; None for none.
+            tools: descriptions of tools, for templates that support them; None for none.
             location: FILE:LINE of the conversation, for messages.
 
         Raises:
-            ConfigError: the template refuses the conversation, or writes an earlier turn otherwise once others follow.
+            ConfigError: the template refuses the conversation, or renders an earlier turn differently once others
+                follow.
         """
         (rendered,) = self.render_all([(messages, tools, location)])
         return rendered
 
     def render_all(self, conversations: Sequence[tuple[Sequence[Message], Any, str]]) -> Iterator[RenderedChat]:
-        """Render conversations, each given as `render` takes it, many in one exchange with the template's process.
+        """Render conversations, each given as the arguments of `render`, in batches.
 
         Raises:
-            ConfigError: as `render`, for the first that cannot be rendered.
+            ConfigError: see `render`; for the first conversation that cannot be rendered.
         """
         requests = [
             {"messages": list(messages), "tools": tools, "prompts": None} for messages, tools, _ in conversations
@@ -115,22 +115,23 @@ class ChatTemplate:
         for answer, (_, _, place) in zip(self._process.process_requests(requests), conversations, strict=True):
             if "moved" in answer:
                 raise ConfigError(
-                    f"{place}: the chat template of {self._location} writes turn {answer['moved']} otherwise when others "
-                    "follow, so that its place cannot be found; put {% generation %} and {% endgeneration %} around "
-                    "what the assistant writes, in a template of your own: data.chat_template=FILE"
+                    f"{place}: the chat template of {self._location} renders turn {answer['moved']} differently when "
+                    "others follow, so its position cannot be found; put {% generation %} and {% endgeneration %} "
+                    "around the assistant's output, in a template of your own: data.chat_template=FILE"
                 )
             yield self._rendered(answer, place)
 
     def prompt(self, messages: Sequence[Message], location: str, *, add_generation_prompt: bool) -> str:
-        """The text that a model continues.
+        """Return the prompt that a model continues.
 
         Args:
             messages: the turns, each with a `role` and a `content`.
-            location: what the conversation is, for messages.
-            add_generation_prompt: whether the assistant's turn begins behind the last one; if not, the last one stays open.
+            location: description of the conversation, for messages.
+            add_generation_prompt: whether a new assistant turn begins after the last one; if not, the last turn stays
+                open.
 
         Raises:
-            ConfigError: the template refuses the conversation, or does not write the content of an open turn as it is.
+            ConfigError: the template refuses the conversation, or does not write the content of an open turn verbatim.
         """
         request = {"messages": list(messages), "tools": None, "prompts": add_generation_prompt}
         (answer,) = self._process.process_requests([request])
@@ -138,29 +139,29 @@ class ChatTemplate:
         if add_generation_prompt:
             return text
         content = str(messages[-1]["content"])
-        # Templates strip what they are given more often than not.
+        # Most templates strip the content.
         for form in (content, content.lstrip(), content.rstrip(), content.strip()):
             if form and (start := text.rfind(form)) >= 0:
                 return text[: start + len(form)]
         raise ConfigError(
-            f"{location}: the chat template of {self._location} does not write the last turn as it is, so that it cannot be "
-            "continued; set another template"
+            f"{location}: the chat template of {self._location} does not write the last turn verbatim, so it cannot "
+            "be continued; set another template"
         )
 
     def _rendered(self, answer: Mapping[str, Any], location: str) -> RenderedChat:
         if "refused" in answer:
             raise ConfigError(
-                f"{location}: the chat template of {self._location} refuses the conversation ({answer['refused']}); mend the "
-                "conversation, take it out, or set data.chat_template"
+                f"{location}: the chat template of {self._location} refuses the conversation ({answer['refused']}); "
+                "fix the conversation, remove it, or set data.chat_template"
             )
         return RenderedChat(answer["text"], tuple(range(start, stop) for start, stop in answer["spans"]))
 
 
 def load_chat_template(data: DataConfig) -> ChatTemplate:
-    """The template of a recipe: `data.chat_template`, else the tokenizer's, else ChatML for bytes.
+    """Return the template of a recipe: `data.chat_template`, else the tokenizer's, else ChatML for bytes.
 
-    Beside a tokenizer.json it is `chat_template.jinja`, else "chat_template" in tokenizer_config.json (of several, the
-    one named "default").
+    The tokenizer's template is `chat_template.jinja` next to tokenizer.json, else "chat_template" in
+    tokenizer_config.json (of several, the one named "default").
 
     Raises:
         ConfigError: there is none, or it cannot be read.
@@ -183,7 +184,7 @@ def load_chat_template(data: DataConfig) -> ChatTemplate:
     if source is None:
         raise ConfigError(
             f"data.tokenizer={data.tokenizer!r} has no chat template: neither chat_template.jinja nor a chat_template "
-            f"in tokenizer_config.json stands in {folder}; set data.chat_template to a file with one"
+            f"in tokenizer_config.json is in {folder}; set data.chat_template to a file with one"
         )
     return ChatTemplate(source, location=str(folder / "tokenizer_config.json"), special_tokens=special_tokens)
 
@@ -194,9 +195,9 @@ def _tokenizer_settings(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not a readable tokenizer_config.json ({error}); mend or remove it") from error
+        raise ConfigError(f"{file} is not a readable tokenizer_config.json ({error}); fix or remove it") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{file} is not a tokenizer_config.json: it holds no object; mend or remove it")
+        raise ConfigError(f"{file} is not a tokenizer_config.json: it holds no object; fix or remove it")
     return settings
 
 
@@ -232,29 +233,31 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-"""What ShareGPT rows call those who speak, and the role that a chat template knows."""
+"""Chat template role of each speaker name of the ShareGPT format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, and the tools that they may speak of."""
+    """The messages of a conversation, and the tools available in it."""
 
     messages: tuple[dict[str, Any], ...]
     tools: Any
 
 
 def parse_conversation(record: JsonlRecord) -> Conversation:
-    """Read a row of one of four forms, told apart by the fields that it has, in this order.
+    """Parse a record in one of four formats, detected by its fields, in this order.
 
-    {"messages": [{"role", "content"}, ...], "tools": ...}; ShareGPT: {"conversations": [{"from", "value"}, ...]}, with
-    a "system" beside it or not; Alpaca: {"instruction", "input", "output"}, the input after the instruction if there is
-    one; {"prompt", "response"} ("completion" will do). Other fields are left alone, those of a message are given to the
-    template.
+    {"messages": [{"role", "content"}, ...], "tools": ...}; ShareGPT: {"conversations": [{"from", "value"}, ...]},
+    optionally with "system"; Alpaca: {"instruction", "input", "output"}, a nonempty input is appended to the
+    instruction; {"prompt", "response"} (or "completion"). Other fields are ignored; those of a message are passed to
+    the template.
 
     Raises:
-        ConfigError: the fields of no form are there, or a message has no role or no text; its line is named.
+        ConfigError: the record has none of these formats, or a message has no role or no text; the message has its
+            line.
     """
-    fields, place = record.fields, record.location
+    fields = record.fields
+    place = record.location
     if "messages" in fields:
         return Conversation(_parse_messages(fields["messages"], place), fields.get("tools"))
     if "conversations" in fields:
@@ -265,7 +268,7 @@ def parse_conversation(record: JsonlRecord) -> Conversation:
         guess = closest_match("messages", fields) or closest_match("prompt", fields)
         hint = f"its {guess!r} has another name" if guess else unknown_column_message("messages", fields)
         raise ConfigError(
-            f'{place} is no conversation ({hint}); give it "messages", "conversations", "instruction" '
+            f'{place} is not a conversation ({hint}); give it "messages", "conversations", "instruction" '
             'and "output", or "prompt" and "response"'
         )
     answer = next((name for name in ANSWER_FIELDS if name in fields), ANSWER_FIELDS[0])
@@ -276,18 +279,16 @@ def parse_conversation(record: JsonlRecord) -> Conversation:
 
 
 def _parse_sharegpt(fields: dict[str, Any], location: str) -> tuple[dict[str, Any], ...]:
-    """The turns of {"conversations": [{"from", "value"}, ...]}; rows that call them role and content are read too."""
+    """Return the messages of a ShareGPT record; turns with "role" and "content" are accepted, too."""
     turns = fields["conversations"]
     if not isinstance(turns, list) or not turns:
-        raise ConfigError(
-            f'{location}: "conversations" must be a list of at least one turn; mend it or take the line out'
-        )
+        raise ConfigError(f'{location}: "conversations" must be a list of at least one turn; fix it or remove the line')
     messages: list[dict[str, Any]] = []
     if fields.get("system"):
         messages.append({"role": "system", "content": column_text(fields, "system", location)})
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, dict):
-            raise ConfigError(f'{location}: turn {number} must be an object with "from" and "value"; mend it')
+            raise ConfigError(f'{location}: turn {number} must be an object with "from" and "value"; fix it')
         if "role" in turn and "from" not in turn:
             messages.append(turn)
             continue
@@ -302,7 +303,7 @@ def _parse_sharegpt(fields: dict[str, Any], location: str) -> tuple[dict[str, An
 
 
 def _parse_alpaca(fields: dict[str, Any], location: str) -> tuple[dict[str, Any], ...]:
-    """The turns of {"instruction", "input", "output"}: the input is optional, and follows after an empty line."""
+    """Return the messages of an Alpaca record: a nonempty "input" follows the instruction after an empty line."""
     question = column_text(fields, "instruction", location)
     more = column_text(fields, "input", location) if fields.get("input") is not None else ""
     content = f"{question}\n\n{more}" if more else question
@@ -317,12 +318,10 @@ def _parse_alpaca(fields: dict[str, Any], location: str) -> tuple[dict[str, Any]
 
 def _parse_messages(messages: object, location: str) -> tuple[dict[str, Any], ...]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ConfigError(
-            f'{location}: "messages" must be a list of at least one message; mend it or take the line out'
-        )
+        raise ConfigError(f'{location}: "messages" must be a list of at least one message; fix it or remove the line')
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
-            raise ConfigError(f"{location}: message {number} must be an object with a role and a content; mend it")
+            raise ConfigError(f"{location}: message {number} must be an object with a role and a content; fix it")
         if not isinstance(message.get("role"), str):
             raise ConfigError(
                 f'{location}: message {number} has no role; give it "role": "system", "user", "assistant" or "tool"'

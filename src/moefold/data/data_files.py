@@ -1,18 +1,19 @@
-"""How the files of the data differ from those that a checkpoint was trained on. Torch-free."""
+"""Compare the fingerprints of data files with those in a checkpoint. Torch-free."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 SKIPPED = "skipped"
 ENDS_SUFFIX = ".ends"
-"""Of the index of a token file's documents, without which the file is of no use to a run that reads it."""
+"""Suffix of the document index of a token file; a run that uses the index cannot use the file without it."""
 
 
 def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
-    """In words, by the names of the files; what a file looked like is "SIZE HASH", or "skipped"."""
+    """Return descriptions of the changed files by name; a fingerprint is "SIZE HASH", or "skipped"."""
     found = {}
     for name in [*saved, *(name for name in current if name not in saved)]:
-        before, after = saved.get(name), current.get(name)
+        before = saved.get(name)
+        after = current.get(name)
         if before == after:
             continue
         if after is None:
@@ -31,45 +32,47 @@ def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> di
 def separate_dropped_files(
     saved: Mapping[str, str], differences: Mapping[str, str], tokens: Mapping[str, int]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Which differences are files that a run can go on without.
+    """Separate lost files, without which a run can continue, from other differences.
 
     Args:
-        saved: what the files of the checkpoint looked like.
-        differences: what has become of them, by name.
-        tokens: the files that the run reads, and how many tokens each holds.
+        saved: fingerprints in the checkpoint.
+        differences: descriptions of the changes, by file name.
+        tokens: the token files of the run, and the number of tokens in each.
 
     Returns:
-        The files that are lost, or were left out from the start and look otherwise now, with what is to be said of
-        them; and the other differences.
+        The files that are lost, or were skipped from the start and have changed, with their descriptions; and the other
+        differences.
     """
-    lost, others = {}, {}
+    lost = {}
+    others = {}
     left_out = [name for name, seen in saved.items() if seen == SKIPPED] if tokens else []
     file_of = {str(Path(name).with_suffix(ENDS_SUFFIX)): name for name in [*left_out, *tokens]}
-    for name, words in differences.items():
+    for name, difference in differences.items():
         if name in tokens or name in left_out:
-            lost[name] = words
+            lost[name] = difference
         elif name in file_of:
-            lost[file_of[name]] = words
+            lost[file_of[name]] = difference
         else:
-            others[name] = words
+            others[name] = difference
     return lost, others
 
 
 def is_below(file: Path, root: Path) -> bool:
-    """Whether a file is a path that the recipe names, or lies below it, by its name alone."""
+    """Return whether a file is a path that the recipe names, or is below it, judged by the path alone."""
     return file == root or (root in file.parents and ".." not in file.parts[len(root.parts) :])
 
 
 def check_data_file_names(path: object, files: Iterable[str], tokens: Iterable[str], dropped: Iterable[str]) -> None:
-    """Raise TypeError for names of data files that no run writes: whoever made the checkpoint may have meant others.
+    """Raise TypeError for data file names that no run writes, which a forged checkpoint could use to read other files.
 
     Args:
         path: data.path of the run.
-        files: names of all files of its data.
-        tokens: names of its token files in their order, which is that of all files; empty if it tells none.
-        dropped: names of those that are left out.
+        files: names of all its data files.
+        tokens: names of its token files, in the order of `files`; empty if unknown.
+        dropped: names of the dropped files.
     """
-    known, tokens = list(files), list(tokens)
+    known = list(files)
+    tokens = list(tokens)
     if odd := [name for name in known if not Path(name).name]:
         raise TypeError(f"data_files names no file: {odd[0]!r}")
     for key, names in (("data_tokens", tokens), ("data_lost", list(dropped))):

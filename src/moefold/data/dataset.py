@@ -1,4 +1,4 @@
-"""A recipe's data, opened: training and validation samples, and the tokenizer."""
+"""Open the data of a recipe: training samples, validation samples and the tokenizer."""
 
 from collections.abc import Set
 from dataclasses import dataclass, replace
@@ -21,21 +21,21 @@ from moefold.data.token_file import TokenFileSet, TokenFileStream, build_token_f
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 from moefold.errors import ConfigError
 
-# Validation is visited in one order for every seed, so that its first samples come from all over the data.
+# The validation order does not depend on the seed and is shuffled, so its first samples cover the whole data set.
 _VALIDATION_ORDER = hash_ints(0)
 _VALIDATION = "validation"
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """The samples of a run. They share no token between the two parts."""
+    """Training and validation samples of a run; the two parts share no token."""
 
     train: Sampler
-    """Samples to train on; shuffled anew for each epoch if data.shuffle."""
+    """Training samples; reshuffled every epoch if data.shuffle."""
     validation: Sampler
-    """Samples held out; empty if data.validation_fraction is 0. Shuffled in the same way for every seed."""
+    """Held-out samples; empty if data.validation_fraction is 0. Shuffled in the same order for every seed."""
     tokenizer: Tokenizer
-    """Text to ids and back."""
+    """Converts text to ids and back."""
 
 
 def open_dataset(
@@ -47,17 +47,19 @@ def open_dataset(
     cache_dir: Path | None = None,
     token_file_set: TokenFileSet | None = None,
 ) -> Dataset:
-    """Open the data of a recipe; every process that does so with the same arguments sees the same samples.
+    """Open the data of a recipe; every process that passes the same arguments gets the same samples.
 
-    Text is tokenised on the first call and mapped from the cache afterwards: call `prepare` before starting ranks.
+    Text is tokenised on the first call and memory-mapped from the cache afterwards: call `prepare` before starting
+    ranks.
 
     Args:
-        data: the recipe's section.
+        data: the recipe's [data] section.
         seq_len: train.seq_len, S; a sample has S + 1 tokens.
         vocab_size: model.vocab_size; every id is below it.
-        seed: run.seed; it draws the order of the training samples, and all of `synthetic`.
-        cache_dir: folder of tokenised text; None means `default_cache_dir()`.
-        token_file_set: the token files of a run that has begun, for data of that kind; None: look for them.
+        seed: run.seed; it determines the order of the training samples, and all of the data of kind "synthetic".
+        cache_dir: folder of tokenised text; None means the default cache folder.
+        token_file_set: the token files recorded when the run began, for data of kind "tokens"; None: list the files
+            now.
 
     Raises:
         ConfigError: the data is missing, broken, too small, or does not fit the model's vocabulary.
@@ -68,9 +70,9 @@ def open_dataset(
 def prepare(
     data: DataConfig, *, seq_len: int, vocab_size: int, seed: int, cache_dir: Path | None = None
 ) -> Path | None:
-    """Do once, before ranks start, what each would do again: tokenise text into the cache, look for strange ids.
+    """Tokenise text into the cache and check token ids, once before ranks start.
 
-    Long work shows its progress on stderr. Arguments and errors are those of `open_dataset`.
+    Shows progress on stderr if the work is long. Arguments and errors are those of `open_dataset`.
 
     Returns:
         The file of tokenised text; None for kinds of data that need none, and for mixtures.
@@ -78,14 +80,14 @@ def prepare(
     if data.kind == "tokens" and data.corrupt == "fatal":
         TokenFileStream(token_files(data), vocab_size=vocab_size).probe()
     opener = _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, is_first=True)
-    row = opener.open().train
-    row.sample(row.next_sample_indices(0, 1)[0])
+    train = opener.open().train
+    train.sample(train.next_sample_indices(0, 1)[0])
     return opener.cached_path
 
 
 @dataclass(slots=True)
 class _DatasetBuilder:
-    """The settings that opening a dataset takes, and what it made on the way."""
+    """Arguments of `open_dataset`, and the results of its intermediate steps."""
 
     data: DataConfig
     seq_len: int
@@ -93,7 +95,7 @@ class _DatasetBuilder:
     seed: int
     cache_dir: Path | None
     is_first: bool = False
-    """This process opens the data before all others: it shows progress and reports."""
+    """This process opens the data before all others: it shows progress and logs skipped files."""
     cached_path: Path | None = None
     token_file_set: TokenFileSet | None = None
     _skipped: Set[Path] = frozenset()
@@ -164,7 +166,10 @@ class _DatasetBuilder:
         return Split(source, IndexRanges((range(len(source)),)), order_key=self._order_key)
 
     def _held_out_split(self, tokenizer: Tokenizer) -> Split:
-        """The split named to evaluate on, from the cache also beside a stream: it is read again and again."""
+        """Return the split named by data.validation_split, tokenised into the cache even if training data is streamed.
+
+        It is read at every evaluation, so caching it pays off.
+        """
         if not self.data.validation_split:
             return Split(
                 SyntheticSamples(seed=0, vocab_size=1, seq_len=self.seq_len),
@@ -177,7 +182,8 @@ class _DatasetBuilder:
 
     def _stream(self, tokenizer: Tokenizer) -> StreamingSampler:
         texts = text_tables(self.data, self.data.split, self._skipped)
-        order_key, document_end = self._order_key, self.data.document_end
+        order_key = self._order_key
+        document_end = self.data.document_end
         return StreamingSampler(texts, tokenizer, seq_len=self.seq_len, order_key=order_key, document_end=document_end)
 
     def _conversations(self, tokenizer: Tokenizer) -> tuple[Split, Split]:
@@ -195,7 +201,7 @@ class _DatasetBuilder:
 
 
 def check_no_data_path(data: DataConfig) -> None:
-    """Raise ConfigError if a kind of data that reads no files was given some."""
+    """Raise ConfigError if data.path is set for a kind of data that reads no files."""
     if data.path:
         raise ConfigError(
             f'data.path={data.path!r} is not used by data.kind="{data.kind}"; '

@@ -1,8 +1,6 @@
-"""JSON lines: one object a line, with the file and the line in every complaint.
+"""Readers of JSON lines, .npy arrays and parquet columns, with file and line (row) in every error.
 
-Arrays of numbers in .npy files of anybody's making: mapped, never unpickled, and refused in one kind of error.
-
-Columns of parquet files, with the file and the row in every complaint.
+Files are untrusted: arrays are memory-mapped and never unpickled, and line lengths are limited.
 """
 
 import gzip
@@ -27,17 +25,17 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class JsonlRecord:
-    """One object and where it stands."""
+    """A JSON object and its location."""
 
     location: str
     """FILE:LINE, 1-based."""
     fields: dict[str, Any]
     size_bytes: int
-    """Length of the line, its end included, as it is after decompression."""
+    """Length of the line after decompression, including the line end."""
 
 
 def is_jsonl(path: Path) -> bool:
-    """Whether a file's name says that it holds JSON lines."""
+    """Return whether a file's suffix is one of JSON lines."""
     return path.name.lower().endswith(SUFFIXES)
 
 
@@ -55,10 +53,10 @@ def open_lines(path: Path) -> BinaryIO:
 
 
 def jsonl_records(path: Path) -> Iterator[JsonlRecord]:
-    """The objects of a file in order; empty lines are skipped.
+    """Yield the objects of a file in order; empty lines are skipped.
 
     Raises:
-        ConfigError: the file is not readable, or a line is not one JSON object in UTF-8; file and line are named.
+        ConfigError: the file is not readable, or a line is not one JSON object in UTF-8; the message has file and line.
     """
     with open_lines(path) as file:
         try:
@@ -66,15 +64,15 @@ def jsonl_records(path: Path) -> Iterator[JsonlRecord]:
                 if record := parse_line(line, path, number):
                     yield record
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ConfigError(f"{path} is not a complete gzip file ({error}); copy it anew or leave it out") from error
+            raise ConfigError(f"{path} is not a complete gzip file ({error}); copy it again or leave it out") from error
         except LongLineError as error:
-            raise ConfigError(f"{path}: {error}; cut it, or take it out") from None
+            raise ConfigError(f"{path}: {error}; split or remove it") from None
         except OSError as error:
-            raise ConfigError(f"{path} cannot be read ({error.strerror or error}); copy it anew") from error
+            raise ConfigError(f"{path} cannot be read ({error.strerror or error}); copy it again") from error
 
 
 def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
-    """The object of line `number` (1-based) of a file; None if the line is empty.
+    """Parse line `number` (1-based) of a file; returns None if the line is empty.
 
     Raises:
         ConfigError: it is not one JSON object in UTF-8.
@@ -86,48 +84,48 @@ def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
     try:
         fields = parse_json(text.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{place} is not UTF-8 ({error.reason} at byte {error.start} of the line); mend it") from None
+        raise ConfigError(f"{place} is not UTF-8 ({error.reason} at byte {error.start} of the line); fix it") from None
     except ValueError as error:
         where = str(error)
         if isinstance(error, json.JSONDecodeError):
             where = f"{error.msg} at column {error.colno}"
-        raise ConfigError(f"{place} is not JSON ({where}); mend the line or take it out") from None
+        raise ConfigError(f"{place} is not JSON ({where}); fix or remove the line") from None
     if not isinstance(fields, dict):
         raise ConfigError(
-            f"{place} holds {_json_type_name(fields)}, but every line must be an object such as {{...}}; mend it"
+            f"{place} holds {_json_type_name(fields)}, but every line must be an object such as {{...}}; fix it"
         )
     return JsonlRecord(place, fields, len(line))
 
 
 def column_text(fields: Mapping[str, Any], column: str, location: str) -> str:
-    """The text of one column of an object.
+    """Return the text of one column of an object.
 
     Raises:
-        ConfigError: the column is absent (the nearest name is given) or holds no text.
+        ConfigError: the column is absent (the message has the nearest name) or holds no text.
     """
     if column not in fields:
         raise ConfigError(f"{location}: {unknown_column_message(column, fields)}")
     text = fields[column]
     if not isinstance(text, str):
         raise ConfigError(
-            f"{location}: column {column!r} holds {_json_type_name(text)}, not text; mend it or take the line out"
+            f"{location}: column {column!r} holds {_json_type_name(text)}, not text; fix or remove the line"
         )
     reject_surrogates(text, f"{location}: column {column!r}")
     return text
 
 
 def reject_surrogates(text: str, subject: str) -> None:
-    """Raise ConfigError if a text holds halves of characters, which JSON can spell and no encoding knows."""
+    """Raise ConfigError if a text has lone surrogates, which JSON can express and UTF-8 cannot encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{subject} is not Unicode text ({error.reason} at character {error.start}); mend it"
+            f"{subject} is not Unicode text ({error.reason} at character {error.start}); fix it"
         ) from None
 
 
 def unknown_column_message(column: str, columns: Mapping[str, Any] | list[str]) -> str:
-    """The words for a column that is not there, with the nearest name or those that there are."""
+    """Return the message for a missing column, with the nearest name or the existing columns."""
     names = sorted(columns)
     guess = closest_match(column, names)
     shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
@@ -152,14 +150,14 @@ _INVALID_FILE_ERRORS = (
     tokenize.TokenError,
     zipfile.BadZipFile,
 )
-"""What numpy raises on a file that is none: its header is read by Python's own tokenizer."""
+"""Exceptions that numpy raises on invalid files: Python's own tokenizer reads the header."""
 
 
 def map_npy(path: Path) -> np.ndarray[Any, np.dtype[Any]]:
-    """Map an array read-only; reads its header alone.
+    """Memory-map an array read-only; reads its header only.
 
     Raises:
-        ValueError: it cannot be read, is no complete array of plain numbers, or an archive of several.
+        ValueError: the file cannot be read, is not a complete array of plain numbers, or is an archive of several.
     """
     try:
         check_regular_file(path)
@@ -176,13 +174,13 @@ _BATCH_ROWS = 1024
 
 
 def open_parquet(path: Path) -> Any:
-    """Open a file; reads its description only.
+    """Open a parquet file; reads its footer only.
 
     Returns:
         A `pyarrow.parquet.ParquetFile`.
 
     Raises:
-        ConfigError: it is not readable, or no complete parquet file.
+        ConfigError: it is not readable, or not a complete parquet file.
     """
     try:
         from pyarrow import ArrowException
@@ -195,19 +193,19 @@ def open_parquet(path: Path) -> Any:
         check_regular_file(path)
         return ParquetFile(path)
     except (OSError, ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a complete parquet file ({error}); copy it anew or leave it out") from error
+        raise ConfigError(f"{path} is not a complete parquet file ({error}); copy it again or leave it out") from error
 
 
 def column_values(path: Path, column: str, row_groups: Sequence[int] | None = None) -> Iterator[tuple[int, Any]]:
-    """The values of a column, each with the number of its row (1-based).
+    """Yield the values of a column, each with its row number (1-based).
 
     Args:
         path: the file.
-        column: one that the file has.
-        row_groups: row groups next to each other; None: all.
+        column: name of an existing column.
+        row_groups: consecutive row groups; None: all.
 
     Raises:
-        ConfigError: the file is damaged, or a text is no UTF-8; the row is named.
+        ConfigError: the file is damaged, or a text is not UTF-8; the message has the row.
     """
     from pyarrow import ArrowException
 
@@ -223,7 +221,7 @@ def column_values(path: Path, column: str, row_groups: Sequence[int] | None = No
             values = _to_python_values(batch.column(0), path, column, row)
         except (OSError, ArrowException) as error:
             raise ConfigError(
-                f"{path} is damaged behind row {row} (column {column!r}: {_first_line(error)}); copy it anew or leave "
+                f"{path} is damaged after row {row} (column {column!r}: {_first_line(error)}); copy it again or leave "
                 "it out"
             ) from error
         for value in values:
@@ -245,7 +243,7 @@ def _check_utf8(value: Any, message: str) -> None:
         value.as_py()
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{message} ({error.reason} at byte {error.start}); mend the text or write it anew as UTF-8"
+            f"{message} ({error.reason} at byte {error.start}); fix the text or write it again as UTF-8"
         ) from None
 
 

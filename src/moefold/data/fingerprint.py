@@ -1,9 +1,8 @@
-"""What data looks like, cheaply: enough to notice that a file has changed under its name.
+"""Fingerprints of data files: detect that a file has changed by hashing a few blocks of it.
 
-A file of any size costs a few blocks of 4 KiB: its first, its last, and up to six at hashed places between them; of
-more than 4,096 files the first and the last alone. So another length, another header, other text at either end or a
-file that was written anew are noticed for sure or nearly so; a change of some bytes in the middle of a large file is
-not.
+A file of any size costs a few blocks of 4 KiB: the first, the last, and up to six at hashed positions between them;
+with more than 4,096 files only the first and the last. So another length, header or end is always noticed, and a
+rewritten file almost always; a change of some bytes in the middle of a large file is not.
 """
 
 import hashlib
@@ -25,9 +24,9 @@ _MAX_FILES_WITH_MIDDLE_BLOCKS = 4096
 
 
 def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
-    """Size and hash of some blocks of every file by its name in the recipe, "skipped" for one that is left out.
+    """Return size and block hash of every file by its name in the recipe, "skipped" for one that is left out.
 
-    Python's own text is one entry, as its files come and go together; data without files has none.
+    Python's own text is one entry, as its files belong together; data without files has none.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -50,7 +49,10 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
 
 
 def file_sizes(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
-    """Sizes alone, "skipped" for a file that is left out; reads nothing. Empty for Python's own text."""
+    """Return the size of every file by name, "skipped" for one that is left out; reads nothing.
+
+    Empty for Python's own text.
+    """
     if data.kind == "python-docs":
         return {}
     skipped = _skipped(data, cache_dir)
@@ -59,12 +61,12 @@ def file_sizes(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, 
 
 
 def size_differences(first: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """How the files here differ from those of the first rank, of which more may be known."""
+    """Return descriptions of how the files here differ from those of the first rank, which may have more files."""
     return list(size_differences_by_file(first, here).values())
 
 
 def size_differences_by_file(first: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """As `size_differences`, by the names of the files."""
+    """Return the descriptions of `size_differences` by file name."""
     if not here:
         return {}
     missing = {n: f"{n} is not there" for n, seen in first.items() if n not in here and seen != SKIPPED}
@@ -75,16 +77,16 @@ def size_differences_by_file(first: Mapping[str, str], here: Mapping[str, str]) 
 
 
 def matches_fingerprint(file: Path, recorded: str) -> bool:
-    """Whether a file looks as `fingerprint` said then.
+    """Return whether a file still has a recorded fingerprint.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     return recorded in (_fingerprint_file(file.name, file, num_middle) for num_middle in (_MIDDLE_BLOCKS, 0))
 
 
 def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
-    """The files that are left out, asked for as the samples are: each part of a mixture by itself, but token files."""
+    """Return the skipped files, determined as for the samples: separately per part of a mixture, except token files."""
     if not data.weights or isinstance(data.path, str) or data.kind == "tokens":
         return skipped_files(data, cache_dir=cache_dir)
     parts = [replace(data, path=path, weights=()) for path in data.path]

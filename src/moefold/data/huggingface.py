@@ -1,7 +1,7 @@
-"""Text from whatever the package `datasets` reads: parquet, arrow, JSON lines, CSV, saved sets, names on the hub.
+"""Text from sources of the package `datasets`: parquet, arrow, JSON lines, CSV, saved data sets, data sets on the hub.
 
-Rows are always read one after another, so no second copy of the data is made and memory stays bounded. Nothing here
-runs code that comes with the data: the package's own readers read the files, and since version 4 it runs no scripts.
+Rows are read in streaming mode, so no second copy of the data is made and memory is bounded. No code from a data set is
+executed: the package's own readers read the files, and since version 4 it runs no scripts.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ READERS = {
     ".csv": "csv",
     ".tsv": "csv",
 }
-"""The reader of the package for each form of file."""
+"""Reader of the package for each file suffix."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
@@ -45,9 +45,9 @@ class TextTable:
     """One source: a column of one split of a file, of a folder or of a data set on the hub."""
 
     name: str
-    """As the recipe has it."""
+    """Name in the recipe."""
     path: Path | None
-    """The file or folder; None: a name on the hub."""
+    """The file or folder; None for a data set on the hub."""
     split: str
     column: str
     subset: str
@@ -55,10 +55,10 @@ class TextTable:
 
     @property
     def identity(self) -> list[str | int]:
-        """What must stay the same for a tokenised copy to stay valid.
+        """Cache key: values that must stay the same for a tokenised copy to stay valid.
 
-        Paths, sizes and times of local files. Of a data set on the hub its name and revision: without a revision, a
-        copy stays as it was when it was made.
+        Paths, sizes and times of local files; name and revision of a data set on the hub: without a revision, later
+        changes on the hub are not noticed.
         """
         found: list[str | int] = [self.split, self.column, self.subset]
         if self.path is None:
@@ -69,7 +69,7 @@ class TextTable:
         return found
 
     def open(self) -> "datasets.IterableDataset":
-        """The rows, with the text column alone.
+        """Open the rows, with the text column only.
 
         Raises:
             ConfigError: the source, its split or the column does not exist, or cannot be read.
@@ -82,7 +82,7 @@ class TextTable:
         return rows.select_columns([self.column]) if rows.column_names is not None else rows
 
     def text(self, row: dict[str, Any], number: int) -> str:
-        """The text of row `number` (0-based, for the message).
+        """Return the text of row `number` (0-based, for the message).
 
         Raises:
             ConfigError: the row has no such column, or no text in it.
@@ -101,7 +101,7 @@ class TextTable:
         return text
 
     def to_config_error(self, error: Exception) -> ConfigError:
-        """The package's error in the words of a recipe; the file that is broken is looked for, and named."""
+        """Turn an error of the package into a ConfigError that names the broken file, if one can be found."""
         if self.path is not None:
             for file in files_below(self.path):
                 if is_jsonl(file):
@@ -117,7 +117,7 @@ class TextTable:
         )
 
     def rows(self) -> "datasets.IterableDataset":
-        """The rows with all columns.
+        """Open the rows with all columns.
 
         Raises:
             ConfigError: the source or its split does not exist, or cannot be read.
@@ -135,12 +135,13 @@ class TextTable:
                 files = {"train": str(self.path)}
                 return datasets.load_dataset(reader, data_files=files, split="train", streaming=True, **options)
             where = self.name if self.path is None else str(self.path)
-            subset, revision = self.subset or None, self.revision or None
+            subset = self.subset or None
+            revision = self.revision or None
             return datasets.load_dataset(where, subset, split=self.split, revision=revision, streaming=True)
         except ConfigError:
             raise
         except Exception as error:
-            # Whatever the package, its file readers and its network library raise.
+            # The package, its file readers and its network library raise many types.
             raise self.to_config_error(error) from error
 
     def _open_saved(self) -> "datasets.IterableDataset":
@@ -158,20 +159,20 @@ class TextTable:
 
 @dataclass(frozen=True, slots=True)
 class TextTables:
-    """Sources one after another: each row is a document. What the token cache and a stream read."""
+    """Sources in sequence, where each row is a document; input of the token cache and of streaming."""
 
     tables: tuple[TextTable, ...]
     kind: str = "huggingface"
     size_bytes: int | None = None
-    """Unknown: files are compressed, and of the hub nothing is known."""
+    """Unknown: files are compressed, and sizes on the hub are not queried."""
 
     @property
     def identity(self) -> list[list[str | int]]:
-        """What must stay the same for a tokenised copy to stay valid."""
+        """Cache key: values that must stay the same for a tokenised copy to stay valid."""
         return [table.identity for table in self.tables]
 
     def chunks(self) -> Iterator[TextChunk]:
-        """All documents.
+        """Yield all documents.
 
         Raises:
             ConfigError: a source is missing, or a row holds no text.
@@ -180,9 +181,9 @@ class TextTables:
             yield TextChunk(text, ends_document=True, size_bytes=len(text))
 
     def documents(self, state: Any) -> Iterator[tuple[str, Any]]:
-        """The documents from a state on (None: from the first), each with the state that leads to it; no empty ones.
+        """Yield the nonempty documents from a state on (None: from the first), each with the state to restart at it.
 
-        A state is plain data that JSON keeps: the number of the source, of the row, and the package's own state.
+        A state is JSON-serialisable: the number of the source, the number of the row, and the package's own state.
         """
         first, number, inner = (0, 0, None) if state is None else state
         for which in range(first, len(self.tables)):
@@ -191,27 +192,29 @@ class TextTables:
             if inner is not None:
                 rows.load_state_dict(inner)
             try:
-                # The state is taken before the row that it leads to.
+                # The state to restart at a row is taken before the row is read.
                 for row in rows:
                     text = table.text(row, number)
                     if text:
                         yield text, (which, number, inner)
-                    inner, number = rows.state_dict(), number + 1
+                    inner = rows.state_dict()
+                    number = number + 1
             except ConfigError:
                 raise
             except Exception as error:
                 raise table.to_config_error(error) from error
-            number, inner = 0, None
+            number = 0
+            inner = None
 
 
 def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) -> TextTables:
-    """The sources that data.path names, for one split, but for skipped files.
+    """Return the sources that data.path names, for one split, except skipped files.
 
-    A name that exists is a file or folder; one that looks like `owner/name` and does not is a data set on the hub.
+    A name that exists is a file or folder; one of the form `owner/name` that does not is a data set on the hub.
 
     Raises:
-        ConfigError: a file or folder does not exist, is named twice, or has no form that the package reads; or a key
-            is set that none of them has.
+        ConfigError: a file or folder does not exist, is named twice, or has no format that the package reads; or a key
+            is set that applies to none of them.
     """
     names = [name for name in ((data.path,) if isinstance(data.path, str) else data.path) if name]
     if not names:
@@ -231,10 +234,10 @@ def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) 
 
 
 def check_rows_readable(file: Path, column: str) -> None:
-    """Read a file from start to end, rows of any kind.
+    """Read all rows of a file.
 
     Raises:
-        ConfigError: it is broken.
+        ConfigError: the file is broken.
     """
     if _suffix(file) not in READERS or file.name in _METADATA_FILES:
         return
@@ -246,12 +249,12 @@ def check_rows_readable(file: Path, column: str) -> None:
         for _ in rows:
             pass
     except Exception as error:
-        # Whatever the package and its file readers raise.
+        # The package and its file readers raise many types.
         raise table.to_config_error(error) from error
 
 
 def _exclude_files(table: TextTable, skipped: Set[Path]) -> list[TextTable]:
-    """A source without some files: itself where it has none of them, else its other files one by one."""
+    """Return a source without some files: unchanged if it has none of them, else its other files one by one."""
     if table.path is None or not any(file == table.path or table.path in file.parents for file in skipped):
         return [table]
     files = [table.path] if table.path.is_file() else _files_of_split(table)
@@ -259,7 +262,7 @@ def _exclude_files(table: TextTable, skipped: Set[Path]) -> list[TextTable]:
 
 
 def _files_of_split(table: TextTable) -> list[Path]:
-    """The files of a split of a folder, in the order in which the package reads them."""
+    """Return the files of a split of a folder, in the order in which the package reads them."""
     import datasets
 
     assert table.path is not None
@@ -308,7 +311,7 @@ def _check_readable(name: str, path: Path | None, split: str) -> None:
 
 
 def _check_unused_keys(data: DataConfig, paths: Sequence[Path | None]) -> None:
-    """Of what is on a disk only a plain folder has configurations, and nothing has revisions."""
+    """Raise ConfigError for data.revision or data.subset if no source has revisions or configurations."""
     if data.revision and None not in paths:
         raise ConfigError(
             f"data.revision={data.revision!r} has no effect: nothing in data.path={data.path!r} is on the hub, and "
@@ -322,7 +325,7 @@ def _check_unused_keys(data: DataConfig, paths: Sequence[Path | None]) -> None:
 
 
 def _suffix(path: Path) -> str:
-    """The form of a file, compression aside."""
+    """Return the suffix of a file, ignoring that of compression."""
     return path.with_suffix("").suffix if path.suffix in (".gz", ".zst", ".bz2", ".xz") else path.suffix
 
 

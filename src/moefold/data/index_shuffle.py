@@ -1,8 +1,7 @@
-"""A random order of any number of samples that needs no memory.
+"""Random permutation of sample indices without memory, and counter-based random bits without state.
 
-Counter-based random bits: any draw by its number, no state, equal on every machine and numpy version.
-
-The mixer is the finaliser of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195).
+Any element or draw is computed from its index, equal on every machine and numpy version. The mixer is the finaliser of
+SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195).
 """
 
 from math import isqrt
@@ -16,12 +15,12 @@ _ROUNDS = 8
 class IndexShuffle:
     """A seeded bijection of [0, length), evaluated one index at a time.
 
-    A generalised Feistel network over a grid just larger than the length; indices that leave the range walk on along
-    their cycle until they return (Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9).
+    A generalised Feistel network over a grid just larger than the length; indices outside the range are permuted again
+    until they are inside (cycle walking: Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9).
     """
 
     def __init__(self, length: int, key: int) -> None:
-        """Name the permutation of [0, length) that belongs to the 64-bit key."""
+        """Select the permutation of [0, length) for a 64-bit key."""
         if length < 1:
             raise ValueError(f"length={length} must be at least 1")
         self.length = length
@@ -30,7 +29,7 @@ class IndexShuffle:
         self._round_keys = tuple(hash_ints(key, i) for i in range(_ROUNDS))
 
     def __call__(self, index: int) -> int:
-        """The image of one index.
+        """Return the image of one index.
 
         Raises:
             IndexError: the index is outside [0, length).
@@ -59,7 +58,7 @@ _MIX_B = 0x94D049BB133111EB
 
 
 def splitmix64(value: int) -> int:
-    """Scramble 64 bits; a bijection of [0, 2**64)."""
+    """Mix 64 bits; a bijection of [0, 2**64)."""
     value &= MASK
     value = ((value ^ (value >> 30)) * _MIX_A) & MASK
     value = ((value ^ (value >> 27)) * _MIX_B) & MASK
@@ -67,7 +66,7 @@ def splitmix64(value: int) -> int:
 
 
 def hash_ints(*values: int) -> int:
-    """Hash a sequence of integers into 64 bits; order and every value count."""
+    """Hash a sequence of integers into 64 bits; the order matters."""
     state = 0
     for value in values:
         state = splitmix64(state + _GOLDEN + splitmix64(value + _GOLDEN))
@@ -75,8 +74,8 @@ def hash_ints(*values: int) -> int:
 
 
 def draw_bits(key: int, count: int) -> NDArray[np.uint64]:
-    """Draw `count` words of 64 bits from the stream named `key`, [count]."""
-    # Array arithmetic of uint64 wraps modulo 2**64 without a warning, which is what the mixer needs.
+    """Draw `count` words of 64 bits from the stream with the given key, [count]."""
+    # Array arithmetic of uint64 wraps modulo 2**64 without a warning, as the mixer requires.
     state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key & MASK)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX_A)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(_MIX_B)

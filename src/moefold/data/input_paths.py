@@ -1,4 +1,4 @@
-"""The files that a recipe's paths stand for, and an answer that helps where there is none."""
+"""Resolve the paths of a recipe to files, with suggestions for names that do not exist."""
 
 import difflib
 import os
@@ -9,7 +9,7 @@ from moefold.config.suggestions import HubKind, download_advice
 from moefold.errors import ConfigError
 
 MIN_SIMILARITY = 0.75
-"""A name is suggested if it is at least so similar to the one that is missing, from 0 to 1."""
+"""Minimum similarity (0 to 1) to a missing name for a suggestion."""
 _HUB_KIND_BY_KEY: dict[str, HubKind] = {
     "data.path": "dataset",
     "INPUT": "dataset",
@@ -17,11 +17,11 @@ _HUB_KIND_BY_KEY: dict[str, HubKind] = {
     "data.tokenizer": "model",
     "--tokenizer": "model",
 }
-"""What a key may name on the Hugging Face hub, in the minds of users."""
+"""Kind of Hugging Face hub repository that users may mean by a key."""
 
 
 def data_paths(path: str | tuple[str, ...], kind: str) -> tuple[Path, ...]:
-    """The existing files and folders that data.path names, absolute, in the recipe's order.
+    """Return the existing files and folders that data.path names, absolute, in the recipe's order.
 
     Raises:
         ConfigError: none is named, one does not exist, or one is named twice.
@@ -38,10 +38,10 @@ def data_paths(path: str | tuple[str, ...], kind: str) -> tuple[Path, ...]:
 
 
 def existing_path(key: str, name: str) -> Path:
-    """The absolute path of a file or folder that the recipe names under `key`; `~` is the home folder.
+    """Return the absolute path of a file or folder that the recipe names under `key`; `~` is the home folder.
 
     Raises:
-        ConfigError: it does not exist; the message has the most similar name in the nearest folder that does.
+        ConfigError: it does not exist; the message suggests the most similar name in the nearest existing folder.
     """
     try:
         path = Path(name).expanduser().absolute()
@@ -65,15 +65,15 @@ def existing_path(key: str, name: str) -> Path:
 
 
 def _candidate_names(folder: Path, missing: str) -> list[str]:
-    """The names in a folder; hidden ones only where a hidden one was named."""
+    """Return the names in a folder; hidden ones only if the missing name is hidden."""
     return sorted(name for name in os.listdir(folder) if not name.startswith(".") or missing.startswith("."))
 
 
 def files_below(path: Path, *, skipped_folders: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """The file itself, or all files of a folder, recursively: each folder's files by name, then its folders by name.
+    """Yield the file itself, or all files of a folder, recursively: each folder's files by name, then its folders.
 
     Hidden files and folders (a leading dot) and `skipped_folders` are left out, and links to folders are not followed.
-    Lazy, so that a first look at a big folder is cheap.
+    Lazy, so that reading the first files of a big folder is cheap.
 
     Raises:
         ConfigError: a folder is not readable.
@@ -90,7 +90,7 @@ def files_below(path: Path, *, skipped_folders: frozenset[str] = frozenset()) ->
 
 
 def check_no_duplicates(paths: tuple[Path, ...]) -> None:
-    """Raise ConfigError if a file comes twice: its copies would be in training and validation."""
+    """Raise ConfigError if a file occurs twice: its text could be in both training and validation."""
     seen: set[Path] = set()
     for path in paths:
         if path in seen:

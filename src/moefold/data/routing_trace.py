@@ -1,8 +1,8 @@
-"""RUN_DIR/routing: the expert choices of traced steps, in files that know nothing of the mapping. numpy alone.
+"""Routing traces in RUN_DIR/routing: the expert choices of traced steps, independent of the mapping. numpy only.
 
-`trace.json` says which layers are traced and how many experts there are. `step-000001.npy` holds the choices of one
-step, [traced layer, sample of the global batch, position, choice], the best choice first, in the smallest of uint8,
-int16 and int32 that holds an expert's number:
+`trace.json` holds the traced layers and the number of experts. `step-000001.npy` holds the choices of one step, [traced
+layer, sample of the global batch, position, choice], the best choice first, in the smallest of uint8, int16 and int32
+that can hold an expert index:
 
     numpy.load("RUN_DIR/routing/step-000001.npy")[layer, sample, position]
 """
@@ -23,63 +23,63 @@ from moefold.data.shard_reader import ShardReader, TokenArraySpec
 from moefold.errors import ConfigError
 
 TRACE_FOLDER = "routing"
-"""Name of the trace inside the run folder."""
+"""Name of the trace in the run folder."""
 MANIFEST = "trace.json"
 FORMAT = "moefold-routing-1"
 MAX_MANIFEST_BYTES = 1 << 20
-"""100,000 layers have 700 KB."""
+"""A manifest of 100,000 layers has 700 KB."""
 
 ExpertIndices = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceShape:
-    """What every step of a trace has in common."""
+    """Dimensions shared by all steps of a trace."""
 
     layers: tuple[int, ...]
-    """Numbers of the traced MoE layers in the whole model, ascending."""
+    """Indices of the traced MoE layers in the whole model, ascending."""
     num_experts: int
     """E."""
     top_k: int
     """K."""
     global_batch_size: int
-    """Samples of a step."""
+    """Samples per step."""
     seq_len: int
     """S."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of an expert's number in the files."""
+        """Dtype of an expert index in the files."""
         return expert_index_dtype(self.num_experts)
 
     @property
     def file_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the file of a step."""
+        """Shape of the array of a step."""
         return len(self.layers), self.global_batch_size, self.seq_len, self.top_k
 
     def check_expert_indices(self, indices: ExpertIndices, step: int, key: str = "moe.replay") -> ExpertIndices:
-        """A copy of some choices of a step, every one the number of an expert.
+        """Return a contiguous copy of expert choices after checking their range.
 
         Args:
-            indices: any of them.
+            indices: expert indices of any shape.
             step: for the message.
-            key: what the user calls the trace, for the message.
+            key: name of the trace in the message.
 
         Raises:
-            ConfigError: a number is out of range.
+            ConfigError: an index is out of range.
         """
         copy = np.ascontiguousarray(indices)
         if copy.size and not 0 <= copy.min() <= copy.max() < self.num_experts:
             wrong = copy.max() if copy.max() >= self.num_experts else copy.min()
             raise ConfigError(
                 f"{key} names expert {wrong} in step {step}, and there are {self.num_experts}; "
-                "its files are damaged: trace the run anew"
+                "its files are damaged: trace the run again"
             )
         return copy
 
 
 def trace_shape(cfg: Config) -> TraceShape:
-    """The shape of the trace that a run writes."""
+    """Return the shape of the trace that a run writes."""
     return TraceShape(
         layers=cfg.model.moe_layer_numbers,
         num_experts=cfg.model.num_experts,
@@ -90,7 +90,7 @@ def trace_shape(cfg: Config) -> TraceShape:
 
 
 def expert_index_dtype(num_experts: int) -> np.dtype[Any]:
-    """The smallest of uint8, int16 and int32 that holds the numbers 0 to num_experts - 1."""
+    """Return the smallest of uint8, int16 and int32 that can hold 0 to num_experts - 1."""
     for name in ("uint8", "int16"):
         if num_experts - 1 <= np.iinfo(name).max:
             return np.dtype(name)
@@ -98,14 +98,14 @@ def expert_index_dtype(num_experts: int) -> np.dtype[Any]:
 
 
 class RoutingTraceWriter:
-    """Writes a trace into a run folder, one file a step; made on one rank only.
+    """Writes a trace into a run folder, one file per step; created on one rank only.
 
-    Opening it drops the steps past `resume_step`, as a resumed run repeats them; and all steps, if they are of another
-    shape, as of a run that was resumed with another batch: `num_dropped` of them.
+    The constructor deletes the steps after `resume_step`, as a resumed run repeats them; and all steps if they have
+    another shape, for example after a change of the batch size: `num_dropped` of them.
 
     Args:
-        run_dir: folder of the run.
-        shape: of every step.
+        run_dir: the run folder.
+        shape: shape of every step.
         resume_step: step of the checkpoint that the run continues from, 0 for a new run.
     """
 
@@ -123,16 +123,16 @@ class RoutingTraceWriter:
         )
 
     def write(self, step: int, layers: Iterable[ExpertIndices]) -> None:
-        """Write one step, layer after layer, so that one layer at a time is in memory.
+        """Write one step layer by layer, with one layer at a time in memory.
 
         Args:
             step: 1-based.
-            layers: the choices of each traced layer in order, [G, S, K] of the trace's type.
+            layers: the choices of each traced layer in order, [G, S, K] of the trace's dtype.
         """
         _write_atomically(_step_file(self._folder, step), lambda path: self._write_layers(path, layers))
 
     def _write_layers(self, path: Path, layers: Iterable[ExpertIndices]) -> None:
-        # Written rather than mapped: on a full disk a write is an error, and a page of a map ends the process.
+        # Not memory-mapped: on a full disk a write raises an error, while a mapped page kills the process (SIGBUS).
         header = {"descr": self._shape.dtype.str, "fortran_order": False, "shape": self._shape.file_shape}
         with path.open("wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
@@ -141,23 +141,23 @@ class RoutingTraceWriter:
 
 
 class TracedStep:
-    """The choices of one step of a trace, read from its file when asked for."""
+    """The choices of one step of a trace, read from its file on demand."""
 
     def __init__(self, path: Path, array: "np.memmap[Any, np.dtype[Any]]") -> None:
-        """Take over where the numbers of a mapped array lie, [L, G, S, K]."""
+        """Take path, offset and shape of a mapped array, [L, G, S, K]."""
         self._shape = array.shape
         self._reader = ShardReader(TokenArraySpec(path, str(path), array.offset, array.dtype, array.size))
 
     def __iter__(self) -> Iterator[ExpertIndices]:
-        """The choices of each traced layer in order, [G, S, K], one layer in memory at a time."""
+        """Iterate over the choices of the traced layers, [G, S, K], one layer in memory at a time."""
         num_layers, num_samples, *_ = self._shape
         return (self.samples(layer, 0, num_samples) for layer in range(num_layers))
 
     def samples(self, layer: int, first: int, count: int) -> ExpertIndices:
-        """The choices of some samples in a traced layer, counted from 0, [count, S, K].
+        """Return the choices of some samples in a traced layer (counted from 0), [count, S, K].
 
         Raises:
-            BrokenShardError: the file is not what it was when the step was looked up.
+            BrokenShardError: the file has changed since the step was opened.
         """
         _, num_samples, seq_len, top_k = self._shape
         size = seq_len * top_k
@@ -166,11 +166,11 @@ class TracedStep:
 
 
 class RoutingTrace:
-    """A trace that is there to be read.
+    """An existing trace, opened for reading.
 
     Args:
         folder: RUN_DIR/routing, or RUN_DIR.
-        key: what the user calls the folder, for messages.
+        key: name of the folder in messages.
 
     Raises:
         ConfigError: there is no trace, or its manifest cannot be read.
@@ -193,10 +193,10 @@ class RoutingTrace:
         self.steps = traced_steps(self.folder)
 
     def step(self, step: int) -> TracedStep:
-        """The choices of a step; they stay on the disk.
+        """Open the choices of a step; the data stays on disk.
 
         Raises:
-            ConfigError: the step is missing, its file cannot be read or has another shape than the manifest says.
+            ConfigError: the step is missing, or its file cannot be read or does not have the shape in the manifest.
         """
         path = _step_file(self.folder, step)
         if not path.is_file():
@@ -207,22 +207,22 @@ class RoutingTrace:
             raise ConfigError(f"{self._key}: {path.name} cannot be read: {error}") from None
         if (choices.shape, choices.dtype) != (self.shape.file_shape, self.shape.dtype):
             raise ConfigError(
-                f"{self._key}: {path.name} holds {choices.dtype} {choices.shape}, and its manifest says "
-                f"{self.shape.dtype} {self.shape.file_shape}; trace the run anew"
+                f"{self._key}: {path.name} holds {choices.dtype} {choices.shape}, but its manifest requires "
+                f"{self.shape.dtype} {self.shape.file_shape}; trace the run again"
             )
         if not isinstance(choices, np.memmap) or not choices.flags.c_contiguous:
-            raise ConfigError(f"{self._key}: {path.name} is not written row by row; trace the run anew")
+            raise ConfigError(f"{self._key}: {path.name} is not a C-contiguous array; trace the run again")
         return TracedStep(path, choices)
 
     def check_replay(self, run: TraceShape, steps: int) -> None:
-        """Make sure that a run can replay this trace.
+        """Check that a run can replay this trace.
 
         Args:
-            run: what the run would trace itself.
+            run: shape of the trace that the run itself would write.
             steps: steps 1 to `steps` are replayed.
 
         Raises:
-            ConfigError: one line for each thing that differs, or the steps that are missing or unreadable.
+            ConfigError: one line per difference, or the steps that are missing or unreadable.
         """
         keys = {
             "layers": "the MoE layers",
@@ -253,7 +253,7 @@ class RoutingTrace:
         """Read every choice of steps 1 to `steps` once, a layer at a time.
 
         Raises:
-            ConfigError: a number is none of an expert, or a token has an expert twice.
+            ConfigError: an index is not an expert, or a token has an expert twice.
         """
         for step in range(1, steps + 1):
             for number, choices in zip(self.shape.layers, self.step(step), strict=True):
@@ -264,7 +264,7 @@ class RoutingTrace:
                     sample, position = np.argwhere(repeats)[0]
                     raise ConfigError(
                         f"{self._key} sends position {position} of sample {sample} twice to one expert in step {step}, "
-                        f"layer {number}: the {self.shape.top_k} choices of a token must differ; trace the run anew"
+                        f"layer {number}: the {self.shape.top_k} choices of a token must differ; trace the run again"
                     )
 
     def _describe_steps(self) -> str:
@@ -274,7 +274,7 @@ class RoutingTrace:
 
 
 def truncate_trace(run_dir: Path, last_step: int) -> None:
-    """Remove the traced steps of a run past `last_step`, and what a kill left unfinished."""
+    """Delete the traced steps of a run after `last_step`, and temporary files of killed runs."""
     folder = run_dir / TRACE_FOLDER
     for draft in folder.glob(".*.tmp"):
         draft.unlink()
@@ -284,7 +284,7 @@ def truncate_trace(run_dir: Path, last_step: int) -> None:
 
 
 def traced_steps(folder: Path) -> list[int]:
-    """The steps of a trace folder, ascending."""
+    """Return the steps of a trace folder, ascending."""
     names = (re.fullmatch(r"step-(\d{6,})\.npy", path.name) for path in folder.glob("step-*.npy"))
     return sorted(int(name[1]) for name in names if name)
 
@@ -294,7 +294,7 @@ def _step_file(folder: Path, step: int) -> Path:
 
 
 def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside and move, so that a kill leaves the old file or the new one."""
+    """Write to a temporary file in the same folder and rename it: a kill leaves the old file or the new one."""
     draft = path.with_name(f".{path.name}.tmp")
     write(draft)
     draft.replace(path)

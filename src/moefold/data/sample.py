@@ -1,7 +1,7 @@
-"""Samples that say more than their tokens: where documents begin, and which targets count in the loss.
+"""Samples with optional document ids (attention and loss boundaries) and target weights (loss mask).
 
-A source of samples that has a `annotated_sample` beside its `sample` (a `AnnotatedSampleSource`) is all it takes: batches, masks
-and the mean of the loss follow.
+A source of samples that implements `annotated_sample` next to `sample` (an `AnnotatedSampleSource`) is enough: batches,
+attention masks and the weighted mean of the loss follow from it.
 """
 
 from collections.abc import Iterable
@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample. The input at i predicts the target tokens[i + 1]."""
+    """One sample. The input at position i predicts the target tokens[i + 1]."""
 
     tokens: NDArray[np.int64]
     """[S + 1]."""
     document_ids: NDArray[np.int32] | None = None
-    """Number of the document of each token, [S + 1]; ascends, and neighbours with one number are of one document.
+    """Document number of each token, [S + 1], non-decreasing; consecutive tokens with equal numbers share a document.
 
-    Attention, and the positions that it counts, stay within a document, and no target is predicted from another one:
-    the first token of a document never counts. Padding is a document of its own whose targets weigh nothing. None: all
-    of the sample is one document.
+    Attention and position ids stay within a document, and no target is predicted across documents: the first token of a
+    document never counts. Padding is a document of its own whose targets have weight 0. None: the whole sample is one
+    document.
     """
     weights: NDArray[Any] | None = None
-    """Weight of each target, bool or floating [S], at least 0: 0 or False leaves it out. None: each weighs 1.
+    """Weight of each target, bool or floating [S], at least 0: 0 or False masks it. None: all weights are 1.
 
     The loss is the weighted mean over the targets of the global batch.
     """
@@ -38,73 +38,73 @@ class SampleSource(Protocol):
     seq_len: int
 
     def __len__(self) -> int:
-        """Samples in all."""
+        """Return the number of samples."""
         ...
 
     def sample(self, number: int) -> NDArray[np.int64]:
-        """Tokens of one sample, [seq_len + 1]."""
+        """Return the tokens of one sample, [seq_len + 1]."""
         ...
 
 
 @runtime_checkable
 class AnnotatedSampleSource(SampleSource, Protocol):
-    """Numbered samples with marks; one without any is one document whose targets all count."""
+    """Numbered samples with document ids and target weights; both may be None (one document, all targets count)."""
 
     def annotated_sample(self, number: int) -> Sample:
-        """One sample with its marks."""
+        """Return one sample with its annotations."""
         ...
 
 
 @runtime_checkable
 class TraceableSampleSource(Protocol):
-    """Numbered samples whose text can be pointed at."""
+    """Numbered samples whose origin in the data can be given."""
 
     def origin(self, number: int) -> str:
-        """Where a sample lies, for a message: a file and a place in it."""
+        """Return file and position of a sample, for a message."""
         ...
 
 
 @runtime_checkable
 class DroppableSource(Protocol):
-    """Numbered samples that lie in files, which can be given up; the other samples keep their numbers."""
+    """Numbered samples from files that can be dropped; the other samples keep their numbers."""
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Give up files, by their names in the recipe."""
+        """Drop files, by their names in the recipe."""
         ...
 
     def is_dropped(self, number: int) -> bool:
-        """Whether a sample has a token of a file that was given up."""
+        """Return whether a sample has a token of a dropped file."""
         ...
 
     @property
     def dropped_samples(self) -> list[range]:
-        """The numbers of those that have, ascending and disjoint."""
+        """Ranges of the numbers of the dropped samples, ascending and disjoint."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """Some samples below each other."""
+    """Stacked samples."""
 
     tokens: NDArray[np.int64]
     """[count, S + 1]."""
     document_ids: NDArray[np.int32] | None = None
-    """[count, S + 1]; None if and only if the source has no marks at all. So is `weights`."""
+    """[count, S + 1]; None if and only if the source has no annotations. The same holds for `weights`."""
     weights: NDArray[np.float64] | None = None
-    """[count, S]; as the source gave them, so first tokens of documents may still have some."""
+    """[count, S]; as the source gave them, so first tokens of documents may still have a nonzero weight."""
 
     @property
     def inputs(self) -> NDArray[np.int64]:
-        """What the model reads, [count, S]."""
+        """Input ids, [count, S]."""
         return np.ascontiguousarray(self.tokens[:, :-1])
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """What it is to predict, [count, S]: the inputs shifted by one token."""
+        """Target ids, [count, S]: the inputs shifted by one token."""
         return np.ascontiguousarray(self.tokens[:, 1:])
 
     def document_starts(self) -> NDArray[np.int64] | None:
-        """Position at which the document of each input begins, [count, S]; None without marks."""
+        """Return the position at which the document of each input begins, [count, S]; None without annotations."""
         if self.document_ids is None:
             return None
         is_first = np.diff(self.document_ids[:, :-1], axis=1, prepend=-1) != 0
@@ -113,7 +113,7 @@ class SampleBatch:
         return starts
 
     def target_weights(self) -> NDArray[np.float64] | None:
-        """Weight of each target, [count, S], 0 where it begins a document; None without marks, where each weighs 1."""
+        """Return the target weights, [count, S], 0 for first tokens of documents; None if all weights are 1."""
         if self.document_ids is None or self.weights is None:
             return None
         weights: NDArray[np.float64] = self.weights * (self.document_ids[:, 1:] == self.document_ids[:, :-1])
@@ -121,7 +121,7 @@ class SampleBatch:
 
 
 def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
-    """Put samples of a marked source below each other.
+    """Stack samples of an annotated source.
 
     Raises:
         ValueError: a sample has arrays of the wrong length.
@@ -139,52 +139,52 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
 
 
 def annotate_documents(tokens: NDArray[np.int64], end_id: int) -> Sample:
-    """Number the documents of a sample by the token that ends each of them."""
+    """Number the documents of a sample by their end token."""
     documents = np.zeros(len(tokens), dtype=np.int32)
     np.cumsum(tokens[:-1] == end_id, out=documents[1:])
     return Sample(tokens, documents)
 
 
 class EodAnnotatedSamples:
-    """Marks the documents of samples that hold the token that ends each of them."""
+    """Samples with document ids derived from the end-of-document token."""
 
     def __init__(self, source: SampleSource, end_id: int) -> None:
         """Wrap a source.
 
         Args:
-            source: samples that documents were packed into.
-            end_id: the token behind every document; it belongs to the document that it ends.
+            source: samples of packed documents.
+            end_id: the token after every document; it belongs to the document that it ends.
         """
         self.seq_len = source.seq_len
         self._source = source
         self._end_id = end_id
 
     def __len__(self) -> int:
-        """Samples in all."""
+        """Return the number of samples."""
         return len(self._source)
 
     def sample(self, number: int) -> NDArray[np.int64]:
-        """Tokens of one sample, int64 [seq_len + 1]."""
+        """Return the tokens of one sample, int64 [seq_len + 1]."""
         return self._source.sample(number)
 
     def annotated_sample(self, number: int) -> Sample:
-        """One sample with its documents."""
+        """Return one sample with its document ids."""
         return annotate_documents(self._source.sample(number), self._end_id)
 
     def origin(self, number: int) -> str:
-        """Where a sample lies; empty if the source cannot say."""
+        """Return file and position of a sample; empty if the source has no files."""
         return self._source.origin(number) if isinstance(self._source, TraceableSampleSource) else ""
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Give up files of the source."""
+        """Drop files of the source."""
         if isinstance(self._source, DroppableSource):
             self._source.drop_files(names)
 
     def is_dropped(self, number: int) -> bool:
-        """Whether a sample of the source is lost."""
+        """Return whether a sample of the source is dropped."""
         return isinstance(self._source, DroppableSource) and self._source.is_dropped(number)
 
     @property
     def dropped_samples(self) -> list[range]:
-        """The lost samples of the source."""
+        """Ranges of the dropped samples of the source."""
         return self._source.dropped_samples if isinstance(self._source, DroppableSource) else []

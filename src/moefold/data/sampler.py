@@ -1,12 +1,12 @@
-"""From a sample's global number to its tokens: order, epochs and batches, the same under every mapping.
+"""Samplers: map a global sample index to tokens (train/validation split, shuffling, epochs, batches).
 
-Which samples are held out, so that both parts come from all over the data and share no token.
+The index alone determines the sample, whatever the parallel mapping.
 
-Validation is up to 64 runs of neighbouring samples, one at a hashed place in each equal stretch of the data: a tail
-would be another distribution (only the last modules, only the newest texts). Neighbouring samples share one token (the
-label of the one is the first input of the next), so the sample before and the one after each run are left out of both
-parts. The places depend on the number of samples and the fraction alone, never on run.seed: every seed is judged on the
-same text.
+Validation consists of up to 64 ranges of consecutive samples, one at a hashed position in each of as many equal
+stretches of the data: the tail of the data alone would have another distribution (only the last modules, only the
+newest texts). Consecutive samples share one token (the last label of one is the first input of the next), so the sample
+before and the sample after each range are left out of both parts. The positions depend on the number of samples and the
+fraction alone, never on run.seed: every seed is evaluated on the same text.
 """
 
 from abc import ABC, abstractmethod
@@ -43,23 +43,24 @@ class IndexRanges:
     _ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Remember where each range ends in the joined list."""
+        """Compute the position in the concatenated list at which each range ends."""
         object.__setattr__(self, "_ends", tuple(accumulate(len(r) for r in self.ranges)))
 
     def __len__(self) -> int:
-        """Samples of all ranges."""
+        """Return the number of samples in all ranges."""
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> int:
-        """The sample number at a place of the joined list."""
+        """Return the sample number at a position of the concatenated list."""
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is outside [0, {len(self)})")
         which = bisect_right(self._ends, index)
         return self.ranges[which][index - (self._ends[which - 1] if which else 0)]
 
     def count_in(self, others: Sequence[range]) -> int:
-        """How many of the sample numbers lie in other ranges, which are ascending and disjoint as well."""
-        total, first = 0, 0
+        """Return how many of the sample numbers lie in other ranges, which are ascending and disjoint as well."""
+        total = 0
+        first = 0
         for mine in self.ranges:
             while first < len(others) and others[first].stop <= mine.start:
                 first += 1
@@ -91,11 +92,12 @@ def split_samples(num_samples: int, validation_fraction: float) -> tuple[IndexRa
     if num_held_out + 2 > num_samples:
         raise ConfigError(
             f"data.validation_fraction={validation_fraction} leaves no training sample of the {num_samples} in the "
-            "data (one beside each held-out run is used by neither part); give more data, lower train.seq_len, "
-            "or set data.validation_fraction=0"
+            "data (the samples next to a held-out range are used by neither part); give more data, lower "
+            "train.seq_len, or set data.validation_fraction=0"
         )
     held_out = _held_out_ranges(num_samples, num_held_out)
-    training, start = [], 0
+    training = []
+    start = 0
     for run in held_out:
         if run.start - 1 > start:
             training.append(range(start, run.start - 1))
@@ -109,7 +111,7 @@ def _held_out_ranges(num_samples: int, num_held_out: int) -> list[range]:
     num_runs = min(num_held_out // _MIN_RANGE_SAMPLES, (num_samples - num_held_out) // _MIN_RANGE_SAMPLES, _MAX_RANGES)
     if num_runs <= 1:
         free = num_samples - num_held_out
-        # With one or two spare samples only a run at the very start leaves anything to train on.
+        # With one or two spare samples, only a range at the very start leaves any training sample.
         start = hash_ints(num_samples) % (free + 1) if free > 2 else 0
         return [range(start, start + num_held_out)]
     ranges = []
@@ -122,93 +124,93 @@ def _held_out_ranges(num_samples: int, num_held_out: int) -> list[range]:
 
 
 class TokenStream(Protocol):
-    """A long row of token ids that is read piece by piece."""
+    """A long sequence of token ids that is read in parts."""
 
     def __len__(self) -> int:
-        """Tokens in all."""
+        """Return the number of tokens."""
         ...
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens start .. stop-1, [stop - start]."""
+        """Return tokens start .. stop-1, [stop - start]."""
         ...
 
 
 class IndexedStream(TokenStream, Protocol):
-    """A row of ids that knows its documents."""
+    """A stream of token ids with an index of its documents."""
 
     def document_starts(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Which of the tokens start .. stop-1 is the first of a document, [stop - start]."""
+        """Return a mask of the tokens start .. stop-1 that begin a document, [stop - start]."""
         ...
 
 
 @runtime_checkable
 class LocatedStream(Protocol):
-    """A row of ids that lies in files."""
+    """A stream of token ids whose tokens have a location in a file."""
 
     def describe_location(self, token: int) -> str:
-        """File and place of a token, for a message."""
+        """Return the file and position of a token, for a message."""
         ...
 
 
 @runtime_checkable
 class DroppableStream(Protocol):
-    """A row of ids that lies in files, which can be given up; their ids keep their places."""
+    """A stream of token ids whose files can be dropped; the positions of all ids stay the same."""
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Give up files."""
+        """Drop files by name."""
         ...
 
     @property
     def dropped_tokens(self) -> list[range]:
-        """The places of the files that were given up, ascending."""
+        """The token ranges of the dropped files, ascending."""
         ...
 
     def is_dropped(self, start: int, stop: int) -> bool:
-        """Whether any of the tokens start .. stop-1 is of one of them."""
+        """Return whether any of the tokens start .. stop-1 belongs to a dropped file."""
         ...
 
 
 class PackedSamples:
     """Documents packed without padding: sample i is tokens[i*S : i*S + S + 1], S = seq_len.
 
-    Neighbours share one token, so every token but the first of the stream is a label once.
+    Consecutive samples share one token, so every token but the first of the stream is a label exactly once.
     """
 
     def __init__(self, stream: TokenStream, seq_len: int) -> None:
-        """Cut a stream into samples; a tail shorter than seq_len is left out."""
+        """Split a stream into samples; a tail shorter than seq_len is left out."""
         self.stream = stream
         self.seq_len = seq_len
 
     def __len__(self) -> int:
-        """Samples of the stream."""
+        """Return the number of samples in the stream."""
         return max(0, (len(self.stream) - 1) // self.seq_len)
 
     def sample(self, number: int) -> NDArray[np.int64]:
-        """Tokens of one sample, [seq_len + 1]."""
+        """Return the tokens of one sample, [seq_len + 1]."""
         start = number * self.seq_len
         return self.stream.read(start, start + self.seq_len + 1)
 
     def origin(self, number: int) -> str:
-        """File and tokens of a sample; empty if the stream has no files."""
+        """Return file and position of a sample; empty if the stream has no files."""
         start = number * self.seq_len
         return self.stream.describe_location(start) if isinstance(self.stream, LocatedStream) else ""
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Give up files: samples with any token of theirs are lost."""
+        """Drop files; samples with any token of a dropped file are dropped."""
         if isinstance(self.stream, DroppableStream):
             self.stream.drop_files(names)
 
     def is_dropped(self, number: int) -> bool:
-        """Whether a sample has a token of a file that was given up."""
+        """Return whether a sample has a token of a dropped file."""
         start = number * self.seq_len
         return isinstance(self.stream, DroppableStream) and self.stream.is_dropped(start, start + self.seq_len + 1)
 
     @property
     def dropped_samples(self) -> list[range]:
-        """The numbers of the samples that are lost, ascending and disjoint."""
+        """Ranges of the numbers of the dropped samples, ascending and disjoint."""
         found: list[range] = []
         for tokens in self.stream.dropped_tokens if isinstance(self.stream, DroppableStream) else ():
-            # Sample i has the tokens i * S .. i * S + S.
+            # Sample i has the tokens i * S to i * S + S, both included.
             first = max(-(-(tokens.start - self.seq_len) // self.seq_len), found[-1].stop if found else 0)
             end = min((tokens.stop - 1) // self.seq_len + 1, len(self))
             if first < end:
@@ -217,55 +219,55 @@ class PackedSamples:
 
 
 class IndexAnnotatedSamples(PackedSamples):
-    """Packed samples with the documents that their stream knows of."""
+    """Packed samples with document ids taken from the document index of their stream."""
 
     stream: IndexedStream
 
     def __init__(self, stream: IndexedStream, seq_len: int) -> None:
-        """Cut a stream into samples."""
+        """Split a stream into samples."""
         super().__init__(stream, seq_len)
 
     def annotated_sample(self, number: int) -> Sample:
-        """One sample with its documents."""
+        """Return one sample with its document ids."""
         start = number * self.seq_len
         begins = self.stream.document_starts(start, start + self.seq_len + 1)
         return Sample(self.sample(number), np.cumsum(begins, dtype=np.int32))
 
 
 class Sampler(ABC):
-    """Samples in the order in which a run visits them, without end: the same row under every mapping."""
+    """Samples in the order in which a run visits them, without end, the same under every parallel mapping."""
 
     seq_len: int
     split_name: str = "training"
-    """What the samples are for, in messages."""
+    """Name of the split in messages."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Samples in an epoch."""
+        """Return the number of samples in an epoch."""
 
     @property
     @abstractmethod
     def has_annotations(self) -> bool:
-        """Whether samples may say where documents begin and which targets count."""
+        """True if samples may have document ids or target weights."""
 
     @abstractmethod
     def annotated_sample(self, index: int) -> Sample:
-        """The sample that a run takes as its number `index` (0-based, no upper limit); no marks if the data has none.
+        """Return sample `index` of the run (0-based, no upper limit); without annotations if the data has none.
 
         Raises:
-            ConfigError: there is no sample, or the data holds an id that the model has no row for.
+            ConfigError: there is no sample, or the data holds an id outside the model's vocabulary.
         """
 
     def sample(self, index: int) -> NDArray[np.int64]:
-        """Tokens of the sample that a run takes as its number `index`, int64 [seq_len + 1]; as of `annotated_sample`."""
+        """Return the tokens of sample `index` of the run, int64 [seq_len + 1]; errors as in `annotated_sample`."""
         return self.annotated_sample(index).tokens
 
     def batch(self, first: int, count: int) -> SampleBatch:
-        """Samples first .. first+count-1 of the run."""
+        """Return samples first .. first+count-1 of the run."""
         return self.batch_at(range(first, first + count))
 
     def batch_at(self, indices: Sequence[int]) -> SampleBatch:
-        """These samples of the run, below each other."""
+        """Return the given samples of the run, stacked."""
         if self.has_annotations:
             return stack_samples([self.annotated_sample(index) for index in indices], self.seq_len)
         tokens = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
@@ -274,15 +276,20 @@ class Sampler(ABC):
         return SampleBatch(tokens)
 
     def next_sample_indices(self, first: int, count: int, skipped_ranges: Sequence[range] = ()) -> Sequence[int]:
-        """The next `count` samples of the run from sample `first` on, ascending: those that are not lost or left out.
+        """Return the indices of the next `count` usable samples from sample `first` on, ascending.
+
+        Args:
+            first: the first candidate.
+            count: number of samples.
+            skipped_ranges: indices to leave out, as well as the dropped samples.
 
         Raises:
-            RunError: all samples are lost.
+            RunError: all samples are dropped.
         """
         if self.is_all_dropped:
             raise RunError(
-                f"no {self.split_name} sample is left to take: the files of all of them are left out (data.corrupt='skip'); "
-                "bring them back, or give the run other data"
+                f"no {self.split_name} sample is left: the files of all of them are left out "
+                "(data.corrupt='skip'); restore them, or give the run other data"
             )
         blocked = [part for part in skipped_ranges if part.stop > first]
         if not self.num_dropped and all(part.start >= first + count for part in blocked):
@@ -298,53 +305,54 @@ class Sampler(ABC):
         return taken
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Give up files of the data, by their names in the recipe; where samples keep no place in files, nothing."""
+        """Drop files of the data, by their names in the recipe; does nothing if samples do not come from files."""
         return
 
     def is_dropped(self, index: int) -> bool:
-        """Whether sample `index` of the run has a token of a file that was given up, so that it cannot be taken."""
+        """Return whether sample `index` of the run has a token of a dropped file and cannot be used."""
         return False
 
     @property
     def num_dropped(self) -> int:
-        """Samples of an epoch that are lost."""
+        """Number of dropped samples in an epoch."""
         return 0
 
     @property
     def is_all_dropped(self) -> bool:
-        """Whether there were samples, and all are lost."""
+        """True if the data had samples and all of them are dropped."""
         return self.num_dropped > 0 and self.num_dropped == len(self)
 
     def origin(self, index: int) -> str:
-        """What sample `index` of the run is, for a message: its row in the data, and where that lies if it is known."""
+        """Return a description of sample `index` for a message: its number in the data, and its file if known."""
         return f"sample {index}"
 
     def state(self, index: int) -> Any:
-        """What lets a later process reach sample `index` sooner, as JSON keeps it; None: nothing is needed."""
+        """Return a JSON-serialisable state that speeds up reaching sample `index` later; None if none is needed."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Make use of a state that `state` gave; the samples are the same without."""
+        """Restore a state returned by `state`; it only saves time, the samples are the same without it."""
         return
 
 
 class Split(Sampler):
     """The training or the validation samples, in the order in which a run visits them.
 
-    Sample n has its meaning from n alone: epoch n // len(split), and a place in that epoch's order. A run's position is
-    therefore the number of samples it has taken, whatever the mapping was.
+    Sample n depends on n alone: epoch n // len(split), and a position in that epoch's order. The position of a run is
+    therefore the number of samples it has consumed, whatever the parallel mapping.
     """
 
     def __init__(
         self, source: SampleSource, members: IndexRanges, *, order_key: int | None, split_name: str = "training"
     ) -> None:
-        """Name the samples of one part.
+        """Select the samples of one part.
 
         Args:
             source: all samples of the data.
             members: the sample numbers of this part.
-            order_key: key of the shuffled order, another one for each epoch; None visits them in the order of the data.
-            split_name: as of `Sampler`.
+            order_key: key of the shuffled order, which differs in each epoch; None visits samples in the order of the
+                data.
+            split_name: see `Sampler`.
         """
         self.seq_len = source.seq_len
         self.split_name = split_name
@@ -356,19 +364,19 @@ class Split(Sampler):
         self.drop_files(())
 
     def __len__(self) -> int:
-        """Samples in an epoch."""
+        """Return the number of samples in an epoch."""
         return len(self._members)
 
     @property
     def has_annotations(self) -> bool:
-        """Whether the source has marks."""
+        """True if the source has document ids or target weights."""
         return isinstance(self._source, AnnotatedSampleSource)
 
     def annotated_sample(self, index: int) -> Sample:
-        """The sample that a run takes as its number `index` (0-based, no upper limit); no marks if the source has none.
+        """Return sample `index` of the run (0-based, no upper limit); without annotations if the source has none.
 
         Raises:
-            ConfigError: the split is empty, or the data holds an id that the model has no row for.
+            ConfigError: the split is empty, or the data holds an id outside the model's vocabulary.
         """
         number = self._number(index)
         if isinstance(self._source, AnnotatedSampleSource):
@@ -376,30 +384,30 @@ class Split(Sampler):
         return Sample(self._source.sample(number))
 
     def origin(self, index: int) -> str:
-        """The sample's row in the data, and where that lies if the source knows."""
+        """Return the sample's number in the data, and its file if the source has it."""
         number = self._number(index)
         place = self._source.origin(number) if isinstance(self._source, TraceableSampleSource) else ""
         return f"row {number} ({place})" if place else f"row {number}"
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Give up files of the source."""
+        """Drop files of the source."""
         if isinstance(self._source, DroppableSource):
             self._source.drop_files(names)
             self._num_dropped = self._members.count_in(self._source.dropped_samples)
 
     def is_dropped(self, index: int) -> bool:
-        """Whether the sample has a token of a file that was given up."""
+        """Return whether the sample has a token of a dropped file."""
         if not self._num_dropped:
             return False
         return isinstance(self._source, DroppableSource) and self._source.is_dropped(self._number(index))
 
     @property
     def num_dropped(self) -> int:
-        """Samples of an epoch that are lost."""
+        """Number of dropped samples in an epoch."""
         return self._num_dropped
 
     def _number(self, index: int) -> int:
-        """The number in the source of the sample that a run takes as its `index`-th."""
+        """Return the number in the source of sample `index` of the run."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
         if not len(self):

@@ -1,9 +1,7 @@
-"""Conversations for supervised fine-tuning: rendered, tokenised once, and packed so that none sees another.
+"""Supervised fine-tuning data: tokenised conversations, packed into samples by best fit.
 
-The cache keeps one uint32 for each token: the id, a bit for what the assistant wrote and a bit for the first token of a
-conversation. Packing depends on the sequence length and is worked out anew from the lengths by every process alike.
-
-Things of several lengths into few samples of one length.
+The cache holds one uint32 per token: the id, a bit for targets (assistant output) and a bit for the first token of a
+conversation. Packing depends on the sequence length; every process computes the same packing from the lengths.
 """
 
 import hashlib
@@ -43,29 +41,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TokenizedConversations:
-    """All conversations of the files, tokenised; they stay on the disk."""
+    """All conversations of the files, tokenised; memory holds their offsets only, the ids stay on disk."""
 
     flagged: ShardReader
-    """Ids with their bits, one conversation after another, uint32 [tokens]."""
+    """Ids with `RESPONSE_BIT` and `FIRST_TOKEN_BIT`, one conversation after another, uint32 [tokens]."""
     starts: NDArray[np.int64]
-    """Place of each conversation's first token, and one past the last token, [conversations + 1]."""
+    """Offset of each conversation's first token, and of the end, [conversations + 1]."""
 
     def __len__(self) -> int:
-        """Conversations in all."""
+        """Return the number of conversations."""
         return len(self.starts) - 1
 
     def read(self, number: int, max_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The first `max_tokens` ids of a conversation, and which of them are targets."""
+        """Return the first `max_tokens` ids of a conversation, and the mask of its targets."""
         start = int(self.starts[number])
         flagged = self.flagged[start : min(start + max_tokens, int(self.starts[number + 1]))]
         return (flagged & _ID_MASK).astype(np.int64), _is_target(flagged)
 
     def count_targets(self, max_tokens: int) -> NDArray[np.int64]:
-        """Targets among the first `max_tokens` tokens of each conversation, [conversations]."""
+        """Return the number of targets among the first `max_tokens` tokens of each conversation, [conversations]."""
         counts = np.zeros(len(self), dtype=np.int64)
         first = 0
         while first < len(self):
-            # As many whole conversations as fit into a stretch of bounded size, but one at least.
+            # As many whole conversations as fit into a chunk of bounded size, but at least one.
             end = int(np.searchsorted(self.starts, self.starts[first] + _SCAN_CHUNK_TOKENS, side="right")) - 1
             end = min(max(end, first + 1), len(self))
             starts = self.starts[first : end + 1]
@@ -78,10 +76,10 @@ class TokenizedConversations:
 
 
 class PackedConversations:
-    """Samples of whole conversations, each beside others or padding, none across two samples.
+    """Samples of whole conversations and padding; no conversation spans two samples.
 
-    A sample has S + 1 tokens, and shares none with another sample. Its documents are numbered; padding counts as the
-    last one, repeats `pad_id` and weighs nothing. Conversations beyond S + 1 tokens are cut to that.
+    A sample has S + 1 tokens and shares none with another sample. Its documents are numbered; padding counts as the
+    last document, repeats `pad_id` and has weight 0. Conversations are truncated to S + 1 tokens.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class PackedConversations:
         """Pack some of the conversations.
 
         Args:
-            conversations: all of them.
+            conversations: all conversations.
             members: numbers of those to pack, each with a target among its first seq_len + 1 tokens.
             seq_len: S.
             pad_id: id of the padding.
@@ -104,19 +102,19 @@ class PackedConversations:
         self._bins = [members[packed] for packed in pack_best_fit(lengths.tolist(), seq_len + 1)]
 
     def __len__(self) -> int:
-        """Samples in all."""
+        """Return the number of samples."""
         return len(self._bins)
 
     def sample(self, number: int) -> NDArray[np.int64]:
-        """Tokens of one sample, [seq_len + 1]."""
+        """Return the tokens of one sample, [seq_len + 1]."""
         return self.annotated_sample(number).tokens
 
     def origin(self, number: int) -> str:
-        """The conversations of a sample, by their numbers in the order of the files."""
+        """Return the conversations of a sample, by their numbers in the order of the files."""
         return f"conversations {', '.join(str(int(one)) for one in self._bins[number])}"
 
     def annotated_sample(self, number: int) -> Sample:
-        """One sample; its weights are 1 where the target is what the assistant wrote, else 0."""
+        """Return one sample; its weights are 1 for targets that the assistant wrote, else 0."""
         size = self.seq_len + 1
         tokens = np.full(size, self._pad_id, dtype=np.int64)
         documents = np.full(size, len(self._bins[number]), dtype=np.int32)
@@ -125,7 +123,9 @@ class PackedConversations:
         for document, conversation in enumerate(self._bins[number]):
             ids, targets = self._conversations.read(int(conversation), size)
             stop = start + len(ids)
-            tokens[start:stop], documents[start:stop], is_target[start:stop] = ids, document, targets
+            tokens[start:stop] = ids
+            documents[start:stop] = document
+            is_target[start:stop] = targets
             start = stop
         return Sample(tokens, documents, is_target[1:])
 
@@ -138,11 +138,11 @@ def open_conversations(
     cache_dir: Path | None,
     shows_progress: bool,
 ) -> TokenizedConversations:
-    """Tokenise the conversations that data.path names on the first call, but for skipped files, and open the result.
+    """Open the conversations that data.path names, except skipped files; tokenises them on the first call.
 
     Raises:
-        ConfigError: a file is missing or a line is no conversation (file and line are named), the tokenizer has no chat
-            template, or there is no conversation at all.
+        ConfigError: a file is missing, a line is not a conversation (the message has file and line), the tokenizer has
+            no chat template, or there is no conversation at all.
     """
     files = tuple(file for file in conversation_files(data) if file not in skipped)
     template = load_chat_template(data)
@@ -164,17 +164,17 @@ def open_conversations(
 def pack_conversations(
     data: DataConfig, conversations: TokenizedConversations, *, seq_len: int, pad_id: int, reports: bool
 ) -> tuple[PackedConversations, PackedConversations]:
-    """Hold some conversations out and pack both parts.
+    """Split conversations into training and validation, and pack both parts.
 
-    Which ones are held out depends on their number and the fraction alone. Conversations without a target among their
+    The split depends on the number of conversations and the fraction alone. Conversations without a target among their
     first seq_len + 1 tokens are skipped.
 
     Args:
         data: the recipe's section: validation_fraction, overlong.
-        conversations: all of them.
+        conversations: all conversations.
         seq_len: S.
         pad_id: id of the padding.
-        reports: log how many were skipped and cut.
+        reports: log how many were skipped and truncated.
 
     Returns:
         (training, validation).
@@ -187,9 +187,9 @@ def pack_conversations(
     if data.overlong == "refuse" and is_long.any():
         number = int(np.argmax(is_long))
         raise ConfigError(
-            f"{_conversation_location(data, number)}: the conversation has {lengths[number]} tokens, and {int(is_long.sum())} of "
-            f"{len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; raise it to "
-            f'{int(lengths.max()) - 1}, or set data.overlong="cut"'
+            f"{_conversation_location(data, number)}: the conversation has {lengths[number]} tokens, and "
+            f"{int(is_long.sum())} of {len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; "
+            f'raise it to {int(lengths.max()) - 1}, or set data.overlong="cut"'
         )
     members = np.flatnonzero(conversations.count_targets(seq_len + 1))
     if not len(members):
@@ -208,10 +208,10 @@ def pack_conversations(
 
 
 def conversation_files(data: DataConfig) -> tuple[Path, ...]:
-    """The JSON lines that data.path names, folders recursively.
+    """Return the JSON lines files that data.path names, folders recursively.
 
     Raises:
-        ConfigError: a path is missing, named twice, or no file of JSON lines.
+        ConfigError: a path is missing, named twice, or not a JSON lines file.
     """
     roots = data_paths(data.path, data.kind)
     files = tuple(file for root in roots for file in files_below(root) if not root.is_dir() or is_jsonl(file))
@@ -249,18 +249,18 @@ def _tokenize(
     records: list[JsonlRecord], tokenizer: OffsetTokenizer, template: ChatTemplate
 ) -> Iterator[NDArray[np.uint32]]:
     conversations = [parse_conversation(record) for record in records]
-    asked = [
+    requests = [
         (found.messages, found.tools, record.location) for found, record in zip(conversations, records, strict=True)
     ]
     chats = []
-    for record, chat in zip(records, template.render_all(asked), strict=True):
+    for record, chat in zip(records, template.render_all(requests), strict=True):
         chats.append(chat)
-        # What is no content may be in it, too: names, calls of tools.
-        reject_surrogates(chat.text, f"{record.location}: what the chat template makes of the conversation")
+        # The text may contain other fields than the content, such as names and tool calls.
+        reject_surrogates(chat.text, f"{record.location}: the rendered conversation")
     encoded = tokenizer.encode_with_offsets([chat.text for chat in chats])
     for record, chat, (ids, places) in zip(records, chats, encoded, strict=True):
         if not len(ids):
-            raise ConfigError(f"{record.location}: the chat template makes nothing of the conversation; take it out")
+            raise ConfigError(f"{record.location}: the chat template renders the conversation as no text; remove it")
         flagged = ids.astype(np.uint32)
         for response in chat.responses:
             flagged[(places >= response.start) & (places < response.stop)] |= RESPONSE_BIT
@@ -269,13 +269,13 @@ def _tokenize(
 
 
 def _is_target(flagged: NDArray[np.integer]) -> NDArray[np.bool_]:
-    # Nothing stands before the first token of a conversation from which it could be predicted.
+    # The first token of a conversation has no context to be predicted from.
     is_target: NDArray[np.bool_] = (flagged & (RESPONSE_BIT | FIRST_TOKEN_BIT)) == RESPONSE_BIT
     return is_target
 
 
 def _hold_out(members: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Divide conversation numbers into training and validation by a hash of them; both ascending."""
+    """Split conversation numbers into training and validation by a hash of them; both ascending."""
     if fraction == 0:
         return members, members[:0]
     num_held_out = max(1, round(len(members) * fraction))
@@ -290,7 +290,7 @@ def _hold_out(members: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.i
 
 
 def _conversation_location(data: DataConfig, number: int) -> str:
-    """FILE:LINE of a conversation."""
+    """Return FILE:LINE of a conversation."""
     records = (record for path in conversation_files(data) for record in jsonl_records(path))
     return next(islice(records, number, None)).location
 
@@ -310,21 +310,21 @@ def _report(num_skipped: int, num_cut: int, num_members: int, training: PackedCo
 
 
 def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put numbered things into bins, longest first, each where the least space remains (best fit decreasing).
+    """Pack items into bins by best fit decreasing: longest first, each into the bin with the least sufficient space.
 
     Uses at most 11/9 of the fewest possible bins and one more (D. S. Johnson, 1973); local, O(n * capacity / 64).
 
     Args:
-        lengths: of each thing, 1 .. capacity.
-        capacity: of each bin.
+        lengths: length of each item, 1 .. capacity.
+        capacity: capacity of each bin.
 
     Returns:
-        The numbers in each bin, ascending; bins in the order of their first number.
+        The item numbers in each bin, ascending; bins in the order of their first number.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     bins: list[list[int]] = []
     with_space: list[list[int]] = [[] for _ in range(capacity + 1)]
-    # Bit s of `spaces` says whether a bin with space s exists: the least sufficient space is its lowest bit from there.
+    # Bit s of `spaces` is set if a bin with space s exists; the lowest set bit from `length` on is the best fit.
     spaces = 0
     for i in order:
         length = lengths[i]
@@ -335,7 +335,8 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             if not with_space[space]:
                 spaces &= ~(1 << space)
         else:
-            space, which = capacity, len(bins)
+            space = capacity
+            which = len(bins)
             bins.append([])
         bins[which].append(i)
         with_space[space - length].append(which)

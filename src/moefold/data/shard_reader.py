@@ -1,7 +1,6 @@
-"""Parts of token files, read by system calls: a file that is cut or gone while a run reads it is an error with a name.
+"""Read parts of token files with `pread`, so that a truncated or deleted file raises an error that names it.
 
-A page of a mapped file that is no longer there ends the process by SIGBUS, which names nothing and can be answered by
-nobody; a read that comes short can.
+With memory mapping, a page that is gone kills the process by SIGBUS, which names no file and cannot be handled.
 """
 
 import os
@@ -17,66 +16,69 @@ from moefold.errors import ConfigError, RunError
 
 _ENDS_DTYPE = np.dtype("<i8")
 _BLOCK_ENDS = 512
-"""Ends of documents in a block of 4 KiB; the last one of each block is kept in memory."""
+"""Document ends in a block of 4 KiB; the last one of each block is kept in memory."""
 _CHECKED_BLOCKS = 2048
 
 
 class DataFileError(Exception):
-    """Something is wrong with a data file. What it is and what a user can do about it are told apart."""
+    """A defect of a data file. The cause and the remedy are separate attributes."""
 
     def __init__(self, cause: str, remedy: str, shard: str = "", seen_at: str = "") -> None:
-        """Keep the parts.
+        """Store the parts of the message.
 
         Args:
-            cause: what is wrong with which file.
-            remedy: what to do where the file is not left out.
-            shard: its name in the recipe; empty if it has none there.
-            seen_at: which rank found it, and when; empty before ranks read.
+            cause: the defect, with the file.
+            remedy: advice if the file is not skipped.
+            shard: name of the file in the recipe; empty if it has none there.
+            seen_at: the rank and step that found it; empty before ranks read.
         """
         super().__init__(cause, remedy, shard, seen_at)
-        self.cause, self.remedy, self.shard, self.seen_at = cause, remedy, shard, seen_at
+        self.cause = cause
+        self.remedy = remedy
+        self.shard = shard
+        self.seen_at = seen_at
 
     def __str__(self) -> str:
-        """The message where it ends a run."""
+        """Return the message that ends a run."""
         where = f"{self.seen_at}: " if self.seen_at else ""
         return f"{where}{self.cause}; {self.remedy}"
 
     def with_reporter(self, seen_at: str) -> Self:
-        """The same, with the rank that found it."""
+        """Return the same error with the rank that found it."""
         return type(self)(self.cause, self.remedy, self.shard, seen_at)
 
 
 class BrokenShardError(DataFileError, RunError):
-    """A data file is not what it was when the run looked at it."""
+    """A data file changed, broke or disappeared after the run first read it."""
 
 
 class OutOfVocabError(DataFileError, ConfigError):
-    """A data file holds an id that the model has no row for."""
+    """A data file has an id outside the model's vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenArraySpec:
-    """Where the ids lie in a file."""
+    """Location and dtype of the ids in a file."""
 
     path: Path
     name: str
-    """What messages call it."""
+    """Name in messages."""
     offset_bytes: int
     dtype: np.dtype[np.generic]
     count: int
     shard: str = ""
-    """The data file that is of no use without these, by its name in the recipe; empty if it cannot be left out."""
+    """The data file to skip if these ids are unreadable, by its name in the recipe; empty if it cannot be skipped."""
 
     def broken_error(self, reason: str) -> BrokenShardError:
-        """The error that says what became of the file."""
-        skip = 'set data.corrupt="skip" to go on without it'
-        way_out = skip if self.shard else "make it anew (what lies in the token cache: remove it)"
+        """Return the error for a file that broke during the run."""
+        skip = 'set data.corrupt="skip" to continue without it'
+        way_out = skip if self.shard else "create it again (if it is in the token cache, remove it)"
         cause = f"data file {self.name} broke while the run read it: {reason}"
-        return BrokenShardError(cause, f"bring it back as it was, or {way_out}", self.shard)
+        return BrokenShardError(cause, f"restore it as it was, or {way_out}", self.shard)
 
 
 class ShardReader:
-    """An open file of numbers; closed once nobody holds the reader."""
+    """An open file of numbers; closed when the reader is garbage-collected."""
 
     _handle = -1
 
@@ -84,7 +86,7 @@ class ShardReader:
         """Open the file.
 
         Raises:
-            BrokenShardError: it cannot be opened, or is shorter than it was.
+            BrokenShardError: it cannot be opened, or is shorter than before.
         """
         self._ids = ids
         try:
@@ -100,20 +102,20 @@ class ShardReader:
             os.close(self._handle)
 
     def __len__(self) -> int:
-        """Numbers in all."""
+        """Return the number of ids."""
         return self._ids.count
 
     def __getitem__(self, part: slice) -> NDArray[np.integer]:
-        """What a slice without a step selects, as of an array; errors are those of `read`."""
+        """Return the ids of a slice without a step, as for an array; errors are those of `read`."""
         start, stop, step = part.indices(len(self))
         assert step == 1
         return self.read(start, max(start, stop))
 
     def read(self, start: int, stop: int) -> NDArray[np.integer]:
-        """Numbers start .. stop-1, which are within the file, [stop - start]; read-only.
+        """Return ids start .. stop-1, which are within the file, [stop - start]; read-only.
 
         Raises:
-            BrokenShardError: the disk does not give them, or the file ends before.
+            BrokenShardError: the read fails, or the file ends earlier.
         """
         ids = self._ids
         size_bytes = (stop - start) * ids.dtype.itemsize
@@ -134,46 +136,47 @@ class ShardReader:
 
 
 class DocumentEnds:
-    """The index beside a token file: one past the last token of each document, ascending.
+    """Document index of a token file: for each document one past its last token, ascending.
 
-    It is read from the disk when asked; one number in 512 is kept in memory.
+    It is read from disk on demand; one number in 512 is kept in memory.
     """
 
     def __init__(self, index: Path, num_tokens: int, *, shard: str) -> None:
-        """Open an index and see that it is one of so many tokens.
+        """Open an index and check that it is of a file with `num_tokens` tokens.
 
         Args:
-            index: its file.
-            num_tokens: tokens of the file that it is of.
-            shard: as of `TokenArraySpec`.
+            index: the index file.
+            num_tokens: number of tokens in the token file.
+            shard: see `TokenArraySpec`.
 
         Raises:
-            ValueError: it is not; the text says how.
-            BrokenShardError: it cannot be read.
+            ValueError: the index is invalid; the text has the reason.
+            BrokenShardError: the index cannot be read.
         """
         size_bytes = index.stat().st_size
         if size_bytes == 0 or size_bytes % _ENDS_DTYPE.itemsize:
-            raise ValueError(f"it has {size_bytes} bytes, no whole number of them or none")
+            raise ValueError(f"it has {size_bytes} bytes, which is not a positive multiple of 8")
         self._count = size_bytes // _ENDS_DTYPE.itemsize
         self._reader = ShardReader(TokenArraySpec(index, str(index), 0, _ENDS_DTYPE, self._count, shard))
         self._last_of_block = self._check(num_tokens)
 
     def __len__(self) -> int:
-        """Documents in all."""
+        """Return the number of documents."""
         return self._count
 
     def between(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The ends from `start` to `stop` - 1, ascending.
+        """Return the ends from `start` to `stop` - 1, ascending.
 
         Raises:
             BrokenShardError: the index cannot be read any more.
         """
-        first, last = self._find_block(start - 1), self._find_block(stop - 1)
+        first = self._find_block(start - 1)
+        last = self._find_block(stop - 1)
         ends = self._read(first, last + 1)
         return ends[np.searchsorted(ends, start) : np.searchsorted(ends, stop)]
 
     def document_of(self, token: int) -> int:
-        """The number of the document that a token is of: how many end at or before it.
+        """Return the number of a token's document: how many documents end at or before the token.
 
         Raises:
             BrokenShardError: the index cannot be read any more.
@@ -182,7 +185,7 @@ class DocumentEnds:
         return block * _BLOCK_ENDS + int(np.searchsorted(self._read(block, block + 1), token, side="right"))
 
     def _find_block(self, token: int) -> int:
-        """The first block with an end behind `token`, or the last one."""
+        """Return the first block with an end after `token`, or the last block."""
         return min(bisect_right(self._last_of_block, token), len(self._last_of_block) - 1)
 
     def _read(self, first_block: int, end_block: int) -> NDArray[np.int64]:
@@ -190,7 +193,7 @@ class DocumentEnds:
         return self._reader.read(first_block * _BLOCK_ENDS, stop).astype(np.int64, copy=False)
 
     def _check(self, num_tokens: int) -> NDArray[np.int64]:
-        """Read it all, some blocks at a time; returns the last end of each block."""
+        """Read the whole index, some blocks at a time; returns the last end of each block."""
         num_blocks = -(-self._count // _BLOCK_ENDS)
         last_of_block = np.empty(num_blocks, dtype=np.int64)
         before = 0

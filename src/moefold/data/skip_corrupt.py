@@ -1,9 +1,9 @@
-"""data.corrupt="skip": which files are left out as unreadable, decided once and the same from then on.
+"""data.corrupt="skip": find unreadable data files once, before a run starts, and leave them out.
 
-Every file is read through before the ranks start, and what was found is noted in the token cache, by the sizes and
-times of the files; ranks and later runs go by the note. A file is left out as a whole, or not at all: so which sample
-has which number does not depend on where a reader stumbles. Of token files the headers tell; what becomes of those that
-break later is said in `shards`.
+Every file is read through before the ranks start, and the result is stored in the token cache, keyed by the sizes and
+times of the files; ranks and later runs use that result. A file is left out as a whole or not at all, so the numbers of
+the samples do not depend on where a reader fails. For token files only headers are checked; `token_file` handles files
+that break later.
 """
 
 import hashlib
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: bool = False) -> Set[Path]:
-    """The files of data.path that are corrupt and left out; none where data.corrupt is "fatal".
+    """Return the files of data.path that are corrupt and left out; none if data.corrupt is "fatal".
 
     Args:
         data: the recipe's section.
-        cache_dir: as of `cached_tokens`.
-        reports: log each with what is wrong with it.
+        cache_dir: see `cached_tokens`.
+        reports: log each file with the reason.
 
     Raises:
         ConfigError: all files are corrupt, or a source is on the hub.
@@ -48,14 +48,14 @@ def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: b
 
 
 def report_skipped(reasons: Mapping[Path, str]) -> None:
-    """Log what is left out."""
+    """Log the files that are left out."""
     for file, fault in reasons.items():
-        # Most faults name their file already.
+        # Most reasons already contain the file's path.
         logger.warning("data.corrupt: left out a file: %s", fault if str(file) in fault else f"{file}: {fault}")
 
 
 def corrupt_files(data: DataConfig, *, cache_dir: Path | None = None) -> dict[Path, str]:
-    """As `skipped_files`, each with what is wrong with it."""
+    """Return the files of `skipped_files`, each with the reason."""
     if data.corrupt == "fatal":
         return {}
     files = [file for _, file in named_sources(data) if file.suffix != ENDS_SUFFIX]
@@ -67,7 +67,7 @@ def corrupt_files(data: DataConfig, *, cache_dir: Path | None = None) -> dict[Pa
         _validate_token_files(data, files) if data.kind == "tokens" else _validate_files_cached(data, files, cache_dir)
     )
     if len(faults) == len(files):
-        raise ConfigError(f"data.path holds no sound file: {format_list(list(faults.values()))}; copy them anew")
+        raise ConfigError(f"data.path holds no valid file: {format_list(list(faults.values()))}; copy them again")
     return {Path(file): fault for file, fault in faults.items()}
 
 
@@ -88,24 +88,24 @@ def _validate_token_files(data: DataConfig, files: list[Path]) -> dict[str, str]
 
 
 def _validate_files_cached(data: DataConfig, files: list[Path], cache_dir: Path | None) -> dict[str, str]:
-    """What the note says of these files; without one, read them all and write it."""
+    """Return the cached result for these files; without one, read them all and store it."""
     states = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     key = hashlib.sha256(json.dumps([FORMAT_VERSION, data.kind, states]).encode()).hexdigest()[:32]
     folders = cache_folders(cache_dir)
     for folder in folders:
         try:
-            noted = read_json(folder / f"{key}.corrupt.json", MAX_DESCRIPTION_BYTES)
+            cached = read_json(folder / f"{key}.corrupt.json", MAX_DESCRIPTION_BYTES)
         except (OSError, ValueError):
             continue
-        if isinstance(noted, dict) and noted.keys() <= set(map(str, files)):
-            return {str(file): str(fault) for file, fault in noted.items()}
+        if isinstance(cached, dict) and cached.keys() <= set(map(str, files)):
+            return {str(file): str(fault) for file, fault in cached.items()}
     faults = {str(file): fault for file in files if (fault := _unreadable_reason(data, file))}
     _write_corrupt_list(folders, f"{key}.corrupt.json", faults)
     return faults
 
 
 def _unreadable_reason(data: DataConfig, file: Path) -> str:
-    """What is wrong with a file that is read through; empty if nothing is."""
+    """Read a file through, and return why it is unreadable; empty if it is readable."""
     try:
         if data.kind == "text":
             check_decodable(TextFile(file, file.stat().st_size, file.stat().st_mtime_ns, is_named=False))
@@ -113,7 +113,7 @@ def _unreadable_reason(data: DataConfig, file: Path) -> str:
             for _ in jsonl_records(file):
                 pass
         else:
-            # The package takes seconds to import.
+            # Imported here, since the package takes seconds to import.
             from moefold.data.huggingface import check_rows_readable
 
             check_rows_readable(file, data.column)

@@ -1,4 +1,4 @@
-"""The files that a recipe's data is read from, by the names that they have in the recipe."""
+"""List the data files of a recipe by their names in the recipe."""
 
 from pathlib import Path
 
@@ -13,10 +13,10 @@ TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "chat_template.jinja")
 
 
 def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
-    """The sources of the samples in their order: files that are named, and those in folders that are.
+    """Return the source files of the samples in order: named files, and files in named folders.
 
-    Names are those of the recipe and, below a folder, the path from there, so that they are the same on every machine.
-    Data sets on the hub have none. A token file that is named, may be left out and is not there is among them.
+    Names are those of the recipe; below a folder the relative path is appended, so names are the same on every machine.
+    Data sets on the hub have none. A missing token file that data.corrupt="skip" may leave out is included.
 
     Raises:
         ConfigError: a path is missing.
@@ -42,14 +42,14 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
 
 
 def is_skippable_missing_file(data: DataConfig, name: str) -> bool:
-    """Whether data.path names a token file that is not there, which data.corrupt="skip" leaves out like others."""
+    """Return whether data.path names a missing token file that data.corrupt="skip" leaves out."""
     path = Path(name).expanduser()
     is_left_out = data.kind == "tokens" and data.corrupt == "skip" and path.suffix in TOKEN_SUFFIXES
     return is_left_out and not path.exists()
 
 
 def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
-    """The files beside the sources that decide what their text becomes: tokenizer and chat template."""
+    """Return the files next to the sources that affect tokenisation: tokenizer and chat template."""
     found = []
     if data.kind in ("text", "huggingface", "sft") and data.tokenizer != "bytes":
         path = existing_path("data.tokenizer", data.tokenizer)

@@ -1,8 +1,9 @@
-"""Samples tokenised while they are asked for: bounded memory, no cache, resumed from a small state.
+"""Streaming sampler: tokenise documents on the fly, with bounded memory, no cache and a small resumable state.
 
-The stream is cut into blocks of up to 1,024 samples; a block is packed and shuffled as a whole. What sample n is
-follows from n and the data alone. The state of a block says at which document it begins and how many of its tokens
-belong to the block before, so a resumed run reads on from there; without one it reads, and drops, what comes before.
+The stream is divided into blocks of up to 1,024 samples; a block is packed and shuffled as a whole. The content of
+sample n follows from n and the data alone. The state of a block is its first document and the number of tokens of it
+that belong to the previous block, so a resumed run reads on from there; without a state it reads and discards
+everything before.
 """
 
 from collections import deque
@@ -26,10 +27,10 @@ NUM_SAMPLES = 2**62
 
 
 class DocumentSource(Protocol):
-    """Texts that can be read from any of them on."""
+    """Documents that can be read from any of them on."""
 
     def documents(self, state: Any) -> Iterator[tuple[str, Any]]:
-        """The texts from a state on (None: from the first), each with the state that leads to it."""
+        """Yield the documents from a state on (None: from the first), each with the state to restart at it."""
         ...
 
 
@@ -47,14 +48,14 @@ class StreamingSampler(Sampler):
     def __init__(
         self, texts: DocumentSource, tokenizer: Tokenizer, *, seq_len: int, order_key: int | None, document_end: int
     ) -> None:
-        """Read from the start.
+        """Start at the first document.
 
         Args:
             texts: the documents.
-            tokenizer: makes the ids; its separator follows each document.
+            tokenizer: converts text to ids; its separator follows each document.
             seq_len: S.
             order_key: key of the shuffled order within blocks; None keeps the order of the data.
-            document_end: id that ends a document, to mark them by; -1: do not.
+            document_end: id that ends a document, to number documents by; -1: no document ids.
         """
         self.seq_len = seq_len
         self.block_samples = max(1, min(MAX_BLOCK_SAMPLES, _MAX_BLOCK_TOKENS // seq_len))
@@ -65,16 +66,16 @@ class StreamingSampler(Sampler):
         self._restart()
 
     def __len__(self) -> int:
-        """More samples than any run takes: what an epoch is, only its end shows."""
+        """Return more samples than any run takes: the length of an epoch is unknown in advance."""
         return NUM_SAMPLES
 
     @property
     def has_annotations(self) -> bool:
-        """Whether documents are marked."""
+        """True if samples have document ids."""
         return self._document_end >= 0
 
     def annotated_sample(self, index: int) -> Sample:
-        """The sample that a run takes as its number `index`; reads on to its block.
+        """Return sample `index` of the run; reads on to its block.
 
         Raises:
             ConfigError: the data cannot be read, or holds no text.
@@ -94,23 +95,25 @@ class StreamingSampler(Sampler):
         return annotate_documents(tokens, self._document_end) if self.has_annotations else Sample(tokens)
 
     def state(self, index: int) -> Any:
-        """Where the block of sample `index` begins, or an earlier block if that one has not been read yet."""
+        """Return the start of the block of sample `index`, or of an earlier block if that one has not been read yet."""
         if self._tokens is None or index // self.block_samples < self._block:
             return None
         return self._state
 
     def restore(self, state: Any) -> None:
-        """Go on from a state that `state` gave, in this process or an earlier one."""
+        """Continue from a state returned by `state`, in this process or an earlier one."""
         if state is None:
             return
         self._restart()
         self._block, self._epoch, texts, self._num_used = state
-        # The first block read is the one of the state.
+        # _read_block increments the block number.
         self._block -= 1
         self._document_iterator = self._texts.documents(texts)
 
     def _restart(self) -> None:
-        self._block, self._epoch, self._num_used = -1, 0, 0
+        self._block = -1
+        self._epoch = 0
+        self._num_used = 0
         self._tokens: NDArray[np.int32] | None = None
         self._queue: deque[_TokenizedDocument] = deque()
         self._document_iterator = self._texts.documents(None)
@@ -128,13 +131,15 @@ class StreamingSampler(Sampler):
             tokens[filled : filled + len(part)] = part
             document.used += len(part)
             filled += len(part)
-        # Neighbouring samples share a token, so the last one opens the next block.
+        # Consecutive samples share a token, so the last token is also the first one of the next block.
         document = self._current_document()
         tokens[size] = document.ids[document.used]
-        self._block, self._tokens, self._state = self._block + 1, tokens, state
+        self._block = self._block + 1
+        self._tokens = tokens
+        self._state = state
 
     def _current_document(self) -> _TokenizedDocument:
-        """The document that the next token is of."""
+        """Return the document of the next token."""
         while self._queue and self._queue[0].used == len(self._queue[0].ids):
             self._queue.popleft()
         num_empty = 0
@@ -145,7 +150,7 @@ class StreamingSampler(Sampler):
         return self._queue[0]
 
     def _refill(self) -> bool:
-        """Tokenise some documents more; at the end of the data begin anew. Returns whether there were any."""
+        """Tokenise more documents; at the end of the data, start the next epoch. Returns whether there were any."""
         texts: list[str] = []
         states = []
         size = 0

@@ -1,4 +1,4 @@
-"""Made-up text with something to learn, for any vocabulary and any length of run."""
+"""Synthetic training data that a model can learn, for any vocabulary and any length of run."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +11,15 @@ _NUM_STRIDES = 4
 
 
 class SyntheticSamples:
-    """Samples that count upwards by a stride, with random jumps; nothing is stored.
+    """Samples that count upwards by a stride, with random jumps; computed on demand.
 
-    The seed chooses four strides of the language; each sample uses one of them: token t+1 is (token t + stride) mod V,
-    or, with probability 0.1, any token. A model first learns the four successors of each token, and then, with
-    attention, which of them the sample at hand uses.
+    The seed chooses four strides; each sample uses one of them: token t+1 is (token t + stride) mod V, or, with
+    probability 0.1, any token. A model first learns the four successors of each token, and then, with attention, which
+    stride the current sample uses.
     """
 
     def __init__(self, *, seed: int, vocab_size: int, seq_len: int) -> None:
-        """Choose the language of a seed.
+        """Choose the strides of a seed.
 
         Args:
             seed: run.seed.
@@ -33,11 +33,11 @@ class SyntheticSamples:
         self._strides = strides.astype(np.int64) + 1
 
     def __len__(self) -> int:
-        """More samples than any run takes."""
+        """Return more samples than any run takes."""
         return NUM_SAMPLES
 
     def sample(self, number: int) -> NDArray[np.int64]:
-        """Tokens of one sample, int64 [seq_len + 1]."""
+        """Return the tokens of one sample, int64 [seq_len + 1]."""
         if not 0 <= number < NUM_SAMPLES:
             raise IndexError(f"sample {number} is outside [0, {NUM_SAMPLES})")
         length = self.seq_len + 1

@@ -1,4 +1,4 @@
-"""The process that renders a chat template: started when it is first needed, and again where it was ended."""
+"""Subprocess that renders chat templates: started on first use, and restarted if it was killed."""
 
 import json
 import signal
@@ -14,48 +14,50 @@ from moefold.bounded_read import batch_by_size
 from moefold.errors import ConfigError
 
 BATCH_CHARACTERS = 1 << 20
-"""Of conversations that are sent at once: so much is on its way, and the cost of a message is shared."""
+"""Size of conversations sent at once: bounds the data in flight and amortises the cost of a message."""
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """What a template may use."""
+    """Resource limits of a template."""
 
     cpu_s: float = 30.0
-    """Processor time for one conversation, and to compile it. Templates take milliseconds; a conversation of 1,000
-    turns is written 2,001 times, which takes some seconds."""
+    """CPU time to compile the template, and for one conversation.
+
+    Templates take milliseconds; a conversation of 1,000 turns is rendered 2,001 times, which takes some seconds.
+    """
     memory_bytes: int = 1 << 30
     """Address space of the process, of which the interpreter takes 30 MB."""
     most_characters: int = 1 << 26
-    """Of what it makes of a conversation; the longest line that is read has as many bytes."""
+    """Length of a rendered conversation; equals the maximum bytes of an input line."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateProgram:
-    """What the process is told of a template."""
+    """A template and its settings, as sent to the process."""
 
     source: str
     special_tokens: dict[str, str]
     marks: tuple[str, str]
     has_marks: bool
     date: str
-    """What `strftime_now` writes, in ISO form."""
+    """Output of `strftime_now`, in ISO form."""
 
 
 class TemplateProcess:
-    """Asks a process of its own to render conversations. The process ends with this object."""
+    """Client of a template subprocess. The process ends with this object."""
 
     def __init__(self, program: TemplateProgram, limits: TemplateLimits, location: str) -> None:
         """Start the process and compile the template in it.
 
         Args:
             program: the template.
-            limits: what it may use.
-            location: where it comes from, for messages.
+            limits: resource limits.
+            location: origin of the template, for messages.
 
         Raises:
-            ConfigError: it is no Jinja template.
+            ConfigError: it is not a Jinja template.
         """
         self._start_line = json.dumps(asdict(program) | asdict(limits)).encode() + b"\n"
         self._limits = limits
@@ -63,15 +65,15 @@ class TemplateProcess:
         self._process = self._start_process()
 
     def process_requests(self, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the answer to each request in order; `refused` says why there is none."""
+        """Yield the answer to each request in order; a failed one has the reason as `refused`."""
         lines = (json.dumps(request).encode() + b"\n" for request in requests)
         for batch in batch_by_size(lines, len, BATCH_CHARACTERS):
             yield from self._batch(batch)
 
     def _batch(self, lines: list[bytes]) -> list[dict[str, Any]]:
-        """Answer one batch; a conversation that ends the process is refused, and those after it are asked again.
+        """Answer one batch; a conversation that kills the process is refused, and the remaining ones are sent again.
 
-        All answers are read, whatever becomes of them: the next request must not find one of these.
+        All answers are read even after a failure, so that no stale answer is left for the next request.
         """
         answers: list[dict[str, Any]] = []
         while left := lines[len(answers) :]:
@@ -85,7 +87,7 @@ class TemplateProcess:
         return answers
 
     def _start_process(self) -> "subprocess.Popen[bytes]":
-        # The folder of the program is not searched for modules: names there are those of this package.
+        # -P: the script's folder is not on sys.path, since its modules would shadow others.
         process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER)],
             stdin=subprocess.PIPE,
@@ -98,7 +100,7 @@ class TemplateProcess:
         found = self._read()
         reason = self._end_reason() if found is None else found.get("refused")
         if reason is not None:
-            raise ConfigError(f"the chat template of {self._location} is not a Jinja template ({reason}); mend it")
+            raise ConfigError(f"the chat template of {self._location} is not a Jinja template ({reason}); fix it")
         return process
 
     def _send(self, data: bytes) -> None:
@@ -107,11 +109,11 @@ class TemplateProcess:
             self._process.stdin.write(data)
             self._process.stdin.flush()
         except BrokenPipeError:
-            # It was ended while it read; the answer that is missing tells.
+            # The process was killed while reading; _read detects the missing answer.
             return
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the next answer; None if the process was ended, or answers with too much."""
+        """Return the next answer; None if the process was killed, or the answer is too long."""
         assert self._process.stdout is not None
         # A character takes at most 6 bytes of JSON, as \\u001f does.
         limit = 6 * self._limits.most_characters + (1 << 20)
@@ -125,7 +127,7 @@ class TemplateProcess:
         self._process.kill()
         status = self._process.wait()
         if status == -signal.SIGPROF:
-            return f"it takes more than {self._limits.cpu_s:g} s of processor time"
+            return f"it takes more than {self._limits.cpu_s:g} s of CPU time"
         return f"the process that renders it has ended ({status}); it may use {self._limits.memory_bytes:,} bytes"
 
 

@@ -1,12 +1,12 @@
-"""Program of the process that renders chat templates; nothing but Jinja and the standard library is loaded.
+"""Program of the subprocess that renders chat templates; imports only Jinja and the standard library.
 
-A template comes with a tokenizer, from anybody. It runs in Jinja's sandbox for untrusted templates, which keeps it from
-files and from Python's objects, but not from loops and texts without end: so it has a process of its own, with limits
-on memory and on the processor time of each conversation, after which the system ends it.
+A template comes with a tokenizer and is untrusted. Jinja's sandbox keeps it from files and Python objects, but not from
+endless loops and texts: so it runs in a separate process, with limits on memory and on the CPU time of each
+conversation.
 
-Standard input: a line of JSON with the template and the limits, then batches: a line with a number, and so many lines,
-each a conversation. Standard output: a line of JSON for the template and for each conversation. A batch is read whole
-before it is answered, so that neither side waits for the other.
+Standard input: a line of JSON with the template and the limits, then batches: a line with the batch size, then one line
+per conversation. Standard output: a line of JSON for the template and for each conversation. A batch is read completely
+before it is answered, to avoid a deadlock of full pipes.
 """
 
 import contextlib
@@ -28,13 +28,14 @@ Render = Callable[[Mapping[str, Any]], str]
 
 
 class TemplateRenderError(Exception):
-    """Why a template does not write a conversation."""
+    """A template cannot render a conversation; the message is the reason."""
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    requests = sys.stdin.buffer
+    answers = sys.stdout.buffer
 
     def answer(words: Answer) -> None:
         answers.write(json.dumps(words, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
@@ -52,13 +53,13 @@ def main() -> None:
     while count := requests.readline():
         batch = [requests.readline() for _ in range(int(count))]
         for line in batch:
-            # The system ends the process when the time is over.
+            # The timer's SIGPROF kills the process when the time is over.
             signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])
             answer(_render_request(json.loads(line), render, start))
 
 
 def _set_limits(memory_bytes: int) -> None:
-    """Limit memory and forbid files; macOS takes no limit of memory."""
+    """Limit memory and forbid writing files; macOS does not support the memory limit."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     with contextlib.suppress(ValueError, OSError):
@@ -85,7 +86,8 @@ def _render_request(request: Mapping[str, Any], render: Render, settings: Mappin
         if settings["has_marks"]:
             text, spans = _split_at_marks(write(messages, prompts=False), *settings["marks"])
             return {"text": text, "spans": spans}
-        text, spans = write(messages, prompts=False), []
+        text = write(messages, prompts=False)
+        spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -100,7 +102,7 @@ def _render_request(request: Mapping[str, Any], render: Render, settings: Mappin
 
 
 def _split_at_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return a text without its marks, and the characters that stood between them."""
+    """Return a text without its marks, and the character spans between them."""
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
     length = 0
@@ -115,7 +117,7 @@ def _split_at_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[
 
 def _compile(source: str, marks: Sequence[str], date: datetime) -> Render:
     class Generation(Extension):
-        """`{% generation %} ... {% endgeneration %}` around what the assistant writes."""
+        """`{% generation %} ... {% endgeneration %}` around the assistant's output."""
 
         tags = {"generation"}
 
@@ -147,11 +149,11 @@ def _compile(source: str, marks: Sequence[str], date: datetime) -> Render:
     def render(values: Mapping[str, Any]) -> str:
         try:
             return template.render(**values)
-        # A template of a stranger may fail in any way that an expression can.
+        # An untrusted template may fail in any way that an expression can.
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             reason = str(error)
         except (RecursionError, MemoryError) as error:
-            reason = "it never ends" if isinstance(error, RecursionError) else "it needs more memory than it may have"
+            reason = "it recurses without end" if isinstance(error, RecursionError) else "it exceeds its memory limit"
         raise TemplateRenderError(reason)
 
     return render

@@ -1,4 +1,4 @@
-"""Text in a fixed order: the text of this Python installation, or the files that a recipe names."""
+"""Text corpora in a fixed order: the files that a recipe names, or the text of this Python installation."""
 
 import codecs
 import importlib.util
@@ -17,7 +17,7 @@ from moefold.errors import ConfigError
 CHUNK_BYTES = 2**20
 _SNIFFED_BYTES = 8192
 _UTF16_AND_32_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
-# Tests hold odd bytes and copies, encodings are tables of numbers, site-packages differ from machine to machine.
+# Tests have odd bytes and duplicates, encodings are tables of numbers, site-packages differ between machines.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 )
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """One file as it was when the run looked at it."""
+    """A text file with its size and time when it was listed."""
 
     path: Path
     size_bytes: int
@@ -38,59 +38,59 @@ class TextFile:
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A part of a document, at most about 1 MiB long, so that a document of any size passes through little memory."""
+    """A part of a document, at most about 1 MiB long, to bound the memory for documents of any size."""
 
     text: str
     ends_document: bool
     size_bytes: int
-    """Bytes of source text that the piece stands for: the progress that reading it makes."""
+    """Bytes of source text that the chunk stands for, for progress."""
 
 
 class TextSource(Protocol):
-    """Documents in a fixed order, read when asked for."""
+    """Documents in a fixed order, read on demand."""
 
     @property
     def kind(self) -> str:
-        """What makes the same identity mean other text."""
+        """Kind of data; the same identity means other text under another kind."""
         ...
 
     @property
     def size_bytes(self) -> int | None:
-        """Bytes to read in all; None where nobody knows."""
+        """Total bytes to read; None if unknown."""
         ...
 
     @property
     def identity(self) -> list[list[str | int]]:
-        """What must stay the same for a tokenised copy to stay valid."""
+        """Cache key: values that must stay the same for a tokenised copy to stay valid."""
         ...
 
     def chunks(self) -> Iterator[TextChunk]:
-        """All documents, cut into pieces."""
+        """Yield all documents in chunks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents in a fixed order, read when asked for."""
+    """Documents in files, in a fixed order, read on demand."""
 
     kind: str
     files: tuple[TextFile, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files, files that turn out not to be text included."""
+        """Bytes of all files, including files that turn out not to be text."""
         return sum(file.size_bytes for file in self.files)
 
     @property
     def identity(self) -> list[list[str | int]]:
-        """What must stay the same for a tokenised copy to stay valid: paths, sizes and times, in order."""
+        """Cache key: paths, sizes and times of the files, in order."""
         return [[str(file.path), file.size_bytes, file.mtime_ns] for file in self.files]
 
     def chunks(self) -> Iterator[TextChunk]:
-        """All documents, cut into pieces.
+        """Yield all documents in chunks.
 
         Raises:
-            ConfigError: a file is not readable or not UTF-8 text; it is named.
+            ConfigError: a file is not readable or not UTF-8 text; the message has its path.
         """
         for file in self.files:
             try:
@@ -100,10 +100,10 @@ class Corpus:
 
 
 def text_corpus(path: str | tuple[str, ...], skipped: Set[Path] = frozenset()) -> Corpus:
-    """The text files that data.path names, folders recursively, but those that are skipped; each file is a document.
+    """Return the text files that data.path names, folders recursively, except skipped ones; each file is a document.
 
     Raises:
-        ConfigError: a path is missing or named twice, or there is no file with anything in it.
+        ConfigError: a path is missing or named twice, or there is no file with text.
     """
     paths = data_paths(path, "text")
     files = tuple(_stat_text_file(file, is_named=file in paths) for root in paths for file in files_below(root))
@@ -113,7 +113,7 @@ def text_corpus(path: str | tuple[str, ...], skipped: Set[Path] = frozenset()) -
 
 
 def check_decodable(file: TextFile) -> None:
-    """Decode a file of text from start to end.
+    """Decode a text file from start to end.
 
     Raises:
         ConfigError: it is not readable or not UTF-8 text.
@@ -132,10 +132,10 @@ def check_not_empty(paths: tuple[Path, ...], *, num_files: int, size_bytes: int)
 
 
 def python_docs_corpus() -> Corpus:
-    """The language reference (pydoc_data.topics, one document a topic), then the standard library's sources by path.
+    """Return the language reference (pydoc_data.topics, one document per topic) and the standard library's sources.
 
     Raises:
-        ConfigError: this Python installation carries neither.
+        ConfigError: this Python installation has neither.
     """
     files = tuple(_stat_text_file(file, is_named=True) for file in _python_docs_files())
     if not files:
@@ -147,7 +147,10 @@ def python_docs_corpus() -> Corpus:
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file looks like text: no zero byte near its start, or a mark of UTF-16 or 32 (refused when read)."""
+    """Return whether a file looks like text: no zero byte near its start, or a UTF-16/32 byte-order mark.
+
+    Files with such a mark are refused when they are read.
+    """
     with _open(path) as file:
         start = file.read(_SNIFFED_BYTES)
     return start.startswith(_UTF16_AND_32_MARKS) or b"\0" not in start
@@ -162,7 +165,7 @@ def _python_docs_files() -> Iterator[Path]:
     if not library.is_dir():
         return
     for file in files_below(library, skipped_folders=_SKIPPED_FOLDERS):
-        # _sysconfigdata is a dump of how this interpreter was built.
+        # _sysconfigdata depends on how this interpreter was built.
         if file.suffix == ".py" and not file.name.startswith("_sysconfigdata"):
             yield file
 
@@ -220,7 +223,8 @@ def _text_chunks(file: TextFile) -> Iterator[TextChunk]:
 
 def _decoded_chunks(opened: BinaryIO, file: TextFile, encoding: str) -> Iterator[TextChunk]:
     decoder = codecs.getincrementaldecoder(encoding)()
-    text, read_bytes = "", 0
+    text = ""
+    read_bytes = 0
     block = opened.read(CHUNK_BYTES)
     while block:
         following = opened.read(CHUNK_BYTES)
@@ -236,16 +240,17 @@ def _decoded_chunks(opened: BinaryIO, file: TextFile, encoding: str) -> Iterator
         if not read_bytes:
             text = text.removeprefix("\ufeff")
         read_bytes += len(block)
-        cut = _split_position(text) if following else len(text)
-        if cut:
-            yield TextChunk(text[:cut], ends_document=not following, size_bytes=len(block))
-        text, block = text[cut:], following
+        end = _split_position(text) if following else len(text)
+        if end:
+            yield TextChunk(text[:end], ends_document=not following, size_bytes=len(block))
+        text = text[end:]
+        block = following
 
 
 def _split_position(text: str) -> int:
-    """End of the last line that is followed by a line that starts with a word.
+    """Return the end of the last line that is followed by a line starting with a word.
 
-    There, byte-level tokenizers split words anyway, so that the pieces together give the tokens of the whole.
+    Byte-level tokenizers split words there, so the chunks encode to the same tokens as the whole text.
     """
     end = len(text) - 1
     while (end := text.rfind("\n", 1, end)) > 0:

@@ -1,9 +1,7 @@
-"""Token ids in files: a run reads only what its samples lie on.
+"""Token files (.bin, .npy) read as one stream, and the list of token files recorded when a run begins.
 
-The token files of a run as they were when it began, so that its samples keep their numbers when a file breaks.
-
-Which sample has which number follows from the files and their lengths. A checkpoint holds both, and from then on a file
-that is lost leaves a gap: samples with a token of it are left out, all others stay what they were.
+The numbers of the samples follow from the files and their lengths. A checkpoint stores both: if a file breaks later,
+the samples with a token of it are skipped, and all others keep their numbers.
 """
 
 import os
@@ -29,8 +27,8 @@ from moefold.errors import ConfigError, format_list
 
 SUFFIXES = (".bin", ".npy")
 TOKENIZE_INFO_FILE = "tokenize.json"
-"""What `moefold tokenize` says of a folder of tokens."""
-# Data sets of thousands of shards exist.
+"""File with which `moefold tokenize` describes an output folder."""
+# Bounded, since data sets have up to thousands of shards.
 _MAX_OPEN_FILES = 64
 _MAX_PROBED_TOKENS = 2**24
 _PROBE_TOKENS = 2**14
@@ -38,25 +36,25 @@ _PROBE_TOKENS = 2**14
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """One file of ids: its place and how many it holds."""
+    """A file of token ids: path and number of tokens."""
 
     path: Path
     num_tokens: int
     bin_dtype: np.dtype[np.generic] | None
-    """Type of the ids of a bare .bin; None for .npy, which says so itself."""
+    """Dtype of the ids of a raw .bin; None for .npy, whose header has it."""
     name: str = ""
-    """Its name in the recipe; empty stands for the path."""
+    """Name in the recipe; empty: the path is used."""
 
     @property
     def display_name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return self.name or str(self.path)
 
     def open(self) -> ShardReader:
         """Open the file to read ids from it.
 
         Raises:
-            BrokenShardError: it is not there, or not what it was.
+            BrokenShardError: the file is missing or has changed.
         """
         if self.bin_dtype is not None:
             return ShardReader(self.token_array_spec(0, self.bin_dtype))
@@ -71,26 +69,26 @@ class TokenFile:
         return ShardReader(self.token_array_spec(array.offset, array.dtype))
 
     def token_array_spec(self, offset_bytes: int, dtype: np.dtype[np.generic]) -> TokenArraySpec:
-        """Where the ids lie, and of what type they are."""
+        """Return location, dtype and count of the ids."""
         return TokenArraySpec(self.path, self.display_name, offset_bytes, dtype, self.num_tokens, self.name)
 
 
 class TokenFileStream:
-    """Several files of ids read as one row; every id read is checked against the vocabulary.
+    """Several files of ids read as one stream; every id read is checked against the vocabulary.
 
-    A file can be given up: its ids keep their places in the row, and nobody may ask for them.
+    A file can be dropped: its ids keep their positions in the stream, but must not be read.
     """
 
     def __init__(
         self, files: tuple[TokenFile, ...], *, vocab_size: int, dropped: Iterable[str] = (), is_indexed: bool = False
     ) -> None:
-        """Join files in their order.
+        """Concatenate files in their order.
 
         Args:
             files: files of at least one token each.
             vocab_size: rows of the model's embedding; ids must be below.
-            dropped: as of `drop_files`.
-            is_indexed: the run reads the index of documents beside each; what else lies there is not looked at.
+            dropped: names of files that are dropped from the start.
+            is_indexed: the run uses the document index next to each file; otherwise such an index is ignored.
         """
         self._files = files
         self._ends = tuple(accumulate(file.num_tokens for file in files))
@@ -102,29 +100,29 @@ class TokenFileStream:
         self.drop_files(dropped)
 
     def __len__(self) -> int:
-        """Tokens of all files."""
+        """Return the number of tokens in all files."""
         return self._ends[-1]
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Give up files; names are those of the files, others are passed over."""
+        """Drop files by name; names of other files are ignored."""
         wanted = frozenset(names)
         self._dropped |= {which for which, file in enumerate(self._files) if file.name in wanted}
 
     @property
     def dropped_tokens(self) -> list[range]:
-        """The places in the row of the files that were given up, ascending."""
+        """Token ranges of the dropped files in the stream, ascending."""
         return [range(self._ends[i] - self._files[i].num_tokens, self._ends[i]) for i in sorted(self._dropped)]
 
     def is_dropped(self, start: int, stop: int) -> bool:
-        """Whether any of the tokens start .. stop-1 is of a file that was given up."""
+        """Return whether any of the tokens start .. stop-1 belongs to a dropped file."""
         return bool(self._dropped) and any(which in self._dropped for which, _, _ in self._file_segments(start, stop))
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens start .. stop-1, int64 [stop - start], across the borders of files.
+        """Return tokens start .. stop-1, int64 [stop - start], across file boundaries.
 
         Raises:
-            StrangeIdError: an id is negative or not below the vocabulary; its file and place are named.
-            BrokenShardError: a file is not what it was.
+            OutOfVocabError: an id is negative or not below the vocabulary; the message has its file and position.
+            BrokenShardError: a file has changed.
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} .. {stop - 1} are outside [0, {len(self)})")
@@ -136,26 +134,26 @@ class TokenFileStream:
         return tokens
 
     def describe_location(self, token: int) -> str:
-        """File, place in it and, where documents are indexed, the number of the document of a token, for a message.
+        """Return file and position of a token and, if documents are indexed, its document number, for a message.
 
-        It never raises: a message of another fault is what it is for.
+        Never raises, since it is used in messages of other errors.
         """
         which, offset, _ = next(self._file_segments(token, token + 1))
         file = self._files[which]
-        words = f"{file.path}, token {offset}"
+        location = f"{file.path}, token {offset}"
         if which in self._dropped or not self._is_indexed:
-            return words
+            return location
         try:
-            return f"{words}, document {self._document_ends(which).document_of(offset)}"
+            return f"{location}, document {self._document_ends(which).document_of(offset)}"
         except (ConfigError, BrokenShardError):
-            return words
+            return location
 
     def document_starts(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Which of the tokens start .. stop-1 is the first of a document, [stop - start].
+        """Return a mask of the tokens start .. stop-1 that begin a document, [stop - start].
 
         Raises:
-            ConfigError: a file has no index of its documents beside it.
-            BrokenShardError: it had one, and that is not what it was.
+            ConfigError: a file has no document index next to it.
+            BrokenShardError: the index has changed since the run began.
         """
         begins = np.zeros(stop - start, dtype=np.bool_)
         done = 0
@@ -168,10 +166,10 @@ class TokenFileStream:
         return begins
 
     def find_bad_files(self) -> dict[str, BrokenShardError | OutOfVocabError]:
-        """Read up to 16 Mi tokens, spread evenly, so that most strange ids are found before a run starts.
+        """Read up to 16 Mi tokens, spread evenly, to find most out-of-vocabulary ids before a run starts.
 
         Returns:
-            What is wrong with files that are, by their names; each is read no further then.
+            The errors by file name; a bad file is not read any further.
         """
         found: dict[str, BrokenShardError | OutOfVocabError] = {}
         num_probes = min(_MAX_PROBED_TOKENS // _PROBE_TOKENS, -(-len(self) // _PROBE_TOKENS))
@@ -188,27 +186,28 @@ class TokenFileStream:
         return found
 
     def probe(self) -> None:
-        """Refuse what `find_bad_files` finds.
+        """Raise the first error that `find_bad_files` finds.
 
         Raises:
-            StrangeIdError: an id is negative or not below the vocabulary.
+            OutOfVocabError: an id is negative or not below the vocabulary.
             BrokenShardError: a file cannot be read.
         """
         for fault in self.find_bad_files().values():
             raise fault
 
     def _file_segments(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The parts of files that tokens start .. stop-1 lie in: which file, place in it and length."""
+        """Yield the file segments that contain tokens start .. stop-1: file index, offset in it and length."""
         which = bisect_right(self._ends, start)
         while start < stop:
             offset = start - (self._ends[which] - self._files[which].num_tokens)
             length = min(stop, self._ends[which]) - start
             yield which, offset, length
-            which, start = which + 1, start + length
+            which = which + 1
+            start = start + length
 
     def _read_segment(self, which: int, offset: int, length: int) -> NDArray[np.integer]:
         file = self._files[which]
-        assert which not in self._dropped, f"{file.display_name} was given up, and is read"
+        assert which not in self._dropped, f"{file.display_name} was dropped, but is read"
         part = self._open(which).read(offset, offset + length)
         strange = (part < 0) | (part >= self._vocab_size)
         if strange.any():
@@ -227,19 +226,17 @@ class TokenFileStream:
         except ConfigError as error:
             if not file.name:
                 raise
-            # The index was sound when the run looked at its files.
+            # The index was valid when the run began.
             raise file.token_array_spec(0, np.dtype(np.uint8)).broken_error(str(error)) from error
 
 
 def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[TokenFile, ...]:
-    """The .bin and .npy files that data.path names, folders recursively, but those that are skipped.
+    """Return the .bin and .npy files that data.path names, folders recursively, except the skipped ones.
 
-    Reads headers and sizes only.
-
-    Files without a token are left out where others have some.
+    Reads headers and sizes only. Files without a token are left out if others have some.
 
     Raises:
-        ConfigError: a path is missing, named twice, or not of these two forms; all are empty.
+        ConfigError: a path is missing, named twice, or not of these two formats; or all files are empty.
     """
     names = (data.path,) if isinstance(data.path, str) else data.path
     roots = data_paths(tuple(name for name in names if Path(name).expanduser().absolute() not in skipped), "tokens")
@@ -257,15 +254,15 @@ def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[Tok
 
 
 def document_ends_path(path: Path) -> Path:
-    """Where the index of a token file's documents stands, if it has one: int64 little-endian, no header."""
+    """Return the path of a token file's document index (which may not exist): int64 little-endian, no header."""
     return path.with_suffix(ENDS_SUFFIX)
 
 
 def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentEnds:
-    """The index beside a token file of so many tokens, read through once.
+    """Open and validate the document index next to a token file of `num_tokens` tokens.
 
     Raises:
-        ConfigError: there is none, it is broken, or it is of another file than one of so many tokens.
+        ConfigError: there is none, it is broken, or it is of a file with another number of tokens.
         BrokenShardError: it cannot be read to its end.
     """
     index = document_ends_path(path)
@@ -273,26 +270,26 @@ def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentE
         return DocumentEnds(index, num_tokens, shard=name)
     except OSError as error:
         raise ConfigError(
-            f"data.document_index=true needs an index of documents beside {path}, and {index.name} is none ({error}); "
-            "tokenise with `moefold tokenize`, or set data.document_end to the token that ends documents"
+            f"data.document_index=true needs an index of documents next to {path}, and {index.name} cannot be read "
+            f"({error}); tokenise with `moefold tokenize`, or set data.document_end to the token that ends documents"
         ) from error
     except ValueError as error:
         raise ConfigError(
             f"{index} is no index of the {num_tokens} tokens of {path.name}, at which it has to end, ascending "
-            f"({error}); tokenise anew"
+            f"({error}); tokenise again"
         ) from error
 
 
 def read_npy_header(path: Path) -> TokenFile:
-    """Look at an .npy file of ids; reads its header only.
+    """Read the header of an .npy file of ids.
 
     Raises:
-        ConfigError: it is not a complete one-dimensional .npy array of integers.
+        ConfigError: the file is not a complete one-dimensional .npy array of integers.
     """
     try:
         array = map_npy(path)
     except ValueError as error:
-        raise ConfigError(f"{path} is not a complete .npy array ({error}); write it anew with numpy.save") from error
+        raise ConfigError(f"{path} is not a complete .npy array ({error}); write it again with numpy.save") from error
     if array.dtype.kind not in "iu":
         raise ConfigError(f"{path} holds {array.dtype}, but token ids are integers; save it as uint16 or uint32")
     if array.ndim != 1:
@@ -303,25 +300,25 @@ def read_npy_header(path: Path) -> TokenFile:
 def check_finished(folder: Path) -> None:
     """Raise ConfigError if `moefold tokenize` has not finished the folder."""
     try:
-        note = read_json(folder / TOKENIZE_INFO_FILE, MAX_DESCRIPTION_BYTES)
+        info = read_json(folder / TOKENIZE_INFO_FILE, MAX_DESCRIPTION_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder / TOKENIZE_INFO_FILE} is broken ({error}); tokenise anew into another folder"
+            f"{folder / TOKENIZE_INFO_FILE} is broken ({error}); tokenise again into another folder"
         ) from error
-    if not isinstance(note, dict):
+    if not isinstance(info, dict):
         raise ConfigError(
-            f"{folder / TOKENIZE_INFO_FILE} is broken (it holds no object); tokenise anew into another folder"
+            f"{folder / TOKENIZE_INFO_FILE} is broken (it holds no object); tokenise again into another folder"
         )
-    if note.get("is_complete") is not True:
+    if info.get("is_complete") is not True:
         raise ConfigError(
-            f"data.path={folder} is not finished; give the same `moefold tokenize` command again, which goes on"
+            f"data.path={folder} is not finished; run the same `moefold tokenize` command again, which resumes"
         )
 
 
 def read_header(path: Path, token_dtype: str) -> TokenFile:
-    """Look at a file of ids; reads its header and its size only.
+    """Read the header and size of a token file.
 
     Raises:
         ConfigError: it is neither a .bin of whole ids nor a complete .npy.
@@ -339,37 +336,37 @@ def read_header(path: Path, token_dtype: str) -> TokenFile:
     if size_bytes % dtype.itemsize:
         raise ConfigError(
             f"{path} has {size_bytes} bytes, which is no multiple of the {dtype.itemsize} bytes of "
-            f"data.token_dtype={token_dtype}; set the type it was written with, or copy the file anew"
+            f"data.token_dtype={token_dtype}; set the type it was written with, or copy the file again"
         )
     return TokenFile(path, size_bytes // dtype.itemsize, dtype)
 
 
 @dataclass(frozen=True)
 class TokenFileSet:
-    """Token files by their names in the recipe, in the order of the data."""
+    """Token files by their names in the recipe, in the order of the data, as recorded when a run began."""
 
     num_tokens: Mapping[str, int] = field(default_factory=dict)
-    """How many tokens each holds, at least one."""
+    """Number of tokens in each file, at least one."""
     dropped: Mapping[str, str] = field(default_factory=dict)
-    """Those that are left out, each with the reason."""
+    """Files that are left out, each with the reason."""
 
     def without(self, dropped: Mapping[str, str]) -> Self:
-        """The same files, of which more are left out; a reason that was given stays."""
+        """Return the same files with more of them dropped; a reason that was given before stays."""
         return replace(self, dropped={**dropped, **self.dropped})
 
     def files(self, data: DataConfig) -> tuple[TokenFile, ...]:
-        """The files that data.path stands for, those included that are left out.
+        """Return the files that data.path names, including the dropped ones.
 
         Raises:
             ConfigError: there is none, or a path is named twice.
         """
         names = (data.path,) if isinstance(data.path, str) else data.path
         roots = [Path(name) for name in names]
-        mine = [name for name in self.num_tokens if any(is_below(Path(name), root) for root in roots)]
+        selected = [name for name in self.num_tokens if any(is_below(Path(name), root) for root in roots)]
         dtype = np.dtype(data.token_dtype).newbyteorder("<")
         files = tuple(
             TokenFile(path, self.num_tokens[name], dtype if path.suffix == ".bin" else None, name)
-            for name, path in ((name, Path(name).expanduser().absolute()) for name in mine)
+            for name, path in ((name, Path(name).expanduser().absolute()) for name in selected)
         )
         if not files:
             raise ConfigError(
@@ -379,7 +376,7 @@ class TokenFileSet:
 
 
 def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str] = frozenset()) -> TokenFileSet:
-    """The token files of a run that begins; under data.corrupt="skip" those with strange ids are left out.
+    """Return the token files of a new run; under data.corrupt="skip", files with out-of-vocabulary ids are dropped.
 
     Args:
         data: the recipe's section, of kind "tokens".
@@ -387,7 +384,7 @@ def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str]
         skipped: names of files that cannot be read.
 
     Raises:
-        ConfigError: a file is not one of ids, all are empty, or none is sound.
+        ConfigError: a file is not a token file, all are empty, or none is valid.
     """
     for name in (data.path,) if isinstance(data.path, str) else data.path:
         check_finished(Path(name).expanduser())
@@ -397,22 +394,22 @@ def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str]
         return shards
     faults = TokenFileStream(files, vocab_size=vocab_size).find_bad_files()
     if len(faults) == len(files):
-        # Where all hold strange ids, it is the vocabulary that is wrong.
-        words = [str(fault) if isinstance(fault, OutOfVocabError) else fault.cause for fault in faults.values()]
-        raise ConfigError(f"data.path holds no sound file: {format_list(words)}; copy them anew")
+        # If all files have out-of-vocabulary ids, the vocabulary size is probably wrong.
+        reasons = [str(fault) if isinstance(fault, OutOfVocabError) else fault.cause for fault in faults.values()]
+        raise ConfigError(f"data.path holds no valid file: {format_list(reasons)}; copy them again")
     return shards.without({name: fault.cause for name, fault in faults.items()})
 
 
 def check_same_files(token_file_set: TokenFileSet, data: DataConfig, *, skipped: Set[str]) -> None:
-    """Refuse token files of a checkpoint that are not those of the recipe, or are of other lengths or order.
+    """Check that the token files of a checkpoint are those of the recipe, with the same lengths and order.
 
     Args:
-        token_file_set: what the checkpoint says; those that are lost cannot be looked at, and are not.
+        token_file_set: the files in the checkpoint; the dropped ones are not checked.
         data: the recipe's section, of kind "tokens".
         skipped: names of files of data.path that the run never had, or that cannot be read now.
 
     Raises:
-        ConfigError: they are; a run would read what nobody named, or number its samples in another way than it did.
+        ConfigError: they differ; the run would read files that the recipe does not name, or renumber its samples.
     """
     theirs = {name: count for name, count in token_file_set.num_tokens.items() if name not in token_file_set.dropped}
     ours = _count_tokens(data, skipped | token_file_set.dropped.keys())
@@ -427,13 +424,13 @@ def check_same_files(token_file_set: TokenFileSet, data: DataConfig, *, skipped:
         wrong = ["they are in another order"]
     if wrong:
         raise ConfigError(
-            f"the checkpoint names other token files than the recipe: {format_list(wrong)}; its description is not of a run "
-            "on this data: resume from another checkpoint, or begin anew with its weights (checkpoint.init_from)"
+            f"the checkpoint names other token files than the recipe: {format_list(wrong)}; its run used other data: "
+            "resume from another checkpoint, or start a new run with its weights (checkpoint.init_from)"
         )
 
 
 def _count_tokens(data: DataConfig, skipped: Set[str]) -> dict[str, int]:
-    """Tokens of the files of data.path that hold any, by name; reads headers."""
+    """Return the number of tokens of each non-empty file of data.path, by name; reads headers."""
     counts = {
         name: read_header(path, data.token_dtype).num_tokens
         for name, path in named_sources(data)

@@ -1,8 +1,7 @@
-"""A whole tokenisation: plan, shards, and a note of what they were made from, so that it can go on after a kill.
+"""Offline tokenisation (`moefold tokenize`): plan shards, write them in parallel, and resume after a kill.
 
-The input of a tokenisation cut into shards: by the input alone, so that the output is, too.
-
-Shards of tokens on disk: whole or not there, each with the index of its documents.
+The input alone determines the shards, so the output does not depend on the number of processes. A shard is complete or
+absent, and has a document index next to it. `TOKENIZE_INFO_FILE` records the input and settings of a folder.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InputSlice:
-    """A part of a file: bytes of JSON lines, row groups of parquet, or the whole of a text or compressed file."""
+    """A part of a file: a byte range of JSON lines, row groups of parquet, or a whole text or compressed file."""
 
     path: Path
     input_format: InputFormat
@@ -57,7 +56,7 @@ class InputSlice:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What becomes one token file."""
+    """The input of one token file."""
 
     number: int
     slices: tuple[InputSlice, ...]
@@ -69,16 +68,15 @@ class Shard:
 
 
 def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tuple[Path, InputFormat], ...]:
-    """The files that are named, folders recursively, each with its form; but nothing of the folder of the output.
+    """Return the named files, folders recursively, each with its format; excludes the output folder.
 
     Args:
         names: files and folders.
-        input_format: one of FORMS, or "auto": by a file's name, and text for names that say nothing.
-        out: where the tokens go.
+        input_format: one of `INPUT_FORMATS`, or "auto": by the file's suffix, text if it is unknown.
+        out: the output folder.
 
     Raises:
-        ConfigError: a name does not exist, comes twice or is part of the output, or there is no file with anything in
-            it.
+        ConfigError: a name does not exist, is given twice or is part of the output, or all files are empty.
     """
     roots = [existing_path("INPUT", name) for name in names]
     own = out.resolve()
@@ -95,7 +93,7 @@ def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tup
 
 
 def plan_shards(files: Sequence[tuple[Path, InputFormat]], shard_bytes: int) -> tuple[Shard, ...]:
-    """Cut files into shards of about so many bytes of input, in order; a document is never cut.
+    """Split files into shards of about `shard_bytes` of input, in order; documents are never split.
 
     Raises:
         ConfigError: a parquet file cannot be read.
@@ -109,26 +107,27 @@ def plan_shards(files: Sequence[tuple[Path, InputFormat]], shard_bytes: int) -> 
             filled += portion.size_bytes
             if filled >= shard_bytes:
                 shards.append(Shard(len(shards), tuple(portions)))
-                portions, filled = [], 0
+                portions = []
+                filled = 0
     if portions:
         shards.append(Shard(len(shards), tuple(portions)))
     return tuple(shards)
 
 
 def read_chunks(input_slice: InputSlice, column: str) -> Iterator[TextChunk]:
-    """The documents of a portion, long texts in pieces; empty ones are left out.
+    """Yield the documents of a slice, long texts in chunks; empty ones are left out.
 
     Raises:
-        ConfigError: something cannot be read, is not text, or has not the column; file and line (row) are named.
+        ConfigError: the input cannot be read, is not text, or lacks the column; the message has file and line (row).
     """
     try:
         yield from _documents(input_slice, column)
     except OSError as error:
         raise ConfigError(
-            f"{input_slice.path} cannot be read ({error.strerror or error}); copy it anew or leave it out"
+            f"{input_slice.path} cannot be read ({error.strerror or error}); copy it again or leave it out"
         ) from error
     except LongLineError as error:
-        raise ConfigError(f"{input_slice.path}: {error}; cut it, or take it out") from None
+        raise ConfigError(f"{input_slice.path}: {error}; split or remove it") from None
 
 
 def _documents(input_slice: InputSlice, column: str) -> Iterator[TextChunk]:
@@ -144,7 +143,7 @@ def _documents(input_slice: InputSlice, column: str) -> Iterator[TextChunk]:
 
 
 def _is_input(path: Path, input_format: str, *, is_named: bool) -> bool:
-    """Whether a file is to be read: one that is found in a folder, not named, and is no text is left out and named."""
+    """Return whether to read a file; binary files found in a folder are skipped with a warning."""
     is_read_as_text = input_format == "text" or (input_format == "auto" and _detect_format(path) == "text")
     if is_named or not is_read_as_text or is_text(path):
         return True
@@ -167,7 +166,7 @@ def _split_file(path: Path, input_format: InputFormat, shard_bytes: int) -> Iter
     elif input_format == "text" or path.suffix == ".gz":
         yield InputSlice(path, input_format, 0, size_bytes, size_bytes)
     else:
-        # A line belongs to the portion that its first byte lies in.
+        # A line belongs to the slice that contains its first byte.
         for start in range(0, size_bytes, shard_bytes):
             stop = min(start + shard_bytes, size_bytes)
             yield InputSlice(path, input_format, start, stop, stop - start)
@@ -176,7 +175,7 @@ def _split_file(path: Path, input_format: InputFormat, shard_bytes: int) -> Iter
 def _jsonl_documents(input_slice: InputSlice, column: str) -> Iterator[tuple[str, int]]:
     if input_slice.path.suffix == ".gz":
         for record in jsonl_records(input_slice.path):
-            # Progress counts the bytes of the compressed file, of which nobody knows which ones a line was.
+            # Progress counts compressed bytes, which cannot be attributed to lines.
             yield column_text(record.fields, column, record.location), 0
         return
     with open_regular(input_slice.path) as file:
@@ -189,7 +188,7 @@ def _jsonl_documents(input_slice: InputSlice, column: str) -> Iterator[tuple[str
             try:
                 text = _line_text(line, input_slice.path, 2 if at else 1, column)
             except ConfigError:
-                # Only now is the number of the line worth reading the file for.
+                # The line number, which requires reading the file, is needed for the message only.
                 _line_text(line, input_slice.path, 1 + _count_lines(input_slice.path, at), column)
                 raise
             yield text, len(line)
@@ -206,7 +205,7 @@ def _line_text(line: bytes, path: Path, number: int, column: str) -> str:
 
 
 def _count_lines(path: Path, stop: int) -> int:
-    """Line ends among the first `stop` bytes."""
+    """Return the number of line ends among the first `stop` bytes."""
     count = 0
     with open_regular(path) as file:
         while stop > 0 and (block := file.read(min(stop, _BLOCK_BYTES))):
@@ -236,7 +235,7 @@ _BATCH_BYTES = 2**22
 
 @dataclass(frozen=True, slots=True)
 class ShardSize:
-    """How much came of a shard."""
+    """Tokens and documents of a shard."""
 
     num_tokens: int
     num_documents: int
@@ -244,24 +243,24 @@ class ShardSize:
 
 @dataclass(frozen=True, slots=True)
 class ShardWriter:
-    """Tokenises shards; cheap to send to another process, which loads the tokenizer itself."""
+    """Tokenises shards; picklable and small, since worker processes load the tokenizer themselves."""
 
     out: Path
     tokenizer_name: str
     column: str
 
     def load_tokenizer(self) -> OffsetTokenizer:
-        """The tokenizer: bytes or a tokenizer.json.
+        """Load the tokenizer: bytes or a tokenizer.json.
 
         Raises:
-            ConfigError: there is no such file, or it is no tokenizer.
+            ConfigError: there is no such file, or it is not a tokenizer.
         """
         if self.tokenizer_name == "bytes":
             return ByteTokenizer()
         return JsonTokenizer(existing_path("--tokenizer", self.tokenizer_name))
 
     def find_finished(self, number: int) -> ShardSize | None:
-        """The size of a shard that is there already; None if it is not."""
+        """Return the size of a finished shard; None if it does not exist."""
         path = shard_path(self.out, number)
         index = document_ends_path(path)
         if not index.is_file() or not is_complete_array(path):
@@ -269,15 +268,14 @@ class ShardWriter:
         return ShardSize(len(np.load(path, mmap_mode="r")), index.stat().st_size // 8)
 
     def write(self, shard: Shard, report: Callable[[int], None]) -> ShardSize:
-        """Tokenise a shard and give it its name, the index first.
+        """Tokenise a shard to temporary files, and rename them, the index first.
 
         Args:
-            shard: what to read.
-            report: told the bytes of input that were read since the last call.
+            shard: the input.
+            report: called with the bytes of input that were read since the last call.
 
         Raises:
-            ConfigError: the input is not what it should be, or the folder cannot be written; nothing of the shard is
-                left then.
+            ConfigError: the input is invalid, or the folder cannot be written; no file of the shard remains.
         """
         tokenizer = self.load_tokenizer()
         path = shard_path(self.out, shard.number)
@@ -292,7 +290,7 @@ class ShardWriter:
             index_draft.replace(document_ends_path(path))
             draft.replace(path)
         except ConnectionError:
-            # It is the one that is reported to who has gone.
+            # The parent process that `report` sends to has ended.
             raise
         except OSError as error:
             raise unwritable_error(self.out, error) from error
@@ -303,12 +301,12 @@ class ShardWriter:
 
 
 def unwritable_error(out: Path, error: OSError) -> ConfigError:
-    """What to say of a folder that the system does not let us write to."""
+    """Return the error for an output folder that cannot be written."""
     return ConfigError(f"--out {out} cannot be written ({error.strerror or error}); choose another folder")
 
 
 def shard_path(out: Path, number: int) -> Path:
-    """The token file of a shard."""
+    """Return the token file of a shard."""
     return out / f"tokens-{number:06d}.npy"
 
 
@@ -342,7 +340,7 @@ def _write_shard(
 
 
 def _chunk_batches(shard: Shard, column: str) -> Iterator[list[TextChunk]]:
-    """Pieces of several megabytes at a time."""
+    """Yield chunks of several megabytes in total at a time."""
     pieces: list[TextChunk] = []
     size = 0
     for portion in shard.slices:
@@ -351,7 +349,8 @@ def _chunk_batches(shard: Shard, column: str) -> Iterator[list[TextChunk]]:
             size += len(piece.text)
             if size >= _BATCH_BYTES:
                 yield pieces
-                pieces, size = [], 0
+                pieces = []
+                size = 0
     if pieces:
         yield pieces
 
@@ -367,18 +366,18 @@ _MISMATCH_MESSAGES = {
     "files": "other input files, or files that changed",
     "num_shards": "another number of shards",
 }
-"""What a note says otherwise, in the words of the command line."""
+"""Messages for keys of `TOKENIZE_INFO_FILE` that differ, in terms of the command line."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizationResult:
-    """What came of it."""
+    """Totals of a tokenisation."""
 
     num_documents: int
     num_tokens: int
     num_shards: int
     num_new_tokens: int
-    """Tokens that this call made, and no earlier one that was stopped."""
+    """Tokens written by this call; the others were written by earlier, interrupted calls."""
 
 
 def tokenize_files(
@@ -387,22 +386,22 @@ def tokenize_files(
     """Tokenise files into a folder that data.kind="tokens" reads.
 
     The shards and every byte of them depend on the input, the tokenizer and shard_bytes, not on the number of
-    processes. A call that was stopped is taken up by the next one with the same arguments: finished shards stay.
+    processes. A call with the same arguments resumes an interrupted one: finished shards stay.
 
     Args:
         inputs: files and folders.
         writer: the folder, the tokenizer and the column.
         input_format: of the files: "text", "jsonl", "parquet", or "auto".
-        shard_bytes: input of one shard.
-        num_processes: processes at once.
+        shard_bytes: input bytes of one shard.
+        num_processes: number of parallel processes.
 
     Raises:
-        ConfigError: the input cannot be used (file and line are named), or the folder holds something else.
+        ConfigError: the input cannot be used (the message has file and line), or the folder holds something else.
     """
     tokenizer = writer.load_tokenizer()
     files = input_files(inputs, input_format, writer.out)
     shards = plan_shards(files, shard_bytes)
-    note: dict[str, Any] = {
+    info: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "tokenizer": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
@@ -413,8 +412,8 @@ def tokenize_files(
         "num_shards": len(shards),
     }
     with _lock_output_folder(writer.out):
-        _check_same_job(writer.out, note)
-        _write_info(writer.out, note | {"is_complete": False})
+        _check_same_job(writer.out, info)
+        _write_info(writer.out, info | {"is_complete": False})
         _remove_tmp_files(writer.out)
         done = {shard.number: size for shard in shards if (size := writer.find_finished(shard.number)) is not None}
         new = _write_missing(writer, [shard for shard in shards if shard.number not in done], num_processes)
@@ -426,7 +425,7 @@ def tokenize_files(
             num_new_tokens=sum(size.num_tokens for size in new),
         )
         totals = {"num_documents": result.num_documents, "num_tokens": result.num_tokens}
-        _write_info(writer.out, note | totals | {"is_complete": True})
+        _write_info(writer.out, info | totals | {"is_complete": True})
     return result
 
 
@@ -436,7 +435,7 @@ def _write_missing(writer: ShardWriter, shards: list[Shard], num_processes: int)
         with ReadProgress("Tokenising", total_bytes) as progress:
             return [size for _, size in run_tasks(writer.write, shards, num_processes, progress.advance)]
     finally:
-        # Processes that are ended when one fails leave theirs.
+        # Processes that are terminated when one fails leave temporary files.
         _remove_tmp_files(writer.out)
 
 
@@ -447,7 +446,7 @@ def _remove_tmp_files(out: Path) -> None:
 
 @contextlib.contextmanager
 def _lock_output_folder(out: Path) -> Iterator[None]:
-    """Make the folder and keep others from writing to it; one that was made here and got no shard goes again."""
+    """Create the output folder and lock it; on exit, remove a new folder that got no shard."""
     is_new = not out.exists()
     with contextlib.ExitStack() as stack:
         if is_new:
@@ -460,7 +459,7 @@ def _lock_output_folder(out: Path) -> Iterator[None]:
             raise ConfigError(f"--out {out} is being written by another `moefold tokenize`; wait for it") from None
         except OSError as error:
             raise unwritable_error(out, error) from error
-        # What is read names its own faults, so this is the folder's.
+        # Errors of the input are ConfigErrors already, so an OSError is of the output folder.
         try:
             yield
         except OSError as error:
@@ -472,7 +471,7 @@ def _remove_without_shards(out: Path) -> None:
         return
     for name in (TOKENIZE_INFO_FILE, f".{TOKENIZE_INFO_FILE}.partial", ".lock"):
         (out / name).unlink(missing_ok=True)
-    # Whatever else is there is not ours.
+    # Fails if the folder has other files, which stay.
     with contextlib.suppress(OSError):
         out.rmdir()
 
@@ -488,16 +487,16 @@ def _check_same_job(out: Path, info: dict[str, Any]) -> None:
         found = None
     if not isinstance(found, dict):
         raise ConfigError(
-            f"{out / TOKENIZE_INFO_FILE} is broken, so nobody knows what the tokens are of; remove --out {out}"
+            f"{out / TOKENIZE_INFO_FILE} is broken, so the input of its tokens is unknown; remove --out {out}"
         )
     if found.get("is_complete") is not True and not any(out.glob("tokens-*.npy")):
-        # A call that failed before its first shard binds nobody to its input.
+        # A call that failed before its first shard does not restrict the input of this one.
         return
     wrong = [key for key, value in info.items() if found.get(key) != value]
     if wrong:
         raise ConfigError(
-            f"--out {out} holds tokens of other input or settings ({_MISMATCH_MESSAGES[wrong[0]]}); choose another folder or "
-            "remove it"
+            f"--out {out} holds tokens of other input or settings ({_MISMATCH_MESSAGES[wrong[0]]}); choose another "
+            "folder or remove it"
         )
 
 

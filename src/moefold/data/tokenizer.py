@@ -1,4 +1,4 @@
-"""Text to ids and back: bytes, any tokenizer.json, or bare numbers where there is no text."""
+"""Tokenizers: UTF-8 bytes, any tokenizer.json, or decimal numbers for data without text."""
 
 import hashlib
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from moefold.errors import ConfigError
 if TYPE_CHECKING:
     import tokenizers
 
-# Names that published tokenizers give to the end of a document, in the order in which they are looked for: the plain
-# end of text comes before ends of a chat turn, which a tokenizer may name as its eos token.
+# End-of-document tokens of published tokenizers, in order of preference: the plain end of text comes before the end
+# of a chat turn, which a tokenizer may declare as its eos token.
 _END_OF_TEXT = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -31,63 +31,63 @@ _END_OF_TEXT = (
 
 
 class Tokenizer(Protocol):
-    """Turns text into ids and ids into text."""
+    """Converts text to ids and ids to text."""
 
     vocab_size: int
     """One more than the largest id."""
     separator_id: int | None
-    """The id put after every document; None joins documents without one."""
+    """The id appended to every document; None joins documents without one."""
     identity: str
-    """What must stay the same for a tokenised copy to stay valid."""
+    """Cache key: must stay the same for a tokenised copy to stay valid."""
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The ids of a text, [tokens], without a separator."""
+        """Return the ids of a text, [tokens], without a separator."""
         ...
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
-        """The ids of several texts, each as `encode` gives them."""
+        """Return the ids of several texts, each as `encode` does."""
         ...
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         ...
 
 
 class OffsetTokenizer(Tokenizer, Protocol):
-    """A tokenizer of text that also says where in the text each id begins."""
+    """A tokenizer that also returns character offsets."""
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """For each text its ids, [tokens], and the character at which each of them begins, [tokens]."""
+        """Return for each text its ids, [tokens], and the character offset at which each id begins, [tokens]."""
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 .. 255; byte 0, which text does not hold, separates documents."""
+    """UTF-8 bytes as ids 0 .. 255; byte 0, which text does not contain, separates documents."""
 
     vocab_size = 256
     separator_id: int | None = 0
     identity = "bytes"
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The UTF-8 bytes of a text, [bytes]."""
+        """Return the UTF-8 bytes of a text, [bytes]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
-        """The UTF-8 bytes of several texts."""
+        """Return the UTF-8 bytes of several texts."""
         return [self.encode(text) for text in texts]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """The bytes of several texts, and the character that each belongs to."""
+        """Return the bytes of several texts, and the character offset of each byte."""
         pairs = []
         for text in texts:
             octets = self.encode(text)
-            # Bytes 10xxxxxx go on with a character, all others begin one.
+            # Bytes 10xxxxxx continue a character, all others begin one.
             pairs.append((octets, np.cumsum((octets & 0xC0) != 0x80) - 1))
         return pairs
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of bytes; what is no UTF-8, and ids above 255, show as the replacement character."""
-        # 0xFF is never part of UTF-8, so it stands for any id that is no byte.
+        """Return the text of bytes; invalid UTF-8 and ids above 255 become the replacement character."""
+        # 0xFF never occurs in UTF-8, so it replaces any id that is not a byte.
         flat = np.asarray(ids, dtype=np.int64).reshape(-1)
         octets = np.where((flat >= 0) & (flat < 256), flat, 0xFF).astype(np.uint8).tobytes()
         return octets.decode("utf-8", errors="replace")
@@ -96,16 +96,16 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer.json of the `tokenizers` package.
 
-    Documents are separated by its end-of-text token: the first of the common names that its vocabulary holds, else the
-    eos_token of a tokenizer_config.json beside it. Where there is neither, documents are joined without a separator.
-    Special tokens that stand in the text itself become their ids.
+    Documents are separated by its end-of-text token: the first of the common names in its vocabulary, else the
+    eos_token of a tokenizer_config.json in the same folder. If there is neither, documents are joined without a
+    separator. Special tokens that occur in the text become their ids.
     """
 
     def __init__(self, path: Path) -> None:
         """Load a tokenizer.json, or the one in a folder.
 
         Raises:
-            ConfigError: the file is missing or is no tokenizer.
+            ConfigError: the file is missing or is not a tokenizer.
         """
         import tokenizers
 
@@ -119,11 +119,11 @@ class JsonTokenizer:
             ) from error
         with self._translate_errors("is not a tokenizer.json of the tokenizers package"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        # A file may ask for both (sentence models do); they would cut and fill documents.
+        # A file may enable both (sentence embedding models do), which would truncate and pad documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._post_processor: Any = self._tokenizer.post_processor
-        # Where no special tokens are added, what is left of a post-processor is that it may move the places of ids.
+        # Without special tokens, a post-processor would only trim the offsets.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
@@ -133,12 +133,12 @@ class JsonTokenizer:
         self.identity = f"{hashlib.sha256(content).hexdigest()} separator={self.separator_id}"
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The ids of a text, [tokens]; no special token is put around it."""
+        """Return the ids of a text, [tokens], without added special tokens."""
         with self._translate_errors("cannot make tokens of a text"):
             return _ids(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_start(self, text: str) -> NDArray[np.int64]:
-        """The ids of a text that begins a document, [tokens], with the special tokens that the file puts around one."""
+        """Return the ids of a text that begins a document, [tokens], with the special tokens of the post-processor."""
         with self._translate_errors("cannot make tokens of a text"):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
             return _ids(
@@ -146,24 +146,24 @@ class JsonTokenizer:
             )
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
-        """The ids of several texts, on all cores."""
+        """Return the ids of several texts, on all cores."""
         with self._translate_errors("cannot make tokens of a text"):
             return [_ids(encoding) for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """The ids of several texts, and the character at which each begins, on all cores."""
+        """Return the ids of several texts, and the character offset of each id, on all cores."""
         with self._translate_errors("cannot make tokens of a text"):
             encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [(_ids(e), np.array([start for start, _ in e.offsets], dtype=np.int64)) for e in encodings]
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of ids, special tokens included."""
+        """Return the text of ids, including special tokens."""
         flat = np.asarray(ids, dtype=np.int64).reshape(-1)
         return self._tokenizer.decode(flat.tolist(), skip_special_tokens=False)
 
     @contextmanager
     def _translate_errors(self, failure: str) -> Iterator[None]:
-        """Turn what the package raises into the user's error: bare exceptions, and panics of its core."""
+        """Turn exceptions of the package, including panics of its Rust core, into a ConfigError."""
         try:
             yield
         except BaseException as error:
@@ -176,17 +176,17 @@ class JsonTokenizer:
 
 
 class NumberTokenizer:
-    """Ids written as decimal numbers with spaces between, for tokens that have no text."""
+    """Ids written as decimal numbers separated by spaces, for data without text."""
 
     separator_id: int | None = None
 
     def __init__(self, vocab_size: int) -> None:
-        """Write ids of [0, vocab_size)."""
+        """Accept ids in [0, vocab_size)."""
         self.vocab_size = vocab_size
         self.identity = f"numbers below {vocab_size}"
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The numbers of a text, [numbers].
+        """Return the numbers of a text, [numbers].
 
         Raises:
             ValueError: a word is not a number in [0, vocab_size).
@@ -197,22 +197,22 @@ class NumberTokenizer:
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
-        """The numbers of several texts."""
+        """Return the numbers of several texts."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: ArrayLike) -> str:
-        """The ids as numbers."""
+        """Return ids as decimal numbers."""
         return " ".join(str(i) for i in np.asarray(ids, dtype=np.int64).reshape(-1))
 
 
 def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a recipe, checked against the rows of the model's embedding.
+    """Return the tokenizer of a recipe, checked against the model's vocabulary size.
 
     Ids are shown as numbers for `synthetic`, and for `tokens` with the default `bytes` and a vocabulary other than 256.
 
     Raises:
         ConfigError: the tokenizer is missing or broken, does not belong to the kind of data, or has more ids than the
-            model has rows.
+            model's embedding has rows.
     """
     if data.kind == "synthetic":
         if data.tokenizer != "bytes":
@@ -247,7 +247,7 @@ def _find_separator(vocabulary: dict[str, int], config_file: Path) -> int | None
         return None
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{config_file} is not a readable tokenizer_config.json ({error}); mend or remove it"
+            f"{config_file} is not a readable tokenizer_config.json ({error}); fix or remove it"
         ) from error
     if isinstance(declared, dict):
         declared = declared.get("content")

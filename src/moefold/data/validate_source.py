@@ -1,4 +1,4 @@
-"""What can be said about a recipe's data without reading it: the command line refuses within two seconds."""
+"""Validate a recipe's data without reading it, so that the command line refuses it within two seconds."""
 
 from pathlib import Path
 
@@ -18,14 +18,15 @@ from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
 from moefold.errors import ConfigError
 
 _FIRST_LINE_BYTES = 2**20
-"""A first line that is longer is not looked at."""
+"""A longer first line is not parsed."""
 
 
 def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
-    """Refuse data that is missing, empty, too small or beyond the model's vocabulary.
+    """Check that data is not missing, empty, too small or beyond the model's vocabulary.
 
-    Looks at names, sizes, headers and the tokenizer, not at the data itself: what only the text or the ids can show
-    (a file that is not UTF-8, an id above the vocabulary, too few tokens of a tokenizer.json) is found by `prepare`.
+    Looks at names, sizes, headers and the tokenizer, not at the data itself: defects that only the text or the ids
+    reveal (a file that is not UTF-8, an id above the vocabulary, too few tokens of a tokenizer.json) are found by
+    `prepare`.
 
     Raises:
         ConfigError: with key, value, rule and way out.
@@ -65,11 +66,12 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
 
 
 def _count_text_bytes(data: DataConfig, stop_at: int) -> int:
-    """Bytes and separators of the text that data.path names, counted until there are enough for one sample."""
+    """Return the bytes and separators of the text that data.path names; stops counting at `stop_at`."""
     roots = data_paths(data.path, "text")
     for root in roots:
         _reject_json_lines(root)
-    num_files, size_bytes = 0, 0
+    num_files = 0
+    size_bytes = 0
     for root in roots:
         for file in files_below(root):
             if not is_text(file):
@@ -86,12 +88,12 @@ def _count_text_bytes(data: DataConfig, stop_at: int) -> int:
 
 
 def _reject_json_lines(root: Path) -> None:
-    """Refuse JSON lines as plain text: a model would learn braces, names of fields and escapes.
+    """Reject JSON lines as plain text: a model would learn braces, names of fields and escapes.
 
-    A file that is named is one by its name or its first line, a folder is one if all its files are by their names.
+    A named file is detected by its suffix or its first line, a folder if all its files have such a suffix.
 
     Raises:
-        ConfigError: with the kinds of data that read the text of JSON lines.
+        ConfigError: the message names the kinds of data that read the text of JSON lines.
     """
     if root.is_dir():
         is_json = next(files_below(root), None) is not None and all(map(is_jsonl, files_below(root)))
@@ -112,5 +114,5 @@ def _starts_with_json_object(file: Path) -> bool:
             line = opened.readline(_FIRST_LINE_BYTES)
         return line.rstrip().endswith(b"}") and isinstance(parse_json(line), dict)
     except (OSError, ValueError):
-        # What cannot be read is refused by those that read it.
+        # Unreadable files are reported by the code that reads them.
         return False

@@ -1,7 +1,4 @@
-"""Tasks over processes that end with the one that started them, even if that is killed.
-
-A line that shows how far a long read is: a bar on a terminal, a plain line every ten seconds elsewhere.
-"""
+"""Process pool for tokenisation, whose workers end with their parent even if it is killed; and a progress bar."""
 
 import contextlib
 import multiprocessing
@@ -26,19 +23,19 @@ TaskFunction = Callable[[Any, Report], Any]
 def run_tasks(
     work: TaskFunction, tasks: Sequence[Any], num_processes: int, report: Report
 ) -> Iterator[tuple[int, Any]]:
-    """Do the work of every task, in any order.
+    """Run tasks in worker processes, in any order.
 
     Args:
-        work: called with a task and with a function that takes progress; both have to be picklable.
-        tasks: what to do.
-        num_processes: at most so many at once; 1 works in this process.
-        report: told the progress of all.
+        work: called with a task and a function that reports progress; both must be picklable.
+        tasks: arguments of the calls.
+        num_processes: maximum number of processes; 1 runs the tasks in this process.
+        report: called with the progress of all tasks.
 
     Yields:
-        The number of a finished task, and what the work returned.
+        The number of a finished task, and the result of `work`.
 
     Raises:
-        ConfigError: as the work does, or a process was killed or cannot be started.
+        ConfigError: `work` raised it, or a process was killed or cannot be started.
     """
     if num_processes == 1 or len(tasks) < 2:
         for number, task in enumerate(tasks):
@@ -48,8 +45,8 @@ def run_tasks(
     processes: dict[Connection, Any] = {}
     try:
         for _ in range(min(num_processes, len(tasks))):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_serve, args=(child_end, work), daemon=True)
             try:
                 with block_signals([signal.SIGINT], starts_python=True):
                     process.start()
@@ -58,8 +55,8 @@ def run_tasks(
                     f"no more than {len(processes)} processes can be started ({error.strerror or error}); "
                     "give a smaller --processes"
                 ) from error
-            theirs.close()
-            processes[ours] = process
+            child_end.close()
+            processes[parent_end] = process
         yield from _distribute(processes, tasks, report)
     finally:
         for connection, process in processes.items():
@@ -85,8 +82,8 @@ def _distribute(processes: dict[Connection, Any], tasks: Sequence[Any], report: 
                 process = processes[ready]
                 process.join()
                 raise ConfigError(
-                    f"a process that tokenises was ended by something else (exit code {process.exitcode}), perhaps for "
-                    "want of memory; the same command goes on, with a smaller --processes if need be"
+                    f"a process that tokenises was killed (exit code {process.exitcode}), perhaps because memory ran "
+                    "out; run the same command again to resume, if necessary with a smaller --processes"
                 ) from None
             if kind == "progress":
                 report(value)
@@ -101,10 +98,10 @@ def _distribute(processes: dict[Connection, Any], tasks: Sequence[Any], report: 
 
 
 def _serve(connection: Connection, work: TaskFunction) -> None:
-    """Do tasks until the other side hangs up."""
+    """Run tasks until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal_on_parent_death(signal.SIGKILL)
-    # The processes already use all cores.
+    # The worker processes already use all cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def report(progress: int) -> None:
@@ -129,10 +126,13 @@ _LINE_EVERY_S = 10.0
 
 
 class ReadProgress:
-    """Progress of reading a number of bytes, on stderr; says nothing about work that takes under a second."""
+    """Progress of reading a number of bytes, on stderr; silent for the first second.
+
+    A progress bar on a terminal, otherwise a line every ten seconds.
+    """
 
     def __init__(self, label: str, total_bytes: int | None, *, is_shown: bool = True) -> None:
-        """Name the work and its size, if that is known; nothing is printed yet."""
+        """Set label and size of the work (None if unknown); nothing is printed yet."""
         self._label = label
         self._total_bytes = total_bytes
         self._is_shown = is_shown
@@ -150,7 +150,7 @@ class ReadProgress:
             self._bar.close()
 
     def advance(self, size_bytes: int) -> None:
-        """Count bytes as read."""
+        """Add to the number of bytes read."""
         self._done_bytes += size_bytes
         if self._bar is not None:
             self._bar.show(self._done_bytes)
