@@ -101,7 +101,8 @@ def async_all_to_all(
         output_splits: one count for each member.
         wire_format: of the rows on their way; not used in a group of one.
     """
-    sent, received = list(input_splits), list(output_splits)
+    sent = list(input_splits)
+    received = list(output_splits)
     return _launch(
         x,
         group,
@@ -132,7 +133,8 @@ def async_all_gather_uneven(
 ) -> AsyncResult:
     """Begin `collectives.all_gather_rows`; `x` must not change before the wait."""
     # Not x itself: the graph has the form, and would keep it.
-    num_rows, repeats = x.shape[0], (group.size, *[1] * (x.dim() - 1))
+    num_rows = x.shape[0]
+    repeats = (group.size, *[1] * (x.dim() - 1))
     to_all = WireFormat(
         lambda rows: wire_format.pack(rows).repeat(repeats),
         wire_format.unpack,

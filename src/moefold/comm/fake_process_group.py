@@ -43,7 +43,8 @@ def sharded_bytes(stages: Sequence[nn.Module]) -> tuple[int, int]:
                 continue
             for one in group.fsdp_params:
                 one.init_dtype_attrs(group.mp_policy)
-                padded, degree = one.padded_sharded_param_size.numel(), group._all_gather_process_group.size()
+                padded = one.padded_sharded_param_size.numel()
+                degree = group._all_gather_process_group.size()
                 weights += padded * one.sharded_param.element_size()
                 gathered += padded * degree * (one.param_dtype or one.orig_dtype).itemsize
     return weights, gathered

@@ -79,7 +79,8 @@ class FlightRecorder:
 
     def begin_step(self, step: int, phase: str) -> None:
         """All that follows belongs to this optimizer step."""
-        self.step, self._phase_number = step, 0
+        self.step = step
+        self._phase_number = 0
         self.set_phase(phase)
 
     def set_phase(self, phase: str) -> None:
@@ -96,7 +97,8 @@ class FlightRecorder:
         self._last_event_s = now_s = time.monotonic()
         if self._mmap is not None:
             sizes = (*shape, -1, -1, -1, -1)[:4]
-            name, axes = collective.encode(), self._groups[group].encode()
+            name = collective.encode()
+            axes = self._groups[group].encode()
             _EVENT.pack_into(self._mmap, 0, self._counts[group], name, axes, *sizes, now_s)
 
     def idle_s(self) -> float:

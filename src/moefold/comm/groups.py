@@ -116,9 +116,11 @@ class ParallelGroups:
         recorder = recorder or FlightRecorder()
         recorder.set_phase("making the process groups")
         made: dict[tuple[int, ...], Group] = {}
-        attention, moe = layout.attention, layout.moe
+        attention = layout.attention
+        moe = layout.moe
         names = _group_names(layout, rank)
-        clock, beside = CommTimer(is_cuda=device.type == "cuda"), BackwardOverlap()
+        clock = CommTimer(is_cuda=device.type == "cuda")
+        beside = BackwardOverlap()
 
         def group(view: View, *axes: str) -> Group:
             ranks = tuple(sorted(view.group(rank, *axes)))
@@ -176,7 +178,8 @@ class ParallelGroups:
 
 def _group_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
     """The axes along which the ranks of each group differ, in both views: "cp x tp / ep"."""
-    attention, moe = layout.attention, layout.moe
+    attention = layout.attention
+    moe = layout.moe
     wanted: Sequence[tuple[View, tuple[str, ...]]] = (
         (attention, ("pp",)),
         (attention, ("tp",)),

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moefold.comm.groups import Group
 
-BLOCK_TAG, SUM_TAG = 0, 1
+BLOCK_TAG = 0
+SUM_TAG = 1
 """Tags of messages: blocks that go round, and sums of shares, which may be under way at the same time."""
 
 
@@ -23,7 +24,8 @@ def ring_pass(block: Tensor, group: Group, buffers: Sequence[Tensor] | None = No
         buffers: where the block of each member is to stand, contiguous; mine is not copied there. None: a block is valid
             until the iterator moves on.
     """
-    held, spare = block, None
+    held = block
+    spare = None
     for step in range(group.size - 1):
         source = (group.rank - step) % group.size
         if buffers is not None:
@@ -63,7 +65,8 @@ def send_recv(send: Tensor, receive: Tensor, group: Group, tag: int) -> list[dis
         receive.copy_(send)
         return []
     group.record_collective("ring exchange", send)
-    after, before = group.ranks[(group.rank + 1) % group.size], group.ranks[(group.rank - 1) % group.size]
+    after = group.ranks[(group.rank + 1) % group.size]
+    before = group.ranks[(group.rank - 1) % group.size]
     return dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, send, after, group.handle, tag),

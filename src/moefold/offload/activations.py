@@ -75,7 +75,8 @@ class ActivationOffload:
             ThreadPoolExecutor(IO_THREADS, f"offload-{way}", initializer=backend.copy_engine.init_thread)
             for way in ("out", "in")
         )
-        self._store_bandwidth, self._load_bandwidth = BandwidthMeter(), BandwidthMeter()
+        self._store_bandwidth = BandwidthMeter()
+        self._load_bandwidth = BandwidthMeter()
         # Records by the address of their storage, which none can have before they are gone.
         self._storages: weakref.WeakValueDictionary[int, OffloadedStorage] = weakref.WeakValueDictionary()
         self._thread_state = _ThreadState()
@@ -97,14 +98,16 @@ class ActivationOffload:
     def begin_step(self) -> None:
         """What follows is a step, which takes the way of the step before."""
         self._num_steps += 1
-        self._num_forwards, self._last_backward = 0, -1
+        self._num_forwards = 0
+        self._last_backward = -1
         self._awaiting_backward.clear()
 
     def end_step(self) -> OffloadTotals:
         """What was done since the last call; warns once if the tier is too slow for most of it."""
         if self._num_steps > 1:
             self._warn_if_slow()
-        (_, out_s), (_, in_s) = self._store_bandwidth.end_step(), self._load_bandwidth.end_step()
+        (_, out_s) = self._store_bandwidth.end_step()
+        (_, in_s) = self._load_bandwidth.end_step()
         with self._lock:
             totals = OffloadTotals(self._stored_bytes, self._resident_bytes, out_s + in_s, self._waited_s)
             self._stored_bytes = self._resident_bytes = self._late_bytes = 0
@@ -232,7 +235,8 @@ class ActivationOffload:
     def _wait_earlier_parts(self, micro_batch: MicroBatch) -> None:
         """Where the recipe says so, wait for all parts but the last: one is copied while the next computes."""
         if self._is_synchronous:
-            first, last = micro_batch.num_waited, len(micro_batch.part_runs) - 1
+            first = micro_batch.num_waited
+            last = len(micro_batch.part_runs) - 1
             self._wait_stores(micro_batch.part_runs[first:last])
             micro_batch.num_waited = max(first, last)
 
@@ -398,9 +402,12 @@ class ActivationOffload:
     def _warn_if_slow(self) -> None:
         """Say so once if less was stored than stayed for want of time."""
         with self._lock:
-            stored, late = self._stored_bytes, self._late_bytes
+            stored = self._stored_bytes
+            late = self._late_bytes
         if late > stored:
-            speed, part, all_ = self._store_bandwidth.bytes_per_s / GIB, late / GIB, (late + stored) / GIB
+            speed = self._store_bandwidth.bytes_per_s / GIB
+            part = late / GIB
+            all_ = (late + stored) / GIB
             self._warn_once(
                 "slow", f"{self._backend.name} is too slow ({speed:.2f} GiB/s): {part:.2f} of {all_:.2f} GiB"
             )

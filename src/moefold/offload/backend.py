@@ -238,5 +238,6 @@ class BandwidthMeter:
                 self._bytes_per_s = self._bytes / self._busy_s
             else:
                 self._bytes_per_s *= STALE_GROWTH_FACTOR
-            self._bytes, self._busy_s = 0, 0.0
+            self._bytes = 0
+            self._busy_s = 0.0
             return measured

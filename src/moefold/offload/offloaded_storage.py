@@ -52,7 +52,9 @@ class OffloadedStorage:
         with self._lock:
             if self._must_stay or self._alias is None or self._alias._version != self.version:
                 return False
-            self._stored, self._data, self._alias = stored, None, None
+            self._stored = stored
+            self._data = None
+            self._alias = None
             return True
 
     def keep_resident(self) -> bool:
@@ -89,7 +91,8 @@ class OffloadedStorage:
         assert self._load_future is not None
         self._data, event = self._load_future.result()
         backend.copy_engine.wait_event(event)
-        self._load_future, self._stored = None, None
+        self._load_future = None
+        self._stored = None
 
     def rebuild_tensor(self, ref: "SavedTensorRef") -> Tensor:
         """A saved tensor as it was; its memory is here.
@@ -141,7 +144,8 @@ class PartRun:
 
     def add(self, storage: OffloadedStorage) -> None:
         """A storage that it gives away."""
-        storage.part_run, storage.is_assigned = self, True
+        storage.part_run = self
+        storage.is_assigned = True
         self._storages.append(weakref.ref(storage))
 
     def live_storages(self) -> list[OffloadedStorage]:

@@ -160,7 +160,8 @@ class SsdFile:
         rest = host.numpy().data
         while rest:
             count = os.pwrite(self._file.fileno(), rest, offset)
-            rest, offset = rest[count:], offset + count
+            rest = rest[count:]
+            offset = offset + count
 
     def _read(self, host: Tensor, offset: int) -> None:
         rest = host.numpy().data
@@ -171,11 +172,13 @@ class SsdFile:
                 raise RunError(f"{self.name}: what was offloaded cannot be read back: {error.strerror}") from error
             if count == 0:
                 raise RunError(f"{self.name}: the file of what was offloaded was cut: it ends before byte {offset + 1}")
-            rest, offset = rest[count:], offset + count
+            rest = rest[count:]
+            offset = offset + count
 
 
 def checksum(host: Tensor) -> int:
     """Sum of 64-bit words modulo 2**64, as fast as memory: for bytes that are lost or zeroed, not for an adversary."""
     num_words = host.numel() // 8
-    words, rest = host.numpy()[: 8 * num_words].view(np.uint64), host.numpy()[8 * num_words :]
+    words = host.numpy()[: 8 * num_words].view(np.uint64)
+    rest = host.numpy()[8 * num_words :]
     return (int(np.add.reduce(words, dtype=np.uint64)) + int(rest.astype(np.uint64).sum())) % 2**64

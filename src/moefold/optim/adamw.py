@@ -64,7 +64,8 @@ class OffloadableAdamW(torch.optim.Optimizer):
         pairs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         visited = self.state_store.prefetch([[self.state[p][name] for name in MOMENTS] for p, _ in pairs])
         for (parameter, group), moments in zip(pairs, visited, strict=True):
-            weight, grad = local_tensor(parameter), local_tensor(parameter.grad)
+            weight = local_tensor(parameter)
+            grad = local_tensor(parameter.grad)
             update = _update if moments[0].dtype == weight.dtype else _update_low_precision
             update(weight, grad, moments, self.state[parameter]["step"], group)
 

@@ -114,7 +114,8 @@ class MatrixRedistributor:
         work: Callable[[MatrixKey, Tensor], Tensor],
         sink: Callable[[MatrixKey, int, Tensor], None],
     ) -> None:
-        me, members = self._group.rank, range(self._group.size)
+        me = self._group.rank
+        members = range(self._group.size)
         owned = [matrix for matrix in matrices if matrix.owner == me]
         of_owner = [[m for m in matrices if m.owner == other and me in m.shards] for other in members]
         wholes = {matrix.key: self._empty.new_empty(matrix.shape) for matrix in owned}

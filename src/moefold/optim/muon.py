@@ -103,7 +103,10 @@ class Muon(torch.optim.Optimizer):
         mine = {"params": list(matrices.values()), "weight_decay": cfg.weight_decay, "lr": cfg.lr}
         # The groups of the other optimizer are shared, so that whoever sets a rate here sets it there.
         super().__init__([mine, *fallback.param_groups], {})
-        self._matrices, self._fallback, self._cfg, self._split = dict(matrices), fallback, cfg, split
+        self._matrices = dict(matrices)
+        self._fallback = fallback
+        self._cfg = cfg
+        self._split = split
         self._redistribution = MatrixRedistributor(stage, self._matrices)
         self.state_store = state_store
         self.state.update(fallback.state)

@@ -67,7 +67,8 @@ class PinnedStore(StateStore):
         if not isinstance(like, DTensor):
             return local
         # A DTensor is where its mesh is, so those on the host have a mesh of their own: the same ranks and groups.
-        mesh, whole = self._host_mesh(like.device_mesh), (like.shape, like.stride())
+        mesh = self._host_mesh(like.device_mesh)
+        whole = (like.shape, like.stride())
         return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=whole[0], stride=whole[1])
 
     def is_offloaded(self, moment: Tensor) -> bool:
@@ -79,7 +80,8 @@ class PinnedStore(StateStore):
         ahead = self._fetch_all(moments[0]) if moments else []
         leaving: list[_PendingWriteback] = []
         for i, of_one in enumerate(moments):
-            here, ahead = ahead, self._fetch_all(moments[i + 1]) if i + 1 < len(moments) else []
+            here = ahead
+            ahead = self._fetch_all(moments[i + 1]) if i + 1 < len(moments) else []
             for _, arrived in here:
                 self._copy_engine.wait_event(arrived)
             yield [on_device for on_device, _ in here]
@@ -198,7 +200,8 @@ def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
     Such tensors are read, written and cut; to send them, bring them to the device first.
     """
-    groups, names = mesh.get_all_groups(), mesh.mesh_dim_names
+    groups = mesh.get_all_groups()
+    names = mesh.mesh_dim_names
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=names)
     return DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)

@@ -130,10 +130,12 @@ class UlyssesAttention:
         self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend; see the module for the shapes. Two all-to-alls over cp."""
-        cp, kv_heads = self._cp, k.shape[2]
+        cp = self._cp
+        kv_heads = k.shape[2]
         repeats = cp.size // gcd(kv_heads, cp.size)
         if repeats > 1:
-            k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+            k = k.repeat_interleave(repeats, 2)
+            v = v.repeat_interleave(repeats, 2)
         # One message: the query, key and value heads of one destination side by side.
         heads = torch.cat([x.unflatten(2, (cp.size, -1)) for x in (q, k, v)], 3).flatten(2, 3)
         sizes = [x.shape[2] // cp.size for x in (q, k, v)]
@@ -187,10 +189,12 @@ class _CausalBlocks:
 
     def _visible_block(self, rows: slice, span: range, chunks: Sequence[int]) -> tuple[slice, slice, BlockMask]:
         """Of the rows of one chunk, or of all mine, those that see any key of a span, and of these keys those seen."""
-        keys, window = slice(span.start * self._chunk_size, span.stop * self._chunk_size), self._mask_spec.window
+        keys = slice(span.start * self._chunk_size, span.stop * self._chunk_size)
+        window = self._mask_spec.window
         if not self._needs_mask:
             return rows, keys, "all"
-        queries, positions = self._positions(self.local_chunks), self._positions(chunks)
+        queries = self._positions(self.local_chunks)
+        positions = self._positions(chunks)
         if window:
             first_query = self.local_chunks[rows.start // self._chunk_size] * self._chunk_size
             last_key = (chunks[span.stop - 1] + 1) * self._chunk_size - 1
@@ -221,7 +225,8 @@ class _OnlineSoftmax:
         own = blocks.local_blocks()
         parts = [attention_block(q[rows], kv[rows, 0], kv[rows, 1], block_mask=seen) for rows, seen in own]
         out, self.lse = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
-        self.q, self.out = q, out.to(accumulation_dtype(q.dtype))
+        self.q = q
+        self.out = out.to(accumulation_dtype(q.dtype))
         self._blocks = blocks
         if len(own) > 1:
             self.accumulate(kv, blocks.local_chunks)
@@ -244,7 +249,8 @@ class _BlockGradients:
     def __init__(self, query_tensors: tuple[Tensor, Tensor, Tensor, Tensor], kv: Tensor, blocks: _CausalBlocks) -> None:
         self._query_tensors = query_tensors
         self._blocks = blocks
-        own, parts = blocks.local_blocks(), []
+        own = blocks.local_blocks()
+        parts = []
         for rows, seen in own:
             grad_out, q, out, lse = (x[rows] for x in query_tensors)
             parts.append(attention_block_backward(grad_out, q, kv[rows, 0], kv[rows, 1], out, lse, block_mask=seen))

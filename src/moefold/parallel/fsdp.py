@@ -65,7 +65,8 @@ register_dataclass(RoutingDecision)
 
 def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
     """Replace every parameter of a stage on the meta device by its tp, or (ep, etp), DTensor; no communication."""
-    tp_mesh, expert_mesh = groups.dense_mesh["tp"], groups.expert_mesh["ep", "etp"]
+    tp_mesh = groups.dense_mesh["tp"]
+    expert_mesh = groups.expert_mesh["ep", "etp"]
     for module_name, module in stage.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             name = f"{module_name}.{leaf}"
@@ -239,7 +240,8 @@ class PerRankGradDots:
             if self._gram_matrix is None
             else self._gram_matrix
         )
-        self.is_enabled, self._gram_matrix = False, None
+        self.is_enabled = False
+        self._gram_matrix = None
         return matrix
 
     def is_local_grad_finite(self, device: torch.device) -> bool:

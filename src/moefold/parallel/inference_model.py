@@ -56,7 +56,8 @@ class InferenceModel:
         Returns:
             On the last stage the logits [S/cp, B, V/tp], elsewhere None.
         """
-        stage, pp = self.stage, self.groups.pp
+        stage = self.stage
+        pp = self.groups.pp
         if stage.is_first:
             x = tokens
         else:
@@ -94,7 +95,8 @@ class InferenceModel:
             x: there, what is to be known; elsewhere a tensor of the same shape and type.
         """
         groups = self.groups
-        view, world = groups.layout.attention, groups.world
+        view = groups.layout.attention
+        world = groups.world
         source = next(
             member
             for member, rank in enumerate(world.ranks)
@@ -187,16 +189,15 @@ class KVCacheDecoder:
             Logits [B, V], float32 or wider, the same on every rank of the last stage; elsewhere zeros of that shape and
             type.
         """
-        model, device = self._model, self._model.groups.device
+        model = self._model
+        device = self._model.groups.device
         num_tokens = tokens.shape[1]
         assert num_keys <= self._max_seq_len, (num_keys, self._max_seq_len)
         positions_SB = torch.arange(num_tokens, device=device).unsqueeze(1) + first_position_B.to(device)
         is_start = num_keys == num_tokens
-        self._decode_positions.positions_SB, self._decode_positions.num_keys, self._decode_positions.is_start = (
-            positions_SB,
-            num_keys,
-            is_start,
-        )
+        self._decode_positions.positions_SB = positions_SB
+        self._decode_positions.num_keys = num_keys
+        self._decode_positions.is_start = is_start
         if self._last_token_only is not None:
             self._last_token_only.last_token_B = last_token_B.to(device)
         model.stage.set_positions(positions_SB)

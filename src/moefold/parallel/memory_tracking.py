@@ -62,7 +62,8 @@ def track_memory(
         optimizer: its moments.
         batch: tensors that were there before.
     """
-    stages, ledger = model.stages, MemoryTracker()
+    stages = model.stages
+    ledger = MemoryTracker()
     tag_states(ledger, stages, optimizer, batch)
     with ledger, _label_parts(model, ledger):
         yield ledger

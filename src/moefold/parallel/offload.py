@@ -25,7 +25,8 @@ def open_offload(train: TrainConfig, device: torch.device, rank: int) -> Activat
     """
     if not train.offload:
         return None
-    link, limit_bytes = CopyEngine(device), train.offload_limit_gib * GIB or math.inf
+    link = CopyEngine(device)
+    limit_bytes = train.offload_limit_gib * GIB or math.inf
     if train.offload_to == "ssd":
         tier: SsdFile | HostMemory = SsdFile(link, Path(train.offload_dir), limit_bytes)
     else:
@@ -37,7 +38,8 @@ def open_offload(train: TrainConfig, device: torch.device, rank: int) -> Activat
 
 def open_state_store(train: TrainConfig, device: torch.device) -> StateStore | None:
     """Where the moments of the optimizer live, if that is not beside the weights."""
-    link, min_bytes = CopyEngine(device), train.offload_min_kib * 2**10
+    link = CopyEngine(device)
+    min_bytes = train.offload_min_kib * 2**10
     match train.offload_optimizer:
         case "host":
             return PinnedStore(link, min_bytes)
@@ -63,7 +65,8 @@ def apply_offload(stage: Transformer, parts: Sequence[str], offload: ActivationO
 
 
 def _offload_part(block: Block, part: str, offload: ActivationOffload) -> None:
-    attention, ffn = block.attention, block.ffn
+    attention = block.attention
+    ffn = block.ffn
     match part:
         case "norms":
             block.norm_checkpoint = offload.wrap_output_checkpoint(block.norm_checkpoint)

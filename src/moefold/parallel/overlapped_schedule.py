@@ -87,7 +87,8 @@ class ResumableStage(nn.Module):
 
     def forward(self, x: Tensor, **targets: Tensor) -> Tensor:
         """As the stage."""
-        begun, self._forward_task = self._forward_task, None
+        begun = self._forward_task
+        self._forward_task = None
         if begun is not None:
             return begun.run_to_end()
         self._recorder.set_phase("forward of a micro-batch" if self._is_training() else "evaluation")
@@ -117,7 +118,8 @@ class OverlappedSchedule(_PipelineScheduleRuntime):
         recorder: FlightRecorder,
     ) -> None:
         super().__init__(stages, num_micro_batches, loss_fn=loss_fn, scale_grads=False)
-        self._backward_overlap, self._recorder = backward_overlap, recorder
+        self._backward_overlap = backward_overlap
+        self._recorder = recorder
         self._local_stages = {stage.stage_index: stage for stage in stages}
         self._prepare_schedule_with_comms(
             {rank: [_to_torch_action(work) for work in row] for rank, row in enumerate(rows)}
@@ -128,7 +130,8 @@ class OverlappedSchedule(_PipelineScheduleRuntime):
         """What torch does for the one action and the other, with the forward pass begun before the backward pass."""
         assert action.sub_actions is not None
         (ahead, forward), (behind, backward) = self._wait_inputs(*action.sub_actions)
-        args, kwargs = ctx.arg_mbs[forward], ctx.kwarg_mbs[forward]
+        args = ctx.arg_mbs[forward]
+        kwargs = ctx.kwarg_mbs[forward]
         inputs = args if ahead.is_first else ahead._retrieve_recv_activations(forward)
         assert isinstance(ahead.submod, ResumableStage)
         self._recorder.set_phase(
@@ -151,7 +154,8 @@ class OverlappedSchedule(_PipelineScheduleRuntime):
         """Stage and micro-batch of both passes, once their inputs have arrived."""
         found = []
         for action, receiving in ((forward, self.fwd_recv_ops), (backward, self.bwd_recv_ops)):
-            stage, micro_batch = self._local_stages[action.stage_index], action.microbatch_index
+            stage = self._local_stages[action.stage_index]
+            micro_batch = action.microbatch_index
             assert micro_batch is not None
             # Nothing is received from a stage of this rank.
             _wait_batch_p2p(receiving.pop((stage.stage_index, micro_batch), []))

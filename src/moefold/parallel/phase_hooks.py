@@ -27,7 +27,8 @@ class _MicroBatchCounter:
             self._recorder.set_phase("evaluation")
             return
         if self._step != self._recorder.step:
-            self._step, self._count = self._recorder.step, 0
+            self._step = self._recorder.step
+            self._count = 0
         self._recorder.set_phase(f"forward of micro-batch {self._count}")
         self._count += 1
 

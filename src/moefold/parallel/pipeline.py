@@ -44,7 +44,8 @@ class PipelineRunner:
         self._stages = stages
         self._num_loss_terms = num_loss_terms(cfg.model)
         self._loss_terms: list[Tensor] = []
-        zero, schedule = cfg.parallel.zero, cfg.parallel.schedule
+        zero = cfg.parallel.zero
+        schedule = cfg.parallel.schedule
         self._comm_timer = groups.pp.comm_timer
         layout = groups.layout
         shape = (cfg.train.seq_len // (layout.cp * layout.tp), cfg.train.micro_batch_size, cfg.model.hidden_size)
@@ -90,9 +91,11 @@ class PipelineRunner:
         if self._unsharded_params is None:
             self._train_schedule = training_schedule(cfg, build(), self._loss_fn)
         else:
-            p, count = cfg.parallel, cfg.num_micro_batches
+            p = cfg.parallel
+            count = cfg.num_micro_batches
             rows = overlapped_rows(p.schedule, p.pp, p.virtual_stages, count)
-            beside, record = groups.backward_overlap, groups.recorder
+            beside = groups.backward_overlap
+            record = groups.recorder
             self._train_schedule = OverlappedSchedule(
                 build(), count, self._loss_fn, rows, backward_overlap=beside, recorder=record
             )

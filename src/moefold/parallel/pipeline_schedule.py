@@ -38,7 +38,8 @@ MULTI_STAGE = {
 
 def training_schedule(cfg: Config, stages: list[_PipelineStageBase], loss_fn: StageLossFn) -> Schedule:
     """The recipe's schedule over the stages of this rank."""
-    p, count = cfg.parallel, cfg.num_micro_batches
+    p = cfg.parallel
+    count = cfg.num_micro_batches
     if p.schedule in SINGLE_STAGE:
         return SINGLE_STAGE[p.schedule](stages[0], count, loss_fn=loss_fn, scale_grads=False)
     if p.schedule in MULTI_STAGE:

@@ -64,7 +64,8 @@ def apply_recompute(stage: Transformer, parts: Sequence[str], backward_overlap: 
 
 
 def _checkpoint_part(block: Block, part: str, backward_overlap: BackwardOverlap) -> None:
-    attention, ffn = block.attention, block.ffn
+    attention = block.attention
+    ffn = block.ffn
     match part:
         case "norms":
             block.norm_checkpoint = checkpoint_without_output

@@ -112,8 +112,10 @@ class ReplicaCheck:
             loss: this rank's part of the loss of the global batch, 0-dim; 0 on ranks that another one speaks for.
         """
         groups = self._model.groups
-        layout, device = groups.layout, groups.device
-        dp, edp = layout.dp, layout.edp
+        layout = groups.layout
+        device = groups.device
+        dp = layout.dp
+        edp = layout.edp
         losses = torch.zeros(dp, dtype=torch.float64, device=device)
         losses[groups.attn.dp.rank] = loss.double()
         members = torch.zeros(groups.attn.dp_cp.size, dp, dtype=torch.float64, device=device)
@@ -186,7 +188,8 @@ class ReplicaCheck:
 
     def _digests(self, batch: Batch, host_facts: Sequence[HostFact]) -> Iterator[_TensorDigest]:
         """Everything that other ranks hold too; the same names in the same order on all members of a group."""
-        model, digest = self._model, self._hasher.digest
+        model = self._model
+        digest = self._hasher.digest
         device = model.groups.device
         tensors = {name: p.data for name, p in model.named_parameters.items()} | dict(self._moments)
         for name, tensor in tensors.items():

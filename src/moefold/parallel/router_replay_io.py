@@ -58,7 +58,8 @@ class RouterReplayBuffer:
         Raises:
             ConfigError: the trace lacks the step, or names experts that do not exist.
         """
-        device, shape = self._groups.device, self._shape
+        device = self._groups.device
+        shape = self._shape
         replayed = None if self._trace is None else self._trace.step(step)
         size = (self._num_samples, len(self._positions), shape.top_k)
         for number, choices in self._layer_routing.items():
@@ -81,10 +82,12 @@ class RouterReplayBuffer:
 
     def _gather_layers(self) -> Iterator[Array]:
         """The choices of the global batch, [G, S, K], layer by layer: on the first rank; empty arrays on the others."""
-        shape, groups = self._shape, self._groups
+        shape = self._shape
+        groups = self._groups
         for number in shape.layers:
             whole = self._gather_stage_layer(number) if number in self._layer_routing else None
-            owner, speaks = self._owner_ranks[number], groups.attn.sequence.rank == 0 and groups.attn.dp.rank == 0
+            owner = self._owner_ranks[number]
+            speaks = groups.attn.sequence.rank == 0 and groups.attn.dp.rank == 0
             if owner and speaks and groups.pp.rank == owner:
                 assert whole is not None
                 dist.send(whole, groups.pp.ranks[0], groups.pp.handle)

@@ -97,14 +97,19 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
 
     try:
         build_libraries("gemm", "swiglu", "norm", "rope", "attention")
-        gemm, gate, norm, turn, attention = CGemm(), CSwiGLU(), CNorm(), CRope(), CAttention()
+        gemm = CGemm()
+        gate = CSwiGLU()
+        norm = CNorm()
+        turn = CRope()
+        attention = CAttention()
     except CompilerError as fault:
         if cfg.run.kernels == "c":
             raise ConfigError(
                 f"run.kernels='c' cannot run: {fault}; install gcc, or set run.kernels to 'auto' or 'plain'"
             ) from None
         return SelectedKernels(message=f"run.kernels='auto': plain, as {fault}")
-    multiplies, has_gate = gemm.is_fast(getattr(torch, cfg.run.dtype)), cfg.model.moe_activation == "swiglu"
+    multiplies = gemm.is_fast(getattr(torch, cfg.run.dtype))
+    has_gate = cfg.model.moe_activation == "swiglu"
     parts = {"products": multiplies, "gates of experts": has_gate, "norms": True, "rotations": True}
     parts["causal attention"] = attention.is_fast
     note = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
@@ -153,7 +158,8 @@ def _scaled_mm_kernels(run: RunConfig, quant_format: QuantFormat, device: torch.
 
 def verified_kernels(linear_backend: ScaledMMLinear, device: torch.device, dtype: torch.dtype) -> SelectedKernels:
     """Products of the device if they agree with the simulation there, else the simulation, with a warning."""
-    name, fault = linear_backend.quant_format.name, scaled_mm_unsupported_reason(linear_backend, device, dtype)
+    name = linear_backend.quant_format.name
+    fault = scaled_mm_unsupported_reason(linear_backend, device, dtype)
     if fault:
         # Each rank tries its own device, and the note is that of the first one.
         logger.warning("train.precision=%r is simulated on %s: %s", name, device, fault)

@@ -67,7 +67,8 @@ class TPVocabParallel:
 
     def __init__(self, tp: Group, vocab_size: int) -> None:
         self._vocab_per_rank = vocab_size // tp.size
-        top_of, sum_of = partial(all_reduce_max, group=tp), partial(all_reduce_sum, group=tp)
+        top_of = partial(all_reduce_max, group=tp)
+        sum_of = partial(all_reduce_sum, group=tp)
         self._vocab_range = VocabRange(tp.rank * self._vocab_per_rank, top_of, sum_of)
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:

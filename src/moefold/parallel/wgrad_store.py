@@ -41,7 +41,8 @@ class WeightGradStore:
 
     def __call__(self) -> WeightGradTask:
         """What the backward pass that just ended has postponed, to be run once."""
-        postponed, self._pending = self._pending, []
+        postponed = self._pending
+        self._pending = []
         if self.on_backward_end is not None:
             self.on_backward_end()
         if not self._has_hooks and isinstance(self._stage, FSDPModule):

@@ -98,7 +98,8 @@ class BatchSharder:
         next_ = samples.target_weights()
         if next_ is None:
             next_ = np.ones(samples.inputs.shape)
-        starts, length = samples.document_starts(), self._sampler.seq_len
+        starts = samples.document_starts()
+        length = self._sampler.seq_len
         weights = np.zeros((len(next_), 1 + self._mtp_layers, length))
         weights[:, 0] = next_
         for depth in range(1, 1 + self._mtp_layers):

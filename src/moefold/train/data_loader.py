@@ -125,7 +125,8 @@ class DataLoader:
             seed=cfg.run.seed,
             token_file_set=self._shards,
         )
-        self.train_sampler, self.validation_sampler = data.train, data.validation
+        self.train_sampler = data.train
+        self.validation_sampler = data.validation
         self.train_sharder = BatchSharder(data.train, cfg, self._groups, self._positions)
         self._validation_sharder = BatchSharder(data.validation, cfg, self._groups, self._positions)
         known = {} if before is None else before.data_lost
@@ -274,7 +275,8 @@ def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
     """
     seen: DataFingerprints = world.all_gather_object(_read_fingerprints(data) if world.is_rank0 else None)[0]
     wrong = {} if world.is_rank0 else size_differences_by_file(seen.by_name, file_sizes(data))
-    looks, faults = dict(seen.by_name), dict(seen.skip_reasons)
+    looks = dict(seen.by_name)
+    faults = dict(seen.skip_reasons)
     for rank, differences in enumerate(world.all_gather_object(wrong)):
         words = f"rank {rank} sees other data than rank 0: {format_list(list(differences.values()))}"
         if differences and not (data.kind == "tokens" and data.corrupt == "skip"):

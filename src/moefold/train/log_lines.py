@@ -39,7 +39,8 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
 
 
 def _describe_model(cfg: Config) -> str:
-    model, count = cfg.model, count_parameters(cfg.model)
+    model = cfg.model
+    count = count_parameters(cfg.model)
     name = f"{model.preset}, " if model.preset else ""
     active = f", {format_count(count.active)} active for each token" if count.active != count.total else ""
     experts = f", {model.num_experts} experts, top {model.top_k}" if "M" in model.layer_kinds else ""
@@ -47,7 +48,8 @@ def _describe_model(cfg: Config) -> str:
 
 
 def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Sampler) -> str:
-    data, seq_len = cfg.data, cfg.train.seq_len
+    data = cfg.data
+    seq_len = cfg.train.seq_len
     paths = data.path if isinstance(data.path, str) else ", ".join(data.path)
     parts = [f"{data.kind} {paths}".strip()]
     if len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
@@ -113,7 +115,8 @@ def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
 
 def next_commands(cfg: Config) -> list[str]:
     """Return what a user may type once the model of a run is there."""
-    run_dir, steps = shlex.quote(cfg.run.dir), cfg.run.steps
+    run_dir = shlex.quote(cfg.run.dir)
+    steps = cfg.run.steps
     prompt = EXAMPLE_PROMPTS.get(cfg.data.kind)
     use = f"moefold generate {run_dir} {shlex.quote(prompt)}" if prompt else f"moefold checkpoint show {run_dir}"
     return [f"next: {use}", f"or train on: the same command with run.steps={2 * steps}"]

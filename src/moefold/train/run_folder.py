@@ -165,7 +165,8 @@ def _why_not_resumable(run_dir: Path, cfg: Config) -> str:
     if newest is None:
         # Damaged ones are refused by name at the start.
         return "" if named else "it has no checkpoint to go on from"
-    meta, settings = read_meta(newest), _read_settings(run_dir)
+    meta = read_meta(newest)
+    settings = _read_settings(run_dir)
     if meta.origin:
         # Weights alone: refused at the start, with the way out.
         return ""
@@ -221,7 +222,8 @@ def _invalidates_finished_run(key: str) -> bool:
 
 
 def _describe_change(key: str, settings: Mapping[str, Any], cfg: Config) -> str:
-    before, now = (_flatten(Config()) | dict(settings))[key], _flatten(cfg)[key]
+    before = (_flatten(Config()) | dict(settings))[key]
+    now = _flatten(cfg)[key]
     return f"{key}={json.dumps(now)} (it has {json.dumps(before)})"
 
 

@@ -49,7 +49,8 @@ class StepFault:
 
     def stop_message(self) -> str:
         """Why the run ends, what is safe, and the way out; collective over all ranks, of which one looks."""
-        verdict, crew = self.result.decision, current_world()
+        verdict = self.result.decision
+        crew = current_world()
         safe = crew.all_gather_object(
             _describe_intact_checkpoint(checkpoint_folder(self.cfg)) if crew.is_rank0 else ""
         )[0]
@@ -63,7 +64,8 @@ class StepFault:
 
     def to_record(self) -> dict[str, Any]:
         """What faults.jsonl keeps."""
-        result, suspects = self.result, self._suspect_samples()
+        result = self.result
+        suspects = self._suspect_samples()
         record: dict[str, Any] = {
             "step": self.step,
             "kind": result.decision.reason,
@@ -76,7 +78,8 @@ class StepFault:
             "origins": [self.sampler.origin(sample) for sample in suspects[:MAX_LISTED_SAMPLES]],
         }
         if (culprit := result.nonfinite_report) is not None:
-            record["loss_ranks"], record["gradient_ranks"] = list(culprit.loss_ranks), list(culprit.gradient_ranks)
+            record["loss_ranks"] = list(culprit.loss_ranks)
+            record["gradient_ranks"] = list(culprit.gradient_ranks)
             record["is_lasting"] = culprit.is_reproducible
             record["parameters"] = {f.rank: list(f.bad_parameters) for f in culprit.findings if f.bad_parameters}
         return record
@@ -97,9 +100,11 @@ def _describe_intact_checkpoint(folder: Path) -> str:
     damaged: list[str] = []
     for path in reversed(named_checkpoints(folder)):
         if not (faults := quick_validate(path)):
-            which, later = "the last checkpoint", ""
+            which = "the last checkpoint"
+            later = ""
             if damaged:
-                which, later = "the last sound checkpoint", f" ({format_list(damaged)})"
+                which = "the last sound checkpoint"
+                later = f" ({format_list(damaged)})"
             return f"{which}, {str(path)!r}, is intact as far as sizes of files tell{later}"
         damaged.append(f"{path.name} is damaged: {format_list(faults)}")
     return f"no checkpoint is intact ({format_list(damaged)})" if damaged else "there is no checkpoint yet"

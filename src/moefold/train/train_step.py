@@ -122,7 +122,8 @@ class TrainingStep:
         self._comm_timer = model.groups.world.comm_timer
         self._fsdp_hooks: FSDPCommHooks | None = None
         self._replica_checker: ReplicaCheck | None = None
-        faults, zero = cfg.faults, cfg.parallel.zero
+        faults = cfg.faults
+        zero = cfg.parallel.zero
         if cfg.parallel.world_size > 1:
             self._comm_timer.is_on = faults.straggler_factor > 0
             self._fsdp_hooks = install_comm_hooks(model.stages, model.groups, zero)
@@ -226,7 +227,8 @@ class TrainingStep:
     def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> NonFiniteReport:
         """See where it is not finite, and compute it once more, with an eye on what each rank brings to the sums."""
         device = self.model.groups.device
-        bad_loss, bad_parameters = not is_finite(loss), nonfinite_parameters(self.parameters)
+        bad_loss = not is_finite(loss)
+        bad_parameters = nonfinite_parameters(self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
         self.begin_step(step)
         if self._fsdp_hooks is not None:
@@ -294,7 +296,8 @@ class TrainingStep:
         self, loss: Tensor, flags: Sequence[bool], data_s: float, memory_tracker: MemoryTracker | None
     ) -> ReducedMetrics:
         """Sum everything that is counted over the ranks, in one all-reduce."""
-        world, device = self.model.groups.world, loss.device
+        world = self.model.groups.world
+        device = loss.device
         mine = self._tp_dedup(loss.detach().double())
         squares = local_norm_sq(self.parameters, skip=self._duplicate_params).view(1)
         raised = torch.tensor(flags, dtype=torch.float64, device=device)
@@ -306,7 +309,8 @@ class TrainingStep:
         times = torch.zeros(world.size, NUM_TIMES, dtype=torch.float64, device=device)
         if total_s:
             # One by one: a list would make the device wait for the host.
-            times[world.rank, COMPUTE], times[world.rank, DATA] = total_s - waited_s, data_s
+            times[world.rank, COMPUTE] = total_s - waited_s
+            times[world.rank, DATA] = data_s
             times[world.rank, COMM] = waited_s
         by_part = torch.zeros(world.size, 2 * len(PARTS) if memory_tracker else 0, dtype=torch.float64, device=device)
         if memory_tracker is not None:
@@ -370,7 +374,8 @@ class TrainingStep:
         num_experts = self._cfg.model.num_experts
         rows = torch.zeros(len(self._moe_numbers), 5 + 3 * num_experts, dtype=torch.float64, device=device)
         for number, layer in self.model.moe_layers().items():
-            stats, bias_E = layer.stats, layer.router.expert_bias
+            stats = layer.stats
+            bias_E = layer.router.expert_bias
             parts = [
                 torch.stack(
                     [x.double() for x in (stats.aux, stats.z, stats.routed_tokens, stats.dropped, stats.entropy)]

@@ -102,7 +102,8 @@ class Trainer:
             RunError: a step is not finite or a spike and the recipe says to stop, or replicas have diverged.
         """
         resume = self._resume()
-        status, first_step = 0, self._step + 1
+        status = 0
+        first_step = self._step + 1
         self._init_stragglers()
         with ExitStack() as stack:
             stack.enter_context(stop)
@@ -142,7 +143,9 @@ class Trainer:
         """Be where a checkpoint was; collective."""
         training = self._train_step
         meta = load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
-        self._step, self._tokens, self._samples = meta.step, meta.tokens, 0
+        self._step = meta.step
+        self._tokens = meta.tokens
+        self._samples = 0
         guard = meta.guard
         # A checkpoint that was named may be continued on other data, from its start.
         if continues_data(self._cfg, meta, self._data_loader.fingerprints):
@@ -152,11 +155,13 @@ class Trainer:
             guard = guard | {"left_out": []}
         training.guard.restore(guard)
         set_step_count(training.optimizer, meta.step - training.guard.num_skipped)
-        self._checkpoint_dp, self._checked_step = meta.dp, meta.checked_step
+        self._checkpoint_dp = meta.dp
+        self._checked_step = meta.checked_step
 
     def _startup_messages(self) -> tuple[str, ...]:
         """What the log is to say before the first step."""
-        moe, dp = self._cfg.moe, self._cfg.parallel.dp
+        moe = self._cfg.moe
+        dp = self._cfg.parallel.dp
         notes = [
             *self._initial_messages,
             *startup_lines(
@@ -179,7 +184,8 @@ class Trainer:
 
     def _init_stragglers(self) -> None:
         """Get to know the hosts of all ranks, to name those that are slow; collective."""
-        factor, layout = self._cfg.faults.straggler_factor, self._groups.layout
+        factor = self._cfg.faults.straggler_factor
+        layout = self._groups.layout
         if factor and layout.world_size > 1:
             hosts = current_world().all_gather_object(socket.gethostname())
             self._stragglers = Stragglers(factor, layout.attention.groups("dp", "cp", "tp"), hosts)
@@ -202,7 +208,8 @@ class Trainer:
         self._tokens += self._cfg.tokens_per_step
         is_last = self._step == self._cfg.run.steps
         raised = [number for number, count in zip(SIGNALS, result.flags, strict=True) if count]
-        eval_loss, is_eval_due = None, self._is_evaluation_due()
+        eval_loss = None
+        is_eval_due = self._is_evaluation_due()
         is_evaluated = not is_eval_due
         if is_eval_due and not raised:
             eval_loss, raised = self._evaluate(run_log, stop)
@@ -215,11 +222,13 @@ class Trainer:
             run_log.write(self._metrics(result, step_time_s, eval_loss), result.expert_counts)
             run_log.log_stragglers(self._step, self._stragglers.update(result.rank_times) if self._stragglers else [])
         is_save_due = _is_save_due(self._cfg.checkpoint, self._step, is_last=is_last, is_stopped=bool(raised))
-        found, is_checked = result.divergences, result.replicas is not None
+        found = result.divergences
+        is_checked = result.replicas is not None
         if is_save_due and not is_checked and self._train_step.checks_replicas:
             # A resume makes all replicas alike: weights that have drifted apart would never be noticed again.
             self._flight_recorder.set_phase("comparing replicas")
-            found, is_checked = self._train_step.divergences(batch, self._step, result.lr, self._host_facts()), True
+            found = self._train_step.divergences(batch, self._step, result.lr, self._host_facts())
+            is_checked = True
         self._raise_on_divergence(found, run_log)
         self._checked_step = self._step if is_checked else self._checked_step
         self._save_s = 0.0
@@ -425,7 +434,8 @@ class RunLog:
         """Writes the routing of traced steps; None where the recipe traces nothing."""
 
     def __enter__(self) -> Self:
-        cfg, done = self._cfg, self._first_step - 1
+        cfg = self._cfg
+        done = self._first_step - 1
         self._dir.mkdir(parents=True, exist_ok=True)
         write_config_json(cfg, self._dir / "config.json")
         with ExitStack() as stack:
@@ -505,7 +515,8 @@ class RunLog:
         Returns:
             The lines of metrics.jsonl that went.
         """
-        cfg, shape = self._cfg, trace_shape(self._cfg)
+        cfg = self._cfg
+        shape = trace_shape(self._cfg)
         with ExitStack() as stack:
             config = config_to_dict(cfg)
             writer = MetricsWriter(self._dir, cfg.metrics, resume_step=resume_step, config=config)
