@@ -264,7 +264,7 @@ class TrainingStep:
 
         Args:
             batches: this rank's shards.
-            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch; None: never polled.
+            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch; None: no polls.
 
         Returns:
             The loss, or None if the evaluation was interrupted; and the number of ranks that raised each flag.
