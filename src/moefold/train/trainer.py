@@ -418,8 +418,8 @@ def _explain_disk_full(run_dir: str) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
         raise RunError(
-            f"run.dir={run_dir!r} cannot be written any more: {error.strerror}; free disk space, and the same command goes "
-            "on from the last checkpoint"
+            f"run.dir={run_dir!r} cannot be written any more: {error.strerror}; free disk space, and the same command "
+            "goes on from the last checkpoint"
         ) from error
 
 
