@@ -161,8 +161,8 @@ class UnshardedParams:
     def __init__(self, stages: Sequence[nn.Module], zero: int) -> None:
         self._stages = stages
         self._reduces_each_micro_batch = zero == 2
-        for part in self._fsdp_modules():
-            state = fully_shard.state(part)  # type: ignore[attr-defined]
+        for module in self._fsdp_modules():
+            state = fully_shard.state(module)  # type: ignore[attr-defined]
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
 
@@ -172,23 +172,23 @@ class UnshardedParams:
         for stage in self._stages:
             # Lazily initialise the FSDP root before its children.
             fully_shard.state(stage)._lazy_init()  # type: ignore[attr-defined]
-        for part in self._fsdp_modules():
-            part.unshard()
+        for module in self._fsdp_modules():
+            module.unshard()
         yield
-        for part in self._fsdp_modules():
-            part.reshard()
+        for module in self._fsdp_modules():
+            module.reshard()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run the micro-batches of a step inside this context; reduce their gradients at its end."""
         with self.unsharded():
-            for part in self._fsdp_modules():
-                part.set_reshard_after_backward(False, recurse=False)
-                part.set_requires_gradient_sync(self._reduces_each_micro_batch, recurse=False)
+            for module in self._fsdp_modules():
+                module.set_reshard_after_backward(False, recurse=False)
+                module.set_requires_gradient_sync(self._reduces_each_micro_batch, recurse=False)
             yield
             if not self._reduces_each_micro_batch:
-                for part in self._fsdp_modules():
-                    part.set_requires_gradient_sync(True, recurse=False)
+                for module in self._fsdp_modules():
+                    module.set_requires_gradient_sync(True, recurse=False)
                 for stage in self._stages:
                     self.finish_backward(stage)
 
@@ -199,9 +199,9 @@ class UnshardedParams:
 
     def _fsdp_modules(self) -> Iterator[FSDPModule]:
         for stage in self._stages:
-            for part in stage.modules():
-                if isinstance(part, FSDPModule):
-                    yield part
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    yield module
 
 
 class PerRankGradDots:

@@ -113,9 +113,9 @@ class PipelineRunner:
                 *self._inputs(batch), target=batch.labels, return_outputs=False, **batch.targets()
             )
         for module in self._stages:
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
+            for submodule in module.modules():
+                if isinstance(submodule, FSDPModule):
+                    submodule.reshard()
         return self._sum_loss_terms(batch)
 
     @torch.no_grad()

@@ -112,8 +112,8 @@ class DataLoader:
             ConfigError: as `open_dataset`; all files are lost.
         """
         cfg = self._cfg
-        before = meta if continues_data(cfg, meta, self.fingerprints) else None
-        self._shards = resolve_token_files(cfg, self._data_files, before, current_world())
+        resumed_meta = meta if continues_data(cfg, meta, self.fingerprints) else None
+        self._shards = resolve_token_files(cfg, self._data_files, resumed_meta, current_world())
         data = open_dataset(
             cfg.data,
             seq_len=cfg.train.seq_len,
@@ -125,24 +125,22 @@ class DataLoader:
         self.validation_sampler = data.validation
         self.train_sharder = BatchSharder(data.train, cfg, self._groups, self._positions)
         self._validation_sharder = BatchSharder(data.validation, cfg, self._groups, self._positions)
-        known = {} if before is None else before.data_lost
-        if meta is not None and before is None:
+        already_dropped = {} if resumed_meta is None else resumed_meta.data_lost
+        if meta is not None and resumed_meta is None:
             self.message = f"the data restarts at sample 0: {data_order_change(meta, cfg, self.fingerprints)}"
-        if before is not None:
-            self._initial_fingerprints = before.data_files
-        if known:
-            self.message = (
-                f"still left out: {format_list([f'data file {name} ({why})' for name, why in known.items()])}"
-            )
-        lost = {} if self._shards is None else self._shards.dropped
+        if resumed_meta is not None:
+            self._initial_fingerprints = resumed_meta.data_files
+        if already_dropped:
+            self.message = f"still left out: {format_list([f'data file {name} ({reason})' for name, reason in already_dropped.items()])}"
+        dropped = {} if self._shards is None else self._shards.dropped
         skipped_files = {
             name: self._data_files.skip_reasons.get(name, "it cannot be read")
-            for name, look in self.fingerprints.items()
-            if look == SKIPPED
+            for name, value in self.fingerprints.items()
+            if value == SKIPPED
         }
-        if before is None and self._can_drop_files:
-            lost = skipped_files | {**lost}
-        self._add_events({name: why for name, why in lost.items() if name not in known})
+        if resumed_meta is None and self._can_drop_files:
+            dropped = skipped_files | {**dropped}
+        self._add_events({name: reason for name, reason in dropped.items() if name not in already_dropped})
 
     def data_state(self) -> dict[str, Any]:
         """Return the data fields of `TrainState` for a checkpoint."""
@@ -191,20 +189,20 @@ class DataLoader:
     def _read_consistently(self, read: Callable[[], T]) -> T:
         """Read, and retry without the files that fail on any rank; collective if files may be dropped."""
         while True:
-            fault: BrokenShardError | OutOfVocabError | None = None
-            found: T | None = None
+            read_error: BrokenShardError | OutOfVocabError | None = None
+            result: T | None = None
             try:
-                found = read()
+                result = read()
             except (BrokenShardError, OutOfVocabError) as error:
                 if not self._can_drop_files or not error.shard:
                     step = self._groups.recorder.step
                     raise error.with_reporter(f"{_rank_and_host(self._groups.rank)}, step {step}") from error
-                fault = error
-            lost = self._gather_unreadable_files(fault) if self._can_drop_files else {}
-            if not lost:
-                assert found is not None
-                return found
-            self._drop_files(lost)
+                read_error = error
+            unreadable = self._gather_unreadable_files(read_error) if self._can_drop_files else {}
+            if not unreadable:
+                assert result is not None
+                return result
+            self._drop_files(unreadable)
 
     def _gather_unreadable_files(self, fault: BrokenShardError | OutOfVocabError | None) -> dict[str, tuple[str, str]]:
         """Return the files that any rank failed to read, with cause and rank of the first failure; collective."""
@@ -212,19 +210,19 @@ class DataLoader:
         raised = torch.full((1,), float(fault is not None), device=self._groups.device)
         if not float(all_reduce_sum(raised, world)):
             return {}
-        lost: dict[str, tuple[str, str]] = {}
+        unreadable: dict[str, tuple[str, str]] = {}
         own_failures = {} if fault is None else {fault.shard: (fault.cause, _rank_and_host(self._groups.rank))}
         for failures in current_world().all_gather_object(own_failures):
-            lost = failures | lost
-        return lost
+            unreadable = failures | unreadable
+        return unreadable
 
     def _drop_files(self, found: dict[str, tuple[str, str]]) -> None:
         assert self._shards is not None
-        lost = {name: why for name, (why, _) in found.items()}
-        self._shards = self._shards.without(lost)
+        reasons = {name: reason for name, (reason, _) in found.items()}
+        self._shards = self._shards.without(reasons)
         for sampler in (self.train_sampler, self.validation_sampler):
-            sampler.drop_files(lost)
-        self._add_events(lost, {name: who for name, (_, who) in found.items()})
+            sampler.drop_files(reasons)
+        self._add_events(reasons, {name: who for name, (_, who) in found.items()})
 
     def _add_events(self, dropped: dict[str, str], found_by: Mapping[str, str] = MappingProxyType({})) -> None:
         read = self._shards.num_tokens if self._shards is not None else {}
@@ -269,11 +267,11 @@ def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
         ConfigError: another rank sees different files, and they are not token files that may be skipped as corrupt;
             raised on every rank.
     """
-    seen: DataFingerprints = world.all_gather_object(_read_fingerprints(data) if world.is_rank0 else None)[0]
-    wrong = {} if world.is_rank0 else size_differences_by_file(seen.by_name, file_sizes(data))
-    fingerprints = dict(seen.by_name)
-    reasons = dict(seen.skip_reasons)
-    for rank, differences in enumerate(world.all_gather_object(wrong)):
+    on_rank0: DataFingerprints = world.all_gather_object(_read_fingerprints(data) if world.is_rank0 else None)[0]
+    size_differences = {} if world.is_rank0 else size_differences_by_file(on_rank0.by_name, file_sizes(data))
+    fingerprints = dict(on_rank0.by_name)
+    reasons = dict(on_rank0.skip_reasons)
+    for rank, differences in enumerate(world.all_gather_object(size_differences)):
         reason = f"rank {rank} sees other data than rank 0: {format_list(list(differences.values()))}"
         if differences and not (data.kind == "tokens" and data.corrupt == "skip"):
             raise ConfigError(f"{reason}; give all machines the same files")
@@ -302,7 +300,7 @@ def resolve_token_files(
     """
     if cfg.data.kind != "tokens":
         return None
-    skipped = {name for name, look in fingerprints.by_name.items() if look == SKIPPED}
+    skipped = {name for name, value in fingerprints.by_name.items() if value == SKIPPED}
     if meta is not None and meta.data_tokens:
         losses = dropped_files(meta, fingerprints.by_name)
         reasons = {
@@ -310,7 +308,7 @@ def resolve_token_files(
         }
         known = TokenFileSet(meta.data_tokens, reasons)
         if world.is_rank0:
-            earlier = {name for name, look in meta.data_files.items() if look == SKIPPED}
+            earlier = {name for name, value in meta.data_files.items() if value == SKIPPED}
             check_same_files(known, cfg.data, skipped=earlier | skipped)
         # No rank opens a file before rank 0 has checked all of them.
         world.all_gather_object(None)

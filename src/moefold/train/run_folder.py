@@ -156,16 +156,16 @@ def _why_not_resumable(run_dir: Path, cfg: Config) -> str:
     resume = cfg.checkpoint.resume
     if resume == "never":
         return "checkpoint.resume='never'"
-    named = named_checkpoints(checkpoint_folder(cfg))
+    checkpoints = named_checkpoints(checkpoint_folder(cfg))
     if resume != "auto":
         given = Path(resume)
         # Checkpoints of later steps are rejected by name at the start.
-        is_same_run = any(path.resolve() == given.resolve() or step_of(path) > step_of(given) for path in named)
+        is_same_run = any(path.resolve() == given.resolve() or step_of(path) > step_of(given) for path in checkpoints)
         return "" if is_same_run else f"{resume!r} is of another run"
     newest = _newest_intact_checkpoint(cfg)
     if newest is None:
         # Damaged checkpoints are rejected by name at the start.
-        return "" if named else "it has no checkpoint to go on from"
+        return "" if checkpoints else "it has no checkpoint to go on from"
     meta = read_meta(newest)
     settings = _read_settings(run_dir)
     if meta.origin:
