@@ -131,7 +131,10 @@ class DataLoader:
         if resumed_meta is not None:
             self._initial_fingerprints = resumed_meta.data_files
         if already_dropped:
-            self.message = f"still left out: {format_list([f'data file {name} ({reason})' for name, reason in already_dropped.items()])}"
+            self.message = (
+                "still left out: "
+                f"{format_list([f'data file {name} ({reason})' for name, reason in already_dropped.items()])}"
+            )
         dropped = {} if self._shards is None else self._shards.dropped
         skipped_files = {
             name: self._data_files.skip_reasons.get(name, "it cannot be read")
