@@ -26,7 +26,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum the tensors of the members; return this rank's part of dim 0, 1/group.size of it. Adjoint: all_gather."""
+    """Sum over the members; return this rank's part along dim 0, which group.size must divide. Adjoint: all_gather."""
     return x if group.size == 1 else _ReduceScatter.apply(x, group)
 
 
